@@ -1,0 +1,70 @@
+"""A model read by its structure, not by its class name."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Part:
+    """One module that gets an inference container.  kind: "layer", "embedding", "norm", "head" or "other"."""
+
+    name: str
+    module: nn.Module
+    kind: str
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The parts of a model in forward order: its transformer layers, and whatever else owns parameters."""
+
+    layers: tuple[Part, ...]
+    outer: tuple[Part, ...]
+
+
+def read_structure(model: nn.Module) -> Structure:
+    """The transformer layers of `model`, and every module outside them that owns parameters.
+
+    A model in which no stack of layers is found is all "outer": it runs, part by part, like any other.
+    """
+    stacks = [(name, module) for name, module in model.named_modules() if is_layer_stack(model, module)]
+    layers = tuple(
+        Part(f"{name}.{index}", layer, "layer") for name, stack in stacks for index, layer in enumerate(stack)
+    )
+    inside = {module for part in layers for module in part.module.modules()}
+    outer = tuple(
+        Part(name, module, kind_of(model, module))
+        for name, module in model.named_modules()
+        if module not in inside and module._parameters
+    )
+    return Structure(layers, outer)
+
+
+def is_layer_stack(model: nn.Module, module: nn.Module) -> bool:
+    """Whether `module` is the list of a model's transformer layers: a ModuleList that is as long as the
+    configuration says, and whose entries hold more than one module (a list of expert matrices does not)."""
+    if not isinstance(module, nn.ModuleList) or len(module) == 0:
+        return False
+    return len(module) in layer_counts(model) and all(any(entry.children()) for entry in module)
+
+
+def layer_counts(model: nn.Module) -> set[int]:
+    """Numbers of layers that the model's configuration states, for decoder and encoder alike."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return set()
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    names = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+    return {getattr(source, name) for source in (config, text) for name in names if hasattr(source, name)}
+
+
+def kind_of(model: nn.Module, module: nn.Module) -> str:
+    """What a parameter-owning module outside the layers is."""
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if module is head:
+        return "head"
+    weight = module._parameters.get("weight")
+    shape = getattr(weight, "ds_shape", getattr(weight, "shape", ()))  # ZeRO-3 empties `shape`
+    return "norm" if len(shape) == 1 else "other"

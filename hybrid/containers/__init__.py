@@ -1,0 +1,1 @@
+"""Inference layers over the snapshot's tensors."""

@@ -1,0 +1,141 @@
+"""The snapshot lent to the model for the length of a `with`.
+
+The parameter *dictionaries* of modules are replaced, not parameters' `.data`: under ZeRO-3 the getter would gather
+again on access and run the base weights (deepspeed 0.19.8). What belongs to the model is put back untouched.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hybrid.weights.snapshot import Snapshot
+
+
+class Window:
+    """Opens the snapshot to a model: inside `opened()`, the model computes with the snapshot's tensors.
+
+    refresh: brings the snapshot up to date before it is lent; called with whether adapters will be used.
+    hooks: gives the hook handles of the training engine, which are off while the window is open.
+    lends: false where there is no snapshot to lend, because weights are gathered layer by layer (streaming).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        snapshot: Snapshot,
+        refresh: Callable[[bool], None],
+        hooks: Callable[[], Iterable[RemovableHandle]],
+        lends: bool,
+    ):
+        self.model = model
+        self.snapshot = snapshot
+        self.refresh = refresh
+        self.hooks = hooks
+        self.lends = lends
+        self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
+        # The model's own dictionaries, read once: inside a window, the model's tree is another one.
+        self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
+        self.plains = [(one, dict(one.plain._parameters)) for one in snapshot.adapted]
+        # What runs as it is, and so must be switched off to run without adapters. LoRA layers are merged or not.
+        kinds = AuxiliaryTrainingWrapper | (TrainableTokensLayer if lends else BaseTunerLayer)
+        self.switchable = [module for module in model.modules() if isinstance(module, kinds)]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the model is computing with the snapshot now."""
+        return bool(self.adapters)
+
+    @contextmanager
+    def opened(self, adapters: bool | None = None) -> Iterator[None]:
+        """Inside the block the model runs on the snapshot, fresh; adapters: None as the model has them, False none.
+
+        Windows nest: an inner one that uses the same adapters costs nothing.
+        """
+        adapters = (self.adapters[-1] if self.adapters else True) if adapters is None else adapters
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if not self.adapters or self.adapters[-1] != adapters:
+                if not adapters:
+                    stack.enter_context(disabled(self.switchable))
+                    self._require_switchable()
+                if self.lends:
+                    self.refresh(adapters)
+                    stack.enter_context(unhooked(self.hooks()))
+                    stack.enter_context(self._lent(adapters))
+            self.adapters.append(adapters)
+            stack.callback(self.adapters.pop)
+            yield
+
+    @contextmanager
+    def _lent(self, adapters: bool) -> Iterator[None]:
+        lent = [
+            (module, "_parameters", {name: None if param is None else self.snapshot.tensor(param) for name, param in own.items()})
+            for module, own in self.owners
+        ]
+        children: dict[nn.Module, dict] = {}
+        for one, own in self.plains:
+            lent.append((one.plain, "_parameters", {**own, **self.snapshot.weights_of(one, adapters)}))
+            children.setdefault(one.parent, dict(one.parent._modules))[one.child] = one.plain
+        lent += [(parent, "_modules", own) for parent, own in children.items()]
+        before = [module.__dict__[slot] for module, slot, _ in lent]
+        try:
+            for module, slot, content in lent:
+                module.__dict__[slot] = content
+            yield
+        finally:
+            # Backwards: an adapted module's plain one was lent to twice, as an owner and as itself.
+            for (module, slot, _), content in zip(reversed(lent), reversed(before), strict=True):
+                module.__dict__[slot] = content
+
+    def _require_switchable(self) -> None:
+        for one in self.snapshot.adapted:
+            if not self.lends and not isinstance(one.wrapper, BaseTunerLayer):
+                raise NotImplementedError(
+                    f"{one.name}: adapters=False with hybrid_engine.pin_parameters=false; DeepSpeed-Chat's LoRA cannot "
+                    "be switched off where it runs as it is. Set pin_parameters to true."
+                )
+
+
+@contextmanager
+def unhooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Inside the block the hooks behind `handles` do not run; afterwards they are back in their order.
+
+    Other hooks on the same modules stay, and may come and go meanwhile.
+    """
+    taken: dict[int, tuple[dict, dict, set]] = {}  # by dictionary: the dictionary, what it held, whose hooks left
+    try:
+        for handle in handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                _, _, gone = taken.setdefault(id(hooks), (hooks, dict(hooks), set()))
+                gone.add(handle.id)
+                del hooks[handle.id]
+        yield
+    finally:
+        for hooks, before, gone in taken.values():
+            kept = {key: hook for key, hook in before.items() if key in gone or key in hooks}
+            after = {**kept, **hooks}
+            hooks.clear()
+            hooks.update(after)
+
+
+@contextmanager
+def disabled(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside the block PEFT's adapters in `layers` are off.
+
+    The flag alone: PEFT's `enable_adapters` would also rewrite which parameters require gradients (0.21).
+    """
+    before = [(layer, layer._disable_adapters) for layer in layers]
+    try:
+        for layer, _ in before:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, flag in before:
+            layer._disable_adapters = flag

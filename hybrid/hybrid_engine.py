@@ -1,0 +1,360 @@
+"""HybridEngine: DeepSpeed's training engine that also generates. The mode switch, and who calls whom."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hybrid.architectures.structure import Part, read_structure
+from hybrid.config import HybridEngineConfig, RolloutConfig
+from hybrid.containers.native import NativeContainer
+from hybrid.containers.window import Window
+from hybrid.decoding.kv_cache import KVCache
+from hybrid.decoding.loop import Decoder, Noise, TokenLog, with_stop_strings
+from hybrid.decoding.scoring import Scores, padded_forward, score_sequences
+from hybrid.parallel import all_ranks, engine_name, own_row_ids
+from hybrid.profiling import Profiler
+from hybrid.rollout import (
+    RolloutBatch,
+    SamplingParams,
+    check_left_padded,
+    check_prompts,
+    end_token_ids,
+    make_batch,
+)
+from hybrid.weights.lora import read_adapters
+from hybrid.weights.snapshot import Snapshot
+
+ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
+
+
+class HybridEngine(DeepSpeedEngine):
+    """DeepSpeed's engine for ZeRO 0-3, whose model also generates, fast and in the same process.
+
+    In train mode it is DeepSpeed's engine. In eval mode forwards run without gradients over a snapshot of the
+    weights: gathered once for each version of them, adapters merged, training storage only read. Built by
+    `hybrid.initialize`.
+    """
+
+    def __init__(
+        self, args: Any, model: nn.Module, *, blocks: tuple[HybridEngineConfig, RolloutConfig], **kwargs: Any
+    ):
+        super().__init__(args, model, **kwargs)
+        self._settings, self._rollout_settings = blocks
+        self._streams = self.zero_optimization_stage() == 3 and not self._settings.pin_parameters
+        self._in_eval = False
+        self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
+        self._kv_cache = KVCache(self._rollout_settings.kv_step)
+        structure = read_structure(self.module)
+        self._snapshot = Snapshot(
+            self.module, structure, read_adapters(self.module), self._settings.tp_gather_partition_size
+        )
+        self._window = Window(
+            self.module, self._snapshot, self._refresh, self._training_hooks, lends=not self._streams
+        )
+        root = Part("", self.module, "model")
+        parts = {part.module: part for part in (root, *structure.outer, *structure.layers)}
+        self._containers = [NativeContainer(part, self._window) for part in parts.values()]
+
+    # ---------------------------------------------------------------- modes
+
+    def eval(self) -> None:
+        """Switch forwards to the inference containers. From the second iteration on rank 0 prints DeepSpeed's line."""
+        if not self._window.is_open:
+            self._profiler.next_iteration()
+        self._install()
+        self._in_eval = True
+        super().eval()
+
+    def train(self, mode: bool = True) -> None:
+        """Give the forwards back: from here on this is DeepSpeed's engine.
+
+        Raises RuntimeError inside `inference()`.
+        """
+        if not mode:
+            return self.eval()
+        self._refuse_in_window("train()")
+        self._uninstall()
+        self._in_eval = False
+        super().train()
+        self._release()
+
+    @contextmanager
+    def inference(self, adapters: bool | None = None) -> Iterator["HybridEngine"]:
+        """One window: the snapshot is brought up to date once, and nothing is gathered again inside.
+
+        adapters: None as the model has them; False runs the base model (a LoRA policy's reference).
+        Afterwards the engine is in the mode that it had, whatever was raised.
+        """
+        with self._eval_mode(), autocast_if_enabled(self), self._window.opened(adapters):
+            yield self
+
+    @contextmanager
+    def _eval_mode(self) -> Iterator[None]:
+        """Eval mode for the block; afterwards every module trains or not as it did."""
+        if self._in_eval or self._window.is_open:
+            yield
+            return
+        modes = [(module, module.training) for module in self.module.modules()]
+        try:
+            self._install()
+            self.module.train(False)
+            yield
+        finally:
+            self._in_eval = False
+            self._uninstall()
+            for module, training in modes:
+                module.training = training
+            self._release()
+
+    def _install(self) -> None:
+        for container in self._containers:
+            container.install()
+
+    def _uninstall(self) -> None:
+        for container in self._containers:
+            container.uninstall()
+
+    def _release(self) -> None:
+        """Free on leaving inference what the configuration says."""
+        with self._profiler.phase("release"):
+            if self._settings.release_inference_cache:
+                self._kv_cache.release()
+            if not self._rollout_settings.keep_snapshot:
+                self._snapshot.release()
+            if self._settings.release_inference_cache or not self._rollout_settings.keep_snapshot:
+                get_accelerator().empty_cache()
+
+    def _refuse_in_window(self, call: str) -> None:
+        if self._window.is_open:
+            raise RuntimeError(f"{call} inside `with engine.inference()`: leave the block first, then train")
+
+    # ------------------------------------------------------------- training
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """In train mode DeepSpeed's forward; in eval mode the model over the snapshot, without gradients."""
+        if self._in_eval or self._window.is_open:
+            with autocast_if_enabled(self), self._window.opened():
+                return self.module(*inputs, **kwargs)
+        with self._profiler.phase("train", wait_for_device=False):
+            return super().forward(*inputs, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's backward. Raises RuntimeError in eval mode, whose forwards have no gradients."""
+        if self._in_eval or self._window.is_open:
+            raise RuntimeError("backward() in eval mode, whose forwards have no gradients; call engine.train() first")
+        with self._profiler.phase("train", wait_for_device=False):
+            return super().backward(*args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's step; where it applied an update, the weights have a new version."""
+        self._refuse_in_window("step()")
+        with self._profiler.phase("train", wait_for_device=False):
+            super().step(*args, **kwargs)
+        if self.was_step_applied():
+            self._snapshot.version.steps += 1
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's load_checkpoint; afterwards the weights have a new version."""
+        self._refuse_in_window("load_checkpoint()")
+        try:
+            return super().load_checkpoint(*args, **kwargs)
+        finally:
+            self.mark_weights_changed()
+
+    def load_module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's load_module_state_dict; afterwards the weights have a new version."""
+        self._refuse_in_window("load_module_state_dict()")
+        try:
+            return super().load_module_state_dict(*args, **kwargs)
+        finally:
+            self.mark_weights_changed()
+
+    def mark_weights_changed(self) -> None:
+        """Say that weights were written by other means than `step()` and loading, on every rank: the next
+        generation gathers them again."""
+        self._snapshot.version.loads += 1
+
+    # ------------------------------------------------------------ inference
+
+    @property
+    def weight_version(self) -> int:
+        """Grows with every step that applied an update, with a load, and with a change of the active adapters."""
+        return self._snapshot.number()
+
+    def generate(self, *args: Any, adapters: bool | None = None, **kwargs: Any) -> Any:
+        """Hugging Face's `generate`: takes what it takes and returns what it returns.
+
+        adapters: None as the model has them; False generates from the base model.
+        Sampled rows draw their noise from (seed, rank, row, position); the seed comes from torch's generator.
+        `synced_gpus` is taken and not needed: ranks do not wait for each other.
+        Raises ValueError and NotImplementedError, in words, before any weight moves.
+        """
+        prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if prompts is not None and getattr(self.module, "main_input_name", "input_ids") == "input_ids":
+            check_prompts(prompts, kwargs.get("attention_mask"), "input_ids")
+            if len(prompts) == 0:
+                raise ValueError("input_ids: a batch of size 0 given; it must have at least one row")
+        return self._generate(args, kwargs, adapters, lambda rows: Noise(drawn_seed(), own_row_ids(rows)))
+
+    def rollout(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sampling: SamplingParams,
+        num_generations: int = 1,
+        adapters: bool | None = None,
+        row_ids: torch.Tensor | None = None,
+    ) -> RolloutBatch:
+        """Completions of prompts, with the logprobs that they were drawn with.
+
+        prompt_ids, prompt_mask: int64 [rows, prompt_len], left padded. A rank may have no rows at all.
+        row_ids: int64 [rows], the prompts' numbers among all ranks'; the same number draws the same noise, whatever
+            the world size. None numbers this rank's rows, so that ranks share no noise.
+        Raises ValueError and NotImplementedError, in words, before any weight moves.
+        """
+        check_prompts(prompt_ids, prompt_mask, "prompt_ids")
+        check_left_padded(prompt_mask)
+        if num_generations < 1:
+            raise ValueError(f"num_generations: {num_generations} given; it must be at least 1")
+        if row_ids is not None and row_ids.shape != prompt_ids.shape[:1]:
+            raise ValueError(f"row_ids: shape {tuple(row_ids.shape)} given; it must be [{len(prompt_ids)}]")
+        if len(prompt_ids) == 0:  # other ranks may be gathering, so this one draws a token and gives nothing back
+            one = prompt_ids.new_zeros(1, prompt_ids.shape[1])
+            once = replace(sampling, max_new_tokens=1, min_new_tokens=0)
+            return self.rollout(one, torch.ones_like(one), once, 1, adapters).first_rows(0)
+        self._require_generate()
+        version, before = self.weight_version, self._profiler.stats()
+        log = TokenLog(sampling.temperature or 1.0)
+        sequences = self._generate(
+            (prompt_ids,),
+            {
+                "attention_mask": prompt_mask,
+                "generation_config": sampling.generation_config(self.module, num_generations),
+            },
+            adapters,
+            lambda rows: Noise(
+                drawn_seed() if sampling.seed is None else sampling.seed,
+                own_row_ids(rows) if row_ids is None else row_ids.cpu(),
+            ),
+            log,
+        )
+        after = self._profiler.stats()
+        return make_batch(
+            prompt_ids.repeat_interleave(num_generations, dim=0),
+            prompt_mask.repeat_interleave(num_generations, dim=0),
+            sequences,
+            end_token_ids(self.module, sampling.stop_token_ids),
+            log.sampling,
+            log.raw,
+            weight_version=version,
+            timings={name: after[name] - before[name] for name in ROLLOUT_TIMINGS},
+        )
+
+    def score(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor,
+        adapters: bool | None = None,
+        temperature: float = 1.0,
+        rows_per_forward: int = 16,
+    ) -> Scores:
+        """Logprob and entropy of every token of given sequences but the first.
+
+        sequences, attention_mask: int64 [rows, tokens], padded on either side; a rank may have no rows. Logits are
+        made for `rows_per_forward` rows at a time. adapters: None as the model has them; False judges by the base.
+        """
+        check_prompts(sequences, attention_mask, "sequences")
+        if temperature <= 0:
+            raise ValueError(f"temperature: {temperature} given; it must be above 0")
+        rows = len(sequences)
+        if rows == 0:  # as in `rollout`
+            sequences = sequences.new_zeros(1, sequences.shape[1])
+            attention_mask = torch.ones_like(sequences)
+        with self.inference(adapters), self._profiler.phase("prefill"):
+            forward = padded_forward(self.module, self.module)
+            scores = score_sequences(forward, sequences, attention_mask, temperature, rows_per_forward)
+        return Scores(scores.per_token_logps[:rows], scores.entropies[:rows])
+
+    def _generate(
+        self, args: tuple, kwargs: dict, adapters: bool | None, noise: Callable[[int], Noise], log: TokenLog | None = None
+    ) -> Any:
+        """Hugging Face's `generate` with our decode loop in it."""
+        self._require_generate()
+        for key in ("custom_generate", "assistant_model"):
+            if kwargs.get(key) is not None:
+                raise NotImplementedError(f"generate: {key} is not available; the engine decodes by its own loop")
+        kwargs = with_stop_strings({**kwargs, "synced_gpus": False})
+        if "generation_config" not in kwargs and len(args) < 2:
+            kwargs.setdefault("use_cache", True)  # gradient checkpointing turns it off in the model's configuration
+        decoder = Decoder(
+            phase=self._profiler.phase,
+            window=lambda: self._window.opened(adapters),
+            cache=self._kv_cache,
+            max_out_tokens=self._settings.max_out_tokens,
+            noise=noise,
+            token_log=log,
+            agree=partial(all_ranks, device=self.device) if self._streams else None,
+            streamer=kwargs.get("streamer"),
+            produced=self._profiler.generated,
+        )
+        with self._eval_mode(), autocast_if_enabled(self):
+            return self.module.generate(*args, custom_generate=decoder.method(), **kwargs)
+
+    def _require_generate(self) -> None:
+        if not hasattr(self.module, "generate"):
+            raise ValueError(
+                f"{type(self.module).__name__} has no generate(): generation needs a Hugging Face model with a "
+                "language-modelling head. eval(), train() and forward work with any model."
+            )
+
+    def _refresh(self, adapters: bool) -> None:
+        self._profiler.now.gathered_bytes += self._snapshot.refresh(self._profiler.phase, adapters)
+
+    def _training_hooks(self) -> list[RemovableHandle]:
+        """Handles of the hooks that DeepSpeed put on the model: the engine's own and ZeRO-3's."""
+        handles = [self.module_forward_pre_hook, self.module_forward_post_hook]
+        offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
+        if isinstance(offload, DeepSpeedZeRoOffload):
+            handles += [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
+        return handles
+
+    # ----------------------------------------------------------- inspection
+
+    def coverage(self) -> list[dict[str, str]]:
+        """What runs where in eval mode: for each part of the model its `module` name, `kind`, `container` and why."""
+        return [
+            {
+                "module": container.part.name,
+                "kind": container.part.kind,
+                "container": container.kind,
+                "why": container.why,
+            }
+            for container in self._containers
+        ]
+
+    def stats(self) -> dict[str, float]:
+        """This rank's figures since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
+        `decode_s`, `wait_s`, `release_s`, `train_s`, `elapsed_s`), `tokens` generated, `tokens_per_s` of prefill and
+        decode, `gathered_bytes`; and `snapshot_bytes`, `kv_bytes` held now and `peak_bytes`, the most that the
+        snapshot with one gathered group and the KV cache have needed."""
+        return {
+            **self._profiler.stats(),
+            "snapshot_bytes": self._snapshot.nbytes(),
+            "kv_bytes": self._kv_cache.nbytes(),
+            "peak_bytes": self._snapshot.peak_bytes + self._kv_cache.peak_bytes,
+        }
+
+
+def drawn_seed() -> int:
+    """A seed from torch's generator, so that `torch.manual_seed` decides."""
+    return int(torch.randint(2**63 - 1, ()))

@@ -1,0 +1,110 @@
+"""`hybrid.initialize`: deepspeed.initialize's signature and return value, with a HybridEngine in it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import partition_parameters
+
+from hybrid.config import HybridEngineConfig, load_config, read_blocks
+from hybrid.hybrid_engine import HybridEngine
+from hybrid.parallel import world_size
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable | None = None,
+    model_parameters: Any = None,
+    training_data: torch.utils.data.Dataset | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
+    config: str | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | dict[str, Any] | None = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Build a HybridEngine. Takes what `deepspeed.initialize` takes, and returns what it returns: engine, optimizer,
+    dataloader, learning rate scheduler.
+
+    config: path of a DeepSpeed JSON file, or a dict; may hold the blocks `hybrid_engine` and `rollout`. Neither is
+        changed. With an explicit `"hybrid_engine": {"enabled": false}` DeepSpeed's own engine is built.
+    Raises ValueError, naming key, value and what is allowed, before anything is built; NotImplementedError for what
+    is not available.
+    """
+    if model is None:
+        raise ValueError("initialize: no model given")
+    given = config if config is not None else config_params
+    from_args = getattr(args, "deepspeed_config", None)
+    if given is not None and from_args is not None:
+        raise ValueError("initialize: a config is given twice, as an argument and as args.deepspeed_config; give one")
+    if given is None and from_args is None:
+        raise ValueError("initialize: no config given; pass config=<path or dict>, or args.deepspeed_config")
+    settings = load_config(given if given is not None else from_args)
+    blocks = read_blocks(settings)
+    if isinstance(model, deepspeed.PipelineModule):
+        raise NotImplementedError("initialize: a PipelineModule cannot generate in-process; use deepspeed.initialize")
+    shared = {
+        "args": args,
+        "model": model,
+        "optimizer": optimizer,
+        "model_parameters": model_parameters,
+        "training_data": training_data,
+        "lr_scheduler": lr_scheduler,
+        "mpu": mpu,
+        "dist_init_required": dist_init_required,
+        "collate_fn": collate_fn,
+    }
+    if not blocks[0].enabled:
+        shared["args"] = None if from_args is not None else args
+        return deepspeed.initialize(
+            **shared, distributed_port=distributed_port, config=settings, mesh_param=mesh_param
+        )
+
+    partition_parameters.shutdown_init_context()
+    try:
+        comm.init_distributed(
+            dist_backend=get_accelerator().communication_backend_name(),
+            distributed_port=distributed_port,
+            dist_init_required=dist_init_required,
+        )
+        refuse_what_is_not_there(blocks[0])
+        mesh = make_mesh(settings, mesh_param)
+        deepspeed_config = DeepSpeedConfig(settings, mpu, mesh_device=mesh)
+        deepspeed.set_optimizer_flags(deepspeed_config, model)
+        engine = HybridEngine(
+            **shared, blocks=blocks, config=settings, config_class=deepspeed_config, mesh_device=mesh
+        )
+    finally:
+        partition_parameters.restore_init_context()
+    engine._configure_python_gc()
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def make_mesh(settings: dict[str, Any], mesh_param: Any) -> Any:
+    """DeepSpeed's mesh of data and sequence parallel ranks, where one is asked for."""
+    if not mesh_param and "sequence_parallel_size" in settings and "data_parallel_size" in settings:
+        mesh_param = (settings["data_parallel_size"], settings["sequence_parallel_size"])
+    return comm.initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel")) if mesh_param else None
+
+
+def refuse_what_is_not_there(settings: HybridEngineConfig) -> None:
+    """Raise for settings of DeepSpeed's block that this engine cannot follow."""
+    size, ranks = settings.inference_tp_size, world_size()
+    if ranks % size:
+        raise ValueError(f"hybrid_engine.inference_tp_size: {size} given; it must divide the world size, {ranks}")
+    if size > 1:
+        raise NotImplementedError(
+            f"hybrid_engine.inference_tp_size: {size} given; inference tensor parallelism is not available yet, use 1"
+        )
+    if settings.enable_cuda_graph:
+        raise NotImplementedError(
+            "hybrid_engine.enable_cuda_graph: true given; native containers cannot be captured, use false"
+        )

@@ -1,0 +1,61 @@
+"""Ranks: who shares noise, and the few things that ranks tell each other. Knows nothing of models."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+# Data-parallel ranks number their prompt rows from `rank * ROWS_PER_RANK`, so that they never share noise.
+ROWS_PER_RANK = 1 << 40
+
+
+def rank() -> int:
+    """This process's rank; 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without torch.distributed."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def own_row_ids(rows: int) -> torch.Tensor:
+    """Row numbers for `rows` prompts of this rank that no other rank uses.  int64 [rows]"""
+    return torch.arange(rows) + rank() * ROWS_PER_RANK
+
+
+def all_ranks(flag: bool, device: torch.device) -> bool:
+    """Whether `flag` holds on every rank. A collective."""
+    if world_size() == 1:
+        return flag
+    unmet = torch.tensor(0 if flag else 1, device=device)
+    dist.all_reduce(unmet)
+    return unmet.item() == 0
+
+
+def engine_name() -> str:
+    """A name for the engine under construction that is the same on every rank and unused by any other engine.
+
+    Ranks build their engines in the same order, so each counts its own.
+    """
+    return str(_get_default_store().add(f"hybrid/engines/rank{rank()}", 1)) if world_size() > 1 else "0"
+
+
+class SharedCounter:
+    """A number that every rank adds to and rank 0 reads, without a collective: nobody waits for anybody.
+
+    It lives in torch.distributed's key-value store. A rank that has not yet added is simply not yet counted.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.local = 0
+
+    def add(self, amount: int) -> None:
+        """Count `amount` more."""
+        self.local += amount
+        if world_size() > 1 and amount:
+            _get_default_store().add(self.name, amount)
+
+    def total(self) -> int:
+        """What all ranks have counted so far."""
+        return _get_default_store().add(self.name, 0) if world_size() > 1 else self.local

@@ -1,0 +1,119 @@
+"""Where an iteration's time goes, measured in one place, and the line that DeepSpeed's users know."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from hybrid.parallel import SharedCounter, rank
+
+# gather: collectives that bring partitioned weights together.  merge: adapters into weights.  prefill, decode: the
+# model over prompts and over new tokens.  wait: for other ranks, where decoding needs them.  release: freeing memory.
+# train: forward, backward and step in train mode.
+PHASES = ("gather", "merge", "prefill", "decode", "wait", "release", "train")
+
+Phase = Callable[[str], AbstractContextManager]  # times the block as one of PHASES
+
+
+class Iteration:
+    """Seconds by phase, tokens and bytes of one iteration: from one `eval()` after training to the next."""
+
+    def __init__(self, samples: SharedCounter):
+        self.started = time.perf_counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.samples = samples
+        self.tokens = 0
+        self.gathered_bytes = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this iteration began."""
+        return time.perf_counter() - self.started
+
+
+class Profiler:
+    """The phases of an engine's iterations.
+
+    `synchronize` is called where a phase ends whose work a device may still be doing.
+    """
+
+    def __init__(self, name: str, synchronize):
+        self.name = name
+        self.synchronize = synchronize
+        self.finished_s: list[float] = []  # elapsed seconds of the iterations that are over
+        self.finished_samples = 0
+        self.evals = 0
+        self.inner_s: list[float] = []  # for each phase open now: seconds of the phases inside it
+        self.now = self._new_iteration()
+
+    def _new_iteration(self) -> Iteration:
+        return Iteration(SharedCounter(f"hybrid/{self.name}/samples/{self.evals}"))
+
+    @contextmanager
+    def phase(self, name: str, wait_for_device: bool = True) -> Iterator[None]:
+        """Count the block's seconds under `name`; a phase inside counts for itself alone."""
+        assert name in PHASES, f"{name!r} is no phase; the phases are {PHASES}"
+        start = time.perf_counter()
+        self.inner_s.append(0.0)
+        try:
+            yield
+        finally:
+            if wait_for_device:
+                self.synchronize()
+            elapsed_s = time.perf_counter() - start
+            self.now.seconds[name] += elapsed_s - self.inner_s.pop()
+            if self.inner_s:
+                self.inner_s[-1] += elapsed_s
+
+    def generated(self, samples: int, tokens: int) -> None:
+        """Count `samples` sequences and `tokens` new tokens of this rank."""
+        self.now.samples.add(samples)
+        self.now.tokens += tokens
+
+    def stats(self) -> dict[str, float]:
+        """This rank's figures of the iteration in progress: `<phase>_s` seconds, tokens, tokens per second of
+        prefill + decode, bytes gathered."""
+        seconds = {f"{name}_s": self.now.seconds[name] for name in PHASES}
+        generating_s = self.now.seconds["prefill"] + self.now.seconds["decode"] + self.now.seconds["wait"]
+        return {
+            **seconds,
+            "elapsed_s": self.now.elapsed_s,
+            "tokens": self.now.tokens,
+            "tokens_per_s": self.now.tokens / generating_s if generating_s > 0 else 0.0,
+            "gathered_bytes": self.now.gathered_bytes,
+        }
+
+    def next_iteration(self) -> None:
+        """Close the iteration, as `eval()` does; from the second on, rank 0 prints DeepSpeed's line.
+
+        An `eval()` after which nothing ran closes nothing.
+        """
+        if self.evals and not any(self.now.seconds.values()):
+            return
+        self.evals += 1
+        if self.evals > 1:
+            latency, samples = self.now.elapsed_s, self.now.samples.total()
+            self.finished_s.append(latency)
+            self.finished_samples += samples
+            if rank() == 0:
+                print(self._line(latency, samples), flush=True)
+        self.now = self._new_iteration()
+
+    def _line(self, latency_s: float, samples: int) -> str:
+        seconds = self.now.seconds
+        gather_s = seconds["gather"] + seconds["merge"]
+        generate_s = seconds["prefill"] + seconds["decode"] + seconds["wait"] + seconds["release"]
+        others_s = latency_s - gather_s - generate_s - seconds["train"]
+
+        def share(part_s: float) -> str:
+            return f"({part_s / latency_s * 100:.2f}%)"
+
+        return (
+            f"|E2E latency={latency_s:.2f}s "
+            f"|Gather latency={gather_s:.2f}s {share(gather_s)} "
+            f"|Generate time={generate_s:.2f}s {share(generate_s)} "
+            f"|Training time={seconds['train']:.2f}s {share(seconds['train'])} "
+            f"|Others={others_s:.2f} {share(others_s)} "
+            f"|CurSamplesPerSec={samples / latency_s:.2f} "
+            f"|AvgSamplesPerSec={self.finished_samples / sum(self.finished_s):.2f}"
+        )

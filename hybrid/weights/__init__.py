@@ -1,0 +1,1 @@
+"""How the training engine's parameters become inference tensors: gather, merge, write into the snapshot."""

@@ -1,0 +1,262 @@
+"""Adapters, read and merged out of place: what PEFT and DeepSpeed-Chat put into a model.
+
+An adapted module is two things to us: the plain module that it adapts, which takes its place during inference, and
+a formula that gives that module's weights with the active adapters in them. Training weights are read, never written.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from peft.tuners.lora import layer as lora
+from peft.tuners.lora.variants import DoraEmbeddingVariant, DoraLinearVariant
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hybrid.weights.gather import whole_shape
+
+MERGEABLE = (
+    "LoRA, rsLoRA and DoRA on Linear, Conv1D and Embedding, LoRA on expert parameters, modules_to_save, trainable "
+    "tokens, and DeepSpeed-Chat's LoRA"
+)
+
+
+def merged_weight(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float) -> torch.Tensor:
+    """W + s·B·A as a new float32 tensor (LoRA, arXiv:2106.09685).  weight [out, in], lora_a [r, in], lora_b [out, r].
+
+    Summed in float32 for the caller to round once. Adding a delta in bf16 and subtracting it later would not give
+    the old bits back.
+    """
+    return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=scale)
+
+
+def dora_weight(
+    weight: torch.Tensor,
+    base: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    scale: float,
+    magnitude: torch.Tensor,
+) -> torch.Tensor:
+    """m · (W + s·B·A) / ‖W₀ + s·B·A‖, float32 (DoRA, arXiv:2402.09353).  magnitude [out], others as in LoRA.
+
+    The norm, over each output row, is of the `base` weight W₀; `weight` W may already hold other adapters. This is
+    the order of PEFT's forward in eval mode (0.21).
+    """
+    norm = torch.linalg.norm(merged_weight(base, lora_a, lora_b, scale), dim=1)
+    return (magnitude.float() / norm).unsqueeze(1) * merged_weight(weight, lora_a, lora_b, scale)
+
+
+class Adapted(ABC):
+    """One adapted module of a model.
+
+    name: the adapted module's name in the model.
+    parent, child: where it is, and `plain` is during inference.
+    plain: the module without adapters.
+    sources: the training parameters behind `plain`'s, by its parameter names.
+    """
+
+    def __init__(self, name: str, parent: nn.Module, wrapper: nn.Module, plain: nn.Module, sources: dict):
+        self.name = name
+        self.parent = parent
+        self.child = name.rpartition(".")[2]
+        self.wrapper = wrapper
+        self.plain = plain
+        self.sources = {key: param for key, param in sources.items() if param is not None}
+        for key, param in self.sources.items():
+            if not param.is_floating_point():
+                raise NotImplementedError(
+                    f"{name}: {key} is {param.dtype}; an adapter on a quantized weight cannot be merged"
+                )
+
+    @abstractmethod
+    def state(self) -> tuple:
+        """What is active here now, to be compared with what was merged. Empty: nothing, the base is used."""
+
+    @abstractmethod
+    def adapter_params(self) -> list[nn.Parameter]:
+        """The parameters that `merged` reads besides the base."""
+
+    @abstractmethod
+    def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those tensors of `plain` that the active adapters change, float32, from whole `base` tensors."""
+
+
+class PeftAdapted(Adapted):
+    """What PEFT's LoRA layers share: which adapters are active, and their factors."""
+
+    def state(self) -> tuple:
+        if self.wrapper.disable_adapters or self.wrapper.merged:
+            return ()
+        return tuple((adapter, self.wrapper.scaling[adapter]) for adapter in self.active())
+
+    def active(self) -> list[str]:
+        """Names of the active adapters that this module has.
+
+        Raises NotImplementedError where one is of a variant that cannot be merged.
+        """
+        names = [adapter for adapter in self.wrapper.active_adapters if adapter in self.wrapper.scaling]
+        for adapter in names:
+            variant = self.wrapper.lora_variant.get(adapter)
+            if variant is not None and not isinstance(variant, DoraLinearVariant | DoraEmbeddingVariant):
+                raise NotImplementedError(
+                    f"{self.name}: adapter {adapter!r} is a {type(variant).__name__} and cannot be merged for "
+                    f"generation; what can: {MERGEABLE}"
+                )
+        return names
+
+    def with_adapter(self, weight: torch.Tensor, base: torch.Tensor, adapter: str, a, b) -> torch.Tensor:
+        """`weight` [out, in] with one more adapter, of factors a [r, in] and b [out, r], in it."""
+        scale = self.wrapper.scaling[adapter]
+        if adapter in self.wrapper.lora_variant:
+            return dora_weight(weight, base, a, b, scale, self.wrapper.lora_magnitude_vector[adapter].weight)
+        return merged_weight(weight, a, b, scale)
+
+    def magnitudes(self) -> list[nn.Parameter]:
+        """DoRA's magnitude vectors of the active adapters."""
+        return [
+            self.wrapper.lora_magnitude_vector[adapter].weight
+            for adapter in self.active()
+            if adapter in self.wrapper.lora_magnitude_vector
+        ]
+
+
+class PeftLinear(PeftAdapted):
+    """`lora.Linear` over nn.Linear or Conv1D (whose weight is [in, out]: `fan_in_fan_out`)."""
+
+    def adapter_params(self) -> list[nn.Parameter]:
+        factors = [factor for a in self.active() for factor in (self.wrapper.lora_A[a], self.wrapper.lora_B[a])]
+        return [param for factor in factors for param in factor.parameters()] + self.magnitudes()
+
+    def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        transposed = self.wrapper.fan_in_fan_out
+        base_weight = base["weight"].T if transposed else base["weight"]
+        weight, bias = base_weight, base.get("bias")
+        for adapter in self.active():
+            a, b = self.wrapper.lora_A[adapter], self.wrapper.lora_B[adapter]
+            weight = self.with_adapter(weight, base_weight, adapter, a.weight, b.weight)
+            if b.bias is not None:
+                extra = self.wrapper.scaling[adapter] * b.bias.float()
+                bias = extra if bias is None else bias.float() + extra
+        changed = {"weight": weight.T if transposed else weight}
+        return changed if bias is base.get("bias") else {**changed, "bias": bias}
+
+
+class PeftEmbedding(PeftAdapted):
+    """`lora.Embedding`: weight [vocabulary, hidden], factors A [r, vocabulary] and B [hidden, r]."""
+
+    def adapter_params(self) -> list[nn.Parameter]:
+        factors = (self.wrapper.lora_embedding_A, self.wrapper.lora_embedding_B)
+        return [factor[adapter] for adapter in self.active() for factor in factors] + self.magnitudes()
+
+    def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        base_weight = base["weight"].T
+        weight = base_weight
+        for adapter in self.active():
+            a, b = self.wrapper.lora_embedding_A[adapter], self.wrapper.lora_embedding_B[adapter]
+            weight = self.with_adapter(weight, base_weight, adapter, a, b)
+        return {"weight": weight.T}
+
+
+class PeftExperts(PeftAdapted):
+    """`lora.ParamWrapper`s, one inside the other, each over one parameter of the same module (an experts block)."""
+
+    def wrappers(self) -> list[lora.ParamWrapper]:
+        """From the outermost to the innermost."""
+        chain, module = [], self.wrapper
+        while isinstance(module, lora.ParamWrapper):
+            chain.append(module)
+            module = module.base_layer
+        return chain
+
+    def adapter_params(self) -> list[nn.Parameter]:
+        return [
+            factor[adapter].weight
+            for wrapper in self.wrappers()
+            for adapter in self.active()
+            for factor in (wrapper.lora_A, wrapper.lora_B)
+        ]
+
+    def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        changed = {}
+        for wrapper in self.wrappers():
+            weight = base[wrapper.parameter_name].float()
+            for adapter in self.active():
+                a, b = wrapper.lora_A[adapter].weight.float(), wrapper.lora_B[adapter].weight.float()
+                weight = weight + wrapper.scaling[adapter] * expert_delta(wrapper, a, b)
+            changed[wrapper.parameter_name] = weight
+        return changed
+
+
+def expert_delta(wrapper: lora.ParamWrapper, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """B·A for each expert, in the layout of the parameter (PEFT 0.21, ParamWrapper.get_delta_weight).
+
+    a [experts·r, in], b [out, r·experts]; gives [experts, in, out], or [experts, out, in] where PEFT swapped them.
+    """
+    if wrapper.num_experts == 1:
+        return b @ a
+    a = a.reshape(wrapper.num_experts, -1, a.shape[-1])  # [experts, r, in]
+    b = b.reshape(b.shape[0], -1, wrapper.num_experts)  # [out, r, experts]
+    layout = "o r e, e r i -> e o i" if wrapper._did_swap_in_out_features else "o r e, e r i -> e i o"
+    return torch.einsum(layout, b, a)
+
+
+class ChatLinear(Adapted):
+    """DeepSpeed-Chat's `LinearLayer_LoRA`: weight [out, in], lora_right_weight [in, r], lora_left_weight [r, out]."""
+
+    def state(self) -> tuple:
+        return (self.wrapper.lora_scaling,)
+
+    def adapter_params(self) -> list[nn.Parameter]:
+        return [self.wrapper.lora_right_weight, self.wrapper.lora_left_weight]
+
+    def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        right, left = self.adapter_params()
+        return {"weight": merged_weight(base["weight"], right.T, left.T, self.wrapper.lora_scaling)}
+
+
+def is_chat_lora(module: nn.Module) -> bool:
+    """Whether `module` follows DeepSpeed-Chat's convention."""
+    return all(hasattr(module, name) for name in ("lora_right_weight", "lora_left_weight", "lora_scaling"))
+
+
+def read_adapters(model: nn.Module) -> list[Adapted]:
+    """Every adapted module of `model`.
+
+    Raises NotImplementedError that names the module, where one has an adapter that cannot be merged.
+    """
+    for name, config in getattr(model, "peft_config", {}).items():
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise NotImplementedError(
+                f"adapter {name!r} is {config.peft_type} and cannot be merged for generation; what can: {MERGEABLE}"
+            )
+    adapted: list[Adapted] = []
+    inner: set[nn.Module] = set()  # the tuner layers inside one already read
+    for name, module in model.named_modules():
+        if module in inner or isinstance(module, TrainableTokensLayer):
+            continue
+        if isinstance(module, BaseTunerLayer) or is_chat_lora(module):
+            adapted.append(read_adapter(model.get_submodule(name.rpartition(".")[0]), name, module))
+            adapted[-1].state()
+            inner.update(child for child in module.modules() if isinstance(child, BaseTunerLayer))
+    return adapted
+
+
+def read_adapter(parent: nn.Module, name: str, module: nn.Module) -> Adapted:
+    """The kind of adapted module that `module` is."""
+    if isinstance(module, BaseTunerLayer):
+        plain = module.get_base_layer()
+        if isinstance(module, lora.Linear) and isinstance(plain, nn.Linear | Conv1D):
+            return PeftLinear(name, parent, module, plain, plain._parameters)
+        if isinstance(module, lora.Embedding):
+            return PeftEmbedding(name, parent, module, plain, plain._parameters)
+        if isinstance(module, lora.ParamWrapper):
+            return PeftExperts(name, parent, module, plain, plain._parameters)
+        raise NotImplementedError(
+            f"{name}: {type(module).__module__}.{type(module).__name__} cannot be merged for generation; "
+            f"what can: {MERGEABLE}"
+        )
+    rows, columns = whole_shape(module.weight)
+    shell = nn.Linear(columns, rows, bias=module.bias is not None, device="meta")  # its weights are lent
+    return ChatLinear(name, parent, module, shell, {"weight": module.weight, "bias": module.bias})

@@ -1,0 +1,175 @@
+"""Inference's copy of the weights, and the version of the weights that it was made from.
+
+A parameter that is whole and needs no merge is not copied: the model's own is used. Partitioned parameters (ZeRO-3)
+are gathered in groups and copied out; adapted weights are merged out of place. Buffers keep their addresses while
+they live.
+"""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from hybrid.architectures.structure import Structure
+from hybrid.profiling import Phase
+from hybrid.weights.gather import gathered, is_partitioned
+from hybrid.weights.lora import Adapted
+
+
+@dataclass
+class WeightVersion:
+    """Counts what changes weights. Learning parameters change with a step, every parameter with a load."""
+
+    steps: int = 0
+    loads: int = 0
+    adapter_changes: int = 0
+    adapters: tuple = field(default=())  # what was active when last looked
+
+    @property
+    def number(self) -> int:
+        """The version as one number that only grows."""
+        return self.steps + self.loads + self.adapter_changes
+
+    def see_adapters(self, adapters: tuple) -> None:
+        """Count a change of the active adapters."""
+        self.adapter_changes += adapters != self.adapters
+        self.adapters = adapters
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is gathered together: parameters that inference carries as they are, and modules that are merged."""
+
+    carried: tuple[nn.Parameter, ...]
+    adapted: tuple[Adapted, ...]
+
+
+class Snapshot:
+    """The weights that inference runs on."""
+
+    def __init__(self, model: nn.Module, structure: Structure, adapted: list[Adapted], layers_per_group: int):
+        self.adapted = adapted
+        self.groups = make_groups(model, structure, adapted, layers_per_group)
+        self.version = WeightVersion(adapters=active_adapters(adapted))
+        self.learning = {param for param in model.parameters() if param.requires_grad}
+        self.base: dict[nn.Parameter, nn.Parameter] = {}  # copies of partitioned parameters
+        self.merged: dict[Adapted, dict[str, nn.Parameter]] = {}
+        self.stamps: dict[nn.Parameter | Adapted, tuple] = {}  # of which version each copy is
+        self.peak_bytes = 0  # the most that copies and the group being gathered have held
+
+    def number(self) -> int:
+        """The version of the weights now, a change of active adapters included."""
+        self.version.see_adapters(active_adapters(self.adapted))
+        return self.version.number
+
+    def wanted(self, weight: nn.Parameter | Adapted) -> tuple:
+        """The stamp that a copy of `weight` made now would get."""
+        version = self.version
+        if isinstance(weight, Adapted):
+            return (version.loads, version.steps, weight.state())
+        return (version.loads, version.steps if weight in self.learning else 0)
+
+    def stale(self, weights: Iterable[nn.Parameter | Adapted]) -> list:
+        """Those of `weights` whose copy is of an older version, or does not exist."""
+        return [weight for weight in weights if self.stamps.get(weight) != self.wanted(weight)]
+
+    def refresh(self, phase: Phase, adapters: bool) -> int:
+        """Bring every copy up to date, group by group; with `adapters` false, merged weights are left as they are.
+
+        Gives the bytes gathered. Performs no collective where nothing is stale.
+        """
+        return sum(self._refresh_group(group, phase, adapters) for group in self.groups)
+
+    @torch.no_grad()
+    def _refresh_group(self, group: Group, phase: Phase, adapters: bool) -> int:
+        copies = self.stale(param for param in group.carried if is_partitioned(param))
+        merges = self.stale(one for one in group.adapted if adapters and one.state())
+        if not copies and not merges:
+            return 0
+        factors = [param for one in merges for param in one.adapter_params()]
+        with ExitStack() as whole:
+            with phase("gather"):
+                moved = whole.enter_context(gathered(copies + factors))
+                for param in copies:
+                    self.base[param] = copied(param, self.base.get(param))
+                    self.stamps[param] = self.wanted(param)
+            if merges:
+                with phase("merge"):
+                    for one in merges:
+                        self._merge(one)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes() + moved)
+        return moved
+
+    def _merge(self, one: Adapted) -> None:
+        buffers = self.merged.setdefault(one, {})
+        base = {name: self.tensor(param) for name, param in one.sources.items()}
+        for name, tensor in one.merged(base).items():
+            dtype = one.sources.get(name, tensor).dtype
+            buffers[name] = copied(tensor.to(dtype), buffers.get(name))
+        self.stamps[one] = self.wanted(one)
+
+    def tensor(self, param: nn.Parameter) -> nn.Parameter:
+        """The whole tensor that inference uses for `param`: its copy, or itself where it was whole all along."""
+        return self.base.get(param, param)
+
+    def weights_of(self, one: Adapted, adapters: bool) -> dict[str, nn.Parameter]:
+        """The tensors for `one.plain`, by parameter name."""
+        base = {name: self.tensor(param) for name, param in one.sources.items()}
+        return {**base, **self.merged[one]} if adapters and one.state() else base
+
+    def nbytes(self) -> int:
+        """Bytes that the copies hold."""
+        merged = (buffer for buffers in self.merged.values() for buffer in buffers.values())
+        return sum(buffer.nbytes for buffer in (*self.base.values(), *merged))
+
+    def release(self) -> None:
+        """Free the copies; the next refresh makes them anew."""
+        self.base.clear()
+        self.merged.clear()
+        self.stamps.clear()
+
+
+def copied(source: torch.Tensor, buffer: nn.Parameter | None) -> nn.Parameter:
+    """`buffer`, or a new one where there is none yet, with the values of `source`."""
+    if buffer is None:
+        buffer = nn.Parameter(torch.empty_like(source, memory_format=torch.contiguous_format), requires_grad=False)
+    buffer.data.copy_(source)
+    return buffer
+
+
+def active_adapters(adapted: list[Adapted]) -> tuple:
+    """What is active in every adapted module, to be compared."""
+    return tuple(one.state() for one in adapted)
+
+
+def make_groups(
+    model: nn.Module, structure: Structure, adapted: list[Adapted], layers_per_group: int
+) -> tuple[Group, ...]:
+    """The groups in which weights are gathered: parts outside the layers, then layers, `layers_per_group` at a time.
+
+    A parameter that two parts share is in the first one's group; adapter factors are in none, they are read for
+    merging only.
+    """
+    carried_sources = {param for one in adapted for param in one.sources.values()}
+    factors = {param for one in adapted for param in one.wrapper.parameters()} - carried_sources
+    bundles = [
+        modules[start : start + layers_per_group]
+        for modules in ([part.module for part in structure.outer], [part.module for part in structure.layers])
+        for start in range(0, len(modules), layers_per_group)
+    ]
+    taken, waiting, groups = set(factors), list(adapted), []
+    for bundle in bundles:
+        params = dict.fromkeys(param for module in bundle for param in module.parameters())
+        modules = {module for root in bundle for module in root.modules()}
+        here = [one for one in waiting if one.wrapper in modules or one.plain in modules]
+        # What is merged here must have been carried here or before.
+        params.update(dict.fromkeys(param for one in here for param in one.sources.values()))
+        waiting = [one for one in waiting if one not in here]
+        groups.append(Group(tuple(param for param in params if param not in taken), tuple(here)))
+        taken.update(params)
+    assert not waiting, f"{waiting[0].name} is in no part of the model"
+    assert taken >= set(model.parameters()), "a parameter is in no part of the model"
+    return tuple(group for group in groups if group.carried or group.adapted)
+

@@ -1,0 +1,33 @@
+"""Fixtures: ranks that live for the session, and what is not on every machine."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rank_pool import RankPool
+
+STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Two ranks."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def stories260k() -> Path:
+    """The directory of a small pretrained model."""
+    if not STORIES.is_dir():
+        pytest.skip(f"the pretrained model stories260K is not at {STORIES}")
+    return STORIES
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,228 @@
+"""Generation equals Hugging Face's on the unpartitioned model, token for token, in every ZeRO stage."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.engines import LARGE, engine_of, settings
+from tests.models import ADAPTERS, FAMILIES, ChatLoRA, prompts, tiny_model, twin
+
+STAGES = [(0, 0), (1, 0), (2, 0), (3, 0), (3, LARGE)]  # ZeRO stage, persistence threshold
+
+
+def check_family(family: str, adapter: str) -> None:
+    rank = dist.get_rank()
+    for stage, threshold in STAGES:
+        model = ADAPTERS[adapter](tiny_model(family))
+        reference = twin(model)
+        engine = engine_of(model, settings(stage, threshold))
+        engine.eval()
+        for padded in (False, True):
+            # Ranks differ in rows, prompt length and number of new tokens.
+            ids, mask = prompts(rows=3 + rank, length=7 + rank, padded=padded, seed=rank)
+            request = {"attention_mask": mask, "max_new_tokens": 8 + 4 * rank, "do_sample": False}
+            expected = reference.generate(ids, **request)
+            where = f"{family}, ZeRO {stage}, threshold {threshold}, {adapter}, padded {padded}, rank {rank}"
+            assert torch.equal(engine.generate(ids, **request), expected), where
+            whole = torch.ones_like(expected)
+            whole[:, : ids.shape[1]] = mask
+            with torch.no_grad():
+                logits = reference(expected, attention_mask=whole).logits
+            ours = engine(expected, attention_mask=whole).logits
+            # The same operations in the same order; merging an adapter sums in another one, hence 1e-3 of logits
+            # that span tens.
+            torch.testing.assert_close(ours[whole.bool()], logits[whole.bool()], atol=1e-3, rtol=1e-4, msg=where)
+        engine.destroy()
+
+
+CASES = [(family, adapter) for family in FAMILIES for adapter in ADAPTERS]
+
+
+@pytest.mark.parametrize(("family", "adapter"), CASES)
+def test_greedy_equals_hugging_face(ranks, family, adapter):
+    if adapter == "chat" and family == "gpt2":
+        pytest.skip("GPT-2 has no nn.Linear for DeepSpeed-Chat's LoRA to adapt")
+    ranks.run(check_family, family, adapter)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt2"])
+def test_chat_lora_is_really_there(family):
+    model = ADAPTERS["chat"](tiny_model(family))
+    ids, _ = prompts(2, 7, padded=False)
+    assert sum(isinstance(module, ChatLoRA) for module in model.modules()) >= 3
+    assert (model(ids).logits - tiny_model(family)(ids).logits).abs().max() > 1e-2
+
+
+def check_story(path: str) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    engine = engine_of(AutoModelForCausalLM.from_pretrained(path), settings(3))
+    ids = torch.tensor([[1]])
+    tokens = engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=80, do_sample=False)
+    return tokenizer.decode(tokens[0], skip_special_tokens=True)
+
+
+def test_stories260k_tells_its_authors_story(ranks, stories260k):
+    published = (
+        "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw "
+        "a big, red ball. She wanted to play with it, but it was too high."
+    )
+    for story in ranks.run(check_story, str(stories260k)):
+        assert story.startswith(published)
+
+
+def check_contract() -> None:
+    model = tiny_model("llama")
+    reference = twin(model)
+    engine = engine_of(model, settings(3))
+    rank = dist.get_rank()
+    ids, mask = prompts(2, 6, padded=True, seed=rank)
+    requests = [
+        {"inputs": ids, "attention_mask": mask, "max_new_tokens": 6},
+        {"input_ids": ids, "attention_mask": mask, "max_length": 11},
+        {"inputs": ids, "attention_mask": mask, "max_new_tokens": 9, "min_new_tokens": 5, "eos_token_id": [2, 7, 11]},
+        {"inputs": ids, "attention_mask": mask, "max_new_tokens": 9, "repetition_penalty": 1.7},
+        {"inputs": ids, "attention_mask": mask, "max_new_tokens": 6, "num_return_sequences": 1, "use_cache": False},
+        {"inputs": ids, "attention_mask": mask, "max_new_tokens": 9, "no_repeat_ngram_size": 2, "bad_words_ids": [[5]]},
+    ]
+    for request in requests:
+        assert torch.equal(engine.generate(**request), reference.generate(**request)), request
+    request = {
+        "attention_mask": mask,
+        "max_new_tokens": 5,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "output_attentions": True,
+        "output_hidden_states": True,
+    }
+    for implementation in (engine.module, reference):
+        implementation.set_attn_implementation("eager")
+    ours, theirs = engine.generate(ids, **request), reference.generate(ids, **request)
+    assert type(ours) is type(theirs)
+    assert ours.keys() == theirs.keys()
+    torch.testing.assert_close(ours.scores, theirs.scores, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.attentions, theirs.attentions, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.hidden_states, theirs.hidden_states, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.past_key_values.layers[0].keys, theirs.past_key_values.layers[0].keys)
+    # What was handed out is the caller's: the next call does not write into it.
+    kept = ours.past_key_values.layers[0].keys.clone()
+    engine.generate(ids.flip(1), attention_mask=torch.ones_like(mask), max_new_tokens=5)
+    assert torch.equal(ours.past_key_values.layers[0].keys, kept)
+
+
+def test_arguments_and_results_are_hugging_faces(ranks):
+    ranks.run(check_contract)
+
+
+class Recorder:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self):
+        self.pieces, self.ended = [], False
+
+    def put(self, value):
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self):
+        self.ended = True
+
+
+def check_streamer_and_stop_strings(path: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    reference = twin(model)
+    engine = engine_of(model, settings(3))
+    ids = torch.tensor([[1]])
+    ours, theirs = Recorder(), Recorder()
+    engine.generate(ids, max_new_tokens=6, streamer=ours)
+    reference.generate(ids, max_new_tokens=6, streamer=theirs)
+    assert ours.pieces == theirs.pieces
+    assert ours.ended
+    stop = {"max_new_tokens": 60, "stop_strings": ["park"], "tokenizer": tokenizer}
+    stopped = engine.generate(ids, **stop)
+    assert torch.equal(stopped, reference.generate(ids, **stop))
+    assert tokenizer.decode(stopped[0]).endswith("park")
+
+
+def test_streamer_and_stop_strings(ranks, stories260k):
+    ranks.run(check_streamer_and_stop_strings, str(stories260k))
+
+
+def check_checkpointing_keeps_the_cache() -> None:
+    model = tiny_model("llama")
+    reference = twin(model)
+    model.gradient_checkpointing_enable()
+    model.config.use_cache = model.generation_config.use_cache = False  # what trainers do beside it
+    engine = engine_of(model, settings(3))
+    ids, mask = prompts(2, 6, padded=True)
+    request = {"attention_mask": mask, "max_new_tokens": 6}
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    assert engine.stats()["kv_bytes"] > 0
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+    assert model.config.use_cache is False
+
+
+def test_gradient_checkpointing_keeps_the_kv_cache_on(ranks):
+    ranks.run(check_checkpointing_keeps_the_cache)
+
+
+def check_bf16(adapter: str) -> None:
+    for stage in (0, 1, 2, 3):
+        model = ADAPTERS[adapter](tiny_model("qwen2"))
+        reference = twin(model)
+        for parameter in reference.parameters():  # buffers, such as rotary frequencies, stay as DeepSpeed leaves them
+            parameter.data = parameter.data.bfloat16()
+        if adapter == "peft":
+            reference = reference.merge_and_unload()
+        engine = engine_of(model, settings(stage, dtype=torch.bfloat16))
+        ids, mask = prompts(3, 7, padded=True, seed=dist.get_rank())
+        with engine.inference():
+            ours = engine(ids, attention_mask=mask).logits
+        assert ours.dtype == torch.bfloat16
+        with torch.no_grad():
+            theirs = reference(ids, attention_mask=mask).logits
+        # Without an adapter the same bits; merged, PEFT rounds its delta before it adds, we round once.
+        tolerance = 0 if adapter == "none" else 0.05 * theirs.abs().max().item()
+        torch.testing.assert_close(ours[mask.bool()], theirs[mask.bool()], atol=tolerance, rtol=0)
+        assert engine.generate(ids, attention_mask=mask, max_new_tokens=5).shape == (3, 12)
+
+
+@pytest.mark.parametrize("adapter", ["none", "peft"])
+def test_bfloat16(ranks, adapter):
+    ranks.run(check_bf16, adapter)
+
+
+def check_encoder_decoder() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, eos_token_id=2, pad_token_id=0))
+    reference = twin(model)
+    engine = engine_of(model, settings(3))
+    ids, mask = prompts(2, 6, padded=False, seed=dist.get_rank())
+    request = {"attention_mask": mask, "max_new_tokens": 6 + dist.get_rank(), "do_sample": False}
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+
+
+def test_a_model_on_no_list_runs_natively(ranks):
+    ranks.run(check_encoder_decoder)
+
+
+def check_streaming() -> None:
+    """pin_parameters false: layers are gathered as they run, and ranks keep each other company."""
+    for adapter in ("none", "peft", "chat"):
+        model = ADAPTERS[adapter](tiny_model("llama"))
+        reference = twin(model)
+        engine = engine_of(model, settings(3, hybrid_engine={"pin_parameters": False}))
+        rank = dist.get_rank()
+        ids, mask = prompts(2 + rank, 6 + rank, padded=True, seed=rank)
+        request = {"attention_mask": mask, "max_new_tokens": 4 + 5 * rank, "do_sample": False}
+        assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+        assert engine.stats()["snapshot_bytes"] == 0
+
+
+def test_streaming_finishes_together(ranks):
+    ranks.run(check_streaming)

@@ -1,0 +1,85 @@
+"""Engines for tests, built inside a rank."""
+
+import contextlib
+import hashlib
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hybrid
+
+LARGE = 10**9  # a persistence threshold that no parameter reaches: ZeRO-3 keeps everything whole
+
+
+def settings(stage: int = 3, threshold: int = 0, dtype: torch.dtype = torch.float32, **blocks: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": threshold},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "hybrid_engine": {"enabled": True},
+        **blocks,
+    }
+
+
+def engine_of(model: nn.Module, config: dict[str, Any]) -> hybrid.HybridEngine:
+    """A HybridEngine over `model`; what requires no gradient stays frozen."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return hybrid.initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def train_step(engine: hybrid.HybridEngine, seed: int = 0, rows: int = 2, length: int = 9) -> torch.Tensor:
+    """One step on random tokens of this rank; gives the loss."""
+    generator = torch.Generator().manual_seed(seed * 1000 + dist.get_rank())
+    ids = torch.randint(3, 97, (rows, length), generator=generator)
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
+def storage_digest(engine: hybrid.HybridEngine) -> str:
+    """sha256 over this rank's training storage: every partition, or every parameter that is whole."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(engine.module.named_parameters()):
+        storage = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.data
+        digest.update(name.encode())
+        digest.update(storage.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# What torch.distributed's functions call, whatever the backend (torch 2.13; names that an older torch lacks are skipped).
+COLLECTIVES = (
+    "_allgather_base all_gather_single all_gather_single_coalesced all_to_all_single allgather allgather_coalesced "
+    "allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall alltoall_base barrier broadcast gather "
+    "monitored_barrier recv reduce _reduce_scatter_base reduce_scatter reduce_scatter_single "
+    "reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced scatter send"
+).split()
+
+
+class CollectiveCount:
+    """Counts the collectives that this rank starts in a block."""
+
+    def __enter__(self) -> "CollectiveCount":
+        self.count = 0
+        group = dist.ProcessGroup
+        self.own = {name: getattr(group, name) for name in COLLECTIVES if hasattr(group, name)}
+        for name, method in self.own.items():
+            setattr(group, name, self._counted(method))
+        return self
+
+    def _counted(self, method):
+        def counted(*args, **kwargs):
+            self.count += 1
+            return method(*args, **kwargs)
+
+        return counted
+
+    def __exit__(self, *exc) -> None:
+        for name, method in self.own.items():
+            setattr(dist.ProcessGroup, name, method)

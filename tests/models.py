@@ -1,0 +1,109 @@
+"""Tiny random models of every family, with the adapters that people put on them."""
+
+import copy
+
+import peft
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCABULARY = 97
+END = 2
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 96,
+}
+GPT2_SIZES = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96}
+PLAIN_SIZES = {key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+
+# Each family as its configuration; sizes are small, and a sliding window is shorter than the test's sequences.
+FAMILIES = {
+    "llama": SIZES,
+    "qwen2": SIZES,
+    "qwen3": SIZES,
+    "mistral": {**SIZES, "sliding_window": 6},
+    "gemma3_text": {**SIZES, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "phi3": {**SIZES, "pad_token_id": 0},
+    "gpt2": GPT2_SIZES,
+    "opt": {**PLAIN_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 16, "max_position_embeddings": 96},
+    "gpt_neox": {**PLAIN_SIZES, "intermediate_size": 48, "max_position_embeddings": 96},
+    "bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4},
+    "gptj": {**GPT2_SIZES, "rotary_dim": 4},
+    "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
+    """A random model of `family` whose biases and norms are random too, so that leaving one out shows."""
+    torch.manual_seed(seed)
+    special = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
+    config = AutoConfig.for_model(family, **{**special, "vocab_size": VOCABULARY, **FAMILIES[family], **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.mul_(3.0)  # from_config's 0.02 would make every logit nearly equal
+    return model.to(dtype)
+
+
+def with_peft(model: nn.Module, seed: int = 1, **settings) -> nn.Module:
+    """`model` with a random PEFT LoRA on every linear layer but the head."""
+    torch.manual_seed(seed)
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False, **settings}
+    return peft.get_peft_model(model, peft.LoraConfig(**lora))
+
+
+class ChatLoRA(nn.Module):
+    """A linear layer by DeepSpeed-Chat's convention for LoRA."""
+
+    def __init__(self, linear: nn.Linear, rank: int = 4):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        rows, columns = linear.weight.shape
+        self.lora_right_weight = nn.Parameter(torch.randn(columns, rank) * 0.2)
+        self.lora_left_weight = nn.Parameter(torch.randn(rank, rows) * 0.2)
+        self.lora_scaling = 1.5 / rank
+        self.weight.requires_grad = False
+
+    def forward(self, x):
+        delta = (x @ self.lora_right_weight @ self.lora_left_weight) * self.lora_scaling
+        return nn.functional.linear(x, self.weight, self.bias) + delta
+
+
+def with_chat_lora(model: nn.Module, seed: int = 1) -> nn.Module:
+    """`model` with DeepSpeed-Chat's LoRA in place of every linear layer but the head; all else frozen."""
+    torch.manual_seed(seed)
+    model.requires_grad_(False)
+    head = model.get_output_embeddings()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child is not head:
+                setattr(module, name, ChatLoRA(child))
+    return model
+
+
+ADAPTERS = {"none": lambda model: model, "peft": with_peft, "chat": with_chat_lora}
+
+
+def prompts(rows: int, length: int, padded: bool, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random prompts and their mask, int64 [rows, length]; left padded by 0, 1, 2, … tokens where `padded`."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        for row in range(rows):
+            mask[row, : min(row, length - 1)] = 0
+    return ids * mask, mask
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """The same model, never partitioned, in eval mode: what Hugging Face makes of these weights."""
+    return copy.deepcopy(model).eval()

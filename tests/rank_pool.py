@@ -1,0 +1,203 @@
+"""Ranks for tests: processes that live on between runs, and a failure that says which rank died and where."""
+
+import ctypes
+import faulthandler
+import importlib
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+COLLECTIVE_TIMEOUT_S = 120
+TAIL_CHARS = 4000
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not finish in time."""
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torch.distributed and DeepSpeed read in a CPU rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def serve(rank: int, world_size: int, port: int, pipe, output: str) -> None:
+    """The life of a rank: run what comes through `pipe`, answer (ok, value or traceback), until None comes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody survives the test session
+    log = open(output, "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    os.environ.update(rank_environment(rank, world_size, port))
+    import datetime
+    import gc
+    import logging
+
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.init_distributed(
+        dist_backend="gloo", timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S), verbose=False
+    )
+    pipe.send_bytes(pickle.dumps((True, None)))
+    while (work := pickle.loads(pipe.recv_bytes())) is not None:
+        module, name, args, kwargs = work
+        try:
+            answer = pickle.dumps((True, getattr(importlib.import_module(module), name)(*args, **kwargs)))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        gc.collect()
+        pipe.send_bytes(answer)
+    os._exit(0)  # no interpreter shutdown: torch.distributed would wait for the other ranks
+
+
+class RankPool:
+    """`world_size` ranks that run functions together.
+
+    timeout_s: for one run, where the run does not say otherwise.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float = 240):
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.processes: list = []
+        self.pipes: list = []
+        self.outputs = tempfile.TemporaryDirectory(prefix="ranks-")
+
+    def run(self, function: Callable, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """`function(*args, **kwargs)` on every rank; gives what each returned, by rank.
+
+        `function` lives at the top of a module. Raises RankFailure with the traceback of the rank that failed first;
+        the next run starts fresh ranks.
+        """
+        if not self.processes:
+            self._start()
+        work = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
+        for pipe in self.pipes:
+            pipe.send_bytes(work)
+        return self._answers(timeout_s or self.timeout_s, function.__qualname__)
+
+    def _start(self) -> None:
+        context, port = mp.get_context("spawn"), free_port()
+        for rank in range(self.world_size):
+            here, there = context.Pipe()
+            arguments = (rank, self.world_size, port, there, self._output(rank))
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self.pipes.append(here)
+        self._answers(self.timeout_s, "start")
+
+    def _output(self, rank: int) -> str:
+        return f"{self.outputs.name}/rank{rank}.log"
+
+    def _answers(self, timeout_s: float, what: str) -> list[Any]:
+        values: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(values) < self.world_size:
+            waiting = {self.pipes[rank]: rank for rank in range(self.world_size) if rank not in values}
+            ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
+            if not ready:
+                self._fail(f"{what}: ranks {sorted(waiting.values())} did not finish in {timeout_s} s", stacks=True)
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    fine, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    self.processes[rank].join(5)
+                    self._fail(f"{what}: rank {rank} died with exit code {self.processes[rank].exitcode}")
+                if not fine:
+                    self._fail(f"{what}: rank {rank} raised\n{value}")
+                values[rank] = value
+        return [values[rank] for rank in range(self.world_size)]
+
+    def _fail(self, text: str, stacks: bool = False) -> None:
+        if stacks:
+            for process in self.processes:
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(1)  # for the dumps to be written
+        tails = [
+            f"--- output of rank {rank}, its end\n{Path(self._output(rank)).read_text()[-TAIL_CHARS:]}"
+            for rank in range(self.world_size)
+        ]
+        self.kill()
+        raise RankFailure("\n".join([text, *tails]))
+
+    def kill(self) -> None:
+        """End the ranks, whatever they are doing."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes, self.pipes = [], []
+
+    def close(self) -> None:
+        """End the ranks and remove their output."""
+        self.kill()
+        self.outputs.cleanup()
+
+
+def run_script(
+    argv: list[str], world_size: int, timeout_s: float, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
+    """`argv` (a module with `-m`, or a file, and its arguments) on ranks started by torch.distributed.run.
+
+    Gives the finished process, its output as one text. Raises RankFailure, after killing every rank, on a timeout.
+    """
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}"]
+    launch += [f"--master_port={free_port()}", *argv]
+    cpu = {key: value for key, value in rank_environment(0, world_size, 0).items() if not key.endswith(RANK_KEYS)}
+    process = subprocess.Popen(
+        launch,
+        env={**os.environ, **cpu, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise RankFailure(f"{argv} did not finish in {timeout_s} s\n{output[-TAIL_CHARS:]}") from None
+    return subprocess.CompletedProcess(launch, process.returncode, output)
+
+
+RANK_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch.distributed.run sets these itself
