@@ -1,7 +1,7 @@
 """HybridEngine: DeepSpeed's training engine that also generates. The mode switch, and who calls whom."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from hybrid.architectures.structure import Part, read_structure
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.native import NativeContainer
-from hybrid.containers.window import Window
+from hybrid.containers.window import Window, unhooked
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoder, Noise, TokenLog, with_stop_strings
 from hybrid.decoding.scoring import Scores, padded_forward, score_sequences
@@ -52,6 +52,7 @@ class HybridEngine(DeepSpeedEngine):
         self._settings, self._rollout_settings = blocks
         self._streams = self.zero_optimization_stage() == 3 and not self._settings.pin_parameters
         self._in_eval = False
+        self._unhooked = ExitStack()  # gives back the hooks of switched modules
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
         self._kv_cache = KVCache(self._rollout_settings.kv_step)
         structure = read_structure(self.module)
@@ -95,7 +96,7 @@ class HybridEngine(DeepSpeedEngine):
         adapters: None as the model has them; False runs the base model (a LoRA policy's reference).
         Afterwards the engine is in the mode that it had, whatever was raised.
         """
-        with self._eval_mode(), autocast_if_enabled(self), self._window.opened(adapters):
+        with self._eval_mode(), self._window.opened(adapters):
             yield self
 
     @contextmanager
@@ -117,12 +118,18 @@ class HybridEngine(DeepSpeedEngine):
             self._release()
 
     def _install(self) -> None:
+        """Switch forwards. A switched module is called without DeepSpeed's hooks: ZeRO-3's would prefetch."""
+        if self._containers[0].installed:
+            return
+        if not self._streams:
+            self._unhooked.enter_context(unhooked(self._training_hooks(of=self._containers)))
         for container in self._containers:
             container.install()
 
     def _uninstall(self) -> None:
         for container in self._containers:
             container.uninstall()
+        self._unhooked.close()
 
     def _release(self) -> None:
         """Free on leaving inference what the configuration says."""
@@ -280,7 +287,7 @@ class HybridEngine(DeepSpeedEngine):
         if rows == 0:  # as in `rollout`
             sequences = sequences.new_zeros(1, sequences.shape[1])
             attention_mask = torch.ones_like(sequences)
-        with self.inference(adapters), self._profiler.phase("prefill"):
+        with self.inference(adapters), autocast_if_enabled(self), self._profiler.phase("prefill"):
             forward = padded_forward(self.module, self.module)
             scores = score_sequences(forward, sequences, attention_mask, temperature, rows_per_forward)
         return Scores(scores.per_token_logps[:rows], scores.entropies[:rows])
@@ -320,13 +327,18 @@ class HybridEngine(DeepSpeedEngine):
     def _refresh(self, adapters: bool) -> None:
         self._profiler.now.gathered_bytes += self._snapshot.refresh(self._profiler.phase, adapters)
 
-    def _training_hooks(self) -> list[RemovableHandle]:
-        """Handles of the hooks that DeepSpeed put on the model: the engine's own and ZeRO-3's."""
+    def _training_hooks(self, of: list[NativeContainer] | None = None) -> list[RemovableHandle]:
+        """Handles of the hooks that DeepSpeed put on the model, the engine's own and ZeRO-3's; or, of them, those on
+        the modules of some containers."""
         handles = [self.module_forward_pre_hook, self.module_forward_post_hook]
         offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
         if isinstance(offload, DeepSpeedZeRoOffload):
             handles += [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
-        return handles
+        if of is None:
+            return handles
+        modules = [container.part.module for container in of]
+        tables = {id(table) for module in modules for table in (module._forward_pre_hooks, module._forward_hooks)}
+        return [handle for handle in handles if id(handle.hooks_dict_ref()) in tables]
 
     # ----------------------------------------------------------- inspection
 

@@ -68,9 +68,9 @@ class CollectiveCount:
     def __enter__(self) -> "CollectiveCount":
         self.count = 0
         group = dist.ProcessGroup
-        self.own = {name: getattr(group, name) for name in COLLECTIVES if hasattr(group, name)}
-        for name, method in self.own.items():
-            setattr(group, name, self._counted(method))
+        self.own = {name: vars(group)[name] for name in COLLECTIVES if name in vars(group)}
+        for name in self.own:
+            setattr(group, name, self._counted(getattr(group, name)))
         return self
 
     def _counted(self, method):

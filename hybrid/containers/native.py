@@ -2,6 +2,7 @@
 
 import functools
 
+import torch
 from torch import nn
 
 from hybrid.architectures.structure import Part
@@ -22,13 +23,12 @@ class NativeContainer:
 
     def install(self) -> None:
         """Switch the module's forward to this container's."""
-        if self.installed:
-            return
         module: nn.Module = self.part.module
         window, original = self.window, module.forward
         self.own_forward = module.__dict__.get("forward")
 
         @functools.wraps(original)  # Hugging Face reads the signature of a forward
+        @torch.no_grad()
         def forward(*args, **kwargs):
             if window.is_open:
                 return original(*args, **kwargs)
@@ -39,7 +39,7 @@ class NativeContainer:
         self.installed = True
 
     def uninstall(self) -> None:
-        """Give the module the forward back that it had."""
+        """Give the module the forward back that it had; nothing where it was not switched."""
         if not self.installed:
             return
         if self.own_forward is None:

@@ -7,7 +7,6 @@ again on access and run the base weights (deepspeed 0.19.8). What belongs to the
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -59,7 +58,6 @@ class Window:
         """
         adapters = (self.adapters[-1] if self.adapters else True) if adapters is None else adapters
         with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
             if not self.adapters or self.adapters[-1] != adapters:
                 if not adapters:
                     stack.enter_context(disabled(self.switchable))

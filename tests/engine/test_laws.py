@@ -1,0 +1,349 @@
+"""The laws: training storage is read-only, snapshots carry versions, modes are exception-safe, no collective while
+decoding."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import hybrid
+from tests.engines import LARGE, CollectiveCount, engine_of, settings, storage_digest, train_step
+from tests.models import ADAPTERS, prompts, tiny_model, twin, with_peft
+
+THRESHOLDS = (0, LARGE)
+
+
+class Stop(RuntimeError):
+    """Raised by a test in the middle of generation."""
+
+
+class RaiseAt(StoppingCriteria):
+    """Raises once the sequences have `length` tokens."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= self.length:
+            raise Stop
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def nudge_adapters(engine: hybrid.HybridEngine) -> None:
+    """Change the adapters by hand, as a step would, without touching the base."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    factors = [p for name, p in engine.module.named_parameters() if "lora_" in name]
+    with GatheredParameters(factors, modifier_rank=0, enabled=hasattr(factors[0], "ds_id")):
+        for factor in factors:
+            factor.data.add_(torch.randn_like(factor) * 0.01)
+    engine.mark_weights_changed()
+
+
+def base_digest(engine: hybrid.HybridEngine) -> str:
+    """storage_digest of the frozen base alone."""
+
+    class Base:
+        module = engine.module
+
+    names = {name: p for name, p in engine.module.named_parameters() if "lora_" not in name}
+    Base.module = type("Frozen", (), {"named_parameters": lambda self: list(names.items())})()
+    return storage_digest(Base)
+
+
+def check_base_never_moves(stage: int, threshold: int, cycles: int) -> None:
+    torch.manual_seed(0)
+    engine = engine_of(with_peft(tiny_model("llama", num_hidden_layers=2)), settings(stage, threshold, torch.bfloat16))
+    ids, mask = prompts(2, 5, padded=True, seed=dist.get_rank())
+    before, everything = base_digest(engine), storage_digest(engine)
+    outputs = set()
+    for cycle in range(cycles):
+        engine.eval()
+        outputs.add(str(engine.generate(ids, attention_mask=mask, max_new_tokens=4).tolist()))
+        engine.train()
+        nudge_adapters(engine) if cycle % 20 else train_step(engine, cycle)
+    assert len(outputs) > 1, "the changing adapter never changed what was generated"
+    assert base_digest(engine) == before
+    assert storage_digest(engine) != everything, "the adapters did not train"
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_base_weights_keep_their_bytes_over_200_cycles(ranks, threshold):
+    ranks.run(check_base_never_moves, 3, threshold, 200)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_base_weights_keep_their_bytes_when_whole(ranks, stage):
+    ranks.run(check_base_never_moves, stage, 0, 40)
+
+
+def check_exception(stage: int, adapter: str) -> None:
+    """One rank raises in the middle of generation: both come out as they went in, and train alike."""
+    calm, hit = (engine_of(ADAPTERS[adapter](tiny_model("llama")), settings(stage)) for _ in range(2))
+    rank = dist.get_rank()
+    ids, mask = prompts(2, 5, padded=True, seed=rank)
+    digest, training_hooks = storage_digest(hit), hook_table(hit)
+    for eval_first in (False, True):
+        hit.eval() if eval_first else hit.train()
+        hooks = hook_table(hit)
+        forwards = [module.__dict__.get("forward") for module in hit.module.modules()]
+        criteria = StoppingCriteriaList([RaiseAt(8)] if rank == 1 else [])
+        try:
+            hit.generate(ids, attention_mask=mask, max_new_tokens=9, stopping_criteria=criteria)
+            raised = False
+        except Stop:
+            raised = True
+        assert raised == (rank == 1)
+        with pytest.raises(Stop), hit.inference():
+            raise Stop
+        assert hit.module.training == (not eval_first)
+        assert [module.__dict__.get("forward") for module in hit.module.modules()] == forwards
+        assert hook_table(hit) == hooks
+        assert storage_digest(hit) == digest
+    hit.train()
+    assert hook_table(hit) == training_hooks
+    assert torch.equal(train_step(hit), train_step(calm))
+    assert storage_digest(hit) == storage_digest(calm)
+    # And it still generates.
+    request = {"attention_mask": mask, "max_new_tokens": 5}
+    assert torch.equal(hit.generate(ids, **request), calm.generate(ids, **request))
+
+
+def hook_table(engine: hybrid.HybridEngine) -> list:
+    """Every forward hook of every module, in order."""
+    modules = engine.module.modules()
+    return [(list(module._forward_pre_hooks), list(module._forward_hooks)) for module in modules]
+
+
+@pytest.mark.parametrize("adapter", list(ADAPTERS))
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_exception_on_one_rank_gives_everything_back(ranks, stage, adapter):
+    ranks.run(check_exception, stage, adapter)
+
+
+def check_orders(stage: int, threshold: int, adapter: str) -> None:
+    """eval() and train() in every order of length 4, generation in between: training is bitwise undisturbed."""
+    make = lambda: engine_of(ADAPTERS[adapter](tiny_model("llama", num_hidden_layers=2)), settings(stage, threshold))  # noqa: E731
+    plain, switched = make(), make()
+    ids, mask = prompts(2, 5, padded=True, seed=dist.get_rank())
+    for step, order in enumerate(itertools.product(("eval", "train"), repeat=4)):
+        for mode in order:
+            getattr(switched, mode)()
+            assert switched.module.training == (mode == "train")
+            switched.generate(ids, attention_mask=mask, max_new_tokens=2)
+            assert switched.module.training == (mode == "train")
+        switched.train()
+        assert not any("forward" in module.__dict__ for module in switched.module.modules())
+        losses = [train_step(engine, step) for engine in (plain, switched)]
+        assert torch.equal(*losses), (order, losses)
+        assert storage_digest(plain) == storage_digest(switched), order
+
+
+@pytest.mark.parametrize("adapter", list(ADAPTERS))
+@pytest.mark.parametrize(("stage", "threshold"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, LARGE)])
+def test_modes_in_every_order_leave_training_bitwise_alone(ranks, stage, threshold, adapter):
+    ranks.run(check_orders, stage, threshold, adapter)
+
+
+def gradients(engine: hybrid.HybridEngine, seed: int) -> list[torch.Tensor]:
+    """Every gradient of one backward on this rank's random tokens, whole."""
+    from deepspeed.utils import safe_get_full_grad
+
+    ids = prompts(2, 9, padded=False, seed=seed * 10 + dist.get_rank())[0]
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    found = [safe_get_full_grad(parameter) for parameter in engine.module.parameters() if parameter.requires_grad]
+    engine.step()
+    return found
+
+
+def check_gradients(stage: int) -> None:
+    plain, switched = (engine_of(tiny_model("llama", num_hidden_layers=2), settings(stage)) for _ in range(2))
+    ids, mask = prompts(2, 5, padded=True, seed=dist.get_rank())
+    for step in range(3):
+        switched.eval()
+        switched.generate(ids, attention_mask=mask, max_new_tokens=3)
+        switched.train()
+        ours, theirs = gradients(switched, step), gradients(plain, step)
+        assert len(ours) > 10
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_are_bitwise_those_of_an_engine_that_never_left_train_mode(ranks, stage):
+    ranks.run(check_gradients, stage)
+
+
+def check_versions(stage: int, threshold: int, folder: str) -> None:
+    engine = engine_of(tiny_model("llama"), settings(stage, threshold))
+    ids, mask = prompts(2, 5, padded=False, seed=dist.get_rank())
+    request = {"attention_mask": mask, "max_new_tokens": 8}
+
+    def equals_the_weights() -> bool:
+        """Whether generation is what Hugging Face makes of the weights as they are now, read by DeepSpeed."""
+        from deepspeed.runtime.zero import GatheredParameters
+
+        reference = tiny_model("llama").eval()
+        own = list(engine.module.parameters())
+        with torch.no_grad(), GatheredParameters(own, enabled=stage == 3):
+            for copy, parameter in zip(reference.parameters(), own, strict=True):
+                copy.copy_(parameter)
+        return torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+
+    versions = [engine.weight_version]
+    first = engine.generate(ids, **request)
+    assert equals_the_weights()
+    engine.save_checkpoint(folder, tag="start")
+    for step in range(3):
+        train_step(engine, step)
+        versions.append(engine.weight_version)
+        assert equals_the_weights()
+    assert not torch.equal(engine.generate(ids, **request), first)
+    engine.load_checkpoint(folder, tag="start")
+    versions.append(engine.weight_version)
+    assert equals_the_weights()
+    assert torch.equal(engine.generate(ids, **request), first)
+    assert versions == sorted(set(versions)), versions
+
+
+@pytest.mark.parametrize(("stage", "threshold"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, LARGE)])
+def test_changed_weights_are_seen_by_the_next_generate(ranks, stage, threshold, tmp_path):
+    ranks.run(check_versions, stage, threshold, str(tmp_path))
+
+
+def check_accumulation() -> None:
+    """A step that applies nothing, inside gradient accumulation, does not make the snapshot stale."""
+    engine = engine_of(tiny_model("llama"), settings(3, gradient_accumulation_steps=2))
+    ids, mask = prompts(2, 5, padded=False)
+    engine.generate(ids, attention_mask=mask, max_new_tokens=2)
+    version = engine.weight_version
+    train_step(engine)
+    assert engine.weight_version == version
+    train_step(engine)
+    assert engine.weight_version == version + 1
+
+
+def test_only_an_applied_step_is_a_new_version(ranks):
+    ranks.run(check_accumulation)
+
+
+def check_collectives(adapter: str, stage: int) -> None:
+    engine = engine_of(ADAPTERS[adapter](tiny_model("llama")), settings(stage))
+    rank = dist.get_rank()
+    ids, mask = prompts(2 + rank, 5 + rank, padded=True, seed=rank)
+    request = {"attention_mask": mask, "max_new_tokens": 4 + 3 * rank}
+    with CollectiveCount() as first:
+        engine.generate(ids, **request)
+    with CollectiveCount() as second:
+        engine.generate(ids, **request)
+        with engine.inference():
+            batch = engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=3 + rank), num_generations=2)
+            engine.score(batch.sequences, batch.attention_mask)
+            engine.score(batch.sequences, batch.attention_mask, adapters=False)
+        engine.eval()
+        engine.generate(ids, **request)
+        engine(ids, attention_mask=mask)
+        engine.module(input_ids=ids, attention_mask=mask)
+        engine.train()
+    assert (first.count > 0) == (stage == 3)
+    assert second.count == 0
+    train_step(engine)
+    with CollectiveCount() as after_step:
+        engine.generate(ids, **request)
+    assert (after_step.count > 0) == (stage == 3)
+    if adapter != "none" and stage == 3:  # the frozen base is not gathered again, only the adapters
+        assert engine.stats()["gathered_bytes"] > 0
+        assert after_step.count < first.count or adapter == "chat"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("adapter", list(ADAPTERS))
+def test_weights_are_gathered_once_a_version(ranks, adapter, stage):
+    ranks.run(check_collectives, adapter, stage)
+
+
+def check_frozen_weights_stay() -> None:
+    engine = engine_of(with_peft(tiny_model("llama")), settings(3))
+    ids, mask = prompts(2, 5, padded=False)
+    engine.eval()
+    engine.generate(ids, attention_mask=mask, max_new_tokens=2)
+    everything = engine.stats()["gathered_bytes"]
+    engine.train()
+    train_step(engine)
+    engine.eval()
+    engine.generate(ids, attention_mask=mask, max_new_tokens=2)
+    adapters = sum(p.ds_numel * 4 for name, p in engine.module.named_parameters() if "lora_" in name)
+    total = sum(p.ds_numel * 4 for p in engine.module.parameters())
+    assert everything == total
+    assert engine.stats()["gathered_bytes"] == adapters < total / 2
+
+
+def test_with_lora_only_adapters_are_gathered_again(ranks):
+    ranks.run(check_frozen_weights_stay)
+
+
+def check_groups() -> None:
+    """No more than a group of layers is whole at a time beyond the shards."""
+    from hybrid.weights import gather, snapshot
+
+    model = tiny_model("llama", num_hidden_layers=5)
+    engine = engine_of(model, settings(3, hybrid_engine={"tp_gather_partition_size": 2}))
+    layer = [sum(p.ds_numel for p in block.parameters()) for block in model.model.layers]
+    outer = [model.model.embed_tokens.weight.ds_numel + model.model.norm.weight.ds_numel, model.lm_head.weight.ds_numel]
+    sizes, own = [], gather.gathered
+
+    def watched(params):
+        sizes.append(sum(p.ds_numel for p in params))
+        return own(params)
+
+    snapshot.gathered = watched
+    try:
+        engine.generate(torch.tensor([[3, 4]]), max_new_tokens=1)
+    finally:
+        snapshot.gathered = own
+    assert sizes == [*outer, 2 * layer[0], 2 * layer[0], layer[0]]
+
+
+def test_weights_are_gathered_in_groups_of_layers(ranks):
+    ranks.run(check_groups)
+
+
+def check_two_engines() -> None:
+    """Two engines in one process do not know of each other."""
+    models = [tiny_model("llama", seed=0), with_peft(tiny_model("gpt2", seed=1))]
+    references = [twin(model) for model in models]
+    engines = [engine_of(model, settings(3)) for model in models]
+    ids, mask = prompts(2, 5, padded=True, seed=dist.get_rank())
+    request = {"attention_mask": mask, "max_new_tokens": 5}
+    with engines[0].inference():
+        for _ in range(2):
+            for engine, reference in zip(engines, references, strict=True):
+                assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+        train_step(engines[1])
+    assert engines[0].weight_version == 0
+    assert engines[1].weight_version == 1
+    assert torch.equal(engines[0].generate(ids, **request), references[0].generate(ids, **request))
+
+
+def test_two_engines_in_one_process(ranks):
+    ranks.run(check_two_engines)
+
+
+def check_user_hooks_stay() -> None:
+    """A user's own hooks run during generation; ZeRO's do not, and come back in their order."""
+    engine = engine_of(tiny_model("llama"), settings(3))
+    seen = []
+    handle = engine.module.model.layers[0].register_forward_hook(lambda *args: seen.append("user"))
+    table = hook_table(engine)
+    engine.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4)
+    assert len(seen) == 4
+    assert hook_table(engine) == table
+    with engine.inference():
+        handle.remove()
+    assert handle.id not in engine.module.model.layers[0]._forward_hooks
+    train_step(engine)
+
+
+def test_user_hooks_stay(ranks):
+    ranks.run(check_user_hooks_stay)
