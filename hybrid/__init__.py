@@ -1,9 +1,17 @@
 """A model that is being trained under DeepSpeed ZeRO, and generates in the same process from the same weights."""
 
 from hybrid.decoding.sampling import selective_log_softmax
-from hybrid.decoding.scoring import Scores
+from hybrid.decoding.scoring import Scores, padded_forward
 from hybrid.hybrid_engine import HybridEngine
 from hybrid.initialize import initialize
 from hybrid.rollout import RolloutBatch, SamplingParams
 
-__all__ = ["HybridEngine", "RolloutBatch", "SamplingParams", "Scores", "initialize", "selective_log_softmax"]
+__all__ = [
+    "HybridEngine",
+    "RolloutBatch",
+    "SamplingParams",
+    "Scores",
+    "initialize",
+    "padded_forward",
+    "selective_log_softmax",
+]

@@ -288,7 +288,7 @@ class HybridEngine(DeepSpeedEngine):
             sequences = sequences.new_zeros(1, sequences.shape[1])
             attention_mask = torch.ones_like(sequences)
         with self.inference(adapters), autocast_if_enabled(self), self._profiler.phase("prefill"):
-            forward = padded_forward(self.module, self.module)
+            forward = padded_forward(self.module)
             scores = score_sequences(forward, sequences, attention_mask, temperature, rows_per_forward)
         return Scores(scores.per_token_logps[:rows], scores.entropies[:rows])
 

@@ -37,11 +37,14 @@ def score_sequences(
     return Scores(torch.cat(logps), torch.cat(entropies))
 
 
-def padded_forward(model: nn.Module, call: Callable) -> Callable:
-    """`call(ids, mask)` of a model, with positions that start at each row's first real token, as in generation.
+def padded_forward(model: nn.Module, call: Callable | None = None) -> Callable:
+    """A forward that takes (ids, mask), int64 [rows, tokens], for rows padded on the left, the right or both.
 
-    Models that read positions off the mask themselves, or have none, are not given any.
+    model: the Hugging Face model; call: what is called with its keyword arguments, such as an engine around it; the
+    model itself where None. Positions start at each row's first real token, as they do in generation; a model that
+    reads them off the mask, or has none, is not given any.
     """
+    call = model if call is None else call
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
     takes_positions = "position_ids" in inspect.signature(owner.forward).parameters
 

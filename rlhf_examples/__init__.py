@@ -1,0 +1,1 @@
+"""RLHF on the public face of `hybrid`: short scripts that read from top to bottom."""
