@@ -117,6 +117,7 @@ def collect(
         "val/num_eos_tokens": ended.sum(),
         "completions/mean_length": mask.sum() / rows,
         "sampling/sampling_logp_difference/mean": masked_sum(difference, mask) / tokens,
+        "completions/ref_nll": -masked_sum(ref_logps, mask) / tokens,  # of a token; low while text stays language
     }
     summed = over_ranks(torch.stack([value.double() for value in means.values()])).tolist()
     largest = difference.max()

@@ -1,5 +1,6 @@
 """Ranks for tests: processes that live on between runs, and a failure that says which rank died and where."""
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -17,6 +18,8 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 COLLECTIVE_TIMEOUT_S = 120
 TAIL_CHARS = 4000
@@ -174,30 +177,46 @@ class RankPool:
 
 
 def run_script(
-    argv: list[str], world_size: int, timeout_s: float, env: dict[str, str] | None = None
+    argv: list[str],
+    world_size: int,
+    timeout_s: float,
+    env: dict[str, str] | None = None,
+    kill_when: Callable[[], bool] | None = None,
 ) -> subprocess.CompletedProcess:
     """`argv` (a module with `-m`, or a file, and its arguments) on ranks started by torch.distributed.run.
 
-    Gives the finished process, its output as one text. Raises RankFailure, after killing every rank, on a timeout.
+    Gives the process with its output as one text: finished, or with every rank killed by SIGKILL as soon as
+    `kill_when` says so. Raises RankFailure, after killing every rank, on a timeout.
     """
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}"]
     launch += [f"--master_port={free_port()}", *argv]
     cpu = {key: value for key, value in rank_environment(0, world_size, 0).items() if not key.endswith(RANK_KEYS)}
-    process = subprocess.Popen(
-        launch,
-        env={**os.environ, **cpu, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            launch, env={**os.environ, **cpu, **(env or {})}, stdout=output, stderr=subprocess.STDOUT
+        )
+        deadline = time.monotonic() + timeout_s
+        while process.poll() is None and time.monotonic() < deadline and not (kill_when and kill_when()):
+            time.sleep(0.1)
+        finished = process.poll() is not None
+        kill_tree(process)
+        output.seek(0)
+        text = output.read()
+    if not finished and not (kill_when and kill_when()):
+        raise RankFailure(f"{argv} did not finish in {timeout_s} s\n{text[-TAIL_CHARS:]}")
+    return subprocess.CompletedProcess(launch, process.returncode, text)
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    """SIGKILL a process and all that it started; ranks have sessions of their own."""
     try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise RankFailure(f"{argv} did not finish in {timeout_s} s\n{output[-TAIL_CHARS:]}") from None
-    return subprocess.CompletedProcess(launch, process.returncode, output)
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
 
 
 RANK_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch.distributed.run sets these itself

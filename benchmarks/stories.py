@@ -1,0 +1,62 @@
+"""PPO on a real pretrained model over three seeds: does the reward rise, is the KL bounded, is it still language?
+
+    python -m benchmarks.stories --model ../shared/models/stories260K
+
+Prints a table for full fine-tuning and LoRA: the mean score of the first and last five iterations over the seeds, the
+rise in standard errors, the KL to the reference, and the reference model's perplexity of the completions.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+EDGE = 5  # iterations at each end that are compared
+
+
+def run(kind: str, model: str, seed: int, directory: Path) -> list[dict[str, float]]:
+    """One run on two ranks; gives its metrics."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "rlhf_examples.ppo"]
+    flags = ["--model", model, "--seed", str(seed), "--output_dir", str(directory)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
+    log = directory.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        command = [*launch, f"configs/stories_{kind}.yaml", *flags]
+        subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=True)
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def main() -> None:
+    """Run, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="directory of stories260K")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/stories"))
+    args = parser.parse_args()
+    print(f"| training | score, first {EDGE} | score, last {EDGE} | rise in standard errors | KL, last {EDGE}, and most |"
+          " reference perplexity, first and last |")
+    print("|---|---|---|---|---|---|")
+    for kind in ("full", "lora"):
+        runs = [run(kind, args.model, seed, args.output_dir / f"{kind}-{seed}") for seed in range(args.seeds)]
+        first = [row["objective/scores"] for rows in runs for row in rows[:EDGE]]
+        last = [row["objective/scores"] for rows in runs for row in rows[-EDGE:]]
+        # Of the difference of the two means, each over seeds and iterations.
+        error = math.sqrt(statistics.variance(first) / len(first) + statistics.variance(last) / len(last))
+        rise = statistics.mean(last) - statistics.mean(first)
+        kl = [row["objective/kl"] for rows in runs for row in rows[-EDGE:]]
+        most = max(row["objective/kl"] for rows in runs for row in rows)
+        perplexities = [math.exp(statistics.mean(rows[i]["completions/ref_nll"] for rows in runs)) for i in (0, -1)]
+        print(
+            f"| {kind} | {statistics.mean(first):.2f} | {statistics.mean(last):.2f} | {rise / error:.1f} "
+            f"| {statistics.mean(kl):.1f}, {most:.1f} nats a sequence | {perplexities[0]:.2f}, {perplexities[1]:.2f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""What cannot be done is refused in words, before anything has moved, and nothing is lost."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import GenerationConfig
+
+import hybrid
+from tests.engines import engine_of, settings, storage_digest, train_step
+from tests.models import prompts, tiny_model, with_chat_lora, with_peft
+
+IDS, MASK = prompts(2, 5, padded=True)
+SAMPLING = hybrid.SamplingParams(max_new_tokens=3)
+
+# What is called, with what the error must say.
+REFUSED = {
+    "beams": (lambda e: e.generate(IDS, max_new_tokens=3, num_beams=2), NotImplementedError, r"num_beams=2.*greedy"),
+    "beams in a config": (
+        lambda e: e.generate(IDS, generation_config=GenerationConfig(max_new_tokens=3, num_beams=4)),
+        NotImplementedError,
+        "num_beams=4",
+    ),
+    "prompt lookup": (
+        lambda e: e.generate(IDS, max_new_tokens=3, prompt_lookup_num_tokens=2),
+        NotImplementedError,
+        "assisted_generation",
+    ),
+    "an assistant": (
+        lambda e: e.generate(IDS, max_new_tokens=3, assistant_model=tiny_model("llama")),
+        NotImplementedError,
+        "assistant_model is not available",
+    ),
+    "too long, positional": (
+        lambda e: e.generate(IDS, max_new_tokens=60),
+        ValueError,
+        r"5 tokens \+ 60 new tokens = 65 is over hybrid_engine.max_out_tokens=64; ask for at most 59",
+    ),
+    "too long, by keyword": (lambda e: e.generate(input_ids=IDS, max_length=65), ValueError, "max_out_tokens=64"),
+    "too long, in a rollout": (
+        lambda e: e.rollout(IDS, MASK, hybrid.SamplingParams(max_new_tokens=60)),
+        ValueError,
+        "max_out_tokens=64",
+    ),
+    "empty prompts": (lambda e: e.generate(IDS[:, :0], max_new_tokens=3), ValueError, "the prompts are empty"),
+    "a masked row": (
+        lambda e: e.generate(IDS, attention_mask=torch.zeros_like(IDS), max_new_tokens=3),
+        ValueError,
+        r"rows \[0, 1\] are empty prompts",
+    ),
+    "no rows": (lambda e: e.generate(IDS[:0], max_new_tokens=3), ValueError, "batch of size 0"),
+    "floats": (lambda e: e.generate(IDS.float(), max_new_tokens=3), ValueError, "dtype torch.float32 given"),
+    "a list": (lambda e: e.generate([[3, 4]], max_new_tokens=3), TypeError, "list given; it must be an integer tensor"),
+    "one dimension": (lambda e: e.generate(IDS[0], max_new_tokens=3), ValueError, r"shape \(5,\) given"),
+    "another mask": (
+        lambda e: e.generate(IDS, attention_mask=MASK[:, 1:], max_new_tokens=3),
+        ValueError,
+        r"\(2, 4\) given; it must have the shape of input_ids, \(2, 5\)",
+    ),
+    "right padding": (lambda e: e.rollout(IDS, MASK.flip(1), SAMPLING), ValueError, r"rows \[1\] are not left padded"),
+    "no generations": (lambda e: e.rollout(IDS, MASK, SAMPLING, num_generations=0), ValueError, "at least 1"),
+    "other row ids": (
+        lambda e: e.rollout(IDS, MASK, SAMPLING, row_ids=torch.arange(3)),
+        ValueError,
+        r"row_ids: shape \(3,\) given",
+    ),
+    "stop strings": (
+        lambda e: e.generate(IDS, max_new_tokens=3, stop_strings=["x"]),
+        ValueError,
+        "needs the model's tokenizer",
+    ),
+    "a loop of one's own": (
+        lambda e: e.generate(IDS, max_new_tokens=3, custom_generate=print),
+        NotImplementedError,
+        "custom_generate",
+    ),
+    "a temperature of 0": (lambda e: e.score(IDS, MASK, temperature=0), ValueError, "temperature: 0 given"),
+}
+
+
+def check_refusals() -> None:
+    engine = engine_of(tiny_model("llama"), settings(3, hybrid_engine={"max_out_tokens": 64}))
+    digest = storage_digest(engine)
+    for name, (call, error, words) in REFUSED.items():
+        for mode in (engine.train, engine.eval):
+            mode()
+            with pytest.raises(error, match=words):
+                call(engine)
+            assert engine.module.training == (mode == engine.train), name
+            assert engine.stats()["gathered_bytes"] == 0, f"{name}: weights were moved before it was refused"
+    assert storage_digest(engine) == digest
+    engine.train()
+    train_step(engine)
+    assert engine.generate(IDS, max_new_tokens=59).shape[1] <= 64
+
+
+def test_requests_are_refused_in_words(ranks):
+    ranks.run(check_refusals)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: 0 given; it must be at least 1"),
+        ({"temperature": -1}, "temperature: -1 given"),
+        ({"top_p": 0.0}, r"top_p: 0.0 given; it must be in \(0, 1\]"),
+        ({"top_k": -1}, "top_k: -1 given"),
+        ({"min_p": 1.0}, "min_p: 1.0 given"),
+        ({"min_new_tokens": 9}, "min_new_tokens: 9 given; it must be between 0 and max_new_tokens"),
+        ({"repetition_penalty": 0}, "repetition_penalty: 0 given"),
+    ],
+)
+def test_sampling_params_are_checked(changes, words):
+    with pytest.raises(ValueError, match=words):
+        hybrid.SamplingParams(**{"max_new_tokens": 4, **changes})
+
+
+class Regressor(nn.Module):
+    """A model that is no language model and has no container of any family."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.randn(3))
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.body(x) * self.scale
+
+
+def check_other_models() -> None:
+    """Without generate, and without anything that we know: eval, train and forward work all the same."""
+    model, reference = Regressor(), Regressor().eval()
+    engine = engine_of(model, settings(3))
+    with pytest.raises(ValueError, match=r"Regressor has no generate\(\).*language-modelling head"):
+        engine.generate(IDS, max_new_tokens=2)
+    with pytest.raises(ValueError, match="has no generate"):
+        engine.rollout(IDS, MASK, SAMPLING)
+    x = torch.randn(5, 4)
+    engine.eval()
+    torch.testing.assert_close(engine(x), reference(x), atol=0, rtol=0)
+    assert {row["container"] for row in engine.coverage()} == {"native"}
+    engine.train()
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    engine.eval()
+    assert not torch.equal(engine(x), reference(x))
+
+
+def test_a_model_without_generate(ranks):
+    ranks.run(check_other_models)
+
+
+def check_wrong_places() -> None:
+    engine = engine_of(tiny_model("llama"), settings(3))
+    engine.eval()
+    loss = engine(input_ids=IDS, attention_mask=MASK, labels=IDS).loss
+    with pytest.raises(RuntimeError, match=r"backward\(\) in eval mode.*engine.train\(\) first"):
+        engine.backward(loss)
+    with engine.inference():
+        for call, name in ((engine.train, "train"), (engine.step, "step")):
+            with pytest.raises(RuntimeError, match=rf"{name}\(\) inside `with engine.inference\(\)`"):
+                call()
+        with pytest.raises(RuntimeError, match="load_checkpoint"):
+            engine.load_checkpoint("nowhere")
+        engine.generate(IDS, max_new_tokens=2)
+    engine.train()
+    train_step(engine)
+
+
+def test_training_calls_in_inference_are_refused(ranks):
+    ranks.run(check_wrong_places)
+
+
+def check_initialize(folder: str) -> None:
+    model = tiny_model("llama")
+    wrong = [
+        ({"config": settings(3, hybrid_engine={"max_out_tokenz": 3})}, ValueError, "'max_out_tokens'"),
+        ({"config": settings(3, hybrid_engine={"inference_tp_size": 3})}, ValueError, "divide the world size, 2"),
+        ({"config": settings(3, hybrid_engine={"inference_tp_size": 2})}, NotImplementedError, "not available yet"),
+        ({"config": settings(3, hybrid_engine={"enable_cuda_graph": True})}, NotImplementedError, "enable_cuda_graph"),
+        ({}, ValueError, "no config given"),
+        ({"config": "nowhere.json"}, ValueError, "no file at"),
+    ]
+    for arguments, error, words in wrong:
+        with pytest.raises(error, match=words):
+            hybrid.initialize(model=model, **arguments)
+    with pytest.raises(ValueError, match="no model given"):
+        hybrid.initialize(config=settings(3))
+    assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters()), "a refused model was partitioned"
+
+    # A path, a dict and args.deepspeed_config all work, and none is changed.
+    config = settings(0)
+    before = json.dumps(config)
+    path = f"{folder}/config-{dist.get_rank()}.json"
+    with open(path, "w") as file:
+        file.write(before)
+    arguments = type("Arguments", (), {"deepspeed_config": path, "local_rank": dist.get_rank()})()
+    for given in ({"config": config}, {"config": path}, {"config_params": config}, {"args": arguments}):
+        engine, optimizer, dataloader, scheduler = hybrid.initialize(model=tiny_model("llama"), **given)
+        assert isinstance(engine, hybrid.HybridEngine)
+        assert optimizer is engine.optimizer
+        assert dataloader is None and scheduler is None
+    assert json.dumps(config) == before == open(path).read()
+
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    disabled = hybrid.initialize(model=tiny_model("llama"), config=settings(0, hybrid_engine={"enabled": False}))[0]
+    assert type(disabled) is DeepSpeedEngine
+
+
+def test_initialize(ranks, tmp_path):
+    ranks.run(check_initialize, str(tmp_path))
+
+
+def check_adapters_off_in_streaming() -> None:
+    streaming = {"pin_parameters": False}
+    engine = engine_of(with_chat_lora(tiny_model("llama")), settings(3, hybrid_engine=streaming))
+    with pytest.raises(NotImplementedError, match="DeepSpeed-Chat's LoRA cannot be switched off"):
+        engine.generate(IDS, max_new_tokens=2, adapters=False)
+    engine = engine_of(with_peft(tiny_model("llama")), settings(3, hybrid_engine=streaming))
+    base = tiny_model("llama").eval()
+    request = {"attention_mask": MASK, "max_new_tokens": 6}
+    assert torch.equal(engine.generate(IDS, adapters=False, **request), base.generate(IDS, **request))
+
+
+def test_adapters_off_in_streaming(ranks):
+    ranks.run(check_adapters_off_in_streaming)

@@ -1,0 +1,150 @@
+"""The shape of the code: imports point down, examples use the public face, the map is complete, configs parse."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hybrid
+
+ROOT = Path(__file__).resolve().parents[1]
+# From the top down. A file may import from layers below its own, and from its own; never from above.
+LAYERS = [
+    ("hybrid",),
+    ("hybrid.initialize",),
+    ("hybrid.hybrid_engine",),
+    ("hybrid.rollout",),
+    ("hybrid.decoding",),
+    ("hybrid.containers",),
+    ("hybrid.weights",),
+    ("hybrid.architectures",),
+    ("hybrid.parallel", "hybrid.config", "hybrid.profiling"),
+]
+
+
+def modules_of(root: Path, package: str) -> dict[str, Path]:
+    """Every module of a package, by name."""
+    found = {}
+    for path in sorted((root / package).rglob("*.py")):
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports_of(name: str, path: Path, package: str) -> set[str]:
+    """The modules of `package` that a file imports anywhere, in functions too; relative imports resolved."""
+    found = set()
+    here = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = here.split(".")[: len(here.split(".")) - node.level + 1]
+                base = ".".join([*parts, *([node.module] if node.module else [])])
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    return {module for module in found if module == package or module.startswith(f"{package}.")}
+
+
+def layer_of(name: str) -> int:
+    """How far down a module is; packages carry their modules."""
+    for depth, members in enumerate(LAYERS):
+        if name in members or any(name.startswith(f"{member}.") for member in members if member != "hybrid"):
+            return depth
+    raise AssertionError(f"{name} is in no layer; add it to LAYERS")
+
+
+def wrong_imports(root: Path) -> list[str]:
+    """What is wrong with the imports of the package `hybrid` under `root`."""
+    modules, wrong = modules_of(root, "hybrid"), []
+    graph = {name: imports_of(name, path, "hybrid") & modules.keys() for name, path in modules.items()}
+    for name, targets in graph.items():
+        for target in sorted(targets - {name}):
+            if target == "hybrid":
+                wrong.append(f"{name} imports from the package root")
+            elif layer_of(target) < layer_of(name):
+                wrong.append(f"{name} imports {target}, which is above it")
+            elif name in reachable(graph, target):
+                wrong.append(f"{name} and {target} import each other")
+    return wrong
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Every module that `start` imports, directly or not."""
+    seen, waiting = set(), [start]
+    while waiting:
+        for target in graph[waiting.pop()] - seen:
+            seen.add(target)
+            waiting.append(target)
+    return seen
+
+
+def test_imports_point_down():
+    assert wrong_imports(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("weights/gather.py", "def f():\n    from hybrid.decoding import loop", "hybrid.weights.gather imports hybrid.decoding"),
+        ("config.py", "from . import parallel", "hybrid.config and hybrid.parallel import each other"),
+        ("rollout.py", "import hybrid", "hybrid.rollout imports from the package root"),
+        ("decoding/loop.py", "from ..hybrid_engine import HybridEngine", "hybrid.hybrid_engine, which is above it"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path, file, text, words):
+    tree = {
+        "__init__.py": "from hybrid.hybrid_engine import HybridEngine",
+        "hybrid_engine.py": "from hybrid.decoding.loop import x",
+        "rollout.py": "",
+        "decoding/__init__.py": "",
+        "decoding/loop.py": "",
+        "weights/__init__.py": "",
+        "weights/gather.py": "",
+        "parallel.py": "from hybrid import config as settings" if file == "config.py" else "",
+        "config.py": "",
+        file: text,
+    }
+    for name, content in tree.items():
+        (tmp_path / "hybrid" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hybrid" / name).write_text(content.replace("from hybrid import config as settings", "import hybrid.config"))
+    assert any(words in line for line in wrong_imports(tmp_path)), wrong_imports(tmp_path)
+
+
+def test_examples_and_benchmarks_use_the_public_face():
+    for package in ("rlhf_examples", "benchmarks"):
+        for path in (ROOT / package).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            for module in imports_of(path.stem, path, "hybrid"):
+                assert module == "hybrid" or module.removeprefix("hybrid.") in hybrid.__all__, f"{path}: {module}"
+            used = {
+                node.attr
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hybrid"
+            }
+            assert used <= set(hybrid.__all__), f"{path}: {used - set(hybrid.__all__)}"
+
+
+def test_the_map_has_every_file():
+    text = (ROOT / "docs" / "map.md").read_text()
+    listed = set(re.findall(r"`((?:hybrid|rlhf_examples|benchmarks)/[\w/]+\.py)`", text))
+    there = {
+        str(path.relative_to(ROOT))
+        for package in ("hybrid", "rlhf_examples", "benchmarks")
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert listed == there
+
+
+def test_every_config_parses():
+    paths = [*(ROOT / "configs").glob("*.json"), *(ROOT / "configs").glob("*.yaml")]
+    assert len(paths) >= 4
+    for path in paths:
+        settings = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+        assert settings, path

@@ -1,0 +1,143 @@
+"""Merging, as a property: the plain module with merged weights computes what the adapted module computes."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from hybrid.weights.lora import merged_weight, read_adapters
+from tests.models import ChatLoRA, prompts, tiny_model, with_peft
+
+SETTINGS = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "all biases": {"bias": "all"},
+    "lora bias": {"lora_bias": True, "target_modules": ["fc1", "fc2", "q_proj", "v_proj"]},
+    "rank pattern": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 32}},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "dora embedding": {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True},
+    "modules to save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def shake(model: nn.Module) -> nn.Module:
+    """Move every adapter parameter, so that nothing is at an initial value that hides a mistake."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens")):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def logits_when_merged(model: nn.Module) -> torch.Tensor:
+    """Logits of the model with every adapted module replaced by its plain one with merged weights."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for one in read_adapters(model):
+            base = {name: param.detach() for name, param in one.sources.items()}
+            weights = {**base, **(one.merged(base) if one.state() else {})}
+            for name, tensor in weights.items():
+                one.plain._parameters[name] = nn.Parameter(tensor.to(torch.float32))
+            one.parent._modules[one.child] = one.plain
+        return model(prompts(2, 7, padded=False)[0]).logits
+
+
+def assert_merge_equals(model: nn.Module) -> None:
+    model.eval()
+    with torch.no_grad():
+        expected = model(prompts(2, 7, padded=False)[0]).logits
+    # The same sums in another order, of logits that span tens.
+    torch.testing.assert_close(logits_when_merged(model), expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_merged_equals_adapted(name):
+    family = "opt" if name == "lora bias" else "llama"  # the one with biases to add to
+    base = tiny_model(family)
+    model = shake(with_peft(copy.deepcopy(base), **SETTINGS[name]))
+    assert_merge_equals(model)
+    ids = prompts(2, 7, padded=False)[0]
+    assert (model.eval()(ids).logits - base(ids).logits).abs().max() > 1e-2, "the adapter does nothing"
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_fan_in_fan_out(dora):
+    assert_merge_equals(shake(with_peft(tiny_model("gpt2"), use_dora=dora, fan_in_fan_out=True)))
+
+
+def test_scaled_embedding():
+    assert_merge_equals(shake(with_peft(tiny_model("gemma3_text"), target_modules=["embed_tokens", "v_proj"])))
+
+
+def test_expert_parameters():
+    model = tiny_model("mixtral")
+    names = [name for name, _ in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
+    assert names, "the experts' parameters have other names now"
+    parameters = sorted({".".join(name.split(".")[-2:]) for name in names})
+    adapted = shake(with_peft(model, target_modules=["q_proj"], target_parameters=parameters))
+    kinds = {type(one).__name__ for one in read_adapters(adapted)}
+    assert kinds == {"PeftLinear", "PeftExperts"}
+    assert_merge_equals(adapted)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_several_adapters_of_which_some_are_active(dora):
+    model = with_peft(tiny_model("llama"), use_dora=dora)
+    for name, rank in (("second", 2), ("third", 6)):
+        lora = peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False, use_dora=dora)
+        model.add_adapter(name, lora)
+    shake(model)
+    outputs = []
+    for active in (["default"], ["second"], ["default", "third"], ["third", "second", "default"]):
+        model.base_model.set_adapter(active)
+        assert_merge_equals(model)
+        outputs.append(logits_when_merged(model))
+    assert all((a - b).abs().max() > 1e-2 for a, b in zip(outputs, outputs[1:], strict=False))
+    with model.disable_adapter():
+        assert_merge_equals(model)
+        assert all(one.state() == () for one in read_adapters(model))
+
+
+def test_an_adapter_that_was_merged_by_hand():
+    model = shake(with_peft(tiny_model("llama")))
+    model.merge_adapter()
+    assert_merge_equals(model)
+
+
+def test_chat_convention():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layer": ChatLoRA(nn.Linear(6, 4))})
+    (one,) = read_adapters(model)
+    x = torch.randn(3, 6)
+    weights = one.merged({name: param.detach() for name, param in one.sources.items()})
+    torch.testing.assert_close(nn.functional.linear(x, weights["weight"], model["layer"].bias), model["layer"](x))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (peft.IA3Config(target_modules=["v_proj"], feedforward_modules=[]), r"layers\.0\.self_attn\.v_proj.*cannot be merged"),
+        (peft.LoHaConfig(target_modules=["q_proj"], r=2), r"layers\.0\.self_attn\.q_proj.*cannot be merged"),
+        (
+            peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5], task_type="CAUSAL_LM"),
+            r"layers\.0\.self_attn\.q_proj.*ALoraLinearVariant",
+        ),
+        (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING and cannot be merged"),
+    ],
+)
+def test_what_cannot_be_merged_is_named(config, words):
+    with pytest.raises(NotImplementedError, match=words):
+        read_adapters(peft.get_peft_model(tiny_model("llama"), config))
+
+
+def test_bf16_is_rounded_once():
+    torch.manual_seed(0)
+    weight = torch.randn(64, 32).bfloat16()
+    a, b = torch.randn(4, 32).bfloat16(), torch.randn(64, 4).bfloat16()
+    exact = weight.double() + 0.5 * (b.double() @ a.double())
+    ours = merged_weight(weight, a, b, 0.5).bfloat16()
+    assert torch.equal(ours, exact.bfloat16())
