@@ -38,8 +38,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/stories"))
     args = parser.parse_args()
-    print(f"| training | score, first {EDGE} | score, last {EDGE} | rise in standard errors | KL, last {EDGE}, and most |"
-          " reference perplexity, first and last |")
+    print(
+        f"| training | score, first {EDGE} | score, last {EDGE} | rise in standard errors | KL, last {EDGE}, and most |"
+        " reference perplexity, first and last |"
+    )
     print("|---|---|---|---|---|---|")
     for kind in ("full", "lora"):
         runs = [run(kind, args.model, seed, args.output_dir / f"{kind}-{seed}") for seed in range(args.seeds)]

@@ -45,9 +45,7 @@ class HybridEngine(DeepSpeedEngine):
     `hybrid.initialize`.
     """
 
-    def __init__(
-        self, args: Any, model: nn.Module, *, blocks: tuple[HybridEngineConfig, RolloutConfig], **kwargs: Any
-    ):
+    def __init__(self, args: Any, model: nn.Module, *, blocks: tuple[HybridEngineConfig, RolloutConfig], **kwargs: Any):
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
         self._streams = self.zero_optimization_stage() == 3 and not self._settings.pin_parameters
@@ -59,9 +57,7 @@ class HybridEngine(DeepSpeedEngine):
         self._snapshot = Snapshot(
             self.module, structure, read_adapters(self.module), self._settings.tp_gather_partition_size
         )
-        self._window = Window(
-            self.module, self._snapshot, self._refresh, self._training_hooks, lends=not self._streams
-        )
+        self._window = Window(self.module, self._snapshot, self._refresh, self._training_hooks, lends=not self._streams)
         root = Part("", self.module, "model")
         parts = {part.module: part for part in (root, *structure.outer, *structure.layers)}
         self._containers = [NativeContainer(part, self._window) for part in parts.values()]
@@ -82,7 +78,8 @@ class HybridEngine(DeepSpeedEngine):
         Raises RuntimeError inside `inference()`.
         """
         if not mode:
-            return self.eval()
+            self.eval()
+            return
         self._refuse_in_window("train()")
         self._uninstall()
         self._in_eval = False
@@ -116,6 +113,14 @@ class HybridEngine(DeepSpeedEngine):
             for module, training in modes:
                 module.training = training
             self._release()
+
+    def destroy(self) -> None:
+        """Give the model its forwards back and free the copies, then destroy DeepSpeed's engine."""
+        if "_containers" in self.__dict__:  # DeepSpeed calls this for an engine that failed to be built, too
+            self._uninstall()
+            self._snapshot.release()
+            self._kv_cache.release()
+        super().destroy()
 
     def _install(self) -> None:
         """Switch forwards. A switched module is called without DeepSpeed's hooks: ZeRO-3's would prefetch."""
@@ -208,7 +213,9 @@ class HybridEngine(DeepSpeedEngine):
         """
         prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if prompts is not None and getattr(self.module, "main_input_name", "input_ids") == "input_ids":
-            check_prompts(prompts, kwargs.get("attention_mask"), "input_ids")
+            # Of a sequence that goes on from a cache, the mask covers what is in the cache too.
+            mask = None if kwargs.get("past_key_values") is not None else kwargs.get("attention_mask")
+            check_prompts(prompts, mask, "input_ids")
             if len(prompts) == 0:
                 raise ValueError("input_ids: a batch of size 0 given; it must have at least one row")
         return self._generate(args, kwargs, adapters, lambda rows: Noise(drawn_seed(), own_row_ids(rows)))
@@ -293,7 +300,12 @@ class HybridEngine(DeepSpeedEngine):
         return Scores(scores.per_token_logps[:rows], scores.entropies[:rows])
 
     def _generate(
-        self, args: tuple, kwargs: dict, adapters: bool | None, noise: Callable[[int], Noise], log: TokenLog | None = None
+        self,
+        args: tuple,
+        kwargs: dict,
+        adapters: bool | None,
+        noise: Callable[[int], Noise],
+        log: TokenLog | None = None,
     ) -> Any:
         """Hugging Face's `generate` with our decode loop in it."""
         self._require_generate()

@@ -64,9 +64,7 @@ def initialize(
     }
     if not blocks[0].enabled:
         shared["args"] = None if from_args is not None else args
-        return deepspeed.initialize(
-            **shared, distributed_port=distributed_port, config=settings, mesh_param=mesh_param
-        )
+        return deepspeed.initialize(**shared, distributed_port=distributed_port, config=settings, mesh_param=mesh_param)
 
     partition_parameters.shutdown_init_context()
     try:
@@ -79,9 +77,7 @@ def initialize(
         mesh = make_mesh(settings, mesh_param)
         deepspeed_config = DeepSpeedConfig(settings, mpu, mesh_device=mesh)
         deepspeed.set_optimizer_flags(deepspeed_config, model)
-        engine = HybridEngine(
-            **shared, blocks=blocks, config=settings, config_class=deepspeed_config, mesh_device=mesh
-        )
+        engine = HybridEngine(**shared, blocks=blocks, config=settings, config_class=deepspeed_config, mesh_device=mesh)
     finally:
         partition_parameters.restore_init_context()
     engine._configure_python_gc()

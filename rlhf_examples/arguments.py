@@ -22,7 +22,10 @@ class PPOArguments:
     model: str = about("", "directory or hub name of the policy; empty: a small one is made and supervised first")
     tokenizer: str = about("", "directory or hub name; empty: the model's")
     prompts: str = about("", "text file, a prompt a line; empty: prompts that belong to the embedded corpus or stories")
-    reward: str = about("rlhf_examples.rewards:cheerful", "module:function over (prompts, completions), or the directory of a sequence classifier")
+    reward: str = about(
+        "rlhf_examples.rewards:cheerful",
+        "module:function over (prompts, completions), or the directory of a sequence classifier",
+    )
     stop_token_ids: list[int] = field(default_factory=list, metadata={"help": "end tokens besides the model's own"})
     seed: int = about(0, "of everything random in the run")
 
@@ -102,6 +105,8 @@ def parse_arguments(argv: list[str] | None = None) -> PPOArguments:
     Raises ValueError for a key of the file that is not known, naming the nearest.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    # The `deepspeed` launcher gives its rank as a flag; it is in the environment too.
+    argv = [text for text in argv if not text.startswith("--local_rank=")]
     parser = HfArgumentParser(PPOArguments)
     if argv and argv[0].endswith((".yaml", ".yml")):
         parser.set_defaults(**read_yaml(Path(argv.pop(0))))

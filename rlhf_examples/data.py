@@ -96,7 +96,10 @@ def load_prompts(path: str, embedded: bool) -> list[str]:
             for place in PLACES
         ]
     return [
-        opening.format(kind=kind, name=name) for opening in STORY_OPENINGS for kind in STORY_KINDS for name in STORY_NAMES
+        opening.format(kind=kind, name=name)
+        for opening in STORY_OPENINGS
+        for kind in STORY_KINDS
+        for name in STORY_NAMES
     ]
 
 

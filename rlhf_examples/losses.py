@@ -1,5 +1,6 @@
-"""PPO's arithmetic as pure functions. Masks are int64 or bool; a masked position contributes nothing, whatever is in it.
+"""PPO's arithmetic as pure functions.
 
+Masks are int64 or bool; a masked position contributes nothing, whatever is in it.
 Shapes: B sequences of T completion tokens, right padded.
 """
 

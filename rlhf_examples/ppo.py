@@ -1,7 +1,7 @@
 """PPO on a HybridEngine: rollouts, rewards and updates in one process for each rank.
 
-    torchrun --nproc_per_node=2 -m rlhf_examples.ppo configs/demo.yaml          a small model, made on the spot
-    torchrun --nproc_per_node=8 -m rlhf_examples.ppo configs/demo.yaml --model my-model --dtype bfloat16 --lora_r 16
+torchrun --nproc_per_node=2 -m rlhf_examples.ppo configs/demo.yaml          a small model, made on the spot
+torchrun --nproc_per_node=8 -m rlhf_examples.ppo configs/demo.yaml --model my-model --dtype bfloat16 --lora_r 16
 """
 
 import itertools
@@ -154,7 +154,12 @@ def samples(models: Models, tokenizer: PreTrainedTokenizerBase, prompts: list[st
 
 
 def first_samples(
-    models: Models, tokenizer: PreTrainedTokenizerBase, prompts: list[str], args: PPOArguments, path: Path, resumed: bool
+    models: Models,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    args: PPOArguments,
+    path: Path,
+    resumed: bool,
 ) -> list[str]:
     """The samples from before the first update; a resumed run reads those that its beginning wrote."""
     if resumed and path.is_file():

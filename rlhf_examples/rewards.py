@@ -13,7 +13,9 @@ Reward = Callable[[list[str], list[str]], list[float]]
 HAPPY = set("laughed danced joy warm happy smiled loved wonderful fun".split())
 SAD = set("cried sad broken lost lonely gloomy angry afraid dark".split())
 # What children's stories have when they are cheerful, and when they are not.
-JOYFUL = set("happy happily smile smiled laugh laughed love loved fun play played hug hugged friend friends joy".split())
+JOYFUL = set(
+    "happy happily smile smiled laugh laughed love loved fun play played hug hugged friend friends joy".split()
+)
 GLOOMY = set("sad cry cried angry scared afraid hurt mad bad lost broke broken".split())
 
 

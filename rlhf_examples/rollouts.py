@@ -77,7 +77,12 @@ def sampling(args: PPOArguments, seed: int) -> hybrid.SamplingParams:
 
 
 def collect(
-    models: Models, tokenizer: PreTrainedTokenizerBase, reward: Reward, texts: list[str], iteration: int, args: PPOArguments
+    models: Models,
+    tokenizer: PreTrainedTokenizerBase,
+    reward: Reward,
+    texts: list[str],
+    iteration: int,
+    args: PPOArguments,
 ) -> tuple[Experience, dict[str, float]]:
     """Roll out this rank's prompts `texts` and judge every token; gives the experience and the metrics of all ranks."""
     ids, prompt_mask = (tensor.to(models.policy.device) for tensor in encode_prompts(tokenizer, texts))

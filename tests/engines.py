@@ -53,12 +53,13 @@ def storage_digest(engine: hybrid.HybridEngine) -> str:
     return digest.hexdigest()
 
 
-# What torch.distributed's functions call, whatever the backend (torch 2.13; names that an older torch lacks are skipped).
+# What torch.distributed's functions call, whatever the backend (torch 2.13; names that a torch lacks are skipped).
 COLLECTIVES = (
-    "_allgather_base all_gather_single all_gather_single_coalesced all_to_all_single allgather allgather_coalesced "
-    "allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall alltoall_base barrier broadcast gather "
-    "monitored_barrier recv reduce _reduce_scatter_base reduce_scatter reduce_scatter_single "
-    "reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced scatter send"
+    "_allgather_base all_gather_single all_gather_single_coalesced all_to_all_single allgather "
+    "allgather_coalesced allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall "
+    "alltoall_base barrier broadcast gather monitored_barrier recv reduce _reduce_scatter_base "
+    "reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced "
+    "scatter send "
 ).split()
 
 

@@ -91,7 +91,11 @@ def test_imports_point_down():
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [
-        ("weights/gather.py", "def f():\n    from hybrid.decoding import loop", "hybrid.weights.gather imports hybrid.decoding"),
+        (
+            "weights/gather.py",
+            "def f():\n    from hybrid.decoding import loop",
+            "hybrid.weights.gather imports hybrid.decoding",
+        ),
         ("config.py", "from . import parallel", "hybrid.config and hybrid.parallel import each other"),
         ("rollout.py", "import hybrid", "hybrid.rollout imports from the package root"),
         ("decoding/loop.py", "from ..hybrid_engine import HybridEngine", "hybrid.hybrid_engine, which is above it"),
@@ -112,7 +116,9 @@ def test_a_wrong_import_is_found(tmp_path, file, text, words):
     }
     for name, content in tree.items():
         (tmp_path / "hybrid" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "hybrid" / name).write_text(content.replace("from hybrid import config as settings", "import hybrid.config"))
+        (tmp_path / "hybrid" / name).write_text(
+            content.replace("from hybrid import config as settings", "import hybrid.config")
+        )
     assert any(words in line for line in wrong_imports(tmp_path)), wrong_imports(tmp_path)
 
 

@@ -72,10 +72,10 @@ class Window:
 
     @contextmanager
     def _lent(self, adapters: bool) -> Iterator[None]:
-        lent = [
-            (module, "_parameters", {name: None if param is None else self.snapshot.tensor(param) for name, param in own.items()})
-            for module, own in self.owners
-        ]
+        lent: list[tuple[nn.Module, str, dict]] = []  # module, which of its dictionaries, what takes its place
+        for module, own in self.owners:
+            tensors = {name: param if param is None else self.snapshot.tensor(param) for name, param in own.items()}
+            lent.append((module, "_parameters", tensors))
         children: dict[nn.Module, dict] = {}
         for one, own in self.plains:
             lent.append((one.plain, "_parameters", {**own, **self.snapshot.weights_of(one, adapters)}))

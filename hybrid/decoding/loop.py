@@ -216,7 +216,7 @@ def decode(
                 logits = outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device, copy=True)
                 scores = logits_processor(input_ids, logits)
                 wanted.add(outputs, scores, logits)
-                del outputs  # the prefill's may be large
+                outputs = None  # freed: the prefill's may be large
                 tokens = scores.argmax(dim=-1) if keys is None else inverse_cdf(scores, uniform(keys, position))
                 if decoder.token_log is not None:
                     decoder.token_log.add(logits, tokens)

@@ -172,4 +172,3 @@ def make_groups(
     assert not waiting, f"{waiting[0].name} is in no part of the model"
     assert taken >= set(model.parameters()), "a parameter is in no part of the model"
     return tuple(group for group in groups if group.carried or group.adapted)
-

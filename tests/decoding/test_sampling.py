@@ -30,7 +30,9 @@ def test_uniform_is_the_published_function(seed):
     keys = stream_keys(seed, rows, samples)
     for position in (0, 1, 511):
         ours = uniform(keys, position).tolist()
-        assert ours == [expected_uniform(seed, r, s, position) for r, s in zip(rows.tolist(), samples.tolist(), strict=True)]
+        assert ours == [
+            expected_uniform(seed, r, s, position) for r, s in zip(rows.tolist(), samples.tolist(), strict=True)
+        ]
 
 
 def test_uniform_is_uniform_and_its_streams_do_not_correlate():

@@ -106,6 +106,18 @@ def check_contract() -> None:
     torch.testing.assert_close(ours.attentions, theirs.attentions, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(ours.hidden_states, theirs.hidden_states, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(ours.past_key_values.layers[0].keys, theirs.past_key_values.layers[0].keys)
+    # A sequence goes on from the cache that it came with.
+    going_on = [
+        implementation.generate(
+            output.sequences,
+            past_key_values=output.past_key_values,
+            max_new_tokens=3,
+            use_cache=True,
+            attention_mask=torch.cat([mask, torch.ones(2, 5, dtype=torch.long)], dim=1),
+        )
+        for implementation, output in ((engine, ours), (reference, theirs))
+    ]
+    assert torch.equal(*going_on)
     # What was handed out is the caller's: the next call does not write into it.
     kept = ours.past_key_values.layers[0].keys.clone()
     engine.generate(ids.flip(1), attention_mask=torch.ones_like(mask), max_new_tokens=5)

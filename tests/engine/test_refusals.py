@@ -1,6 +1,7 @@
 """What cannot be done is refused in words, before anything has moved, and nothing is lost."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -195,15 +196,14 @@ def check_initialize(folder: str) -> None:
     config = settings(0)
     before = json.dumps(config)
     path = f"{folder}/config-{dist.get_rank()}.json"
-    with open(path, "w") as file:
-        file.write(before)
+    Path(path).write_text(before)
     arguments = type("Arguments", (), {"deepspeed_config": path, "local_rank": dist.get_rank()})()
     for given in ({"config": config}, {"config": path}, {"config_params": config}, {"args": arguments}):
         engine, optimizer, dataloader, scheduler = hybrid.initialize(model=tiny_model("llama"), **given)
         assert isinstance(engine, hybrid.HybridEngine)
         assert optimizer is engine.optimizer
         assert dataloader is None and scheduler is None
-    assert json.dumps(config) == before == open(path).read()
+    assert json.dumps(config) == before == Path(path).read_text()
 
     from deepspeed.runtime.engine import DeepSpeedEngine
 

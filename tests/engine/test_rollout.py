@@ -59,7 +59,9 @@ def check_masks() -> None:
     assert batch.completion_ids.shape[0] == len(batch.finish_reason) == 16
     assert torch.equal(batch.prompt_ids, ids.repeat_interleave(2, dim=0))
     lengths = []
-    for tokens, kept, reason in zip(batch.completion_ids.tolist(), batch.completion_mask, batch.finish_reason, strict=True):
+    for tokens, kept, reason in zip(
+        batch.completion_ids.tolist(), batch.completion_mask, batch.finish_reason, strict=True
+    ):
         ends = [i for i, token in enumerate(tokens) if token in (2, 9, 17)]
         length = ends[0] + 1 if ends else len(tokens)
         lengths.append(length)

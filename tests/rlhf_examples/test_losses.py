@@ -1,4 +1,4 @@
-"""PPO's arithmetic against plain Python loops in float64, and what must not change it: padding, and the split over ranks."""
+"""PPO's arithmetic against plain Python loops in float64; padding and the split over ranks change nothing."""
 
 import math
 
