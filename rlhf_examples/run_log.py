@@ -108,12 +108,14 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = plt.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
     for axis, (name, label) in zip(axes.flat, CURVES, strict=True):
         axis.plot([row["iteration"] for row in rows], [row[name] for row in rows], marker=".", color="tab:blue")
         axis.set_title(label, fontsize=10)
         axis.set_xlabel("iteration", fontsize=9)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     plt.close(figure)

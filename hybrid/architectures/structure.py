@@ -27,15 +27,19 @@ def read_structure(model: nn.Module) -> Structure:
 
     A model in which no stack of layers is found is all "outer": it runs, part by part, like any other.
     """
-    stacks = [(name, module) for name, module in model.named_modules() if is_layer_stack(model, module)]
+    stacks: list[tuple[str, nn.Module]] = []
+    within: set[nn.Module] = set()  # a layer may hold lists of its own (T5's sub-layers): the outermost counts
+    for name, module in model.named_modules():
+        if module not in within and is_layer_stack(model, module):
+            stacks.append((name, module))
+            within.update(module.modules())
     layers = tuple(
         Part(f"{name}.{index}", layer, "layer") for name, stack in stacks for index, layer in enumerate(stack)
     )
-    inside = {module for part in layers for module in part.module.modules()}
     outer = tuple(
         Part(name, module, kind_of(model, module))
         for name, module in model.named_modules()
-        if module not in inside and module._parameters
+        if module not in within and module._parameters
     )
     return Structure(layers, outer)
 

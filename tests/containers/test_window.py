@@ -1,0 +1,96 @@
+"""Lending gives everything back: hooks in their order, flags as they were, the model's own parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from hybrid.architectures.structure import read_structure
+from hybrid.containers.native import NativeContainer
+from hybrid.containers.window import Window, disabled, unhooked
+from hybrid.weights.lora import read_adapters
+from hybrid.weights.snapshot import Snapshot
+from tests.models import prompts, tiny_model, with_chat_lora, with_peft
+
+
+def test_hooks_come_back_in_their_order_and_others_stay():
+    module, calls = nn.Linear(2, 2), []
+
+    def hook(name):
+        return module.register_forward_hook(lambda *args: calls.append(name))
+
+    first, ours, middle, also_ours, last = map(hook, ("first", "ours", "middle", "also ours", "last"))
+    order = list(module._forward_hooks)
+    with unhooked([ours, also_ours]):
+        module(torch.zeros(1, 2))
+        assert calls == ["first", "middle", "last"]
+        middle.remove()
+        new = hook("new")
+    assert list(module._forward_hooks) == [key for key in order if key != middle.id] + [new.id]
+    with unhooked([ours]), unhooked([ours, first, last]), unhooked([]):
+        assert list(module._forward_hooks) == [also_ours.id, new.id]
+    assert list(module._forward_hooks) == [first.id, ours.id, also_ours.id, last.id, new.id]
+    with pytest.raises(KeyError), unhooked([ours]):
+        raise KeyError
+    assert ours.id in module._forward_hooks
+
+
+def test_disabling_adapters_does_not_touch_what_learns():
+    model = with_peft(tiny_model("llama"), modules_to_save=["lm_head"])
+    learns = [parameter.requires_grad for parameter in model.parameters()]
+    layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    ids = prompts(2, 5, padded=False)[0]
+    adapted = model(ids).logits
+    with disabled(layers):
+        assert torch.equal(model(ids).logits, tiny_model("llama")(ids).logits)
+        assert [parameter.requires_grad for parameter in model.parameters()] == learns
+    assert torch.equal(model(ids).logits, adapted)
+
+
+def window_of(model: nn.Module) -> Window:
+    snapshot = Snapshot(model, read_structure(model), read_adapters(model), layers_per_group=2)
+    phase = lambda name: torch.no_grad()  # noqa: E731 - any context will do
+
+    def refresh(adapters: bool) -> None:
+        snapshot.refresh(phase, adapters)
+
+    return Window(model, snapshot, refresh, list, lends=True)
+
+
+@pytest.mark.parametrize("make", [with_peft, with_chat_lora])
+def test_the_tree_is_the_models_own_again(make):
+    model = make(tiny_model("llama")).eval()
+    tree = [(name, id(module)) for name, module in model.named_modules()]
+    parameters = [(name, id(parameter)) for name, parameter in model.named_parameters()]
+    ids = prompts(2, 5, padded=False)[0]
+    expected, base = model(ids).logits.detach(), tiny_model("llama")(ids).logits
+    window = window_of(model)
+    with pytest.raises(RuntimeError, match="in the middle"), window.opened():
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-3, rtol=1e-4)
+        with window.opened(adapters=False):
+            assert torch.equal(model(ids).logits, base)
+            with window.opened():  # None: as the window around it
+                assert torch.equal(model(ids).logits, base)
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-3, rtol=1e-4)
+        assert not any("lora" in name for name, _ in model.named_parameters())
+        raise RuntimeError("in the middle")
+    assert not window.is_open
+    assert [(name, id(module)) for name, module in model.named_modules()] == tree
+    assert [(name, id(parameter)) for name, parameter in model.named_parameters()] == parameters
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_container_keeps_a_forward_that_was_already_replaced():
+    model = tiny_model("llama").eval()
+    own = model.forward
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs)  # as accelerate does
+    replaced = model.forward
+    part = next(iter(read_structure(model).layers))
+    container = NativeContainer(type(part)("", model, "model"), window_of(model))
+    container.install()
+    assert model.forward is not replaced
+    ids = prompts(1, 4, padded=False)[0]
+    assert not model(ids).logits.requires_grad
+    container.uninstall()
+    container.uninstall()
+    assert model.forward is replaced
+    assert model(ids).logits.requires_grad
