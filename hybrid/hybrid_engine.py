@@ -34,6 +34,12 @@ from hybrid.rollout import (
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.snapshot import Snapshot
 
+# Arguments of Hugging Face's and PEFT's `generate` that cannot be followed here.
+NOT_AVAILABLE = {
+    "custom_generate": "the engine decodes by its own loop",
+    "assistant_model": "the engine decodes by its own loop",
+    "adapter_names": "active adapters are merged, the same for every row; use model.set_adapter",
+}
 ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
 
 
@@ -309,9 +315,9 @@ class HybridEngine(DeepSpeedEngine):
     ) -> Any:
         """Hugging Face's `generate` with our decode loop in it."""
         self._require_generate()
-        for key in ("custom_generate", "assistant_model"):
+        for key, why in NOT_AVAILABLE.items():
             if kwargs.get(key) is not None:
-                raise NotImplementedError(f"generate: {key} is not available; the engine decodes by its own loop")
+                raise NotImplementedError(f"generate: {key} is not available; {why}")
         kwargs = with_stop_strings({**kwargs, "synced_gpus": False})
         if "generation_config" not in kwargs and len(args) < 2:
             kwargs.setdefault("use_cache", True)  # gradient checkpointing turns it off in the model's configuration

@@ -130,9 +130,10 @@ def update(models: Models, experience: Experience, iteration: int, args: PPOArgu
                     first_ratio_error = max(first_ratio_error, error.max().item())
 
     names = sorted(name for name in sums if name != "tokens")
-    totals = over_ranks(torch.tensor([sums[name] for name in names], dtype=torch.float64))
+    device = experience.mask.device  # NCCL reduces what is on the device alone
+    totals = over_ranks(torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device))
     mean = dict(zip(names, (totals / sums["tokens"]).tolist(), strict=True))
-    worst = torch.tensor(first_ratio_error, dtype=torch.float64)
+    worst = torch.tensor(first_ratio_error, dtype=torch.float64, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return {
         "loss/policy_avg": mean["policy/loss"],

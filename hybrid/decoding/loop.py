@@ -190,6 +190,10 @@ def decode(
     """
     refuse_what_cannot_run(generation_config, input_ids.shape[1], decoder.max_out_tokens)
     encoder_decoder = model.config.is_encoder_decoder
+    if encoder_decoder and decoder.agree is not None:
+        raise NotImplementedError(
+            "generate: hybrid_engine.pin_parameters=false with an encoder-decoder model is not available; use true"
+        )
     wanted = Outputs(generation_config, model_kwargs.get("encoder_outputs") if encoder_decoder else None)
     cache = model_kwargs.get("past_key_values")
     # What the caller will hold after the call must not live in storage that the next call overwrites.

@@ -77,6 +77,11 @@ REFUSED = {
         NotImplementedError,
         "custom_generate",
     ),
+    "adapters by row": (
+        lambda e: e.generate(IDS, max_new_tokens=3, adapter_names=["a", "b"]),
+        NotImplementedError,
+        "adapter_names is not available; active adapters are merged",
+    ),
     "a temperature of 0": (lambda e: e.score(IDS, MASK, temperature=0), ValueError, "temperature: 0 given"),
 }
 

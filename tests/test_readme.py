@@ -1,0 +1,61 @@
+"""The README's ten lines run, and its table of settings is the settings."""
+
+import os
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import hybrid
+from hybrid.config import BLOCKS
+from tests.models import prompts, tiny_model, with_peft
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def check_ten_lines() -> None:
+    os.chdir(ROOT)
+    model = with_peft(tiny_model("llama"))
+    prompt_ids, prompt_mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+
+    def my_loss(logits, batch, reference):
+        assert reference.per_token_logps.shape == batch.sequences[:, 1:].shape
+        return -hybrid.selective_log_softmax(logits[:, :-1], batch.sequences[:, 1:]).mean()
+
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    code = code.replace("max_new_tokens=256", "max_new_tokens=8")
+    names = {
+        "model": model,
+        "trainable": [parameter for parameter in model.parameters() if parameter.requires_grad],
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "my_loss": my_loss,
+    }
+    for _ in range(4):  # the configuration accumulates four backwards
+        exec(code if "engine" not in names else code[code.index("with engine") :], names)
+    assert names["engine"].weight_version == 1
+    assert names["batch"].completion_ids.shape[0] == 16
+    assert isinstance(names["loss"], torch.Tensor)
+
+
+def test_the_ten_lines_run(ranks):
+    ranks.run(check_ten_lines)
+
+
+def test_the_table_of_settings_is_the_settings():
+    rows = dict(re.findall(r"^\| `((?:hybrid_engine|rollout)\.\w+)` \| (\w+) \|", README, re.M))
+    settings = {
+        f"{block}.{name}": str(field.default).lower()
+        for block, kind in BLOCKS.items()
+        for name, field in kind.model_fields.items()
+    }
+    assert rows == settings
+
+
+def test_files_that_the_readme_names_are_there():
+    names = set(re.findall(r"`((?:hybrid|rlhf_examples|configs|tests|docs|benchmarks)/[\w./]+)`", README))
+    names |= set(re.findall(r"configs/\w+\.(?:yaml|json)", README))
+    assert len(names) > 8
+    assert [name for name in names if not (ROOT / name).exists() and name != "runs/demo/policy"] == []
