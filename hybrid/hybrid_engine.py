@@ -52,6 +52,7 @@ class HybridEngine(DeepSpeedEngine):
     """
 
     def __init__(self, args: Any, model: nn.Module, *, blocks: tuple[HybridEngineConfig, RolloutConfig], **kwargs: Any):
+        read_adapters(model)  # refuses what cannot be merged before DeepSpeed partitions anything
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
         self._streams = self.zero_optimization_stage() == 3 and not self._settings.pin_parameters

@@ -43,12 +43,13 @@ def engine_name() -> str:
 class SharedCounter:
     """A number that every rank adds to and rank 0 reads, without a collective: nobody waits for anybody.
 
-    It lives in torch.distributed's key-value store. A rank that has not yet added is simply not yet counted.
+    It lives in torch.distributed's key-value store. What a rank has not yet added is counted by the next reading.
     """
 
     def __init__(self, name: str):
         self.name = name
         self.local = 0
+        self.seen = 0
 
     def add(self, amount: int) -> None:
         """Count `amount` more."""
@@ -56,6 +57,8 @@ class SharedCounter:
         if world_size() > 1 and amount:
             _get_default_store().add(self.name, amount)
 
-    def total(self) -> int:
-        """What all ranks have counted so far."""
-        return _get_default_store().add(self.name, 0) if world_size() > 1 else self.local
+    def since_last(self) -> int:
+        """What all ranks have counted since the last call."""
+        total = _get_default_store().add(self.name, 0) if world_size() > 1 else self.local
+        new, self.seen = total - self.seen, total
+        return new

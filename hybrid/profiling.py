@@ -18,10 +18,9 @@ Phase = Callable[[str], AbstractContextManager]  # times the block as one of PHA
 class Iteration:
     """Seconds by phase, tokens and bytes of one iteration: from one `eval()` after training to the next."""
 
-    def __init__(self, samples: SharedCounter):
+    def __init__(self):
         self.started = time.perf_counter()
         self.seconds: dict[str, float] = defaultdict(float)
-        self.samples = samples
         self.tokens = 0
         self.gathered_bytes = 0
 
@@ -38,16 +37,13 @@ class Profiler:
     """
 
     def __init__(self, name: str, synchronize):
-        self.name = name
+        self.samples = SharedCounter(f"hybrid/{name}/samples")
         self.synchronize = synchronize
         self.finished_s: list[float] = []  # elapsed seconds of the iterations that are over
         self.finished_samples = 0
         self.evals = 0
         self.inner_s: list[float] = []  # for each phase open now: seconds of the phases inside it
-        self.now = self._new_iteration()
-
-    def _new_iteration(self) -> Iteration:
-        return Iteration(SharedCounter(f"hybrid/{self.name}/samples/{self.evals}"))
+        self.now = Iteration()
 
     @contextmanager
     def phase(self, name: str, wait_for_device: bool = True) -> Iterator[None]:
@@ -67,7 +63,7 @@ class Profiler:
 
     def generated(self, samples: int, tokens: int) -> None:
         """Count `samples` sequences and `tokens` new tokens of this rank."""
-        self.now.samples.add(samples)
+        self.samples.add(samples)
         self.now.tokens += tokens
 
     def stats(self) -> dict[str, float]:
@@ -91,13 +87,13 @@ class Profiler:
         if self.evals and not any(self.now.seconds.values()):
             return
         self.evals += 1
+        latency, samples = self.now.elapsed_s, self.samples.since_last()
         if self.evals > 1:
-            latency, samples = self.now.elapsed_s, self.now.samples.total()
             self.finished_s.append(latency)
             self.finished_samples += samples
             if rank() == 0:
                 print(self._line(latency, samples), flush=True)
-        self.now = self._new_iteration()
+        self.now = Iteration()
 
     def _line(self, latency_s: float, samples: int) -> str:
         seconds = self.now.seconds

@@ -60,7 +60,7 @@ class PPOArguments:
     save_every: int = about(10, "iterations between checkpoints; 0 saves none")
     keep_last: int = about(2, "checkpoints kept")
     resume: bool = about(False, "go on from the newest checkpoint in output_dir")
-    print_every: int = about(5, "iterations between tables in the terminal")
+    print_every: int = about(1, "iterations between tables in the terminal")
 
     sft_steps: int = about(90, "embedded model: supervised steps")
     sft_learning_rate: float = about(2e-3, "embedded model: learning rate of the supervised steps")

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -195,7 +196,11 @@ def check_initialize(folder: str) -> None:
             hybrid.initialize(model=model, **arguments)
     with pytest.raises(ValueError, match="no model given"):
         hybrid.initialize(config=settings(3))
-    assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters()), "a refused model was partitioned"
+    unmergeable = peft.get_peft_model(tiny_model("llama"), peft.LoHaConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.self_attn\.q_proj.*cannot be merged"):
+        hybrid.initialize(model=unmergeable, config=settings(3))
+    for refused in (model, unmergeable):
+        assert not any(hasattr(parameter, "ds_id") for parameter in refused.parameters()), "it was partitioned"
 
     # A path, a dict and args.deepspeed_config all work, and none is changed.
     config = settings(0)
