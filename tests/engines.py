@@ -47,7 +47,11 @@ def storage_digest(engine: hybrid.HybridEngine) -> str:
     """sha256 over this rank's training storage: every partition, or every parameter that is whole."""
     digest = hashlib.sha256()
     for name, parameter in sorted(engine.module.named_parameters()):
-        storage = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.data
+        storage = parameter.data
+        if hasattr(parameter, "ds_tensor"):
+            # The last rank's partition may end in padding, which DeepSpeed never initialises.
+            left = parameter.ds_numel - dist.get_rank() * parameter.ds_tensor.numel()
+            storage = parameter.ds_tensor[: max(left, 0)]
         digest.update(name.encode())
         digest.update(storage.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
