@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 COLLECTIVE_TIMEOUT_S = 120
+DEATH_GRACE_S = 0.5  # for a death to show, once a rank has raised
 TAIL_CHARS = 4000
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -81,7 +82,7 @@ def serve(rank: int, world_size: int, port: int, pipe, output: str) -> None:
         try:
             answer = pickle.dumps((True, getattr(importlib.import_module(module), name)(*args, **kwargs)))
         except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
+            answer = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
         gc.collect()
         pipe.send_bytes(answer)
     os._exit(0)  # no interpreter shutdown: torch.distributed would wait for the other ranks
@@ -106,12 +107,17 @@ class RankPool:
         `function` lives at the top of a module. Raises RankFailure with the traceback of the rank that failed first;
         the next run starts fresh ranks.
         """
-        if not self.processes:
-            self._start()
         work = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
-        for pipe in self.pipes:
-            pipe.send_bytes(work)
-        return self._answers(timeout_s or self.timeout_s, function.__qualname__)
+        try:
+            if not self.processes:
+                self._start()
+            for pipe in self.pipes:
+                with contextlib.suppress(BrokenPipeError):  # died between runs: _answers says so
+                    pipe.send_bytes(work)
+            return self._answers(timeout_s or self.timeout_s, function.__qualname__)
+        except BaseException:
+            self.kill()  # also when pytest's timeout interrupts: the next run must not read this one's answers
+            raise
 
     def _start(self) -> None:
         context, port = mp.get_context("spawn"), free_port()
@@ -136,17 +142,28 @@ class RankPool:
             ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
             if not ready:
                 self._fail(f"{what}: ranks {sorted(waiting.values())} did not finish in {timeout_s} s", stacks=True)
+            failed = {}
             for pipe in ready:
                 rank = waiting[pipe]
                 try:
                     fine, value = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self.processes[rank].join(5)
-                    self._fail(f"{what}: rank {rank} died with exit code {self.processes[rank].exitcode}")
-                if not fine:
-                    self._fail(f"{what}: rank {rank} raised\n{value}")
-                values[rank] = value
+                    fine, value = False, "closed its pipe, but lives"
+                (values if fine else failed)[rank] = value
+            if failed:
+                self._fail("\n".join(f"{what}: rank {rank} {text}" for rank, text in self._causes(failed).items()))
         return [values[rank] for rank in range(self.world_size)]
+
+    def _causes(self, failed: dict[int, str]) -> dict[int, str]:
+        """What happened to each rank, deaths first: a dead rank's peers raise too, and may be heard before it."""
+        ended = wait([process.sentinel for process in self.processes], timeout=DEATH_GRACE_S)
+        for process in self.processes:
+            if process.sentinel in ended:
+                process.join(5)  # files close a moment before the exit code is there
+        codes = {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode is not None}
+        died = {rank: f"died with exit code {code}" for rank, code in codes.items()}
+        return died | {rank: text for rank, text in failed.items() if rank not in died}
 
     def _fail(self, text: str, stacks: bool = False) -> None:
         if stacks:
@@ -158,7 +175,6 @@ class RankPool:
             f"--- output of rank {rank}, its end\n{Path(self._output(rank)).read_text()[-TAIL_CHARS:]}"
             for rank in range(self.world_size)
         ]
-        self.kill()
         raise RankFailure("\n".join([text, *tails]))
 
     def kill(self) -> None:
@@ -196,10 +212,12 @@ def run_script(
             launch, env={**os.environ, **cpu, **(env or {})}, stdout=output, stderr=subprocess.STDOUT
         )
         deadline = time.monotonic() + timeout_s
-        while process.poll() is None and time.monotonic() < deadline and not (kill_when and kill_when()):
-            time.sleep(0.1)
-        finished = process.poll() is not None
-        kill_tree(process)
+        try:
+            while process.poll() is None and time.monotonic() < deadline and not (kill_when and kill_when()):
+                time.sleep(0.1)
+            finished = process.poll() is not None
+        finally:
+            kill_tree(process)
         output.seek(0)
         text = output.read()
     if not finished and not (kill_when and kill_when()):

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import rank_pool
 from tests.rank_pool import RankFailure, RankPool, run_script
 
 
@@ -31,6 +33,19 @@ def exit_on_one_rank(how: str) -> None:
 
 def sleep_here() -> None:
     time.sleep(60)
+
+
+def answer_late(value: str) -> str:
+    time.sleep(2)
+    return value
+
+
+class Interruption(Exception):
+    """What a signal handler raises in a test, as pytest's timeout does."""
+
+
+def interrupt(signum, frame) -> None:
+    raise Interruption
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +73,41 @@ def test_an_exception_is_reported_while_others_wait(own_ranks):
 def test_a_death_is_reported(own_ranks, how, code):
     with pytest.raises(RankFailure, match=f"rank 1 died with exit code {code}"):
         own_ranks.run(exit_on_one_rank, how)
+
+
+def test_a_death_is_named_though_its_peer_raises_too(own_ranks, monkeypatch):
+    """Rank 0 raises "connection closed" because rank 1 died; both are there when we look."""
+    own_ranks.run(summed, 0)
+
+    def late(*args, **kwargs):
+        time.sleep(1)
+        return wait(*args, **kwargs)
+
+    wait = rank_pool.wait
+    monkeypatch.setattr(rank_pool, "wait", late)
+    with pytest.raises(RankFailure, match=r"\Aexit_on_one_rank: rank 1 died with exit code 3"):
+        own_ranks.run(exit_on_one_rank, "exit")
+
+
+def test_a_death_between_runs_is_reported_once(own_ranks):
+    own_ranks.run(summed, 0)
+    own_ranks.processes[1].kill()
+    own_ranks.processes[1].join()
+    with pytest.raises(RankFailure, match="rank 1 died with exit code -9"):
+        own_ranks.run(summed, 0)
+    assert own_ranks.run(summed, 1) == [3, 3]
+
+
+def test_an_interrupted_run_leaves_no_answers(own_ranks):
+    own_ranks.run(summed, 0)
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        with pytest.raises(Interruption):
+            own_ranks.run(answer_late, "old")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert own_ranks.run(answer_late, "new") == ["new", "new"]
 
 
 def test_a_timeout_shows_the_stacks(own_ranks):

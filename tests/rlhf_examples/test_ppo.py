@@ -125,6 +125,7 @@ def test_lora_resumes_and_loads_in_peft(whole_run, tmp_path):
 @pytest.mark.slow
 def test_the_reward_of_the_demo_rises(tmp_path):
     argv = ["-m", "rlhf_examples.ppo", str(ROOT / "configs" / "demo.yaml"), "--output_dir", str(tmp_path)]
-    run_script(argv, world_size=2, timeout_s=550, env={"PYTHONPATH": str(ROOT)})
+    done = run_script(argv, world_size=2, timeout_s=550, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout[-4000:]
     scores = [row["objective/scores"] for row in read_metrics(tmp_path)]
     assert sum(scores[-5:]) / 5 > sum(scores[:2]) / 2 + 1.5
