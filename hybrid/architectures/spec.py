@@ -34,8 +34,12 @@ class DecoderSpec:
     norm_float32: the norm's weight is applied before rounding to the model's dtype (Gemma, OLMo2), not after (Llama).
     activation: "silu", "gelu", "gelu_tanh" or "relu".  gated: the MLP is down(act(gate) * up), not down(act(up)).
     attention_scale: factor of q·k.  attention_softcap, logits_softcap: c·tanh(x / c); 0: off.
-    alibi: None, or for each query head the slope by which a key's position counts.
-    rotary_dim: leading elements of a head that are turned.  rotary_interleaved: pairs are neighbours (GPT-J), not halves.
+    alibi: None, or for each query head the slope by which a key's position counts in its (scaled) score.
+    alibi_bfloat16: position, slope / attention_scale and their product are rounded to bfloat16 (Falcon); otherwise
+        slope · position is rounded to the dtype that is computed in.
+    rotary_dim: leading elements of a head that are turned.
+    rotary_interleaved: the pairs that turn together are neighbours (GPT-J), not an element of each half.
+    rotary_float32: tables are not rounded to the model's dtype, and turning rounds only its result (OLMo2).
     qk_norm: "", "head" (each head by itself) or "row" (all heads of a token together).
     parallel: attention and MLP read the same residual; without an `mlp_norm` they share `attention_norm`.
     embedding_multiplier, residual_multiplier, logits_divisor: Granite's and Gemma's factors; 1 where there are none.
@@ -62,8 +66,10 @@ class DecoderSpec:
     attention_softcap: float = 0.0
     logits_softcap: float = 0.0
     alibi: tuple[float, ...] | None = None
+    alibi_bfloat16: bool = False
     rotary_dim: int = 0
     rotary_interleaved: bool = False
+    rotary_float32: bool = False
     qk_norm: str = ""
     parallel: bool = False
     position_offset: int = 0

@@ -1,0 +1,60 @@
+"""Gemma 2 and 3: norms on both sides of attention and MLP, weights of 1 + w, scaled embeddings, windows by type.
+
+Gemma 2 has soft caps; Gemma 3 norms the heads of queries and keys, and has a rope for each type of layer.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from hybrid.architectures.families.qwen import QWEN2, QWEN3
+from hybrid.architectures.family import key
+
+
+def embedding_multiplier(model: nn.Module) -> float:
+    """√hidden, rounded to the dtype of the embedding, as the model does."""
+    dtype = model.get_input_embeddings().weight.dtype
+    return torch.tensor(model.config.hidden_size**0.5).to(dtype).item()
+
+
+NORMS = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+UNDERSTOOD = (
+    *QWEN2.understands,
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+)
+SPEC = {
+    "norm_offset": 1.0,
+    "norm_float32": True,
+    "embedding_multiplier": embedding_multiplier,
+    "attention_scale": lambda model: model.config.query_pre_attn_scalar**-0.5,
+    "logits_softcap": key("final_logit_softcapping", 0.0),
+}
+LOOKS_BACK = {"use_bidirectional_attention": lambda config: bool(getattr(config, "use_bidirectional_attention", False))}
+
+GEMMA2 = replace(
+    QWEN2,
+    name="gemma2",
+    layer=({**QWEN2.layer[0], **NORMS},),
+    activation="hidden_activation",
+    own_embedding=True,
+    spec={**SPEC, "attention_softcap": key("attn_logit_softcapping", 0.0)},
+    declares=(*QWEN2.declares, "query_pre_attn_scalar"),
+    understands=UNDERSTOOD,
+    refuses=LOOKS_BACK,
+)
+
+GEMMA3 = replace(
+    GEMMA2,
+    name="gemma3",
+    layer=({**QWEN3.layer[0], **NORMS},),
+    rotaries=lambda config: list(config.layer_types),
+    spec={**SPEC, "qk_norm": "head"},  # its attn_logit_softcapping is read by nothing (transformers 5.23)
+)

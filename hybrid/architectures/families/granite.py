@@ -1,0 +1,21 @@
+"""Granite: Llama, with a factor at the embedding, the scores, the residual stream and the logits."""
+
+from dataclasses import replace
+
+from hybrid.architectures.families.llama import LLAMA
+from hybrid.architectures.family import key
+
+FACTORS = {
+    "embedding_multiplier": "embedding_multiplier",
+    "attention_scale": "attention_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_divisor": "logits_scaling",
+}
+
+GRANITE = replace(
+    LLAMA,
+    name="granite",
+    spec={field: key(name) for field, name in FACTORS.items()},
+    declares=tuple(FACTORS.values()),
+    understands=tuple(FACTORS.values()),
+)

@@ -1,0 +1,26 @@
+"""SmolLM3: Llama, with layers that turn nothing (NoPE), and windows by type."""
+
+from dataclasses import replace
+
+from transformers import PretrainedConfig
+
+from hybrid.architectures.families.qwen import QWEN2
+
+
+def rotaries(config: PretrainedConfig) -> list[str]:
+    """The setting says it the other way round: 1 in `no_rope_layers` is a layer with rope."""
+    return ["rope" if has_rope else "" for has_rope in config.no_rope_layers[: config.num_hidden_layers]]
+
+
+SMOLLM3 = replace(
+    QWEN2,
+    name="smollm3",
+    rotaries=rotaries,
+    declares=(*QWEN2.declares, "no_rope_layers"),
+    understands=(*QWEN2.understands, "no_rope_layers"),
+    refuses={
+        "layer_types with sliding layers, and use_sliding_window=False,": lambda config: (
+            not config.use_sliding_window and "sliding_attention" in config.layer_types
+        )
+    },
+)
