@@ -1,5 +1,6 @@
 """A model that is being trained under DeepSpeed ZeRO, and generates in the same process from the same weights."""
 
+from hybrid.decoding.numerics import sampling_metrics
 from hybrid.decoding.sampling import selective_log_softmax
 from hybrid.decoding.scoring import Scores, padded_forward
 from hybrid.hybrid_engine import HybridEngine
@@ -13,5 +14,6 @@ __all__ = [
     "Scores",
     "initialize",
     "padded_forward",
+    "sampling_metrics",
     "selective_log_softmax",
 ]
