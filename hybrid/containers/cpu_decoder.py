@@ -1,0 +1,230 @@
+"""The decoder on the CPU kernels: one call for all layers, weights read where the snapshot has them."""
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from hybrid.architectures.spec import LayerSpec, Place, Reading, Unreadable
+from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
+from hybrid.kernels import cpu_library as kernels
+from hybrid.kernels.cpu_library import address
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of decoder.cpp's enum
+NORM_ROLES = "attention_norm q_norm k_norm attention_post_norm mlp_norm mlp_post_norm".split()
+JOINED = {"qkv": ("q", "k", "v"), "o": ("o",), "up": ("gate", "up"), "down": ("down",), "router": ("router",)}
+
+
+class CpuDecoder:
+    """A Reading's decoder, computed by the library of `kernels.cpu_library`.
+
+    weights: gives a place's whole tensor, before its `select`; None for a bias that is not there.
+    dtype: of the matrices; float32 or bfloat16. Activations are float32, rounded to it where Hugging Face rounds.
+    Weights are not copied where a role's tensor is whole rows of what `weights` gives; others are (transposed ones).
+    Raises Unreadable for a dtype, or a mixture of them, that there are no kernels for.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        weights: Callable[[Place], torch.Tensor | None],
+        dtype: torch.dtype,
+        library: ctypes.CDLL,
+    ):
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise Unreadable(f"the CPU kernels compute float32 and bfloat16, not {dtype}")
+        self.reading, self.spec, self.weights, self.dtype = reading, reading.spec, weights, dtype
+        self.library = library
+        self.work = torch.empty(0)
+        self.tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
+        self.lent: PagedKV | None = None  # whose addresses the layers have now
+        self.tensors: list[torch.Tensor] = []  # what the records below point to, kept alive
+
+    def bind(self) -> None:
+        """Read where the weights are now."""
+        self.tensors, self.lent, self.tables = [], None, {}
+        spec = self.spec
+        self.layer_records = (kernels.Layer * len(spec.layers))(
+            *(self._layer(layer, places) for layer, places in zip(spec.layers, self.reading.layers, strict=True))
+        )
+        outer = self.reading.outer
+        self.record = kernels.Decoder(
+            half=self.dtype == torch.bfloat16,
+            vocabulary=spec.vocab_size,
+            hidden=spec.hidden_size,
+            embedding_size=spec.embedding_size or spec.hidden_size,
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            intermediate=max((layer.down.inputs for layer in self.layer_records), default=0),
+            expert_intermediate=self._expert_intermediate(),
+            layer_norm=spec.norm == "layer",
+            norm_float32=spec.norm_float32,
+            activation=ACTIVATIONS.index(spec.activation),
+            gated=spec.gated,
+            parallel=spec.parallel,
+            rotary_dim=spec.rotary_dim,
+            interleaved=spec.rotary_interleaved,
+            qk_norm_row=spec.qk_norm == "row",
+            position_offset=spec.position_offset,
+            num_experts=spec.num_experts,
+            experts_per_token=spec.experts_per_token,
+            normalize_experts=spec.normalize_experts,
+            norm_eps=spec.norm_eps,
+            norm_offset=spec.norm_offset,
+            attention_scale=spec.attention_scale,
+            attention_softcap=spec.attention_softcap,
+            logits_softcap=spec.logits_softcap,
+            embedding_multiplier=spec.embedding_multiplier,
+            residual_multiplier=spec.residual_multiplier,
+            logits_divisor=spec.logits_divisor,
+            slopes=self._keep(torch.tensor(spec.alibi)) if spec.alibi else None,
+            embedding=self._keep(self._matrix(outer["embedding.weight"])),
+            positions=self._keep(self._matrix(outer["positions.weight"])) if "positions.weight" in outer else None,
+            embedding_norm=self._norm(outer, "embedding_norm"),
+            final_norm=self._norm(outer, "final_norm"),
+            project_in=self._linear(outer, ("project_in",)),
+            project_out=self._linear(outer, ("project_out",)),
+            head=self._linear(outer, ("head",)),
+            layers=ctypes.addressof(self.layer_records),
+        )
+
+    def kv(self, pages: int) -> PagedKV:
+        """New pages, their content undefined.  keys [pages, kv_heads, head_dim, PAGE], values [pages, kv_heads, PAGE,
+        head_dim rounded up to whole vectors], in the decoder's dtype."""
+        spec, lanes = self.spec, self.library.lanes()
+        padded = -(-spec.head_dim // lanes) * lanes
+        shapes = (pages, spec.num_kv_heads, spec.head_dim, PAGE), (pages, spec.num_kv_heads, PAGE, padded)
+        keys, values = ([torch.empty(shape, dtype=self.dtype) for _ in spec.layers] for shape in shapes)
+        return PagedKV(keys, values)
+
+    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """The last layer's output for every token.  float32 [tokens, hidden]; keys and values go into `kv`."""
+        hidden = torch.empty(len(batch.ids), self.spec.hidden_size)
+        return self._run(hidden, batch, kv, -1, len(self.spec.layers))
+
+    def embed(self, batch: PackedBatch) -> torch.Tensor:
+        """What the first layer is given.  float32 [tokens, hidden]"""
+        return self._run(torch.empty(len(batch.ids), self.spec.hidden_size), batch, None, -1, 0)
+
+    def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
+        """Layers `first` to `last` over `hidden` [tokens, hidden]; gives a new tensor, float32."""
+        return self._run(hidden.float().clone(), batch, kv, first, last)
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Logits of rows int64 [n] of `hidden`, as the model rounds them.  float32 [n, vocab]"""
+        out = torch.empty(len(rows), self.spec.vocab_size)
+        threads = torch.get_num_threads()
+        work = self._work(len(rows), threads)
+        hidden = hidden.float()
+        self.library.logits(
+            self._self(), address(hidden), address(rows), len(rows), address(out), address(work), threads
+        )
+        return out
+
+    def _run(
+        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV | None, first: int, last: int
+    ) -> torch.Tensor:
+        if kv is not None:
+            self._lend(kv)
+        self._extend_tables(int(batch.lengths.max()))
+        record = kernels.Batch(
+            tokens=len(batch.ids),
+            sequences=len(batch.lengths),
+            table_width=batch.tables.shape[1],
+            ids=address(batch.ids),
+            positions=address(batch.positions),
+            starts=address(batch.starts),
+            tables=address(batch.tables),
+        )
+        threads = torch.get_num_threads()
+        work = self._work(len(batch.ids), threads)
+        self.library.forward(
+            self._self(), ctypes.addressof(record), first, last, address(hidden), address(work), threads
+        )
+        return hidden
+
+    def _self(self) -> int:
+        return ctypes.addressof(self.record)
+
+    def _work(self, tokens: int, threads: int) -> torch.Tensor:
+        floats = self.library.work_floats(self._self(), tokens, threads)
+        if len(self.work) < floats:
+            self.work = torch.empty(floats)
+        return self.work
+
+    def _lend(self, kv: PagedKV) -> None:
+        """Give the layers' records the addresses of these pages."""
+        if kv is self.lent:
+            return
+        for record, keys, values in zip(self.layer_records, kv.keys, kv.values, strict=True):
+            record.keys, record.values = address(keys), address(values)
+        self.lent = kv
+
+    def _extend_tables(self, tokens: int) -> None:
+        """Make the rotary tables reach `tokens` positions."""
+        for key, table in self.reading.rotary.items():
+            if key in self.tables and len(self.tables[key][0]) >= tokens:
+                continue
+            positions = max(256, 1 << (tokens - 1).bit_length())
+            if self.spec.max_positions:
+                positions = max(min(positions, self.spec.max_positions), tokens)
+            self.tables[key] = tuple(part.contiguous() for part in table(torch.arange(positions), self.dtype))
+            for record, layer in zip(self.layer_records, self.spec.layers, strict=True):
+                if layer.rotary == key:
+                    record.cos, record.sin = map(address, self.tables[key])
+
+    # ------------------------------------------------------------- weights
+
+    def _layer(self, layer: LayerSpec, places: dict[str, Place]) -> ctypes.Structure:
+        experts = {}
+        if layer.experts:
+            experts = {
+                "experts_up": self._keep(self._matrix(places["experts_gate_up.weight"])),
+                "experts_down": self._keep(self._matrix(places["experts_down.weight"])),
+                "experts": self.spec.num_experts,
+            }
+        return kernels.Layer(
+            **{role: self._norm(places, role) for role in NORM_ROLES},
+            **{name: self._linear(places, roles) for name, roles in JOINED.items()},
+            window=layer.window,
+            **experts,
+        )
+
+    def _expert_intermediate(self) -> int:
+        mixtures = [p for p, layer in zip(self.reading.layers, self.spec.layers, strict=True) if layer.experts]
+        return self._matrix(mixtures[0]["experts_down.weight"]).shape[2] if mixtures else 0
+
+    def _linear(self, places: dict[str, Place], roles: tuple[str, ...]) -> ctypes.Structure:
+        """The roles' matrices, one above the other; empty where the model has none of them."""
+        record = kernels.Linear()
+        for role in roles:
+            if f"{role}.weight" not in places:
+                continue
+            weight, part = self._matrix(places[f"{role}.weight"]), record.parts
+            bias = self._selected(places.get(f"{role}.bias"))
+            record.weight[part], record.rows[part], record.inputs = self._keep(weight), *weight.shape
+            record.bias[part] = None if bias is None else self._keep(bias.float().contiguous())
+            record.parts = part + 1
+        return record
+
+    def _norm(self, places: dict[str, Place], role: str) -> ctypes.Structure:
+        parts = (self._selected(places.get(f"{role}.{name}")) for name in ("weight", "bias"))
+        return kernels.Norm(*(None if part is None else self._keep(part.float().contiguous()) for part in parts))
+
+    def _matrix(self, place: Place) -> torch.Tensor:
+        """A role's matrix, in the decoder's dtype, contiguous: a copy only where it lies otherwise."""
+        matrix = self._selected(place)
+        if matrix.dtype != self.dtype:
+            raise Unreadable(f"a matrix is {matrix.dtype} where the embedding is {self.dtype}")
+        return matrix.contiguous()
+
+    def _selected(self, place: Place | None) -> torch.Tensor | None:
+        tensor = None if place is None else self.weights(place)
+        if tensor is None:
+            return None
+        return tensor.detach() if place.select is None else place.select(tensor.detach())
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        self.tensors.append(tensor)
+        return address(tensor)

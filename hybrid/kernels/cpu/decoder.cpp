@@ -1,0 +1,505 @@
+// A whole decoder on the CPU: every layer of a forward in one call, threads meeting at barriers.
+//
+// Activations are float32 and rounded to the model's dtype wherever Hugging Face's modules round; weights are read
+// where they lie. What the numbers mean is said in hybrid/architectures/spec.py and hybrid/containers/batch.py.
+#include <omp.h>
+
+#include "attention.h"
+#include "linear.h"
+#include "sampling.h"
+
+enum Activation { SILU, GELU, GELU_TANH, RELU };
+
+struct Norm {
+  const float* weight;  // null: there is none here
+  const float* bias;
+};
+
+struct Layer {
+  Norm attention_norm, q_norm, k_norm, attention_post_norm, mlp_norm, mlp_post_norm;
+  Linear qkv, o, up, down, router;  // up: gate above up where the MLP is gated
+  const void *experts_up, *experts_down;  // [experts, 2·intermediate or intermediate, hidden], [experts, hidden, intermediate]
+  const float *cos, *sin;  // [positions, rotary_dim / 2], or null
+  void *keys, *values;
+  int64_t window, experts;
+};
+
+struct Decoder {
+  int64_t half;  // 0: float32, 1: bfloat16
+  int64_t vocabulary, hidden, embedding_size, heads, kv_heads, head_dim, intermediate, expert_intermediate;
+  int64_t layer_norm, norm_float32, activation, gated, parallel, rotary_dim, interleaved, qk_norm_row, position_offset;
+  int64_t num_experts, experts_per_token, normalize_experts;
+  double norm_eps, norm_offset, attention_scale, attention_softcap, logits_softcap;
+  double embedding_multiplier, residual_multiplier, logits_divisor;
+  const float* slopes;
+  const void *embedding, *positions;
+  Norm embedding_norm, final_norm;
+  Linear project_in, project_out, head;
+  const Layer* layers;
+};
+
+struct Batch {
+  int64_t tokens, sequences, table_width;
+  const int64_t* ids;
+  const int32_t *positions, *starts, *tables;
+};
+
+// A float work space: [tokens, ·] buffers one behind the other.
+struct Work {
+  float *normed, *mlp_normed, *delta, *qkv, *attended, *up, *expert_in, *expert_out, *shares, *scratch;
+};
+
+static int64_t head_pad(const Decoder& d) { return (d.head_dim + LANES - 1) / LANES * LANES; }
+
+static int64_t carve(const Decoder& d, int64_t tokens, int64_t threads, float* base, Work* work) {
+  int64_t used = 0;
+  auto take = [&](int64_t floats) {
+    float* here = base + used;
+    used += (floats + 15) / 16 * 16;
+    return here;
+  };
+  const int64_t width = std::max({d.hidden, d.embedding_size, d.heads * d.head_dim});
+  Work w;
+  w.normed = take(tokens * width);
+  w.mlp_normed = take(tokens * d.hidden);
+  w.delta = take(tokens * std::max(d.hidden, d.embedding_size));
+  w.qkv = take(tokens * (d.heads + 2 * d.kv_heads) * d.head_dim);
+  w.attended = take(tokens * d.heads * d.head_dim);
+  w.up = take(tokens * std::max(d.intermediate, d.expert_intermediate) * 2);
+  w.expert_in = take(d.num_experts ? tokens * d.hidden : 0);
+  w.expert_out = take(d.num_experts ? tokens * d.hidden : 0);
+  w.shares = take(tokens * d.num_experts);
+  w.scratch = take(threads * (QUERIES * head_pad(d)));
+  if (work) *work = w;
+  return used;
+}
+
+template <typename W>
+struct Run {
+  const Decoder& d;
+  const Batch& batch;
+  const Work& work;
+  int thread, threads;
+
+  void meet() const {
+    if (threads > 1) {
+#pragma omp barrier
+    }
+  }
+  Part rows() const { return part(batch.tokens, 1, thread, threads); }
+  void ready(float* row, int64_t in) const { halved(row, in, (const W*)nullptr); }
+
+  // y = norm(x) in the model's rounding; x where the norm is absent.
+  void norm(const Norm& n, const float* x, float* y, int64_t size) const {
+    if (!n.weight) {
+      if (y != x) std::memcpy(y, x, size * sizeof(float));
+      return;
+    }
+    double mean = 0, square = 0;
+    if (d.layer_norm) {
+      for (int64_t i = 0; i < size; i++) mean += x[i];
+      mean /= size;
+    }
+    const float centre = float(mean);
+    Vec squares = {};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+      Vec v = load(x + i) - centre;
+      squares += v * v;
+    }
+    square = sum(squares);
+    for (; i < size; i++) square += (x[i] - centre) * (x[i] - centre);
+    const float factor = 1.0f / std::sqrt(float(square / size) + float(d.norm_eps)), offset = float(d.norm_offset);
+    for (i = 0; i < size; i++) {
+      float v = (x[i] - centre) * factor;
+      if (d.layer_norm)
+        v = rounded<W>(v * n.weight[i] + (n.bias ? n.bias[i] : 0.0f));
+      else if (d.norm_float32)
+        v = rounded<W>(v * (n.weight[i] + offset));
+      else
+        v = rounded<W>(rounded<W>(v) * (n.weight[i] + offset));
+      y[i] = v;
+    }
+  }
+
+  Vec activated(Vec x) const {
+    switch (d.activation) {
+      case SILU: return x / (1.0f + exp(-x));
+      case GELU: return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f));
+      case GELU_TANH: return 0.5f * x * (1.0f + tanh(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+      default: return max(x, Vec{});
+    }
+  }
+  // Elements [first, last) of a row: act(gate) · up where gate stands before up, or act(up).
+  void activate(float* row, int64_t first, int64_t last, int64_t intermediate) const {
+    float block[LANES] = {}, other[LANES] = {};
+    for (int64_t i = first; i < last; i += LANES) {
+      const int64_t count = std::min<int64_t>(LANES, last - i);
+      std::memcpy(block, row + i, count * sizeof(float));
+      Vec v = rounded<W>(activated(load(block)));
+      if (d.gated) {
+        std::memcpy(other, row + intermediate + i, count * sizeof(float));
+        v = rounded<W>(v * load(other));
+      }
+      store(block, v);
+      std::memcpy(row + i, block, count * sizeof(float));
+    }
+  }
+
+  // A gated or plain MLP's first half over `count` rows: each thread makes and activates the same columns.
+  void expand(const Linear& up, const float* x, int64_t count, float* y, int64_t intermediate) const {
+    const int64_t width = outputs(up);
+    const Part mine = part(intermediate, 2 * LANES, thread, threads);
+    if (mine.first >= mine.last) return;
+    auto half = [&](int64_t from) {  // columns `from` + mine of the joined matrix, which may be one part or two
+      int64_t offset = 0;
+      for (int p = 0; p < up.parts; p++) {
+        const int64_t first = std::max<int64_t>(mine.first + from - offset, 0);
+        const int64_t last = std::min(mine.last + from - offset, up.rows[p]);
+        if (first < last)
+          columns(x, d.hidden, (const W*)up.weight[p], up.bias[p], up.in, y + offset, width, count, first, last, Store{});
+        offset += up.rows[p];
+      }
+    };
+    half(0);
+    if (d.gated) half(intermediate);
+    for (int64_t m = 0; m < count; m++) {
+      activate(y + m * width, mine.first, mine.last, intermediate);
+      // Threads begin at multiples of 2 · LANES, so a thread's part is whole blocks and the last one's tail.
+      halved(y + m * width + mine.first, mine.last - mine.first, (const W*)nullptr);
+    }
+  }
+
+  // Queries and keys normed and turned, keys and values written to their pages, for this thread's tokens.
+  void turn_and_write(const Layer& layer) const {
+    const int64_t size = d.head_dim, q = d.heads * size, kv = d.kv_heads * size, pad = head_pad(d);
+    W *keys = (W*)layer.keys, *values = (W*)layer.values;
+    const Part mine = rows();
+    int64_t sequence = 0;
+    for (int64_t t = mine.first; t < mine.last; t++) {
+      while (batch.starts[sequence + 1] <= t) sequence++;
+      float* row = work.qkv + t * (q + 2 * kv);
+      if (d.qk_norm_row) {
+        norm(layer.q_norm, row, row, q);
+        norm(layer.k_norm, row + q, row + q, kv);
+      } else {
+        for (int64_t h = 0; h < d.heads; h++) norm(layer.q_norm, row + h * size, row + h * size, size);
+        for (int64_t h = 0; h < d.kv_heads; h++) norm(layer.k_norm, row + q + h * size, row + q + h * size, size);
+      }
+      const int64_t position = batch.positions[t];
+      if (layer.cos)
+        for (int64_t h = 0; h < d.heads + d.kv_heads; h++)
+          turn(row + h * size, layer.cos + position * (d.rotary_dim / 2), layer.sin + position * (d.rotary_dim / 2));
+      const int64_t page = batch.tables[sequence * batch.table_width + position / PAGE], slot = position % PAGE;
+      for (int64_t h = 0; h < d.kv_heads; h++) {
+        W* key = keys + (page * d.kv_heads + h) * size * PAGE + slot;
+        W* value = values + ((page * d.kv_heads + h) * PAGE + slot) * pad;
+        for (int64_t i = 0; i < size; i++) put(key + i * PAGE, row[q + h * size + i]);
+        for (int64_t i = 0; i < size; i++) put(value + i, row[q + kv + h * size + i]);
+        for (int64_t i = size; i < pad; i++) put(value + i, 0.0f);
+      }
+    }
+  }
+  void turn(float* head, const float* cos, const float* sin) const {
+    const int64_t half = d.rotary_dim / 2, step = d.interleaved ? 2 : 1, apart = d.interleaved ? 1 : half;
+    for (int64_t i = 0; i < half; i++) {
+      float *a = head + i * step, *b = a + apart;
+      const float x = *a, y = *b;
+      *a = rounded<W>(rounded<W>(x * cos[i]) - rounded<W>(y * sin[i]));
+      *b = rounded<W>(rounded<W>(y * cos[i]) + rounded<W>(x * sin[i]));
+    }
+  }
+
+  // This thread's share of (KV head, few tokens of a sequence), decode's rows next to each other: pages that they
+  // share stay in its cache.
+  void attention(const Layer& layer) const {
+    const int64_t size = d.head_dim, group = d.heads / d.kv_heads, width = (d.heads + 2 * d.kv_heads) * size;
+    const AttentionShape shape{d.heads, d.kv_heads, size, head_pad(d), float(d.attention_scale), float(d.attention_softcap), d.slopes, layer.window};
+    const Part mine = part(d.kv_heads * batch.tokens, 1, thread, threads);
+    float* scratch = work.scratch + thread * QUERIES * shape.head_pad;
+    Query queries[QUERIES];
+    int64_t at = mine.first;
+    while (at < mine.last) {
+      const int64_t head = at / batch.tokens, first = at % batch.tokens;
+      const int64_t end = std::min(batch.tokens, first + mine.last - at);  // this thread's tokens of this head
+      int64_t sequence = std::upper_bound(batch.starts, batch.starts + batch.sequences + 1, int32_t(first)) - batch.starts - 1;
+      for (int64_t t = first; t < end; sequence++) {
+        const int64_t last = std::min<int64_t>(batch.starts[sequence + 1], end);
+        int count = 0;
+        const int32_t* table = batch.tables + sequence * batch.table_width;
+        auto flush = [&] {
+          const W *keys = (const W*)layer.keys, *values = (const W*)layer.values;
+          int done = 0;
+          while (count - done >= 3) attend<3>(shape, queries + done, head, keys, values, table, scratch), done += 3;
+          if (count - done == 2) attend<2>(shape, queries + done, head, keys, values, table, scratch);
+          if (count - done == 1) attend<1>(shape, queries + done, head, keys, values, table, scratch);
+          count = 0;
+        };
+        for (; t < last; t++)
+          for (int64_t g = 0; g < group; g++) {
+            const int64_t h = head * group + g;
+            queries[count++] = {work.qkv + t * width + h * size, work.attended + (t * d.heads + h) * size, batch.positions[t], d.slopes ? d.slopes[h] : 0.0f};
+            if (count == QUERIES) flush();
+          }
+        flush();
+      }
+      at += end - first;
+    }
+  }
+
+  // x + factor · norm(delta), row by row.
+  void add_normed(const Norm& n, const float* delta, float* hidden) const {
+    const float factor = float(d.residual_multiplier);
+    std::vector<float> row(d.hidden);
+    for (int64_t t = rows().first; t < rows().last; t++) {
+      norm(n, delta + t * d.hidden, row.data(), d.hidden);
+      for (int64_t i = 0; i < d.hidden; i++) Add{factor}.template operator()<W>(hidden + t * d.hidden + i, row[i]);
+    }
+  }
+  // hidden += l(x), through the post norm where there is one. Ends with everybody done.
+  void add_linear(const Linear& l, const float* x, int64_t ldx, const Norm& post, float* hidden) const {
+    if (post.weight) {
+      linear<W>(l, x, ldx, batch.tokens, work.delta, d.hidden, Store{}, thread, threads);
+      meet();
+      add_normed(post, work.delta, hidden);
+    } else {
+      linear<W>(l, x, ldx, batch.tokens, hidden, d.hidden, Add{float(d.residual_multiplier)}, thread, threads);
+    }
+    meet();
+  }
+
+  void layer(const Layer& layer, float* hidden) const {
+    const bool own_norm = d.parallel && layer.mlp_norm.weight;
+    for (int64_t t = rows().first; t < rows().last; t++) {
+      float* row = work.normed + t * d.hidden;
+      norm(layer.attention_norm, hidden + t * d.hidden, row, d.hidden);
+      if (d.parallel) {  // the MLP's input, before attention adds to the residual
+        float* other = work.mlp_normed + t * d.hidden;
+        if (own_norm)
+          norm(layer.mlp_norm, hidden + t * d.hidden, other, d.hidden);
+        else
+          std::memcpy(other, row, d.hidden * sizeof(float));
+        ready(other, d.hidden);
+      }
+      ready(row, d.hidden);
+    }
+    meet();
+    const int64_t q = d.heads * d.head_dim;
+    linear<W>(layer.qkv, work.normed, d.hidden, batch.tokens, work.qkv, (d.heads + 2 * d.kv_heads) * d.head_dim, Store{}, thread, threads);
+    meet();
+    turn_and_write(layer);
+    meet();
+    attention(layer);
+    meet();
+    if (d.half) {
+      for (int64_t t = rows().first; t < rows().last; t++) ready(work.attended + t * q, q);
+      meet();
+    }
+    add_linear(layer.o, work.attended, q, layer.attention_post_norm, hidden);
+    if (!d.parallel) {
+      for (int64_t t = rows().first; t < rows().last; t++) {
+        norm(layer.mlp_norm, hidden + t * d.hidden, work.mlp_normed + t * d.hidden, d.hidden);
+        ready(work.mlp_normed + t * d.hidden, d.hidden);
+      }
+      meet();
+    }
+    if (layer.experts) {
+      mixture(layer);
+      add_normed(layer.mlp_post_norm, work.delta, hidden);
+      meet();
+      return;
+    }
+    const int64_t intermediate = outputs(layer.up) / (d.gated ? 2 : 1);
+    expand(layer.up, work.mlp_normed, batch.tokens, work.up, intermediate);
+    meet();
+    add_linear(layer.down, work.up, outputs(layer.up), layer.mlp_post_norm, hidden);
+  }
+
+  // A mixture of experts into `delta`: each expert over the tokens that chose it, in the order of the experts.
+  void mixture(const Layer& layer) const {
+    const int64_t experts = layer.experts, intermediate = d.expert_intermediate, width = intermediate * (d.gated ? 2 : 1);
+    linear<W>(layer.router, work.mlp_normed, d.hidden, batch.tokens, work.shares, experts, Store{}, thread, threads);
+    meet();
+    for (int64_t t = rows().first; t < rows().last; t++) {
+      route(work.shares + t * experts, experts);
+      std::memset(work.delta + t * d.hidden, 0, d.hidden * sizeof(float));
+    }
+    meet();
+    std::vector<int64_t> chosen;
+    for (int64_t e = 0; e < experts; e++) {
+      chosen.clear();
+      for (int64_t t = 0; t < batch.tokens; t++)
+        if (work.shares[t * experts + e] != 0) chosen.push_back(t);
+      if (chosen.empty()) continue;
+      const Part mine = part(chosen.size(), 1, thread, threads);
+      for (int64_t i = mine.first; i < mine.last; i++)
+        std::memcpy(work.expert_in + i * d.hidden, work.mlp_normed + chosen[i] * d.hidden, d.hidden * sizeof(float));
+      meet();
+      const Linear up{{(const W*)layer.experts_up + e * width * d.hidden}, {}, {width}, 1, d.hidden};
+      const Linear down{{(const W*)layer.experts_down + e * d.hidden * intermediate}, {}, {d.hidden}, 1, intermediate};
+      expand(up, work.expert_in, chosen.size(), work.up, intermediate);
+      meet();
+      linear<W>(down, work.up, width, chosen.size(), work.expert_out, d.hidden, Store{}, thread, threads);
+      meet();
+      for (int64_t i = mine.first; i < mine.last; i++) {
+        const float share = work.shares[chosen[i] * experts + e];
+        for (int64_t k = 0; k < d.hidden; k++) {
+          float* sum = work.delta + chosen[i] * d.hidden + k;
+          *sum = rounded<W>(*sum + rounded<W>(work.expert_out[i * d.hidden + k] * share));
+        }
+      }
+      meet();
+    }
+  }
+  // Router logits to shares: softmax over all experts, the likeliest kept, 0 elsewhere.
+  void route(float* shares, int64_t experts) const {
+    float most = shares[0];
+    for (int64_t e = 1; e < experts; e++) most = std::max(most, shares[e]);
+    float total = 0;
+    for (int64_t e = 0; e < experts; e++) total += shares[e] = std::exp(shares[e] - most);
+    std::vector<int64_t> order(experts);
+    for (int64_t e = 0; e < experts; e++) order[e] = e;
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return shares[a] > shares[b]; });
+    float kept = 0;
+    for (int64_t i = 0; i < experts; i++) {
+      float& share = shares[order[i]];
+      share = i < d.experts_per_token ? share / total : 0.0f;
+      kept += share;
+    }
+    for (int64_t e = 0; e < experts; e++) shares[e] = rounded<W>(d.normalize_experts ? shares[e] / kept : shares[e]);
+  }
+
+  void embed(float* hidden) const {
+    const W *table = (const W*)d.embedding, *positions = (const W*)d.positions;
+    float* rows_in = d.project_in.parts ? work.delta : hidden;
+    const int64_t size = d.embedding_size;
+    for (int64_t t = rows().first; t < rows().last; t++) {
+      float* row = rows_in + t * size;
+      const W* source = table + batch.ids[t] * size;
+      for (int64_t i = 0; i < size; i++) {
+        row[i] = to_float(source[i]);
+        if (d.embedding_multiplier != 1.0) row[i] = rounded<W>(row[i] * float(d.embedding_multiplier));
+      }
+      if (d.project_in.parts) ready(row, size);
+    }
+    meet();
+    if (d.project_in.parts) {
+      linear<W>(d.project_in, work.delta, size, batch.tokens, hidden, d.hidden, Store{}, thread, threads);
+      meet();
+    }
+    for (int64_t t = rows().first; t < rows().last; t++) {
+      float* row = hidden + t * d.hidden;
+      if (positions) {
+        const W* source = positions + (batch.positions[t] + d.position_offset) * d.hidden;
+        for (int64_t i = 0; i < d.hidden; i++) row[i] = rounded<W>(row[i] + to_float(source[i]));
+      }
+      norm(d.embedding_norm, row, row, d.hidden);
+    }
+    meet();
+  }
+
+  // Logits of hidden rows `chosen` (batch.tokens of them).
+  void logits(const float* hidden, const int64_t* chosen, float* out) const {
+    for (int64_t t = rows().first; t < rows().last; t++) {
+      float* row = work.normed + t * d.hidden;
+      norm(d.final_norm, hidden + chosen[t] * d.hidden, row, d.hidden);
+      ready(row, d.hidden);
+    }
+    meet();
+    const float* x = work.normed;
+    int64_t in = d.hidden;
+    if (d.project_out.parts) {
+      in = d.embedding_size;
+      linear<W>(d.project_out, x, d.hidden, batch.tokens, work.delta, in, Store{}, thread, threads);
+      meet();
+      for (int64_t t = rows().first; t < rows().last; t++) ready(work.delta + t * in, in);
+      meet();
+      x = work.delta;
+    }
+    linear<W>(d.head, x, in, batch.tokens, out, d.vocabulary, Store{}, thread, threads);
+    meet();
+    if (d.logits_divisor == 1.0 && d.logits_softcap == 0.0) return;
+    for (int64_t i = rows().first * d.vocabulary; i < rows().last * d.vocabulary; i++) {
+      float value = rounded<W>(out[i] / float(d.logits_divisor));
+      if (d.logits_softcap) {
+        const float cap = float(d.logits_softcap);
+        value = rounded<W>(rounded<W>(std::tanh(rounded<W>(value / cap))) * cap);
+      }
+      out[i] = value;
+    }
+  }
+};
+
+template <typename Body> static void team(int64_t threads, Body body) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  body(omp_get_thread_num(), omp_get_num_threads());
+}
+
+template <typename Body> static void in_dtype(const Decoder& d, const Batch& batch, float* base, int64_t threads, Body body) {
+  Work work;
+  carve(d, batch.tokens, threads, base, &work);
+  team(threads, [&](int thread, int count) {
+    if (d.half)
+      body(Run<bf16>{d, batch, work, thread, count});
+    else
+      body(Run<float>{d, batch, work, thread, count});
+  });
+}
+
+extern "C" {
+int64_t lanes() { return LANES; }
+
+// Floats of work space that a call with so many tokens needs.
+int64_t work_floats(const Decoder* d, int64_t tokens, int64_t threads) { return carve(*d, tokens, threads, nullptr, nullptr); }
+
+// hidden [tokens, hidden] through layers [first, last); made from the ids where first is -1.
+void forward(const Decoder* d, const Batch* batch, int64_t first, int64_t last, float* hidden, float* work, int64_t threads) {
+  in_dtype(*d, *batch, work, threads, [&](const auto& run) {
+    if (first < 0) run.embed(hidden);
+    for (int64_t i = std::max<int64_t>(first, 0); i < last; i++) run.layer(d->layers[i], hidden);
+  });
+}
+
+// out float32 [count, vocabulary]: logits of the rows `chosen` of hidden.
+void logits(const Decoder* d, const float* hidden, const int64_t* chosen, int64_t count, float* out, float* work, int64_t threads) {
+  Batch batch{};
+  batch.tokens = count;
+  in_dtype(*d, batch, work, threads, [&](const auto& run) { run.logits(hidden, chosen, out); });
+}
+
+// For each row of logits [rows, vocabulary]: a token, its logprob at the temperature and at 1, both before truncation.
+void sample(const float* logits, int64_t rows, int64_t vocabulary, const int64_t* keys, const int64_t* positions, const Draw* draw,
+            int64_t* tokens, float* logps, float* raw_logps, int64_t threads) {
+  const float inverse = draw->temperature > 0 ? float(1.0 / draw->temperature) : 1.0f;
+  const bool truncated = draw->top_k > 0 || draw->top_p < 1 || draw->min_p > 0;
+  team(threads, [&](int thread, int count) {
+    const Part mine = part(rows, 1, thread, count);
+    for (int64_t r = mine.first; r < mine.last; r++) {
+      const Row row(logits + r * vocabulary, vocabulary, inverse);
+      if (draw->temperature == 0) {
+        tokens[r] = row.argmax();
+      } else {
+        const double u = uniform(keys[r], positions[r]);
+        tokens[r] = truncated ? truncated_draw(row, *draw, u) : row.inverse_cdf(u, inverse);
+      }
+      const double gap = double(row.logits[tokens[r]]) - row.most;
+      logps[r] = float(gap * inverse - std::log(row.mass));
+      raw_logps[r] = float(gap - std::log(row.raw));
+    }
+  });
+}
+
+// For each row of logits: the logprob of its target and the entropy, both of softmax(logits / temperature).
+void score(const float* logits, int64_t rows, int64_t vocabulary, const int64_t* targets, double temperature,
+           float* logps, float* entropies, int64_t threads) {
+  const float inverse = float(1.0 / temperature);
+  team(threads, [&](int thread, int count) {
+    const Part mine = part(rows, 1, thread, count);
+    for (int64_t r = mine.first; r < mine.last; r++) {
+      const Row row(logits + r * vocabulary, vocabulary, inverse);
+      logps[r] = float((double(row.logits[targets[r]]) - row.most) * inverse - std::log(row.mass));
+      entropies[r] = float(std::log(row.mass) + row.spread(inverse) / row.mass);
+    }
+  });
+}
+}

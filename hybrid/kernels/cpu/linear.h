@@ -1,0 +1,158 @@
+// y = x · Wᵀ for few rows of x: W is read where it lies, row by row, in float32 or bfloat16; sums are float32.
+//
+// A tile is ROWS rows of x times COLUMNS rows of W, both read along their contiguous dimension, so that no weight is
+// ever packed or copied. Every output is the same chain of sums whatever the tile and the batch.
+#pragma once
+#include <algorithm>
+
+#include "vector.h"
+
+#if LANES == 16
+constexpr int COLUMNS = 6;
+#else
+constexpr int COLUMNS = 3;
+#endif
+constexpr int ROWS = 4;
+
+// One matrix, or several one above the other.  weight[i] [rows[i], in] of the model's dtype; bias[i] float32 or null.
+struct Linear {
+  const void* weight[3];
+  const float* bias[3];
+  int64_t rows[3];
+  int64_t parts;
+  int64_t in;
+};
+
+static inline int64_t outputs(const Linear& linear) {
+  int64_t rows = 0;
+  for (int i = 0; i < linear.parts; i++) rows += linear.rows[i];
+  return rows;
+}
+
+template <int M, int N>
+static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const float* w, int64_t in, Four* out) {
+  Vec acc[N][ROWS] = {};
+  int64_t k = 0;
+  for (; k + LANES <= in; k += LANES) {
+    Vec column[N];
+    for (int n = 0; n < N; n++) column[n] = load(w + n * in + k);
+    for (int m = 0; m < M; m++) {
+      Vec row = load(x + m * ldx + k);
+      for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
+    }
+  }
+  for (int n = 0; n < N; n++) out[n] = sums(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+  for (; k < in; k++)
+    for (int n = 0; n < N; n++)
+      for (int m = 0; m < M; m++) out[n].at[m] += x[m * ldx + k] * w[n * in + k];
+}
+
+// x as `halved` leaves it: even elements of each block before odd ones, as the two halves of a 32-bit lane.
+template <int M, int N>
+static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const bf16* w, int64_t in, Four* out) {
+  Vec acc[N][ROWS] = {};
+  int64_t k = 0;
+  for (; k + 2 * LANES <= in; k += 2 * LANES) {
+    Vec column[N];
+    for (int n = 0; n < N; n++) column[n] = (Vec)(*(const VecUAny*)(w + n * in + k) << 16);
+    for (int m = 0; m < M; m++) {
+      Vec row = load(x + m * ldx + k);
+      for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
+    }
+    for (int n = 0; n < N; n++) column[n] = (Vec)(*(const VecUAny*)(w + n * in + k) & 0xffff0000u);
+    for (int m = 0; m < M; m++) {
+      Vec row = load(x + m * ldx + k + LANES);
+      for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
+    }
+  }
+  for (int n = 0; n < N; n++) out[n] = sums(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+  for (; k < in; k++)
+    for (int n = 0; n < N; n++)
+      for (int m = 0; m < M; m++) out[n].at[m] += x[m * ldx + k] * to_float(w[n * in + k]);
+}
+
+static inline void halved(float*, int64_t, const float*) {}
+static inline void halved(float* row, int64_t in, const bf16*) {
+  float block[2 * LANES];
+  for (int64_t k = 0; k + 2 * LANES <= in; k += 2 * LANES) {
+    for (int i = 0; i < LANES; i++) {
+      block[i] = row[k + 2 * i];
+      block[i + LANES] = row[k + 2 * i + 1];
+    }
+    std::memcpy(row + k, block, sizeof block);
+  }
+}
+
+// What becomes of an output: stored, or added to what is there (the residual) after a factor.
+struct Store {
+  template <typename W> void operator()(float* y, float value) const { *y = value; }
+};
+struct Add {
+  float factor;
+  template <typename W> void operator()(float* y, float value) const {
+    *y = rounded<W>(*y + (factor == 1.0f ? value : rounded<W>(value * factor)));
+  }
+};
+template <typename W, int N, typename Out>
+static void strip(const float* x, int64_t ldx, const W* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, Out out) {
+  Four found[N];
+  auto write = [&](int64_t m, int count) {
+    for (int n = 0; n < N; n++)
+      for (int i = 0; i < count; i++)
+        out.template operator()<W>(y + (m + i) * ldy + n, rounded<W>(found[n].at[i] + (bias ? bias[n] : 0.0f)));
+  };
+  int64_t m = 0;
+  for (; m + ROWS <= rows; m += ROWS) {
+    dots<ROWS, N>(x + m * ldx, ldx, w, in, found);
+    write(m, ROWS);
+  }
+  const float* rest = x + m * ldx;
+  switch (rows - m) {
+    case 3: dots<3, N>(rest, ldx, w, in, found); break;
+    case 2: dots<2, N>(rest, ldx, w, in, found); break;
+    case 1: dots<1, N>(rest, ldx, w, in, found); break;
+    default: return;
+  }
+  write(m, rows - m);
+}
+
+// Columns [first, last) of y for one matrix. Blocks are sized so that the rows of x in use stay in the first cache and
+// the rows of W in the second, over which they are used again.
+template <typename W, typename Out>
+static void columns(const float* x, int64_t ldx, const W* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t first, int64_t last, Out out) {
+  const int64_t row_block = in <= 1024 ? 2 * ROWS : ROWS;
+  const int64_t wanted = (96 << 10) / (in * int64_t(sizeof(W))) / COLUMNS * COLUMNS;
+  const int64_t column_block = std::clamp<int64_t>(wanted, COLUMNS, 16 * COLUMNS);
+  for (int64_t block = first; block < last; block += column_block) {
+    const int64_t end = std::min(block + column_block, last);
+    for (int64_t m = 0; m < rows; m += row_block) {
+      const int64_t count = std::min(row_block, rows - m);
+      int64_t n = block;
+      for (; n + COLUMNS <= end; n += COLUMNS)
+        strip<W, COLUMNS>(x + m * ldx, ldx, w + n * in, bias ? bias + n : nullptr, in, y + m * ldy + n, ldy, count, out);
+      for (; n < end; n++)
+        strip<W, 1>(x + m * ldx, ldx, w + n * in, bias ? bias + n : nullptr, in, y + m * ldy + n, ldy, count, out);
+    }
+  }
+}
+
+// A thread's part of 0..count, at multiples of `grain`.
+struct Part {
+  int64_t first, last;
+};
+static inline Part part(int64_t count, int64_t grain, int thread, int threads) {
+  const int64_t grains = (count + grain - 1) / grain;
+  return {std::min(grains * thread / threads * grain, count), std::min(grains * (thread + 1) / threads * grain, count)};
+}
+
+// This thread's columns of y [rows, outputs] = x [rows, in] · Wᵀ + bias. Others do the rest; nobody waits here.
+template <typename W, typename Out>
+static void linear(const Linear& l, const float* x, int64_t ldx, int64_t rows, float* y, int64_t ldy, Out out, int thread, int threads) {
+  const Part mine = part(outputs(l), COLUMNS, thread, threads);
+  int64_t offset = 0;
+  for (int i = 0; i < l.parts; i++) {
+    const int64_t first = std::max<int64_t>(mine.first - offset, 0), last = std::min(mine.last - offset, l.rows[i]);
+    if (first < last) columns(x, ldx, (const W*)l.weight[i], l.bias[i], l.in, y + offset, ldy, rows, first, last, out);
+    offset += l.rows[i];
+  }
+}

@@ -1,0 +1,199 @@
+// Drawing tokens: one pass over a row's logits for its maximum, sums and logprobs; only the block that the draw falls
+// into is read again. Counter-based noise (splitmix64), as hybrid/decoding/sampling.py states it.
+#pragma once
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "vector.h"
+
+constexpr int64_t BLOCK = 256;  // logits in a block; a multiple of LANES
+
+struct Draw {
+  double temperature;  // 0: greedy
+  int64_t top_k;       // 0: off
+  double top_p, min_p; // 1 and 0: off
+};
+
+static inline uint64_t mixed(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return x ^ (x >> 31);
+}
+static inline double uniform(uint64_t key, uint64_t position) {
+  return double(mixed(key + 0x9E3779B97F4A7C15ull * (position + 1)) >> 11) * 0x1p-53;
+}
+
+// A block's largest logit and its sums of exp((x - largest) / T) and exp(x - largest).
+struct BlockSums {
+  float most;
+  double mass, raw;
+};
+static inline float block_max(const float* x, int64_t count) {
+  Vec top = splat(-INFINITY);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) top = max(top, load(x + i));
+  float most = largest(top);
+  for (; i < count; i++) most = std::max(most, x[i]);
+  return most;
+}
+static inline double block_mass(const float* x, int64_t count, float most, float inverse) {
+  Vec mass = {};
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) mass += exp((load(x + i) - most) * inverse);
+  double total = sum(mass);
+  for (; i < count; i++) total += std::exp((x[i] - most) * inverse);
+  return total;
+}
+
+struct Row {
+  const float* logits;
+  int64_t vocabulary;
+  float most = -INFINITY;
+  double mass = 0, raw = 0;  // sums of exp((x - most) / T) and exp(x - most)
+  std::vector<BlockSums> blocks;
+
+  Row(const float* logits, int64_t vocabulary, float inverse) : logits(logits), vocabulary(vocabulary) {
+    for (int64_t start = 0; start < vocabulary; start += BLOCK) {
+      const int64_t count = std::min(BLOCK, vocabulary - start);
+      BlockSums b{block_max(logits + start, count), 0, 0};
+      if (b.most > -INFINITY) {
+        b.raw = block_mass(logits + start, count, b.most, 1.0f);
+        b.mass = inverse == 1.0f ? b.raw : block_mass(logits + start, count, b.most, inverse);
+      }
+      most = std::max(most, b.most);
+      blocks.push_back(b);
+    }
+    for (BlockSums& b : blocks) {
+      if (b.most == -INFINITY) continue;
+      b.mass *= std::exp(double(b.most - most) * inverse);
+      mass += b.mass;
+      raw += b.raw * std::exp(double(b.most) - most);
+    }
+  }
+  int64_t argmax() const {
+    int64_t block = 0;
+    while (blocks[block].most != most) block++;
+    int64_t token = block * BLOCK;
+    while (logits[token] != most) token++;
+    return token;
+  }
+  // The sum of exp(y) · -y over tokens, y = (x - most) / T: of the entropy, log mass + spread / mass.
+  double spread(float inverse) const {
+    double total = 0;
+    for (int64_t start = 0; start < vocabulary; start += BLOCK) {
+      const int64_t end = std::min(start + BLOCK, vocabulary);
+      Vec part = {};
+      int64_t i = start;
+      for (; i + LANES <= end; i += LANES) {
+        Vec y = max((load(logits + i) - most) * inverse, splat(-1e4f));  // -inf times 0 is no number
+        part -= exp(y) * y;
+      }
+      total += sum(part);
+      for (; i < end; i++) {
+        const double y = std::max((double(logits[i]) - most) * inverse, -1e4);
+        total -= std::exp(y) * y;
+      }
+    }
+    return total;
+  }
+  // The token at which the cumulative softmax passes u, tokens in order of their numbers.
+  int64_t inverse_cdf(double u, float inverse) const {
+    double target = u * mass;
+    size_t block = 0, likely = 0;  // `likely`: the last block with any mass, should rounding pass them all
+    for (; block < blocks.size(); block++) {
+      if (blocks[block].mass <= 0) continue;
+      likely = block;
+      if (target < blocks[block].mass) break;
+      target -= blocks[block].mass;
+    }
+    const int64_t start = likely * BLOCK, end = std::min(start + BLOCK, vocabulary);
+    int64_t token = start;
+    for (int64_t i = start; i < end; i++) {
+      const double p = std::exp((double(logits[i]) - most) * inverse);
+      if (p <= 0) continue;
+      token = i;
+      if (target < p) break;
+      target -= p;
+    }
+    return token;
+  }
+};
+
+typedef std::pair<float, int64_t> Candidate;  // logit, token
+
+// Tokens of at least `least`, in order of their numbers.
+static void candidates(const Row& row, float least, std::vector<Candidate>& found) {
+  found.clear();
+  for (size_t b = 0; b < row.blocks.size(); b++) {
+    if (row.blocks[b].most < least) continue;
+    const int64_t start = b * BLOCK, end = std::min<int64_t>(start + BLOCK, row.vocabulary);
+    for (int64_t i = start; i < end; i++)
+      if (row.logits[i] >= least) found.push_back({row.logits[i], i});
+  }
+}
+
+// The k-th largest logit. The k-th largest of the blocks' maxima is below it, so few tokens are looked at.
+static float kth_largest(const Row& row, int64_t k, std::vector<Candidate>& found) {
+  std::vector<float> tops;
+  for (const BlockSums& b : row.blocks) tops.push_back(b.most);
+  float least = -INFINITY;
+  if (k <= int64_t(tops.size())) {
+    std::nth_element(tops.begin(), tops.begin() + k - 1, tops.end(), std::greater<float>());
+    least = tops[k - 1];
+  }
+  candidates(row, least, found);
+  if (k > int64_t(found.size())) return -INFINITY;
+  std::nth_element(found.begin(), found.begin() + k - 1, found.end(),
+                   [](const Candidate& a, const Candidate& b) { return a.first > b.first; });
+  return found[k - 1].first;
+}
+
+// Hugging Face's truncations in its order: top_k keeps ties of the k-th; top_p keeps the likeliest until those before
+// a token weigh top_p of what top_k left; min_p keeps what has that share of the likeliest.
+static int64_t truncated_draw(const Row& row, const Draw& draw, double u) {
+  const float inverse = float(1.0 / draw.temperature);
+  std::vector<Candidate> kept, within;
+  auto weight = [&](float logit) { return std::exp((double(logit) - row.most) * inverse); };
+  auto total = [&](const std::vector<Candidate>& some) {
+    double sum = 0;
+    for (const Candidate& one : some) sum += weight(one.first);
+    return sum;
+  };
+  float least = draw.top_k && draw.top_k < row.vocabulary ? kth_largest(row, draw.top_k, kept) : -INFINITY;
+  const float floor = draw.min_p > 0 ? float(row.most + std::log(draw.min_p) * draw.temperature) : -INFINITY;
+  if (draw.top_p < 1) {
+    double mass = row.mass;
+    if (least > -INFINITY) {
+      candidates(row, least, kept);
+      mass = total(kept);
+    }
+    // The nucleus is among the likeliest: look at ever more of them until they weigh enough.
+    for (float depth = 4;; depth *= 2) {
+      const float from = std::max(least, float(row.most - depth * draw.temperature));
+      candidates(row, from, within);
+      if (from == least || depth > 1e30f || total(within) >= draw.top_p * mass * (1 + 1e-9)) break;
+    }
+    std::sort(within.begin(), within.end(), std::greater<Candidate>());
+    double before = 0;
+    size_t count = 0;
+    while (count < within.size() && (count == 0 || before < draw.top_p * mass)) before += weight(within[count++].first);
+    within.resize(count);
+    std::sort(within.begin(), within.end(), [](const Candidate& a, const Candidate& b) { return a.second < b.second; });
+    kept.clear();
+    for (const Candidate& one : within)
+      if (one.first >= floor) kept.push_back(one);
+  } else {
+    candidates(row, std::max(least, floor), kept);
+  }
+  double target = u * total(kept);
+  int64_t token = row.argmax();
+  for (const Candidate& one : kept) {
+    const double p = weight(one.first);
+    if (p <= 0) continue;
+    token = one.second;
+    if (target < p) break;
+    target -= p;
+  }
+  return token;
+}

@@ -1,0 +1,129 @@
+// Vectors of LANES floats, in GCC's portable vector types: one source for AVX2 (8 lanes), AVX-512 (16) and whatever else
+// the compiler knows.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifndef LANES
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8
+#endif
+#endif
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef uint32_t VecU __attribute__((vector_size(LANES * 4)));
+typedef int32_t VecI __attribute__((vector_size(LANES * 4)));
+typedef uint16_t VecH __attribute__((vector_size(LANES * 2)));
+typedef float VecAny __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t VecUAny __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
+typedef uint16_t VecHAny __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+static inline Vec splat(float x) { return Vec{} + x; }
+static inline Vec load(const float* p) { return *(const VecAny*)p; }
+static inline void store(float* p, Vec v) { *(VecAny*)p = v; }
+static inline Vec load(const bf16* p) {
+  return (Vec)(__builtin_convertvector(*(const VecHAny*)p, VecU) << 16);
+}
+static inline float to_float(float x) { return x; }
+static inline float to_float(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+static inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+static inline float sum(Vec v) {
+  float s[LANES];
+  std::memcpy(s, &v, sizeof v);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) s[i] += s[i + half];
+  return s[0];
+}
+static inline float largest(Vec v) {
+  float best = v[0];
+  for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+// The nearest bfloat16, ties to even, as a float.
+static inline Vec to_bf16(Vec v) {
+  VecU u = (VecU)v;
+  return (Vec)((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
+}
+static inline float to_bf16(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  u = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+// Rounding to the model's dtype W.
+template <typename W> static inline Vec rounded(Vec v);
+template <> inline Vec rounded<float>(Vec v) { return v; }
+template <> inline Vec rounded<bf16>(Vec v) { return to_bf16(v); }
+template <typename W> static inline float rounded(float x);
+template <> inline float rounded<float>(float x) { return x; }
+template <> inline float rounded<bf16>(float x) { return to_bf16(x); }
+static inline void put(float* p, float x) { *p = x; }
+static inline void put(bf16* p, float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  p->bits = uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+// e^x to about one unit in the last place (Cephes' expf); 0 below -87.3.
+static inline Vec exp(Vec x) {
+  Vec t = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer lands in the low bits
+  Vec n = t - 12582912.0f;
+  Vec r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  Vec scaled = (Vec)((VecI)p + ((VecI)t << 23));
+  return (Vec)((VecI)scaled & (x > -87.3f));
+}
+static inline Vec tanh(Vec x) {
+  Vec a = (Vec)((VecU)x & 0x7fffffffu), b = x * x;
+  Vec small = x + x * b * (-0.333333333f + b * (0.133333333f + b * (-0.0539682540f + b * 0.0218694885f)));
+  Vec large = 1.0f - 2.0f / (exp(2.0f * (a > 10.0f ? splat(10.0f) : a)) + 1.0f);
+  large = (Vec)((VecU)large | ((VecU)x & 0x80000000u));
+  return a < 0.25f ? small : large;
+}
+// Abramowitz and Stegun 7.1.26: within 1.5e-7.
+static inline Vec erf(Vec x) {
+  Vec a = (Vec)((VecU)x & 0x7fffffffu), t = 1.0f / (1.0f + 0.3275911f * a);
+  Vec p = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+  return (Vec)((VecU)(1.0f - p * exp(-a * a)) | ((VecU)x & 0x80000000u));
+}
+
+// One of four sums over lanes in each of four elements. The order of the additions is that of no tile and no batch:
+// a row's result does not depend on its neighbours.
+struct Four {
+  float at[4];
+};
+static inline Four sums(Vec a, Vec b, Vec c, Vec d) {
+#if LANES == 8
+  Vec ab = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) + __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+  Vec cd = __builtin_shufflevector(c, d, 0, 8, 2, 10, 4, 12, 6, 14) + __builtin_shufflevector(c, d, 1, 9, 3, 11, 5, 13, 7, 15);
+  // a0 b0 a1 b1 a2 b2 a3 b3
+  Vec abcd = __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+  Four four;
+  for (int i = 0; i < 4; i++) four.at[i] = abcd[i] + abcd[i + 4];
+  return four;
+#else
+  return {{sum(a), sum(b), sum(c), sum(d)}};
+#endif
+}

@@ -1,0 +1,154 @@
+"""The CPU kernels: C++ compiled for this machine on first use, and called through ctypes.
+
+Sources lie in `cpu/`. The library is kept in the user's cache directory, by a hash of sources, flags and processor.
+It is linked against no OpenMP runtime of its own: the names are resolved in the one that torch has loaded, so there is
+one pool of threads.
+"""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent / "cpu"
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC")
+COMPILERS = ("g++", "c++")
+
+_pointer, _int, _double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+def record(name: str, **fields: type) -> type[ctypes.Structure]:
+    """A C struct with these fields, in order."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+# The structs of cpu/decoder.cpp, field by field.
+Linear = record("Linear", weight=_pointer * 3, bias=_pointer * 3, rows=_int * 3, parts=_int, inputs=_int)
+Norm = record("Norm", weight=_pointer, bias=_pointer)
+Layer = record(
+    "Layer",
+    **dict.fromkeys(("attention_norm", "q_norm", "k_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"), Norm),
+    **dict.fromkeys(("qkv", "o", "up", "down", "router"), Linear),
+    **dict.fromkeys(("experts_up", "experts_down", "cos", "sin", "keys", "values"), _pointer),
+    **dict.fromkeys(("window", "experts"), _int),
+)
+Decoder = record(
+    "Decoder",
+    half=_int,
+    **dict.fromkeys(("vocabulary", "hidden", "embedding_size", "heads", "kv_heads", "head_dim"), _int),
+    **dict.fromkeys(("intermediate", "expert_intermediate", "layer_norm", "norm_float32", "activation", "gated"), _int),
+    **dict.fromkeys(("parallel", "rotary_dim", "interleaved", "qk_norm_row", "position_offset"), _int),
+    **dict.fromkeys(("num_experts", "experts_per_token", "normalize_experts"), _int),
+    **dict.fromkeys(("norm_eps", "norm_offset", "attention_scale", "attention_softcap", "logits_softcap"), _double),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_divisor"), _double),
+    **dict.fromkeys(("slopes", "embedding", "positions"), _pointer),
+    **dict.fromkeys(("embedding_norm", "final_norm"), Norm),
+    **dict.fromkeys(("project_in", "project_out", "head"), Linear),
+    layers=_pointer,
+)
+Batch = record(
+    "Batch",
+    **dict.fromkeys(("tokens", "sequences", "table_width"), _int),
+    **dict.fromkeys(("ids", "positions", "starts", "tables"), _pointer),
+)
+Draw = record("Draw", temperature=_double, top_k=_int, top_p=_double, min_p=_double)
+
+SIGNATURES = {
+    "lanes": ([], _int),
+    "work_floats": ([_pointer, _int, _int], _int),
+    "forward": ([_pointer, _pointer, _int, _int, _pointer, _pointer, _int], None),
+    "logits": ([_pointer, _pointer, _pointer, _int, _pointer, _pointer, _int], None),
+    "sample": ([_pointer, _int, _int, *[_pointer] * 6, _int], None),
+    "score": ([_pointer, _int, _int, _pointer, _double, _pointer, _pointer, _int], None),
+}
+
+
+@functools.cache
+def cpu_library() -> ctypes.CDLL | None:
+    """The kernels, compiled if need be; None, with a warning that says why, where that is not possible."""
+    try:
+        return opened(built(FLAGS))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        warnings.warn(f"the CPU kernels could not be built, torch's are used: {detail.strip()[-500:]}", stacklevel=2)
+        return None
+
+
+def opened(path: Path) -> ctypes.CDLL:
+    """The library at `path`, its functions with their C types."""
+    library = ctypes.CDLL(str(path))
+    for name, (arguments, result) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    return library
+
+
+def built(flags: Sequence[str]) -> Path:
+    """The compiled library for `flags`, made on first use; processes wait for the one that makes it.
+
+    Raises OSError without a compiler or a writable directory, CalledProcessError where compiling fails.
+    """
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise OSError(f"no C++ compiler: none of {', '.join(COMPILERS)} is there")
+    sources = sorted(SOURCES.glob("*"))
+    content = b"\0".join(path.read_bytes() for path in sources)
+    key = hashlib.sha256(content + " ".join([compiler, *flags, processor(), torch.__version__]).encode())
+    folder = cache_folder()
+    path = folder / f"kernels-{key.hexdigest()[:16]}.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            compile_into(path, compiler, flags)
+    return path
+
+
+def compile_into(path: Path, compiler: str, flags: Sequence[str]) -> None:
+    """Compile cpu/decoder.cpp to the shared library `path`, which appears whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        objects, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
+        steps = (
+            [compiler, *flags, "-c", str(SOURCES / "decoder.cpp"), "-o", str(objects)],
+            [compiler, "-shared", str(objects), "-o", str(library)],  # without -fopenmp: torch's runtime is used
+        )
+        for step in steps:
+            subprocess.run(step, check=True, capture_output=True, text=True)
+        library.replace(path)
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept: `$XDG_CACHE_HOME/hybrid-engine`, or below the system's temporary directory
+    where that cannot be written."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid-engine"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        root = Path(tempfile.gettempdir()) / f"hybrid-engine-{os.getuid()}"
+        root.mkdir(mode=0o700, exist_ok=True)
+    return root
+
+
+def processor() -> str:
+    """What `-march=native` depends on: the processor's name and the instructions that it has."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    told = sorted({line for line in lines if line.split("\t")[0].strip() in ("model name", "flags", "Features")})
+    return platform.machine() + "".join(told)
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Where a contiguous tensor's data is; None for none."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), "kernels read contiguous tensors"
+    return tensor.data_ptr()
