@@ -38,12 +38,42 @@ FAMILIES = {
     "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
+# Families that read and run like those above, and so need no run of the whole matrix.
+MORE_FAMILIES = {
+    "smollm3": {**SIZES, "no_rope_layers": [1, 0, 1]},
+    "granite": {
+        **SIZES,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 2.0,
+    },
+    "olmo2": SIZES,
+    "gemma2": {
+        **SIZES,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "falcon": {**PLAIN_SIZES, "multi_query": True, "new_decoder_architecture": False},
+    "qwen3_moe": {
+        **SIZES,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+}
+ALL_FAMILIES = {**FAMILIES, **MORE_FAMILIES}
+
 
 def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
     """A random model of `family` whose biases and norms are random too, so that leaving one out shows."""
     torch.manual_seed(seed)
     special = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
-    config = AutoConfig.for_model(family, **{**special, "vocab_size": VOCABULARY, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(family, **{**special, "vocab_size": VOCABULARY, **ALL_FAMILIES[family], **changes})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,0 +1,221 @@
+"""A whole decoder in torch operations, on any device: the reference, and what runs where nothing faster does."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from hybrid.architectures.spec import Place, Reading
+from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
+from hybrid.kernels import torch_ops
+
+# Matrices that read the same input, and so become one.
+JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the layers of one forward share.
+
+    slots: int64 [tokens]: where each new token's key and value go in the cache.
+    groups: the sequences, as attention takes them.
+    turns: for each key of `Reading.rotary`, cos and sin of the tokens, [tokens, rotary_dim / 2].
+    bias: ALiBi's, [heads, positions].
+    """
+
+    slots: torch.Tensor
+    groups: tuple[torch_ops.Group, ...]
+    turns: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    bias: torch.Tensor | None
+
+
+class TorchDecoder:
+    """The decoder that `reading` describes, in `dtype`. Call its functions under `torch.no_grad()`, `bind` first.
+
+    weights: a place to its whole tensor, before `select`; None for a bias that is not there. Tensors that need no
+    change are used where they are; joined or cast ones are copies.
+    """
+
+    def __init__(self, reading: Reading, weights: Callable[[Place], torch.Tensor | None], dtype: torch.dtype):
+        self.reading = reading
+        self.spec = reading.spec
+        self.weights = weights
+        self.dtype = dtype
+        self.activation = torch_ops.ACTIVATIONS[self.spec.activation]
+        self.outer: dict[str, torch.Tensor] = {}
+        self.blocks: list[dict[str, torch.Tensor]] = [{} for _ in reading.layers]
+
+    @torch.no_grad()
+    def bind(self) -> None:
+        """Read the weights, again or for the first time. Copies are refreshed in place, and keep their addresses."""
+        self.outer = self._bound(self.reading.outer, self.outer)
+        self.blocks = [
+            self._bound(roles, before) for roles, before in zip(self.reading.layers, self.blocks, strict=True)
+        ]
+
+    def _bound(self, places: Mapping[str, Place], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of these places by role, with joined ones in the place of their parts."""
+        read = {role: found for role, place in places.items() if (found := self._read(place)) is not None}
+        bound = {}
+        for name, roles in JOINED.items():
+            if f"{roles[0]}.weight" not in read:
+                continue
+            weights = [read.pop(f"{role}.weight") for role in roles]
+            biases = [read.pop(f"{role}.bias", None) for role in roles]
+            bound[f"{name}.weight"] = self._copied(before.get(f"{name}.weight"), weights)
+            if any(bias is not None for bias in biases):
+                pairs = zip(biases, weights, strict=True)
+                biases = [weight.new_zeros(len(weight)) if bias is None else bias for bias, weight in pairs]
+                bound[f"{name}.bias"] = self._copied(before.get(f"{name}.bias"), biases)
+        for role, tensor in read.items():
+            bound[role] = tensor if tensor.dtype == self.dtype else self._copied(before.get(role), [tensor])
+        return bound
+
+    def _read(self, place: Place) -> torch.Tensor | None:
+        """The role's tensor, [out, in]."""
+        whole = self.weights(place)
+        return whole if whole is None or place.select is None else place.select(whole)
+
+    def _copied(self, buffer: torch.Tensor | None, pieces: list[torch.Tensor]) -> torch.Tensor:
+        """The pieces, one above the other, in `buffer` where it has the right shape."""
+        sizes = [len(piece) for piece in pieces]
+        shape = (sum(sizes), *pieces[0].shape[1:])
+        if buffer is None or buffer.shape != shape or buffer.device != pieces[0].device:
+            buffer = torch.empty(shape, dtype=self.dtype, device=pieces[0].device)
+        for part, piece in zip(buffer.split(sizes), pieces, strict=True):
+            part.copy_(piece)
+        return buffer
+
+    def kv(self, pages: int) -> PagedKV:
+        """New pages for keys and values, [pages, PAGE, kv_heads, head_dim] in each layer."""
+        shape = (pages, PAGE, self.spec.num_kv_heads, self.spec.head_dim)
+        device = self.outer["embedding.weight"].device
+
+        def empty() -> list[torch.Tensor]:
+            return [torch.empty(shape, dtype=self.dtype, device=device) for _ in self.blocks]
+
+        return PagedKV(keys=empty(), values=empty())
+
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What goes into the first layer, [tokens, hidden].  ids int64 [tokens], positions int [tokens]."""
+        hidden = F.embedding(ids, self.outer["embedding.weight"])
+        if self.spec.embedding_multiplier != 1.0:
+            hidden = hidden * self.spec.embedding_multiplier
+        hidden = self._norm(self.outer, "embedding_norm", hidden)
+        if "project_in.weight" in self.outer:
+            hidden = self._linear(self.outer, "project_in", hidden)
+        if "positions.weight" in self.outer:
+            hidden = hidden + F.embedding(positions.long() + self.spec.position_offset, self.outer["positions.weight"])
+        return hidden
+
+    def layers(
+        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int = 0, last: int | None = None
+    ) -> torch.Tensor:
+        """Layers `first` to `last` over hidden [tokens, hidden]; the new tokens' keys and values go into `kv`."""
+        span = range(first, len(self.blocks) if last is None else last)
+        step = self._step(batch, {self.spec.layers[index].rotary for index in span} - {""})
+        for index in span:
+            hidden = self._layer(index, hidden, step, kv)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the last layer's output [n, hidden], float32 [n, vocabulary]."""
+        hidden = self._norm(self.outer, "final_norm", hidden)
+        if "project_out.weight" in self.outer:
+            hidden = self._linear(self.outer, "project_out", hidden)
+        logits = self._linear(self.outer, "head", hidden)
+        if self.spec.logits_divisor != 1.0:
+            logits = logits / self.spec.logits_divisor
+        if self.spec.logits_softcap:
+            logits = torch.tanh(logits / self.spec.logits_softcap) * self.spec.logits_softcap
+        return logits.float()
+
+    def _step(self, batch: PackedBatch, keys: set[str]) -> Step:
+        """What the layers of this forward share."""
+        groups = torch_ops.sequence_groups(batch.starts, batch.lengths, batch.tables, PAGE)
+        places = batch.positions.long()
+        counts = batch.starts.diff().long()
+        owner = torch.arange(len(counts), device=places.device).repeat_interleave(counts)
+        slots = batch.tables[owner, places // PAGE].long() * PAGE + places % PAGE
+        rounded = torch.float32 if self.spec.rotary_float32 else self.dtype
+        turns = {}
+        for key in keys:
+            cos, sin = self.reading.rotary[key](places, self.dtype)
+            turns[key] = cos.to(rounded), sin.to(rounded)
+        return Step(slots, groups, turns, self._bias(groups))
+
+    def _bias(self, groups: tuple[torch_ops.Group, ...]) -> torch.Tensor | None:
+        """ALiBi's addend up to the longest sequence, None where the decoder has none."""
+        if self.spec.alibi is None:
+            return None
+        slopes = torch.tensor(self.spec.alibi, device=self.outer["embedding.weight"].device)
+        longest = max(group.slots.shape[1] for group in groups)
+        product_scale = self.spec.attention_scale if self.spec.alibi_bfloat16 else 0.0
+        return torch_ops.alibi_bias(slopes, longest, self.dtype, product_scale)
+
+    def _layer(self, index: int, hidden: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
+        block = self.blocks[index]
+        read = self._norm(block, "attention_norm", hidden)
+        attended = self._norm(block, "attention_post_norm", self._attention(index, read, step, kv))
+        if self.spec.parallel:
+            read = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else read
+            return self._norm(block, "mlp_post_norm", self._mlp(index, read)) + attended + hidden
+        hidden = self._added(hidden, attended)
+        made = self._mlp(index, self._norm(block, "mlp_norm", hidden))
+        return self._added(hidden, self._norm(block, "mlp_post_norm", made))
+
+    def _attention(self, index: int, read: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
+        block, spec, kind = self.blocks[index], self.spec, self.spec.layers[index]
+        sizes = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        q, k, v = self._linear(block, "qkv", read).split(sizes, dim=-1)
+        if spec.qk_norm == "row":
+            q, k = self._norm(block, "q_norm", q), self._norm(block, "k_norm", k)
+        q, k, v = (rows.unflatten(-1, (-1, spec.head_dim)) for rows in (q, k, v))  # [tokens, heads, head_dim]
+        if spec.qk_norm == "head":
+            q, k = self._norm(block, "q_norm", q), self._norm(block, "k_norm", k)
+        if kind.rotary:
+            q, k = (torch_ops.rotated(x, *step.turns[kind.rotary], spec.rotary_interleaved) for x in (q, k))
+        keys, values = kv.keys[index], kv.values[index]
+        keys.view(-1, *k.shape[1:])[step.slots] = k
+        values.view(-1, *v.shape[1:])[step.slots] = v
+        out = torch_ops.paged_attention(
+            q,
+            keys,
+            values,
+            step.groups,
+            spec.attention_scale,
+            spec.attention_softcap,
+            kind.window,
+            step.bias,
+            eager=spec.alibi is not None and not spec.alibi_bfloat16,  # BLOOM rounds its scores
+        )
+        return self._linear(block, "o", out.flatten(1))
+
+    def _mlp(self, index: int, read: torch.Tensor) -> torch.Tensor:
+        block, spec = self.blocks[index], self.spec
+        if spec.layers[index].experts:
+            names = ("router.weight", "experts_gate_up.weight", "experts_down.weight")
+            matrices = (block[name] for name in names)
+            return torch_ops.mixture(read, *matrices, spec.experts_per_token, spec.normalize_experts, self.activation)
+        if spec.gated:
+            gate, up = self._linear(block, "gate_up", read).chunk(2, dim=-1)
+            return self._linear(block, "down", self.activation(gate) * up)
+        return self._linear(block, "down", self.activation(self._linear(block, "up", read)))
+
+    def _added(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        """The residual stream with one more part."""
+        multiplier = self.spec.residual_multiplier
+        return hidden + (made if multiplier == 1.0 else made * multiplier)
+
+    def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
+        """x normed by `role`; as it is where there is no such norm."""
+        weight, spec = tensors.get(f"{role}.weight"), self.spec
+        if weight is None:
+            return x
+        if spec.norm == "layer":
+            return F.layer_norm(x, weight.shape, weight, tensors.get(f"{role}.bias"), spec.norm_eps)
+        return torch_ops.rms_norm(x, weight, spec.norm_eps, spec.norm_offset, spec.norm_float32)
+
+    def _linear(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias"))
