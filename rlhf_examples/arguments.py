@@ -41,6 +41,13 @@ class PPOArguments:
     temperature: float = about(1.0, "of sampling, and of every logprob")
     top_p: float = about(1.0, "nucleus sampling; 1 is off")
     logprob_mode: str = about("recompute", "old logprobs: recompute by a forward, or as sampled (sampling)")
+    importance_sampling_correction: bool = about(
+        False, "weigh each token's loss by exp(old logprob - sampling logprob); needs logprob_mode recompute"
+    )
+    importance_sampling_cap: float = about(2.0, "those weights are at most this")
+    numerics_control_rows: int = about(
+        2, "rows of the first mini batch on which the trainer is compared with itself, a row a forward; 0 is off"
+    )
 
     learning_rate: float = about(1e-4, "of the policy")
     critic_learning_rate: float = about(3e-4, "of the critic")
@@ -77,6 +84,15 @@ class PPOArguments:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: {getattr(self, name)!r} given; allowed: {', '.join(map(str, values))}")
+        if self.importance_sampling_correction and self.logprob_mode == "sampling":
+            raise ValueError(
+                "importance_sampling_correction: true given with logprob_mode: 'sampling', where the old logprobs are "
+                "the sampler's own and every weight would be 1; use logprob_mode: 'recompute'"
+            )
+        lowest = {"importance_sampling_cap": 1, "numerics_control_rows": 0}
+        for name, least in lowest.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)!r} given; it must be at least {least}")
         if self.mini_batch_rows * self.num_mini_batches != self.per_device_rollout_batch_size:
             raise ValueError(
                 f"per_device_rollout_batch_size: {self.per_device_rollout_batch_size} given; it must be a multiple "

@@ -74,6 +74,18 @@ def advantages_and_returns(
     return advantages, torch.where(mask.bool(), advantages + values, 0.0)
 
 
+def importance_sampling_weights(
+    old_logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor, cap: float
+) -> torch.Tensor:
+    """min(exp(old_logps - sampling_logps), cap) for each token; 1 where masked.  All [B, T]; cap at least 1.
+
+    Truncated importance sampling: what the trainer's policy gives a token over what the sampler's gave it (Yao et al.,
+    "Your efficient RL framework secretly brings you off-policy RL training", https://fengyao.notion.site/off-policy-rl;
+    TRL's GRPOTrainer, `vllm_importance_sampling_correction` by the token).
+    """
+    return torch.where(mask.bool(), old_logps - sampling_logps, 0.0).exp().clamp(max=cap)
+
+
 def policy_loss(
     logps: torch.Tensor,
     old_logps: torch.Tensor,
@@ -81,10 +93,12 @@ def policy_loss(
     mask: torch.Tensor,
     cliprange: float,
     denominator: float,
+    weights: torch.Tensor | float = 1.0,
 ) -> Loss:
     """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), summed over tokens and divided by `denominator`.
 
-    logps, old_logps, advantages, mask [B, T]. Figures: approxkl (k2: half the squared log ratio), clipfrac, ratio,
+    logps, old_logps, advantages, mask [B, T]. weights [B, T]: factors of the clipped terms, such as
+    `importance_sampling_weights`. Figures: approxkl (k2: half the squared log ratio), clipfrac, ratio,
     squared_ratio.
     """
     log_ratio = torch.where(mask.bool(), logps - old_logps, 0.0)
@@ -98,7 +112,7 @@ def policy_loss(
             "ratio": masked_sum(ratio, mask),
             "squared_ratio": masked_sum(ratio**2, mask),
         }
-    total = masked_sum(torch.maximum(unclipped, clipped), mask)
+    total = masked_sum(weights * torch.maximum(unclipped, clipped), mask)
     return Loss(total / denominator, {"loss": total.detach(), **sums})
 
 

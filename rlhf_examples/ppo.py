@@ -21,6 +21,7 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
 
+import hybrid
 from rlhf_examples import checkpoint
 from rlhf_examples.arguments import PPOArguments, parse_arguments
 from rlhf_examples.data import encode_prompts, load_prompts, prompt_order
@@ -34,6 +35,7 @@ from rlhf_examples.rollouts import (
     over_ranks,
     sampling,
     token_logps,
+    token_logps_alone,
     token_values,
 )
 from rlhf_examples.run_log import RunLog
@@ -105,36 +107,33 @@ def update(models: Models, experience: Experience, iteration: int, args: PPOArgu
     nothing.
     """
     width, world_size = experience.mask.shape[1], dist.get_world_size()
-    sums, first_ratio_error = Counter(), 0.0
-    for epoch in range(args.num_ppo_epochs):
-        generator = torch.Generator().manual_seed((args.seed * 1009 + iteration) * 1009 + epoch)
-        rows = torch.randperm(len(experience.mask), generator=generator)
-        for mini_batch, mini_rows in enumerate(rows.split(args.mini_batch_rows)):
-            tokens = over_ranks(experience.mask[mini_rows].sum()).item()
-            denominator = tokens / (world_size * args.gradient_accumulation_steps)
-            sums["tokens"] += tokens
-            for micro_rows in mini_rows.split(args.per_device_train_batch_size):
-                e = experience.take(micro_rows)
-                logps = token_logps(models.policy, e.sequences, e.attention_mask, width, args.temperature)
-                policy = policy_loss(logps, e.old_logps, e.advantages, e.mask, args.cliprange, denominator)
-                models.policy.backward(policy.loss)
-                models.policy.step()
-                values = token_values(models.critic, e.sequences, e.attention_mask, width)
-                value = value_loss(values, e.old_values, e.returns, e.mask, args.cliprange_value, denominator)
-                models.critic.backward(value.loss)
-                models.critic.step()
-                sums.update({f"policy/{name}": figure.item() for name, figure in policy.sums.items()})
-                sums.update({f"value/{name}": figure.item() for name, figure in value.sums.items()})
-                if epoch == 0 and mini_batch == 0:
-                    error = ((logps.detach() - e.old_logps).exp() - 1).abs() * e.mask
-                    first_ratio_error = max(first_ratio_error, error.max().item())
+    batches = mini_batches(len(experience.mask), iteration, args)
+    checked = experience.take(batches[0][: args.numerics_control_rows])
+    alone = token_logps_alone(models.policy, checked.sequences, checked.attention_mask, width, args.temperature)
+    sums, first_logps = Counter(), []
+    for number, mini_rows in enumerate(batches):
+        tokens = over_ranks(experience.mask[mini_rows].sum()).item()
+        denominator = tokens / (world_size * args.gradient_accumulation_steps)
+        sums["tokens"] += tokens
+        for micro_rows in mini_rows.split(args.per_device_train_batch_size):
+            e = experience.take(micro_rows)
+            logps = token_logps(models.policy, e.sequences, e.attention_mask, width, args.temperature)
+            policy = policy_loss(logps, e.old_logps, e.advantages, e.mask, args.cliprange, denominator, e.weights)
+            models.policy.backward(policy.loss)
+            models.policy.step()
+            values = token_values(models.critic, e.sequences, e.attention_mask, width)
+            value = value_loss(values, e.old_values, e.returns, e.mask, args.cliprange_value, denominator)
+            models.critic.backward(value.loss)
+            models.critic.step()
+            sums.update({f"policy/{name}": figure.item() for name, figure in policy.sums.items()})
+            sums.update({f"value/{name}": figure.item() for name, figure in value.sums.items()})
+            if number == 0:
+                first_logps.append(logps.detach())
 
     names = sorted(name for name in sums if name != "tokens")
     device = experience.mask.device  # NCCL reduces what is on the device alone
     totals = over_ranks(torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device))
     mean = dict(zip(names, (totals / sums["tokens"]).tolist(), strict=True))
-    worst = torch.tensor(first_ratio_error, dtype=torch.float64, device=device)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return {
         "loss/policy_avg": mean["policy/loss"],
         "loss/value_avg": mean["value/loss"],
@@ -143,8 +142,32 @@ def update(models: Models, experience: Experience, iteration: int, args: PPOArgu
         "val/clipfrac_avg": mean["value/clipfrac"],
         "val/ratio": mean["policy/ratio"],
         "val/ratio_var": mean["policy/squared_ratio"] - mean["policy/ratio"] ** 2,
-        "val/first_ratio_error": worst.item(),
+        **numerics(experience.take(batches[0]), torch.cat(first_logps), alone),
     }
+
+
+def mini_batches(rows: int, iteration: int, args: PPOArguments) -> list[torch.Tensor]:
+    """The row numbers of every optimizer step, pass after pass: a pure function of seed and iteration."""
+    batches = []
+    for epoch in range(args.num_ppo_epochs):
+        generator = torch.Generator().manual_seed((args.seed * 1009 + iteration) * 1009 + epoch)
+        batches += torch.randperm(rows, generator=generator).split(args.mini_batch_rows)
+    return batches
+
+
+def numerics(first: Experience, logps: torch.Tensor, alone: torch.Tensor) -> dict[str, float]:
+    """How far the sampler is from the trainer, and, as a control, the trainer from itself at another batch shape.
+
+    first: the first mini batch. logps [rows, completion]: of its training forwards, by the weights that sampled it.
+    alone [control rows, completion]: the same of its first rows, each in a forward alone.
+    """
+    rows = len(alone)
+    error = ((logps - first.old_logps).exp() - 1).abs() * first.mask
+    metrics = {"val/first_ratio_error": over_ranks(error.max(), dist.ReduceOp.MAX).item()}
+    metrics |= hybrid.sampling_metrics(first.sampling_logps, logps, first.mask, over_ranks)
+    if rows:
+        metrics |= hybrid.sampling_metrics(alone, logps[:rows], first.mask[:rows], over_ranks, name="control")
+    return metrics
 
 
 def samples(models: Models, tokenizer: PreTrainedTokenizerBase, prompts: list[str], args: PPOArguments) -> list[str]:

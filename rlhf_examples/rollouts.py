@@ -9,19 +9,30 @@ from transformers import PreTrainedTokenizerBase
 import hybrid
 from rlhf_examples.arguments import PPOArguments
 from rlhf_examples.data import encode_prompts
-from rlhf_examples.losses import advantages_and_returns, masked_sum, masked_whiten, shaped_rewards
+from rlhf_examples.losses import (
+    advantages_and_returns,
+    importance_sampling_weights,
+    masked_sum,
+    masked_whiten,
+    shaped_rewards,
+)
 from rlhf_examples.models import Models
 from rlhf_examples.rewards import Reward
 
 
 @dataclass(frozen=True)
 class Experience:
-    """The rows of one rank.  sequences, attention_mask [rows, prompt + completion]; the others [rows, completion]."""
+    """The rows of one rank.  sequences, attention_mask [rows, prompt + completion]; the others [rows, completion].
+
+    weights: factors of the tokens' policy loss.
+    """
 
     sequences: torch.Tensor
     attention_mask: torch.Tensor
     mask: torch.Tensor
+    sampling_logps: torch.Tensor
     old_logps: torch.Tensor
+    weights: torch.Tensor
     old_values: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor
@@ -31,11 +42,11 @@ class Experience:
         return Experience(**{name: tensor[rows] for name, tensor in vars(self).items()})
 
 
-def over_ranks(sums: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all ranks."""
-    sums = sums.clone()
-    dist.all_reduce(sums)
-    return sums
+def over_ranks(values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    """A tensor's sum, or what else `op` is, over all ranks."""
+    values = values.clone()
+    dist.all_reduce(values, op=op)
+    return values
 
 
 def completions_of(per_token: torch.Tensor, width: int) -> torch.Tensor:
@@ -56,6 +67,21 @@ def token_logps(
     logits = hybrid.padded_forward(policy.module, policy)(sequences, mask).logits[:, :-1]
     logits = completions_of(logits, width) / temperature
     return hybrid.selective_log_softmax(logits, sequences[:, -width:])
+
+
+@torch.no_grad()
+def token_logps_alone(
+    policy: hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, width: int, temperature: float
+) -> torch.Tensor:
+    """`token_logps` by another batch shape: each row in a forward of its own, without padding; without gradients.
+
+    sequences, mask [rows, tokens]; float32 [rows, width], 0 behind a completion. Every rank gives as many rows.
+    """
+    alone = torch.zeros(len(sequences), width, device=sequences.device)
+    for logps, row, kept in zip(alone, sequences, mask.bool(), strict=True):
+        length, ids = int(kept[-width:].sum()), row[kept][None]
+        logps[:length] = token_logps(policy, ids, torch.ones_like(ids), length, temperature)[0]
+    return alone
 
 
 def decode_completions(tokenizer: PreTrainedTokenizerBase, batch: hybrid.RolloutBatch) -> list[str]:
@@ -91,11 +117,11 @@ def collect(
         batch = models.policy.rollout(ids, prompt_mask, sampling(args, args.seed + iteration), row_ids=row_ids)
         sequences, attention_mask, mask = batch.sequences, batch.attention_mask, batch.completion_mask
         width = mask.shape[1]
-        recomputed = completions_of(
-            models.policy.score(sequences, attention_mask, temperature=args.temperature).per_token_logps, width
-        )
+        old_logps = batch.sampling_per_token_logps
+        if args.logprob_mode == "recompute":
+            recomputed = models.policy.score(sequences, attention_mask, temperature=args.temperature)
+            old_logps = completions_of(recomputed.per_token_logps, width)
         reference = models.reference_scores(sequences, attention_mask, args.temperature)
-    old_logps = batch.sampling_per_token_logps if args.logprob_mode == "sampling" else recomputed
     ref_logps = completions_of(reference.per_token_logps, width)
     with models.critic.inference():
         values = token_values(models.critic, sequences, attention_mask, width)
@@ -108,9 +134,19 @@ def collect(
         rewards = masked_whiten(rewards, mask, shift_mean=False, over_ranks=over_ranks)
     advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, args.lam)
     advantages = masked_whiten(advantages, mask, over_ranks=over_ranks)
-    experience = Experience(sequences, attention_mask, mask, old_logps, values, advantages, returns)
+    weights, weight_metrics = loss_weights(old_logps, batch.sampling_per_token_logps, mask, args)
+    experience = Experience(
+        sequences=sequences,
+        attention_mask=attention_mask,
+        mask=mask,
+        sampling_logps=batch.sampling_per_token_logps,
+        old_logps=old_logps,
+        weights=weights,
+        old_values=values,
+        advantages=advantages,
+        returns=returns,
+    )
 
-    difference = (recomputed - batch.sampling_per_token_logps).abs()
     kl = masked_sum(old_logps - ref_logps, mask)
     rows, tokens = len(texts) * dist.get_world_size(), over_ranks(mask.sum()).item()
     means = {
@@ -121,11 +157,24 @@ def collect(
         "objective/rlhf_reward": (scores.sum() - args.kl_coef * kl) / rows,
         "val/num_eos_tokens": ended.sum(),
         "completions/mean_length": mask.sum() / rows,
-        "sampling/sampling_logp_difference/mean": masked_sum(difference, mask) / tokens,
         "completions/ref_nll": -masked_sum(ref_logps, mask) / tokens,  # of a token; low while text stays language
     }
     summed = over_ranks(torch.stack([value.double() for value in means.values()])).tolist()
-    largest = difference.max()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    metrics = dict(zip(means, summed, strict=True))
-    return experience, {**metrics, "sampling/sampling_logp_difference/max": largest.item()}
+    return experience, {**dict(zip(means, summed, strict=True)), **weight_metrics}
+
+
+def loss_weights(
+    old_logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor, args: PPOArguments
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The weights of the tokens in the policy loss, and their metrics; 1, and none, without a correction.
+
+    old_logps, sampling_logps, mask [rows, completion]; the weights are [rows, completion]. Names are TRL's.
+    """
+    if not args.importance_sampling_correction:
+        return torch.ones_like(old_logps), {}
+    weights = importance_sampling_weights(old_logps, sampling_logps, mask, args.importance_sampling_cap)
+    kept = weights[mask.bool()].double()
+    total, tokens = over_ranks(torch.stack([kept.sum(), mask.sum().double()])).tolist()
+    below, most = over_ranks(torch.stack([-kept.min(), kept.max()]), dist.ReduceOp.MAX).tolist()
+    name = "sampling/importance_sampling_ratio"
+    return weights, {f"{name}/min": -below, f"{name}/mean": total / tokens, f"{name}/max": most}

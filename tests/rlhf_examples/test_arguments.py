@@ -39,6 +39,12 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path):
     [
         ({"dtype": "float8"}, "dtype: 'float8' given; allowed: float32, bfloat16"),
         ({"logprob_mode": "guess"}, "logprob_mode: 'guess' given"),
+        (
+            {"importance_sampling_correction": True, "logprob_mode": "sampling"},
+            "every weight would be 1; use logprob_mode: 'recompute'",
+        ),
+        ({"importance_sampling_cap": 0.5}, "importance_sampling_cap: 0.5 given; it must be at least 1"),
+        ({"numerics_control_rows": -1}, "numerics_control_rows: -1 given; it must be at least 0"),
         ({"zero_stage": 4}, "zero_stage: 4 given; allowed: 0, 1, 2, 3"),
         ({"per_device_rollout_batch_size": 15}, "a multiple of num_mini_batches, 2"),
         ({"per_device_train_batch_size": 3}, "it must divide a mini batch's 8 sequences"),

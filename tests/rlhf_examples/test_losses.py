@@ -7,6 +7,7 @@ import torch
 
 from rlhf_examples.losses import (
     advantages_and_returns,
+    importance_sampling_weights,
     masked_whiten,
     policy_loss,
     shaped_rewards,
@@ -80,6 +81,39 @@ def test_policy_loss_and_its_gradient():
     expected = {"loss": total, "approxkl": kl, "clipfrac": clipped, "ratio": ratios, "squared_ratio": squares}
     assert {name: value.item() for name, value in ours.sums.items()} == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(logps.grad, gradient, atol=1e-12, rtol=1e-12)
+
+
+def test_importance_sampling_weights():
+    x = example()
+    sampling = x["old_logps"] + 0.8 * torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    sampling[x["mask"] == 0] = math.nan
+    weights = importance_sampling_weights(x["old_logps"], sampling, x["mask"], 2.0)
+    capped = 0
+    for b, t in cells(x):
+        ratio = math.exp(x["old_logps"][b, t].item() - sampling[b, t].item())
+        capped += ratio > 2.0
+        assert weights[b, t].item() == pytest.approx(min(ratio, 2.0), rel=1e-12)
+    assert 1 < capped < len(cells(x)) - 1, "the example is capped everywhere or nowhere"
+    assert (weights[x["mask"] == 0] == 1).all()
+
+
+def test_weights_multiply_each_tokens_clipped_loss_and_its_gradient():
+    """And leave the figures about the ratio alone; weights of 1 are the loss without any, bit for bit."""
+    x = example()
+    weights = torch.rand(ROWS, WIDTH, dtype=torch.float64) * 2
+    logps = x["logps"].requires_grad_()
+    request = (logps, x["old_logps"], x["advantages"], x["mask"], 0.2, 11.0)
+    ours, plain = policy_loss(*request, weights), policy_loss(*request)
+    (gradient,) = torch.autograd.grad(ours.loss, logps)
+    (plain_gradient,) = torch.autograd.grad(plain.loss, logps)
+    total = 0.0
+    for b, t in cells(x):
+        ratio, advantage = math.exp(logps[b, t].item() - x["old_logps"][b, t].item()), x["advantages"][b, t].item()
+        total += weights[b, t].item() * max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
+    assert ours.loss.item() == pytest.approx(total / 11.0, rel=1e-12)
+    torch.testing.assert_close(gradient, weights * plain_gradient, atol=1e-14, rtol=1e-12)
+    assert {**ours.sums, "loss": 0} == {**plain.sums, "loss": 0}
+    assert torch.equal(policy_loss(*request, torch.ones_like(weights)).loss, plain.loss)
 
 
 def test_value_loss_and_its_gradient():

@@ -53,8 +53,43 @@ def test_the_first_ratio_is_one(whole_run, tmp_path):
     sampled = ppo(tmp_path, model=model, logprob_mode="sampling", save_every=0, temperature=0.7)
     for row in (*rows, *sampled):
         assert row["val/first_ratio_error"] < 1e-5
-        assert row["sampling/sampling_logp_difference/max"] < 1e-5
+        for name in ("sampling", "control"):
+            assert row[f"{name}/sampling_logp_difference/max"] < 1e-5
+            assert row[f"{name}/ratio_outside"] == 0
+        assert row["sampling/sampling_logp_difference/max"] > 0, "decoding is not the training forward, to the last bit"
         assert row["policy/approxkl_avg"] > 0, "nothing was learned, so every ratio is 1"
+
+
+def test_the_control_changes_nothing(whole_run, tmp_path):
+    """Its forwards, which under ZeRO-3 are collectives, leave every other number as it is."""
+    _, rows = whole_run
+    (without,) = without_times(ppo(tmp_path, num_iterations=1, save_every=0, numerics_control_rows=0))
+    assert without == {name: value for name, value in without_times(rows)[0].items() if "control/" not in name}
+    assert len(rows[0].keys() - without.keys() - {n for n in rows[0] if n.startswith(("time/", "memory/"))}) == 4
+
+
+def test_importance_sampling_correction(whole_run, tmp_path):
+    """In float32 sampler and trainer agree, so it changes nothing beyond rounding; in bf16 weights leave 1."""
+    shared = {"model": str(whole_run[0] / "sft"), "num_iterations": 2, "save_every": 0}
+    corrected = {**shared, "importance_sampling_correction": True}
+    plain, exact, rounded = (
+        ppo(tmp_path / name, **changes)
+        for name, changes in (
+            ("plain", shared),
+            ("exact", {**corrected, "importance_sampling_cap": 3.0}),
+            ("rounded", {**corrected, "dtype": "bfloat16", "importance_sampling_cap": 1.0}),
+        )
+    )
+    ratio = "sampling/importance_sampling_ratio"
+    for row, expected in zip(exact, plain, strict=True):
+        assert all(row[f"{ratio}/{name}"] == pytest.approx(1, abs=1e-5) for name in ("min", "mean", "max"))
+        for name in ("loss/policy_avg", "loss/value_avg", "policy/approxkl_avg", "objective/scores"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
+        assert f"{ratio}/mean" not in expected
+    for row in rounded:
+        assert row[f"{ratio}/min"] < row[f"{ratio}/mean"] < row[f"{ratio}/max"] == 1, "the cap is 1"
+        assert row["sampling/sampling_logp_difference/max"] > 1e-5, "bf16 was not rounded to"
+        assert row["sampling/gen_kl_error"] > row["control/gen_kl_error"] >= 0
 
 
 def test_padding_changes_no_loss(whole_run, tmp_path):
