@@ -6,9 +6,11 @@ from hybrid.decoding.scoring import Scores, padded_forward
 from hybrid.hybrid_engine import HybridEngine
 from hybrid.initialize import initialize
 from hybrid.rollout import RolloutBatch, SamplingParams
+from hybrid.rollout_engine import HybridRollout
 
 __all__ = [
     "HybridEngine",
+    "HybridRollout",
     "RolloutBatch",
     "SamplingParams",
     "Scores",

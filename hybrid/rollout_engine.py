@@ -1,0 +1,201 @@
+"""DeepSpeed's rollout interface, `deepspeed.runtime.rollout.RolloutEngine` (0.19.8), on top of `engine.rollout`."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import deepspeed.runtime.rollout as deepspeed_rollout
+import torch
+from deepspeed.runtime.rollout import RolloutRequest, SamplingConfig
+
+from hybrid.parallel import own_row_ids
+from hybrid.rollout import RolloutBatch, SamplingParams
+
+# Fields of DeepSpeed's HybridEngineRolloutConfig about the insides of its own decode loop, and what decides them here.
+DECIDED_BY_THE_ENGINE = {
+    "use_shared_prefill": "the engine sees for itself which prompts are equal",
+    "align_decode_fronts": "the engine lays out its KV cache for itself",
+    "enable_cache_trimming": "the engine lays out its KV cache for itself",
+    "continuous_cache_capacity": "the KV cache grows as needed, up to hybrid_engine.max_out_tokens a sequence",
+}
+
+
+@dataclass
+class HybridRolloutBatch(deepspeed_rollout.RolloutBatch):
+    """DeepSpeed's batch, and in `rollout` everything else that is known of the same rows: logprobs, finish reasons,
+    the version of the weights.
+
+    input_ids, attention_mask: int64 [rows, prompt_len + completion_len]. Completions are as wide as the longest; the
+        mask comes from lengths, so a padding token that was sampled counts as a token.
+    response_start_idx: int64 [rows], prompt_len everywhere.
+    """
+
+    rollout: RolloutBatch
+
+
+class HybridRollout(deepspeed_rollout.RolloutEngine):
+    """A HybridEngine as DeepSpeed's trainers ask for rollouts.
+
+    tokenizer: its end tokens count beside the model's, and its padding token fills what is behind a completion; None:
+        the model's own.
+    cfg: DeepSpeed's RolloutConfig or HybridEngineRolloutConfig. `enable_profiling` keeps `get_last_profile()`;
+        `use_graph_capture` needs hybrid_engine.enable_cuda_graph.
+    Raises ValueError and NotImplementedError, in words, for what cannot be followed.
+    """
+
+    name = "hybrid_engine"
+
+    def __init__(self, engine: Any, tokenizer: Any = None, cfg: Any = None):
+        self.engine = engine
+        self.settings = (engine.config or {}).get("hybrid_engine", {})
+        self.end_token_ids = ends_of(tokenizer)
+        self.pad_token_id = padding_of(tokenizer)
+        self.enable_profiling = getattr(cfg, "enable_profiling", False)
+        self._last_profile: dict[str, float] | None = None
+        self._refuse_what_cannot_be_followed(cfg)
+
+    def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> HybridRolloutBatch:
+        """Completions of left-padded prompts; a prompt's samples are neighbours.
+
+        Sampling takes one seed from torch's generator; a temperature of 0 or less is greedy. Where
+        `continuous_batch_size` is given, as many rows at most are decoded together, which changes no token. A rank
+        may have no prompts.
+        """
+        start = time.perf_counter()
+        samples = sampling.n_samples_per_prompt
+        prompts_together = self._prompts_together(len(request.prompt_ids), sampling)
+        params = SamplingParams(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=max(sampling.temperature, 0.0),
+            top_p=sampling.top_p,
+            top_k=max(sampling.top_k, 0),
+            seed=int(torch.randint(2**63 - 1, ())) if sampling.temperature > 0 else None,
+            stop_token_ids=self.end_token_ids,
+        )
+        parts = zip(
+            request.prompt_ids.split(prompts_together),
+            request.prompt_attention_mask.split(prompts_together),
+            own_row_ids(len(request.prompt_ids)).split(prompts_together),
+            strict=True,
+        )
+        drawn = samples if params.temperature > 0 else 1  # a prompt's greedy completions are one
+        with self.engine.inference():
+            batch = joined([self.engine.rollout(ids, mask, params, drawn, row_ids=rows) for ids, mask, rows in parts])
+        batch = repeated(batch, samples // drawn)
+        pad = self.pad_token_id
+        if pad is None:
+            pad = params.generation_config(self.engine.module, drawn).pad_token_id
+        batch = replace(batch, completion_ids=batch.completion_ids.masked_fill(batch.completion_mask == 0, pad))
+        if self.enable_profiling:
+            self._last_profile = profile(batch, samples, time.perf_counter() - start)
+        sequences, prompt_len = batch.sequences, request.prompt_ids.shape[1]
+        return HybridRolloutBatch(
+            input_ids=sequences,
+            attention_mask=batch.attention_mask,
+            response_start_idx=torch.full((len(sequences),), prompt_len, device=sequences.device),
+            rollout=batch,
+        )
+
+    def sync_weights(self, step: int) -> None:
+        """Nothing to push: the next `generate` samples from the weights as they are then."""
+
+    def get_last_profile(self) -> dict[str, float] | None:
+        """Of the last `generate` with `enable_profiling`, under DeepSpeed's names; `num_generated_tokens` without
+        padding."""
+        return self._last_profile
+
+    def _prompts_together(self, prompts: int, sampling: SamplingConfig) -> int:
+        """How many prompts are decoded together."""
+        samples, bound = sampling.n_samples_per_prompt, sampling.continuous_batch_size
+        if samples < 1:
+            raise ValueError(f"SamplingConfig.n_samples_per_prompt: {samples} given; it must be at least 1")
+        if bound is None:
+            return max(prompts, 1)
+        if bound < samples:
+            raise ValueError(
+                f"SamplingConfig.continuous_batch_size: {bound} given; it must be at least n_samples_per_prompt, "
+                f"{samples}: a prompt's samples are decoded together"
+            )
+        if self.engine.zero_optimization_stage() == 3 and not self.settings.get("pin_parameters", True):
+            raise NotImplementedError(
+                f"SamplingConfig.continuous_batch_size: {bound} given with hybrid_engine.pin_parameters=false, where "
+                "ranks decode in step and must have as many parts; leave it None, or pin the parameters"
+            )
+        return bound // samples
+
+    def _refuse_what_cannot_be_followed(self, cfg: Any) -> None:
+        kind = getattr(cfg, "engine", self.name)
+        if kind != self.name:
+            raise ValueError(f"RolloutConfig.engine: {kind!r} given; this is {self.name!r}")
+        for field, why in DECIDED_BY_THE_ENGINE.items():
+            if getattr(cfg, field, None):
+                raise NotImplementedError(f"HybridEngineRolloutConfig.{field} is not available: {why}; leave it out")
+        if getattr(cfg, "use_graph_capture", False) and not self.settings.get("enable_cuda_graph", False):
+            raise ValueError(
+                "use_graph_capture: true given, and hybrid_engine.enable_cuda_graph is false; the engine's own setting "
+                "decides, so set that"
+            )
+
+
+def ends_of(tokenizer: Any) -> tuple[int, ...]:
+    """A tokenizer's end tokens: DeepSpeed takes one or several."""
+    ends = getattr(tokenizer, "eos_token_id", None)
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+def padding_of(tokenizer: Any) -> int | None:
+    """A tokenizer's padding token, or its first end token; None where there is no tokenizer."""
+    if tokenizer is None or tokenizer.pad_token_id is not None:
+        return getattr(tokenizer, "pad_token_id", None)
+    if not ends_of(tokenizer):
+        raise ValueError("tokenizer: it has neither pad_token_id nor eos_token_id; give it one of them, or pass None")
+    return ends_of(tokenizer)[0]
+
+
+def repeated(batch: RolloutBatch, times: int) -> RolloutBatch:
+    """A batch with each row as often as said, copies next to each other."""
+    if times == 1:
+        return batch
+    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    return replace(
+        batch,
+        **{name: value.repeat_interleave(times, dim=0) for name, value in tensors.items()},
+        finish_reason=[reason for reason in batch.finish_reason for _ in range(times)],
+    )
+
+
+def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
+    """Batches of equally wide prompts as one, completions filled with zeros on the right up to the widest."""
+    if len(batches) == 1:
+        return batches[0]
+    width = max(batch.completion_ids.shape[1] for batch in batches)
+    tensors = {}
+    for name in (name for name, value in vars(batches[0]).items() if isinstance(value, torch.Tensor)):
+        parts = [getattr(batch, name) for batch in batches]
+        if not name.startswith("prompt_"):
+            parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
+        tensors[name] = torch.cat(parts)
+    return replace(
+        batches[0],
+        **tensors,
+        finish_reason=[reason for batch in batches for reason in batch.finish_reason],
+        timings={name: sum(batch.timings[name] for batch in batches) for name in batches[0].timings},
+    )
+
+
+def profile(batch: RolloutBatch, samples: int, total_s: float) -> dict[str, float]:
+    """What DeepSpeed's HybridEngineRollout tells of a rollout, of this rank, as far as this engine measures it."""
+    tokens = int(batch.completion_mask.sum())
+    return {
+        "prefill_forward_ms": batch.timings["prefill_s"] * 1000,
+        "decode_forward_ms": batch.timings["decode_s"] * 1000,
+        "gather_ms": (batch.timings["gather_s"] + batch.timings["merge_s"]) * 1000,
+        "total_ms": total_s * 1000,
+        "num_generated_tokens": tokens,
+        "tokens_per_second": tokens / total_s,
+        "batch_size": len(batch.prompt_ids) // samples,
+        "num_samples_per_prompt": samples,
+        "prompt_length": batch.prompt_ids.shape[1],
+        "response_length": batch.completion_ids.shape[1],
+    }

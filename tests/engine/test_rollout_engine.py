@@ -1,0 +1,249 @@
+"""DeepSpeed's rollout interface: what its own HybridEngineRollout gives for the same request, and what is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.rollout import (
+    HybridEngineRollout,
+    ResponseTokenBatch,
+    RolloutBatch,
+    RolloutConfig,
+    RolloutEngine,
+    RolloutRequest,
+    SamplingConfig,
+)
+from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRolloutConfig
+
+import hybrid
+from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
+from tests.models import ADAPTERS, prompts, tiny_model, twin
+
+ENDS = [2, 9, 14, 23, 37, 52, 66, 81]  # enough for random models to end in the middle
+TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=ENDS)
+
+
+def request_of(rows: int = 5, seed: int = 0) -> RolloutRequest:
+    """This rank's prompts, of different lengths."""
+    return RolloutRequest(*prompts(rows, 6, padded=True, seed=seed * 10 + dist.get_rank()))
+
+
+def check_like_deepspeeds(adapter: str, samples: int) -> int:
+    """Greedy, on a model that DeepSpeed's rollout has whole and ours under ZeRO-3; gives the number of early ends."""
+    model = ADAPTERS[adapter](tiny_model("llama"))
+    theirs = HybridEngineRollout(SimpleNamespace(module=twin(model)), TOKENIZER)
+    ours = hybrid.HybridRollout(engine_of(model, settings(3)), TOKENIZER)
+    assert isinstance(ours, RolloutEngine)
+    sampling = SamplingConfig(max_new_tokens=12, temperature=0.0, n_samples_per_prompt=samples)
+    ended = 0
+    for seed in range(3):
+        request = request_of(seed=seed)
+        expected, found = theirs.generate(request, sampling), ours.generate(request, sampling)
+        assert isinstance(found, RolloutBatch)
+        assert found.batch_size == expected.batch_size == 5 * samples
+        # DeepSpeed decodes to max_new_tokens and fills up with padding; ours is as wide as the longest.
+        width = found.seq_len
+        assert torch.equal(found.input_ids, expected.input_ids[:, :width])
+        assert torch.equal(found.attention_mask, expected.attention_mask[:, :width])
+        assert (expected.attention_mask[:, width:] == 0).all() and found.attention_mask[:, -1].any()
+        assert torch.equal(found.response_start_idx, expected.response_start_idx)
+        assert found.attention_mask.dtype == expected.attention_mask.dtype
+        targets, theirs_targets = (ResponseTokenBatch.from_rollout(batch) for batch in (found, expected))
+        assert torch.equal(targets.response_mask, theirs_targets.response_mask[:, : width - 1])
+        ended += found.rollout.finish_reason.count("stop")
+    return ended
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("adapter", ["none", "peft"])
+def test_greedy_is_deepspeeds_own(ranks, adapter, samples):
+    for ended in ranks.run(check_like_deepspeeds, adapter, samples):
+        assert 0 < ended < 15 * samples, "every completion is as long as any other, and no mask was tested"
+
+
+def check_continuous() -> None:
+    engine = engine_of(tiny_model("llama"), settings(3))
+    theirs = HybridEngineRollout(SimpleNamespace(module=tiny_model("llama").eval()), TOKENIZER)
+    ours = hybrid.HybridRollout(engine, TOKENIZER)
+    request = request_of(rows=5 - 2 * dist.get_rank())  # ranks have different numbers of parts
+    rows, own = [], engine.rollout
+    sampling = {"max_new_tokens": 12, "temperature": 0.0}
+    engine.rollout = lambda ids, *args, **kwargs: rows.append(len(ids)) or own(ids, *args, **kwargs)
+    found = ours.generate(request, SamplingConfig(**sampling, continuous_batch_size=2))
+    assert sum(rows) == found.batch_size and max(rows) == 2, "more rows were decoded together than asked for"
+    # DeepSpeed's continuous batching, which is the same but for padding, does not run with transformers 5.23
+    # (its cache has no get_query_offset), so its plain generation is the oracle.
+    expected = theirs.generate(request, SamplingConfig(**sampling))
+    assert torch.equal(found.input_ids, expected.input_ids[:, : found.seq_len])
+    assert torch.equal(found.attention_mask, expected.attention_mask[:, : found.seq_len])
+    plain = ours.generate(request, SamplingConfig(**sampling))
+    for name in ("sampling_per_token_logps", "raw_per_token_logps"):  # float32 sums over other batch shapes
+        torch.testing.assert_close(getattr(found.rollout, name), getattr(plain.rollout, name), atol=1e-5, rtol=1e-5)
+    assert found.rollout.finish_reason == plain.rollout.finish_reason
+    assert found.rollout.timings["tokens"] == found.rollout.completion_mask.sum()
+
+
+def test_continuous_batches_are_the_plain_ones(ranks):
+    ranks.run(check_continuous, timeout_s=60)
+
+
+def check_sampling() -> list:
+    """Sampled rows are those of engine.rollout with the same seed, however they are cut; ranks share no noise."""
+    engine = engine_of(tiny_model("llama"), settings(3))
+    ours, ids = hybrid.HybridRollout(engine, TOKENIZER), prompts(4, 5, padded=False)[0]
+    request = RolloutRequest(ids, torch.ones_like(ids, dtype=torch.bool))
+    sampling = {"max_new_tokens": 10, "temperature": 1.3, "top_p": 0.9, "top_k": 40, "n_samples_per_prompt": 2}
+    found = []
+    for bound in (None, 2, 5):
+        torch.manual_seed(3)
+        found.append(ours.generate(request, SamplingConfig(**sampling, continuous_batch_size=bound)))
+        assert torch.equal(found[-1].input_ids, found[0].input_ids)
+    torch.manual_seed(3)
+    params = hybrid.SamplingParams(10, temperature=1.3, top_p=0.9, top_k=40, stop_token_ids=tuple(ENDS))
+    direct = engine.rollout(ids, request.prompt_attention_mask, params, num_generations=2)
+    batch = found[0].rollout
+    assert torch.equal(batch.completion_ids, direct.completion_ids)
+    assert torch.equal(batch.sampling_per_token_logps, direct.sampling_per_token_logps)
+    assert batch.weight_version == engine.weight_version == 0
+    assert not torch.equal(ours.generate(request, SamplingConfig(**sampling)).input_ids, found[0].input_ids)
+    state = torch.get_rng_state()
+    ours.generate(request, SamplingConfig(max_new_tokens=3, temperature=0.0))
+    assert torch.equal(torch.get_rng_state(), state), "a greedy rollout took a seed"
+    return batch.completion_ids.tolist()
+
+
+def test_sampling_is_the_engines(ranks):
+    first, second = ranks.run(check_sampling)
+    assert first != second, "ranks share their noise"
+
+
+def check_a_trainers_loop() -> None:
+    """Rollouts between steps: weights as they are, one gather each, training storage untouched, mode kept."""
+    model = tiny_model("llama")
+    ours = hybrid.HybridRollout(engine := engine_of(model, settings(3)), TOKENIZER)
+    request, sampling = request_of(), SamplingConfig(max_new_tokens=8, temperature=0.0, continuous_batch_size=2)
+    seen = []
+    for step in range(3):
+        engine.train()
+        before = storage_digest(engine)
+        ours.sync_weights(step)
+        batch = ours.generate(request, sampling)
+        with CollectiveCount() as again:
+            ours.generate(request, sampling)
+        assert again.count == 0, "the same weights were gathered again"
+        assert engine.module.training and storage_digest(engine) == before
+        assert batch.rollout.weight_version == engine.weight_version == step
+        seen.append(str(batch.input_ids.tolist()))
+        train_step(engine, step)
+    assert len(set(seen)) == 3, "rollouts do not follow the training"
+    ours.shutdown()
+
+
+def test_in_a_trainers_loop(ranks):
+    ranks.run(check_a_trainers_loop)
+
+
+def check_ranks_without_prompts(pinned: bool) -> None:
+    engine = engine_of(tiny_model("llama"), settings(3, hybrid_engine={"pin_parameters": pinned}))
+    request = request_of(rows=3 * dist.get_rank() or 1)
+    if dist.get_rank() == 0:
+        request = RolloutRequest(request.prompt_ids[:0], request.prompt_attention_mask[:0])
+    sampling = SamplingConfig(max_new_tokens=7, temperature=0.7, n_samples_per_prompt=2)
+    batch = hybrid.HybridRollout(engine, TOKENIZER).generate(request, sampling)
+    assert batch.batch_size == len(batch.response_start_idx) == 6 * dist.get_rank()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_rank_without_prompts_does_not_hang(ranks, pinned):
+    ranks.run(check_ranks_without_prompts, pinned, timeout_s=60)
+
+
+def check_padding_and_ends() -> None:
+    """Without a tokenizer they are the model's; a tokenizer's ends count beside them, and its padding is used."""
+    engine = engine_of(tiny_model("llama", eos_token_id=ENDS, pad_token_id=5), settings(3))
+    request = request_of(rows=8)
+    sampling = SamplingConfig(max_new_tokens=20, temperature=1.5, continuous_batch_size=3)
+    kinds = {
+        "none": (None, 5, ENDS),
+        "one end": (SimpleNamespace(pad_token_id=7, eos_token_id=17), 7, [*ENDS, 17]),
+        "no padding": (SimpleNamespace(pad_token_id=None, eos_token_id=[11, 12]), 11, [*ENDS, 11, 12]),
+        "no end": (SimpleNamespace(pad_token_id=7, eos_token_id=None), 7, ENDS),
+    }
+    for name, (tokenizer, pad, ends) in kinds.items():
+        batch = hybrid.HybridRollout(engine, tokenizer).generate(request, sampling)
+        responses, mask = batch.input_ids[:, 6:], batch.attention_mask[:, 6:]
+        assert (responses[mask == 0] == pad).all(), name
+        assert mask.sum(1).min() < mask.shape[1], "nothing is padded"
+        for tokens, length in zip(responses.tolist(), mask.sum(1).tolist(), strict=True):
+            assert not set(tokens[: length - 1]) & set(ends), name
+            assert length == 20 or tokens[length - 1] in ends, name
+
+
+def test_padding_and_ends(ranks):
+    ranks.run(check_padding_and_ends)
+
+
+def check_profile() -> None:
+    engine = engine_of(tiny_model("llama"), settings(3))
+    request = request_of(rows=4)
+    sampling = SamplingConfig(max_new_tokens=9, temperature=0.0, n_samples_per_prompt=2)
+    silent = hybrid.HybridRollout(engine, TOKENIZER, RolloutConfig())
+    silent.generate(request, sampling)
+    assert silent.get_last_profile() is None
+    cfg = HybridEngineRolloutConfig(enable_profiling=True)
+    ours = hybrid.HybridRollout(engine, TOKENIZER, cfg)
+    theirs = HybridEngineRollout(SimpleNamespace(module=tiny_model("llama").eval()), TOKENIZER, cfg)
+    batch = ours.generate(request, sampling)
+    theirs.generate(request, sampling)
+    found, expected = ours.get_last_profile(), theirs.get_last_profile()
+    assert found.keys() - expected.keys() == {"gather_ms"}
+    for name in ("batch_size", "num_samples_per_prompt", "prompt_length"):
+        assert found[name] == expected[name], name
+    assert found["num_generated_tokens"] == batch.attention_mask[:, 6:].sum()
+    assert 0 < found["prefill_forward_ms"] + found["decode_forward_ms"] < found["total_ms"]
+
+
+def test_profile(ranks):
+    ranks.run(check_profile)
+
+
+def check_refusals() -> None:
+    engine = engine_of(tiny_model("llama"), settings(3))
+    request, before = request_of(), storage_digest(engine)
+    for cfg, words in (
+        (RolloutConfig(engine="vllm"), "RolloutConfig.engine: 'vllm' given; this is 'hybrid_engine'"),
+        (RolloutConfig(use_graph_capture=True), "use_graph_capture: true given, and hybrid_engine.enable_cuda_graph"),
+        (HybridEngineRolloutConfig(use_shared_prefill=True), "use_shared_prefill is not available: the engine sees"),
+        (HybridEngineRolloutConfig(align_decode_fronts=True), "align_decode_fronts is not available: the engine lays"),
+        (HybridEngineRolloutConfig(enable_cache_trimming=True), "enable_cache_trimming is not available: the engine"),
+        (HybridEngineRolloutConfig(continuous_cache_capacity=64), "continuous_cache_capacity is not available"),
+    ):
+        with pytest.raises((ValueError, NotImplementedError), match=words):
+            hybrid.HybridRollout(engine, TOKENIZER, cfg)
+    with pytest.raises(ValueError, match="neither pad_token_id nor eos_token_id"):
+        hybrid.HybridRollout(engine, SimpleNamespace(pad_token_id=None, eos_token_id=None))
+    ours = hybrid.HybridRollout(engine, TOKENIZER)
+    for changes, words in (
+        ({"n_samples_per_prompt": 0}, "n_samples_per_prompt: 0 given; it must be at least 1"),
+        ({"continuous_batch_size": 0}, "continuous_batch_size: 0 given; it must be at least n_samples_per_prompt, 1"),
+        ({"continuous_batch_size": 2, "n_samples_per_prompt": 3}, "continuous_batch_size: 2 given"),
+        ({"max_new_tokens": 0}, "max_new_tokens: 0 given; it must be at least 1"),
+        ({"top_p": 0.0}, "top_p: 0.0 given"),
+        ({"max_new_tokens": 600}, "over hybrid_engine.max_out_tokens=512"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ours.generate(request, SamplingConfig(**{"max_new_tokens": 4, **changes}))
+    sampling, ids = SamplingConfig(max_new_tokens=4), request.prompt_ids
+    with pytest.raises(ValueError, match="are empty prompts"):
+        ours.generate(RolloutRequest(ids, torch.zeros_like(ids)), sampling)
+    with pytest.raises(ValueError, match="are not left padded"):
+        ours.generate(RolloutRequest(ids, request.prompt_attention_mask.flip(1)), sampling)
+    streaming = engine_of(tiny_model("llama"), settings(3, hybrid_engine={"pin_parameters": False}))
+    with pytest.raises(NotImplementedError, match="pin_parameters=false, where ranks decode in step"):
+        hybrid.HybridRollout(streaming).generate(request, SamplingConfig(4, continuous_batch_size=2))
+    assert engine.module.training and storage_digest(engine) == before
+
+
+def test_what_cannot_be_followed_is_refused_in_words(ranks):
+    ranks.run(check_refusals)
