@@ -69,11 +69,17 @@ MORE_FAMILIES = {
 ALL_FAMILIES = {**FAMILIES, **MORE_FAMILIES}
 
 
-def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
-    """A random model of `family` whose biases and norms are random too, so that leaving one out shows."""
+def tiny_model(
+    family: str, seed: int = 0, dtype: torch.dtype = torch.float32, sizes: dict | None = None, **changes
+) -> nn.Module:
+    """A random model of `family` whose biases and norms are random too, so that leaving one out shows.
+
+    sizes: its configuration, where the family is not among ALL_FAMILIES.
+    """
     torch.manual_seed(seed)
     special = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
-    config = AutoConfig.for_model(family, **{**special, "vocab_size": VOCABULARY, **ALL_FAMILIES[family], **changes})
+    settings = {**special, "vocab_size": VOCABULARY, **(sizes or ALL_FAMILIES[family]), **changes}
+    config = AutoConfig.for_model(family, **settings)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -173,18 +173,29 @@ def rope_table(module: nn.Module, layer_type: str) -> Table:
     `layer_type` is given to modules that keep a table for each type (Gemma 3); "rope" is the only table of others.
     """
     kind = {} if layer_type == "rope" else {"layer_type": layer_type}
+    rope_type = getattr(module, "rope_type", "default")
+    rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else rope_type
+    first, second = module.forward(torch.empty(0), torch.ones(1, 1, dtype=torch.long), **kind)[0].chunk(2, dim=-1)
+    if not torch.equal(first, second):
+        raise Unreadable(f"{type(module).__name__}: the second half of its table does not repeat the first")
 
     def table(positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         like = torch.empty(0, dtype=dtype, device=positions.device)
-        # A scaling that depends on length keeps that of a longer call until a short one: so make one first.
-        module.forward(like, torch.zeros_like(positions[:1])[None], **kind)
+        if "dynamic" in rope_type:  # it keeps the frequencies of a longer call until a short one: so make one first
+            module.forward(like, torch.zeros_like(positions[:1])[None], **kind)
         cos, sin = module.forward(like, positions[None], **kind)
-        halved = cos.shape[-1] // 2  # the second half repeats the first
+        halved = cos.shape[-1] // 2
         return cos[0, :, :halved].float(), sin[0, :, :halved].float()
 
     return table
 
 
+# What the tables alone depend on. Anything else may be read by an attention's forward (Ministral 3 scales queries).
+ROPE_PARAMETERS = (
+    "rope_type type rope_theta factor original_max_position_embeddings max_position_embeddings partial_rotary_factor "
+    "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate low_freq_factor high_freq_factor "
+    "short_factor long_factor"
+).split()
 # rope types whose table of a position is the same whatever the sequence's length (transformers 5.23)
 FIXED_ROPES = ("default", "linear", "llama3", "yarn", "proportional")
 
@@ -198,6 +209,9 @@ def rope_end(config: PretrainedConfig) -> int:
 
 def one_rope_end(config: PretrainedConfig, parameters: dict) -> int:
     """`rope_end` of one set of rope parameters."""
+    unknown = {name for name, value in parameters.items() if value} - set(ROPE_PARAMETERS)
+    if unknown:
+        raise Unreadable(f"rope_parameters has {sorted(unknown)}, of which attention may make its own use")
     kind = parameters.get("rope_type", "default")
     if kind in FIXED_ROPES:
         return 0

@@ -1,16 +1,17 @@
 """Reading a model: the family whose row fits it, and what the row makes of it."""
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Mapping
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from hybrid.architectures.checks import require_covered, require_sizes
 from hybrid.architectures.families import FAMILIES
-from hybrid.architectures.family import ACTIVATIONS, CHOICES, Family, Fused, Pick, declares, rope_end, rope_table
+from hybrid.architectures.family import ACTIVATIONS, CHOICES, Family, Fused, Pick, Table, declares, rope_end, rope_table
+from hybrid.architectures.modules import adapter_parameters, find, has, own_parameters, plain
 from hybrid.architectures.spec import DecoderSpec, LayerSpec, Place, Reading, Unreadable
 
 
@@ -29,7 +30,8 @@ def read_decoder(model: nn.Module) -> Reading:
             reading = read_as(family, base)
             require_covered(model, reading)
             return reading
-    nearest, reasons = min(found, key=lambda one: len(one[1]))
+    # Of equally near ones the plainest, which comes last.
+    nearest, reasons = min(reversed(found), key=lambda one: (find(base, one[0].layers) is None, len(one[1])))
     raise Unreadable(
         f"{type(base).__name__} is of no family that is known; nearest is {nearest.name}: " + "; ".join(reasons[:3])
     )
@@ -83,46 +85,6 @@ def map_misfits(roles: Mapping[str, str | Fused], layer: nn.Module, name: str) -
     known = {param for path in paths if has(layer, path) for param in own_parameters(layer, path)}
     known |= adapter_parameters(layer)
     return missing + [f"{name}.{key} has no role" for key, param in layer.named_parameters() if param not in known]
-
-
-def own_parameters(root: nn.Module, path: str) -> list[nn.Parameter]:
-    """The parameters of the module at `path`, adapters aside, or the one that "path:name" names."""
-    module_path, _, name = path.partition(":")
-    parameters = plain(find(root, module_path))._parameters
-    return [parameters[name]] if name else [param for param in parameters.values() if param is not None]
-
-
-def has(root: nn.Module, path: str) -> bool:
-    """Whether there is a module at `path`, with the parameter of "path:name"."""
-    module_path, _, name = path.partition(":")
-    module = find(root, module_path)
-    return module is not None and (not name or name in plain(module)._parameters)
-
-
-def find(root: nn.Module, path: str) -> nn.Module | None:
-    """The module at `path`, None where there is none."""
-    try:
-        return root.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-def plain(module: nn.Module) -> nn.Module:
-    """The module without its adapters; DeepSpeed-Chat's is its own plain one, as its weight has the usual name."""
-    while isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-        module = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module.original_module
-    return module
-
-
-def adapter_parameters(root: nn.Module) -> set[nn.Parameter]:
-    """The parameters under `root` that adapters brought: PEFT's, and DeepSpeed-Chat's."""
-    found: set[nn.Parameter] = set()
-    for module in root.modules():
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            found |= set(module.parameters()) - set(plain(module).parameters())
-        elif hasattr(module, "lora_left_weight") and hasattr(module, "lora_right_weight"):
-            found |= {module.lora_left_weight, module.lora_right_weight}
-    return found
 
 
 # What the family makes of it
@@ -180,37 +142,38 @@ def decoder_spec(family: Family, model: nn.Module, maps: list, keys: list[str], 
         "head_dim": head_dim,
         "attention_scale": head_dim**-0.5,
         "norm_eps": norm_eps(family, model, maps),
-        "activation": activation(family, config),
+        **activation(family, config),
         "gated": any("gate" in role or role == "router" for roles in maps for role in roles),
         "max_positions": positions_end(family, config, keys),
-        **turning(rotary),
+        **turning(family, model, maps, rotary),
         **{name: value(model) if callable(value) else value for name, value in family.spec.items()},
     }
     kinds = zip(windows, keys, ("router" in roles for roles in maps), strict=True)
     return DecoderSpec(layers=tuple(LayerSpec(*kind) for kind in kinds), **fields)
 
 
-def activation(family: Family, config: PretrainedConfig) -> str:
-    """DecoderSpec's name of the activation that the config names."""
+def activation(family: Family, config: PretrainedConfig) -> dict:
+    """What the spec says of the activation that the config names; nothing where the row says it."""
     if not family.activation:
-        return ""
+        return {}
     name = getattr(config, family.activation)
     if name not in ACTIVATIONS:
         raise Unreadable(
             f"{family.name}: config.{family.activation}={name!r} is not supported; known are {', '.join(ACTIVATIONS)}"
         )
-    return ACTIVATIONS[name]
+    return {"activation": ACTIVATIONS[name], "activation_stepwise": name == "gelu_new"}
 
 
 def norm_eps(family: Family, model: nn.Module, maps: list) -> float:
-    """The epsilon of the norms, which is one for all of them."""
+    """The epsilon of the norms, which is one for all of them, as their kind is the row's."""
     stack = model.get_submodule(family.layers)
     owners = [(model, family.outer), *zip(stack, maps, strict=True)]
-    norms = [find(root, path) for root, roles in owners for role, path in roles.items() if role.endswith("norm")]
-    values = {
-        getattr(module, "eps", None) or getattr(module, "variance_epsilon", None)
-        for module in (plain(norm) for norm in norms if norm is not None)
-    }
+    paths = [(root, path) for root, roles in owners for role, path in roles.items() if role.endswith("norm")]
+    norms = [plain(norm) for norm in (find(root, path) for root, path in paths) if norm is not None]
+    other = [norm for norm in norms if isinstance(norm, nn.LayerNorm) != (family.spec.get("norm") == "layer")]
+    if other:
+        raise Unreadable(f"{family.name}: a {type(other[0]).__name__} is not the kind of norm that it has")
+    values = {getattr(norm, "eps", None) or getattr(norm, "variance_epsilon", None) for norm in norms}
     if len(values) != 1 or None in values:
         raise Unreadable(f"{family.name}: its norms have the epsilons {values}, not one for all")
     return values.pop()
@@ -223,16 +186,51 @@ def positions_end(family: Family, config: PretrainedConfig, keys: list[str]) -> 
     return rope_end(config) if any(keys) else 0
 
 
-def turning(rotary: dict) -> dict:
-    """How much of a head the tables turn, and whether their products are rounded before they are summed."""
+def turning(family: Family, model: nn.Module, maps: list, rotary: Mapping[str, Table]) -> dict:
+    """How much of a head the tables turn, which elements turn together, and whether products are rounded."""
     if not rotary:
         return {}
-    rows = [table(torch.ones(1, dtype=torch.long), torch.bfloat16)[0] for table in rotary.values()]
-    widths = {2 * cos.shape[-1] for cos in rows}
+    one = torch.ones(1, dtype=torch.long)
+    widths = {2 * table(one, torch.float32)[0].shape[-1] for table in rotary.values()}
     if len(widths) != 1:
-        raise Unreadable(f"rotary tables of different widths, {sorted(widths)}")
-    rounded = all(torch.equal(cos, cos.bfloat16().float()) for cos in rows)
-    return {"rotary_dim": widths.pop(), "rotary_float32": not rounded}
+        raise Unreadable(f"{family.name}: rotary tables of different widths, {sorted(widths)}")
+    coarse = [table(one, torch.bfloat16)[0] for table in rotary.values()]
+    rounded = all(torch.equal(cos, cos.bfloat16().float()) for cos in coarse)
+    found = {"rotary_dim": widths.pop(), "rotary_float32": not rounded}
+    if family.table is None:
+        cos, sin = next(iter(rotary.values()))(one, torch.float32)
+        found["rotary_interleaved"] = interleaved(family, attention_module(family, model, maps), cos, sin)
+    return found
+
+
+def attention_module(family: Family, model: nn.Module, maps: list) -> nn.Module:
+    """The module of the first layer that holds the queries' matrix."""
+    path = next(value for role, value in maps[0].items() if role.split()[0] == "q")
+    path = path.path if isinstance(path, Fused) else path
+    return model.get_submodule(family.layers)[0].get_submodule(path.rpartition(".")[0])
+
+
+def interleaved(family: Family, attention: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether neighbours turn together, or an element of each half, which no setting says: the function that the
+    attention's own forward turns with is asked what it makes of a head's first element.  cos, sin [1, rotary_dim / 2]
+    """
+    forward = inspect.unwrap(type(attention).forward)
+    turn = forward.__globals__.get("apply_rotary_pos_emb")
+    if turn is None:
+        raise Unreadable(f"{family.name}: {forward.__module__} has no apply_rotary_pos_emb to be asked")
+    width = 2 * cos.shape[-1]
+    first = torch.zeros(1, 1, 1, width)  # [batch, heads, tokens, head_dim]
+    first[..., 0] = 1.0
+    try:
+        made = turn(first, first, torch.cat((cos, cos), -1)[None], torch.cat((sin, sin), -1)[None])[0].flatten()
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise Unreadable(f"{family.name}: {forward.__module__}.apply_rotary_pos_emb is another one: {error}") from error
+    for neighbours in (False, True):
+        expected = torch.zeros(width)
+        expected[0], expected[1 if neighbours else width // 2] = cos[0, 0], sin[0, 0]
+        if torch.allclose(made, expected):
+            return neighbours
+    raise Unreadable(f"{family.name}: {type(attention).__name__} turns neither halves nor neighbours")
 
 
 def places(root: nn.Module, roles: Mapping[str, str | Fused], spec: DecoderSpec) -> dict[str, Place]:
@@ -262,99 +260,3 @@ def places_of(module: nn.Module, role: str, pick: Pick | None = None) -> dict[st
 def turned(pick: Pick | None) -> Pick:
     """`pick` for a weight that is [in, out]."""
     return (lambda weight: weight.T) if pick is None else (lambda weight: pick(weight.T))
-
-
-# What would make it wrong
-
-
-def require_covered(model: nn.Module, reading: Reading) -> None:
-    """Raises Unreadable where a parameter of `model` has no role and is no adapter's."""
-    every = [place for roles in (reading.outer, *reading.layers) for place in roles.values()]
-    covered = {param for param in map(parameter_at, every) if param is not None} | adapter_parameters(model)
-    left = [name for name, param in model.named_parameters() if param not in covered]
-    if left:
-        raise Unreadable(f"{reading.family}: {', '.join(left[:3])} ({len(left)} in all) has no role in it")
-
-
-def parameter_at(place: Place) -> nn.Parameter | None:
-    """The parameter at a place; None where there is none."""
-    return getattr(plain(place.module), place.parameter, None)
-
-
-def require_sizes(reading: Reading) -> None:
-    """Raises Unreadable where a tensor's shape is not what the spec says, or a fused one has rows left over."""
-    groups = [("", reading.outer)] + [(f"layer {index} ", roles) for index, roles in enumerate(reading.layers)]
-    for where, roles in groups:
-        picked = {role: picked_shape(place) for role, place in roles.items() if parameter_at(place) is not None}
-        expected = shapes(reading.spec, inner_size(picked))
-        for role, shape in picked.items():
-            want = expected[role.removesuffix(".weight")] if role.endswith(".weight") else expected[role[:-5]][:1]
-            if shape != want:
-                raise Unreadable(
-                    f"{reading.family}: {where}{role} is {list(shape)}, and by the configuration {list(want)}"
-                )
-        require_whole(reading.family, where, [place for role, place in roles.items() if role in picked])
-
-
-def whole_shape(place: Place) -> torch.Size:
-    """The shape of the whole parameter at a place; ZeRO-3 empties a partitioned one's own."""
-    param = parameter_at(place)
-    return getattr(param, "ds_shape", param.shape)
-
-
-def picked_shape(place: Place) -> torch.Size:
-    """The shape of the role's tensor."""
-    whole = torch.empty(whole_shape(place), device="meta")
-    try:
-        return whole.shape if place.select is None else place.select(whole).shape
-    except (RuntimeError, IndexError):  # sizes that the rows cannot be shared out by
-        return whole.shape
-
-
-def require_whole(family: str, where: str, together: Iterable[Place]) -> None:
-    """Raises Unreadable where the roles of a fused parameter are not all of it."""
-    taken: dict[nn.Parameter, int] = {}
-    wholes: dict[nn.Parameter, int] = {}
-    for place in together:
-        param = parameter_at(place)
-        taken[param] = taken.get(param, 0) + picked_shape(place).numel()
-        wholes[param] = whole_shape(place).numel()
-    for param, whole in wholes.items():
-        if taken[param] % whole:
-            raise Unreadable(
-                f"{family}: {where}has a fused parameter of {whole} elements; its roles take {taken[param]}"
-            )
-
-
-def inner_size(picked: Mapping[str, torch.Size]) -> int:
-    """The MLP's inner size, which only its weights say: the columns of the matrix that leads back."""
-    back = picked.get("down.weight", picked.get("experts_down.weight", (0,)))
-    return back[-1]
-
-
-def shapes(spec: DecoderSpec, inner: int) -> dict[str, tuple[int, ...]]:
-    """What the shape of each role's weight must be."""
-    hidden, experts = spec.hidden_size, spec.num_experts
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    one_head = spec.qk_norm == "head"
-    norms = "attention_norm attention_post_norm mlp_norm mlp_post_norm embedding_norm final_norm".split()
-    return {
-        **dict.fromkeys(norms, (hidden,)),
-        "embedding": (spec.vocab_size, spec.embedding_size),
-        "positions": (spec.max_positions + spec.position_offset, hidden),
-        "project_in": (hidden, spec.embedding_size),
-        "project_out": (spec.embedding_size, hidden),
-        "head": (spec.vocab_size, spec.embedding_size),
-        "q": (q, hidden),
-        "k": (kv, hidden),
-        "v": (kv, hidden),
-        "o": (hidden, q),
-        "q_norm": (spec.head_dim if one_head else q,),
-        "k_norm": (spec.head_dim if one_head else kv,),
-        "gate": (inner, hidden),
-        "up": (inner, hidden),
-        "down": (hidden, inner),
-        "router": (experts, hidden),
-        "experts_gate_up": (experts, 2 * inner, hidden),
-        "experts_down": (experts, hidden, inner),
-    }

@@ -32,7 +32,8 @@ class DecoderSpec:
     embedding_size: of the token embedding; other than hidden_size where the model projects in and out (OPT).
     norm: "rms" or "layer".  norm_offset: added to the norm's weight (Gemma's 1 + w).
     norm_float32: the norm's weight is applied before rounding to the model's dtype (Gemma, OLMo2), not after (Llama).
-    activation: "silu", "gelu", "gelu_tanh" or "relu".  gated: the MLP is down(act(gate) * up), not down(act(up)).
+    activation: "silu", "gelu", "gelu_tanh" or "relu".  activation_stepwise: it is a formula in Python, rounded at every
+        step (gelu_new: GPT-2, GPT-J).  gated: the MLP is down(act(gate) * up), not down(act(up)).
     attention_scale: factor of q·k.  attention_softcap, logits_softcap: c·tanh(x / c); 0: off.
     alibi: None, or for each query head the slope by which a key's position counts in its (scaled) score.
     alibi_bfloat16: position, slope / attention_scale and their product are rounded to bfloat16 (Falcon); otherwise
@@ -44,7 +45,8 @@ class DecoderSpec:
     parallel: attention and MLP read the same residual; without an `mlp_norm` they share `attention_norm`.
     embedding_multiplier, residual_multiplier, logits_divisor: Granite's and Gemma's factors; 1 where there are none.
     num_experts, experts_per_token, normalize_experts: of a mixture; the router's softmax is over all experts, and
-        the chosen ones' weights are divided by their sum where `normalize_experts`.
+        the chosen ones' weights are divided by their sum where `normalize_experts`, and rounded to the model's dtype
+        before they scale what the experts make unless `experts_float32` (Mixtral).
     max_positions: positions that the model's tables are exact for (learned tables, length-dependent rope scalings);
         0: no end.
     """
@@ -61,6 +63,7 @@ class DecoderSpec:
     norm_offset: float = 0.0
     norm_float32: bool = False
     activation: str = "silu"
+    activation_stepwise: bool = False
     gated: bool = True
     attention_scale: float = 1.0
     attention_softcap: float = 0.0
@@ -79,6 +82,7 @@ class DecoderSpec:
     num_experts: int = 0
     experts_per_token: int = 0
     normalize_experts: bool = False
+    experts_float32: bool = False
     max_positions: int = 0
 
 

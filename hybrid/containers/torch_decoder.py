@@ -42,7 +42,8 @@ class TorchDecoder:
         self.spec = reading.spec
         self.weights = weights
         self.dtype = dtype
-        self.activation = torch_ops.ACTIVATIONS[self.spec.activation]
+        stepwise = self.spec.activation_stepwise
+        self.activation = torch_ops.gelu_new if stepwise else torch_ops.ACTIVATIONS[self.spec.activation]
         self.outer: dict[str, torch.Tensor] = {}
         self.blocks: list[dict[str, torch.Tensor]] = [{} for _ in reading.layers]
 
@@ -195,9 +196,16 @@ class TorchDecoder:
     def _mlp(self, index: int, read: torch.Tensor) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec
         if spec.layers[index].experts:
-            names = ("router.weight", "experts_gate_up.weight", "experts_down.weight")
-            matrices = (block[name] for name in names)
-            return torch_ops.mixture(read, *matrices, spec.experts_per_token, spec.normalize_experts, self.activation)
+            return torch_ops.mixture(
+                read,
+                block["router.weight"],
+                block["experts_gate_up.weight"],
+                block["experts_down.weight"],
+                spec.experts_per_token,
+                spec.normalize_experts,
+                spec.experts_float32,
+                self.activation,
+            )
         if spec.gated:
             gate, up = self._linear(block, "gate_up", read).chunk(2, dim=-1)
             return self._linear(block, "down", self.activation(gate) * up)

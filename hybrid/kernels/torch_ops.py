@@ -4,6 +4,7 @@ They round where Hugging Face's modules round (transformers 5.23), so that in bf
 forward differ by the order of sums alone.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,11 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 # Scores of one head that are computed at a time: bounds what attention allocates.
 SCORES_AT_A_TIME = 2**22
+
+
+def gelu_new(x: torch.Tensor) -> torch.Tensor:
+    """GELU's tanh approximation step by step, each rounded, as transformers' "gelu_new" goes."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 def rms_norm(
@@ -58,22 +64,25 @@ def mixture(
     down: torch.Tensor,
     per_token: int,
     normalize: bool,
+    float32: bool,
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """A mixture of gated experts.
 
     x [tokens, hidden], router [experts, hidden], gate_up [experts, 2 · inner, hidden], down [experts, hidden, inner].
-    The outputs of a token's experts are summed in float32.
+    What a token's experts make is scaled by their weights, in x's dtype or where `float32` in that, and summed in
+    float32.
     """
     weights, chosen = F.linear(x, router).float().softmax(-1).topk(per_token, dim=-1)  # [tokens, per_token]
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights if float32 else weights.to(x.dtype)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         token, rank = (chosen == expert).nonzero(as_tuple=True)
         gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
         made = F.linear(activation(gate) * up, down[expert])
-        out.index_add_(0, token, made.float() * weights[token, rank, None])
+        out.index_add_(0, token, (made * weights[token, rank, None]).float())
     return out.to(x.dtype)
 
 

@@ -27,6 +27,7 @@ BLOOM = Family(
         "activation": "gelu_tanh",  # its own, which no setting changes
         "alibi": lambda model: alibi_slopes(model.config.num_attention_heads),
     },
+    declares=("apply_residual_connection_post_layernorm", "slow_but_exact", "pretraining_tp"),
     refuses={
         "apply_residual_connection_post_layernorm=True": lambda config: config.apply_residual_connection_post_layernorm,
         "slow_but_exact=True with pretraining_tp > 1": lambda config: (

@@ -55,7 +55,7 @@ FALCON = Family(
     },
     rotary="transformer.rotary_emb",
     rotaries=lambda config: ["" if config.alibi else "rope"] * config.num_hidden_layers,
-    declares=("new_decoder_architecture", "multi_query"),
+    declares=("new_decoder_architecture", "multi_query", "parallel_attn", "num_ln_in_parallel_attn", "alibi"),
     understands=("alibi", "parallel_attn"),
     refuses={"this mixture of new_decoder_architecture, parallel_attn and num_ln_in_parallel_attn": unwritten},
 )

@@ -31,6 +31,7 @@ GPT2 = Family(
         ),
     },
     positions=lambda config: config.max_position_embeddings,
+    declares=("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention"),
     refuses={
         "add_cross_attention=True": lambda config: config.add_cross_attention,
         "scale_attn_by_inverse_layer_idx=True": lambda config: config.scale_attn_by_inverse_layer_idx,

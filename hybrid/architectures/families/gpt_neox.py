@@ -22,5 +22,6 @@ GPT_NEOX = Family(
     ),
     rotary="gpt_neox.rotary_emb",
     spec={"norm": "layer", "parallel": key("use_parallel_residual")},
+    declares=("use_parallel_residual",),
     understands=("use_parallel_residual",),
 )

@@ -37,5 +37,5 @@ GPTJ = Family(
     rotary="transformer.h.0.attn",
     table=sincos_table,
     positions=lambda config: config.max_position_embeddings,
-    refuses={"rotary_dim=None": lambda config: config.rotary_dim is None},
+    declares=("rotary_dim",),
 )

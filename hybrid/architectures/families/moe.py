@@ -27,6 +27,7 @@ MIXTRAL = replace(
         "num_experts": key("num_local_experts"),
         "experts_per_token": key("num_experts_per_tok"),
         "normalize_experts": True,
+        "experts_float32": True,
     },
     declares=("sliding_window", "num_local_experts"),
     understands=("sliding_window", "num_local_experts", "num_experts"),  # the second name is the config's alias

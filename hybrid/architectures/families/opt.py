@@ -29,6 +29,7 @@ OPT = Family(
     activation="activation_function",
     spec={"norm": "layer", "embedding_size": key("word_embed_proj_dim"), "position_offset": 2},
     positions=lambda config: config.max_position_embeddings,
+    declares=("do_layer_norm_before", "layer_norm_elementwise_affine", "word_embed_proj_dim"),
     refuses={
         "do_layer_norm_before=False (norms behind the residual)": lambda config: not config.do_layer_norm_before,
         "layer_norm_elementwise_affine=False": lambda config: not config.layer_norm_elementwise_affine,

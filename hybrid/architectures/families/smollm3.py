@@ -16,7 +16,7 @@ SMOLLM3 = replace(
     QWEN2,
     name="smollm3",
     rotaries=rotaries,
-    declares=(*QWEN2.declares, "no_rope_layers"),
+    declares=(*QWEN2.declares, "no_rope_layers", "use_sliding_window"),
     understands=(*QWEN2.understands, "no_rope_layers"),
     refuses={
         "layer_types with sliding layers, and use_sliding_window=False,": lambda config: (

@@ -1,0 +1,95 @@
+"""What a reading must be before anything runs by it: every parameter covered, every size as the configuration says."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from hybrid.architectures.modules import adapter_parameters, parameter_at, whole_shape
+from hybrid.architectures.spec import DecoderSpec, Place, Reading, Unreadable
+
+
+def require_covered(model: nn.Module, reading: Reading) -> None:
+    """Raises Unreadable where a parameter of `model` has no role and is no adapter's."""
+    every = [place for roles in (reading.outer, *reading.layers) for place in roles.values()]
+    covered = {param for param in map(parameter_at, every) if param is not None} | adapter_parameters(model)
+    left = [name for name, param in model.named_parameters() if param not in covered]
+    if left:
+        raise Unreadable(f"{reading.family}: {', '.join(left[:3])} ({len(left)} in all) has no role in it")
+
+
+def require_sizes(reading: Reading) -> None:
+    """Raises Unreadable where a tensor's shape is not what the spec says, or a fused one has rows left over."""
+    if reading.spec.rotary_dim > reading.spec.head_dim:
+        raise Unreadable(
+            f"{reading.family}: tables turn {reading.spec.rotary_dim} elements of heads of {reading.spec.head_dim}"
+        )
+    groups = [("", reading.outer)] + [(f"layer {index} ", roles) for index, roles in enumerate(reading.layers)]
+    for where, roles in groups:
+        picked = {role: picked_shape(place) for role, place in roles.items() if parameter_at(place) is not None}
+        expected = shapes(reading.spec, inner_size(picked))
+        for role, shape in picked.items():
+            want = expected[role.removesuffix(".weight")] if role.endswith(".weight") else expected[role[:-5]][:1]
+            if shape != want:
+                raise Unreadable(
+                    f"{reading.family}: {where}{role} is {list(shape)}, and by the configuration {list(want)}"
+                )
+        require_whole(reading.family, where, [place for role, place in roles.items() if role in picked])
+
+
+def picked_shape(place: Place) -> torch.Size:
+    """The shape of the role's tensor."""
+    whole = torch.empty(whole_shape(place), device="meta")
+    try:
+        return whole.shape if place.select is None else place.select(whole).shape
+    except (RuntimeError, IndexError):  # sizes that the rows cannot be shared out by
+        return whole.shape
+
+
+def require_whole(family: str, where: str, together: Iterable[Place]) -> None:
+    """Raises Unreadable where the roles of a fused parameter are not all of it."""
+    taken: dict[nn.Parameter, int] = {}
+    wholes: dict[nn.Parameter, int] = {}
+    for place in together:
+        param = parameter_at(place)
+        taken[param] = taken.get(param, 0) + picked_shape(place).numel()
+        wholes[param] = whole_shape(place).numel()
+    for param, whole in wholes.items():
+        if taken[param] % whole:
+            raise Unreadable(
+                f"{family}: {where}has a fused parameter of {whole} elements; its roles take {taken[param]}"
+            )
+
+
+def inner_size(picked: Mapping[str, torch.Size]) -> int:
+    """The MLP's inner size, which only its weights say: the columns of the matrix that leads back."""
+    back = picked.get("down.weight", picked.get("experts_down.weight", (0,)))
+    return back[-1]
+
+
+def shapes(spec: DecoderSpec, inner: int) -> dict[str, tuple[int, ...]]:
+    """What the shape of each role's weight must be."""
+    hidden, experts = spec.hidden_size, spec.num_experts
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    one_head = spec.qk_norm == "head"
+    norms = "attention_norm attention_post_norm mlp_norm mlp_post_norm embedding_norm final_norm".split()
+    return {
+        **dict.fromkeys(norms, (hidden,)),
+        "embedding": (spec.vocab_size, spec.embedding_size),
+        "positions": (spec.max_positions + spec.position_offset, hidden),
+        "project_in": (hidden, spec.embedding_size),
+        "project_out": (spec.embedding_size, hidden),
+        "head": (spec.vocab_size, spec.embedding_size),
+        "q": (q, hidden),
+        "k": (kv, hidden),
+        "v": (kv, hidden),
+        "o": (hidden, q),
+        "q_norm": (spec.head_dim if one_head else q,),
+        "k_norm": (spec.head_dim if one_head else kv,),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+        "router": (experts, hidden),
+        "experts_gate_up": (experts, 2 * inner, hidden),
+        "experts_down": (experts, hidden, inner),
+    }

@@ -1,0 +1,252 @@
+"""Every family is read, whole, whatever wraps it; what no family covers is refused in words."""
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from hybrid.architectures.modules import parameter_at
+from hybrid.architectures.reading import read_decoder
+from hybrid.architectures.spec import LAYER_ROLES, OUTER_ROLES, Place, Reading, Unreadable
+from tests.models import ADAPTERS, ALL_FAMILIES, SIZES, tiny_model, with_chat_lora, with_peft
+
+NAMES = {"gemma3_text": "gemma3"}  # where the configuration's name is not the family's
+
+
+def places(reading: Reading) -> list[Place]:
+    """Every place of a reading."""
+    return [place for roles in (reading.outer, *reading.layers) for place in roles.values()]
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_every_family_is_read(family, adapter):
+    reading = read_decoder(ADAPTERS[adapter](tiny_model(family)))
+    assert reading.family == NAMES.get(family, family)
+    assert reading.spec == read_decoder(tiny_model(family)).spec
+    assert {name.rpartition(".")[0] for roles in reading.layers for name in roles} <= set(LAYER_ROLES)
+    assert {name.rpartition(".")[0] for name in reading.outer} <= set(OUTER_ROLES)
+    assert reading.rotary.keys() == {layer.rotary for layer in reading.spec.layers} - {""}
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_every_element_has_one_role(family):
+    """Elements are numbered, and the roles' tensors hold each number once."""
+    model = tiny_model(family, tie_word_embeddings=False)
+    held: dict[nn.Parameter, list[torch.Tensor]] = {param: [] for param in model.parameters()}
+    for place in places(read_decoder(model)):
+        param = parameter_at(place)
+        if param is not None:
+            whole = torch.arange(param.numel()).view(param.shape)
+            held[param].append((whole if place.select is None else place.select(whole)).flatten())
+    for param, pieces in held.items():
+        assert torch.equal(torch.cat(pieces).sort().values, torch.arange(param.numel()))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
+def test_rows_are_views(family):
+    for place in places(read_decoder(tiny_model(family))):
+        param = parameter_at(place)
+        if param is not None and place.select is not None:
+            assert place.select(param).untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
+
+
+def test_a_place_is_the_wrapper_where_one_sits():
+    model = with_peft(tiny_model("llama"))
+    layer = model.get_base_model().model.layers[1]
+    roles = read_decoder(model).layers[1]
+    assert roles["q.weight"].module is layer.self_attn.q_proj
+    assert isinstance(roles["q.weight"].module, peft.tuners.lora.Linear)
+    chat = with_chat_lora(tiny_model("gpt_neox"))
+    fused = chat.gpt_neox.layers[0].attention.query_key_value
+    assert read_decoder(chat).layers[0]["k.weight"].module is fused
+    assert hasattr(fused, "lora_left_weight")
+
+
+def test_a_bias_that_only_an_adapter_brings_has_a_place():
+    roles = read_decoder(with_peft(tiny_model("llama"))).layers[0]
+    for role in ("q", "k", "v", "o", "gate", "up", "down"):
+        assert parameter_at(roles[f"{role}.bias"]) is None
+    assert "attention_norm.bias" not in roles
+    assert read_decoder(tiny_model("phi3")).layers[0]["v.bias"].select(torch.arange(64)).tolist() == [*range(48, 64)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["v_proj"], "use_dora": True},
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ],
+    ids=["modules_to_save", "tokens", "embeddings", "dora", "experts"],
+)
+def test_every_kind_of_adapter_is_read_through(settings):
+    assert read_decoder(with_peft(tiny_model("mixtral"), **settings)).family == "mixtral"
+
+
+def test_partitioned_parameters_are_measured_whole():
+    """Under ZeRO-3 a parameter's own shape is empty and `ds_shape` holds the whole one."""
+    model = tiny_model("phi3")
+    for param in model.parameters():
+        param.ds_shape = param.shape
+        param.data = torch.empty(0)
+    assert read_decoder(model).spec == read_decoder(tiny_model("phi3")).spec
+    model.model.layers[1].self_attn.qkv_proj.weight.ds_shape = torch.Size((72, 32))
+    with pytest.raises(Unreadable, match=r"phi3: layer 1 has a fused parameter of 2304 elements; its roles take 2048"):
+        read_decoder(model)
+
+
+REFUSED = {
+    "norms behind": ("opt", {"do_layer_norm_before": False}, "opt: do_layer_norm_before=False"),
+    "norms without weights": ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
+    "bloom's residual": (
+        "bloom",
+        {"apply_residual_connection_post_layernorm": True},
+        "bloom: apply_residual_connection_post_layernorm=True",
+    ),
+    "bloom by slices": ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "bloom: slow_but_exact=True"),
+    "unknown activation": (
+        "llama",
+        {"hidden_act": "mish"},
+        "config.hidden_act='mish' is not supported; known are",
+    ),
+    "cross attention": ("gpt2", {"add_cross_attention": True}, "nearest is gpt2: transformer.h.0.crossattention"),
+    "scale by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "gpt2: scale_attn_by_inverse_layer_idx"),
+    "looks ahead": ("gemma3_text", {"use_bidirectional_attention": True}, "gemma3: use_bidirectional_attention"),
+    "not causal": ("llama", {"is_causal": False}, "llama: config.is_causal=False"),
+    "a window that llama ignores": ("llama", {"sliding_window": 4}, "sliding_window=4 is a setting that it does not"),
+    "types that mistral ignores": (
+        "mistral",
+        {"layer_types": ["full_attention"] * 3},
+        "layer_types=.* is a setting that it does not know",
+    ),
+    "windows that smollm3 does not use": (
+        "smollm3",
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        "smollm3: layer_types with sliding layers",
+    ),
+    "turns more than there is": ("gptj", {"rotary_dim": 16}, "gptj: tables turn 16 elements of heads of 8"),
+    "queries scaled by position": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}},
+        r"rope_parameters has \['llama_4_scaling_beta'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_choice_that_is_not_covered_is_refused(case):
+    family, changes, words = REFUSED[case]
+    model = tiny_model(family)  # some of these settings cannot be built, or are validated away
+    try:
+        model = tiny_model(family, **changes)
+    except (TypeError, ValueError):
+        for name, value in changes.items():
+            setattr(model.config, name, value)
+    with pytest.raises(Unreadable, match=words):
+        read_decoder(model)
+
+
+def test_what_has_no_role_is_refused():
+    model = tiny_model("llama")
+    model.score = nn.Linear(32, 1)
+    with pytest.raises(Unreadable, match=r"llama: score.weight, score.bias \(2 in all\) has no role"):
+        read_decoder(model)
+    model = tiny_model("llama")
+    model.model.layers[2].mlp.extra = nn.Linear(4, 4)
+    with pytest.raises(Unreadable, match=r"nearest is llama: model.layers.2.mlp.extra.weight has no role"):
+        read_decoder(model)
+    with pytest.raises(Unreadable, match="Linear has no Hugging Face configuration"):
+        read_decoder(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "value", "words"),
+    [
+        (
+            "llama",
+            "num_key_value_heads",
+            4,
+            r"llama: layer 0 k.weight is \[16, 32\], and by the configuration",
+        ),
+        ("llama", "vocab_size", 50, r"llama: embedding.weight is \[97, 32\], and by the configuration \[50, 32\]"),
+        ("llama", "num_hidden_layers", 2, "llama: 3 layers, and the configuration says 2"),
+        ("gpt2", "n_positions", 7, r"gpt2: positions.weight is \[96, 32\], and by the configuration \[7, 32\]"),
+        ("phi3", "num_key_value_heads", 1, "fused parameter of 2048 elements; its roles take 1536"),
+        ("bloom", "n_head", 3, r"bloom: layer 0 q.weight"),
+        ("mixtral", "num_local_experts", 8, r"mixtral: layer 0 router.weight is \[4, 32\]"),
+    ],
+)
+def test_sizes_are_the_configurations(family, setting, value, words):
+    model = tiny_model(family)
+    setattr(model.config, setting, value)
+    with pytest.raises(Unreadable, match=words):
+        read_decoder(model)
+
+
+def test_norms_of_two_epsilons_are_refused():
+    model = tiny_model("llama")
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.5
+    with pytest.raises(Unreadable, match="epsilons"):
+        read_decoder(model)
+
+
+@pytest.mark.parametrize("family", ["gemma", "stablelm", "cohere", "olmo", "arcee", "gpt_bigcode"])
+def test_what_only_looks_like_a_family_is_refused(family):
+    """Scaled embeddings, layer norms, a factor at the logits, norms without weights, no gate, one key head."""
+    with pytest.raises(Unreadable):
+        read_decoder(unlisted_model(family))
+
+
+def unlisted_model(family: str) -> nn.Module:
+    """A tiny model of a family that is not in tests/models.py."""
+    return tiny_model(family, sizes={**SIZES, "n_embd": 32, "n_layer": 3, "n_head": 4})
+
+
+def test_neighbours_are_told_from_halves():
+    """No setting of Helium's or ERNIE's says that neighbours turn together; their own code is asked."""
+    assert read_decoder(unlisted_model("helium")).spec.rotary_interleaved
+    assert read_decoder(unlisted_model("ernie4_5")).spec.rotary_interleaved
+    assert not read_decoder(unlisted_model("seed_oss")).spec.rotary_interleaved
+
+
+def rope(rope_type: str, **parameters) -> dict:
+    """Settings of a rope scaling."""
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}}
+
+
+def test_positions_end_where_tables_would_change():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    longrope = {**rope("longrope", **factors), "original_max_position_embeddings": 40}
+    assert read_decoder(tiny_model("llama")).spec.max_positions == 0
+    assert read_decoder(tiny_model("llama", **rope("linear", factor=2.0))).spec.max_positions == 0
+    assert read_decoder(tiny_model("llama", **rope("dynamic", factor=2.0))).spec.max_positions == 96
+    assert read_decoder(tiny_model("phi3", **longrope)).spec.max_positions == 40
+    assert read_decoder(tiny_model("gptj")).spec.max_positions == 96
+    assert read_decoder(tiny_model("opt")).spec.max_positions == 96
+
+
+def test_a_longer_call_leaves_no_trace_in_the_tables():
+    """Dynamic scaling keeps the frequencies of the longest call; the training forward may have made one."""
+    model = tiny_model("llama", **rope("dynamic", factor=2.0))
+    table = read_decoder(model).rotary["rope"]
+    positions = torch.arange(96)
+    cos, sin = table(positions, torch.float32)
+    model.model.rotary_emb(torch.empty(0), torch.arange(200)[None])
+    assert torch.equal(table(positions, torch.float32)[0], cos)
+    assert torch.equal(read_decoder(model).rotary["rope"](positions, torch.float32)[1], sin)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_are_the_models_own(dtype):
+    scaling = rope("yarn", factor=6.0, original_max_position_embeddings=16)
+    model = tiny_model("llama", **scaling)
+    positions = torch.tensor([0, 5, 95])
+    cos, sin = read_decoder(model).rotary["rope"](positions, dtype)
+    theirs = model.model.rotary_emb(torch.empty(0, dtype=dtype), positions[None])
+    for ours, own in zip((cos, sin), theirs, strict=True):
+        assert ours.dtype == torch.float32
+        assert torch.equal(torch.cat((ours, ours), -1), own[0].float())
+    assert cos[0, 0] > 1.1  # yarn's attention factor, which plain tables do not have
