@@ -1,9 +1,14 @@
 """Fixtures: ranks that live for the session, and what is not on every machine."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+# Triton decides as it is first imported, which transformers does, whether kernels are compiled or interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.rank_pool import RankPool
 

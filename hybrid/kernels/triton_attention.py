@@ -1,0 +1,378 @@
+"""Attention over pages of keys and values in Triton, for prefill and for decode steps.
+
+Both read only pages that hold live tokens, never repeat a KV head for the query heads that share it, and add up in
+float32. Grids come from shapes, never from values on the device, so that a decode step can be captured in a CUDA graph.
+torch's own `varlen_attn` (2.13) takes block tables too, but pages of 256 tokens at least, float16 and bfloat16 only,
+and neither soft caps nor ALiBi.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hybrid.kernels.triton_fused import tanh
+
+# Tokens of the cache that one program of a decode step reads. Fixed, so that the order of a row's sums depends on its
+# own length alone, never on the batch around it.
+SPLIT = 256
+UNBOUNDED = 2**30  # the window of a query that sees all before it
+# A score that nothing sees: finite, so that a row whose tile shows it nothing stays a number, which the first key that
+# it does see scales to nothing.
+MASKED = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def _scores(q, k, bias, scale, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr):
+    """Scores before masking, float32 [queries, tokens].
+
+    q [queries, dims], k [tokens, dims]; bias: addend, [queries or 1, tokens].
+    ROUNDED: every step is rounded to q's dtype.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if HAS_BIAS:
+        scores = _rounded(scores * scale + bias.to(tl.float32), q, ROUNDED)
+    else:
+        scores = _rounded(_rounded(scores, q, ROUNDED) * scale, q, ROUNDED)
+    if SOFTCAP > 0:
+        scores = _rounded(scores / SOFTCAP, q, ROUNDED)
+        scores = _rounded(_rounded(tanh(scores), q, ROUNDED) * SOFTCAP, q, ROUNDED)
+    return scores
+
+
+@triton.jit
+def _rounded(x, like, ROUNDED: tl.constexpr):
+    """x float32, rounded to the dtype of `like` where ROUNDED."""
+    if ROUNDED:
+        x = x.to(like.dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _page_rows(table, tokens, live, kv_head, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Where the keys or values of `tokens` begin in their pages.  int64 [tokens]"""
+    pages = tl.load(table + tokens // PAGE, mask=live, other=0).to(tl.int64)
+    return ((pages * PAGE + tokens % PAGE) * KV_HEADS + kv_head) * HEAD_DIM
+
+
+@triton.jit
+def _softmax_step(scores, v, best, total, out):
+    """An online softmax's state after another tile.
+
+    scores float32 [queries, tokens], v [tokens, dims]; best and total float32 [queries], out float32 [queries, dims].
+    """
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.exp(scores - new_best[:, None])
+    shrink = tl.exp(best - new_best)
+    out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return new_best, total * shrink + tl.sum(weights, 1), out
+
+
+@triton.jit
+def _decode_kernel(
+    q,
+    keys,
+    values,
+    lengths,
+    tables,
+    bias,
+    parts,
+    log_totals,
+    scale,
+    window,
+    q_stride,
+    table_stride,
+    bias_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):
+    """A program a sequence, KV head and SPLIT tokens of the cache, for all query heads of the KV head.
+
+    parts [sequences, heads, splits, head_dim] and log_totals float32 [sequences, heads, splits] get its softmax and
+    the logarithm of what that was divided by. A split without a token that is seen writes nothing.
+    """
+    row, kv_head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    length = tl.load(lengths + row)
+    begin = tl.maximum(split * SPLIT, length - window)
+    end = tl.minimum(split * SPLIT + SPLIT, length)
+    if begin < end:
+        member = tl.arange(0, BLOCK_G)
+        head = kv_head * GROUP + member
+        dims = tl.arange(0, BLOCK_D)
+        is_head, is_dim = member < GROUP, dims < HEAD_DIM
+        at = row.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM + dims[None, :]
+        query = tl.load(q + at, mask=is_head[:, None] & is_dim[None, :], other=0.0)
+        best = tl.full((BLOCK_G,), MASKED, tl.float32)
+        total = tl.zeros((BLOCK_G,), tl.float32)
+        out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+        for start in range(begin // TILE * TILE, end, TILE):
+            tokens = start + tl.arange(0, TILE)
+            live = (tokens >= begin) & (tokens < end)
+            page_rows = _page_rows(
+                tables + row.to(tl.int64) * table_stride, tokens, live, kv_head, PAGE, KV_HEADS, HEAD_DIM
+            )
+            offsets, there = page_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
+            k = tl.load(keys + offsets, mask=there, other=0.0)
+            addend = 0.0
+            if HAS_BIAS:
+                added = bias + head[:, None] * bias_stride + tokens[None, :]
+                addend = tl.load(added, mask=is_head[:, None] & live[None, :], other=0.0)
+            scores = _scores(query, k, addend, scale, SOFTCAP, HAS_BIAS, ROUNDED)
+            v = tl.load(values + offsets, mask=there, other=0.0)
+            best, total, out = _softmax_step(tl.where(live[None, :], scores, MASKED), v, best, total, out)
+        part = (row.to(tl.int64) * (KV_HEADS * GROUP) + head) * splits + split
+        into = parts + part[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(into, out / total[:, None], mask=is_head[:, None] & is_dim[None, :])
+        tl.store(log_totals + part, best + tl.log(total), mask=is_head)
+
+
+@triton.jit
+def _join_kernel(
+    parts,
+    log_totals,
+    lengths,
+    out,
+    window,
+    splits,
+    HEAD_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A program a sequence and head: its splits, one after the other, into out [sequences, heads, head_dim]."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    cell = row.to(tl.int64) * tl.num_programs(1) + head
+    length = tl.load(lengths + row)
+    dims = tl.arange(0, BLOCK_D)
+    best, total = tl.full((), MASKED, tl.float32), tl.full((), 0.0, tl.float32)
+    joined = tl.zeros((BLOCK_D,), tl.float32)
+    for split in range(tl.maximum(length - window, 0) // SPLIT, tl.cdiv(length, SPLIT)):
+        log_total = tl.load(log_totals + cell * splits + split)
+        part = tl.load(parts + (cell * splits + split) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+        new_best = tl.maximum(best, log_total)
+        shrink, weight = tl.exp(best - new_best), tl.exp(log_total - new_best)
+        joined, total, best = joined * shrink + part * weight, total * shrink + weight, new_best
+    tl.store(out + cell * HEAD_DIM + dims, joined / total, mask=dims < HEAD_DIM)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    tables: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    bias: torch.Tensor | None = None,
+    rounded: bool = False,
+) -> torch.Tensor:
+    """Attention of the last token of each sequence, whose key and value are in the cache already.
+
+    q [sequences, heads, head_dim]: heads are contiguous, sequences may be strided.
+    keys, values [pages, PAGE, kv_heads, head_dim]; lengths int32 [sequences], at least 1; tables int32
+    [sequences, max_pages]; softcap, window 0: off.
+    bias: None, or what is added to the scaled scores, [heads, positions], for every position of `tables` (ALiBi).
+    rounded: scores are rounded to q's dtype step by step, as Hugging Face's "eager" attention does.
+    Gives [sequences, heads, head_dim].
+    """
+    sizes = _sizes(q, keys, values)
+    sequences, heads, head_dim = q.shape
+    out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
+    splits = triton.cdiv(tables.shape[1] * keys.shape[1], SPLIT)
+    parts, window = out, window or UNBOUNDED
+    if splits > 1:
+        parts = torch.empty((sequences, heads, splits, head_dim), dtype=torch.float32, device=q.device)
+    log_totals = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
+    _decode_kernel[(sequences, keys.shape[2], splits)](
+        q,
+        keys,
+        values,
+        lengths,
+        tables,
+        log_totals if bias is None else bias,
+        parts,
+        log_totals,
+        scale,
+        window,
+        q.stride(0),
+        tables.stride(0),
+        0 if bias is None else bias.stride(0),
+        SPLIT=SPLIT,
+        BLOCK_G=max(16, triton.next_power_of_2(sizes["GROUP"])),  # tl.dot's least
+        SOFTCAP=softcap,
+        HAS_BIAS=bias is not None,
+        ROUNDED=rounded,
+        **_tile(head_dim, q.dtype),
+        **sizes,
+    )
+    if splits > 1:
+        _join_kernel[(sequences, heads)](
+            parts,
+            log_totals,
+            lengths,
+            out,
+            window,
+            splits,
+            HEAD_DIM=head_dim,
+            SPLIT=SPLIT,
+            BLOCK_D=sizes["BLOCK_D"],
+        )
+    return out
+
+
+def _sizes(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> dict[str, int]:
+    """What both kernels are compiled for, from q [n, heads, head_dim] and pages [pages, PAGE, kv_heads, head_dim]."""
+    heads, head_dim = q.shape[1:]
+    page, kv_heads = keys.shape[1:3]
+    assert keys.is_contiguous() and values.is_contiguous(), "pages of keys and values must be contiguous"
+    assert q.stride()[1:] == (head_dim, 1), "the heads of a token must be contiguous"
+    assert keys.dtype == values.dtype == q.dtype, f"queries are {q.dtype}, keys {keys.dtype}, values {values.dtype}"
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "HEAD_DIM": head_dim,
+        "PAGE": page,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # tl.dot's least
+    }
+
+
+def _tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tokens of the cache in one step of a kernel, and its warps: the widest that compile without spilling registers
+    for sm_80 and sm_90. float32 has no tensor cores here (TF32 would not be float32), and its products fill registers.
+    """
+    if dtype.itemsize == 4:
+        return {"TILE": 16, "num_warps": 8}
+    return {"TILE": 64, "num_warps": 4} if head_dim <= 128 else {"TILE": 32, "num_warps": 8}
+
+
+@triton.jit
+def _prefill_kernel(
+    q,
+    keys,
+    values,
+    starts,
+    lengths,
+    tables,
+    bias,
+    out,
+    sequences,
+    scale,
+    window,
+    q_stride,
+    table_stride,
+    bias_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):
+    """A program a query head and up to BLOCK_Q new tokens of one sequence, into out [tokens, heads, head_dim].
+
+    The blocks of sequence i begin at starts[i] // BLOCK_Q + i: early enough for each sequence to have all it needs, and
+    a block that is behind its sequence's tokens has nothing to do. So the grid is known without reading `starts`.
+    """
+    block, head = tl.program_id(0), tl.program_id(1)
+    row, after = block * 0, block * 0 + sequences
+    while row + 1 < after:
+        middle = (row + after) // 2
+        if tl.load(starts + middle) // BLOCK_Q + middle <= block:
+            row = middle
+        else:
+            after = middle
+    first = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - first
+    length = tl.load(lengths + row)
+    index = (block - first // BLOCK_Q - row) * BLOCK_Q
+    if index < count:
+        query = index + tl.arange(0, BLOCK_Q)
+        position = length - count + query
+        dims = tl.arange(0, BLOCK_D)
+        is_query, is_dim = query < count, dims < HEAD_DIM
+        ours = is_query[:, None] & is_dim[None, :]
+        token = (first + query).to(tl.int64)[:, None]
+        turned = tl.load(q + token * q_stride + head * HEAD_DIM + dims[None, :], mask=ours, other=0.0)
+        best = tl.full((BLOCK_Q,), MASKED, tl.float32)
+        total = tl.zeros((BLOCK_Q,), tl.float32)
+        joined = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+        begin = tl.maximum(length - count + index - window + 1, 0) // TILE * TILE
+        end = tl.minimum(length - count + index + BLOCK_Q, length)
+        for start in range(begin, end, TILE):
+            tokens = start + tl.arange(0, TILE)
+            live = tokens < end
+            page_rows = _page_rows(
+                tables + row.to(tl.int64) * table_stride, tokens, live, head // GROUP, PAGE, KV_HEADS, HEAD_DIM
+            )
+            offsets, there = page_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
+            k = tl.load(keys + offsets, mask=there, other=0.0)
+            addend = 0.0
+            if HAS_BIAS:
+                addend = tl.load(bias + head * bias_stride + tokens, mask=live, other=0.0)[None, :]
+            scores = _scores(turned, k, addend, scale, SOFTCAP, HAS_BIAS, ROUNDED)
+            v = tl.load(values + offsets, mask=there, other=0.0)
+            distance = position[:, None] - tokens[None, :]
+            seen = (distance >= 0) & (distance < window) & live[None, :]
+            best, total, joined = _softmax_step(tl.where(seen, scores, MASKED), v, best, total, joined)
+        to = out + (token * (KV_HEADS * GROUP) + head) * HEAD_DIM + dims[None, :]
+        tl.store(to, joined / total[:, None], mask=ours)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    tables: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    bias: torch.Tensor | None = None,
+    rounded: bool = False,
+) -> torch.Tensor:
+    """Attention of each sequence's new tokens, which are the last of it in the cache: causal, with or without a prefix.
+
+    q [tokens, heads, head_dim]; starts int32 [sequences + 1]: where each sequence's new tokens begin in q, and the end;
+    lengths int32 [sequences]: tokens in the cache, the new ones included; the rest as `decode_attention`'s.
+    Gives [tokens, heads, head_dim].
+    """
+    sizes = _sizes(q, keys, values)
+    (tokens, heads, head_dim), sequences = q.shape, len(lengths)
+    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    block = 64 if q.dtype.itemsize == 2 else 32
+    _prefill_kernel[(tokens // block + sequences, heads)](
+        q,
+        keys,
+        values,
+        starts,
+        lengths,
+        tables,
+        lengths if bias is None else bias,
+        out,
+        sequences,
+        scale,
+        window or UNBOUNDED,
+        q.stride(0),
+        tables.stride(0),
+        0 if bias is None else bias.stride(0),
+        BLOCK_Q=block,
+        SOFTCAP=softcap,
+        HAS_BIAS=bias is not None,
+        ROUNDED=rounded,
+        **_tile(head_dim, q.dtype),
+        **sizes,
+    )
+    return out

@@ -1,0 +1,331 @@
+"""Small steps of a layer, each as one Triton kernel: residual and norm, rotation and cache write, gated activation.
+
+They read and write each element once, add up in float32, and round to the model's dtype where Hugging Face's layers do.
+Run here in Triton's interpreter and compiled for sm_80 and sm_90; on a device by `pytest -m gpu`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATION_BLOCK = 1024  # elements of a row that one program of the gated activation takes
+HEAD_BLOCK = 8  # heads of a token that one program turns and writes
+
+
+@triton.jit
+def tanh(x):
+    """tanh in float32 by one exponential, to 1e-7 absolutely: libdevice's has no counterpart in the interpreter."""
+    shrunk = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def _add_norm_kernel(
+    x,
+    residual,
+    weight,
+    bias,
+    normed,
+    total,
+    x_stride,
+    residual_stride,
+    width,
+    eps,
+    offset,
+    multiplier,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    FLOAT32_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program a row. `normed` and `total` are [rows, width], contiguous."""
+    dtype = x.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    live = columns < width
+    h = tl.load(x + row * x_stride + columns, mask=live, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        added = tl.load(residual + row * residual_stride + columns, mask=live, other=0.0).to(tl.float32)
+        h = ((h * multiplier).to(dtype).to(tl.float32) + added).to(dtype)
+        tl.store(total + row * width + columns, h, mask=live)
+        h = h.to(tl.float32)
+    if CENTERED:
+        h = tl.where(live, h - tl.sum(h, 0) / width, 0.0)
+    h = h / tl.sqrt(tl.sum(h * h, 0) / width + eps)
+    if not FLOAT32_WEIGHT:
+        h = h.to(dtype).to(tl.float32)
+    h *= tl.load(weight + columns, mask=live, other=0.0).to(tl.float32) + offset
+    if HAS_BIAS:
+        h += tl.load(bias + columns, mask=live, other=0.0).to(tl.float32)
+    tl.store(normed + row * width + columns, h.to(dtype), mask=live)
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    float32_weight: bool = False,
+    multiplier: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norm of residual + multiplier * x, and that sum, rounded to x's dtype before it is normed.
+
+    x, residual [rows, width], rows may be strided; weight [width]; gives two [rows, width]. Without a residual the sum
+    is x itself. offset: added to the weight (Gemma). float32_weight: the weight is applied before rounding (Gemma,
+    OLMo2); otherwise after (Llama).
+    """
+    return _add_norm(x, residual, weight, None, eps, offset, multiplier, False, float32_weight)
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    multiplier: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Layer norm of residual + multiplier * x, and that sum; shapes as `add_rms_norm`'s.  weight, bias [width]."""
+    return _add_norm(x, residual, weight, bias, eps, 0.0, multiplier, True, True)
+
+
+def _add_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    multiplier: float,
+    centered: bool,
+    float32_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What both norms have in common."""
+    rows, width = x.shape
+    normed = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(normed)
+    block = triton.next_power_of_2(width)
+    _add_norm_kernel[(rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        weight if bias is None else bias,
+        normed,
+        total,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        width,
+        eps,
+        offset,
+        multiplier,
+        HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=bias is not None,
+        CENTERED=centered,
+        FLOAT32_WEIGHT=float32_weight,
+        BLOCK=block,
+        num_warps=4 if block <= 4096 else 8,
+    )
+    return normed, total
+
+
+@triton.jit
+def _gated_activation_kernel(gate_up, out, gate_up_stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """A program a row and BLOCK columns of it."""
+    dtype = gate_up.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = columns < width
+    gate = tl.load(gate_up + row * gate_up_stride + columns, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * gate_up_stride + width + columns, mask=live, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        gate = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        gate = 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
+    else:
+        gate = tl.maximum(gate, 0.0)
+    tl.store(out + row * width + columns, (gate.to(dtype).to(tl.float32) * up).to(dtype), mask=live)
+
+
+def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up, the activation rounded before the product.
+
+    gate_up [rows, 2 * width], gate before up, rows may be strided; gives [rows, width]. activation: of ACTIVATIONS.
+    """
+    assert activation in ACTIVATIONS, f"activation {activation!r} is not one of {ACTIVATIONS}"
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(ACTIVATION_BLOCK, triton.next_power_of_2(width))
+    grid = (rows, triton.cdiv(width, block))
+    _gated_activation_kernel[grid](gate_up, out, gate_up.stride(0), width, ACTIVATION=activation, BLOCK=block)
+    return out
+
+
+@triton.jit
+def _head_normed(x, inverse_rms, weight, offset, live, FLOAT32_WEIGHT: tl.constexpr):
+    """x * inverse_rms * (weight + offset) in x's dtype, rounded before the weight too unless FLOAT32_WEIGHT.
+
+    x [heads, columns], inverse_rms float32 [heads, 1], weight: pointers [1, columns], live [1, columns].
+    """
+    h = x.to(tl.float32) * inverse_rms
+    if not FLOAT32_WEIGHT:
+        h = h.to(x.dtype).to(tl.float32)
+    return (h * (tl.load(weight, mask=live, other=0.0).to(tl.float32) + offset)).to(x.dtype)
+
+
+@triton.jit
+def _rope_and_write_kernel(
+    q,
+    k,
+    v,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    rows,
+    slots,
+    turned,
+    keys,
+    values,
+    q_stride,
+    k_stride,
+    v_stride,
+    norm_eps,
+    norm_offset,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    FLOAT32_WEIGHT: tl.constexpr,
+    Q_BLOCKS: tl.constexpr,
+    KV_BLOCKS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A program a token and BLOCK_H of its heads: first the queries' blocks, then the keys', then the values'."""
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    page_row = tl.load(slots + token) * (KV_HEADS * HEAD_DIM)
+    source, target, norm = v + token * v_stride, values + page_row, k_norm
+    first, heads = (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_H, block * 0 + KV_HEADS
+    if block < Q_BLOCKS:
+        source, target, norm = q + token * q_stride, turned + token * (HEADS * HEAD_DIM), q_norm
+        first, heads = block * BLOCK_H, block * 0 + HEADS
+    elif block < Q_BLOCKS + KV_BLOCKS:
+        source, target = k + token * k_stride, keys + page_row
+        first = (block - Q_BLOCKS) * BLOCK_H
+    head = first + tl.arange(0, BLOCK_H)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    live = (head < heads) & (column < HEAD_DIM)
+    x = tl.load(source + head * HEAD_DIM + column, mask=live, other=0.0)
+    if block < Q_BLOCKS + KV_BLOCKS:
+        inverse_rms = 1.0
+        if HAS_NORM:
+            square = x.to(tl.float32) * x.to(tl.float32)
+            inverse_rms = (1.0 / tl.sqrt(tl.sum(square, 1) / HEAD_DIM + norm_eps))[:, None]
+            x = _head_normed(x, inverse_rms, norm + column, norm_offset, column < HEAD_DIM, FLOAT32_WEIGHT)
+        if ROTARY > 0:
+            half: tl.constexpr = ROTARY // 2
+            turns = column < ROTARY
+            if INTERLEAVED:
+                before, partner, angle = column % 2 == 0, column ^ 1, column // 2
+            else:
+                before = column < half
+                partner, angle = tl.where(before, column + half, column - half), column % half
+            other = tl.load(source + head * HEAD_DIM + partner, mask=live & turns, other=0.0)
+            if HAS_NORM:
+                other = _head_normed(other, inverse_rms, norm + partner, norm_offset, turns, FLOAT32_WEIGHT)
+            entry = tl.load(rows + token).to(tl.int64) * half + angle
+            c = tl.load(cos + entry, mask=turns, other=1.0).to(tl.float32)
+            s = tl.load(sin + entry, mask=turns, other=0.0).to(tl.float32)
+            # Products are rounded to the tables' dtype, and then their sum, as in x * cos + rotated(x) * sin.
+            along = (x.to(tl.float32) * c).to(cos.dtype.element_ty).to(tl.float32)
+            across = (other.to(tl.float32) * tl.where(before, -s, s)).to(cos.dtype.element_ty).to(tl.float32)
+            x = (along + across).to(x.dtype)
+    tl.store(target + head * HEAD_DIM + column, x, mask=live)
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """RMS norm of each head's queries and keys before they are turned.
+
+    q, k: weights [head_dim]; the rest as `add_rms_norm`'s.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+    offset: float = 0.0
+    float32_weight: bool = False
+
+
+def rope_and_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    interleaved: bool = False,
+    norm: HeadNorm | None = None,
+) -> torch.Tensor:
+    """Queries and keys normed and turned; keys and values written to their pages.  Gives q [tokens, heads, head_dim].
+
+    q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]: heads are contiguous, tokens may be strided.
+    cos, sin [n, rotary_dim / 2], in q's dtype where products are rounded to it, and in float32 where only the result
+        is; None: nothing is turned.
+    rows: integers [tokens]: the row of cos and sin by which each token is turned.
+    slots: int64 [tokens]: page * PAGE + place in it, where each token's key and value go.
+    keys, values [pages, PAGE, kv_heads, head_dim], written in place.
+    interleaved: pairs are neighbours, not halves.  norm: of the heads, before turning.
+    """
+    (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
+    assert keys.is_contiguous() and values.is_contiguous(), "pages of keys and values must be contiguous"
+    assert all(x.stride()[1:] == (head_dim, 1) for x in (q, k, v)), "the heads of a token must be contiguous"
+    rotary = 0 if cos is None else 2 * cos.shape[1]
+    changes = rotary > 0 or norm is not None
+    turned = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device) if changes else q
+    q_blocks, kv_blocks = triton.cdiv(heads, HEAD_BLOCK) if changes else 0, triton.cdiv(kv_heads, HEAD_BLOCK)
+    _rope_and_write_kernel[(tokens, q_blocks + 2 * kv_blocks)](
+        q,
+        k,
+        v,
+        q if norm is None else norm.q,
+        k if norm is None else norm.k,
+        rows if cos is None else cos,
+        rows if sin is None else sin,
+        rows,
+        slots,
+        turned,
+        keys,
+        values,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        0.0 if norm is None else norm.eps,
+        0.0 if norm is None else norm.offset,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        ROTARY=rotary,
+        INTERLEAVED=interleaved,
+        HAS_NORM=norm is not None,
+        FLOAT32_WEIGHT=norm is not None and norm.float32_weight,
+        Q_BLOCKS=q_blocks,
+        KV_BLOCKS=kv_blocks,
+        BLOCK_H=HEAD_BLOCK,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+    )
+    return turned

@@ -1,0 +1,155 @@
+"""Sampling in Triton: a row's token by inverse CDF, in two passes over the vocabulary and without a sort.
+
+The uniform number is that of `hybrid/decoding/sampling.py`, bit for bit. The cumulative sums are not torch's: they are
+made of fixed chunks, so that a token is a function of (key, step, row of logits) alone on every device and in every
+batch, and where u falls within float32's rounding of a boundary between two tokens, torch's may name the other one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 2048  # logits that one program reads; fixed, as the order of a row's sums follows from it
+# splitmix64's constants (Steele, Lea, Flood 2014), as in `hybrid/decoding/sampling.py`.
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+MIX_2 = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit
+def _uniform(key, step):
+    """`uniform(keys, step)` of hybrid/decoding/sampling.py.  key int64, step int32; gives float64 in [0, 1)."""
+    one = tl.full((), 1, tl.uint64)
+    bits = key.to(tl.uint64) + one * GOLDEN * (step.to(tl.int64) + 1).to(tl.uint64)
+    bits = (bits ^ (bits >> 30)) * (one * MIX_1)
+    bits = (bits ^ (bits >> 27)) * (one * MIX_2)
+    bits = bits ^ (bits >> 31)
+    return (bits >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+
+
+@triton.jit
+def _maxima_kernel(logits, maxima, logits_stride, vocab, CHUNK: tl.constexpr):
+    """A program a row and chunk.  maxima float32 [rows, chunks]"""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=ids < vocab, other=float("-inf"))
+    tl.store(maxima + row * tl.num_programs(1) + chunk, tl.max(x, 0))
+
+
+@triton.jit
+def _masses_kernel(
+    logits, maxima, masses, temperature, min_p, logits_stride, vocab, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """A program a row and chunk: masses float32 [3, rows, chunks], relative to exp(row's maximum): of what may be drawn
+    at the row's temperature, of everything at that temperature, of everything at temperature 1."""
+    row, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    others = tl.arange(0, CHUNKS)
+    best = tl.max(tl.load(maxima + row * chunks + others, mask=others < chunks, other=float("-inf")), 0)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=ids < vocab, other=float("-inf")) - best
+    heat = tl.load(temperature + row)
+    scaled = tl.exp(x / tl.where(heat == 0, 1.0, heat))
+    kept = tl.where(scaled >= tl.load(min_p + row), scaled, 0.0)
+    cell, step = row * chunks + chunk, tl.num_programs(0) * chunks
+    tl.store(masses + cell, tl.sum(kept, 0))
+    tl.store(masses + step + cell, tl.sum(scaled, 0))
+    tl.store(masses + 2 * step + cell, tl.sum(tl.exp(x), 0))
+
+
+@triton.jit
+def _first(found, index, otherwise, SIZE: tl.constexpr):
+    """The least of `index` where `found`; where nothing is, the last of it where `otherwise`, or 0."""
+    first = tl.min(tl.where(found, index, SIZE), 0)
+    last = tl.maximum(tl.max(tl.where(otherwise, index, -1), 0), 0)
+    return tl.where(first == SIZE, last, first)
+
+
+@triton.jit
+def _pick_kernel(
+    logits,
+    maxima,
+    masses,
+    keys,
+    steps,
+    temperature,
+    min_p,
+    tokens,
+    sampling_logprobs,
+    raw_logprobs,
+    logits_stride,
+    vocab,
+    chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """A program a row: the chunk in which the cumulative mass passes u * total, then the token in that chunk.
+
+    Rounding may leave nothing that passes; then it is the last that has any mass. A token without mass is never taken.
+    """
+    row, rows = tl.program_id(0), tl.num_programs(0)
+    others = tl.arange(0, CHUNKS)
+    there, cells = others < chunks, row * chunks + others
+    chunk_best = tl.load(maxima + cells, mask=there, other=float("-inf"))
+    best = tl.max(chunk_best, 0)
+    mass = tl.load(masses + cells, mask=there, other=0.0).to(tl.float64)
+    passed = tl.cumsum(mass, 0)
+    target = _uniform(tl.load(keys + row), tl.load(steps + row)) * tl.max(passed, 0)
+    drawn = _first((passed > target) & (mass > 0), others, mass > 0, CHUNKS)
+    heat = tl.load(temperature + row)
+    chunk = tl.where(heat == 0, _first(chunk_best == best, others, there, CHUNKS), drawn)
+    rest = (target - tl.sum(tl.where(others == chunk - 1, passed, 0.0), 0)).to(tl.float32)
+
+    places = tl.arange(0, CHUNK)
+    ids = chunk * CHUNK + places
+    x = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=ids < vocab, other=float("-inf")) - best
+    divisor = tl.where(heat == 0, 1.0, heat)
+    scaled = tl.exp(x / divisor)
+    kept = tl.where(scaled >= tl.load(min_p + row), scaled, 0.0)
+    drawn = _first((tl.cumsum(kept, 0) > rest) & (kept > 0), places, kept > 0, CHUNK)
+    place = tl.where(heat == 0, _first(x == 0, places, ids < vocab, CHUNK), drawn)
+    chosen = tl.sum(tl.where(places == place, x, 0.0), 0)
+
+    everything = masses + rows * chunks + cells
+    sampling_total = tl.sum(tl.load(everything, mask=there, other=0.0), 0)
+    raw_total = tl.sum(tl.load(everything + rows * chunks, mask=there, other=0.0), 0)
+    tl.store(tokens + row, (chunk * CHUNK + place).to(tl.int64))
+    tl.store(sampling_logprobs + row, chosen / divisor - tl.log(sampling_total))
+    tl.store(raw_logprobs + row, chosen - tl.log(raw_total))
+
+
+def sample(
+    logits: torch.Tensor, keys: torch.Tensor, steps: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A token for each row, and its logprobs at the row's temperature and at 1, both before min-p.
+
+    logits float32 [rows, vocab], rows may be strided; keys int64 [rows]: of `stream_keys`; steps int32 [rows]: index of
+    the new token in its completion; temperature, min_p float32 [rows], on the device, so that a captured graph is good
+    for any. Temperature 0 takes the highest logit, the first among equals, and reports both logprobs at 1.
+    Gives int64 [rows], float32 [rows], float32 [rows].
+    """
+    rows, vocab = logits.shape
+    chunks = triton.cdiv(vocab, CHUNK)
+    sizes = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(chunks)}
+    maxima = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
+    masses = torch.empty((3, rows, chunks), dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    sampling, raw = torch.empty((2, rows), dtype=torch.float32, device=logits.device)
+    _maxima_kernel[(rows, chunks)](logits, maxima, logits.stride(0), vocab, CHUNK=CHUNK)
+    _masses_kernel[(rows, chunks)](logits, maxima, masses, temperature, min_p, logits.stride(0), vocab, **sizes)
+    _pick_kernel[(rows,)](
+        logits,
+        maxima,
+        masses,
+        keys,
+        steps,
+        temperature,
+        min_p,
+        tokens,
+        sampling,
+        raw,
+        logits.stride(0),
+        vocab,
+        chunks,
+        **sizes,
+    )
+    return tokens, sampling, raw

@@ -1,0 +1,90 @@
+"""Compile every Triton kernel for a GPU that need not be there, and say what each needs of it.
+
+python -m tests.kernels.compile_triton 90    # a line of JSON a kernel, for sm_90
+"""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from hybrid.kernels import triton_attention, triton_fused, triton_sampling
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def compiling(arch: int):
+    """What stands in for a launch: compile what would have run, and print its name and needs."""
+
+    def launch(kernel, *args, grid, warmup, num_warps=4, **constants):
+        bound = inspect.signature(kernel.fn).bind(*args, **constants)
+        signature, values, hints = {}, {}, {}
+        for place, (param, value) in enumerate(zip(kernel.params, bound.arguments.values(), strict=True)):
+            if param.is_constexpr:
+                signature[param.name], values[place,] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[param.name], hints[place,] = f"*{TYPES[value.dtype]}", [["tt.divisibility", 16]]
+            else:
+                signature[param.name] = "i32" if isinstance(value, int) else "fp32"
+        source = ASTSource(kernel, signature, values, hints)
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            usage = subprocess.run([DISASSEMBLER, "-res-usage", file.name], capture_output=True, text=True, check=True)
+        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
+        needs = {"registers": int(registers), "stack_bytes": int(stack), "shared_bytes": compiled.metadata.shared}
+        print(json.dumps({"kernel": kernel.fn.__name__, **needs}), flush=True)
+
+    return launch
+
+
+def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
+    """Both attentions, plain and with everything."""
+    q, pages = torch.empty(4, 8, head_dim, dtype=dtype), torch.empty(4, 32, 2, head_dim, dtype=dtype)
+    lengths, tables = torch.empty(4, dtype=torch.int32), torch.empty(4, 128, dtype=torch.int32)
+    everything = {"softcap": 50.0, "window": 77, "bias": torch.empty(8, 4096), "rounded": True}
+    for features in ({}, everything):
+        triton_attention.decode_attention(q, pages, pages, lengths, tables, 0.1, **features)
+        triton_attention.prefill_attention(q, pages, pages, lengths, lengths, tables, 0.1, **features)
+
+
+def launch_fused(dtype: torch.dtype) -> None:
+    """Rotations, norms, activations; head_dim 80 has columns to mask."""
+    q, kv, pages = (torch.empty(4, heads, 80, dtype=dtype) for heads in (32, 2, 2))
+    table, slots = torch.empty(99, 40, dtype=dtype), torch.empty(4, dtype=torch.int64)
+    norm = triton_fused.HeadNorm(torch.empty(80, dtype=dtype), torch.empty(80, dtype=dtype), 1e-6)
+    for interleaved, own in ((False, None), (True, norm)):
+        triton_fused.rope_and_write(q, kv, kv, table, table, slots, slots, pages, pages, interleaved, own)
+    triton_fused.rope_and_write(q, kv, kv, None, None, slots, slots, pages, pages)
+    x = torch.empty(4, 4096, dtype=dtype)
+    triton_fused.add_rms_norm(x, x, x[0], 1e-5)
+    triton_fused.add_rms_norm(x, None, x[0], 1e-5, 1.0, True)
+    triton_fused.add_layer_norm(x, x, x[0], x[0], 1e-5)
+    for activation in triton_fused.ACTIVATIONS:
+        triton_fused.gated_activation(x, activation)
+
+
+def main(arch: int) -> None:
+    JITFunction.run = compiling(arch)
+    for dtype in (torch.bfloat16, torch.float32):
+        launch_fused(dtype)
+        for head_dim in (64, 128, 256):
+            launch_attention(dtype, head_dim)
+    number = torch.empty(4)
+    keys, steps = torch.empty(4, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
+    triton_sampling.sample(torch.empty(4, 151936), keys, steps, number, number)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

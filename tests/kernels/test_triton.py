@@ -1,0 +1,356 @@
+"""Each Triton kernel equals the formula that it stands for.
+
+Without a GPU the kernels run in Triton's interpreter, on CPU tensors; with one, compiled, on the device. The oracles
+are float64 formulas, torch's functions and Hugging Face's layers.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_eager
+from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotary
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from hybrid.containers.batch import PAGE
+from hybrid.decoding.sampling import stream_keys, uniform
+
+pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
+from hybrid.kernels import triton_attention as attention
+from hybrid.kernels import triton_fused as fused
+from hybrid.kernels.triton_sampling import CHUNK, sample
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Sums in another order than the oracle's: float32 agrees to its rounding; bfloat16 to one unit in the last of 8 bits.
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-6},
+    torch.float16: {"rtol": 2**-10, "atol": 2**-11},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 2**-9},
+}
+# The interpreter truncates to bfloat16 where a device rounds, and its tl.dot takes the bits for integers (3.7.1).
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, slack: float = 1.0) -> None:
+    """Equal to within the rounding of our dtype, `slack` times."""
+    tolerance = {name: slack * value for name, value in TOLERANCE[ours.dtype].items()}
+    torch.testing.assert_close(ours.cpu(), theirs.cpu().to(ours.dtype), **tolerance)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+class Cache:
+    """Pages in a shuffled order, whose unused places hold what must never be read.
+
+    lengths: of the sequences.  keys, values [pages, PAGE, kv_heads, head_dim]; tables int32 [sequences, max_pages].
+    """
+
+    def __init__(self, lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, max_pages: int = 0):
+        needed = [-(-length // PAGE) for length in lengths]
+        self.lengths = lengths
+        self.keys, self.values = torch.full((2, 1 + sum(needed), PAGE, kv_heads, head_dim), math.nan).to(DEVICE, dtype)
+        self.tables = torch.zeros(len(lengths), max_pages or max(needed), dtype=torch.int32, device=DEVICE)
+        pages = (1 + torch.randperm(sum(needed))).to(DEVICE, torch.int32)
+        self.k = [random(length, kv_heads, head_dim, dtype=dtype) for length in lengths]
+        self.v = [random(length, kv_heads, head_dim, dtype=dtype) for length in lengths]
+        for row, (own, length) in enumerate(zip(pages.split(needed), lengths, strict=True)):
+            self.tables[row, : len(own)] = own
+            for token in range(length):
+                self.keys[own[token // PAGE], token % PAGE] = self.k[row][token]
+                self.values[own[token // PAGE], token % PAGE] = self.v[row][token]
+
+    @property
+    def lengths_tensor(self) -> torch.Tensor:
+        return torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE)
+
+    def attention(self, row: int, q: torch.Tensor, scale, softcap=0.0, window=0, bias=None) -> torch.Tensor:
+        """The oracle, in float64: softmax over what each of the row's last queries sees.  q [queries, heads, dim]"""
+        k, v = (x[row].double().repeat_interleave(q.shape[1] // x[row].shape[1], dim=1) for x in (self.k, self.v))
+        length = len(k)
+        position = torch.arange(length - len(q), length, device=DEVICE)[:, None]
+        token = torch.arange(length, device=DEVICE)
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:
+            scores = scores + bias.double()[:, None, :length]
+        unseen = token > position
+        if window:
+            unseen |= token <= position - window
+        weights = scores.masked_fill(unseen, -math.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+FEATURES = {
+    "plain": {},
+    "soft cap": {"softcap": 5.0},
+    "window": {"window": 40},
+    "window under a tile": {"window": 7},
+    "bias": {"bias": True},
+}
+# ALiBi's scores are in the hundreds at a few hundred tokens, where float32's steps are 3e-5.
+SLACK = {"bias": 10.0}
+# heads, KV heads, head_dim, dtype: multi-head, grouped with a head size that is no power of two, multi-query.
+SHAPES = [(2, 2, 16, torch.float32), (6, 2, 20, torch.float32), (4, 1, 80, torch.float32), (6, 2, 20, HALF)]
+
+
+def choices(features: dict, heads: int) -> dict:
+    """Arguments of a feature. ALiBi's slopes are of BLOOM's order of magnitude."""
+    slopes = torch.linspace(0.5, 0.004, heads, device=DEVICE)
+    return {"bias": slopes[:, None] * torch.arange(20 * PAGE, device=DEVICE)} if "bias" in features else features
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_decode_attention(feature, shape):
+    heads, kv_heads, head_dim, dtype = shape
+    cache = Cache([1, 300, 32, 65, 513], kv_heads, head_dim, dtype)
+    features = choices(FEATURES[feature], heads)
+    # Queries are a part of a wider matrix, as after one matmul for q, k and v.
+    q = random(5, heads + 3, head_dim, dtype=dtype)[:, :heads]
+    ours = attention.decode_attention(
+        q, cache.keys, cache.values, cache.lengths_tensor, cache.tables, head_dim**-0.5, **features
+    )
+    for row in range(5):
+        close(
+            ours[row : row + 1],
+            cache.attention(row, q[row : row + 1], head_dim**-0.5, **features),
+            SLACK.get(feature, 1.0),
+        )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_prefill_attention(feature, shape):
+    """Whole prompts, one token after a long prefix, several tokens after a prefix, more than a block of them."""
+    heads, kv_heads, head_dim, dtype = shape
+    lengths, new = [40, 65, 33, 1, 75], [40, 1, 5, 1, 35]
+    cache = Cache(lengths, kv_heads, head_dim, dtype)
+    features = choices(FEATURES[feature], heads)
+    starts = torch.tensor([0, *new], device=DEVICE).cumsum(0).int()
+    q = random(sum(new), heads + 3, head_dim, dtype=dtype)[:, :heads]
+    ours = attention.prefill_attention(
+        q, cache.keys, cache.values, starts, cache.lengths_tensor, cache.tables, head_dim**-0.5, **features
+    )
+    for row, own in enumerate(zip(q.split(new), ours.split(new), strict=True)):
+        close(own[1], cache.attention(row, own[0], head_dim**-0.5, **features), SLACK.get(feature, 1.0))
+
+
+@pytest.mark.parametrize("feature", ["soft cap", "bias"])
+def test_rounded_scores_are_those_of_eager_attention(feature):
+    """Scores in the hundreds, of which half precision keeps a tenth: rounded alike, we are where Hugging Face is."""
+    cache = Cache([70], 2, 16, HALF)
+    q = random(70, 2, 16, dtype=HALF) * 16
+    k, v = (x[0].transpose(0, 1)[None] for x in (cache.k, cache.v))  # [1, heads, tokens, head_dim]
+    mask = torch.full((70, 70), torch.finfo(HALF).min, dtype=HALF, device=DEVICE).triu(1)
+    if feature == "soft cap":
+        choice, module = {"softcap": 30.0}, SimpleNamespace(num_key_value_groups=1, training=False)
+        theirs, _ = gemma2_eager(module, q.transpose(0, 1)[None], k, v, mask, scaling=1.0, softcap=30.0)
+        theirs = theirs[0]
+    else:  # BLOOM's
+        choice = {"bias": (torch.tensor([[2.0], [0.3]], device=DEVICE) * torch.arange(96, device=DEVICE)).to(HALF)}
+        scores = choice["bias"][:, None, :70].baddbmm(q.transpose(0, 1), k[0].transpose(1, 2), beta=1.0, alpha=1.0)
+        weights = (scores + mask).softmax(-1, dtype=torch.float32).to(HALF)
+        theirs = (weights @ v[0]).transpose(0, 1)
+    starts = torch.tensor([0, 70], dtype=torch.int32, device=DEVICE)
+    last, pages = (q[-1:], cache.keys, cache.values), (cache.lengths_tensor, cache.tables)
+    for ours, expected in (
+        (attention.prefill_attention(q, *last[1:], starts, *pages, 1.0, **choice, rounded=True), theirs),
+        (attention.decode_attention(*last, *pages, 1.0, **choice, rounded=True), theirs[-1:]),
+    ):
+        close(ours, expected, slack=4)  # our weights are rounded before they are divided by their sum
+    unrounded = attention.prefill_attention(q, *last[1:], starts, *pages, 1.0, **choice)
+    assert (unrounded - theirs).abs().max() > 20 * TOLERANCE[HALF]["atol"], "rounding makes no difference here"
+
+
+def test_a_row_of_decode_does_not_depend_on_the_batch_around_it():
+    """Bit for bit: alone with a short table, and beside others with a table three times as long."""
+    alone = Cache([300], 2, 16, torch.float32)
+    q = random(3, 4, 16)
+    wide = torch.zeros(3, 40, dtype=torch.int32, device=DEVICE)
+    wide[:, : alone.tables.shape[1]] = alone.tables
+    one = attention.decode_attention(
+        q[:1], alone.keys, alone.values, alone.lengths_tensor, alone.tables, 0.25, window=290
+    )
+    lengths = torch.tensor([300, 7, 299], dtype=torch.int32, device=DEVICE)
+    many = attention.decode_attention(q, alone.keys, alone.values, lengths, wide, 0.25, window=290)
+    assert torch.equal(one[0], many[0])
+
+
+# ------------------------------------------------------------------------------------------------------ norms and MLP
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, Gemma2RMSNorm, Olmo2RMSNorm], ids=lambda norm: norm.__name__)
+def test_add_rms_norm(norm, dtype):
+    """As the family's own layer after its own addition; the sum to the bit."""
+    layer = norm(48, eps=1e-5).to(DEVICE, dtype)
+    layer.weight.data = random(48, dtype=dtype)
+    choice = {"offset": 1.0, "float32_weight": True} if norm is Gemma2RMSNorm else {}
+    choice |= {"float32_weight": True} if norm is Olmo2RMSNorm else {}
+    x, residual = random(5, 60, dtype=dtype)[:, :48], random(5, 48, dtype=dtype)
+    normed, total = fused.add_rms_norm(x, residual, layer.weight, 1e-5, **choice, multiplier=0.3)
+    assert torch.equal(total, residual + x * 0.3)
+    close(normed, layer(total))
+    normed, total = fused.add_rms_norm(x, None, layer.weight, 1e-5, **choice)
+    assert total is x
+    close(normed, layer(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_add_layer_norm(bias, dtype):
+    x, residual, weight = random(3, 48, dtype=dtype) + 3, random(3, 48, dtype=dtype), random(48, dtype=dtype)
+    bias = random(48, dtype=dtype) if bias else None
+    normed, total = fused.add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert torch.equal(total, x + residual)
+    close(normed, F.layer_norm((x + residual), (48,), weight, bias, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("activation", fused.ACTIVATIONS)
+def test_gated_activation(activation, dtype):
+    theirs = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "relu": F.relu,
+    }[activation]
+    gate_up = random(3, 2 * 1100, dtype=dtype) * 4
+    close(fused.gated_activation(gate_up, activation), theirs(gate_up[:, :1100]) * gate_up[:, 1100:])
+
+
+# ------------------------------------------------------------------------------------------------------ rope and write
+
+
+def written(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """What is in the pages at `slots`.  [tokens, kv_heads, head_dim]"""
+    return pages.flatten(0, 1)[slots]
+
+
+@pytest.mark.parametrize(("dtype", "tables"), [(torch.float32,) * 2, (HALF,) * 2, (HALF, torch.float32)], ids=str)
+@pytest.mark.parametrize("normed", ["", "llama", "gemma"])
+@pytest.mark.parametrize("rotary", [0, 8, 20])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_and_write(interleaved, rotary, normed, dtype, tables):
+    """Ten query heads (more than one program takes) and two KV heads of size 20, of which `rotary` elements turn.
+
+    tables: the dtype of cos and sin, to which products are rounded: float32 is OLMo2's way.
+    """
+    qkv = random(5, 14, 20, dtype=dtype)
+    q, k, v = qkv.split([10, 2, 2], dim=1)
+    positions = torch.tensor([0, 31, 32, 7, 90], device=DEVICE)
+    angles = positions.new_tensor(range(100)).float()[:, None] * torch.linspace(1, 0.1, rotary // 2, device=DEVICE)
+    cos, sin = angles.cos().to(tables), angles.sin().to(tables)
+    keys, values = torch.full((2, 4, PAGE, 2, 20), math.nan).to(DEVICE, dtype)
+    slots = torch.tensor([33, 127, 64, 0, 95], device=DEVICE)
+    norm, layers = None, [torch.nn.Identity()] * 2
+    if normed:
+        layers = [(Gemma2RMSNorm if normed == "gemma" else LlamaRMSNorm)(20, eps=1e-5) for _ in "qk"]
+        for layer in layers:
+            layer.weight.data = random(20, dtype=dtype)
+        norm = fused.HeadNorm(*(layer.weight for layer in layers), 1e-5, float(normed == "gemma"), normed == "gemma")
+
+    turned = fused.rope_and_write(
+        q, k, v, cos if rotary else None, sin if rotary else None, positions, slots, keys, values, interleaved, norm
+    )
+    q, k = layers[0](q), layers[1](k)
+    if rotary:
+        q, k = (turn(x, cos[positions], sin[positions], interleaved) for x in (q, k))
+    for ours, theirs in ((turned, q), (written(keys, slots), k)):
+        if dtype == HALF and not normed:
+            assert torch.equal(ours, theirs), "rounded elsewhere than Hugging Face rounds"
+        close(ours, theirs)
+    assert torch.equal(written(values, slots), v)
+    assert torch.isnan(keys).sum() == keys.numel() - k.numel(), "keys were written outside their slots"
+    assert torch.isnan(values).sum() == values.numel() - v.numel(), "values were written outside their slots"
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Hugging Face's rotation of the leading elements.  x [tokens, heads, head_dim], cos, sin [tokens, rotary / 2]"""
+    rotary = 2 * cos.shape[1]
+    head, rest = x[None, ..., :rotary], x[..., rotary:]
+    if interleaved:
+        turned = gptj_rotary(head, sin[None], cos[None])
+    else:
+        turned, _ = llama_rotary(
+            head, head, torch.cat([cos, cos], -1)[None], torch.cat([sin, sin], -1)[None], unsqueeze_dim=2
+        )
+    return torch.cat([turned[0].to(x.dtype), rest], dim=-1)
+
+
+# ------------------------------------------------------------------------------------------------------------ sampling
+
+
+def drawn(logits: torch.Tensor, keys: torch.Tensor, steps: torch.Tensor, temperature=1.0, min_p=0.0):
+    """`sample` with one temperature and min_p for all rows."""
+    ones = torch.ones(len(logits), device=DEVICE)
+    return sample(logits, keys, steps, ones * temperature, ones * min_p)
+
+
+@pytest.mark.parametrize("vocab", [11, CHUNK, CHUNK + 1, 3 * CHUNK + 77])
+@pytest.mark.parametrize(("temperature", "min_p"), [(1.0, 0.0), (0.7, 0.0), (1.3, 0.05)])
+def test_a_token_is_where_the_cumulative_softmax_passes_u(vocab, temperature, min_p):
+    logits = random(8, vocab) * 3
+    logits[:, ::3] = -math.inf  # as processors leave them
+    keys = stream_keys(5, torch.arange(8), torch.zeros(8, dtype=torch.long)).to(DEVICE)
+    for step in (0, 4095):
+        u = uniform(keys, step)
+        steps = torch.full((8,), step, dtype=torch.int32, device=DEVICE)
+        tokens, sampling, raw = drawn(logits, keys, steps, temperature, min_p)
+        scaled = (logits.double() / temperature).softmax(-1)
+        kept = scaled.where(scaled >= min_p * scaled.max(-1, keepdim=True).values, 0.0)
+        cdf = (kept / kept.sum(-1, keepdim=True)).cumsum(-1)
+        at = tokens[:, None]
+        assert (kept.gather(1, at) > 0).all()
+        # float32's sums over a row leave its boundaries within 1e-6.
+        assert (cdf.gather(1, at)[:, 0] > u - 1e-6).all()
+        assert ((cdf - kept / kept.sum(-1, keepdim=True)).gather(1, at)[:, 0] <= u + 1e-6).all()
+        close(sampling, scaled.log().gather(1, at)[:, 0])
+        close(raw, logits.double().log_softmax(-1).gather(1, at)[:, 0])
+
+
+def test_the_uniform_numbers_are_those_of_the_host():
+    """With equal logits the token is floor(u * vocab), for keys with and without the highest bit."""
+    vocab = 2048  # a power of two: the cumulative sums are exact
+    keys = stream_keys(-3, torch.arange(64), torch.arange(64)).to(DEVICE)
+    assert (keys < 0).any() and (keys > 0).any()
+    steps = (torch.arange(64, device=DEVICE) * 37).int()
+    tokens, _, _ = drawn(torch.zeros(64, vocab, device=DEVICE), keys, steps)
+    u = torch.stack([uniform(keys[row], int(step)) for row, step in enumerate(steps)])
+    assert torch.equal(tokens, (u * vocab).long())
+
+
+def test_temperature_zero_takes_the_first_of_the_highest_logits():
+    logits = random(4, CHUNK + 500)
+    logits[0, [5, CHUNK + 3]] = 9.0
+    logits[1, [CHUNK + 7, CHUNK + 9]] = 9.0
+    keys = torch.arange(4, device=DEVICE)
+    tokens, sampling, raw = drawn(logits, keys, keys.int(), temperature=0.0)
+    assert tokens.tolist() == [5, CHUNK + 7, int(logits[2].argmax()), int(logits[3].argmax())]
+    assert torch.equal(sampling, raw)
+    close(raw, logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+
+
+def test_a_row_of_sampling_does_not_depend_on_the_rows_around_it():
+    logits = random(6, 2 * CHUNK + 1)
+    keys = stream_keys(1, torch.arange(6), torch.zeros(6, dtype=torch.long)).to(DEVICE)
+    steps = torch.arange(6, device=DEVICE).int()
+    order = torch.tensor([3, 0, 5], device=DEVICE)
+    for whole, part in zip(drawn(logits, keys, steps), drawn(logits[order], keys[order], steps[order]), strict=True):
+        assert torch.equal(whole[order], part)
