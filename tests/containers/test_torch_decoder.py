@@ -71,9 +71,17 @@ VARIANTS = {
     ),
     "falcon, alibi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
     "falcon, alibi, six heads on one": ("falcon", {"alibi": True, "hidden_size": 48, "num_attention_heads": 6}),
+    "falcon, alibi, slopes that bfloat16 rounds": (
+        "falcon",
+        {"alibi": True, "hidden_size": 64, "num_attention_heads": 16},
+    ),
     "mixtral, window": ("mixtral", {"sliding_window": 6}),
     "qwen3_moe, weights not normalised": ("qwen3_moe", {"norm_topk_prob": False}),
 }
+
+# Families of which one step is not rounded as Hugging Face rounds it: OPT scales its queries before the scores, Falcon
+# adds biases after rounding, GPT-J rounds probabilities, BLOOM has its own formula for GELU. 0.4 to 0.96 is seen.
+ROUNDED_OTHERWISE = ("opt", "falcon", "gptj", "bloom")
 
 
 def own_weights(place: Place) -> torch.Tensor | None:
@@ -173,9 +181,10 @@ def test_bfloat16_rounds_where_hugging_face_does(variant):
     model = model.bfloat16()
     theirs = hugging_face(model)
     ours = Run(decoder_of(model, torch.bfloat16), sequences()).every_logit()
-    # Two roundings that know nothing of each other would be √2 times as far apart; 0.0 to 0.2 is seen where every step
-    # is rounded alike, up to 0.96 where a step is not (queries of OPT, biases of Falcon, probabilities of GPT-J).
-    assert average(ours, theirs) < 1.2 * average(theirs, exact)
+    # Where every step is rounded alike, only the order of sums is left: 0.0 to 0.16 is seen. Two roundings that know
+    # nothing of each other would be √2 times as far apart as either is from the exact one.
+    share = 1.2 if family in ROUNDED_OTHERWISE else 0.4
+    assert average(ours, theirs) < share * average(theirs, exact)
 
 
 def test_what_only_looks_like_llama_but_turns_neighbours_equals_hugging_face():
