@@ -6,7 +6,7 @@ Defaults live here and nowhere else. Knows nothing of torch.
 import copy
 import difflib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -45,10 +45,17 @@ class RolloutConfig(Block):
     keep_snapshot: keep the snapshot's buffers over `train()`. False frees them there: less memory while training,
         and the frozen weights are gathered again for the next rollout.
     kv_step: tokens by which the KV cache grows.
+    kv_cache_bytes: the most that the KV cache of fused containers may hold; rows wait until there is room. None: no
+        end.
+    max_slots: rows that are decoded at once; others wait in a queue.
+    containers: "fused" computes with our decoder wherever it equals the model's own layers; "native" runs those.
     """
 
     keep_snapshot: bool = True
     kv_step: int = Field(128, gt=0)
+    kv_cache_bytes: int | None = Field(None, gt=0)
+    max_slots: int = Field(256, gt=0)
+    containers: Literal["fused", "native"] = "fused"
 
 
 BLOCKS: dict[str, type[Block]] = {"hybrid_engine": HybridEngineConfig, "rollout": RolloutConfig}

@@ -16,11 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from hybrid.architectures.structure import Part, read_structure
 from hybrid.config import HybridEngineConfig, RolloutConfig
+from hybrid.containers.fused import FusedContainer, FusedModel
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.window import Window, unhooked
 from hybrid.decoding.kv_cache import KVCache
-from hybrid.decoding.loop import Decoder, Noise, TokenLog, with_stop_strings
-from hybrid.decoding.scoring import Scores, padded_forward, score_sequences
+from hybrid.decoding.loop import Decoding, Noise, TokenLog, with_stop_strings
+from hybrid.decoding.pages import PageStore
+from hybrid.decoding.rows import Decoder
+from hybrid.decoding.scoring import Scores, is_packable, padded_forward, score_packed, score_sequences
 from hybrid.parallel import all_ranks, engine_name, own_row_ids
 from hybrid.profiling import Profiler
 from hybrid.rollout import (
@@ -40,6 +43,7 @@ NOT_AVAILABLE = {
     "assistant_model": "the engine decodes by its own loop",
     "adapter_names": "active adapters are merged, the same for every row; use model.set_adapter",
 }
+STRIDE_ON_DEVICES = 8  # steps between two looks at a device that the host would wait for
 ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
 
 
@@ -60,14 +64,21 @@ class HybridEngine(DeepSpeedEngine):
         self._unhooked = ExitStack()  # gives back the hooks of switched modules
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
         self._kv_cache = KVCache(self._rollout_settings.kv_step)
+        self._pages = PageStore(self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes)
         structure = read_structure(self.module)
         self._snapshot = Snapshot(
             self.module, structure, read_adapters(self.module), self._settings.tp_gather_partition_size
         )
         self._window = Window(self.module, self._snapshot, self._refresh, self._training_hooks, lends=not self._streams)
+        self._fused = FusedModel(self.module, [part.module for part in structure.layers], self._snapshot)
+        if self._streams:
+            self._fused.why_not = "weights are gathered layer by layer (hybrid_engine.pin_parameters=false)"
+        if self._rollout_settings.containers == "native":
+            self._fused.why_not = "rollout.containers=native"
         root = Part("", self.module, "model")
-        parts = {part.module: part for part in (root, *structure.outer, *structure.layers)}
-        self._containers = [NativeContainer(part, self._window) for part in parts.values()]
+        parts = {part.module: part for part in (*structure.outer, *structure.layers) if part.module is not self.module}
+        self._containers = [FusedContainer(root, self._window, self._fused)]
+        self._containers += [NativeContainer(part, self._window) for part in parts.values()]
 
     # ---------------------------------------------------------------- modes
 
@@ -127,6 +138,8 @@ class HybridEngine(DeepSpeedEngine):
             self._uninstall()
             self._snapshot.release()
             self._kv_cache.release()
+            self._pages.release()
+            self._fused.release()
         super().destroy()
 
     def _install(self) -> None:
@@ -148,8 +161,10 @@ class HybridEngine(DeepSpeedEngine):
         with self._profiler.phase("release"):
             if self._settings.release_inference_cache:
                 self._kv_cache.release()
+                self._pages.release()
             if not self._rollout_settings.keep_snapshot:
                 self._snapshot.release()
+                self._fused.release()
             if self._settings.release_inference_cache or not self._rollout_settings.keep_snapshot:
                 get_accelerator().empty_cache()
 
@@ -301,9 +316,13 @@ class HybridEngine(DeepSpeedEngine):
         if rows == 0:  # as in `rollout`
             sequences = sequences.new_zeros(1, sequences.shape[1])
             attention_mask = torch.ones_like(sequences)
-        with self.inference(adapters), autocast_if_enabled(self), self._profiler.phase("prefill"):
-            forward = padded_forward(self.module)
-            scores = score_sequences(forward, sequences, attention_mask, temperature, rows_per_forward)
+        with self.inference(adapters), autocast_if_enabled(self), self._profiler.phase("prefill"), torch.no_grad():
+            decoder = self._decoder() if is_packable(attention_mask) else None
+            if decoder is not None:
+                scores = score_packed(decoder, self._pages, sequences, attention_mask, temperature, rows_per_forward)
+            else:
+                forward = padded_forward(self.module)
+                scores = score_sequences(forward, sequences, attention_mask, temperature, rows_per_forward)
         return Scores(scores.per_token_logps[:rows], scores.entropies[:rows])
 
     def _generate(
@@ -322,10 +341,14 @@ class HybridEngine(DeepSpeedEngine):
         kwargs = with_stop_strings({**kwargs, "synced_gpus": False})
         if "generation_config" not in kwargs and len(args) < 2:
             kwargs.setdefault("use_cache", True)  # gradient checkpointing turns it off in the model's configuration
-        decoder = Decoder(
+        decoding = Decoding(
             phase=self._profiler.phase,
             window=lambda: self._window.opened(adapters),
             cache=self._kv_cache,
+            fused=self._decoder,
+            store=self._pages,
+            max_slots=self._rollout_settings.max_slots,
+            stride=1 if self.device.type == "cpu" else STRIDE_ON_DEVICES,
             max_out_tokens=self._settings.max_out_tokens,
             noise=noise,
             token_log=log,
@@ -334,7 +357,11 @@ class HybridEngine(DeepSpeedEngine):
             produced=self._profiler.generated,
         )
         with self._eval_mode(), autocast_if_enabled(self):
-            return self.module.generate(*args, custom_generate=decoder.method(), **kwargs)
+            return self.module.generate(*args, custom_generate=decoding.method(), **kwargs)
+
+    def _decoder(self) -> Decoder | None:
+        """The fused decoder over the window that is open, None where the model must run natively."""
+        return self._fused.decoder(self._window.uses_adapters)
 
     def _require_generate(self) -> None:
         if not hasattr(self.module, "generate"):
@@ -362,27 +389,34 @@ class HybridEngine(DeepSpeedEngine):
     # ----------------------------------------------------------- inspection
 
     def coverage(self) -> list[dict[str, str]]:
-        """What runs where in eval mode: for each part of the model its `module` name, `kind`, `container` and why."""
+        """What runs where in eval mode: for each part of the model its `module` name, `kind`, `container` and why.
+
+        A fused decoder is compared with the model's layers on first use; where one differs, this says so afterwards.
+        """
+        with unhooked(self._training_hooks()), autocast_if_enabled(self):
+            why_native = self._fused.why_not_now()
+        container = NativeContainer.kind if why_native else FusedContainer.kind
+        why = f"{NativeContainer.why}: {why_native}" if why_native else self._fused.what
         return [
-            {
-                "module": container.part.name,
-                "kind": container.part.kind,
-                "container": container.kind,
-                "why": container.why,
-            }
-            for container in self._containers
+            {"module": one.part.name, "kind": one.part.kind, "container": container, "why": why}
+            for one in self._containers
         ]
 
     def stats(self) -> dict[str, float]:
         """This rank's figures since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
         `decode_s`, `wait_s`, `release_s`, `train_s`, `elapsed_s`), `tokens` generated, `tokens_per_s` of prefill and
-        decode, `gathered_bytes`; and `snapshot_bytes`, `kv_bytes` held now and `peak_bytes`, the most that the
-        snapshot with one gathered group and the KV cache have needed."""
+        decode, `gathered_bytes`; and `snapshot_bytes`, `container_bytes` (what fused containers copied
+        beside it), `kv_bytes` held now and `peak_bytes`, the most that the snapshot with one gathered group, the
+        containers and the KV cache have needed."""
         return {
             **self._profiler.stats(),
             "snapshot_bytes": self._snapshot.nbytes(),
-            "kv_bytes": self._kv_cache.nbytes(),
-            "peak_bytes": self._snapshot.peak_bytes + self._kv_cache.peak_bytes,
+            "container_bytes": self._fused.nbytes(),
+            "kv_bytes": self._kv_cache.nbytes() + self._pages.nbytes(),
+            "peak_bytes": self._snapshot.peak_bytes
+            + self._fused.nbytes()
+            + self._kv_cache.peak_bytes
+            + self._pages.peak_bytes,
         }
 
 

@@ -178,14 +178,14 @@ def make_batch(
     prompt_mask: torch.Tensor,
     sequences: torch.Tensor,
     ends: list[int],
-    sampling_logps: list[torch.Tensor],
-    raw_logps: list[torch.Tensor],
+    sampling_logps: torch.Tensor,
+    raw_logps: torch.Tensor,
     **about,
 ) -> RolloutBatch:
     """The batch of what `generate` gave.
 
     prompt_ids, prompt_mask int64 [rows, prompt_len], rows × generations of them; sequences int64
-    [rows, prompt_len + completion_len]; ends: end tokens; the logprobs: float32 [rows] for each new token.
+    [rows, prompt_len + completion_len]; ends: end tokens; the logprobs: float32 [rows, completion_len].
     """
     completions = sequences[:, prompt_ids.shape[1] :]
     lengths, ended = lengths_to_first_end(completions, ends)
@@ -195,8 +195,8 @@ def make_batch(
         prompt_mask=prompt_mask,
         completion_ids=completions,
         completion_mask=mask,
-        sampling_per_token_logps=torch.stack(sampling_logps, dim=1) * mask,
-        raw_per_token_logps=torch.stack(raw_logps, dim=1) * mask,
+        sampling_per_token_logps=sampling_logps * mask,
+        raw_per_token_logps=raw_logps * mask,
         finish_reason=["stop" if end else "length" for end in ended.tolist()],
         **about,
     )

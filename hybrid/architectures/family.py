@@ -175,7 +175,10 @@ def rope_table(module: nn.Module, layer_type: str) -> Table:
     kind = {} if layer_type == "rope" else {"layer_type": layer_type}
     rope_type = getattr(module, "rope_type", "default")
     rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else rope_type
-    first, second = module.forward(torch.empty(0), torch.ones(1, 1, dtype=torch.long), **kind)[0].chunk(2, dim=-1)
+    # Asked on its own device: a rotary module moves its frequencies to where its input is.
+    device = next(module.buffers()).device
+    one = torch.ones(1, 1, dtype=torch.long, device=device)
+    first, second = module.forward(torch.empty(0, device=device), one, **kind)[0].chunk(2, dim=-1)
     if not torch.equal(first, second):
         raise Unreadable(f"{type(module).__name__}: the second half of its table does not repeat the first")
 

@@ -190,7 +190,7 @@ def turning(family: Family, model: nn.Module, maps: list, rotary: Mapping[str, T
     """How much of a head the tables turn, which elements turn together, and whether products are rounded."""
     if not rotary:
         return {}
-    one = torch.ones(1, dtype=torch.long)
+    one = torch.ones(1, dtype=torch.long, device=next(model.get_submodule(family.rotary).buffers()).device)
     widths = {2 * table(one, torch.float32)[0].shape[-1] for table in rotary.values()}
     if len(widths) != 1:
         raise Unreadable(f"{family.name}: rotary tables of different widths, {sorted(widths)}")
@@ -198,7 +198,7 @@ def turning(family: Family, model: nn.Module, maps: list, rotary: Mapping[str, T
     rounded = all(torch.equal(cos, cos.bfloat16().float()) for cos in coarse)
     found = {"rotary_dim": widths.pop(), "rotary_float32": not rounded}
     if family.table is None:
-        cos, sin = next(iter(rotary.values()))(one, torch.float32)
+        cos, sin = (table.cpu() for table in next(iter(rotary.values()))(one, torch.float32))
         found["rotary_interleaved"] = interleaved(family, attention_module(family, model, maps), cos, sin)
     return found
 

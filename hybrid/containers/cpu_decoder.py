@@ -35,14 +35,16 @@ class CpuDecoder:
             raise Unreadable(f"the CPU kernels compute float32 and bfloat16, not {dtype}")
         self.reading, self.spec, self.weights, self.dtype = reading, reading.spec, weights, dtype
         self.library = library
+        self.device = torch.device("cpu")
         self.work = torch.empty(0)
         self.tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.lent: PagedKV | None = None  # whose addresses the layers have now
         self.tensors: list[torch.Tensor] = []  # what the records below point to, kept alive
+        self.sources: set[int] = set()  # storages that weights were read from
 
     def bind(self) -> None:
         """Read where the weights are now."""
-        self.tensors, self.lent, self.tables = [], None, {}
+        self.tensors, self.sources, self.lent, self.tables = [], set(), None, {}
         spec = self.spec
         self.layer_records = (kernels.Layer * len(spec.layers))(
             *(self._layer(layer, places) for layer, places in zip(spec.layers, self.reading.layers, strict=True))
@@ -61,15 +63,18 @@ class CpuDecoder:
             layer_norm=spec.norm == "layer",
             norm_float32=spec.norm_float32,
             activation=ACTIVATIONS.index(spec.activation),
+            stepwise=spec.activation_stepwise,
             gated=spec.gated,
             parallel=spec.parallel,
             rotary_dim=spec.rotary_dim,
             interleaved=spec.rotary_interleaved,
+            rotary_float32=spec.rotary_float32,
             qk_norm_row=spec.qk_norm == "row",
             position_offset=spec.position_offset,
             num_experts=spec.num_experts,
             experts_per_token=spec.experts_per_token,
             normalize_experts=spec.normalize_experts,
+            experts_float32=spec.experts_float32,
             norm_eps=spec.norm_eps,
             norm_offset=spec.norm_offset,
             attention_scale=spec.attention_scale,
@@ -98,6 +103,17 @@ class CpuDecoder:
         keys, values = ([torch.empty(shape, dtype=self.dtype) for _ in spec.layers] for shape in shapes)
         return PagedKV(keys, values)
 
+    def reserve(self, tokens: int) -> None:
+        """Make the rotary tables reach `tokens` positions."""
+        rounding = torch.float32 if self.spec.rotary_float32 else self.dtype
+        for key, table in self.reading.rotary.items():
+            if key in self.tables and len(self.tables[key][0]) >= tokens:
+                continue
+            self.tables[key] = tuple(part.contiguous() for part in table(torch.arange(tokens), rounding))
+            for record, layer in zip(self.layer_records, self.spec.layers, strict=True):
+                if layer.rotary == key:
+                    record.cos, record.sin = map(address, self.tables[key])
+
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """The last layer's output for every token.  float32 [tokens, hidden]; keys and values go into `kv`."""
         hidden = torch.empty(len(batch.ids), self.spec.hidden_size)
@@ -122,12 +138,17 @@ class CpuDecoder:
         )
         return out
 
-    def _run(
-        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV | None, first: int, last: int
-    ) -> torch.Tensor:
+    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
+        return self.logits(self.forward(batch, kv), torch.arange(len(batch.ids)))
+
+    def nbytes(self) -> int:
+        """Bytes of weights that are copies: turned matrices, and biases and norms in float32."""
+        return sum(t.nbytes for t in self.tensors if t.untyped_storage().data_ptr() not in self.sources)
+
+    def _run(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV | None, first: int, last: int) -> torch.Tensor:
         if kv is not None:
             self._lend(kv)
-        self._extend_tables(int(batch.lengths.max()))
         record = kernels.Batch(
             tokens=len(batch.ids),
             sequences=len(batch.lengths),
@@ -160,19 +181,6 @@ class CpuDecoder:
         for record, keys, values in zip(self.layer_records, kv.keys, kv.values, strict=True):
             record.keys, record.values = address(keys), address(values)
         self.lent = kv
-
-    def _extend_tables(self, tokens: int) -> None:
-        """Make the rotary tables reach `tokens` positions."""
-        for key, table in self.reading.rotary.items():
-            if key in self.tables and len(self.tables[key][0]) >= tokens:
-                continue
-            positions = max(256, 1 << (tokens - 1).bit_length())
-            if self.spec.max_positions:
-                positions = max(min(positions, self.spec.max_positions), tokens)
-            self.tables[key] = tuple(part.contiguous() for part in table(torch.arange(positions), self.dtype))
-            for record, layer in zip(self.layer_records, self.spec.layers, strict=True):
-                if layer.rotary == key:
-                    record.cos, record.sin = map(address, self.tables[key])
 
     # ------------------------------------------------------------- weights
 
@@ -223,6 +231,7 @@ class CpuDecoder:
         tensor = None if place is None else self.weights(place)
         if tensor is None:
             return None
+        self.sources.add(tensor.untyped_storage().data_ptr())
         return tensor.detach() if place.select is None else place.select(tensor.detach())
 
     def _keep(self, tensor: torch.Tensor) -> int:

@@ -1,6 +1,7 @@
 """The native container: the Hugging Face module itself, run over the snapshot's tensors."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -31,12 +32,16 @@ class NativeContainer:
         @torch.no_grad()
         def forward(*args, **kwargs):
             if window.is_open:
-                return original(*args, **kwargs)
+                return self.run(original, args, kwargs)
             with window.opened():
-                return original(*args, **kwargs)
+                return self.run(original, args, kwargs)
 
         module.forward = forward
         self.installed = True
+
+    def run(self, original: Callable, args: tuple, kwargs: dict):
+        """The module's output, inside an open window."""
+        return original(*args, **kwargs)
 
     def uninstall(self) -> None:
         """Give the module the forward back that it had; nothing where it was not switched."""

@@ -50,6 +50,11 @@ class Window:
         """Whether the model is computing with the snapshot now."""
         return bool(self.adapters)
 
+    @property
+    def uses_adapters(self) -> bool:
+        """Whether the window that is open uses adapters."""
+        return self.adapters[-1]
+
     @contextmanager
     def opened(self, adapters: bool | None = None) -> Iterator[None]:
         """Inside the block the model runs on the snapshot, fresh; adapters: None as the model has them, False none.

@@ -1,25 +1,65 @@
 """The decode loop: Hugging Face's `generate()` prepares, and calls this as its decoding method.
 
-Prefill, then one forward for each new token. Rows that have ended are padded, as Hugging Face pads them.
+Three ways, the first that fits: slots, where rows are independent of each other (`hybrid.decoding.slots`); the fused
+decoder in lockstep, where something looks at the whole batch at every step; the model's own forward.
 """
 
 import copy
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, GenerationMode
+from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
 
 from hybrid.decoding.kv_cache import KVCache
-from hybrid.decoding.sampling import inverse_cdf, selective_log_softmax, stream_keys, uniform
+from hybrid.decoding.pages import PageStore
+from hybrid.decoding.rows import Decoder, Rows, prefill
+from hybrid.decoding.sampling import Draw, draw_tokens, selective_log_softmax, split_warpers, stream_keys
+from hybrid.decoding.slots import Completions, Request, complete
 from hybrid.profiling import Phase
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+# What `generate()` hands to a decoding method that a fused decoder understands (transformers 5.23).
+UNDERSTOOD = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+# Processors that treat each row by itself, as a function of its ids and scores alone (transformers 5.23). One's own may
+# say so with an attribute `rowwise = True`.
+ROWWISE = (
+    processes.MinLengthLogitsProcessor,
+    processes.MinNewTokensLengthLogitsProcessor,
+    processes.TemperatureLogitsWarper,
+    processes.RepetitionPenaltyLogitsProcessor,
+    processes.TopPLogitsWarper,
+    processes.TopKLogitsWarper,
+    processes.TopHLogitsWarper,
+    processes.MinPLogitsWarper,
+    processes.TypicalLogitsWarper,
+    processes.EpsilonLogitsWarper,
+    processes.EtaLogitsWarper,
+    processes.NoRepeatNGramLogitsProcessor,
+    processes.SequenceBiasLogitsProcessor,
+    processes.NoBadWordsLogitsProcessor,
+    processes.ForcedBOSTokenLogitsProcessor,
+    processes.ForcedEOSTokenLogitsProcessor,
+    processes.InfNanRemoveLogitsProcessor,
+    processes.ExponentialDecayLengthPenalty,
+    processes.LogitNormalization,
+    processes.SuppressTokensAtBeginLogitsProcessor,
+    processes.SuppressTokensLogitsProcessor,
+)
 
 
 @dataclass(frozen=True)
@@ -38,29 +78,24 @@ class Noise:
 
 @dataclass
 class TokenLog:
-    """Logprobs of the tokens as they are chosen, for a rollout.  Each list: float32 [sequences] a step.
+    """Logprobs of the tokens that were chosen, for a rollout; the loop fills them in.  float32 [sequences, new tokens]
 
-    sampling: under softmax(logits / temperature).  raw: under softmax(logits).
+    sampling: under softmax(logits / temperature).  raw: under softmax(logits). Logits are the model's, before
+    processors.
     """
 
     temperature: float
-    sampling: list[torch.Tensor] = field(default_factory=list)
-    raw: list[torch.Tensor] = field(default_factory=list)
-
-    def add(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Note a step.  logits float32 [sequences, vocab] as the model gave them, tokens int64 [sequences]."""
-        self.raw.append(selective_log_softmax(logits, tokens))
-        if self.temperature == 1.0:
-            self.sampling.append(self.raw[-1])
-        else:
-            self.sampling.append(selective_log_softmax(logits / self.temperature, tokens))
+    sampling: torch.Tensor | None = None
+    raw: torch.Tensor | None = None
 
 
 @dataclass
-class Decoder:
+class Decoding:
     """What decoding needs of the engine, and `generate()`'s decoding method.
 
-    phase: times a phase.  window: opens the snapshot for the forwards.  cache: KV storage.
+    phase: times a phase.  window: opens the snapshot for the forwards.  cache: KV storage of the native container.
+    fused: inside the window, the fused decoder, None where the model must run natively.  store: its pages.
+    max_slots, stride: of `hybrid.decoding.slots`.
     max_out_tokens: the most tokens of a sequence, prompt included.
     noise: called once where sampling needs it.  token_log: filled where a rollout wants logprobs.
     agree: None, or, where forwards are collectives, tells whether every rank is done.
@@ -71,6 +106,10 @@ class Decoder:
     phase: Phase
     window: Callable
     cache: KVCache
+    fused: Callable[[], Decoder | None]
+    store: PageStore
+    max_slots: int
+    stride: int
     max_out_tokens: int
     noise: Callable[[int], Noise]
     token_log: TokenLog | None = None
@@ -180,7 +219,7 @@ def decode(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    decoder: Decoder,
+    decoding: Decoding,
     **model_kwargs,
 ):
     """Prompts to sequences, as Hugging Face's `_sample` (transformers 5.23), with our cache, sampler and window.
@@ -188,69 +227,242 @@ def decode(
     input_ids int64 [sequences, prompt_len], left padded; gives int64 [sequences, length], or Hugging Face's output
     object where the configuration says so.
     """
-    refuse_what_cannot_run(generation_config, input_ids.shape[1], decoder.max_out_tokens)
+    refuse_what_cannot_run(generation_config, input_ids.shape[1], decoding.max_out_tokens)
     encoder_decoder = model.config.is_encoder_decoder
-    if encoder_decoder and decoder.agree is not None:
+    if encoder_decoder and decoding.agree is not None:
         raise NotImplementedError(
             "generate: hybrid_engine.pin_parameters=false with an encoder-decoder model is not available; use true"
         )
     wanted = Outputs(generation_config, model_kwargs.get("encoder_outputs") if encoder_decoder else None)
-    cache = model_kwargs.get("past_key_values")
-    # What the caller will hold after the call must not live in storage that the next call overwrites.
-    ours = isinstance(cache, Cache) and not getattr(cache, "_is_user_defined", False) and not wanted.as_dict
-    if ours and not encoder_decoder:
-        decoder.cache.adopt(cache)
-    pad = generation_config._pad_token_tensor
-    has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     keys = None
     if generation_config.do_sample:
-        noise = decoder.noise(len(input_ids) // generation_config.num_return_sequences)
+        noise = decoding.noise(len(input_ids) // generation_config.num_return_sequences)
         keys = noise.keys(len(input_ids), input_ids.device)
 
-    with decoder.window():
-        with decoder.phase("prefill"):
-            outputs = model._prefill(input_ids, generation_config, model_kwargs)
-        with decoder.phase("decode"):
-            unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
-            tokens_made = torch.zeros_like(unfinished)
-            for position in itertools.count():
-                model_kwargs = model._update_model_kwargs_for_generation(
-                    outputs, model_kwargs, is_encoder_decoder=encoder_decoder
-                )
-                logits = outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device, copy=True)
-                scores = logits_processor(input_ids, logits)
-                wanted.add(outputs, scores, logits)
-                outputs = None  # freed: the prefill's may be large
-                tokens = scores.argmax(dim=-1) if keys is None else inverse_cdf(scores, uniform(keys, position))
-                if decoder.token_log is not None:
-                    decoder.token_log.add(logits, tokens)
-                tokens_made += unfinished
-                if has_end:
-                    tokens = tokens * unfinished + pad * (1 - unfinished)
-                input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
-                if decoder.streamer is not None:
-                    decoder.streamer.put(tokens.cpu())
-                unfinished = unfinished & ~stopping_criteria(input_ids, wanted.steps["scores"])
-                done = bool(unfinished.max() == 0)
-                if finished(done, decoder, model, input_ids):
-                    break
-                inputs = model.prepare_inputs_for_generation(
-                    input_ids, next_sequence_length=1 if model_kwargs["use_cache"] else None, **model_kwargs
-                )
-                outputs = model(**inputs, return_dict=True)
-    if decoder.streamer is not None:
-        decoder.streamer.end()
-    decoder.produced(len(input_ids), int(tokens_made.sum()))
-    return wanted.result(input_ids, model_kwargs.get("past_key_values"))
+    with decoding.window():
+        lengths = None if wanted.as_dict else packable_lengths(model, input_ids, generation_config, model_kwargs)
+        decoder = decoding.fused() if lengths is not None else None
+        if decoder is None:
+            forward = NativeForward(model, generation_config, model_kwargs, decoding, keep=wanted.as_dict)
+            return in_lockstep(
+                forward, input_ids, logits_processor, stopping_criteria, generation_config, decoding, keys, wanted
+            )
+        decoding.store.begin(decoder.kv)
+        request = request_for(
+            input_ids, lengths, logits_processor, stopping_criteria, generation_config, decoding, keys
+        )
+        if request is None:
+            forward = FusedForward(decoder, decoding.store, lengths, generation_config.max_length)
+            return in_lockstep(
+                forward, input_ids, logits_processor, stopping_criteria, generation_config, decoding, keys, wanted
+            )
+        done = complete(request, decoder, decoding.store, decoding.max_slots, decoding.stride, decoding.phase)
+    return sequences_of(done, input_ids, decoding)
 
 
-def finished(done: bool, decoder: Decoder, model, input_ids: torch.Tensor) -> bool:
+# Which way
+
+
+def packable_lengths(
+    model, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> list[int] | None:
+    """Real tokens of each prompt, where the request is one that a fused decoder computes: a decoder's, from token ids
+    alone, from the beginning, padded on the left. None otherwise."""
+    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    given = {name for name, value in model_kwargs.items() if value is not None}
+    if model.config.is_encoder_decoder or given - UNDERSTOOD or config.cache_implementation is not None:
+        return None
+    if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() > 0):
+        return None
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    if mask.shape != input_ids.shape or not is_left_padded(mask):
+        return None
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and not bool(((positions == mask.cumsum(dim=1) - 1) | (mask == 0)).all()):
+        return None
+    return mask.sum(dim=1).tolist()
+
+
+def is_left_padded(mask: torch.Tensor) -> bool:
+    """Whether every row of a mask [rows, tokens] is zeros, then at least one one."""
+    mask = mask.bool()
+    return bool(mask[:, -1].all()) and not bool((mask[:, :-1] & ~mask[:, 1:]).any())
+
+
+def request_for(
+    input_ids: torch.Tensor,
+    lengths: list[int],
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    decoding: Decoding,
+    keys: torch.Tensor | None,
+) -> Request | None:
+    """The request in slots; None where something must see all rows at every step."""
+    known = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria)
+    before, draw = split_warpers(processors, config.do_sample)
+    if decoding.streamer is not None or not known or not all(map(is_rowwise, before)):
+        return None
+    if draw is None:  # warpers in an order of their own: they are processors like the others
+        before, draw = processors, Draw()
+    ends = [criterion.eos_token_id.flatten() for criterion in criteria if type(criterion) is EosTokenCriteria]
+    longest = min(criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria)
+    pad = config._pad_token_tensor
+    return Request(
+        padded=input_ids,
+        lengths=lengths,
+        keys=torch.zeros(len(input_ids), dtype=torch.int64, device=input_ids.device) if keys is None else keys,
+        max_new_tokens=longest - input_ids.shape[1],
+        ends=torch.cat([input_ids.new_empty(0), *ends]),
+        pad=0 if pad is None else int(pad),
+        draw=draw,
+        processors=before or None,
+        logprob_temperature=decoding.token_log.temperature if decoding.token_log else 1.0,
+    )
+
+
+def is_rowwise(processor: Callable) -> bool:
+    """Whether a processor treats each row by itself."""
+    return type(processor) in ROWWISE or getattr(processor, "rowwise", False)
+
+
+def sequences_of(done: Completions, input_ids: torch.Tensor, decoding: Decoding) -> torch.Tensor:
+    """Prompts and completions, as wide as the longest, as Hugging Face pads them.  int64 [rows, tokens]"""
+    width = int(done.lengths.max())
+    if decoding.token_log is not None:
+        decoding.token_log.sampling = done.sampling_logps[:, :width]
+        decoding.token_log.raw = done.raw_logps[:, :width]
+    decoding.produced(len(input_ids), int(done.lengths.sum()))
+    return torch.cat([input_ids, done.tokens[:, :width]], dim=1)
+
+
+# All rows at every step
+
+
+class NativeForward:
+    """The model's own forward over Hugging Face's cache, with our storage in it where nobody else will hold it."""
+
+    def __init__(self, model, config: GenerationConfig, model_kwargs: dict[str, Any], decoding: Decoding, keep: bool):
+        self.model, self.config, self.kwargs, self.agree = model, config, model_kwargs, decoding.agree
+        self.encoder_decoder = model.config.is_encoder_decoder
+        cache = model_kwargs.get("past_key_values")
+        # What the caller will hold after the call must not live in storage that the next call overwrites.
+        ours = isinstance(cache, Cache) and not getattr(cache, "_is_user_defined", False) and not keep
+        if ours and not self.encoder_decoder:
+            decoding.cache.adopt(cache)
+
+    def prefill(self, input_ids: torch.Tensor):
+        """The model's outputs for the prompts; logits [sequences, ·, vocab]."""
+        return self._noted(self.model._prefill(input_ids, self.config, self.kwargs))
+
+    def step(self, input_ids: torch.Tensor):
+        """The model's outputs for the newest token of each row."""
+        inputs = self.model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=1 if self.kwargs["use_cache"] else None, **self.kwargs
+        )
+        return self._noted(self.model(**inputs, return_dict=True))
+
+    def _noted(self, outputs):
+        self.kwargs = self.model._update_model_kwargs_for_generation(
+            outputs, self.kwargs, is_encoder_decoder=self.encoder_decoder
+        )
+        return outputs
+
+    def keep_company(self, input_ids: torch.Tensor) -> None:
+        """Take part in the collectives of other ranks' forwards."""
+        self.model(input_ids=input_ids[:1, -1:], use_cache=False)
+
+    @property
+    def cache(self) -> Cache | None:
+        """What the caller gets as `past_key_values`."""
+        return self.kwargs.get("past_key_values")
+
+
+@dataclass
+class StepOutput:
+    """What the loop reads of a forward.  logits: float32 [sequences, 1, vocab]."""
+
+    logits: torch.Tensor
+
+
+class FusedForward:
+    """The fused decoder, every row in it to the end."""
+
+    cache = None
+
+    def __init__(self, decoder: Decoder, store: PageStore, lengths: list[int], longest: int):
+        self.decoder, self.store, self.lengths = decoder, store, lengths
+        self.rows = Rows(decoder, store)
+        decoder.reserve(longest)
+
+    def prefill(self, input_ids: torch.Tensor) -> StepOutput:
+        """Logits after the prompts."""
+        prompts = [ids[len(ids) - length :] for ids, length in zip(input_ids, self.lengths, strict=True)]
+        pages, logits = prefill(self.decoder, self.store, prompts)
+        self.rows.add(pages, self.lengths)
+        return StepOutput(logits[:, None])
+
+    def step(self, input_ids: torch.Tensor) -> StepOutput:
+        """Logits after the newest token of each row."""
+        self.rows.make_room(1)
+        return StepOutput(self.rows.step(input_ids[:, -1].contiguous())[:, None])
+
+
+def in_lockstep(
+    forward: NativeForward | FusedForward,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    decoding: Decoding,
+    keys: torch.Tensor | None,
+    wanted: Outputs,
+):
+    """Every row at every step, to the end of the last; rows that have ended are padded, as Hugging Face pads them."""
+    pad = generation_config._pad_token_tensor
+    has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    log, sampling, raw = decoding.token_log, [], []
+    draw, keys = (Draw(temperature=0), torch.zeros_like(input_ids[:, 0])) if keys is None else (Draw(), keys)
+    with decoding.phase("prefill"):
+        outputs = forward.prefill(input_ids)
+    with decoding.phase("decode"):
+        unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
+        tokens_made = torch.zeros_like(unfinished)
+        for position in itertools.count():
+            logits = outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device, copy=True)
+            scores = logits_processor(input_ids, logits)
+            wanted.add(outputs, scores, logits)
+            outputs = None  # freed: the prefill's may be large
+            tokens = draw_tokens(scores, keys, torch.full_like(keys, position), draw).tokens
+            if log is not None:
+                raw.append(selective_log_softmax(logits, tokens))
+                same = log.temperature == 1.0
+                sampling.append(raw[-1] if same else selective_log_softmax(logits / log.temperature, tokens))
+            tokens_made += unfinished
+            if has_end:
+                tokens = tokens * unfinished + pad * (1 - unfinished)
+            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+            if decoding.streamer is not None:
+                decoding.streamer.put(tokens.cpu())
+            unfinished = unfinished & ~stopping_criteria(input_ids, wanted.steps["scores"])
+            if finished(bool(unfinished.max() == 0), decoding, forward, input_ids):
+                break
+            outputs = forward.step(input_ids)
+    if decoding.streamer is not None:
+        decoding.streamer.end()
+    if log is not None:
+        log.sampling, log.raw = torch.stack(sampling, dim=1), torch.stack(raw, dim=1)
+    decoding.produced(len(input_ids), int(tokens_made.sum()))
+    return wanted.result(input_ids, forward.cache)
+
+
+def finished(done: bool, decoding: Decoding, forward: NativeForward | FusedForward, input_ids: torch.Tensor) -> bool:
     """Whether to stop. Where forwards are collectives, a rank that is done keeps the others company until all are."""
-    if decoder.agree is None:
+    if decoding.agree is None:
         return done
-    with decoder.phase("wait"):
-        everywhere = decoder.agree(done)
+    with decoding.phase("wait"):
+        everywhere = decoding.agree(done)
         while done and not everywhere:
-            model(input_ids=input_ids[:1, -1:], use_cache=False)
-            everywhere = decoder.agree(True)
+            forward.keep_company(input_ids)
+            everywhere = decoding.agree(True)
     return everywhere

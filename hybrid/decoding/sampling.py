@@ -1,6 +1,19 @@
 """Sampling that can be repeated: a token depends on (seed, row, sample, position) and its logits, on nothing else."""
 
+import ctypes
+from dataclasses import dataclass
+
 import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hybrid.kernels.cpu_library import Draw as DrawRecord
+from hybrid.kernels.cpu_library import address, cpu_library
 
 # splitmix64's constants (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"), as int64.
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
@@ -32,9 +45,16 @@ def wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def uniform(keys: torch.Tensor, position: int) -> torch.Tensor:
-    """A number in [0, 1) for each key at `position`, a pure function of both.  keys int64 [n]; gives float64 [n]."""
-    bits = mixed(keys + wrapped(GOLDEN * (position + 1)))
+def uniform(keys: torch.Tensor, positions: torch.Tensor | int) -> torch.Tensor:
+    """A number in [0, 1) for each key at its position, a pure function of both.
+
+    keys int64 [n], positions int64 [n] or one for all; gives float64 [n].
+    """
+    bits = mixed(
+        keys + (positions + 1) * GOLDEN
+        if isinstance(positions, torch.Tensor)
+        else keys + wrapped(GOLDEN * (positions + 1))
+    )
     return shifted(bits, 11).double() * 2.0**-53
 
 
@@ -62,3 +82,132 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     """The entropy of softmax(logits) in nats.  logits [..., vocab]; gives float32 [...]."""
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     return -(log_probs.exp() * log_probs).sum(dim=-1)
+
+
+# Hugging Face's warpers that `Draw` stands for, in the order in which `generate` applies them (transformers 5.23).
+WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a token is drawn from logits.
+
+    temperature: logits are divided by it; 0 is greedy.  top_k, top_p, min_p: truncations as Hugging Face's; 0, 1.0 and
+    0.0 are off.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def warpers(self) -> LogitsProcessorList:
+        """Hugging Face's processors that do the same to logits."""
+        steps = LogitsProcessorList()
+        if self.temperature not in (0, 1.0):
+            steps.append(TemperatureLogitsWarper(self.temperature))
+        if self.top_k:
+            steps.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1.0:
+            steps.append(TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            steps.append(MinPLogitsWarper(self.min_p))
+        return steps
+
+
+def split_warpers(processors: LogitsProcessorList, do_sample: bool) -> tuple[LogitsProcessorList, Draw | None]:
+    """The processors before the warpers that end the list, and the draw that those stand for.
+
+    Without sampling the draw is greedy. None where the warpers are not the last ones, or are configured as `Draw`
+    cannot say: then every processor is in the first list.
+    """
+    if not do_sample:
+        return processors, Draw(temperature=0)
+    split = len(processors)
+    while split and type(processors[split - 1]) in WARPERS:
+        split -= 1
+    tail = list(processors[split:])
+    order = [WARPERS.index(type(warper)) for warper in tail]
+    spared = any(
+        getattr(warper, "min_tokens_to_keep", 1) > 1 for warper in tail if not isinstance(warper, TopKLogitsWarper)
+    )
+    if order != sorted(set(order)) or spared or any(getattr(w, "filter_value", -torch.inf) != -torch.inf for w in tail):
+        return processors, None
+    found = {type(warper): warper for warper in tail}
+    read = {
+        "temperature": (TemperatureLogitsWarper, "temperature"),
+        "top_k": (TopKLogitsWarper, "top_k"),
+        "top_p": (TopPLogitsWarper, "top_p"),
+        "min_p": (MinPLogitsWarper, "min_p"),
+    }
+    settings = {name: getattr(found[kind], key) for name, (kind, key) in read.items() if kind in found}
+    return LogitsProcessorList(processors[:split]), Draw(**settings)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens and what they were drawn with.  tokens int64 [n]; logps, raw_logps float32 [n]: of softmax(logits / T) and
+    softmax(logits), both before truncation (T = 1 where it is greedy)."""
+
+    tokens: torch.Tensor
+    logps: torch.Tensor
+    raw_logps: torch.Tensor
+
+
+def draw_tokens(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, how: Draw) -> Drawn:
+    """A token for each row of logits.  logits float32 [n, vocab], keys and positions int64 [n] of `uniform`."""
+    library = cpu_library() if logits.device.type == "cpu" else None
+    if library is None:
+        return draw_tokens_in_torch(logits, keys, positions, how)
+    rows, vocab = logits.shape
+    logits = logits.contiguous()
+    drawn = Drawn(torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows))
+    record = DrawRecord(temperature=how.temperature, top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
+    outputs = (address(drawn.tokens), address(drawn.logps), address(drawn.raw_logps))
+    library.sample(
+        address(logits),
+        rows,
+        vocab,
+        address(keys),
+        address(positions),
+        ctypes.addressof(record),
+        *outputs,
+        torch.get_num_threads(),
+    )
+    return drawn
+
+
+def draw_tokens_in_torch(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, how: Draw) -> Drawn:
+    """`draw_tokens` in torch's operations, on any device, without waiting for it."""
+    if how.temperature == 0:
+        tokens = logits.argmax(dim=-1)
+    else:
+        tokens = inverse_cdf(how.warpers()(None, logits), uniform(keys, positions))
+    raw = selective_log_softmax(logits, tokens)
+    same = how.temperature in (0, 1.0)
+    return Drawn(tokens, raw if same else selective_log_softmax(logits / how.temperature, tokens), raw)
+
+
+def judge_tokens(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprob of each row's target, and the entropy, both of softmax(logits / temperature).
+
+    logits float32 [n, vocab], targets int64 [n]; gives float32 [n] twice.
+    """
+    library = cpu_library() if logits.device.type == "cpu" else None
+    if library is None:
+        logits = logits / temperature
+        return selective_log_softmax(logits, targets), entropy(logits)
+    rows, vocab = logits.shape
+    logits, targets = logits.contiguous(), targets.contiguous()
+    logps, entropies = torch.empty(rows), torch.empty(rows)
+    library.score(
+        address(logits),
+        rows,
+        vocab,
+        address(targets),
+        temperature,
+        address(logps),
+        address(entropies),
+        torch.get_num_threads(),
+    )
+    return logps, entropies

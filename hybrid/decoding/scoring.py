@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hybrid.decoding.sampling import entropy, selective_log_softmax
+from hybrid.decoding.pages import PageStore, pages_for
+from hybrid.decoding.rows import Decoder, hidden_states
+from hybrid.decoding.sampling import entropy, judge_tokens, selective_log_softmax
+
+LOGIT_ROWS = 256  # tokens whose logits exist at once
 
 
 @dataclass(frozen=True)
@@ -15,25 +19,76 @@ class Scores:
     """What a model makes of given sequences, for each token but the first.  float32 [rows, tokens - 1] each.
 
     per_token_logps: logprob of the token at the temperature asked for.  entropies: in nats, of the distribution that
-    the token was judged by.  Both 0 where the token is masked.
+    the token was judged by.  Both 0 where the token is masked, or has no token before it.
     """
 
     per_token_logps: torch.Tensor
     entropies: torch.Tensor
 
 
+def score_packed(
+    decoder: Decoder,
+    store: PageStore,
+    sequences: torch.Tensor,
+    attention_mask: torch.Tensor,
+    temperature: float,
+    rows_at_once: int,
+) -> Scores:
+    """Scores of `sequences` by a fused decoder, `rows_at_once` rows in the cache together.
+
+    sequences, attention_mask int64 [rows, tokens], each row's ones next to each other. Logits exist for LOGIT_ROWS
+    tokens at a time.
+    """
+    store.begin(decoder.kv)
+    decoder.reserve(sequences.shape[1])
+    logps = torch.zeros(len(sequences), sequences.shape[1] - 1, device=decoder.device)
+    entropies = torch.zeros_like(logps)
+    first, length = attention_mask.argmax(dim=1).tolist(), attention_mask.sum(dim=1).tolist()
+    for start in range(0, len(sequences), rows_at_once):
+        rows = range(start, min(start + rows_at_once, len(sequences)))
+        real = [sequences[row, first[row] : first[row] + length[row]] for row in rows]
+        pages = [store.take(pages_for(len(ids))) for ids in real]
+        for pieces, hidden in hidden_states(decoder, store, real, pages):
+            # Every token judges the one behind it: where in `hidden` it is, and what it judges in the outputs.
+            judges, targets, row_of, column_of = [], [], [], []
+            for piece in pieces:
+                ids, row = real[piece.sequence], rows[piece.sequence]
+                positions = torch.arange(piece.begin, min(piece.stop, len(ids) - 1))
+                judges.append(piece.row + positions - piece.begin)
+                targets.append(ids[positions + 1])
+                row_of.append(torch.full_like(positions, row))
+                column_of.append(first[row] + positions)
+            parts = (
+                torch.cat(part).to(decoder.device).split(LOGIT_ROWS) for part in (judges, targets, row_of, column_of)
+            )
+            for judge, target, row, column in zip(*parts, strict=True):
+                if len(judge):
+                    found = judge_tokens(decoder.logits(hidden, judge), target, temperature)
+                    logps[row, column], entropies[row, column] = found
+        for own in pages:
+            store.give_back(own)
+    return Scores(logps, entropies)
+
+
+def is_packable(attention_mask: torch.Tensor) -> bool:
+    """Whether each row of a mask [rows, tokens] has its ones next to each other."""
+    begins = attention_mask[:, :1].sum(dim=1) + (attention_mask.diff(dim=1) > 0).sum(dim=1)
+    return bool((begins == 1).all())
+
+
 def score_sequences(
     forward: Callable, sequences: torch.Tensor, attention_mask: torch.Tensor, temperature: float, rows_per_forward: int
 ) -> Scores:
-    """Scores of `sequences` by the model whose forward is given, `rows_per_forward` rows at a time.
+    """Scores of `sequences` by the model whose own forward is given, `rows_per_forward` rows at a time.
 
     sequences, attention_mask int64 [rows, tokens], rows at least 1.
     """
     logps, entropies = [], []
     for ids, mask in zip(sequences.split(rows_per_forward), attention_mask.split(rows_per_forward), strict=True):
         logits = forward(ids, mask).logits[:, :-1] / temperature
-        logps.append(selective_log_softmax(logits, ids[:, 1:]) * mask[:, 1:])
-        entropies.append(entropy(logits) * mask[:, 1:])
+        judged = mask[:, 1:] * mask[:, :-1]
+        logps.append(selective_log_softmax(logits, ids[:, 1:]) * judged)
+        entropies.append(entropy(logits) * judged)
     return Scores(torch.cat(logps), torch.cat(entropies))
 
 

@@ -1,1 +1,1 @@
-"""Arithmetic on tensors: what a decoder is computed with on each kind of machine. Knows nothing of models or engines."""
+"""Arithmetic on tensors: what a decoder is computed with on each kind of machine. Knows nothing of models."""

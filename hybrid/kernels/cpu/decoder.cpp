@@ -27,8 +27,8 @@ struct Layer {
 struct Decoder {
   int64_t half;  // 0: float32, 1: bfloat16
   int64_t vocabulary, hidden, embedding_size, heads, kv_heads, head_dim, intermediate, expert_intermediate;
-  int64_t layer_norm, norm_float32, activation, gated, parallel, rotary_dim, interleaved, qk_norm_row, position_offset;
-  int64_t num_experts, experts_per_token, normalize_experts;
+  int64_t layer_norm, norm_float32, activation, stepwise, gated, parallel, rotary_dim, interleaved, rotary_float32, qk_norm_row;
+  int64_t position_offset, num_experts, experts_per_token, normalize_experts, experts_float32;
   double norm_eps, norm_offset, attention_scale, attention_softcap, logits_softcap;
   double embedding_multiplier, residual_multiplier, logits_divisor;
   const float* slopes;
@@ -122,11 +122,17 @@ struct Run {
     }
   }
 
+  // gelu_new, a formula in Python, of which every operation is rounded.
+  Vec gelu_stepwise(Vec x) const {
+    Vec inner = rounded<W>(x + rounded<W>(0.044715f * rounded<W>(x * x * x)));
+    Vec gate = rounded<W>(1.0f + rounded<W>(tanh(rounded<W>(0.79788456080286536f * inner))));
+    return rounded<W>(0.5f * x) * gate;
+  }
   Vec activated(Vec x) const {
     switch (d.activation) {
       case SILU: return x / (1.0f + exp(-x));
       case GELU: return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f));
-      case GELU_TANH: return 0.5f * x * (1.0f + tanh(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+      case GELU_TANH: return d.stepwise ? gelu_stepwise(x) : 0.5f * x * (1.0f + tanh(0.79788456080286536f * (x + 0.044715f * x * x * x)));
       default: return max(x, Vec{});
     }
   }
@@ -205,8 +211,13 @@ struct Run {
     for (int64_t i = 0; i < half; i++) {
       float *a = head + i * step, *b = a + apart;
       const float x = *a, y = *b;
-      *a = rounded<W>(rounded<W>(x * cos[i]) - rounded<W>(y * sin[i]));
-      *b = rounded<W>(rounded<W>(y * cos[i]) + rounded<W>(x * sin[i]));
+      if (d.rotary_float32) {
+        *a = rounded<W>(x * cos[i] - y * sin[i]);
+        *b = rounded<W>(y * cos[i] + x * sin[i]);
+      } else {
+        *a = rounded<W>(rounded<W>(x * cos[i]) - rounded<W>(y * sin[i]));
+        *b = rounded<W>(rounded<W>(y * cos[i]) + rounded<W>(x * sin[i]));
+      }
     }
   }
 
@@ -366,7 +377,10 @@ struct Run {
       share = i < d.experts_per_token ? share / total : 0.0f;
       kept += share;
     }
-    for (int64_t e = 0; e < experts; e++) shares[e] = rounded<W>(d.normalize_experts ? shares[e] / kept : shares[e]);
+    for (int64_t e = 0; e < experts; e++) {
+      const float share = d.normalize_experts ? shares[e] / kept : shares[e];
+      shares[e] = d.experts_float32 ? share : rounded<W>(share);
+    }
   }
 
   void embed(float* hidden) const {

@@ -1,0 +1,319 @@
+"""The fused container: a whole decoder that stands in for the model, once it has been shown to equal it."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hybrid.architectures.reading import read_decoder
+from hybrid.architectures.spec import Place, Reading, Unreadable
+from hybrid.architectures.structure import Part
+from hybrid.containers.batch import PAGE, PackedBatch
+from hybrid.containers.cpu_decoder import CpuDecoder
+from hybrid.containers.native import NativeContainer
+from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.containers.window import Window
+from hybrid.kernels.cpu_library import cpu_library
+from hybrid.weights.snapshot import Snapshot
+
+CHECKED_TOKENS = (PAGE + 5, 7)  # sequences of the self-check: over a page's end, and a short one
+
+
+@dataclass
+class Bound:
+    """A decoder over the snapshot's tensors, and of which weights it is."""
+
+    decoder: CpuDecoder | TorchDecoder
+    key: tuple
+
+
+class FusedModel:
+    """The decoder of a model, made on first use and compared with the model's own layers then.
+
+    model: what the engine trains.  layers: its transformer layers, in order. Nothing is changed in them.
+    why_not: words where there is no decoder; "" where there is one, or may be.
+    """
+
+    def __init__(self, model: nn.Module, layers: list[nn.Module], snapshot: Snapshot):
+        self.model, self.layers, self.snapshot = model, layers, snapshot
+        self.bound: dict[bool, Bound] = {}  # with adapters, and without
+        self.checked = self.checking = False
+        self.why_not = ""
+        self.modules = list(model.modules())
+        self.adapted = {one.wrapper: one for one in snapshot.adapted}
+        self.reading: Reading | None = None
+        try:
+            self.reading = read_decoder(model)
+            self._require_plain_wrappers()
+        except Unreadable as reason:
+            self.why_not = str(reason)
+
+    @property
+    def what(self) -> str:
+        """Words for what runs in the model's place."""
+        kernels = "CPU kernels" if self._device().type == "cpu" and cpu_library() is not None else "torch's operations"
+        return f"a decoder of the {self.reading.family} family, on {kernels}"
+
+    def _require_plain_wrappers(self) -> None:
+        for module in self.modules:
+            if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper):
+                raise Unreadable(f"a {type(module).__name__} changes a module as it runs")
+
+    def why_not_now(self) -> str:
+        """Words where the model must run natively at the moment, "" where it need not. Inside an open window."""
+        if self.why_not:
+            return self.why_not
+        if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules):
+            return "hooks on the model's modules want to see them run"
+        if torch.is_autocast_enabled(self._device().type):
+            return "autocast chooses the dtype of every operation"
+        return ""
+
+    def decoder(self, adapters: bool) -> CpuDecoder | TorchDecoder | None:
+        """The decoder, with the weights as they are now; None where the model must run natively.
+
+        Call it inside an open window, `adapters` as the window has them. The first call compares every layer with the
+        model's own; where one differs there is no decoder from then on, with a warning that says which and by how much.
+        """
+        if self.checking or self.why_not_now():
+            return None
+        try:
+            decoder = self._bound(adapters)
+            if not self.checked:
+                self._check(decoder)
+            return decoder
+        except Unreadable as reason:
+            self.why_not = str(reason)
+            self.bound.clear()
+            warnings.warn(f"the model runs in native containers: {reason}", stacklevel=2)
+            return None
+
+    def _check(self, decoder: CpuDecoder | TorchDecoder) -> None:
+        self.checking = True  # the model's own forward must not end up here again
+        try:
+            require_equal(decoder, self.model, self.layers)
+            self.checked = True
+        finally:
+            self.checking = False
+
+    def _bound(self, adapters: bool) -> CpuDecoder | TorchDecoder:
+        with_adapters = adapters and any(one.state() for one in self.snapshot.adapted)
+        key = (self.snapshot.number(), self._addresses(with_adapters))
+        bound = self.bound.get(with_adapters)
+        if bound is None:
+            bound = self.bound[with_adapters] = Bound(self._make(with_adapters), ())
+        if bound.key != key:
+            bound.decoder.bind()
+            bound.key = key
+        return bound.decoder
+
+    def _make(self, adapters: bool) -> CpuDecoder | TorchDecoder:
+        def weights(place: Place) -> torch.Tensor | None:
+            return self.tensor(place, adapters)
+
+        dtype = self.tensor(self.reading.outer["embedding.weight"], adapters).dtype
+        library = cpu_library() if self._device().type == "cpu" else None
+        if library is not None and dtype in (torch.float32, torch.bfloat16):
+            return CpuDecoder(self.reading, weights, dtype, library)
+        return TorchDecoder(self.reading, weights, dtype)
+
+    def _device(self) -> torch.device:
+        return self.tensor(self.reading.outer["embedding.weight"], adapters=False).device
+
+    def _addresses(self, adapters: bool) -> tuple[int, ...]:
+        """Where the weights are: others may have moved without a new version."""
+        places = [place for roles in (self.reading.outer, *self.reading.layers) for place in roles.values()]
+        tensors = (self.tensor(place, adapters) for place in places)
+        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+    def tensor(self, place: Place, adapters: bool) -> torch.Tensor | None:
+        """The snapshot's whole tensor at a place; None where the module has no such parameter."""
+        module = place.module
+        if isinstance(module, ModulesToSaveWrapper):
+            active = None if module.disable_adapters else next(iter(module.active_adapters), None)
+            saved = module.modules_to_save
+            module = saved[active] if active in saved else module.original_module  # noqa: SIM401 - a ModuleDict has no get
+        if module in self.adapted:
+            return self.snapshot.weights_of(self.adapted[module], adapters).get(place.parameter)
+        param = module._parameters.get(place.parameter)
+        return None if param is None else self.snapshot.tensor(param)
+
+    def nbytes(self) -> int:
+        """Bytes of weights that decoders hold beside the snapshot: joined and turned copies."""
+        return sum(bound.decoder.nbytes() for bound in self.bound.values())
+
+    def release(self) -> None:
+        """Let go of the decoders and what they copied."""
+        self.bound.clear()
+
+
+class FusedContainer(NativeContainer):
+    """Takes the place of the whole model's forward: plain calls go through the fused decoder, others to the model."""
+
+    kind = "fused"
+
+    def __init__(self, part: Part, window: Window, fused: FusedModel):
+        super().__init__(part, window)
+        self.fused = fused
+
+    def run(self, original: Callable, args: tuple, kwargs: dict):
+        """Logits by the fused decoder, where it is asked for nothing else."""
+        call = plain_call(args, kwargs)
+        decoder = None if call is None else self.fused.decoder(self.window.uses_adapters)
+        if decoder is None:
+            return original(*args, **kwargs)
+        return CausalLMOutputWithPast(logits=padded_logits(decoder, *call))
+
+
+def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Ids and mask, int64 [rows, tokens], of a call that asks for logits of whole sequences and no cache; None for
+    any other. Padding may be anywhere but inside a sequence, and positions must be those without padding."""
+    asked = {name: value for name, value in kwargs.items() if value is not None}
+    ids = args[0] if len(args) == 1 else asked.pop("input_ids", None)
+    mask, positions = asked.pop("attention_mask", None), asked.pop("position_ids", None)
+    plain = asked.pop("use_cache", True) is False and asked.pop("return_dict", True) is True
+    if not plain or len(args) > 1 or any(asked.values()) or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return None
+    mask = torch.ones_like(ids) if mask is None else mask
+    if mask.shape != ids.shape or ids.numel() == 0:
+        return None
+    begins = mask[:, :1].sum(dim=1) + (mask.diff(dim=1) > 0).sum(dim=1)
+    expected = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
+    fits = ((mask.cumsum(dim=1) - 1 == expected) | (mask == 0)).all()
+    return (ids, mask) if bool(fits) and bool((begins == 1).all()) else None
+
+
+def padded_logits(decoder: CpuDecoder | TorchDecoder, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Logits [rows, tokens, vocab] in the decoder's dtype, 0 where the mask is."""
+    real = mask.bool()
+    batch = own_pages_batch([row[kept] for row, kept in zip(ids, real, strict=True)], decoder.device)
+    decoder.reserve(ids.shape[1])
+    hidden = decoder.forward(batch, decoder.kv(1 + batch.tables.numel()))
+    logits = decoder.logits(hidden, torch.arange(len(hidden), device=decoder.device))
+    padded = torch.zeros(*ids.shape, logits.shape[1], dtype=decoder.dtype, device=decoder.device)
+    padded[real] = logits.to(decoder.dtype)
+    return padded
+
+
+# The self-check
+
+
+@dataclass
+class Seen:
+    """What the model's own layers were given and gave, on one padded batch.  [rows, tokens, hidden] each."""
+
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    logits: torch.Tensor
+
+
+def require_equal(decoder: CpuDecoder | TorchDecoder, model: nn.Module, layers: list[nn.Module]) -> None:
+    """Raises Unreadable where the embedding, a layer or the logits of `decoder` differ from the model's own.
+
+    Every layer is given what the model's layer is given, for a whole sequence and for its last token over a cache.
+    """
+    spec, device = decoder.spec, decoder.device
+    longest = min(max(CHECKED_TOKENS), spec.max_positions or max(CHECKED_TOKENS))
+    lengths = [min(length, longest) for length in CHECKED_TOKENS]
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(spec.vocab_size, (length,), generator=generator) for length in lengths]
+    seen = native_run(model, layers, sequences, longest, device)
+    real = torch.cat([torch.arange(n * longest, n * longest + length) for n, length in enumerate(lengths)]).to(device)
+
+    def flat(padded: torch.Tensor) -> torch.Tensor:
+        return padded.flatten(0, 1)[real].float()
+
+    decoder.reserve(longest)
+    whole = own_pages_batch(sequences, device)
+    compare("the embedding", decoder.embed(whole), flat(seen.inputs[0]), decoder.dtype)
+    kv = decoder.kv(1 + whole.tables.numel())
+    shortened = own_pages_batch([ids[:-1] for ids in sequences], device, longest=longest)
+    last = own_pages_batch([ids[-1:] for ids in sequences], device, [length - 1 for length in lengths], longest)
+    ends = torch.tensor(lengths, device=device).cumsum(0) - 1
+    not_ends = torch.ones(len(real), dtype=torch.bool, device=device)
+    not_ends[ends] = False
+    for index, layer in enumerate(spec.layers):
+        given, expected = flat(seen.inputs[index]), flat(seen.outputs[index])
+        found = decoder.layers(given, whole, kv, index, index + 1)
+        compare(f"layer {index}", found, expected, decoder.dtype, given, layer.experts)
+        decoder.layers(given[not_ends], shortened, kv, index, index + 1)
+        found = decoder.layers(given[ends], last, kv, index, index + 1)
+        compare(f"layer {index}, over a cache,", found, expected[ends], decoder.dtype, given[ends], layer.experts)
+    found = decoder.logits(flat(seen.outputs[-1]), torch.arange(len(real), device=device))
+    compare("the head", found, flat(seen.logits), decoder.dtype)
+
+
+def native_run(
+    model: nn.Module, layers: list[nn.Module], sequences: list[torch.Tensor], width: int, device: torch.device
+) -> Seen:
+    """The model's own forward over sequences, padded on the right."""
+    ids = torch.zeros(len(sequences), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)], mask[row, : len(sequence)] = sequence, 1
+    inputs, outputs = [], []
+
+    def note(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        inputs.append((args[0] if args else kwargs["hidden_states"]).clone())
+        outputs.append((output[0] if isinstance(output, tuple) else output).clone())
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            handle = layer.register_forward_hook(note, with_kwargs=True)
+            hooks.callback(handle.remove)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        logits = base(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
+    return Seen(inputs, outputs, logits)
+
+
+def own_pages_batch(
+    pieces: list[torch.Tensor], device: torch.device, begins: list[int] | None = None, longest: int = 0
+) -> PackedBatch:
+    """Pieces of sequences, from given positions on, each with pages of its own for `longest` tokens or its length."""
+    sizes, begins = [len(piece) for piece in pieces], begins or [0] * len(pieces)
+    starts = torch.tensor([0, *sizes]).cumsum(0)
+    positions = torch.cat([torch.arange(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)])
+    pages = -(-max(longest, *sizes) // PAGE)
+    return PackedBatch(
+        ids=torch.cat(pieces).to(device),
+        positions=positions.int().to(device),
+        starts=starts.int().to(device),
+        lengths=torch.tensor([b + s for b, s in zip(begins, sizes, strict=True)], dtype=torch.int32, device=device),
+        tables=(1 + torch.arange(len(pieces) * pages, device=device).view(-1, pages)).int(),
+    )
+
+
+# Of what a layer adds, and of the size of what it adds to: sums in another order, and rounding at every operation.
+TOLERANCES = {torch.float32: (1e-4, 4e-6), torch.bfloat16: (0.05, 0.016), torch.float16: (0.01, 0.002)}
+
+
+def compare(
+    what: str,
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    dtype: torch.dtype,
+    given: torch.Tensor | None = None,
+    experts: bool = False,
+) -> None:
+    """Raises Unreadable where `found` is not `expected` [tokens, n]; `given`: what a layer adds to.
+
+    Half precision may send a token to other experts, where two of them are nearly as likely: a tenth of the tokens of
+    a mixture may differ then.
+    """
+    found = found.float()
+    added = expected if given is None else expected - given
+    of_added, of_size = TOLERANCES[dtype]
+    allowed = of_added * added.abs().max() + of_size * expected.abs().max()
+    error = (found - expected).abs().amax(dim=1)
+    wrong = ~(error <= allowed)
+    excused = len(error) // 10 + 1 if experts and dtype != torch.float32 else 0
+    if wrong.sum() > excused:
+        raise Unreadable(
+            f"{what} of the fused container differs from the model's own by {error.max():.3g}, where {allowed:.3g} is "
+            f"allowed ({int(wrong.sum())} of {len(wrong)} tokens)"
+        )

@@ -1,0 +1,110 @@
+"""Pages of the KV cache: storage that outlives a call and grows in steps, and who holds which page."""
+
+from collections.abc import Callable
+
+import torch
+
+from hybrid.containers.batch import PAGE, PagedKV
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // PAGE)
+
+
+class PageStore:
+    """The engine's pages, used again by the next call.
+
+    step: tokens by which the storage grows, at least.  limit_bytes: the most that it may hold; None: no end.
+    Page 0 is never given out: what computes rows that are not there writes there.
+    """
+
+    def __init__(self, step: int, limit_bytes: int | None = None):
+        self.step = step
+        self.limit_bytes = limit_bytes
+        self.kv: PagedKV | None = None
+        self.free: list[int] = []
+        self.holders: list[int] = []  # by page: how many sequences hold it
+        self.peak_bytes = 0
+
+    def begin(self, make: Callable[[int], PagedKV]) -> None:
+        """Start a call: no page is held. make: gives new pages.
+
+        Storage of the call before is kept where its pages are of the same kind.
+        """
+        one = make(1)
+        if self.kv is not None and kind_of(self.kv) != kind_of(one):
+            self.release()
+        self.make, self.page_bytes = make, sum(tensor.nbytes for tensor in (*one.keys, *one.values))
+        self.holders = [0] * self.capacity
+        self.free = list(range(self.capacity - 1, 0, -1))
+
+    @property
+    def capacity(self) -> int:
+        """Pages that there is storage for, page 0 included."""
+        return 0 if self.kv is None else len(self.kv.keys[0])
+
+    @property
+    def limit(self) -> int | None:
+        """Pages that may be held at once; None: no end."""
+        return None if self.limit_bytes is None else max(self.limit_bytes // self.page_bytes - 1, 0)
+
+    def reserve(self, pages: int) -> None:
+        """See to it that so many pages are free, growing by steps. Pages in use keep their numbers and content."""
+        if len(self.free) >= pages:
+            return
+        old, needed = self.capacity, self.capacity + pages - len(self.free) + (self.capacity == 0)
+        steps = pages_for(self.step)
+        capacity = max(-(-needed // steps) * steps, old + old // 2)
+        if self.limit is not None:
+            capacity = max(min(capacity, self.limit + 1), needed)
+        grown = self.make(capacity)
+        if self.kv is not None:
+            for new, before in zip((*grown.keys, *grown.values), (*self.kv.keys, *self.kv.values), strict=True):
+                new[:old].copy_(before)
+        self.kv = grown
+        self.free = list(range(capacity - 1, max(old, 1) - 1, -1)) + self.free
+        self.holders += [0] * (capacity - old)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes())
+
+    def take(self, pages: int) -> list[int]:
+        """So many pages, held once each; their content is undefined."""
+        self.reserve(pages)
+        taken = [self.free.pop() for _ in range(pages)]
+        for page in taken:
+            self.holders[page] = 1
+        return taken
+
+    def hold(self, pages: list[int]) -> None:
+        """Hold pages once more."""
+        for page in pages:
+            self.holders[page] += 1
+
+    def give_back(self, pages: list[int]) -> None:
+        """Hold pages once less; those that nobody holds are free."""
+        for page in pages:
+            self.holders[page] -= 1
+            if not self.holders[page]:
+                self.free.append(page)
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Give pages the content of others."""
+        if not sources:
+            return
+        device = self.kv.keys[0].device
+        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        for tensor in (*self.kv.keys, *self.kv.values):
+            tensor[target] = tensor[source]
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0 if self.kv is None else sum(tensor.nbytes for tensor in (*self.kv.keys, *self.kv.values))
+
+    def release(self) -> None:
+        """Let go of the storage."""
+        self.kv, self.free, self.holders = None, [], []
+
+
+def kind_of(kv: PagedKV) -> list[tuple]:
+    """Shape, dtype and device of every layer's pages."""
+    return [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in (*kv.keys, *kv.values)]

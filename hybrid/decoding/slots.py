@@ -1,0 +1,250 @@
+"""The queue of prompts and the slots that they are decoded in: equal prompts are prefilled once, rows that have ended
+leave at once, and those that wait take their place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from hybrid.containers.batch import PAGE
+from hybrid.decoding.pages import PageStore, pages_for
+from hybrid.decoding.rows import Decoder, Rows, prefill
+from hybrid.decoding.sampling import Draw, Drawn, draw_tokens, selective_log_softmax
+from hybrid.profiling import Phase
+
+Processors = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of ids and scores, as Hugging Face's
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be decoded.
+
+    padded: int64 [rows, prompt_len], left padded.  lengths: real tokens of each prompt.
+    keys: int64 [rows], of each row's noise.  max_new_tokens: of every row.  ends: int64 [n], tokens that end a row.
+    pad: fills what is behind a row's end.  draw: how tokens are drawn.
+    processors: change scores [n, vocab] of rows with ids [n, tokens] of one length before the draw; None: nothing does.
+    logprob_temperature: of `Completions.sampling_logps`.
+    """
+
+    padded: torch.Tensor
+    lengths: list[int]
+    keys: torch.Tensor
+    max_new_tokens: int
+    ends: torch.Tensor
+    pad: int
+    draw: Draw
+    processors: Processors | None
+    logprob_temperature: float
+
+
+@dataclass(frozen=True)
+class Completions:
+    """What was decoded.  tokens int64 [rows, max_new_tokens], padded behind each row's length; lengths int64 [rows],
+    the end token included; sampling_logps, raw_logps float32 [rows, max_new_tokens], of the model's own logits before
+    processors and truncation, at the request's temperature and at 1; 0 behind the length."""
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    sampling_logps: torch.Tensor
+    raw_logps: torch.Tensor
+
+
+@dataclass
+class Group:
+    """Rows with the same prompt, those not yet in slots, and what they share once it is prefilled."""
+
+    prompt: torch.Tensor
+    waiting: list[int]
+    pages: list[int] = field(default_factory=list)
+    logits: torch.Tensor | None = None  # after the prompt, float32 [vocab]
+
+
+def complete(
+    request: Request, decoder: Decoder, store: PageStore, max_slots: int, stride: int, phase: Phase
+) -> Completions:
+    """Decode a request.
+
+    max_slots: rows that are decoded at once.  stride: steps between two looks at which rows have ended; where the host
+    would wait for a device, more than 1.
+    """
+    return Slots(request, decoder, store, max_slots, stride, phase).run()
+
+
+def equal_prompts(padded: torch.Tensor, lengths: list[int]) -> list[Group]:
+    """Rows by prompt, in the order of first appearance."""
+    groups: dict[bytes, Group] = {}
+    for row, (ids, length) in enumerate(zip(padded.cpu(), lengths, strict=True)):
+        prompt = ids[len(ids) - length :]
+        groups.setdefault(prompt.numpy().tobytes(), Group(prompt, [])).waiting.append(row)
+    return list(groups.values())
+
+
+class Slots:
+    """One call's rows: waiting, in slots, done."""
+
+    def __init__(self, request: Request, decoder: Decoder, store: PageStore, max_slots: int, stride: int, phase: Phase):
+        self.request, self.decoder, self.store = request, decoder, store
+        self.max_slots, self.stride, self.phase = max_slots, stride, phase
+        self.queue = equal_prompts(request.padded, request.lengths)
+        self.rows = Rows(decoder, store)
+        count, self.prompt_len = request.padded.shape
+        device, new = decoder.device, request.max_new_tokens
+        # Prompts and what follows, as processors see them; what the steps write, for all rows of the request.
+        self.ids = torch.full((count, self.prompt_len + new), request.pad, dtype=torch.int64, device=device)
+        self.ids[:, : self.prompt_len] = request.padded
+        self.sampling_logps, self.raw_logps = torch.zeros(2, count, new, device=device)
+        self.lengths = torch.zeros(count, dtype=torch.int64)
+        # Of each slot: the row of the request, tokens made, and the last of them.
+        self.row = torch.zeros(0, dtype=torch.int64, device=device)
+        self.made = torch.zeros(0, dtype=torch.int64, device=device)
+        self.last = torch.zeros(0, dtype=torch.int64, device=device)
+        self.most_made = 0  # of any slot, without looking at the device
+        self.promised: list[int] = []  # by slot: pages that the row may come to need for itself
+
+    def run(self) -> Completions:
+        """Decode everything."""
+        self.decoder.reserve(self.prompt_len + self.request.max_new_tokens)
+        with self.phase("decode"):
+            while self.queue or len(self.rows):
+                if self.queue:
+                    with self.phase("prefill"):
+                        self.admit()
+                if len(self.rows):
+                    self.advance()
+        tokens = self.ids[:, self.prompt_len :]
+        return Completions(tokens, self.lengths.to(tokens.device), self.sampling_logps, self.raw_logps)
+
+    # ------------------------------------------------------------- admitting
+
+    def admit(self) -> None:
+        """Give free slots to rows that wait, as long as the pages that they may need are there."""
+        chosen: list[tuple[Group, list[int]]] = []
+        free, promised = self.max_slots - len(self.rows), sum(self.promised) + self.shared_pages()
+        for group in self.queue:
+            whole = 0 if group.pages else len(group.prompt) // PAGE  # pages that the group's rows will share
+            each = self.own_pages(group)
+            count = min(free, len(group.waiting))
+            if self.store.limit is not None:
+                count = min(count, max(self.store.limit - promised - whole, 0) // each)
+            if count == 0:
+                break
+            chosen.append((group, [group.waiting.pop(0) for _ in range(count)]))
+            free, promised = free - count, promised + whole + count * each
+        if not chosen:
+            assert len(self.rows), "a row that fits the limit by itself was not admitted"
+            return
+        self.prefill([group for group, _ in chosen if not group.pages])
+        for group, rows in chosen:
+            self.seat(group, rows)
+        self.draw(torch.cat([group.logits.expand(len(rows), -1) for group, rows in chosen]), self.newest(chosen))
+        self.queue = [group for group in self.queue if group.waiting]
+        for group, _ in chosen:
+            if not group.waiting:
+                group.logits = None
+        self.harvest(1)
+
+    def own_pages(self, group: Group) -> int:
+        """Pages that one row of a group may come to need beside those that it shares."""
+        return pages_for(len(group.prompt) + self.request.max_new_tokens) - len(group.prompt) // PAGE
+
+    def shared_pages(self) -> int:
+        """Pages of prompts that rows in slots, or still waiting, share."""
+        held = {page for pages in self.rows.pages for page in pages if self.store.holders[page] > 1}
+        return len(held | {page for group in self.queue for page in group.pages})
+
+    def prefill(self, groups: list[Group]) -> None:
+        if not groups:
+            return
+        pages, logits = prefill(self.decoder, self.store, [group.prompt for group in groups])
+        for group, own, after in zip(groups, pages, logits, strict=True):
+            group.pages, group.logits = own, after
+
+    def seat(self, group: Group, rows: list[int]) -> None:
+        """Slots for rows of a prefilled group: whole pages are shared, the last one, which is written on, is copied."""
+        length = len(group.prompt)
+        whole, partial = group.pages[: length // PAGE], group.pages[length // PAGE :]
+        own, copies = [], []
+        for n in range(len(rows)):
+            self.store.hold(whole)
+            last_of_group = not group.waiting and n == len(rows) - 1
+            copies.append(partial if last_of_group else self.store.take(len(partial)))
+            own.append(whole + copies[-1])
+        targets = [page for pages in copies if pages is not partial for page in pages]
+        self.store.copy(partial * len(targets), targets)
+        if not group.waiting:
+            self.store.give_back(whole)  # the group's own hold; its partial page went to its last row
+            group.pages = []
+        self.rows.add(own, [length] * len(rows))
+        self.promised += [self.own_pages(group)] * len(rows)
+
+    def newest(self, chosen: list[tuple[Group, list[int]]]) -> int:
+        """Enter the rows just seated; gives how many there are."""
+        rows = torch.tensor([row for _, rows in chosen for row in rows], device=self.row.device)
+        zeros = torch.zeros_like(rows)
+        self.row, self.made, self.last = (
+            torch.cat(pair) for pair in ((self.row, rows), (self.made, zeros), (self.last, zeros))
+        )
+        return len(rows)
+
+    # -------------------------------------------------------------- stepping
+
+    def advance(self) -> None:
+        """A few tokens for every slot; then rows that have ended leave."""
+        steps = min(self.stride, self.request.max_new_tokens - self.most_made)
+        self.rows.make_room(steps)
+        for _ in range(steps):
+            self.draw(self.rows.step(self.last), len(self.rows))
+        self.harvest(steps)
+
+    def draw(self, logits: torch.Tensor, count: int) -> None:
+        """A token for each of the last `count` slots, from their logits [count, vocab]."""
+        request = self.request
+        row, made = self.row[-count:], self.made[-count:]
+        if request.processors is None:
+            drawn = draw_tokens(logits, request.keys[row], made, request.draw)
+            logps, raw_logps = drawn.logps, drawn.raw_logps
+        else:
+            drawn = self.draw_processed(logits, row, made)
+            raw_logps = selective_log_softmax(logits, drawn.tokens)
+            logps = selective_log_softmax(logits / request.logprob_temperature, drawn.tokens)
+        self.ids[row, self.prompt_len + made] = drawn.tokens
+        self.sampling_logps[row, made] = logps
+        self.raw_logps[row, made] = raw_logps
+        self.last[-count:] = drawn.tokens
+        made += 1
+
+    def draw_processed(self, logits: torch.Tensor, row: torch.Tensor, made: torch.Tensor) -> Drawn:
+        """The draw after processors, which see rows of one length at a time, as in Hugging Face's batches."""
+        scores = torch.empty_like(logits)
+        for so_far in made.unique().tolist():
+            here = (made == so_far).nonzero().flatten()
+            scores[here] = self.request.processors(self.ids[row[here], : self.prompt_len + so_far], logits[here])
+        return draw_tokens(scores, self.request.keys[row], made, self.request.draw)
+
+    def harvest(self, steps: int) -> None:
+        """Look at the last `steps` tokens of every slot: rows that have ended leave, with their length noted.
+
+        Slots that have fewer tokens than that are new, and have been looked at.
+        """
+        self.most_made = int(self.made.max())
+        back = torch.arange(-steps, 0, device=self.made.device)
+        at = (self.made[:, None] + back).clamp(min=0)  # [slots, steps]
+        recent = self.ids[self.row[:, None], self.prompt_len + at]
+        is_end = torch.isin(recent, self.request.ends)
+        ended = is_end.any(dim=1)
+        length = torch.where(ended, at.gather(1, is_end.int().argmax(dim=1, keepdim=True))[:, 0] + 1, self.made)
+        done = ended | (self.made >= self.request.max_new_tokens)
+        if not done.any():
+            return
+        row, length = self.row[done], length[done]
+        self.lengths[row.cpu()] = length.cpu()
+        if steps > 1:  # what was drawn behind an end
+            behind = torch.arange(self.request.max_new_tokens, device=row.device) >= length[:, None]
+            self.ids[row, self.prompt_len :] = self.ids[row, self.prompt_len :].masked_fill(behind, self.request.pad)
+            for logps in (self.sampling_logps, self.raw_logps):
+                logps[row] = logps[row].masked_fill(behind, 0.0)
+        stay = ~done
+        self.rows.leave(stay)
+        self.row, self.made, self.last = self.row[stay], self.made[stay], self.last[stay]
+        self.promised = [pages for pages, kept in zip(self.promised, stay.tolist(), strict=True) if kept]
+        self.most_made = int(self.made.max()) if len(self.made) else 0
