@@ -4,15 +4,24 @@
 // ever packed or copied. Every output is the same chain of sums whatever the tile and the batch.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 
 #include "vector.h"
 
-#if LANES == 16
-constexpr int COLUMNS = 6;
-#else
-constexpr int COLUMNS = 3;
-#endif
 constexpr int ROWS = 4;
+// ROWS x COLUMNS sums, a vector of each column and one of a row fill the registers: 32 with AVX-512, else 16. Turning
+// bfloat16 to float32 needs a few for itself.
+template <typename W> constexpr int COLUMNS = LANES == 16 ? 6 : std::is_same_v<W, bf16> ? 2 : 3;
+
+// Keeps a vector in a register: GCC 12 would load it again for each use, and loads are what a tile runs out of.
+static inline Vec held(Vec v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__AVX__)
+  asm("" : "+x"(v));
+#endif
+  return v;
+}
 
 // One matrix, or several one above the other.  weight[i] [rows[i], in] of the model's dtype; bias[i] float32 or null.
 struct Linear {
@@ -35,9 +44,9 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t l
   int64_t k = 0;
   for (; k + LANES <= in; k += LANES) {
     Vec column[N];
-    for (int n = 0; n < N; n++) column[n] = load(w + n * in + k);
+    for (int n = 0; n < N; n++) column[n] = held(load(w + n * in + k));
     for (int m = 0; m < M; m++) {
-      Vec row = load(x + m * ldx + k);
+      Vec row = held(load(x + m * ldx + k));
       for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
     }
   }
@@ -54,14 +63,14 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t l
   int64_t k = 0;
   for (; k + 2 * LANES <= in; k += 2 * LANES) {
     Vec column[N];
-    for (int n = 0; n < N; n++) column[n] = (Vec)(*(const VecUAny*)(w + n * in + k) << 16);
+    for (int n = 0; n < N; n++) column[n] = held((Vec)(*(const VecUAny*)(w + n * in + k) << 16));
     for (int m = 0; m < M; m++) {
-      Vec row = load(x + m * ldx + k);
+      Vec row = held(load(x + m * ldx + k));
       for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
     }
-    for (int n = 0; n < N; n++) column[n] = (Vec)(*(const VecUAny*)(w + n * in + k) & 0xffff0000u);
+    for (int n = 0; n < N; n++) column[n] = held((Vec)(*(const VecUAny*)(w + n * in + k) & 0xffff0000u));
     for (int m = 0; m < M; m++) {
-      Vec row = load(x + m * ldx + k + LANES);
+      Vec row = held(load(x + m * ldx + k + LANES));
       for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
     }
   }
@@ -120,16 +129,17 @@ static void strip(const float* x, int64_t ldx, const W* w, const float* bias, in
 // the rows of W in the second, over which they are used again.
 template <typename W, typename Out>
 static void columns(const float* x, int64_t ldx, const W* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t first, int64_t last, Out out) {
+  constexpr int C = COLUMNS<W>;
   const int64_t row_block = in <= 1024 ? 2 * ROWS : ROWS;
-  const int64_t wanted = (96 << 10) / (in * int64_t(sizeof(W))) / COLUMNS * COLUMNS;
-  const int64_t column_block = std::clamp<int64_t>(wanted, COLUMNS, 16 * COLUMNS);
+  const int64_t wanted = (96 << 10) / (in * int64_t(sizeof(W))) / C * C;
+  const int64_t column_block = std::clamp<int64_t>(wanted, C, 16 * C);
   for (int64_t block = first; block < last; block += column_block) {
     const int64_t end = std::min(block + column_block, last);
     for (int64_t m = 0; m < rows; m += row_block) {
       const int64_t count = std::min(row_block, rows - m);
       int64_t n = block;
-      for (; n + COLUMNS <= end; n += COLUMNS)
-        strip<W, COLUMNS>(x + m * ldx, ldx, w + n * in, bias ? bias + n : nullptr, in, y + m * ldy + n, ldy, count, out);
+      for (; n + C <= end; n += C)
+        strip<W, C>(x + m * ldx, ldx, w + n * in, bias ? bias + n : nullptr, in, y + m * ldy + n, ldy, count, out);
       for (; n < end; n++)
         strip<W, 1>(x + m * ldx, ldx, w + n * in, bias ? bias + n : nullptr, in, y + m * ldy + n, ldy, count, out);
     }
@@ -148,7 +158,7 @@ static inline Part part(int64_t count, int64_t grain, int thread, int threads) {
 // This thread's columns of y [rows, outputs] = x [rows, in] · Wᵀ + bias. Others do the rest; nobody waits here.
 template <typename W, typename Out>
 static void linear(const Linear& l, const float* x, int64_t ldx, int64_t rows, float* y, int64_t ldy, Out out, int thread, int threads) {
-  const Part mine = part(outputs(l), COLUMNS, thread, threads);
+  const Part mine = part(outputs(l), COLUMNS<W>, thread, threads);
   int64_t offset = 0;
   for (int i = 0; i < l.parts; i++) {
     const int64_t first = std::max<int64_t>(mine.first - offset, 0), last = std::min(mine.last - offset, l.rows[i]);
