@@ -119,28 +119,28 @@ class CpuDecoder:
         hidden = torch.empty(len(batch.ids), self.spec.hidden_size)
         return self._run(hidden, batch, kv, -1, len(self.spec.layers))
 
-    def embed(self, batch: PackedBatch) -> torch.Tensor:
-        """What the first layer is given.  float32 [tokens, hidden]"""
-        return self._run(torch.empty(len(batch.ids), self.spec.hidden_size), batch, None, -1, 0)
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What the first layer is given, float32 [tokens, hidden].  ids int64 [tokens], positions int32 [tokens]."""
+        nothing = torch.zeros(0, dtype=torch.int32)
+        batch = PackedBatch(ids, positions, nothing, nothing, nothing.view(0, 0))
+        return self._run(torch.empty(len(ids), self.spec.hidden_size), batch, None, -1, 0)
 
     def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
         """Layers `first` to `last` over `hidden` [tokens, hidden]; gives a new tensor, float32."""
         return self._run(hidden.float().clone(), batch, kv, first, last)
 
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Logits of rows int64 [n] of `hidden`, as the model rounds them.  float32 [n, vocab]"""
-        out = torch.empty(len(rows), self.spec.vocab_size)
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits after the last layer's output [n, hidden], as the model rounds them.  float32 [n, vocab]"""
+        out = torch.empty(len(hidden), self.spec.vocab_size)
         threads = torch.get_num_threads()
-        work = self._work(len(rows), threads)
-        hidden = hidden.float()
-        self.library.logits(
-            self._self(), address(hidden), address(rows), len(rows), address(out), address(work), threads
-        )
+        work = self._work(len(hidden), threads)
+        hidden = hidden.float().contiguous()
+        self.library.logits(self._self(), address(hidden), len(hidden), address(out), address(work), threads)
         return out
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
-        return self.logits(self.forward(batch, kv), torch.arange(len(batch.ids)))
+        return self.logits(self.forward(batch, kv))
 
     def nbytes(self) -> int:
         """Bytes of weights that are copies: turned matrices, and biases and norms in float32."""

@@ -194,7 +194,7 @@ def padded_logits(decoder: CpuDecoder | TorchDecoder, ids: torch.Tensor, mask: t
     batch = own_pages_batch([row[kept] for row, kept in zip(ids, real, strict=True)], decoder.device)
     decoder.reserve(ids.shape[1])
     hidden = decoder.forward(batch, decoder.kv(1 + batch.tables.numel()))
-    logits = decoder.logits(hidden, torch.arange(len(hidden), device=decoder.device))
+    logits = decoder.logits(hidden)
     padded = torch.zeros(*ids.shape, logits.shape[1], dtype=decoder.dtype, device=decoder.device)
     padded[real] = logits.to(decoder.dtype)
     return padded
@@ -230,7 +230,7 @@ def require_equal(decoder: CpuDecoder | TorchDecoder, model: nn.Module, layers: 
 
     decoder.reserve(longest)
     whole = own_pages_batch(sequences, device)
-    compare("the embedding", decoder.embed(whole), flat(seen.inputs[0]), decoder.dtype)
+    compare("the embedding", decoder.embed(whole.ids, whole.positions), flat(seen.inputs[0]), decoder.dtype)
     kv = decoder.kv(1 + whole.tables.numel())
     shortened = own_pages_batch([ids[:-1] for ids in sequences], device, longest=longest)
     last = own_pages_batch([ids[-1:] for ids in sequences], device, [length - 1 for length in lengths], longest)
@@ -239,12 +239,13 @@ def require_equal(decoder: CpuDecoder | TorchDecoder, model: nn.Module, layers: 
     not_ends[ends] = False
     for index, layer in enumerate(spec.layers):
         given, expected = flat(seen.inputs[index]), flat(seen.outputs[index])
-        found = decoder.layers(given, whole, kv, index, index + 1)
+        exact = given.to(decoder.dtype)
+        found = decoder.layers(exact, whole, kv, index, index + 1)
         compare(f"layer {index}", found, expected, decoder.dtype, given, layer.experts)
-        decoder.layers(given[not_ends], shortened, kv, index, index + 1)
-        found = decoder.layers(given[ends], last, kv, index, index + 1)
+        decoder.layers(exact[not_ends], shortened, kv, index, index + 1)
+        found = decoder.layers(exact[ends], last, kv, index, index + 1)
         compare(f"layer {index}, over a cache,", found, expected[ends], decoder.dtype, given[ends], layer.experts)
-    found = decoder.logits(flat(seen.outputs[-1]), torch.arange(len(real), device=device))
+    found = decoder.logits(flat(seen.outputs[-1]).to(decoder.dtype))
     compare("the head", found, flat(seen.logits), decoder.dtype)
 
 

@@ -98,6 +98,27 @@ class TorchDecoder:
 
         return PagedKV(keys=empty(), values=empty())
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.outer["embedding.weight"].device
+
+    def nbytes(self) -> int:
+        """Bytes of weights that are copies: joined matrices."""
+        names = {f"{name}.{kind}" for name in JOINED for kind in ("weight", "bias")}
+        return sum(tensor.nbytes for block in self.blocks for name, tensor in block.items() if name in names)
+
+    def reserve(self, tokens: int) -> None:
+        """Nothing to do: the rotary module is asked at every forward."""
+
+    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """The last layer's output for every token.  [tokens, hidden]; keys and values go into `kv`."""
+        return self.layers(self.embed(batch.ids, batch.positions), batch, kv)
+
+    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
+        return self.logits(self.forward(batch, kv))
+
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """What goes into the first layer, [tokens, hidden].  ids int64 [tokens], positions int [tokens]."""
         hidden = F.embedding(ids, self.outer["embedding.weight"])

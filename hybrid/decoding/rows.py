@@ -26,8 +26,8 @@ class Decoder(Protocol):
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """The last layer's output.  [tokens, hidden]"""
 
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Logits of rows int64 [n] of `hidden`.  float32 [n, vocab]"""
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits after the last layer's output [n, hidden].  float32 [n, vocab]"""
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
@@ -84,7 +84,7 @@ def prefill(decoder: Decoder, store: PageStore, prompts: list[torch.Tensor]) -> 
     for pieces, hidden in hidden_states(decoder, store, prompts, pages):
         ends = [p.row + p.stop - p.begin - 1 for p in pieces if p.stop == len(prompts[p.sequence])]
         if ends:
-            found.append(decoder.logits(hidden, torch.tensor(ends, device=decoder.device)))
+            found.append(decoder.logits(hidden[torch.tensor(ends, device=decoder.device)]))
     return pages, torch.cat(found)
 
 

@@ -63,7 +63,7 @@ def score_packed(
             )
             for judge, target, row, column in zip(*parts, strict=True):
                 if len(judge):
-                    found = judge_tokens(decoder.logits(hidden, judge), target, temperature)
+                    found = judge_tokens(decoder.logits(hidden[judge]), target, temperature)
                     logps[row, column], entropies[row, column] = found
         for own in pages:
             store.give_back(own)

@@ -68,7 +68,7 @@ SIGNATURES = {
     "lanes": ([], _int),
     "work_floats": ([_pointer, _int, _int], _int),
     "forward": ([_pointer, _pointer, _int, _int, _pointer, _pointer, _int], None),
-    "logits": ([_pointer, _pointer, _pointer, _int, _pointer, _pointer, _int], None),
+    "logits": ([_pointer, _pointer, _int, _pointer, _pointer, _int], None),
     "sample": ([_pointer, _int, _int, *[_pointer] * 6, _int], None),
     "score": ([_pointer, _int, _int, _pointer, _double, _pointer, _pointer, _int], None),
 }

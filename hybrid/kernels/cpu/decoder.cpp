@@ -412,11 +412,11 @@ struct Run {
     meet();
   }
 
-  // Logits of hidden rows `chosen` (batch.tokens of them).
-  void logits(const float* hidden, const int64_t* chosen, float* out) const {
+  // Logits of every row of hidden.
+  void logits(const float* hidden, float* out) const {
     for (int64_t t = rows().first; t < rows().last; t++) {
       float* row = work.normed + t * d.hidden;
-      norm(d.final_norm, hidden + chosen[t] * d.hidden, row, d.hidden);
+      norm(d.final_norm, hidden + t * d.hidden, row, d.hidden);
       ready(row, d.hidden);
     }
     meet();
@@ -474,11 +474,11 @@ void forward(const Decoder* d, const Batch* batch, int64_t first, int64_t last, 
   });
 }
 
-// out float32 [count, vocabulary]: logits of the rows `chosen` of hidden.
-void logits(const Decoder* d, const float* hidden, const int64_t* chosen, int64_t count, float* out, float* work, int64_t threads) {
+// out float32 [count, vocabulary]: logits of the rows of hidden.
+void logits(const Decoder* d, const float* hidden, int64_t count, float* out, float* work, int64_t threads) {
   Batch batch{};
   batch.tokens = count;
-  in_dtype(*d, batch, work, threads, [&](const auto& run) { run.logits(hidden, chosen, out); });
+  in_dtype(*d, batch, work, threads, [&](const auto& run) { run.logits(hidden, out); });
 }
 
 // For each row of logits [rows, vocabulary]: a token, its logprob at the temperature and at 1, both before truncation.
