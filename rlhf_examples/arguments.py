@@ -42,7 +42,9 @@ class PPOArguments:
     top_p: float = about(1.0, "nucleus sampling; 1 is off")
     logprob_mode: str = about("recompute", "old logprobs: recompute by a forward, or as sampled (sampling)")
     importance_sampling_correction: bool = about(
-        False, "weigh each token's loss by exp(old logprob - sampling logprob); needs logprob_mode recompute"
+        False,
+        "weigh each token's loss by exp(old logprob - sampling logprob), with old logprobs of the training forward; "
+        "needs logprob_mode recompute",
     )
     importance_sampling_cap: float = about(2.0, "those weights are at most this")
     numerics_control_rows: int = about(

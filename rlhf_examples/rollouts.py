@@ -70,6 +70,20 @@ def token_logps(
 
 
 @torch.no_grad()
+def training_logps(
+    policy: hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, width: int, args: PPOArguments
+) -> torch.Tensor:
+    """`token_logps` of the training forward itself, in train mode, by its micro batches; without gradients.
+
+    sequences, mask [rows, tokens]; float32 [rows, width]. Every rank gives as many rows.
+    """
+    policy.train()
+    size = args.per_device_train_batch_size
+    parts = zip(sequences.split(size), mask.split(size), strict=True)
+    return torch.cat([token_logps(policy, *part, width, args.temperature) for part in parts])
+
+
+@torch.no_grad()
 def token_logps_alone(
     policy: hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, width: int, temperature: float
 ) -> torch.Tensor:
@@ -118,10 +132,12 @@ def collect(
         sequences, attention_mask, mask = batch.sequences, batch.attention_mask, batch.completion_mask
         width = mask.shape[1]
         old_logps = batch.sampling_per_token_logps
-        if args.logprob_mode == "recompute":
+        if args.logprob_mode == "recompute" and not args.importance_sampling_correction:
             recomputed = models.policy.score(sequences, attention_mask, temperature=args.temperature)
             old_logps = completions_of(recomputed.per_token_logps, width)
         reference = models.reference_scores(sequences, attention_mask, args.temperature)
+    if args.importance_sampling_correction:  # of the trainer: scores come from where the samples came from
+        old_logps = training_logps(models.policy, sequences, attention_mask, width, args) * mask
     ref_logps = completions_of(reference.per_token_logps, width)
     with models.critic.inference():
         values = token_values(models.critic, sequences, attention_mask, width)

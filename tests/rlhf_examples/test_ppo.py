@@ -69,7 +69,8 @@ def test_the_control_changes_nothing(whole_run, tmp_path):
 
 
 def test_importance_sampling_correction(whole_run, tmp_path):
-    """In float32 sampler and trainer agree, so it changes nothing beyond rounding; in bf16 weights leave 1."""
+    """In float32 sampler and trainer agree, so it changes nothing beyond rounding; in bf16 weights leave 1, and the
+    training forward, which the old logprobs are then of, agrees with itself better than with the sampler."""
     shared = {"model": str(whole_run[0] / "sft"), "num_iterations": 2, "save_every": 0}
     corrected = {**shared, "importance_sampling_correction": True}
     plain, exact, rounded = (
@@ -90,6 +91,7 @@ def test_importance_sampling_correction(whole_run, tmp_path):
         assert row[f"{ratio}/min"] < row[f"{ratio}/mean"] < row[f"{ratio}/max"] == 1, "the cap is 1"
         assert row["sampling/sampling_logp_difference/max"] > 1e-5, "bf16 was not rounded to"
         assert row["sampling/gen_kl_error"] > row["control/gen_kl_error"] >= 0
+        assert row["val/first_ratio_error"] < row["sampling/sampling_logp_difference/max"]
 
 
 def test_padding_changes_no_loss(whole_run, tmp_path):
