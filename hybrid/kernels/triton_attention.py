@@ -254,6 +254,23 @@ def _tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 @triton.jit
+def owner_of_block(starts, owners, block, SIZE: tl.constexpr):
+    """Whose items, owner i's being those from starts[i] to starts[i + 1], a program takes that does block `block`.
+
+    The blocks of owner i begin at starts[i] // SIZE + i: early enough for each owner to have all that it needs. A block
+    behind its owner's items has nothing to do. So items // SIZE + owners blocks do, which needs no look at `starts`.
+    """
+    owner, after = block * 0, block * 0 + owners
+    while owner + 1 < after:
+        middle = (owner + after) // 2
+        if tl.load(starts + middle) // SIZE + middle <= block:
+            owner = middle
+        else:
+            after = middle
+    return owner
+
+
+@triton.jit
 def _prefill_kernel(
     q,
     keys,
@@ -280,19 +297,9 @@ def _prefill_kernel(
     HAS_BIAS: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """A program a query head and up to BLOCK_Q new tokens of one sequence, into out [tokens, heads, head_dim].
-
-    The blocks of sequence i begin at starts[i] // BLOCK_Q + i: early enough for each sequence to have all it needs, and
-    a block that is behind its sequence's tokens has nothing to do. So the grid is known without reading `starts`.
-    """
+    """A program a query head and up to BLOCK_Q new tokens of one sequence, into out [tokens, heads, head_dim]."""
     block, head = tl.program_id(0), tl.program_id(1)
-    row, after = block * 0, block * 0 + sequences
-    while row + 1 < after:
-        middle = (row + after) // 2
-        if tl.load(starts + middle) // BLOCK_Q + middle <= block:
-            row = middle
-        else:
-            after = middle
+    row = owner_of_block(starts, sequences, block, BLOCK_Q)
     first = tl.load(starts + row)
     count = tl.load(starts + row + 1) - first
     length = tl.load(lengths + row)

@@ -17,25 +17,30 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from hybrid.kernels import triton_attention, triton_fused, triton_sampling
+from hybrid.kernels import triton_attention, triton_experts, triton_fused, triton_sampling
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 def compiling(arch: int):
-    """What stands in for a launch: compile what would have run, and print its name and needs."""
+    """What stands in for a launch: compile what would have run, and print its name and needs.
+
+    As a launch does, it tells the compiler of numbers that are 1, and of those that 16 divides.
+    """
 
     def launch(kernel, *args, grid, warmup, num_warps=4, **constants):
         bound = inspect.signature(kernel.fn).bind(*args, **constants)
         signature, values, hints = {}, {}, {}
         for place, (param, value) in enumerate(zip(kernel.params, bound.arguments.values(), strict=True)):
-            if param.is_constexpr:
+            if param.is_constexpr or (type(value) is int and value == 1):
                 signature[param.name], values[place,] = "constexpr", value
             elif isinstance(value, torch.Tensor):
                 signature[param.name], hints[place,] = f"*{TYPES[value.dtype]}", [["tt.divisibility", 16]]
             else:
                 signature[param.name] = "i32" if isinstance(value, int) else "fp32"
+                if isinstance(value, int) and value % 16 == 0:
+                    hints[place,] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, values, hints)
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -75,10 +80,19 @@ def launch_fused(dtype: torch.dtype) -> None:
         triton_fused.gated_activation(x, activation)
 
 
+def launch_experts(dtype: torch.dtype) -> None:
+    """Few items an expert, and many."""
+    x, weight = torch.empty(1000, 2048, dtype=dtype), torch.empty(8, 1408, 2048, dtype=dtype)
+    for items in (16, 1000):
+        order, starts = torch.empty(items, dtype=torch.int32), torch.empty(9, dtype=torch.int32)
+        triton_experts.grouped_linear(x, weight, order, starts, 2)
+
+
 def main(arch: int) -> None:
     JITFunction.run = compiling(arch)
     for dtype in (torch.bfloat16, torch.float32):
         launch_fused(dtype)
+        launch_experts(dtype)
         for head_dim in (64, 128, 256):
             launch_attention(dtype, head_dim)
     number = torch.empty(4)

@@ -15,7 +15,9 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward a
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotary
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
+from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
 from hybrid.containers.batch import PAGE
 from hybrid.decoding.sampling import stream_keys, uniform
@@ -23,6 +25,7 @@ from hybrid.decoding.sampling import stream_keys, uniform
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 from hybrid.kernels import triton_attention as attention
 from hybrid.kernels import triton_fused as fused
+from hybrid.kernels.triton_experts import mixture
 from hybrid.kernels.triton_sampling import CHUNK, sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -233,6 +236,42 @@ def test_gated_activation(activation, dtype):
     }[activation]
     gate_up = random(3, 2 * 1100, dtype=dtype) * 4
     close(fused.gated_activation(gate_up, activation), theirs(gate_up[:, :1100]) * gate_up[:, 1100:])
+
+
+def gated_experts(family: str) -> torch.nn.Module:
+    """Hugging Face's mixture of experts, 5 of them and 2 a token, of odd sizes."""
+    sizes = {"hidden_size": 48, "num_experts_per_tok": 2}
+    if family == "mixtral":
+        module = MixtralSparseMoeBlock(MixtralConfig(**sizes, intermediate_size=72, num_local_experts=5))
+    else:
+        config = Qwen3MoeConfig(**sizes, moe_intermediate_size=72, num_experts=5, norm_topk_prob=False)
+        module = Qwen3MoeSparseMoeBlock(config)
+    for param in module.parameters():
+        param.data.normal_(std=0.2)
+    return module.to(DEVICE).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_mixture(tokens, family):
+    """Experts that get none of the tokens, and experts that get more than a block of them."""
+    module, x = gated_experts(family), random(tokens, 48)
+    x[1:] += 2 * x[:1]  # most go to the same experts
+    theirs = module(x[None])
+    theirs = (theirs[0] if isinstance(theirs, tuple) else theirs)[0]
+    router, experts = module.gate.weight, module.experts
+    ours = mixture(
+        x,
+        router,
+        experts.gate_up_proj,
+        experts.down_proj,
+        per_token=2,
+        normalize=family == "mixtral",
+        float32=family == "mixtral",
+        gated=lambda gate_up: fused.gated_activation(gate_up, "silu"),
+    )
+    close(ours, theirs, slack=4)  # sums of 72 products of the size of 1
 
 
 # ------------------------------------------------------------------------------------------------------ rope and write

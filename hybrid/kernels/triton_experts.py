@@ -1,0 +1,118 @@
+"""A mixture of experts in Triton: every token through its experts' matrices, without the device being waited for."""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional as F
+
+from hybrid.kernels.triton_attention import owner_of_block
+
+BLOCK_OUT = 64  # columns that one program makes
+
+
+@triton.jit
+def _grouped_linear_kernel(
+    x,
+    weight,
+    order,
+    starts,
+    out,
+    groups,
+    inputs,
+    outputs,
+    x_stride,
+    weight_stride,
+    weight_row_stride,
+    weight_column_stride,
+    PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):
+    """A program up to BLOCK items of one group and BLOCK_OUT columns, into out [items, outputs].
+
+    order int32 [items]: items, group by group; starts int32 [groups + 1]: where each group begins in it. Item i reads
+    row i // PER_ROW of x.
+    """
+    block = tl.program_id(0)
+    group = owner_of_block(starts, groups, block, BLOCK)
+    first = tl.load(starts + group)
+    count = tl.load(starts + group + 1) - first
+    place = (block - first // BLOCK - group) * BLOCK + tl.arange(0, BLOCK)
+    live = place < count
+    item = tl.load(order + first + place, mask=live, other=0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    rows = x + (item // PER_ROW)[:, None] * x_stride
+    matrix = weight + group.to(tl.int64) * weight_stride + column[None, :].to(tl.int64) * weight_row_stride
+    total = tl.zeros((BLOCK, BLOCK_OUT), tl.float32)
+    if tl.max(live.to(tl.int32), 0) > 0:
+        for start in range(0, inputs, BLOCK_IN):
+            element = start + tl.arange(0, BLOCK_IN)
+            a = tl.load(rows + element[None, :], mask=live[:, None] & (element < inputs)[None, :], other=0.0)
+            there = (element < inputs)[:, None] & (column < outputs)[None, :]
+            b = tl.load(matrix + element[:, None] * weight_column_stride, mask=there, other=0.0)
+            total += tl.dot(a, b, input_precision="ieee")
+    to = out + item[:, None] * outputs + column[None, :]
+    tl.store(to, total, mask=live[:, None] & (column < outputs)[None, :])
+
+
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, per_row: int
+) -> torch.Tensor:
+    """x[i // per_row] @ weight[group of i].T for every item i.
+
+    x [rows, inputs], rows may be strided; weight [groups, outputs, inputs]; order int32 [items]: the items, group by
+    group; starts int32 [groups + 1]: where each group begins in `order`, and the end.  Gives [items, outputs].
+    """
+    items, (groups, outputs, inputs) = len(order), weight.shape
+    out = torch.empty((items, outputs), dtype=x.dtype, device=x.device)
+    full = x.dtype.itemsize == 4
+    block = 64 if items > 32 * groups and not full else 16
+    _grouped_linear_kernel[(items // block + groups, triton.cdiv(outputs, BLOCK_OUT))](
+        x,
+        weight,
+        order,
+        starts,
+        out,
+        groups,
+        inputs,
+        outputs,
+        x.stride(0),
+        *weight.stride(),
+        PER_ROW=per_row,
+        BLOCK=block,
+        BLOCK_OUT=BLOCK_OUT,
+        BLOCK_IN=16 if full else 64,
+        num_warps=8 if full else 4,
+    )
+    return out
+
+
+def mixture(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    per_token: int,
+    normalize: bool,
+    float32: bool,
+    gated: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """`hybrid.kernels.torch_ops.mixture`, whose shapes and rounding these are.
+
+    gated: act(gate) * up of [items, 2 · inner], gate before up.
+    """
+    weights, chosen = F.linear(x, router).float().softmax(-1).topk(per_token, dim=-1)  # [tokens, per_token]
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights if float32 else weights.to(x.dtype)
+    expert = chosen.flatten()
+    order = expert.argsort(stable=True)
+    experts = torch.arange(len(gate_up) + 1, device=x.device)
+    starts = torch.searchsorted(expert[order], experts).int()  # where the first item of each expert is
+    order = order.int()
+    inner = gated(grouped_linear(x, gate_up, order, starts, per_token))
+    made = grouped_linear(inner, down, order, starts, 1).unflatten(0, (-1, per_token))
+    return (made * weights[..., None]).float().sum(1).to(x.dtype)
