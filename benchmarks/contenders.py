@@ -1,0 +1,216 @@
+"""Whoever makes rollouts: this engine, and Hugging Face's ways, on the same weights and requests."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import deepspeed
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
+
+import hybrid
+from benchmarks.cases import PAD, EndAtLength, Request
+from benchmarks.generate import gathered_hugging_face
+from benchmarks.vllm_contender import VLLM, VLLMSettings
+
+PAGE_SIZE = 256  # of continuous batching's cache; transformers' default
+TOKENS_A_FORWARD = 2048  # with the default of 8192 its decode step is slower: the mask has as many rows
+WAIT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave.  lengths: tokens of each completion.  phases: seconds by phase, where they are told."""
+
+    lengths: list[int]
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Someone who runs requests."""
+
+    name: str
+    run: Callable[[Request], Outcome]
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What contenders are made of.
+
+    model: whole, in eval mode.  engine: over the same weights.
+    most_rows, most_tokens: completions of the largest request, and tokens of the longest sequence.
+    """
+
+    model: nn.Module
+    engine: hybrid.HybridEngine
+    most_rows: int
+    most_tokens: int
+    vllm: VLLMSettings
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return self.model.config.get_text_config().vocab_size
+
+
+def make_engine(model: nn.Module) -> hybrid.HybridEngine:
+    """A ZeRO-3 engine over a copy of `model`, and the check that its weights are the same.
+
+    The optimizer is one without state: it takes no part, and a 7B model's states would fill the device.
+    """
+    module = copy.deepcopy(model)
+    engine = hybrid.initialize(
+        model=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=1e-4),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "bf16": {"enabled": model.dtype == torch.bfloat16},
+            "hybrid_engine": {"enabled": True, "max_out_tokens": 4096},
+        },
+    )[0]
+    for whole, partitioned in zip(model.parameters(), engine.module.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([partitioned]):
+            assert torch.equal(whole, partitioned), "contenders have other weights"
+    return engine
+
+
+def generate_arguments(request: Request) -> dict:
+    """Of Hugging Face's generate, for plain sampling at temperature 1."""
+    arguments = {
+        "attention_mask": torch.ones_like(request.prompt_ids),
+        "max_new_tokens": request.new_tokens,
+        "num_return_sequences": request.group,
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "pad_token_id": PAD,
+    }
+    if request.ends:
+        arguments |= {"eos_token_id": request.end, "logits_processor": [EndAtLength(request)]}
+    return arguments
+
+
+def outcome_of(sequences: torch.Tensor, request: Request) -> Outcome:
+    """Of what `generate` gave.  sequences int64 [rows, tokens]: completions end with the end token, or at the end."""
+    completions = sequences[:, request.prompt_ids.shape[1] :]
+    if not request.ends:
+        return Outcome([completions.shape[1]] * len(completions))
+    return Outcome(((completions == request.end).int().argmax(dim=1) + 1).tolist())
+
+
+def hybrid_rollouts(name: str, setting: Setting, new_weights: bool) -> Contender:
+    """This engine.  new_weights: each run finds its snapshot stale, as it is after a step, and gathers."""
+    engine = setting.engine
+
+    def run(request: Request) -> Outcome:
+        if new_weights:
+            engine.mark_weights_changed()
+        if request.ends:
+            return outcome_of(engine.generate(request.prompt_ids, **generate_arguments(request)), request)
+        sampling = hybrid.SamplingParams(max_new_tokens=request.new_tokens)
+        mask = torch.ones_like(request.prompt_ids)
+        batch = engine.rollout(request.prompt_ids, mask, sampling, num_generations=request.group)
+        return Outcome(batch.completion_mask.sum(dim=1).tolist(), dict(batch.timings))
+
+    return Contender(name, run)
+
+
+def hugging_face(name: str, generate: Callable, **more) -> Contender:
+    """Hugging Face's generate, by whatever way `generate` calls it."""
+
+    def run(request: Request) -> Outcome:
+        return outcome_of(generate(request.prompt_ids, **generate_arguments(request), **more), request)
+
+    return Contender(name, run)
+
+
+class ContinuousBatching:
+    """transformers' continuous batching. Its manager lives on between runs, which spares it its set-up and the
+    garbage collection of stopping; its thread then looks for work ten times a second, which is no load."""
+
+    def __init__(self, setting: Setting):
+        self.model = setting.model
+        blocks = setting.most_rows * (math.ceil(setting.most_tokens / PAGE_SIZE) + 1)
+        self.config = ContinuousBatchingConfig(
+            page_size=PAGE_SIZE, num_blocks=blocks, max_batch_tokens=TOKENS_A_FORWARD
+        )
+        self.manager = None
+        self.group = 0  # of the manager that there is
+
+    def run(self, request: Request) -> Outcome:
+        """Each completion is told how long it is, which is less work than a logits processor."""
+        if request.group != self.group:
+            self.close()
+            self.manager, self.group = self._start(request.group), request.group
+        for row, (prompt, length) in enumerate(zip(request.prompt_ids.tolist(), request.lengths, strict=True)):
+            self.manager.add_request(prompt, request_id=str(row), max_new_tokens=length)
+        results = self._results(len(request.completion_lengths))
+        return Outcome([len(results[key].generated_tokens) for key in sorted(results, key=order)])
+
+    def close(self) -> None:
+        """End the manager's thread and free its cache."""
+        if self.manager is not None:
+            self.manager.stop(block=True)
+            self.manager.destroy()
+            self.manager = None
+
+    def _start(self, group: int):
+        manager = self.model.init_continuous_batching(
+            GenerationConfig(
+                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=group, eos_token_id=-1
+            ),
+            self.config,
+        )
+        manager.warmup()
+        manager.start()
+        return manager
+
+    def _results(self, count: int) -> dict:
+        """`count` results by request id. Raises RuntimeError where the manager's thread has died."""
+        results = {}
+        while len(results) < count:
+            result = self.manager.get_result(timeout=WAIT_S)
+            if result is not None and result.is_finished():
+                results[result.request_id] = result
+            elif result is None and not self.manager.is_running():
+                raise RuntimeError("transformers' continuous batching ended before its requests did; see its log")
+        return results
+
+
+def order(request_id: str) -> tuple[int, str]:
+    """Sorts "3" and its children "3__child#0" by rows."""
+    row, _, child = request_id.partition("__")
+    return int(row), child
+
+
+def continuous_batching(name: str, setting: Setting) -> Contender:
+    """transformers' `generate_batch`."""
+    batching = ContinuousBatching(setting)
+    return Contender(name, batching.run, batching.close)
+
+
+def vllm(name: str, setting: Setting, eager: bool) -> Contender:
+    """vLLM in a process of its own."""
+    server = VLLM(setting.vllm, setting.model, setting.most_rows, setting.most_tokens, eager)
+    return Contender(name, lambda request: Outcome(server.run(request)), server.close)
+
+
+# By the names that the command line and the table have; the table's ratios are to "hf".
+CONTENDERS: dict[str, Callable[[Setting], Contender]] = {
+    "hybrid": lambda setting: hybrid_rollouts("hybrid", setting, new_weights=False),
+    "hybrid-new-weights": lambda setting: hybrid_rollouts("hybrid-new-weights", setting, new_weights=True),
+    "hf": lambda setting: hugging_face("hf", setting.model.generate),
+    "hf-static": lambda setting: hugging_face("hf-static", setting.model.generate, cache_implementation="static"),
+    "zero3-gathered": lambda setting: hugging_face("zero3-gathered", gathered_hugging_face(setting.engine)),
+    "hf-continuous": lambda setting: continuous_batching("hf-continuous", setting),
+    "vllm": lambda setting: vllm("vllm", setting, eager=False),
+    "vllm-eager": lambda setting: vllm("vllm-eager", setting, eager=True),
+}

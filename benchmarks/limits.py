@@ -1,0 +1,131 @@
+"""What a machine can do at best, measured, and what a decode step needs of it."""
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from benchmarks.cases import Case
+
+ROUNDS = 3
+SECONDS_A_ROUND = 0.05
+MOST_BYTES = 2**30  # read at once; larger steps are read no faster
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A decode step of a case against the machine.
+
+    step_bytes: weights and the KV cache of the mean step.  step_flops: of its matmuls and attention.
+    bytes_per_s: of reading as many bytes as the step does.  flops_per_s: the best at any of the step's shapes.
+    """
+
+    step_bytes: int
+    step_flops: int
+    bytes_per_s: float
+    flops_per_s: float
+
+    @property
+    def step_s(self) -> float:
+        """No step is faster."""
+        return max(self.step_bytes / self.bytes_per_s, self.step_flops / self.flops_per_s)
+
+    @property
+    def bound(self) -> str:
+        """What limits the step."""
+        return "memory" if self.step_bytes / self.bytes_per_s > self.step_flops / self.flops_per_s else "arithmetic"
+
+
+def measure_limits(model: nn.Module, case: Case) -> Limits:
+    """The limits of a decode step of `case`, whose rows have half of their new tokens."""
+    matrices = step_matrices(model)
+    config = model.config.get_text_config()
+    context = case.rows * (case.prompt_len + case.new_tokens // 2)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    kv_values = 2 * context * config.num_hidden_layers * kv_heads * head_dim
+    weights = sum(matrix.numel() for matrix in matrices)
+    attention_flops = 4 * context * config.num_hidden_layers * config.num_attention_heads * head_dim
+    step_bytes = (weights + kv_values) * model.dtype.itemsize
+    return Limits(
+        step_bytes=step_bytes,
+        step_flops=2 * case.rows * weights + attention_flops,
+        bytes_per_s=read_rate(min(step_bytes, MOST_BYTES), model.device),
+        flops_per_s=max(
+            matmul_rate(case.rows, *shape, dtype, model.device)
+            for shape in {tuple(matrix.shape) for matrix in matrices}
+            for dtype in {model.dtype, torch.float32}
+        ),
+    )
+
+
+def step_matrices(model: nn.Module) -> list[torch.Tensor]:
+    """The matrices that a token is multiplied with: all but the embedding, which is read by rows, unless it is tied to
+    the head. Of a mixture of experts these are all experts, so the limit is right for dense models only."""
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    embedding = None if tied else model.get_input_embeddings().weight
+    return [weight for weight in model.parameters() if weight.dim() == 2 and weight is not embedding]
+
+
+def read_rate(size: int, device: torch.device) -> float:
+    """Bytes a second of reading `size` bytes with every thread; on a GPU, of reading and writing in a copy."""
+    source = torch.ones(max(size // 4, 2), device=device)  # float32
+    if device.type != "cpu":
+        target = torch.empty_like(source)
+        return 2 * source.numel() * 4 / seconds_of(lambda: target.copy_(source))
+    vector = torch.ones(min(4096, source.numel() // 2), device=device)
+    matrix = source[: source.numel() // vector.numel() * vector.numel()].view(-1, vector.numel())
+    return max(
+        source.numel() * 4 / seconds_of(source.sum),
+        matrix.numel() * 4 / seconds_of(lambda: torch.mv(matrix, vector)),
+    )
+
+
+def matmul_rate(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Operations a second of [rows, inputs] by [outputs, inputs], by whichever of torch's ways is the fastest."""
+    x = torch.randn(rows, inputs, device=device).to(dtype)
+    weight = torch.randn(outputs, inputs, device=device).to(dtype)
+    turned = weight.t().contiguous()
+    out = torch.empty(rows, outputs, dtype=dtype, device=device)
+    ways = (lambda: nn.functional.linear(x, weight), lambda: torch.mm(x, turned, out=out))
+    return 2 * rows * outputs * inputs / min(seconds_of(way) for way in ways)
+
+
+def seconds_of(call: Callable) -> float:
+    """Seconds of one call: the best round's mean."""
+    call()
+    once = timed(call, 1)
+    count = max(int(SECONDS_A_ROUND / max(once, 1e-7)), 1)
+    return min(timed(call, count) for _ in range(ROUNDS)) / count
+
+
+def timed(call: Callable, count: int) -> float:
+    """Seconds of `count` calls, the device's work included."""
+    get_accelerator().synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    get_accelerator().synchronize()
+    return time.perf_counter() - start
+
+
+def hardware() -> str:
+    """What the figures were measured on, in words."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    capability = torch.backends.cpu.get_cpu_capability()
+    threads = torch.get_num_threads()
+    return f"{processor()}, {threads} thread{'s' * (threads > 1)}, {capability}"
+
+
+def processor() -> str:
+    """The CPU's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

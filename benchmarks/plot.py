@@ -1,0 +1,83 @@
+"""The rollout benchmark's JSON files as one figure: tokens a second over Hugging Face's, case by case.
+
+python -m benchmarks.plot runs/rollout-*.json --output docs/rollout.png
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# One colour a contender in every figure; in the order of the bars.
+COLOURS = {
+    "hybrid": "#0b6e4f",
+    "hybrid-new-weights": "#73c2a5",
+    "vllm": "#7b4fa3",
+    "vllm-eager": "#bfa3d6",
+    "hf-continuous": "#d98c3f",
+    "hf-static": "#8c8c8c",
+    "zero3-gathered": "#b9b9b9",
+}
+BAR, GAP = 0.26, 0.35  # inches
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read, draw, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reports", nargs="+", type=Path, help="JSON files that benchmarks.rollout wrote")
+    parser.add_argument("--output", type=Path, default=Path("docs/rollout.png"))
+    args = parser.parse_args(arguments)
+    reports = [json.loads(path.read_text()) for path in args.reports]
+    heights = [height_of(report) for report in reports]
+    figure, axes = plt.subplots(
+        len(reports),
+        figsize=(9, sum(heights) + len(reports)),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
+    for report, axis in zip(reports, axes[:, 0], strict=True):
+        draw(report, axis)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.output, dpi=150)
+
+
+def bars_of(case: dict[str, Any]) -> dict[str, float]:
+    """The ratios to Hugging Face of a case's contenders, in the figure's order."""
+    return {name: case["results"][name]["ratio"] for name in COLOURS if name in case["results"]}
+
+
+def height_of(report: dict[str, Any]) -> float:
+    """Inches."""
+    return sum(len(bars_of(case)) * BAR + GAP for case in report["cases"])
+
+
+def draw(report: dict[str, Any], axis: plt.Axes) -> None:
+    """A machine's cases, from the top down."""
+    y, ticks, seen = 0.0, [], set()
+    for case in report["cases"]:
+        bars = bars_of(case)
+        ticks.append((y + (len(bars) - 1) * BAR / 2, case["name"]))
+        for name, ratio in bars.items():
+            axis.barh(y, ratio, BAR * 0.9, color=COLOURS[name], label=None if name in seen else name)
+            axis.annotate(f"{ratio:.1f}", (ratio, y), (3, 0), textcoords="offset points", va="center", fontsize=7)
+            seen.add(name)
+            y += BAR
+        y += GAP
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
+    axis.invert_yaxis()
+    axis.margins(x=0.08)
+    axis.set_xlabel("tokens a second, Hugging Face's generate on the whole model = 1")
+    axis.set_title(report["hardware"], loc="left", pad=34)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, fontsize=8, frameon=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""Tokens a second of rollouts: this engine, Hugging Face's ways, and vLLM, on the same weights, prompts and lengths.
+
+    make bench-rollout                                          # every case of a CPU, or of a GPU where there is one
+    make bench-vllm                                             # the same with vLLM, in an environment of its own
+    python -m benchmarks.rollout --cases "120M bf16 b64" "10M bf16 b16"
+    python -m benchmarks.rollout --shape 120M --dtype f32 --prompts 8 --group 8 --prompt_len 512 --new_tokens 64
+    python -m benchmarks.rollout --shape Qwen/Qwen2.5-0.5B --contenders hybrid hf --profile
+
+Contenders run in turns, A B A B, in one process (vLLM's own sleeps meanwhile). A contender that has used `--seconds` in
+a case, and has run at least twice, is passed over from there on. Sampling is plain, at temperature 1.
+
+`hybrid` finds its snapshot of the weights fresh; `hybrid-new-weights` gathers first, as after a step; `zero3-gathered`
+is Hugging Face's generate on the ZeRO-3 model, all of it gathered each time; ratios are to `hf`, the same on the whole
+model. A step is what a new token of all rows takes once the prompts are read; its share of the roofline is
+the time in which the machine could read the weights and the KV cache, or do the arithmetic, whichever is longer, over
+the measured time. Both rates are measured in the same run.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import logging
+import os
+import re
+import socket
+import statistics
+import time
+import warnings
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.accelerator import get_accelerator
+
+from benchmarks.cases import (
+    CASES,
+    CPU_CASES,
+    DTYPES,
+    GPU_CASES,
+    SHAPES,
+    Case,
+    make_model,
+    make_request,
+    prompt_lengths,
+)
+from benchmarks.contenders import CONTENDERS, Contender, Setting, make_engine
+from benchmarks.limits import Limits, hardware, measure_limits
+from benchmarks.vllm_contender import VLLMSettings
+
+USUAL = ["hybrid", "hybrid-new-weights", "hf", "zero3-gathered", "hf-continuous"]
+BASE = "hf"
+LEAST_ROUNDS = 2
+WARM_UPS, WARM_UP_S = 3, 2.0  # runs of one token: as many, unless they took so long
+WARM_UP_TURN, PROFILE_TURN = 1000, 2000  # prompts that no round has
+PROFILE_ROWS = 15
+VLLM_DIRECTORY = Path("runs/vllm")
+
+
+@dataclass
+class Timing:
+    """A contender in a case.  first_token_s: of a run of one token.  seconds, phases: of each round."""
+
+    first_token_s: float
+    seconds: list[float] = field(default_factory=list)
+    phases: list[dict[str, float]] = field(default_factory=list)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure case by case; print tables, write JSON."""
+    args = parse(arguments)
+    quiet()
+    if not torch.cuda.is_available():
+        torch.set_num_threads(args.threads)
+    join_ranks()
+    output = args.output or Path("runs") / f"rollout-{re.sub('[^a-z0-9]+', '-', hardware().lower())}.json"
+    report = {**about_run(args), "cases": []}
+    say(f"{report['hardware']}; {report['ranks']} rank{'s' * (report['ranks'] > 1)}; load {report['load']:.1f}")
+    for (shape, dtype), group in groupby(chosen_cases(args), key=lambda case: (case.shape, case.dtype)):
+        cases = list(group)
+        contenders, setting = build(args, shape, dtype, cases)
+        try:
+            for case in cases:
+                timings = measure(contenders, case, setting, args.rounds, args.seconds)
+                report["cases"].append(summary(case, timings, measure_limits(setting.model, case)))
+                say(table(report["cases"][-1]))
+                write(report, output)
+                if args.profile:
+                    say(profile(contenders[0], case, setting))
+        finally:
+            for contender in contenders:
+                contender.close()
+        del contenders, setting
+        gc.collect()
+        get_accelerator().empty_cache()
+    say(f"written to {output}")
+    dist.destroy_process_group()
+
+
+def build(args: argparse.Namespace, shape: str, dtype: str, cases: list[Case]) -> tuple[list[Contender], Setting]:
+    """The contenders for cases of one model."""
+    model = make_model(shape, dtype, get_accelerator().current_device_name())
+    setting = Setting(
+        model=model,
+        engine=make_engine(model),
+        most_rows=max(case.rows for case in cases),
+        most_tokens=max(case.prompt_len + case.new_tokens for case in cases),
+        vllm=VLLMSettings(args.vllm_python.absolute(), VLLM_DIRECTORY.absolute(), args.threads),
+    )
+    return [CONTENDERS[name](setting) for name in args.contenders], setting
+
+
+def measure(
+    contenders: list[Contender], case: Case, setting: Setting, rounds: int, most_seconds: float
+) -> dict[str, Timing]:
+    """Seconds of every contender in turns."""
+    timings = {contender.name: Timing(first_token(contender, case, setting)) for contender in contenders}
+    for turn in range(rounds):
+        for contender in contenders:
+            timing = timings[contender.name]
+            if turn >= LEAST_ROUNDS and sum(timing.seconds) > most_seconds:
+                continue
+            seconds, phases = timed_run(contender, case, setting, turn)
+            timing.seconds.append(seconds)
+            timing.phases.append(phases)
+    return timings
+
+
+def first_token(contender: Contender, case: Case, setting: Setting) -> float:
+    """Seconds of a run of one token, the best of some; before them, a single prompt warms up."""
+    once = replace(case, new_tokens=1, natural=False)
+    timed_run(contender, replace(once, prompts=1), setting, WARM_UP_TURN)
+    seconds: list[float] = []
+    while len(seconds) < WARM_UPS and sum(seconds) < WARM_UP_S:
+        seconds.append(timed_run(contender, once, setting, WARM_UP_TURN + 1 + len(seconds))[0])
+    return min(seconds)
+
+
+def timed_run(contender: Contender, case: Case, setting: Setting, turn: int) -> tuple[float, dict[str, float]]:
+    """Seconds of a run, the slowest rank's, and what it tells of its phases.
+
+    Raises AssertionError where the completions are not as long as they have to be.
+    """
+    request = make_request(case, setting.vocab_size, turn).on(setting.model.device)
+    dist.barrier()
+    get_accelerator().synchronize()
+    start = time.perf_counter()
+    outcome = contender.run(request)
+    get_accelerator().synchronize()
+    seconds = torch.tensor(time.perf_counter() - start, device=setting.model.device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    assert outcome.lengths == request.completion_lengths, f"{contender.name} made completions of other lengths"
+    return seconds.item(), outcome.phases
+
+
+def summary(case: Case, timings: dict[str, Timing], limits: Limits) -> dict[str, Any]:
+    """A case's figures, raw and reduced."""
+    tokens = sum(prompt_lengths(case)) * case.group * dist.get_world_size()
+    return {
+        "name": case.name,
+        **asdict(case),
+        "tokens": tokens,
+        "lengths": list(prompt_lengths(case)),
+        "load": os.getloadavg()[0],
+        "limits": {**asdict(limits), "step_s": limits.step_s, "bound": limits.bound},
+        "results": {name: result(case, timing, timings.get(BASE), tokens, limits) for name, timing in timings.items()},
+    }
+
+
+def result(case: Case, timing: Timing, base: Timing | None, tokens: int, limits: Limits) -> dict[str, Any]:
+    """A contender's figures. A step can be told from the whole where all steps have as many rows."""
+    median = statistics.median(timing.seconds)
+    alike = not case.natural and case.new_tokens > 1
+    step_s = (median - timing.first_token_s) / (case.new_tokens - 1) if alike else None
+    return {
+        **asdict(timing),
+        "tokens_per_s": tokens / median,
+        "ratio": statistics.median(base.seconds) / median if base else None,
+        "step_s": step_s,
+        "roofline": limits.step_s / step_s if step_s and step_s > 0 else None,
+    }
+
+
+def table(case: dict[str, Any]) -> str:
+    """A case's figures as Markdown."""
+    limits = case["limits"]
+    lines = [
+        f"\n**{case['name']}**: {case['tokens']} tokens; reads {limits['bytes_per_s'] / 1e9:.1f} GB/s, multiplies "
+        f"{limits['flops_per_s'] / 1e9:.0f} GFLOP/s; no step under {limits['step_s'] * 1e3:.2f} ms ({limits['bound']})",
+        "",
+        "| contender | tokens/s | min–max | × Hugging Face | first token s | step ms | of the roofline | rounds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, made in case["results"].items():
+        slowest, fastest = (case["tokens"] / pick(made["seconds"]) for pick in (max, min))
+        lines.append(
+            f"| {name} | {made['tokens_per_s']:.0f} | {slowest:.0f}–{fastest:.0f} | {shown(made['ratio'], '{:.2f}')} "
+            f"| {made['first_token_s']:.2f} | {shown(made['step_s'], '{:.2f}', 1e3)} "
+            f"| {shown(made['roofline'], '{:.0%}')} | {len(made['seconds'])} |"
+        )
+    return "\n".join(lines)
+
+
+def shown(value: float | None, form: str, factor: float = 1.0) -> str:
+    """A figure, or a dash where there is none."""
+    return "–" if value is None else form.format(value * factor)
+
+
+def profile(contender: Contender, case: Case, setting: Setting) -> str:
+    """Where a run of `contender` spends its time, by torch's operations."""
+    request = make_request(case, setting.vocab_size, PROFILE_TURN).on(setting.model.device)
+    with torch.profiler.profile() as profiler:
+        contender.run(request)
+    kind = "cuda" if setting.model.device.type == "cuda" else "cpu"
+    return profiler.key_averages().table(sort_by=f"self_{kind}_time_total", row_limit=PROFILE_ROWS)
+
+
+def about_run(args: argparse.Namespace) -> dict[str, Any]:
+    """What the figures depend on besides the code."""
+    return {
+        "hardware": hardware(),
+        "ranks": dist.get_world_size(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "versions": {package.__name__: package.__version__ for package in (torch, transformers, deepspeed)},
+        "rounds": args.rounds,
+        "seconds": args.seconds,
+    }
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """The report as JSON, by rank 0."""
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1))
+
+
+def say(text: str) -> None:
+    """Print, on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def quiet() -> None:
+    """Warnings of libraries off, which would stand between the tables."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+
+
+def join_ranks() -> None:
+    """The ranks of a launcher, or, where there is none, this process as the only one."""
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+
+
+def chosen_cases(args: argparse.Namespace) -> list[Case]:
+    """The cases of `--cases`, or the one of the flags."""
+    if args.cases == ["all"]:
+        return list(GPU_CASES if torch.cuda.is_available() else CPU_CASES)
+    if args.cases:
+        return [CASES[name] for name in args.cases]
+    return [
+        Case(args.shape, args.dtype, args.prompts, args.group, args.prompt_len, args.new_tokens, args.natural),
+    ]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The cases, the contenders, and how long."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=[], help=f"all, or some of: {'; '.join(CASES)}")
+    parser.add_argument("--shape", default="10M", help=f"{', '.join(SHAPES)}, or a Hugging Face configuration")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=1)
+    parser.add_argument("--prompt_len", type=int, default=32)
+    parser.add_argument("--new_tokens", type=int, default=64)
+    parser.add_argument("--natural", action="store_true", help="geometric lengths, not all of --new_tokens")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=USUAL)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=120, help="of a contender in a case, after two rounds")
+    parser.add_argument("--threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--output", type=Path, help="JSON; by default in runs/, named after the hardware")
+    parser.add_argument("--vllm_python", type=Path, default=Path(".venv-vllm/bin/python"))
+    parser.add_argument("--profile", action="store_true", help="one more run of the first contender, by operation")
+    args = parser.parse_args(arguments)
+    for name in args.cases:
+        if name not in CASES and args.cases != ["all"]:
+            parser.error(f"--cases: {name!r} given; known are all, or some of: {'; '.join(CASES)}")
+    return args
+
+
+if __name__ == "__main__":
+    main()

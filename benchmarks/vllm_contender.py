@@ -1,0 +1,111 @@
+"""vLLM as a contender: a process with an environment of its own, idle on a pipe while others run."""
+
+import json
+import math
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from benchmarks.cases import Request
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+LAST_LINES = 15  # of the log, shown where the worker has died
+GIB = 2**30
+OPENMP = "lib/libiomp5.so"  # of the requirement intel-openmp; vLLM asks for it in LD_PRELOAD on x86
+
+
+@dataclass(frozen=True)
+class VLLMSettings:
+    """python: the interpreter of vLLM's environment.  directory: for its log and what it compiles.
+    threads: CPU threads."""
+
+    python: Path
+    directory: Path
+    threads: int
+
+
+class VLLM:
+    """A vLLM process that serves requests.
+
+    Raises FileNotFoundError where its environment is not there, RuntimeError with the end of its log where it died.
+    """
+
+    def __init__(self, settings: VLLMSettings, model: nn.Module, most_rows: int, most_tokens: int, eager: bool):
+        if not settings.python.is_file():
+            raise FileNotFoundError(f"vLLM's environment: no interpreter at {settings.python}; run `make bench-vllm`")
+        settings.directory.mkdir(parents=True, exist_ok=True)
+        self.weights = tempfile.TemporaryDirectory(prefix="vllm-weights-")
+        model.save_pretrained(self.weights.name)
+        self.log = settings.directory / f"vllm{'-eager' * eager}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [str(settings.python), "-P", str(WORKER)],
+                env=environment(settings, kv_bytes(model, most_rows * most_tokens)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self._ask(
+            {
+                "model": self.weights.name,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "max_model_len": most_tokens,
+                "max_num_seqs": most_rows,
+                "enforce_eager": eager,
+            }
+        )
+
+    def run(self, request: Request) -> list[int]:
+        """Tokens of each completion."""
+        return self._ask(
+            {"prompts": request.prompt_ids.tolist(), "lengths": list(request.lengths), "group": request.group}
+        )
+
+    def close(self) -> None:
+        """End the process and remove the weights."""
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+        self.weights.cleanup()
+
+    def _ask(self, question: dict[str, Any]) -> Any:
+        try:
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            code = self.process.wait()
+            end = "\n".join(self.log.read_text().splitlines()[-LAST_LINES:])
+            raise RuntimeError(f"vLLM's process ended with code {code}; {self.log} ends with:\n{end}")
+        return json.loads(answer)
+
+
+def environment(settings: VLLMSettings, cache_bytes: int) -> dict[str, str]:
+    """What vLLM reads on a CPU."""
+    openmp = settings.python.parents[1] / OPENMP
+    return {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{settings.threads - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(cache_bytes / GIB)),
+        "VLLM_CACHE_ROOT": str(settings.directory / "vllm-cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": str(settings.threads),
+        "LD_PRELOAD": str(openmp) if openmp.is_file() else "",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def kv_bytes(model: nn.Module, tokens: int) -> int:
+    """Bytes of twice the KV cache of so many tokens: room for partly filled blocks and finished prefixes."""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * tokens * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
