@@ -317,7 +317,7 @@ class HybridEngine(DeepSpeedEngine):
             sequences = sequences.new_zeros(1, sequences.shape[1])
             attention_mask = torch.ones_like(sequences)
         with self.inference(adapters), autocast_if_enabled(self), self._profiler.phase("prefill"), torch.no_grad():
-            decoder = self._decoder() if is_packable(attention_mask) else None
+            decoder = self._decoder(sequences.shape[1]) if is_packable(attention_mask) else None
             if decoder is not None:
                 scores = score_packed(decoder, self._pages, sequences, attention_mask, temperature, rows_per_forward)
             else:
@@ -359,9 +359,10 @@ class HybridEngine(DeepSpeedEngine):
         with self._eval_mode(), autocast_if_enabled(self):
             return self.module.generate(*args, custom_generate=decoding.method(), **kwargs)
 
-    def _decoder(self) -> Decoder | None:
-        """The fused decoder over the window that is open, None where the model must run natively."""
-        return self._fused.decoder(self._window.uses_adapters)
+    def _decoder(self, tokens: int) -> Decoder | None:
+        """The fused decoder over the window that is open, for sequences of up to `tokens`; None where the model must
+        run natively."""
+        return self._fused.decoder(self._window.uses_adapters, tokens)
 
     def _require_generate(self) -> None:
         if not hasattr(self.module, "generate"):

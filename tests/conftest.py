@@ -10,9 +10,20 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from tests.engines import CONTAINERS
 from tests.rank_pool import RankPool
 
 STORIES = Path(__file__).resolve().parents[2] / "shared" / "models" / "stories260K"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--containers", choices=("fused", "native"), default="fused", help="the containers that tests' engines use"
+    )
+
+
+def pytest_configure(config):
+    os.environ[CONTAINERS] = config.getoption("--containers")  # ranks inherit it
 
 
 @pytest.fixture(scope="session")

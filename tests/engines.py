@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import io
+import os
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from torch import nn
 
 import hybrid
 
+CONTAINERS = "HYBRID_TEST_CONTAINERS"  # what `pytest --containers` says to the ranks
 LARGE = 10**9  # a persistence threshold that no parameter reaches: ZeRO-3 keeps everything whole
 
 
 def settings(stage: int = 3, threshold: int = 0, dtype: torch.dtype = torch.float32, **blocks: Any) -> dict[str, Any]:
-    """A DeepSpeed configuration."""
+    """A DeepSpeed configuration. `--containers` of the test run says which containers engines use."""
+    containers = os.environ.get(CONTAINERS, "fused")
+    blocks["rollout"] = {"containers": containers, **blocks.get("rollout", {})}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},

@@ -74,13 +74,14 @@ class FusedModel:
             return "autocast chooses the dtype of every operation"
         return ""
 
-    def decoder(self, adapters: bool) -> CpuDecoder | TorchDecoder | None:
-        """The decoder, with the weights as they are now; None where the model must run natively.
+    def decoder(self, adapters: bool, tokens: int) -> CpuDecoder | TorchDecoder | None:
+        """The decoder, with the weights as they are now, for sequences of up to `tokens`; None where the model must run
+        natively: beyond `DecoderSpec.max_positions` too, where its tables depend on a sequence's length.
 
         Call it inside an open window, `adapters` as the window has them. The first call compares every layer with the
         model's own; where one differs there is no decoder from then on, with a warning that says which and by how much.
         """
-        if self.checking or self.why_not_now():
+        if self.checking or self.why_not_now() or 0 < self.reading.spec.max_positions < tokens:
             return None
         try:
             decoder = self._bound(adapters)
@@ -164,7 +165,7 @@ class FusedContainer(NativeContainer):
     def run(self, original: Callable, args: tuple, kwargs: dict):
         """Logits by the fused decoder, where it is asked for nothing else."""
         call = plain_call(args, kwargs)
-        decoder = None if call is None else self.fused.decoder(self.window.uses_adapters)
+        decoder = None if call is None else self.fused.decoder(self.window.uses_adapters, call[0].shape[1])
         if decoder is None:
             return original(*args, **kwargs)
         return CausalLMOutputWithPast(logits=padded_logits(decoder, *call))

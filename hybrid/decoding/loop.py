@@ -94,7 +94,8 @@ class Decoding:
     """What decoding needs of the engine, and `generate()`'s decoding method.
 
     phase: times a phase.  window: opens the snapshot for the forwards.  cache: KV storage of the native container.
-    fused: inside the window, the fused decoder, None where the model must run natively.  store: its pages.
+    fused: inside the window, the fused decoder for sequences of so many tokens, None where the model must run natively.
+    store: its pages.
     max_slots, stride: of `hybrid.decoding.slots`.
     max_out_tokens: the most tokens of a sequence, prompt included.
     noise: called once where sampling needs it.  token_log: filled where a rollout wants logprobs.
@@ -106,7 +107,7 @@ class Decoding:
     phase: Phase
     window: Callable
     cache: KVCache
-    fused: Callable[[], Decoder | None]
+    fused: Callable[[int], Decoder | None]
     store: PageStore
     max_slots: int
     stride: int
@@ -241,7 +242,8 @@ def decode(
 
     with decoding.window():
         lengths = None if wanted.as_dict else packable_lengths(model, input_ids, generation_config, model_kwargs)
-        decoder = decoding.fused() if lengths is not None else None
+        longest = max(lengths or [0]) + generation_config.max_length - input_ids.shape[1]
+        decoder = decoding.fused(longest) if lengths is not None else None
         if decoder is None:
             forward = NativeForward(model, generation_config, model_kwargs, decoding, keep=wanted.as_dict)
             return in_lockstep(

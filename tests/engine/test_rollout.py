@@ -36,7 +36,8 @@ def check_logprobs(family: str, adapter: str) -> None:
     ):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{family} {n}: {m}")
     distribution = torch.log_softmax(logits.double(), -1)
-    entropy = -(distribution.exp() * distribution).sum(-1) * batch.attention_mask[:, 1:]
+    judged = batch.attention_mask[:, 1:] * batch.attention_mask[:, :-1]  # the first token has nothing before it
+    entropy = -(distribution.exp() * distribution).sum(-1) * judged
     torch.testing.assert_close(scores.entropies.double(), entropy, atol=1e-4, rtol=1e-4)
 
 
@@ -176,7 +177,7 @@ def check_reference(kind: str) -> None:
         assert torch.equal(engine.generate(ids, **request), adapted.generate(ids, **request))
     with engine.inference():
         theirs = hybrid.padded_forward(base)(ids, mask).logits[:, :-1].detach()
-        expected = hybrid.selective_log_softmax(theirs, ids[:, 1:]) * mask[:, 1:]
+        expected = hybrid.selective_log_softmax(theirs, ids[:, 1:]) * mask[:, 1:] * mask[:, :-1]
         found = engine.score(ids, mask, adapters=False).per_token_logps
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         with engine.inference(adapters=False):  # windows nest
