@@ -70,7 +70,9 @@ class HybridEngine(DeepSpeedEngine):
             self.module, structure, read_adapters(self.module), self._settings.tp_gather_partition_size
         )
         self._window = Window(self.module, self._snapshot, self._refresh, self._training_hooks, lends=not self._streams)
-        self._fused = FusedModel(self.module, [part.module for part in structure.layers], self._snapshot)
+        graph_slots = self._rollout_settings.max_slots if self._settings.enable_cuda_graph else 0
+        layers = [part.module for part in structure.layers]
+        self._fused = FusedModel(self.module, layers, self._snapshot, graph_slots)
         if self._streams:
             self._fused.why_not = "weights are gathered layer by layer (hybrid_engine.pin_parameters=false)"
         if self._rollout_settings.containers == "native":

@@ -11,7 +11,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
 
-from hybrid.config import HybridEngineConfig, load_config, read_blocks
+from hybrid.config import HybridEngineConfig, RolloutConfig, load_config, read_blocks
 from hybrid.hybrid_engine import HybridEngine
 from hybrid.parallel import world_size
 
@@ -73,7 +73,7 @@ def initialize(
             distributed_port=distributed_port,
             dist_init_required=dist_init_required,
         )
-        refuse_what_is_not_there(blocks[0])
+        refuse_what_is_not_there(*blocks)
         mesh = make_mesh(settings, mesh_param)
         deepspeed_config = DeepSpeedConfig(settings, mpu, mesh_device=mesh)
         deepspeed.set_optimizer_flags(deepspeed_config, model)
@@ -91,7 +91,7 @@ def make_mesh(settings: dict[str, Any], mesh_param: Any) -> Any:
     return comm.initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel")) if mesh_param else None
 
 
-def refuse_what_is_not_there(settings: HybridEngineConfig) -> None:
+def refuse_what_is_not_there(settings: HybridEngineConfig, rollout: RolloutConfig) -> None:
     """Raise for settings of DeepSpeed's block that this engine cannot follow."""
     size, ranks = settings.inference_tp_size, world_size()
     if ranks % size:
@@ -100,7 +100,12 @@ def refuse_what_is_not_there(settings: HybridEngineConfig) -> None:
         raise NotImplementedError(
             f"hybrid_engine.inference_tp_size: {size} given; inference tensor parallelism is not available yet, use 1"
         )
-    if settings.enable_cuda_graph:
+    if settings.enable_cuda_graph and not torch.cuda.is_available():
         raise NotImplementedError(
-            "hybrid_engine.enable_cuda_graph: true given; native containers cannot be captured, use false"
+            "hybrid_engine.enable_cuda_graph: true given; no CUDA device is here, use false"
+        )
+    if settings.enable_cuda_graph and rollout.containers == "native":
+        raise ValueError(
+            "hybrid_engine.enable_cuda_graph: true given with rollout.containers=native, which cannot be captured; use "
+            "false, or fused containers"
         )

@@ -18,6 +18,7 @@ from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.torch_decoder import TorchDecoder
 from hybrid.containers.window import Window
+from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.weights.snapshot import Snapshot
 
@@ -36,11 +37,12 @@ class FusedModel:
     """The decoder of a model, made on first use and compared with the model's own layers then.
 
     model: what the engine trains.  layers: its transformer layers, in order. Nothing is changed in them.
+    graph_slots: decode steps of up to so many rows are CUDA graphs; 0: none are.
     why_not: words where there is no decoder; "" where there is one, or may be.
     """
 
-    def __init__(self, model: nn.Module, layers: list[nn.Module], snapshot: Snapshot):
-        self.model, self.layers, self.snapshot = model, layers, snapshot
+    def __init__(self, model: nn.Module, layers: list[nn.Module], snapshot: Snapshot, graph_slots: int = 0):
+        self.model, self.layers, self.snapshot, self.graph_slots = model, layers, snapshot, graph_slots
         self.bound: dict[bool, Bound] = {}  # with adapters, and without
         self.checked = self.checking = False
         self.why_not = ""
@@ -56,8 +58,7 @@ class FusedModel:
     @property
     def what(self) -> str:
         """Words for what runs in the model's place."""
-        kernels = "CPU kernels" if self._device().type == "cpu" and cpu_library() is not None else "torch's operations"
-        return f"a decoder of the {self.reading.family} family, on {kernels}"
+        return f"a decoder of the {self.reading.family} family, on {kernels_of(self._device())}"
 
     def _require_plain_wrappers(self) -> None:
         for module in self.modules:
@@ -118,9 +119,13 @@ class FusedModel:
             return self.tensor(place, adapters)
 
         dtype = self.tensor(self.reading.outer["embedding.weight"], adapters).dtype
-        library = cpu_library() if self._device().type == "cpu" else None
-        if library is not None and dtype in (torch.float32, torch.bfloat16):
-            return CpuDecoder(self.reading, weights, dtype, library)
+        kernels = kernels_of(self._device())
+        if kernels == "CPU kernels" and dtype in (torch.float32, torch.bfloat16):
+            return CpuDecoder(self.reading, weights, dtype, cpu_library())
+        if kernels == "Triton":
+            from hybrid.containers.cuda_decoder import CudaDecoder  # needs triton, which a CPU install has not
+
+            return CudaDecoder(self.reading, weights, dtype, self.graph_slots)
         return TorchDecoder(self.reading, weights, dtype)
 
     def _device(self) -> torch.device:
@@ -151,6 +156,13 @@ class FusedModel:
     def release(self) -> None:
         """Let go of the decoders and what they copied."""
         self.bound.clear()
+
+
+def kernels_of(device: torch.device) -> str:
+    """What decoders compute with on a device: "CPU kernels", "Triton" or "torch's operations"."""
+    if device.type == "cpu" and cpu_library() is not None:
+        return "CPU kernels"
+    return "Triton" if device.type == "cuda" and has_triton() else "torch's operations"
 
 
 class FusedContainer(NativeContainer):

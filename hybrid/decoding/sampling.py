@@ -12,6 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import Draw as DrawRecord
 from hybrid.kernels.cpu_library import address, cpu_library
 
@@ -156,6 +157,8 @@ class Drawn:
 
 def draw_tokens(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, how: Draw) -> Drawn:
     """A token for each row of logits.  logits float32 [n, vocab], keys and positions int64 [n] of `uniform`."""
+    if logits.is_cuda and has_triton() and not how.top_k and how.top_p == 1.0:
+        return draw_tokens_in_triton(logits, keys, positions, how)
     library = cpu_library() if logits.device.type == "cpu" else None
     if library is None:
         return draw_tokens_in_torch(logits, keys, positions, how)
@@ -175,6 +178,14 @@ def draw_tokens(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tenso
         torch.get_num_threads(),
     )
     return drawn
+
+
+def draw_tokens_in_triton(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, how: Draw) -> Drawn:
+    """`draw_tokens` in two passes over the vocabulary, for draws without top_k and top_p."""
+    from hybrid.kernels.triton_sampling import sample  # needs triton, which a CPU install has not
+
+    settings = (torch.full((len(logits),), value, device=logits.device) for value in (how.temperature, how.min_p))
+    return Drawn(*sample(logits, keys, positions.int(), *settings))
 
 
 def draw_tokens_in_torch(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, how: Draw) -> Drawn:
