@@ -29,6 +29,7 @@ from hybrid.kernels.triton_experts import mixture
 from hybrid.kernels.triton_sampling import CHUNK, sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 # Sums in another order than the oracle's: float32 agrees to its rounding; bfloat16 to one unit in the last of 8 bits.
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-6},

@@ -1,0 +1,262 @@
+"""The decoder on Triton kernels: nothing waits for the device, and a decode step may be one CUDA graph.
+
+It does what TorchDecoder does, and rounds where that does. Needs triton, which torch's CUDA builds bring.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hybrid.architectures.spec import Place, Reading
+from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
+from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.kernels import torch_ops
+from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
+from hybrid.kernels.triton_attention import decode_attention, prefill_attention
+from hybrid.kernels.triton_experts import mixture
+from hybrid.kernels.triton_fused import HeadNorm, add_layer_norm, add_rms_norm, gated_activation, rope_and_write
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the layers of one forward share.
+
+    batch: the new tokens.  decoding: there is one for each sequence.
+    slots: int64 [tokens]: where each new token's key and value go in the cache.
+    """
+
+    batch: PackedBatch
+    decoding: bool
+    slots: torch.Tensor
+
+
+class CudaDecoder(TorchDecoder):
+    """TorchDecoder's functions on Triton kernels.
+
+    max_slots: decode steps of at most so many sequences are replayed from CUDA graphs; 0: none are.  capture: what
+        captures them.
+
+    PAGE 0 OF THE CACHE IS RESERVED: surplus slots of a graph write there, so no sequence may have it.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        weights: Callable[[Place], torch.Tensor | None],
+        dtype: torch.dtype,
+        max_slots: int = 0,
+        capture: Callable = capture_on_device,
+    ):
+        super().__init__(reading, weights, dtype)
+        self.max_slots = max_slots
+        self.capture = capture
+        self.positions = 0  # that there are tables for
+        self.turns: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
+        self.bias: torch.Tensor | None = None  # ALiBi's, [heads, positions]
+        self.graphed: GraphedStep | None = None
+        self.addresses: tuple[int, ...] = ()  # of the weights
+        self.lent: PagedKV | None = None  # while a graph is captured or replayed
+        self.lent_addresses: tuple[int, ...] = ()  # of the pages that the graphs read
+
+    def bind(self) -> None:
+        """As TorchDecoder's; graphs are kept where no weight has moved."""
+        super().bind()
+        tensors = (tensor for block in (self.outer, *self.blocks) for tensor in block.values())
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        if addresses != self.addresses and self.graphed is not None:
+            self.graphed.reset()
+        self.addresses = addresses
+
+    def reserve(self, tokens: int) -> None:
+        """Make tables for sequences of so many tokens. Where there are none for so many yet, graphs are dropped."""
+        pages = -(-tokens // PAGE)
+        if pages * PAGE <= self.positions:
+            return
+        self.positions = pages * PAGE
+        self.graphed = None
+        spec, device = self.spec, self.outer["embedding.weight"].device
+        # Beyond max_positions there are no positions, and asking for one would rescale the others (longrope, dynamic).
+        places = torch.arange(min(self.positions, spec.max_positions or self.positions), device=device)
+        rounded = torch.float32 if spec.rotary_float32 else self.dtype
+        for key, table in self.reading.rotary.items():
+            cos, sin = table(places, self.dtype)
+            self.turns[key] = cos.to(rounded).contiguous(), sin.to(rounded).contiguous()
+        if spec.alibi is not None:
+            scale = spec.attention_scale if spec.alibi_bfloat16 else 0.0
+            slopes = torch.tensor(spec.alibi, device=device)
+            self.bias = torch_ops.alibi_bias(slopes, self.positions, self.dtype, scale).contiguous()
+
+    def layers(
+        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int = 0, last: int | None = None
+    ) -> torch.Tensor:
+        """Layers `first` to `last` over hidden [tokens, hidden]; the new tokens' keys and values go into `kv`."""
+        return self._layers(hidden, self._step(batch), kv, range(first, len(self.blocks) if last is None else last))
+
+    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """Logits after one new token for each sequence, float32 [sequences, vocabulary]; good until the next call.
+
+        Replayed from a graph where `max_slots` allows that, which is captured anew where the pages have moved.
+        """
+        slots = len(batch.ids)
+        assert slots == len(batch.lengths), f"{slots} new tokens for {len(batch.lengths)} sequences in a decode step"
+        self.reserve(batch.tables.shape[1] * PAGE)
+        if slots > self.max_slots:
+            return self._decode(batch, kv)
+        graphed = self._graphed()
+        addresses = tuple(pages.data_ptr() for pages in (*kv.keys, *kv.values))
+        if addresses != self.lent_addresses:
+            graphed.reset()
+        self.lent, self.lent_addresses = kv, addresses
+        try:
+            (logits,) = graphed.replay({name: getattr(batch, name) for name in graphed.inputs})
+        finally:
+            self.lent = None
+        return logits
+
+    def _graphed(self) -> GraphedStep:
+        """The graphs, with inputs for `max_slots` sequences of as many tokens as there are tables for."""
+        if self.graphed is None:
+            zeros = torch.zeros(self.max_slots, dtype=torch.int32, device=self.outer["embedding.weight"].device)
+            tables = zeros[:, None].repeat(1, self.positions // PAGE)
+            blank = {"ids": zeros.long(), "positions": zeros, "lengths": zeros + 1, "tables": tables}
+            self.graphed = GraphedStep(self._slots_step, blank, capture=self.capture)
+        return self.graphed
+
+    def _slots_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor]:
+        """What a graph captures."""
+        starts = torch.arange(len(inputs["ids"]) + 1, dtype=torch.int32, device=inputs["ids"].device)
+        return (self._decode(PackedBatch(starts=starts, **inputs), self.lent),)
+
+    def _decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """The decode step itself."""
+        hidden = self.embed(batch.ids, batch.positions)
+        step = self._step(batch, decoding=True)
+        return self.logits(self._layers(hidden, step, kv, range(len(self.blocks))))
+
+    def _step(self, batch: PackedBatch, decoding: bool = False) -> Step:
+        """What the layers of this forward share."""
+        self.reserve(batch.tables.shape[1] * PAGE)
+        tokens = torch.arange(len(batch.ids), dtype=torch.int32, device=batch.ids.device)
+        owner = tokens if decoding else torch.searchsorted(batch.starts[1:], tokens, right=True)
+        places = batch.positions.long()
+        pages = batch.tables[owner, places // PAGE].long()
+        return Step(batch, decoding, pages * PAGE + places % PAGE)
+
+    def _layers(self, hidden: torch.Tensor, step: Step, kv: PagedKV, span: range) -> torch.Tensor:
+        """The layers of `span`. What one adds to the residual stream waits for the next one's norm, which adds it."""
+        pending = None
+        for index in span:
+            hidden, pending = self._layer(index, hidden, pending, step, kv)
+        return hidden if pending is None else self._added(hidden, pending)
+
+    def _layer(
+        self, index: int, hidden: torch.Tensor, pending: torch.Tensor | None, step: Step, kv: PagedKV
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream [tokens, hidden] and what is to be added to it, before and after a layer."""
+        block = self.blocks[index]
+        read, hidden = self._added_and_normed(block, "attention_norm", hidden, pending)
+        attended = self._norm(block, "attention_post_norm", self._attention(index, read, step, kv))
+        if self.spec.parallel:
+            read = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else read
+            return hidden, self._norm(block, "mlp_post_norm", self._mlp(index, read)) + attended
+        read, hidden = self._added_and_normed(block, "mlp_norm", hidden, attended)
+        return hidden, self._norm(block, "mlp_post_norm", self._mlp(index, read))
+
+    def _attention(self, index: int, read: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
+        block, spec, kind = self.blocks[index], self.spec, self.spec.layers[index]
+        keys, values, batch = kv.keys[index], kv.values[index], step.batch
+        sizes = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        q, k, v = self._linear(block, "qkv", read).split(sizes, dim=-1)
+        if spec.qk_norm == "row":
+            q, k = self._norm(block, "q_norm", q), self._norm(block, "k_norm", k)
+        q, k, v = (rows.unflatten(-1, (-1, spec.head_dim)) for rows in (q, k, v))  # [tokens, heads, head_dim]
+        cos, sin = self.turns[kind.rotary] if kind.rotary else (None, None)
+        q = rope_and_write(
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            batch.positions,
+            step.slots,
+            keys,
+            values,
+            spec.rotary_interleaved,
+            self._head_norm(block),
+        )
+        features = (
+            spec.attention_scale,
+            spec.attention_softcap,
+            kind.window,
+            self.bias,
+            # Hugging Face's eager attention rounds scores, which soft caps and BLOOM's bias go through.
+            spec.attention_softcap > 0 or (spec.alibi is not None and not spec.alibi_bfloat16),
+        )
+        if step.decoding:
+            out = decode_attention(q, keys, values, batch.lengths, batch.tables, *features)
+        else:
+            out = prefill_attention(q, keys, values, batch.starts, batch.lengths, batch.tables, *features)
+        return self._linear(block, "o", out.flatten(1))
+
+    def _head_norm(self, block: dict[str, torch.Tensor]) -> HeadNorm | None:
+        """The norm of each head's queries and keys, None where the decoder has none."""
+        spec = self.spec
+        if spec.qk_norm != "head":
+            return None
+        assert spec.norm == "rms", "heads are normed by RMS norms"
+        weights = block["q_norm.weight"], block["k_norm.weight"]
+        return HeadNorm(*weights, spec.norm_eps, spec.norm_offset, spec.norm_float32)
+
+    def _mlp(self, index: int, read: torch.Tensor) -> torch.Tensor:
+        block, spec = self.blocks[index], self.spec
+        if not spec.gated:
+            return super()._mlp(index, read)
+        if not spec.layers[index].experts:
+            return self._linear(block, "down", self._gated(self._linear(block, "gate_up", read)))
+        return mixture(
+            read,
+            block["router.weight"],
+            block["experts_gate_up.weight"],
+            block["experts_down.weight"],
+            spec.experts_per_token,
+            spec.normalize_experts,
+            spec.experts_float32,
+            self._gated,
+        )
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """act(gate) * up.  gate_up [rows, 2 * width], gate before up"""
+        if self.spec.activation_stepwise:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return self.activation(gate) * up
+        return gated_activation(gate_up, self.spec.activation)
+
+    def _added_and_normed(
+        self, tensors: dict[str, torch.Tensor], role: str, hidden: torch.Tensor, pending: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream with `pending` added, normed by `role` where there is such a norm, and as it is."""
+        if f"{role}.weight" not in tensors:
+            hidden = hidden if pending is None else self._added(hidden, pending)
+            return hidden, hidden
+        if pending is None:
+            return self._norm(tensors, role, hidden), hidden
+        return self._fused_norm(tensors, role, pending, hidden, self.spec.residual_multiplier)
+
+    def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] normed by `role`; as it is where there is no such norm."""
+        return self._fused_norm(tensors, role, x)[0] if f"{role}.weight" in tensors else x
+
+    def _fused_norm(
+        self,
+        tensors: dict[str, torch.Tensor],
+        role: str,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        multiplier: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual + multiplier * x, normed by `role` and as it is."""
+        weight, spec = tensors[f"{role}.weight"], self.spec
+        if spec.norm == "layer":
+            return add_layer_norm(x, residual, weight, tensors.get(f"{role}.bias"), spec.norm_eps, multiplier)
+        return add_rms_norm(x, residual, weight, spec.norm_eps, spec.norm_offset, spec.norm_float32, multiplier)

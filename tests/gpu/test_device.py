@@ -1,0 +1,134 @@
+"""What only a CUDA device can show: graphs, eager runs and the CPU agree, in bfloat16 too, and the host never waits.
+
+None of this has run yet: no device was at hand when it was written. On a device, `pytest -m gpu` runs, besides these,
+the tests of kernels and decoder that run elsewhere in Triton's interpreter.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
+
+from hybrid.architectures.reading import read_decoder
+from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.decoding.sampling import Draw, draw_tokens_in_torch, stream_keys
+from hybrid.kernels.triton_sampling import sample
+from tests.containers.test_cuda_decoder import Decoding, cuda_decoder, hugging_face, sequences, small
+from tests.containers.test_torch_decoder import VARIANTS, average, distance, own_weights
+from tests.models import ALL_FAMILIES
+
+pytestmark = pytest.mark.gpu
+LENGTHS = (50, 7, 33, 40)  # of whole sequences: four, which fill a bucket
+PROMPTS = (44, 1, 27, 34)
+
+
+def on_the_cpu(family: str) -> list[torch.Tensor]:
+    """The logits of TorchDecoder on the CPU, in float32."""
+    model = small(family).cpu()
+    decoder = TorchDecoder(read_decoder(model), own_weights, torch.float32)
+    decoder.bind()
+    decoding = Decoding(decoder, [ids.cpu() for ids in sequences(LENGTHS)], "cpu")
+    return decoding.run([0] * len(LENGTHS), list(LENGTHS))
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_graphs_eager_runs_and_the_cpu_agree_in_float32(family):
+    """TF32 is off unless somebody asks for it, and our kernels never use it: the order of sums is all that differs."""
+    cpu = on_the_cpu(family)
+    eager, graphs = (
+        [
+            logits.cpu()
+            for logits in Decoding(cuda_decoder(small(family), slots), sequences(LENGTHS)).every_logit(PROMPTS)
+        ]
+        for slots in (0, 8)
+    )
+    assert distance(eager, cpu) < 1e-5
+    assert distance(graphs, cpu) < 1e-5
+    # The same kernels on as many rows, but libraries may choose others where they are captured.
+    assert distance(graphs, eager) < 1e-6
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_bfloat16_rounds_where_hugging_face_does(family):
+    """Two roundings that know nothing of each other would be √2 times as far apart."""
+    ids = sequences(LENGTHS)
+    exact = hugging_face(small(family), ids)
+    model = small(family).bfloat16()
+    theirs = hugging_face(model, ids)
+    for slots in (0, 8):
+        ours = Decoding(cuda_decoder(model, slots), ids).every_logit(PROMPTS)
+        assert average(ours, theirs) < 1.2 * average(theirs, exact)
+
+
+@pytest.fixture
+def no_waiting():
+    """Within this, whatever makes the host wait for the device raises."""
+
+    def switch(on: bool) -> None:
+        torch.cuda.set_sync_debug_mode("error" if on else "default")
+
+    yield switch
+    switch(False)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_host_never_waits(variant, no_waiting):
+    """Neither in prefill nor in a decode step, replayed or eager, once tables and graphs are there."""
+    ids = sequences(LENGTHS)
+    for slots in (0, 8):
+        decoding = Decoding(cuda_decoder(small(variant), slots), ids)
+        prefill = decoding.batch([(0, length) for length in PROMPTS])
+        step = decoding.batch([(length, length + 1) for length in PROMPTS])
+        with torch.no_grad():
+            for on in (False, True):
+                no_waiting(on)
+                decoding.decoder.forward(prefill, decoding.kv)
+                decoding.decoder.decode(step, decoding.kv)
+            no_waiting(False)
+
+
+def test_every_bucket_gives_what_the_step_gives():
+    """1 to 13 slots, in an order in which each graph's results lie where another's did."""
+    model = small("qwen3")
+    graphs, eager = cuda_decoder(model, 13), cuda_decoder(model)
+    for count in (13, 1, 9, 2, 8, 3, 5, 13, 4):
+        ours, theirs = (Decoding(decoder, sequences((6,) * count)) for decoder in (graphs, eager))
+        for decoding in (ours, theirs):
+            decoding.run([0] * count, [5] * count)
+        assert distance([ours.decode([5] * count)], [theirs.decode([5] * count)]) < 1e-6
+
+
+def test_graphs_share_their_memory():
+    """Eight graphs need little more than one: what they compute in between lies in one pool."""
+    decoder = cuda_decoder(small("llama"), 32)
+    decoding = Decoding(decoder, sequences((6,) * 32))
+    decoding.run([0] * 32, [5] * 32)
+    decoder.decode(decoding.batch([(5, 6)] * 32), decoding.kv)
+    first = torch.cuda.memory_reserved()
+    for count in (1, 2, 4, 8, 16, 24):
+        batch = decoding.batch([(5, 6)] * 32)
+        part = type(batch)(
+            batch.ids[:count],
+            batch.positions[:count],
+            batch.starts[: count + 1],
+            batch.lengths[:count],
+            batch.tables[:count],
+        )
+        decoder.decode(part, decoding.kv)
+    assert len(decoder.graphed.graphs) == 7
+    assert torch.cuda.memory_reserved() - first <= 2**24
+
+
+@pytest.mark.parametrize(("temperature", "min_p"), [(1.0, 0.0), (0.6, 0.1), (0.0, 0.0)])
+def test_tokens_are_those_of_torch_on_the_cpu(temperature, min_p):
+    """But where u falls within rounding of a boundary: fewer than one in a thousand, of which none is likely here."""
+    logits = torch.randn(256, 50_000, generator=torch.Generator().manual_seed(0)) * 3
+    keys, steps = stream_keys(3, torch.arange(256), torch.zeros(256, dtype=torch.long)), torch.arange(256)
+    theirs = draw_tokens_in_torch(logits, keys, steps, Draw(temperature, min_p=min_p))
+    ones = torch.ones(256)
+    inputs = (logits, keys, steps.int(), ones * temperature, ones * min_p)
+    tokens, logps, raw = (out.cpu() for out in sample(*(tensor.cuda() for tensor in inputs)))
+    same = tokens == theirs.tokens
+    assert (~same).sum() <= 1
+    torch.testing.assert_close(logps[same], theirs.logps[same], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(raw[same], theirs.raw_logps[same], rtol=1e-5, atol=1e-5)
