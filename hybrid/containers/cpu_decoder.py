@@ -1,6 +1,7 @@
 """The decoder on the CPU kernels: one call for all layers, weights read where the snapshot has them."""
 
 import ctypes
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -38,7 +39,7 @@ class CpuDecoder:
         self.device = torch.device("cpu")
         self.work = torch.empty(0)
         self.tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
-        self.lent: PagedKV | None = None  # whose addresses the layers have now
+        self.lent: weakref.ref[PagedKV] | None = None  # whose addresses the layers have now
         self.tensors: list[torch.Tensor] = []  # what the records below point to, kept alive
         self.sources: set[int] = set()  # storages that weights were read from
 
@@ -50,6 +51,7 @@ class CpuDecoder:
             *(self._layer(layer, places) for layer, places in zip(spec.layers, self.reading.layers, strict=True))
         )
         outer = self.reading.outer
+        embedding = self._matrix(outer["embedding.weight"])
         self.record = kernels.Decoder(
             half=self.dtype == torch.bfloat16,
             vocabulary=spec.vocab_size,
@@ -75,6 +77,8 @@ class CpuDecoder:
             experts_per_token=spec.experts_per_token,
             normalize_experts=spec.normalize_experts,
             experts_float32=spec.experts_float32,
+            alibi_bfloat16=spec.alibi_bfloat16,
+            embedding_rows=len(embedding),
             norm_eps=spec.norm_eps,
             norm_offset=spec.norm_offset,
             attention_scale=spec.attention_scale,
@@ -84,7 +88,7 @@ class CpuDecoder:
             residual_multiplier=spec.residual_multiplier,
             logits_divisor=spec.logits_divisor,
             slopes=self._keep(torch.tensor(spec.alibi)) if spec.alibi else None,
-            embedding=self._keep(self._matrix(outer["embedding.weight"])),
+            embedding=self._keep(embedding),
             positions=self._keep(self._matrix(outer["positions.weight"])) if "positions.weight" in outer else None,
             embedding_norm=self._norm(outer, "embedding_norm"),
             final_norm=self._norm(outer, "final_norm"),
@@ -160,9 +164,14 @@ class CpuDecoder:
         )
         threads = torch.get_num_threads()
         work = self._work(len(batch.ids), threads)
-        self.library.forward(
+        unknown = self.library.forward(
             self._self(), ctypes.addressof(record), first, last, address(hidden), address(work), threads
         )
+        if unknown:
+            given = f"{int(batch.ids.min())} to {int(batch.ids.max())}"
+            raise IndexError(
+                f"token ids {given} given; the embedding has rows for 0 to {self.record.embedding_rows - 1}"
+            )
         return hidden
 
     def _self(self) -> int:
@@ -176,11 +185,11 @@ class CpuDecoder:
 
     def _lend(self, kv: PagedKV) -> None:
         """Give the layers' records the addresses of these pages."""
-        if kv is self.lent:
+        if self.lent is not None and self.lent() is kv:
             return
         for record, keys, values in zip(self.layer_records, kv.keys, kv.values, strict=True):
             record.keys, record.values = address(keys), address(values)
-        self.lent = kv
+        self.lent = weakref.ref(kv)
 
     # ------------------------------------------------------------- weights
 

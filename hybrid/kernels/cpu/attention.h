@@ -3,6 +3,8 @@
 // A page holds PAGE tokens.  keys [pages, kv_heads, head_dim, PAGE], values [pages, kv_heads, PAGE, head_pad] of the
 // model's dtype; head_pad is head_dim rounded up to whole vectors. Softmax is computed page by page (Milakov and
 // Gimelshein 2018, arXiv:1805.02867), each query by itself: its result does not depend on who is computed with it.
+// Probabilities are rounded to the model's dtype before they weigh values, as torch's and others' kernels do; scores are
+// where Hugging Face computes them step by step ("eager": soft caps, BLOOM's bias).
 #pragma once
 #include "vector.h"
 
@@ -15,6 +17,7 @@ struct AttentionShape {
   float scale, softcap;
   const float* slopes;  // ALiBi, by query head, or null
   int64_t window;       // 0: none
+  bool alibi_bfloat16;
 };
 
 // One query head of one token.
@@ -29,6 +32,16 @@ struct Running {
   float most[QUERIES], total[QUERIES];
 };
 
+// ALiBi's score of a key for being where it is, as DecoderSpec says it is rounded.
+template <typename W> static inline Vec alibi(const AttentionShape& s, float slope, Vec token) {
+  if (!s.alibi_bfloat16) return rounded<W>(slope * token);
+  return rounded<W>(to_bf16(to_bf16(slope / s.scale) * to_bf16(token)) * s.scale);
+}
+template <typename W> static inline Vec capped(const AttentionShape& s, Vec dot) {
+  Vec score = rounded<W>(rounded<W>(rounded<W>(dot) * s.scale) / s.softcap);
+  return rounded<W>(rounded<W>(tanh(score)) * s.softcap);
+}
+
 // Scores of N queries against the tokens of a page, scaled, capped, and -inf where a query must not look.
 template <int N, typename W>
 static inline void page_scores(const AttentionShape& s, const Query* queries, const W* keys, int64_t page_start, Vec scores[N][PAGE_VECS]) {
@@ -41,12 +54,12 @@ static inline void page_scores(const AttentionShape& s, const Query* queries, co
   }
   for (int n = 0; n < N; n++)
     for (int j = 0; j < PAGE_VECS; j++) {
-      Vec score = acc[n][j] * s.scale;
-      if (s.softcap) score = tanh(score * (1.0f / s.softcap)) * s.softcap;
+      Vec score = s.softcap ? capped<W>(s, acc[n][j]) : acc[n][j] * s.scale;
       VecI token;
       for (int i = 0; i < LANES; i++) token[i] = int32_t(page_start + j * LANES + i);
       const int32_t position = int32_t(queries[n].position);
-      if (queries[n].slope) score += queries[n].slope * __builtin_convertvector(token - position, Vec);
+      if (queries[n].slope) score += alibi<W>(s, queries[n].slope, __builtin_convertvector(token, Vec));
+      if (queries[n].slope && !s.alibi_bfloat16) score = rounded<W>(score);
       VecI seen = token <= position;
       if (s.window) seen &= token > int32_t(position - s.window);
       scores[n][j] = seen ? score : splat(-INFINITY);
@@ -101,7 +114,7 @@ static void attend(const AttentionShape& s, const Query* queries, int64_t kv_hea
       Vec mass = {};
       for (int j = 0; j < PAGE_VECS; j++) {
         Vec e = exp(scores[n][j] - now);
-        store(p[n] + j * LANES, e);
+        store(p[n] + j * LANES, rounded<W>(e));
         mass += e;
       }
       shrink[n] = exp(splat(most[n] - now))[0];

@@ -28,7 +28,7 @@ struct Decoder {
   int64_t half;  // 0: float32, 1: bfloat16
   int64_t vocabulary, hidden, embedding_size, heads, kv_heads, head_dim, intermediate, expert_intermediate;
   int64_t layer_norm, norm_float32, activation, stepwise, gated, parallel, rotary_dim, interleaved, rotary_float32, qk_norm_row;
-  int64_t position_offset, num_experts, experts_per_token, normalize_experts, experts_float32;
+  int64_t position_offset, num_experts, experts_per_token, normalize_experts, experts_float32, alibi_bfloat16, embedding_rows;
   double norm_eps, norm_offset, attention_scale, attention_softcap, logits_softcap;
   double embedding_multiplier, residual_multiplier, logits_divisor;
   const float* slopes;
@@ -225,7 +225,7 @@ struct Run {
   // share stay in its cache.
   void attention(const Layer& layer) const {
     const int64_t size = d.head_dim, group = d.heads / d.kv_heads, width = (d.heads + 2 * d.kv_heads) * size;
-    const AttentionShape shape{d.heads, d.kv_heads, size, head_pad(d), float(d.attention_scale), float(d.attention_softcap), d.slopes, layer.window};
+    const AttentionShape shape{d.heads, d.kv_heads, size, head_pad(d), float(d.attention_scale), float(d.attention_softcap), d.slopes, layer.window, d.alibi_bfloat16 != 0};
     const Part mine = part(d.kv_heads * batch.tokens, 1, thread, threads);
     float* scratch = work.scratch + thread * QUERIES * shape.head_pad;
     Query queries[QUERIES];
@@ -267,6 +267,15 @@ struct Run {
       for (int64_t i = 0; i < d.hidden; i++) Add{factor}.template operator()<W>(hidden + t * d.hidden + i, row[i]);
     }
   }
+  // hidden + (attention + MLP), of which the first is in `delta` and the second in `normed`.
+  void add_both(const Layer& layer, float* hidden) const {
+    for (int64_t t = rows().first; t < rows().last; t++) {
+      float *attended = work.delta + t * d.hidden, *made = work.normed + t * d.hidden, *row = hidden + t * d.hidden;
+      norm(layer.attention_post_norm, attended, attended, d.hidden);
+      norm(layer.mlp_post_norm, made, made, d.hidden);
+      for (int64_t i = 0; i < d.hidden; i++) row[i] = rounded<W>(row[i] + rounded<W>(made[i] + attended[i]));
+    }
+  }
   // hidden += l(x), through the post norm where there is one. Ends with everybody done.
   void add_linear(const Linear& l, const float* x, int64_t ldx, const Norm& post, float* hidden) const {
     if (post.weight) {
@@ -306,21 +315,29 @@ struct Run {
       for (int64_t t = rows().first; t < rows().last; t++) ready(work.attended + t * q, q);
       meet();
     }
-    add_linear(layer.o, work.attended, q, layer.attention_post_norm, hidden);
-    if (!d.parallel) {
-      for (int64_t t = rows().first; t < rows().last; t++) {
-        norm(layer.mlp_norm, hidden + t * d.hidden, work.mlp_normed + t * d.hidden, d.hidden);
-        ready(work.mlp_normed + t * d.hidden, d.hidden);
-      }
+    const int64_t intermediate = outputs(layer.up) / (d.gated ? 2 : 1);
+    if (d.parallel) {
+      linear<W>(layer.o, work.attended, q, batch.tokens, work.delta, d.hidden, Store{}, thread, threads);
+      expand(layer.up, work.mlp_normed, batch.tokens, work.up, intermediate);
       meet();
+      linear<W>(layer.down, work.up, outputs(layer.up), batch.tokens, work.normed, d.hidden, Store{}, thread, threads);
+      meet();
+      add_both(layer, hidden);
+      meet();
+      return;
     }
+    add_linear(layer.o, work.attended, q, layer.attention_post_norm, hidden);
+    for (int64_t t = rows().first; t < rows().last; t++) {
+      norm(layer.mlp_norm, hidden + t * d.hidden, work.mlp_normed + t * d.hidden, d.hidden);
+      ready(work.mlp_normed + t * d.hidden, d.hidden);
+    }
+    meet();
     if (layer.experts) {
       mixture(layer);
       add_normed(layer.mlp_post_norm, work.delta, hidden);
       meet();
       return;
     }
-    const int64_t intermediate = outputs(layer.up) / (d.gated ? 2 : 1);
     expand(layer.up, work.mlp_normed, batch.tokens, work.up, intermediate);
     meet();
     add_linear(layer.down, work.up, outputs(layer.up), layer.mlp_post_norm, hidden);
@@ -355,12 +372,14 @@ struct Run {
       for (int64_t i = mine.first; i < mine.last; i++) {
         const float share = work.shares[chosen[i] * experts + e];
         for (int64_t k = 0; k < d.hidden; k++) {
-          float* sum = work.delta + chosen[i] * d.hidden + k;
-          *sum = rounded<W>(*sum + rounded<W>(work.expert_out[i * d.hidden + k] * share));
+          const float scaled = work.expert_out[i * d.hidden + k] * share;
+          work.delta[chosen[i] * d.hidden + k] += d.experts_float32 ? scaled : rounded<W>(scaled);
         }
       }
       meet();
     }
+    for (int64_t t = rows().first; t < rows().last; t++)
+      for (int64_t k = 0; k < d.hidden; k++) work.delta[t * d.hidden + k] = rounded<W>(work.delta[t * d.hidden + k]);
   }
   // Router logits to shares: softmax over all experts, the likeliest kept, 0 elsewhere.
   void route(float* shares, int64_t experts) const {
@@ -466,12 +485,16 @@ int64_t lanes() { return LANES; }
 // Floats of work space that a call with so many tokens needs.
 int64_t work_floats(const Decoder* d, int64_t tokens, int64_t threads) { return carve(*d, tokens, threads, nullptr, nullptr); }
 
-// hidden [tokens, hidden] through layers [first, last); made from the ids where first is -1.
-void forward(const Decoder* d, const Batch* batch, int64_t first, int64_t last, float* hidden, float* work, int64_t threads) {
+// hidden [tokens, hidden] through layers [first, last); made from the ids where first is -1. Gives 1, having done nothing,
+// where the embedding has no row for an id; else 0.
+int64_t forward(const Decoder* d, const Batch* batch, int64_t first, int64_t last, float* hidden, float* work, int64_t threads) {
+  for (int64_t t = 0; first < 0 && t < batch->tokens; t++)
+    if (batch->ids[t] < 0 || batch->ids[t] >= d->embedding_rows) return 1;
   in_dtype(*d, *batch, work, threads, [&](const auto& run) {
     if (first < 0) run.embed(hidden);
     for (int64_t i = std::max<int64_t>(first, 0); i < last; i++) run.layer(d->layers[i], hidden);
   });
+  return 0;
 }
 
 // out float32 [count, vocabulary]: logits of the rows of hidden.

@@ -29,10 +29,10 @@ struct BlockSums {
   float most;
   double mass, raw;
 };
-static inline float block_max(const float* x, int64_t count) {
+static inline float block_max(const float* x, int64_t count) {  // what is no number counts as -inf
   Vec top = splat(-INFINITY);
   int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) top = max(top, load(x + i));
+  for (; i + LANES <= count; i += LANES) top = max(load(x + i), top);
   float most = largest(top);
   for (; i < count; i++) most = std::max(most, x[i]);
   return most;
@@ -75,7 +75,7 @@ struct Row {
     int64_t block = 0;
     while (blocks[block].most != most) block++;
     int64_t token = block * BLOCK;
-    while (logits[token] != most) token++;
+    while (logits[token] != most && token + 1 < vocabulary) token++;  // where none is a number, the last
     return token;
   }
   // The sum of exp(y) · -y over tokens, y = (x - most) / T: of the entropy, log mass + spread / mass.
