@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "vector.h"
+#include "bfloat16.h"
 
 constexpr int ROWS = 4;
 // ROWS x COLUMNS sums, a vector of each column and one of a row fill the registers: 32 with AVX-512, else 16. Turning
@@ -17,7 +17,7 @@ template <typename W> constexpr int COLUMNS = LANES == 16 ? 6 : std::is_same_v<W
 static inline Vec held(Vec v) {
 #if defined(__AVX512F__)
   asm("" : "+v"(v));
-#elif defined(__AVX__)
+#elif defined(__AVX__) && LANES == 8
   asm("" : "+x"(v));
 #endif
   return v;
@@ -56,13 +56,20 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t l
       for (int m = 0; m < M; m++) out[n].at[m] += x[m * ldx + k] * w[n * in + k];
 }
 
-// x as `halved` leaves it: even elements of each block before odd ones, as the two halves of a 32-bit lane.
+// x as `halved` leaves it.
 template <int M, int N>
 static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const bf16* w, int64_t in, Four* out) {
   Vec acc[N][ROWS] = {};
   int64_t k = 0;
   for (; k + 2 * LANES <= in; k += 2 * LANES) {
     Vec column[N];
+#if PAIRS
+    for (int n = 0; n < N; n++) column[n] = held((Vec) * (const VecUAny*)(w + n * in + k));
+    for (int m = 0; m < M; m++) {
+      Vec row = held(load(x + m * ldx + k));
+      for (int n = 0; n < N; n++) acc[n][m] = dot_pairs(acc[n][m], (VecU)row, (VecU)column[n]);
+    }
+#else
     for (int n = 0; n < N; n++) column[n] = held((Vec)(*(const VecUAny*)(w + n * in + k) << 16));
     for (int m = 0; m < M; m++) {
       Vec row = held(load(x + m * ldx + k));
@@ -73,6 +80,7 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t l
       Vec row = held(load(x + m * ldx + k + LANES));
       for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
     }
+#endif
   }
   for (int n = 0; n < N; n++) out[n] = sums(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
   for (; k < in; k++)
@@ -80,15 +88,21 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t l
       for (int m = 0; m < M; m++) out[n].at[m] += x[m * ldx + k] * to_float(w[n * in + k]);
 }
 
+// A row of x as products want it. For bfloat16: even elements of each block before odd ones, as the two halves of a 32-bit
+// lane of W; or pairs of them, where the machine multiplies those.
 static inline void halved(float*, int64_t, const float*) {}
 static inline void halved(float* row, int64_t in, const bf16*) {
-  float block[2 * LANES];
   for (int64_t k = 0; k + 2 * LANES <= in; k += 2 * LANES) {
+#if PAIRS
+    paired(row + k);
+#else
+    float block[2 * LANES];
     for (int i = 0; i < LANES; i++) {
       block[i] = row[k + 2 * i];
       block[i + LANES] = row[k + 2 * i + 1];
     }
     std::memcpy(row + k, block, sizeof block);
+#endif
   }
 }
 
@@ -129,6 +143,10 @@ static void strip(const float* x, int64_t ldx, const W* w, const float* bias, in
 // the rows of W in the second, over which they are used again.
 template <typename W, typename Out>
 static void columns(const float* x, int64_t ldx, const W* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t first, int64_t last, Out out) {
+#if TILES
+  if constexpr (std::is_same_v<W, bf16>)
+    if (in >= TILE_DEPTH && tiles_ready()) return tile_columns(x, ldx, w, bias, in, y, ldy, rows, first, last, out);
+#endif
   constexpr int C = COLUMNS<W>;
   const int64_t row_block = in <= 1024 ? 2 * ROWS : ROWS;
   const int64_t wanted = (96 << 10) / (in * int64_t(sizeof(W))) / C * C;

@@ -1,0 +1,170 @@
+// bfloat16 products in hardware: pairs that AVX512_BF16 multiplies and adds in one instruction, and AMX's tiles of them.
+//
+// With EMULATE_BF16 (1: pairs, 2: tiles too) the instructions are functions that do what Intel's manual says, so that the
+// code around them runs, and is tested, on machines without them.
+#pragma once
+#include <vector>
+
+#include "vector.h"
+
+#if defined(__AVX512BF16__) || defined(EMULATE_BF16)
+#define PAIRS 1
+static_assert(LANES == 16, "pairs fill vectors of 512 bits");
+
+#ifdef EMULATE_BF16
+static inline Vec dot_pairs(Vec sum, VecU a, VecU b) {
+  for (int i = 0; i < LANES; i++) {
+    sum[i] += to_float(bf16{uint16_t(a[i] >> 16)}) * to_float(bf16{uint16_t(b[i] >> 16)});
+    sum[i] += to_float(bf16{uint16_t(a[i])}) * to_float(bf16{uint16_t(b[i])});
+  }
+  return sum;
+}
+#else
+#include <immintrin.h>
+static inline Vec dot_pairs(Vec sum, VecU a, VecU b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+#endif
+
+// A block of 32 floats that are bfloat16 values becomes 16 pairs in its first half.
+static inline void paired(float* block) {
+  uint32_t pairs[LANES];
+  for (int i = 0; i < LANES; i++) {
+    uint32_t even, odd;
+    std::memcpy(&even, block + 2 * i, 4);
+    std::memcpy(&odd, block + 2 * i + 1, 4);
+    pairs[i] = even >> 16 | (odd & 0xffff0000u);
+  }
+  std::memcpy(block, pairs, sizeof pairs);
+}
+#endif
+
+#if defined(__AMX_BF16__) || EMULATE_BF16 > 1
+#define TILES 1
+constexpr int64_t TILE = 16;         // rows of W, and rows of x, in a tile
+constexpr int64_t TILE_ROWS = 64;    // rows of x whose tiles are made at once
+constexpr int64_t TILE_DEPTH = 32;   // elements of a row in a tile: 16 pairs
+
+#ifdef EMULATE_BF16
+static thread_local uint32_t emulated_tiles[8][TILE][TILE];
+static inline bool tiles_ready() { return true; }
+static inline void tiles_begin() {}
+static inline void tiles_end() {}
+#define _tile_zero(t) std::memset(emulated_tiles[t], 0, sizeof emulated_tiles[t])
+static inline void _tile_loadd(int t, const void* base, int64_t stride) {
+  for (int r = 0; r < TILE; r++) std::memcpy(emulated_tiles[t][r], (const char*)base + r * stride, 64);
+}
+static inline void _tile_stored(int t, void* base, int64_t stride) {
+  for (int r = 0; r < TILE; r++) std::memcpy((char*)base + r * stride, emulated_tiles[t][r], 64);
+}
+static inline void _tile_dpbf16ps(int c, int a, int b) {
+  for (int m = 0; m < TILE; m++)
+    for (int k = 0; k < TILE; k++)
+      for (int n = 0; n < TILE; n++) {
+        float sum;
+        std::memcpy(&sum, &emulated_tiles[c][m][n], 4);
+        const uint32_t x = emulated_tiles[a][m][k], y = emulated_tiles[b][k][n];
+        sum += to_float(bf16{uint16_t(x)}) * to_float(bf16{uint16_t(y)});
+        sum += to_float(bf16{uint16_t(x >> 16)}) * to_float(bf16{uint16_t(y >> 16)});
+        std::memcpy(&emulated_tiles[c][m][n], &sum, 4);
+      }
+}
+#else
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+// Linux gives a process the tiles' state when it asks (arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+static inline bool tiles_ready() {
+  static const bool given = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return given;
+}
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static inline void tiles_begin() {
+  const TileConfig config;
+  _tile_loadconfig(&config);
+}
+static inline void tiles_end() { _tile_release(); }
+#endif
+
+// x rows [rows, ·] of pairs to tiles [rows / 16, blocks, 16 pairs, 16 rows]; rows that are not there are zeros.
+static void make_tiles(const float* x, int64_t ldx, int64_t rows, int64_t blocks, uint32_t* tiles) {
+  for (int64_t top = 0; top < rows; top += TILE)
+    for (int64_t b = 0; b < blocks; b++, tiles += TILE * TILE)
+      for (int64_t m = 0; m < TILE; m++) {
+        uint32_t pairs[TILE] = {};
+        if (top + m < rows) std::memcpy(pairs, x + (top + m) * ldx + b * TILE_DEPTH, sizeof pairs);
+        for (int64_t k = 0; k < TILE; k++) tiles[k * TILE + m] = pairs[k];
+      }
+}
+
+// 16 rows of W from `w` on, block after block; copied where fewer are left, so that every row is computed alike.
+struct Strip {
+  const bf16* w;
+  int64_t in, rows;
+  alignas(64) bf16 copy[TILE][TILE_DEPTH];
+
+  const bf16* block(int64_t b, int64_t& stride) {
+    stride = in * int64_t(sizeof(bf16));
+    if (rows >= TILE) return w + b * TILE_DEPTH;
+    stride = sizeof copy[0];
+    std::memset(copy, 0, sizeof copy);
+    for (int64_t n = 0; n < rows; n++) std::memcpy(copy[n], w + n * in + b * TILE_DEPTH, sizeof copy[n]);
+    return copy[0];
+  }
+};
+
+// sums [2 strips, 2 tiles of x, 16 rows of W, 16 rows of x]
+static void tile_products(Strip (&strips)[2], const uint32_t* x0, const uint32_t* x1, int64_t blocks, float (*sums)[2][TILE][TILE]) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t b = 0; b < blocks; b++) {
+    int64_t stride;
+    const bf16* w = strips[0].block(b, stride);
+    _tile_loadd(4, w, stride);
+    w = strips[1].block(b, stride);
+    _tile_loadd(5, w, stride);
+    _tile_loadd(6, x0 + b * TILE * TILE, 64);
+    _tile_loadd(7, x1 + b * TILE * TILE, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, sums[0][0], 64);
+  _tile_stored(1, sums[0][1], 64);
+  _tile_stored(2, sums[1][0], 64);
+  _tile_stored(3, sums[1][1], 64);
+}
+
+// As `columns` of linear.h, in tiles. What is left of a row behind its last whole block is added element by element.
+template <typename Out>
+static void tile_columns(const float* x, int64_t ldx, const bf16* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t first, int64_t last, Out out) {
+  static thread_local std::vector<uint32_t> tiles;
+  const int64_t blocks = in / TILE_DEPTH, tail = blocks * TILE_DEPTH, of_a_tile = blocks * TILE * TILE;
+  tiles.resize(TILE_ROWS / TILE * of_a_tile);
+  alignas(64) float sums[2][2][TILE][TILE];
+  tiles_begin();
+  for (int64_t top = 0; top < rows; top += TILE_ROWS) {
+    const int64_t here = std::min(TILE_ROWS, rows - top);
+    make_tiles(x + top * ldx, ldx, here, blocks, tiles.data());
+    for (int64_t n = first; n < last; n += 2 * TILE) {
+      Strip strips[2] = {{w + n * in, in, std::min(TILE, last - n), {}}, {w + (n + TILE) * in, in, last - n - TILE, {}}};
+      for (int64_t m = 0; m < here; m += 2 * TILE) {
+        const uint32_t* x0 = tiles.data() + m / TILE * of_a_tile;
+        tile_products(strips, x0, m + TILE < here ? x0 + of_a_tile : x0, blocks, sums);
+        for (int64_t r = m; r < std::min(m + 2 * TILE, here); r++)
+          for (int64_t c = n; c < std::min(n + 2 * TILE, last); c++) {
+            float sum = sums[(c - n) / TILE][(r - m) / TILE][(c - n) % TILE][(r - m) % TILE];
+            for (int64_t k = tail; k < in; k++) sum += x[(top + r) * ldx + k] * to_float(w[c * in + k]);
+            out.template operator()<bf16>(y + (top + r) * ldy + c, to_bf16(sum + (bias ? bias[c] : 0.0f)));
+          }
+      }
+    }
+  }
+  tiles_end();
+}
+#endif
