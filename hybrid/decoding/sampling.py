@@ -81,7 +81,7 @@ def selective_log_softmax(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tens
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
     """The entropy of softmax(logits) in nats.  logits [..., vocab]; gives float32 [...]."""
-    log_probs = torch.log_softmax(logits.float(), dim=-1)
+    log_probs = torch.log_softmax(logits.float(), dim=-1).clamp(min=torch.finfo(torch.float32).min)  # 0 · -inf is NaN
     return -(log_probs.exp() * log_probs).sum(dim=-1)
 
 

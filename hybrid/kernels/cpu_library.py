@@ -137,9 +137,13 @@ def cache_folder() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid-engine"
     try:
         root.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=root).close()
     except OSError:
         root = Path(tempfile.gettempdir()) / f"hybrid-engine-{os.getuid()}"
         root.mkdir(mode=0o700, exist_ok=True)
+        status = root.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise OSError(f"{root} belongs to others, or others can write what would be loaded from it") from None
     return root
 
 

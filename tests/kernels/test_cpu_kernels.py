@@ -1,0 +1,405 @@
+"""The CPU kernels: draws and judgements against float64 and Hugging Face's warpers; compiling, and doing without."""
+
+import os
+import stat
+import subprocess
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hybrid.architectures.reading import read_decoder
+from hybrid.containers.cpu_decoder import CpuDecoder
+from hybrid.decoding.sampling import (
+    Draw,
+    draw_tokens,
+    draw_tokens_in_torch,
+    entropy,
+    judge_tokens,
+    selective_log_softmax,
+    split_warpers,
+    stream_keys,
+    uniform,
+)
+from hybrid.kernels import cpu_library as kernels
+from tests.containers.test_cpu_decoder import CpuRun
+from tests.containers.test_torch_decoder import distance, hugging_face, own_weights, sequences
+from tests.models import tiny_model
+
+DRAWERS = {"kernels": draw_tokens, "torch": draw_tokens_in_torch}
+DRAWS = {
+    "greedy": Draw(temperature=0),
+    "plain": Draw(),
+    "cold": Draw(temperature=0.3),
+    "hot": Draw(temperature=2.5),
+    "top_k": Draw(top_k=7),
+    "top_k of one": Draw(temperature=0.5, top_k=1),
+    "top_k over blocks": Draw(top_k=60),
+    "top_k over the vocabulary": Draw(top_k=10**6),
+    "top_p": Draw(top_p=0.7),
+    "top_p, nearly nothing": Draw(top_p=1e-6),
+    "top_p, nearly all": Draw(top_p=0.9999),
+    "min_p": Draw(min_p=0.05),
+    "top_k and top_p": Draw(temperature=0.8, top_k=20, top_p=0.8),
+    "top_k and min_p": Draw(temperature=1.3, top_k=30, min_p=0.1),
+    "top_p and min_p": Draw(temperature=1.7, top_p=0.9, min_p=0.02),
+    "all": Draw(temperature=0.7, top_k=40, top_p=0.95, min_p=0.01),
+}
+
+
+def random_logits(rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
+    """Logits [rows, vocabulary] of which some are -inf; in the last row all but one."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocabulary, generator=generator) * 3
+    logits[torch.rand(rows, vocabulary, generator=generator) < 0.1] = -torch.inf
+    logits[-1] = -torch.inf
+    logits[-1, vocabulary // 2] = 1.5
+    return logits
+
+
+def warped(logits: torch.Tensor, how: Draw) -> torch.Tensor:
+    """What Hugging Face's warpers, in the order in which `generate` applies them, leave.  float64 [rows, vocab]"""
+    steps = [TemperatureLogitsWarper(float(how.temperature))]
+    steps += [TopKLogitsWarper(how.top_k)] if how.top_k else []
+    steps += [TopPLogitsWarper(how.top_p)] if how.top_p < 1 else []
+    steps += [MinPLogitsWarper(how.min_p)] if how.min_p else []
+    scores = logits.double()
+    for step in steps:
+        scores = step(None, scores)
+    return scores
+
+
+def keys_of(u: torch.Tensor, position: int) -> torch.Tensor:
+    """Keys whose uniform number at a position is u, float64 [n] of whole multiples of 2^-53.  int64 [n]
+
+    splitmix64's finalizer run backwards, in unbounded integers.
+    """
+    mask, found = 2**64 - 1, []
+    for share in u.tolist():
+        x = int(share * 2**53) << 11
+        x ^= (x >> 31) ^ (x >> 62)
+        x = x * pow(0x94D049BB133111EB, -1, 2**64) & mask
+        x ^= (x >> 27) ^ (x >> 54)
+        x = x * pow(0xBF58476D1CE4E5B9, -1, 2**64) & mask
+        x ^= (x >> 30) ^ (x >> 60)
+        x = (x - 0x9E3779B97F4A7C15 * (position + 1)) & mask
+        found.append(x - 2**64 if x >= 2**63 else x)
+    return torch.tensor(found)
+
+
+def test_keys_of_chosen_numbers():
+    u = torch.tensor([0.0, 0.5, 1 - 2**-53, 0.1234], dtype=torch.float64)
+    for position in (0, 3, 511):
+        assert torch.equal(uniform(keys_of(u, position), position), (u * 2**53).floor() / 2**53)
+
+
+@pytest.mark.parametrize("drawer", DRAWERS)
+@pytest.mark.parametrize("vocabulary", [97, 1000, 5003])
+@pytest.mark.parametrize("how", DRAWS)
+def test_draws_are_the_inverse_cdf_of_what_hugging_face_keeps(how, vocabulary, drawer):
+    """What Hugging Face keeps is drawn and nothing else, each token where the cumulative softmax says."""
+    how, logits = DRAWS[how], random_logits(3, vocabulary)
+    generator = torch.Generator().manual_seed(1)
+    for row in logits:
+        if how.temperature == 0:
+            kept = torch.full_like(row, -torch.inf).double()
+            kept[row.argmax()] = 0.0
+        else:
+            kept = warped(row[None], how)[0]
+        cdf = kept.softmax(0).cumsum(0)
+        before = torch.cat([cdf.new_zeros(1), cdf[:-1]])
+        # The middle of the tokens' shares, and numbers anywhere.
+        middles = ((before + cdf) / 2)[kept > -torch.inf]
+        middles = middles[torch.randperm(len(middles), generator=generator)[:300]]
+        u = torch.cat([middles, torch.rand(200, generator=generator).double()])
+        edges = (u[:, None] - cdf).abs().amin(dim=1)
+        u = u[edges > 1e-5]  # float32 sums of thousands
+        expected = torch.searchsorted(cdf, u, right=True)
+        positions = torch.full((len(u),), 5)
+        many = row.expand(len(u), -1)
+        found = DRAWERS[drawer](many, keys_of(u, 5), positions, how)
+        assert torch.equal(found.tokens, expected)
+        temperature = how.temperature or 1.0
+        at = found.tokens[:, None]
+        for logps, scale in ((found.logps, temperature), (found.raw_logps, 1.0)):
+            exact = (row.double() / scale).log_softmax(0)[at[:, 0]]
+            torch.testing.assert_close(logps.double(), exact, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("drawer", DRAWERS)
+def test_a_tie_at_the_edge_of_top_k_is_kept_whole(drawer):
+    """As Hugging Face's, which compares with the k-th largest logit; min_p keeps what has just its share."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0, -1.0] * 40])
+    u = (torch.arange(4000) + 0.5).double() / 4000
+    for how in (Draw(top_k=41), Draw(top_k=40), Draw(top_k=41, min_p=0.36)):
+        found = DRAWERS[drawer](logits.expand(len(u), -1), keys_of(u, 0), torch.zeros(4000, dtype=torch.long), how)
+        kept = warped(logits, how)[0] > -torch.inf
+        assert set(found.tokens.tolist()) == set(kept.nonzero().flatten().tolist()), how
+
+
+def test_the_largest_of_equal_logits_is_the_first():
+    logits = torch.zeros(3, 1000)
+    logits[0, [400, 401, 900]] = 1.0
+    logits[1, 999] = 1.0
+    for draw in DRAWERS.values():
+        assert draw(logits, *torch.zeros(2, 3, dtype=torch.long), Draw(temperature=0)).tokens.tolist() == [400, 999, 0]
+
+
+@pytest.mark.parametrize("bits", [3, 9, 12])
+def test_the_kernels_noise_is_pythons(bits):
+    """Over 2^k equal tokens the token is the first k bits of the number: exact in every arithmetic."""
+    keys = stream_keys(-7, torch.arange(3000), torch.arange(3000) % 5)
+    positions = torch.arange(3000) * 7
+    tokens = draw_tokens(torch.zeros(3000, 2**bits), keys, positions, Draw()).tokens
+    assert torch.equal(tokens, (uniform(keys, positions) * 2**bits).long())
+
+
+def test_both_draw_alike():
+    logits = random_logits(64, 5003)
+    keys, positions = stream_keys(3, torch.arange(64), torch.zeros(64, dtype=torch.long)), torch.arange(64)
+    for name, how in DRAWS.items():
+        ours, theirs = (draw(logits, keys, positions, how) for draw in DRAWERS.values())
+        assert torch.equal(ours.tokens, theirs.tokens), name
+        torch.testing.assert_close(ours.logps, theirs.logps, atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(ours.raw_logps, theirs.raw_logps, atol=1e-5, rtol=1e-6)
+
+
+def test_a_draw_does_not_depend_on_its_batch_bit_for_bit():
+    logits = random_logits(19, 1000)
+    keys, positions = torch.arange(19) * 12345, torch.arange(19)
+    for how in DRAWS.values():
+        together = draw_tokens(logits, keys, positions, how)
+        for row in range(19):
+            one = slice(row, row + 1)
+            alone = draw_tokens(logits[one], keys[one], positions[one], how)
+            assert all(torch.equal(vars(alone)[name], vars(together)[name][one]) for name in vars(alone))
+
+
+@pytest.mark.parametrize("how", DRAWS)
+def test_logits_that_are_no_numbers_harm_nobody(how):
+    """A policy that has diverged: tokens stay within the vocabulary, other rows are what they were."""
+    logits = random_logits(5, 1000)
+    keys, positions = torch.arange(5) * 999, torch.zeros(5, dtype=torch.long)
+    expected = draw_tokens(logits, keys, positions, DRAWS[how])
+    broken = logits.clone()
+    broken[1], broken[3, ::7] = torch.nan, torch.nan
+    found = draw_tokens(broken, keys, positions, DRAWS[how])
+    assert ((found.tokens >= 0) & (found.tokens < 1000)).all()
+    assert found.logps[1].isnan()
+    for row in (0, 2, 4):
+        assert found.tokens[row] == expected.tokens[row]
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("vocabulary", [97, 1000, 5003])
+def test_judgements_against_float64(vocabulary, temperature):
+    logits = random_logits(12, vocabulary)
+    targets = torch.randint(vocabulary, (12,), generator=torch.Generator().manual_seed(2))
+    exact = (logits.double() / temperature).log_softmax(-1)
+    expected = exact.gather(1, targets[:, None])[:, 0]
+    entropies = torch.special.entr(exact.exp()).sum(-1)
+    scaled = logits / temperature
+    for logps, spread in (
+        judge_tokens(logits, targets, temperature),
+        (selective_log_softmax(scaled, targets), entropy(scaled)),
+    ):
+        torch.testing.assert_close(logps.double(), expected, atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(spread.double(), entropies, atol=1e-5, rtol=1e-5)
+
+
+# Which of Hugging Face's processors a draw stands for
+
+
+class Own(TemperatureLogitsWarper):
+    """A warper of one's own, which may do anything."""
+
+
+def test_warpers_that_end_the_list_are_the_draw():
+    penalty, shortest = RepetitionPenaltyLogitsProcessor(1.2), MinLengthLogitsProcessor(5, torch.tensor([2]))
+    temperature, top_k, top_p, min_p = (
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(9),
+        TopPLogitsWarper(0.8),
+        MinPLogitsWarper(0.1),
+    )
+    cases = {
+        (): ((), Draw()),
+        (temperature,): ((), Draw(temperature=0.7)),
+        (temperature, top_k, top_p, min_p): ((), Draw(0.7, 9, 0.8, 0.1)),
+        (penalty, shortest, top_k, min_p): ((penalty, shortest), Draw(top_k=9, min_p=0.1)),
+        (temperature, penalty, top_p): ((temperature, penalty), Draw(top_p=0.8)),
+    }
+    for processors, (before, draw) in cases.items():
+        found = split_warpers(LogitsProcessorList(processors), do_sample=True)
+        assert (tuple(found[0]), found[1]) == (before, draw)
+
+
+def test_warpers_that_a_draw_cannot_say_stay_processors():
+    temperature, top_k, top_p = TemperatureLogitsWarper(0.7), TopKLogitsWarper(9), TopPLogitsWarper(0.8)
+    for processors in (
+        [top_p, top_k],
+        [top_k, temperature],
+        [top_k, TopKLogitsWarper(5)],
+        [TopPLogitsWarper(0.8, min_tokens_to_keep=2)],
+        [MinPLogitsWarper(0.1, min_tokens_to_keep=3)],
+        [TopKLogitsWarper(9, filter_value=-100.0)],
+    ):
+        before, draw = split_warpers(LogitsProcessorList(processors), do_sample=True)
+        assert (list(before), draw) == (processors, None)
+    before, draw = split_warpers(LogitsProcessorList([Own(0.7)]), do_sample=True)
+    assert (len(before), draw) == (1, Draw())
+    before, draw = split_warpers(LogitsProcessorList([top_k]), do_sample=False)
+    assert (list(before), draw) == ([top_k], Draw(temperature=0)), "greedy search does not leave processors out"
+
+
+# Compiling
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "hybrid-engine"
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[Path]:
+    """What was compiled, where compiling is only writing a file."""
+    paths: list[Path] = []
+
+    def write(path: Path, compiler: str, flags: tuple[str, ...]) -> None:
+        paths.append(path)
+        path.write_text(" ".join([compiler, *flags]))
+
+    monkeypatch.setattr(kernels, "compile_into", write)
+    return paths
+
+
+def test_without_a_compiler_torch_is_used_and_the_warning_says_so(cache, monkeypatch):
+    monkeypatch.setattr(kernels, "COMPILERS", ("no-such-compiler", "nor-this"))
+    with pytest.warns(UserWarning, match="torch's are used: no C\\+\\+ compiler: none of no-such-compiler, nor-this"):
+        assert kernels.cpu_library.__wrapped__() is None
+
+
+def test_without_anything_on_the_path_torch_is_used(cache, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
+        assert kernels.cpu_library.__wrapped__() is None
+
+
+def test_what_the_compiler_says_is_in_the_warning(cache, tmp_path, monkeypatch):
+    compiler = tmp_path / "broken-compiler"
+    compiler.write_text("#!/bin/sh\necho 'vector.h: it does not know this' >&2\nexit 1\n")
+    compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setattr(kernels, "COMPILERS", (str(compiler),))
+    with pytest.warns(UserWarning, match="it does not know this"):
+        assert kernels.cpu_library.__wrapped__() is None
+    assert [path.name for path in cache.iterdir()] == ["lock"], "a failed compilation leaves something behind"
+
+
+def test_a_library_is_compiled_once_for_each_set_of_flags(cache, compiled):
+    first = kernels.built(("-O1",))
+    assert kernels.built(("-O1",)) == first
+    second = kernels.built(("-O1", "-g"))
+    assert compiled == [first, second]
+    assert first != second
+    assert {first, second} < set(cache.iterdir())
+
+
+def test_other_sources_are_another_library(cache, compiled, tmp_path, monkeypatch):
+    first = kernels.built(())
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "decoder.cpp").write_text("int changed;")
+    monkeypatch.setattr(kernels, "SOURCES", tmp_path / "sources")
+    assert kernels.built(()) != first
+
+
+def test_who_comes_while_it_is_compiled_waits_for_it(cache, monkeypatch):
+    started, go_on, count = threading.Event(), threading.Event(), []
+
+    def slowly(path: Path, compiler: str, flags: tuple[str, ...]) -> None:
+        count.append(path)
+        started.set()
+        assert go_on.wait(20)
+        path.write_text("")
+
+    monkeypatch.setattr(kernels, "compile_into", slowly)
+    found: list[Path] = []
+    builders = [threading.Thread(target=lambda: found.append(kernels.built(()))) for _ in range(4)]
+    for builder in builders:
+        builder.start()
+    assert started.wait(20)
+    assert found == []
+    go_on.set()
+    for builder in builders:
+        builder.join()
+    assert len(count) == 1
+    assert len(set(found)) == 1
+
+
+def test_where_the_cache_cannot_be_written_it_is_in_the_temporary_directory(compiled, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "file").write_text("")
+    # A parent that is no directory, and a directory in which nobody can make a file.
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "closed" / "hybrid-engine").symlink_to("/proc/self", target_is_directory=True)
+    for home in ("file", "closed"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
+        path = kernels.built((home,))
+        assert path.is_file()
+        assert path.parent == tmp_path / "temporary" / f"hybrid-engine-{os.getuid()}"
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700, "others may put libraries there"
+
+
+def test_a_temporary_directory_of_somebody_else_is_not_used(compiled, tmp_path, monkeypatch):
+    """Its libraries would be loaded into this process."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / f"hybrid-engine-{os.getuid()}").mkdir()
+    (tmp_path / f"hybrid-engine-{os.getuid()}").chmod(0o777)
+    with pytest.warns(UserWarning, match="others can write"):
+        assert kernels.cpu_library.__wrapped__() is None
+
+
+def test_other_vectors_than_this_machines_compute_the_same():
+    """16 lanes where the processor has 8: AVX-512's code, which the compiler splits. Or 8 where it has 16."""
+    lanes = 24 - kernels.cpu_library().lanes()
+    library = kernels.opened(kernels.built((*kernels.FLAGS, f"-DLANES={lanes}", "-mno-avx")))
+    assert library.lanes() == lanes
+    for family, dtype in (("gemma3_text", torch.float32), ("qwen3", torch.bfloat16)):
+        model = tiny_model(family, dtype=dtype).eval()
+        decoders = [
+            CpuDecoder(read_decoder(model), own_weights, dtype, one) for one in (library, kernels.cpu_library())
+        ]
+        for decoder in decoders:
+            decoder.bind()
+        wide, own = (CpuRun(decoder, sequences()).every_logit() for decoder in decoders)
+        if dtype == torch.float32:
+            assert distance(wide, hugging_face(model)) < 2e-6  # as in test_cpu_decoder.py
+        else:
+            assert distance(wide, own) < 0.01  # a unit in the last place of bfloat16 is 0.004
+
+
+def test_a_real_build_leaves_only_the_library(cache):
+    """Small, so that it is quick: what is compiled is a file of its own."""
+    cache.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            kernels.compile_into(cache / "one.so", "c++", ("-std=c++20", "-O0", "-fopenmp", "-fPIC"))
+        except subprocess.CalledProcessError as error:
+            pytest.fail(error.stderr)
+    assert [path.name for path in cache.iterdir()] == ["one.so"]
