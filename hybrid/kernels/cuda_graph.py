@@ -33,7 +33,8 @@ def capture_on_device(run: Callable[[], None], pool: object | None) -> Captured:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # Other threads of a trainer, loaders that pin and NCCL's watchdog, may call CUDA meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
     return Captured(graph.replay, pool)
 

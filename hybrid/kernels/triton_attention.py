@@ -15,6 +15,8 @@ from hybrid.kernels.triton_fused import tanh
 # Tokens of the cache that one program of a decode step reads. Fixed, so that the order of a row's sums depends on its
 # own length alone, never on the batch around it.
 SPLIT = 256
+# Numbers that differ from batch to batch, for which nothing should be compiled anew.
+VARYING = ("sequences", "splits", "table_stride", "bias_stride")
 UNBOUNDED = 2**30  # the window of a query that sees all before it
 # A score that nothing sees: finite, so that a row whose tile shows it nothing stays a number, which the first key that
 # it does see scales to nothing.
@@ -67,7 +69,7 @@ def _softmax_step(scores, v, best, total, out):
     return new_best, total * shrink + tl.sum(weights, 1), out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _decode_kernel(
     q,
     keys,
@@ -134,7 +136,7 @@ def _decode_kernel(
         tl.store(log_totals + part, best + tl.log(total), mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _join_kernel(
     parts,
     log_totals,
@@ -270,7 +272,7 @@ def owner_of_block(starts, owners, block, SIZE: tl.constexpr):
     return owner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _prefill_kernel(
     q,
     keys,

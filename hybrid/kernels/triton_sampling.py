@@ -122,12 +122,12 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A token for each row, and its logprobs at the row's temperature and at 1, both before min-p.
 
-    logits float32 [rows, vocab], rows may be strided; keys int64 [rows]: of `stream_keys`; steps int32 [rows]: index of
-    the new token in its completion; temperature, min_p float32 [rows], on the device, so that a captured graph is good
+    logits float32 [rows, vocab], rows may be strided; keys int64 [rows]: of `stream_keys`; steps int32 or int64 [rows]:
+    index of the new token in its completion; temperature, min_p [rows]: on the device, so that a captured graph is good
     for any. Temperature 0 takes the highest logit, the first among equals, and reports both logprobs at 1.
     Gives int64 [rows], float32 [rows], float32 [rows].
     """
-    rows, vocab = logits.shape
+    (rows, vocab), temperature, min_p = logits.shape, temperature.float(), min_p.float()
     chunks = triton.cdiv(vocab, CHUNK)
     sizes = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(chunks)}
     maxima = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)

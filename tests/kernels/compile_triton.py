@@ -33,13 +33,14 @@ def compiling(arch: int):
         bound = inspect.signature(kernel.fn).bind(*args, **constants)
         signature, values, hints = {}, {}, {}
         for place, (param, value) in enumerate(zip(kernel.params, bound.arguments.values(), strict=True)):
-            if param.is_constexpr or (type(value) is int and value == 1):
+            known = type(value) is int and not param.do_not_specialize
+            if param.is_constexpr or (known and value == 1):
                 signature[param.name], values[place,] = "constexpr", value
             elif isinstance(value, torch.Tensor):
                 signature[param.name], hints[place,] = f"*{TYPES[value.dtype]}", [["tt.divisibility", 16]]
             else:
                 signature[param.name] = "i32" if isinstance(value, int) else "fp32"
-                if isinstance(value, int) and value % 16 == 0:
+                if known and value % 16 == 0:
                     hints[place,] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, values, hints)
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})

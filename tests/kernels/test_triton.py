@@ -51,6 +51,13 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, slack: float = 1.0) -> None:
     torch.testing.assert_close(ours.cpu(), theirs.cpu().to(ours.dtype), **tolerance)
 
 
+def close_and_rounded_alike(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Close, and in half precision mostly equal: a rounding more or less would change every fourth number or so."""
+    close(ours, theirs)
+    if ours.dtype == HALF:
+        assert (ours == theirs).float().mean() > 0.97, "rounded elsewhere than Hugging Face rounds"
+
+
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape).to(DEVICE, dtype)
 
@@ -109,8 +116,10 @@ FEATURES = {
 }
 # ALiBi's scores are in the hundreds at a few hundred tokens, where float32's steps are 3e-5.
 SLACK = {"bias": 10.0}
-# heads, KV heads, head_dim, dtype: multi-head, grouped with a head size that is no power of two, multi-query.
-SHAPES = [(2, 2, 16, torch.float32), (6, 2, 20, torch.float32), (4, 1, 80, torch.float32), (6, 2, 20, HALF)]
+# heads, KV heads, head_dim: multi-head, grouped with a head size that is no power of two, multi-query.
+GROUPED = (6, 2, 20)
+CASES = [(feature, GROUPED, dtype) for feature in FEATURES for dtype in (torch.float32, HALF)]
+CASES += [("plain", shape, torch.float32) for shape in ((2, 2, 16), (4, 1, 80))]
 
 
 def choices(features: dict, heads: int) -> dict:
@@ -119,10 +128,9 @@ def choices(features: dict, heads: int) -> dict:
     return {"bias": slopes[:, None] * torch.arange(20 * PAGE, device=DEVICE)} if "bias" in features else features
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("feature", FEATURES)
-def test_decode_attention(feature, shape):
-    heads, kv_heads, head_dim, dtype = shape
+@pytest.mark.parametrize(("feature", "shape", "dtype"), CASES, ids=str)
+def test_decode_attention(feature, shape, dtype):
+    heads, kv_heads, head_dim = shape
     cache = Cache([1, 300, 32, 65, 513], kv_heads, head_dim, dtype)
     features = choices(FEATURES[feature], heads)
     # Queries are a part of a wider matrix, as after one matmul for q, k and v.
@@ -138,11 +146,10 @@ def test_decode_attention(feature, shape):
         )
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("feature", FEATURES)
-def test_prefill_attention(feature, shape):
+@pytest.mark.parametrize(("feature", "shape", "dtype"), CASES, ids=str)
+def test_prefill_attention(feature, shape, dtype):
     """Whole prompts, one token after a long prefix, several tokens after a prefix, more than a block of them."""
-    heads, kv_heads, head_dim, dtype = shape
+    heads, kv_heads, head_dim = shape
     lengths, new = [40, 65, 33, 1, 75], [40, 1, 5, 1, 35]
     cache = Cache(lengths, kv_heads, head_dim, dtype)
     features = choices(FEATURES[feature], heads)
@@ -210,10 +217,10 @@ def test_add_rms_norm(norm, dtype):
     x, residual = random(5, 60, dtype=dtype)[:, :48], random(5, 48, dtype=dtype)
     normed, total = fused.add_rms_norm(x, residual, layer.weight, 1e-5, **choice, multiplier=0.3)
     assert torch.equal(total, residual + x * 0.3)
-    close(normed, layer(total))
+    close_and_rounded_alike(normed, layer(total))
     normed, total = fused.add_rms_norm(x, None, layer.weight, 1e-5, **choice)
     assert total is x
-    close(normed, layer(x))
+    close_and_rounded_alike(normed, layer(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
@@ -223,7 +230,7 @@ def test_add_layer_norm(bias, dtype):
     bias = random(48, dtype=dtype) if bias else None
     normed, total = fused.add_layer_norm(x, residual, weight, bias, 1e-5)
     assert torch.equal(total, x + residual)
-    close(normed, F.layer_norm((x + residual), (48,), weight, bias, 1e-5))
+    close_and_rounded_alike(normed, F.layer_norm((x + residual), (48,), weight, bias, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
@@ -235,8 +242,8 @@ def test_gated_activation(activation, dtype):
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "relu": F.relu,
     }[activation]
-    gate_up = random(3, 2 * 1100, dtype=dtype) * 4
-    close(fused.gated_activation(gate_up, activation), theirs(gate_up[:, :1100]) * gate_up[:, 1100:])
+    gate_up = random(3, 2 * 1100, dtype=dtype)  # far out, 1 + erf(x) is rounding, and not the same everywhere
+    close_and_rounded_alike(fused.gated_activation(gate_up, activation), theirs(gate_up[:, :1100]) * gate_up[:, 1100:])
 
 
 def gated_experts(family: str) -> torch.nn.Module:
