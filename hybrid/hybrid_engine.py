@@ -318,8 +318,11 @@ class HybridEngine(DeepSpeedEngine):
         if rows == 0:  # as in `rollout`
             sequences = sequences.new_zeros(1, sequences.shape[1])
             attention_mask = torch.ones_like(sequences)
+        longest = int(attention_mask.sum(dim=1).max()) if is_packable(attention_mask) else None
+        if longest is not None:
+            self._pages.require_room([longest], self._fused.page_bytes())
         with self.inference(adapters), autocast_if_enabled(self), self._profiler.phase("prefill"), torch.no_grad():
-            decoder = self._decoder(sequences.shape[1]) if is_packable(attention_mask) else None
+            decoder = None if longest is None else self._decoder(longest)
             if decoder is not None:
                 scores = score_packed(decoder, self._pages, sequences, attention_mask, temperature, rows_per_forward)
             else:
@@ -349,6 +352,7 @@ class HybridEngine(DeepSpeedEngine):
             cache=self._kv_cache,
             fused=self._decoder,
             store=self._pages,
+            page_bytes=self._fused.page_bytes,
             max_slots=self._rollout_settings.max_slots,
             stride=1 if self.device.type == "cpu" else STRIDE_ON_DEVICES,
             max_out_tokens=self._settings.max_out_tokens,

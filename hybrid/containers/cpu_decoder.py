@@ -109,6 +109,7 @@ class CpuDecoder:
 
     def reserve(self, tokens: int) -> None:
         """Make the rotary tables reach `tokens` positions."""
+        assert tokens <= (self.spec.max_positions or tokens), "the model's tables have no such positions"
         rounding = torch.float32 if self.spec.rotary_float32 else self.dtype
         for key, table in self.reading.rotary.items():
             if key in self.tables and len(self.tables[key][0]) >= tokens:

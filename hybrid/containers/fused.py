@@ -149,6 +149,13 @@ class FusedModel:
         param = module._parameters.get(place.parameter)
         return None if param is None else self.snapshot.tensor(param)
 
+    def page_bytes(self) -> int:
+        """The most that a page of the KV cache takes in any decoder; 0 where there is none."""
+        if self.why_not:
+            return 0
+        spec, itemsize = self.reading.spec, self.tensor(self.reading.outer["embedding.weight"], adapters=False).itemsize
+        return 2 * len(spec.layers) * spec.num_kv_heads * -(-spec.head_dim // 16) * 16 * PAGE * itemsize
+
     def nbytes(self) -> int:
         """Bytes of weights that decoders hold beside the snapshot: joined and turned copies."""
         return sum(bound.decoder.nbytes() for bound in self.bound.values())
@@ -176,11 +183,18 @@ class FusedContainer(NativeContainer):
 
     def run(self, original: Callable, args: tuple, kwargs: dict):
         """Logits by the fused decoder, where it is asked for nothing else."""
-        call = plain_call(args, kwargs)
+        call = None if wants_more_than_logits(self.part.module) else plain_call(args, kwargs)
         decoder = None if call is None else self.fused.decoder(self.window.uses_adapters, call[0].shape[1])
         if decoder is None:
             return original(*args, **kwargs)
         return CausalLMOutputWithPast(logits=padded_logits(decoder, *call))
+
+
+def wants_more_than_logits(model: nn.Module) -> bool:
+    """Whether a model is configured to give more, with every forward, than an object with logits."""
+    config = getattr(model, "config", None)
+    more = ("output_hidden_states", "output_attentions", "output_router_logits")
+    return any(getattr(config, name, False) for name in more) or not getattr(config, "return_dict", True)
 
 
 def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -190,7 +204,8 @@ def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] |
     ids = args[0] if len(args) == 1 else asked.pop("input_ids", None)
     mask, positions = asked.pop("attention_mask", None), asked.pop("position_ids", None)
     plain = asked.pop("use_cache", True) is False and asked.pop("return_dict", True) is True
-    if not plain or len(args) > 1 or any(asked.values()) or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+    plain = plain and all(isinstance(value, int) and not value for value in asked.values())  # the rest is off
+    if not plain or len(args) > 1 or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return None
     mask = torch.ones_like(ids) if mask is None else mask
     if mask.shape != ids.shape or ids.numel() == 0:

@@ -95,7 +95,7 @@ class Decoding:
 
     phase: times a phase.  window: opens the snapshot for the forwards.  cache: KV storage of the native container.
     fused: inside the window, the fused decoder for sequences of so many tokens, None where the model must run natively.
-    store: its pages.
+    store: its pages.  page_bytes: the most that one takes.
     max_slots, stride: of `hybrid.decoding.slots`.
     max_out_tokens: the most tokens of a sequence, prompt included.
     noise: called once where sampling needs it.  token_log: filled where a rollout wants logprobs.
@@ -109,6 +109,7 @@ class Decoding:
     cache: KVCache
     fused: Callable[[int], Decoder | None]
     store: PageStore
+    page_bytes: Callable[[], int]
     max_slots: int
     stride: int
     max_out_tokens: int
@@ -240,24 +241,20 @@ def decode(
         noise = decoding.noise(len(input_ids) // generation_config.num_return_sequences)
         keys = noise.keys(len(input_ids), input_ids.device)
 
+    asked = (input_ids, logits_processor, stopping_criteria, generation_config, decoding, keys)
+    lengths = None if wanted.as_dict else packable_lengths(model, input_ids, generation_config, model_kwargs)
+    request = None if lengths is None else request_for(lengths, *asked)
+    if lengths is not None:
+        ends = [length + generation_config.max_length - input_ids.shape[1] for length in lengths]
+        decoding.store.require_room(ends if request is None else [max(ends)], decoding.page_bytes())
     with decoding.window():
-        lengths = None if wanted.as_dict else packable_lengths(model, input_ids, generation_config, model_kwargs)
-        longest = max(lengths or [0]) + generation_config.max_length - input_ids.shape[1]
-        decoder = decoding.fused(longest) if lengths is not None else None
+        decoder = None if lengths is None else decoding.fused(max(ends))
         if decoder is None:
             forward = NativeForward(model, generation_config, model_kwargs, decoding, keep=wanted.as_dict)
-            return in_lockstep(
-                forward, input_ids, logits_processor, stopping_criteria, generation_config, decoding, keys, wanted
-            )
+            return in_lockstep(forward, *asked, wanted)
         decoding.store.begin(decoder.kv)
-        request = request_for(
-            input_ids, lengths, logits_processor, stopping_criteria, generation_config, decoding, keys
-        )
         if request is None:
-            forward = FusedForward(decoder, decoding.store, lengths, generation_config.max_length)
-            return in_lockstep(
-                forward, input_ids, logits_processor, stopping_criteria, generation_config, decoding, keys, wanted
-            )
+            return in_lockstep(FusedForward(decoder, decoding.store, lengths, max(ends)), *asked, wanted)
         done = complete(request, decoder, decoding.store, decoding.max_slots, decoding.stride, decoding.phase)
     return sequences_of(done, input_ids, decoding)
 
@@ -292,8 +289,8 @@ def is_left_padded(mask: torch.Tensor) -> bool:
 
 
 def request_for(
-    input_ids: torch.Tensor,
     lengths: list[int],
+    input_ids: torch.Tensor,
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     config: GenerationConfig,

@@ -49,6 +49,24 @@ class PageStore:
         """Pages that may be held at once; None: no end."""
         return None if self.limit_bytes is None else max(self.limit_bytes // self.page_bytes - 1, 0)
 
+    @property
+    def held(self) -> int:
+        """Pages that somebody holds."""
+        return max(self.capacity - 1, 0) - len(self.free)
+
+    def require_room(self, lengths: list[int], page_bytes: int) -> None:
+        """Raise ValueError where sequences of so many tokens are too much to be in the cache at once.
+
+        page_bytes: what a page takes at most.
+        """
+        needed = (1 + sum(map(pages_for, lengths))) * page_bytes
+        if self.limit_bytes is not None and needed > self.limit_bytes:
+            rows = f"{len(lengths)} rows that have to be in the cache together, the longest" if lengths[1:] else "a row"
+            raise ValueError(
+                f"rollout.kv_cache_bytes={self.limit_bytes}: {rows} of {max(lengths)} tokens, new ones included, may "
+                f"need {needed} bytes; raise kv_cache_bytes to at least that, or ask for fewer tokens"
+            )
+
     def reserve(self, pages: int) -> None:
         """See to it that so many pages are free, growing by steps. Pages in use keep their numbers and content."""
         if len(self.free) >= pages:

@@ -1,7 +1,7 @@
 """Logprobs of sequences that are already there."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -34,18 +34,17 @@ def score_packed(
     temperature: float,
     rows_at_once: int,
 ) -> Scores:
-    """Scores of `sequences` by a fused decoder, `rows_at_once` rows in the cache together.
+    """Scores of `sequences` by a fused decoder, at most `rows_at_once` rows in the cache together.
 
     sequences, attention_mask int64 [rows, tokens], each row's ones next to each other. Logits exist for LOGIT_ROWS
     tokens at a time.
     """
     store.begin(decoder.kv)
-    decoder.reserve(sequences.shape[1])
     logps = torch.zeros(len(sequences), sequences.shape[1] - 1, device=decoder.device)
     entropies = torch.zeros_like(logps)
     first, length = attention_mask.argmax(dim=1).tolist(), attention_mask.sum(dim=1).tolist()
-    for start in range(0, len(sequences), rows_at_once):
-        rows = range(start, min(start + rows_at_once, len(sequences)))
+    decoder.reserve(max(length))
+    for rows in together(length, rows_at_once, store.limit):
         real = [sequences[row, first[row] : first[row] + length[row]] for row in rows]
         pages = [store.take(pages_for(len(ids))) for ids in real]
         for pieces, hidden in hidden_states(decoder, store, real, pages):
@@ -68,6 +67,17 @@ def score_packed(
         for own in pages:
             store.give_back(own)
     return Scores(logps, entropies)
+
+
+def together(lengths: list[int], most: int, limit: int | None) -> Iterator[range]:
+    """Runs of rows of given lengths: `most` of them, fewer where their pages would be more than `limit`."""
+    start = pages = 0
+    for row, needed in enumerate(map(pages_for, lengths)):
+        if row > start and (row - start == most or (limit is not None and pages + needed > limit)):
+            yield range(start, row)
+            start, pages = row, 0
+        pages += needed
+    yield range(start, len(lengths))
 
 
 def is_packable(attention_mask: torch.Tensor) -> bool:

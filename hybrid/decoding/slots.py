@@ -1,6 +1,7 @@
 """The queue of prompts and the slots that they are decoded in: equal prompts are prefilled once, rows that have ended
 leave at once, and those that wait take their place."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -99,11 +100,11 @@ class Slots:
         self.made = torch.zeros(0, dtype=torch.int64, device=device)
         self.last = torch.zeros(0, dtype=torch.int64, device=device)
         self.most_made = 0  # of any slot, without looking at the device
-        self.promised: list[int] = []  # by slot: pages that the row may come to need for itself
+        self.most_pages: list[int] = []  # by slot: pages that the row may come to hold
 
     def run(self) -> Completions:
         """Decode everything."""
-        self.decoder.reserve(self.prompt_len + self.request.max_new_tokens)
+        self.decoder.reserve(max(self.request.lengths) + self.request.max_new_tokens)
         with self.phase("decode"):
             while self.queue or len(self.rows):
                 if self.queue:
@@ -117,22 +118,12 @@ class Slots:
     # ------------------------------------------------------------- admitting
 
     def admit(self) -> None:
-        """Give free slots to rows that wait, as long as the pages that they may need are there."""
-        chosen: list[tuple[Group, list[int]]] = []
-        free, promised = self.max_slots - len(self.rows), sum(self.promised) + self.shared_pages()
-        for group in self.queue:
-            whole = 0 if group.pages else len(group.prompt) // PAGE  # pages that the group's rows will share
-            each = self.own_pages(group)
-            count = min(free, len(group.waiting))
-            if self.store.limit is not None:
-                count = min(count, max(self.store.limit - promised - whole, 0) // each)
-            if count == 0:
-                break
-            chosen.append((group, [group.waiting.pop(0) for _ in range(count)]))
-            free, promised = free - count, promised + whole + count * each
-        if not chosen:
-            assert len(self.rows), "a row that fits the limit by itself was not admitted"
+        """Give free slots to rows that wait, as long as the pages that they may come to need are there."""
+        chosen = self.fitting()
+        if not chosen and len(self.rows):
             return
+        if not chosen:
+            chosen = [self.lone_row()]
         self.prefill([group for group, _ in chosen if not group.pages])
         for group, rows in chosen:
             self.seat(group, rows)
@@ -143,14 +134,48 @@ class Slots:
                 group.logits = None
         self.harvest(1)
 
-    def own_pages(self, group: Group) -> int:
-        """Pages that one row of a group may come to need beside those that it shares."""
-        return pages_for(len(group.prompt) + self.request.max_new_tokens) - len(group.prompt) // PAGE
+    def fitting(self) -> list[tuple[Group, list[int]]]:
+        """Takes the rows that now fit off the queue, in its order."""
+        chosen: list[tuple[Group, list[int]]] = []
+        free, room = self.max_slots - len(self.rows), self.room()
+        for group in self.queue:
+            count = min(free, len(group.waiting))
+            while count and self.pages_needed(group, count) > room:
+                count -= 1
+            if not count:
+                break
+            free, room = free - count, room - self.pages_needed(group, count)
+            chosen.append((group, [group.waiting.pop(0) for _ in range(count)]))
+            if group.waiting:
+                break
+        return chosen
 
-    def shared_pages(self) -> int:
-        """Pages of prompts that rows in slots, or still waiting, share."""
-        held = {page for pages in self.rows.pages for page in pages if self.store.holders[page] > 1}
-        return len(held | {page for group in self.queue for page in group.pages})
+    def lone_row(self) -> tuple[Group, list[int]]:
+        """The first row that waits, where it fits only without the pages that its group would keep for the others:
+        they are prefilled again."""
+        first = self.queue[0]
+        row = first.waiting.pop(0)
+        lone = Group(first.prompt, [], first.pages, first.logits)
+        first.pages, first.logits = [], None
+        return lone, [row]
+
+    def room(self) -> float:
+        """Pages that may yet be promised to rows."""
+        if self.store.limit is None:
+            return math.inf
+        to_come = sum(most - len(pages) for most, pages in zip(self.most_pages, self.rows.pages, strict=True))
+        return self.store.limit - self.store.held - to_come
+
+    def pages_needed(self, group: Group, count: int) -> int:
+        """Pages, beside those that it has, that a group may come to need for so many of its rows in slots: whole pages
+        of the prompt are shared, and while others wait, the group keeps the last, partial one."""
+        whole = len(group.prompt) // PAGE
+        kept = pages_for(len(group.prompt)) - whole if count < len(group.waiting) else 0
+        return whole + count * (self.pages_of_row(group) - whole) + kept - len(group.pages)
+
+    def pages_of_row(self, group: Group) -> int:
+        """Pages that a row of a group may come to hold."""
+        return pages_for(len(group.prompt) + self.request.max_new_tokens)
 
     def prefill(self, groups: list[Group]) -> None:
         if not groups:
@@ -175,7 +200,7 @@ class Slots:
             self.store.give_back(whole)  # the group's own hold; its partial page went to its last row
             group.pages = []
         self.rows.add(own, [length] * len(rows))
-        self.promised += [self.own_pages(group)] * len(rows)
+        self.most_pages += [self.pages_of_row(group)] * len(rows)
 
     def newest(self, chosen: list[tuple[Group, list[int]]]) -> int:
         """Enter the rows just seated; gives how many there are."""
@@ -246,5 +271,5 @@ class Slots:
         stay = ~done
         self.rows.leave(stay)
         self.row, self.made, self.last = self.row[stay], self.made[stay], self.last[stay]
-        self.promised = [pages for pages, kept in zip(self.promised, stay.tolist(), strict=True) if kept]
+        self.most_pages = [most for most, kept in zip(self.most_pages, stay.tolist(), strict=True) if kept]
         self.most_made = int(self.made.max()) if len(self.made) else 0
