@@ -101,9 +101,7 @@ def refuse_what_is_not_there(settings: HybridEngineConfig, rollout: RolloutConfi
             f"hybrid_engine.inference_tp_size: {size} given; inference tensor parallelism is not available yet, use 1"
         )
     if settings.enable_cuda_graph and not torch.cuda.is_available():
-        raise NotImplementedError(
-            "hybrid_engine.enable_cuda_graph: true given; no CUDA device is here, use false"
-        )
+        raise NotImplementedError("hybrid_engine.enable_cuda_graph: true given; no CUDA device is here, use false")
     if settings.enable_cuda_graph and rollout.containers == "native":
         raise ValueError(
             "hybrid_engine.enable_cuda_graph: true given with rollout.containers=native, which cannot be captured; use "

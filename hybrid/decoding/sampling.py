@@ -184,7 +184,7 @@ def draw_tokens_in_triton(logits: torch.Tensor, keys: torch.Tensor, positions: t
     """`draw_tokens` in two passes over the vocabulary, for draws without top_k and top_p."""
     from hybrid.kernels.triton_sampling import sample  # needs triton, which a CPU install has not
 
-    settings = (torch.full((len(logits),), value, device=logits.device) for value in (how.temperature, how.min_p))
+    settings = (logits.new_full((len(logits),), value) for value in (how.temperature, how.min_p))
     return Drawn(*sample(logits, keys, positions.int(), *settings))
 
 
