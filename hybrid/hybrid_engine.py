@@ -314,7 +314,7 @@ class HybridEngine(DeepSpeedEngine):
         check_prompts(sequences, attention_mask, "sequences")
         if temperature <= 0:
             raise ValueError(f"temperature: {temperature} given; it must be above 0")
-        rows = len(sequences)
+        rows, attention_mask = len(sequences), attention_mask.long()
         if rows == 0:  # as in `rollout`
             sequences = sequences.new_zeros(1, sequences.shape[1])
             attention_mask = torch.ones_like(sequences)

@@ -191,10 +191,11 @@ class FusedContainer(NativeContainer):
 
 
 def wants_more_than_logits(model: nn.Module) -> bool:
-    """Whether a model is configured to give more, with every forward, than an object with logits."""
+    """Whether a model is configured to give more than logits with every forward."""
     config = getattr(model, "config", None)
-    more = ("output_hidden_states", "output_attentions", "output_router_logits")
-    return any(getattr(config, name, False) for name in more) or not getattr(config, "return_dict", True)
+    return any(
+        getattr(config, name, False) for name in ("output_hidden_states", "output_attentions", "output_router_logits")
+    )
 
 
 def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -207,7 +208,7 @@ def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] |
     plain = plain and all(isinstance(value, int) and not value for value in asked.values())  # the rest is off
     if not plain or len(args) > 1 or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return None
-    mask = torch.ones_like(ids) if mask is None else mask
+    mask = torch.ones_like(ids) if mask is None else mask.long()
     if mask.shape != ids.shape or ids.numel() == 0:
         return None
     begins = mask[:, :1].sum(dim=1) + (mask.diff(dim=1) > 0).sum(dim=1)

@@ -1,0 +1,508 @@
+"""The fused container: it stands in for the model where it has been shown to equal it, and nowhere else."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hybrid.architectures.structure import Part, read_structure
+from hybrid.containers.cpu_decoder import CpuDecoder
+from hybrid.containers.fused import FusedContainer, FusedModel, plain_call
+from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.containers.window import Window
+from hybrid.decoding.kv_cache import KVCache
+from hybrid.decoding.loop import Decoding, Noise
+from hybrid.decoding.pages import PageStore
+from hybrid.weights.lora import read_adapters
+from hybrid.weights.snapshot import Snapshot
+from tests.models import ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft
+
+
+@contextlib.contextmanager
+def unmeasured(_name: str) -> Iterator[None]:
+    """A phase that nobody times."""
+    yield
+
+
+class Miniature:
+    """What the engine does with a model in eval mode, without DeepSpeed."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model.eval()
+        structure = read_structure(model)
+        self.snapshot = Snapshot(model, structure, read_adapters(model), layers_per_group=2)
+        self.window = Window(
+            model, self.snapshot, lambda adapters: self.snapshot.refresh(unmeasured, adapters), list, True
+        )
+        self.fused = FusedModel(model, [part.module for part in structure.layers], self.snapshot)
+        self.container = FusedContainer(Part("", model, "model"), self.window, self.fused)
+        self.container.install()
+
+    def generate(self, ids: torch.Tensor, adapters: bool | None = None, **kwargs) -> torch.Tensor:
+        """Hugging Face's `generate` with our decoding."""
+        decoding = Decoding(
+            phase=unmeasured,
+            window=lambda: self.window.opened(adapters),
+            cache=KVCache(32),
+            fused=lambda tokens: self.fused.decoder(self.window.uses_adapters, tokens),
+            store=PageStore(32),
+            page_bytes=self.fused.page_bytes,
+            max_slots=100,
+            stride=1,
+            max_out_tokens=512,
+            noise=lambda rows: Noise(0, torch.arange(rows)),
+        )
+        return self.model.generate(ids, custom_generate=decoding.method(), **kwargs)
+
+
+class Calls:
+    """How often a decoder's forward has run since it was last asked."""
+
+    def __init__(self):
+        self.count = 0
+
+    def taken(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Calls:
+    """Counts the forwards of fused decoders, the self-check's not among them."""
+    counter = Calls()
+    for kind in (CpuDecoder, TorchDecoder):
+
+        def counted(self, *args, _own=kind.forward):
+            counter.count += 1
+            return _own(self, *args)
+
+        monkeypatch.setattr(kind, "forward", counted)
+    return counter
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_errors():
+    """A model that runs natively says so: where a test does not expect it, it fails."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the model runs in native containers")
+        yield
+
+
+IDS, MASK = prompts(3, 9, padded=True)
+REQUEST = {"attention_mask": MASK, "max_new_tokens": 6, "do_sample": False}
+
+
+def require_native(engine: Miniature, reference: nn.Module, calls: Calls, tolerance: float = 0) -> None:
+    """Generation and forward are the reference's, and no decoder has run; tolerance: for merged adapters."""
+    calls.taken()
+    assert torch.equal(engine.generate(IDS, **REQUEST), reference.generate(IDS, **REQUEST))
+    forward = {"attention_mask": MASK, "position_ids": (MASK.cumsum(1) - 1).clamp(min=0), "use_cache": False}
+    with torch.no_grad():
+        ours, theirs = engine.model(IDS, **forward).logits, reference(IDS, **forward).logits
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
+    assert calls.taken() == 0
+
+
+def require_fused(engine: Miniature, reference: nn.Module, calls: Calls) -> None:
+    """Generation and logits are the reference's, and a decoder has made them."""
+    calls.taken()
+    assert torch.equal(engine.generate(IDS, **REQUEST), reference.generate(IDS, **REQUEST))
+    assert calls.taken() >= 6
+    forward = {"attention_mask": MASK, "position_ids": (MASK.cumsum(1) - 1).clamp(min=0), "use_cache": False}
+    with torch.no_grad():
+        ours, theirs = engine.model(IDS, **forward).logits, reference(IDS, **forward).logits
+    # float32 sums in another order, and of merged adapters, of logits that span tens
+    torch.testing.assert_close(ours[MASK.bool()], theirs[MASK.bool()], atol=1e-3, rtol=1e-4)
+    assert calls.taken() == 1
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_every_family_is_fused(family, calls):
+    model = tiny_model(family)
+    require_fused(Miniature(model), twin(tiny_model(family)), calls)
+
+
+# The self-check
+
+
+def scaled(module: nn.Module, factor: float) -> None:
+    """Make a module's forward give a little more than it did."""
+    own = module.forward
+    module.forward = lambda *args, **kwargs: own(*args, **kwargs) * factor
+
+
+def without_window(attention: nn.Module) -> None:
+    """Make an attention see every token before, whatever mask it is given."""
+    own = attention.forward
+
+    def forward(hidden_states, position_embeddings, attention_mask=None, **kwargs):
+        length = hidden_states.shape[1]
+        end = length if attention_mask is None else attention_mask.shape[-1]
+        every = torch.ones(length, end, dtype=torch.bool).tril(end - length)[None, None]
+        return own(hidden_states, position_embeddings, every, **kwargs)
+
+    attention.forward = forward
+
+
+# A family, what is changed in its model by a factor, and what of it differs then.
+CHANGES = {
+    "an mlp": ("llama", lambda model, factor: scaled(model.model.layers[1].mlp, factor), "layer 1"),
+    "an activation": ("llama", lambda model, _: setattr(model.model.layers[2].mlp, "act_fn", nn.Tanh()), "layer 2"),
+    "a window": ("mistral", lambda model, _: without_window(model.model.layers[1].self_attn), "layer 1"),
+    "the embedding": ("llama", lambda model, factor: scaled(model.model.embed_tokens, factor), "the embedding"),
+    "the head": ("qwen2", lambda model, factor: scaled(model.lm_head, factor), "the head"),
+    "the last norm": ("gpt2", lambda model, factor: scaled(model.transformer.ln_f, factor), "the head"),
+    "experts": ("mixtral", lambda model, factor: scaled(model.model.layers[0].mlp.experts, factor), "layer 0"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_computes_something_else_runs_natively(change, dtype, calls):
+    family, apply, where = CHANGES[change]
+    model, reference = (tiny_model(family, dtype=dtype).eval() for _ in range(2))
+    for one in (model, reference):
+        apply(one, 1.01 if dtype == torch.float32 else 2.0)  # bfloat16's own rounding is some percent of a layer
+    engine = Miniature(model)
+    words = (
+        rf"native containers: {where} of the fused container differs from the model's own by \d.*, where \d.* allowed"
+    )
+    with pytest.warns(UserWarning, match=words):
+        engine.generate(IDS, **REQUEST)
+    assert where in engine.fused.why_not_now(), "coverage does not say so"
+    require_native(engine, reference, calls)
+
+
+def test_a_decoder_that_is_wrong_over_its_cache_is_found(calls, monkeypatch):
+    """The other half of what is compared: the last token of each sequence, over keys and values."""
+    own = CpuDecoder.layers
+
+    def wrong(self, hidden, batch, kv, first, last):
+        added = own(self, hidden, batch, kv, first, last) - hidden
+        alone = batch.starts.diff().max() == 1
+        return hidden + added * (1.01 if alone and first == 2 else 1.0)
+
+    monkeypatch.setattr(CpuDecoder, "layers", wrong)
+    engine = Miniature(tiny_model("llama"))
+    with pytest.warns(UserWarning, match="layer 2, over a cache, of the fused container differs"):
+        engine.generate(IDS, **REQUEST)
+    require_native(engine, tiny_model("llama").eval(), calls)
+
+
+def test_the_check_is_made_once(calls, monkeypatch):
+    counter, own = Calls(), CpuDecoder.layers
+
+    def counted(*args):
+        counter.count += 1
+        return own(*args)
+
+    monkeypatch.setattr(CpuDecoder, "layers", counted)
+    engine = Miniature(tiny_model("llama"))
+    require_fused(engine, tiny_model("llama").eval(), calls)
+    assert counter.taken() == 3 * 3
+    engine.snapshot.version.loads += 1
+    require_fused(engine, tiny_model("llama").eval(), calls)
+    assert counter.taken() == 0
+
+
+def test_an_error_in_the_check_is_not_a_model_that_is_native_for_good(calls, monkeypatch):
+    own = CpuDecoder.layers
+    engine = Miniature(tiny_model("llama"))
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CpuDecoder, "layers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(IDS, **REQUEST)
+    monkeypatch.setattr(CpuDecoder, "layers", own)
+    assert all(not module._forward_hooks for module in engine.model.modules())
+    require_fused(engine, tiny_model("llama").eval(), calls)
+
+
+# What makes a model run natively, for good or for a while
+
+
+def test_a_mixture_of_dtypes_runs_natively(calls):
+    def mixed() -> nn.Module:
+        model = tiny_model("llama", dtype=torch.bfloat16).eval()
+        head = model.lm_head.float()
+        head.forward = lambda hidden: F.linear(hidden.float(), head.weight)
+        return model
+
+    engine = Miniature(mixed())
+    with pytest.warns(UserWarning, match=r"a matrix is torch\.float32 where the embedding is torch\.bfloat16"):
+        engine.generate(IDS, **REQUEST)
+    require_native(engine, mixed(), calls)
+
+
+def test_float16_is_computed_by_torch(calls):
+    """There are no CPU kernels for it, and a decoder nevertheless."""
+    model = tiny_model("llama", dtype=torch.float16)
+    engine = Miniature(model)
+    assert torch.equal(
+        engine.generate(IDS, **REQUEST), tiny_model("llama", dtype=torch.float16).eval().generate(IDS, **REQUEST)
+    )
+    assert calls.taken() >= 6
+    assert type(engine.fused.bound[False].decoder) is TorchDecoder
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["forward hook", "pre hook"])
+def test_hooks_see_the_model_run_while_they_are_there(before, calls):
+    model, seen = tiny_model("llama"), []
+    engine, reference = Miniature(model), tiny_model("llama").eval()
+    require_fused(engine, reference, calls)
+    mlp = model.model.layers[1].mlp
+    register = mlp.register_forward_pre_hook if before else mlp.register_forward_hook
+    handle = register(lambda *args: seen.append(1))
+    assert "hooks" in engine.fused.why_not_now()
+    require_native(engine, reference, calls)
+    assert len(seen) == 7  # a prefill, five steps and a forward
+    handle.remove()
+    assert engine.fused.why_not_now() == ""
+    require_fused(engine, reference, calls)
+    assert len(seen) == 7
+
+
+def test_autocast_runs_natively_while_it_is_on(calls):
+    engine, reference = Miniature(tiny_model("llama")), tiny_model("llama").eval()
+    require_fused(engine, reference, calls)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast" in engine.fused.why_not_now()
+        require_native(engine, reference, calls)
+    require_fused(engine, reference, calls)
+
+
+@pytest.mark.parametrize("make", [with_peft, with_chat_lora])
+def test_adapters_are_fused_merged_and_can_be_left_out(make, calls):
+    model = make(tiny_model("llama"))
+    reference, base = twin(model), tiny_model("llama").eval()
+    engine = Miniature(model)
+    require_fused(engine, reference, calls)
+    plain = engine.generate(IDS, adapters=False, **REQUEST)
+    assert torch.equal(plain, base.generate(IDS, **REQUEST))
+    assert not torch.equal(plain, engine.generate(IDS, **REQUEST))
+    require_fused(engine, reference, calls)
+
+
+def test_modules_to_save_are_fused(calls):
+    model = with_peft(tiny_model("llama"), modules_to_save=["lm_head", "embed_tokens"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    reference = twin(model)
+    engine = Miniature(model)
+    require_fused(engine, reference, calls)
+    plain = engine.generate(IDS, adapters=False, **REQUEST)
+    assert torch.equal(plain, tiny_model("llama").eval().generate(IDS, **REQUEST))
+    assert calls.taken() >= 6
+    with engine.model.disable_adapter(), reference.disable_adapter():
+        require_fused(engine, reference, calls)
+    require_fused(engine, reference, calls)
+
+
+def test_trainable_tokens_run_natively(calls):
+    model = with_peft(tiny_model("llama"), trainable_token_indices={"embed_tokens": [3, 4, 5]})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "token_adapter" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    reference = twin(model)
+    engine = Miniature(model)
+    assert "TrainableTokensWrapper changes a module as it runs" in engine.fused.why_not_now()
+    require_native(engine, reference, calls, tolerance=1e-3)
+
+
+def test_a_sequence_beyond_the_models_tables_runs_natively(calls):
+    """And shorter ones are fused, before and after."""
+    longer = {
+        "max_position_embeddings": 40,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    }
+    engine, reference = Miniature(tiny_model("llama", **longer)), tiny_model("llama", **longer).eval()
+    require_fused(engine, reference, calls)
+    request = {**REQUEST, "max_new_tokens": 60, "eos_token_id": None}
+    assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
+    assert calls.taken() == 0
+    # A fresh reference: dynamic rope keeps what a long sequence made of it (transformers 5.23).
+    require_fused(engine, tiny_model("llama", **longer).eval(), calls)
+
+
+# What a decoder is bound to
+
+
+def test_weights_that_moved_without_a_version_are_taken_up(calls):
+    engine, reference = Miniature(tiny_model("llama")), tiny_model("llama").eval()
+    require_fused(engine, reference, calls)
+    other = tiny_model("llama", seed=4).eval()
+    for ours, theirs in zip(engine.model.parameters(), other.parameters(), strict=True):
+        ours.data = theirs.data.clone()
+    require_fused(engine, other, calls)
+
+
+def test_turned_copies_are_made_anew_for_a_new_version(calls):
+    """GPT-2's matrices are copied, so that a change in place has to be told: a step is."""
+    engine, other = Miniature(tiny_model("gpt2")), tiny_model("gpt2", seed=4).eval()
+    require_fused(engine, tiny_model("gpt2").eval(), calls)
+    held = engine.fused.nbytes()
+    assert held > 0
+    engine.model.load_state_dict(other.state_dict())
+    engine.snapshot.version.steps += 1
+    require_fused(engine, other, calls)
+    assert engine.fused.nbytes() == held
+    engine.fused.release()
+    assert engine.fused.nbytes() == 0
+    require_fused(engine, other, calls)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_page_bytes_are_at_least_what_pages_take(family, dtype):
+    engine = Miniature(tiny_model(family, dtype=dtype))
+    before = engine.fused.page_bytes()
+    with engine.window.opened():
+        decoder = engine.fused.decoder(adapters=True, tokens=40)
+    kv = decoder.kv(3)
+    taken = sum(tensor.nbytes for tensor in (*kv.keys, *kv.values))
+    assert taken <= 3 * before == 3 * engine.fused.page_bytes()
+    assert 3 * before <= 2 * taken  # head_dim 8 is counted as 16
+
+
+# Which forwards it stands in for
+
+
+def positions_of(mask: torch.Tensor) -> torch.Tensor:
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+RIGHT = MASK.flip(1)
+BOTH = MASK * RIGHT
+PLAIN = {
+    "without a mask": {},
+    "a mask of ones": {"attention_mask": torch.ones_like(IDS)},
+    "padded on the left": {"attention_mask": MASK, "position_ids": positions_of(MASK)},
+    "padded on the right": {"attention_mask": RIGHT},
+    "padded on the right, with positions": {"attention_mask": RIGHT, "position_ids": positions_of(RIGHT)},
+    "padded on both sides": {"attention_mask": BOTH, "position_ids": positions_of(BOTH)},
+    "a mask of bools": {"attention_mask": RIGHT.bool()},
+    "positions of one row": {"position_ids": torch.arange(9)[None]},
+    "switches that are off": {
+        "output_attentions": False,
+        "output_hidden_states": False,
+        "logits_to_keep": 0,
+        "labels": None,
+    },
+    "asking for an object": {"return_dict": True},
+}
+
+
+@pytest.mark.parametrize("call", PLAIN)
+def test_plain_forwards_go_through_the_decoder(call, calls):
+    model = tiny_model("llama")
+    engine, reference = Miniature(model), tiny_model("llama").eval()
+    kwargs = {**PLAIN[call], "use_cache": False}
+    mask = kwargs.get("attention_mask", torch.ones_like(IDS)).bool()
+    with torch.no_grad():
+        expected = reference(IDS, **kwargs).logits
+    for args, given in (((IDS,), kwargs), ((), {**kwargs, "input_ids": IDS})):
+        ours = engine.model(*args, **given)
+        assert calls.taken() == 1
+        assert ours.logits.dtype == expected.dtype
+        # float32 sums in another order, of logits that span tens
+        torch.testing.assert_close(ours.logits[mask], expected[mask], atol=1e-4, rtol=1e-4)
+        assert (ours.logits[~mask] == 0).all()
+        assert ours.past_key_values is None
+        assert ours.loss is None
+        assert not ours.logits.requires_grad
+
+
+HOLES = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1]] * 3)
+OTHERS = {
+    "use_cache is not said": {"use_cache": None},
+    "use_cache": {"use_cache": True},
+    "labels": {"labels": IDS},
+    "labels of zero": {"labels": torch.zeros_like(IDS)},
+    "hidden states": {"output_hidden_states": True},
+    "attentions": {"output_attentions": True},
+    "a tuple": {"return_dict": False},
+    "few logits": {"logits_to_keep": 1},
+    "few logits, by index": {"logits_to_keep": torch.tensor([3, 4])},
+    "embeddings": {"input_ids": None, "inputs_embeds": torch.randn(3, 9, 32)},
+    "a mask for each query": {"attention_mask": torch.ones(9, 9, dtype=torch.bool).tril().expand(3, 1, 9, 9)},
+    "holes in the mask": {"attention_mask": HOLES},
+    "padded on the left without positions": {"attention_mask": MASK},
+    "other positions": {"position_ids": torch.arange(9)[None] * 2},
+    "positions that count padding": {"attention_mask": MASK, "position_ids": torch.arange(9)[None].expand(3, 9)},
+}
+
+
+def everything(output: object) -> list[torch.Tensor]:
+    """Every tensor of an output but its cache."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    return [tensor for value in values for tensor in everything(value)]
+
+
+@pytest.mark.parametrize("call", OTHERS)
+def test_other_forwards_are_the_models_own(call, calls):
+    engine, reference = Miniature(tiny_model("llama")), tiny_model("llama").eval()
+    for one in (engine.model, reference):
+        one.set_attn_implementation("eager")  # gives attentions
+    kwargs = {"input_ids": IDS, "use_cache": False, **OTHERS[call]}
+    with torch.no_grad():
+        ours, theirs = engine.model(**kwargs), reference(**kwargs)
+    assert calls.taken() == 0
+    assert type(ours) is type(theirs)
+    ours, theirs = everything(ours), everything(theirs)
+    assert len(ours) == len(theirs) > 0
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        ("llama", {"output_hidden_states": True}),
+        ("mixtral", {"output_router_logits": True}),
+    ],
+)
+def test_a_model_that_is_configured_to_give_more_gives_it(family, setting, calls):
+    engine, reference = Miniature(tiny_model(family, **setting)), tiny_model(family, **setting).eval()
+    with torch.no_grad():
+        ours, theirs = (everything(one(IDS, use_cache=False)) for one in (engine.model, reference))
+    assert calls.taken() == 0
+    assert len(ours) == len(theirs) > 1
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_an_unknown_argument_is_not_plain():
+    assert plain_call((IDS,), {"use_cache": False}) is not None
+    for name, value in (("cache_position", torch.arange(9)), ("some_switch", True), ("a_name", "text"), ("a_size", 4)):
+        assert plain_call((IDS,), {"use_cache": False, name: value}) is None
+    assert plain_call((IDS, MASK), {"use_cache": False}) is None
+    assert plain_call((), {"use_cache": False}) is None
+
+
+def test_a_token_that_the_model_does_not_have_raises_as_it_does():
+    engine, reference = Miniature(tiny_model("llama")), tiny_model("llama").eval()
+    wrong = IDS.clone()
+    wrong[1, 8] = 97
+    for call in (reference.generate, engine.generate):
+        with pytest.raises(IndexError):
+            call(wrong, **REQUEST)
+    with pytest.raises(IndexError, match="97"):
+        engine.model(wrong, use_cache=False)
+    require = engine.generate(IDS, **REQUEST)
+    assert torch.equal(require, reference.generate(IDS, **REQUEST)), "the error has left something behind"
+
+
+def test_a_module_that_is_no_language_model_runs_as_it_is():
+    torch.manual_seed(0)
+    engine, x = Miniature(nn.Sequential(nn.Linear(4, 3), nn.ReLU())), torch.randn(2, 4)
+    assert engine.fused.why_not_now()
+    assert torch.equal(engine.model(x), torch.relu(F.linear(x, engine.model[0].weight, engine.model[0].bias)))
