@@ -98,6 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
         finally:
             for contender in contenders:
                 contender.close()
+            setting.engine.destroy()
         del contenders, setting
         gc.collect()
         get_accelerator().empty_cache()
@@ -181,13 +182,14 @@ def result(case: Case, timing: Timing, base: Timing | None, tokens: int, limits:
     """A contender's figures. A step can be told from the whole where all steps have as many rows."""
     median = statistics.median(timing.seconds)
     alike = not case.natural and case.new_tokens > 1
-    step_s = (median - timing.first_token_s) / (case.new_tokens - 1) if alike else None
+    beyond_first_s = median - timing.first_token_s  # below 0 where the machine was busier for the first
+    step_s = beyond_first_s / (case.new_tokens - 1) if alike and beyond_first_s > 0 else None
     return {
         **asdict(timing),
         "tokens_per_s": tokens / median,
         "ratio": statistics.median(base.seconds) / median if base else None,
         "step_s": step_s,
-        "roofline": limits.step_s / step_s if step_s and step_s > 0 else None,
+        "roofline": limits.step_s / step_s if step_s else None,
     }
 
 

@@ -92,14 +92,14 @@ class VLLM:
 def environment(settings: VLLMSettings, cache_bytes: int) -> dict[str, str]:
     """What vLLM reads on a CPU."""
     openmp = settings.python.parents[1] / OPENMP
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # it binds its own
     return {
-        **os.environ,
+        **inherited,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{settings.threads - 1}",
         "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(cache_bytes / GIB)),
         "VLLM_CACHE_ROOT": str(settings.directory / "vllm-cache"),
         "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": str(settings.threads),
         "LD_PRELOAD": str(openmp) if openmp.is_file() else "",
         "KMP_BLOCKTIME": "1",  # milliseconds that an idle thread spins, instead of 200: others run then
         "HF_HUB_OFFLINE": "1",
