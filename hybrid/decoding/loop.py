@@ -8,6 +8,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -315,7 +316,7 @@ def request_for(
         ends=torch.cat([input_ids.new_empty(0), *ends]),
         pad=0 if pad is None else int(pad),
         draw=draw,
-        processors=before or None,
+        processors=partial(process_rows, before) if before else None,
         logprob_temperature=decoding.token_log.temperature if decoding.token_log else 1.0,
     )
 
@@ -323,6 +324,21 @@ def request_for(
 def is_rowwise(processor: Callable) -> bool:
     """Whether a processor treats each row by itself."""
     return type(processor) in ROWWISE or getattr(processor, "rowwise", False)
+
+
+def process_rows(
+    processors: LogitsProcessorList, ids: torch.Tensor, scores: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """Scores [n, vocab] of some rows of a batch, int64 [n], after the batch's processors.
+
+    Hugging Face's repetition penalty holds, for each row, how much of it is padding (5.23).
+    """
+    for processor in processors:
+        padding = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(padding, torch.Tensor):
+            processor = processes.RepetitionPenaltyLogitsProcessor(processor.penalty, padding[rows.to(padding.device)])
+        scores = processor(ids, scores)
+    return scores
 
 
 def sequences_of(done: Completions, input_ids: torch.Tensor, decoding: Decoding) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hybrid.decoding.rows import Decoder, Rows, prefill
 from hybrid.decoding.sampling import Draw, Drawn, draw_tokens, selective_log_softmax
 from hybrid.profiling import Phase
 
-Processors = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of ids and scores, as Hugging Face's
+Processors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of ids, scores, rows of the request
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Request:
     padded: int64 [rows, prompt_len], left padded.  lengths: real tokens of each prompt.
     keys: int64 [rows], of each row's noise.  max_new_tokens: of every row.  ends: int64 [n], tokens that end a row.
     pad: fills what is behind a row's end.  draw: how tokens are drawn.
-    processors: change scores [n, vocab] of rows with ids [n, tokens] of one length before the draw; None: nothing does.
+    processors: change scores [n, vocab] before the draw, of rows int64 [n] of the request whose ids [n, tokens] are of
+        one length; None: nothing does.
     logprob_temperature: of `Completions.sampling_logps`.
     """
 
@@ -243,7 +244,8 @@ class Slots:
         scores = torch.empty_like(logits)
         for so_far in made.unique().tolist():
             here = (made == so_far).nonzero().flatten()
-            scores[here] = self.request.processors(self.ids[row[here], : self.prompt_len + so_far], logits[here])
+            ids = self.ids[row[here], : self.prompt_len + so_far]
+            scores[here] = self.request.processors(ids, logits[here], row[here])
         return draw_tokens(scores, self.request.keys[row], made, self.request.draw)
 
     def harvest(self, steps: int) -> None:

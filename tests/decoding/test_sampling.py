@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from hybrid.decoding.sampling import entropy, inverse_cdf, selective_log_softmax, stream_keys, uniform
+from hybrid.decoding.sampling import (
+    Draw,
+    entropy,
+    inverse_cdf,
+    selective_log_softmax,
+    split_warpers,
+    stream_keys,
+    uniform,
+)
+from tests.models import tiny_model
 
 MASK = 2**64 - 1
 
@@ -84,3 +93,53 @@ def test_logprobs_and_entropy_against_float64(dtype):
         selective_log_softmax(logits, ids).double(), exact.gather(-1, ids[..., None])[..., 0], atol=1e-5, rtol=1e-5
     )
     torch.testing.assert_close(entropy(logits).double(), -(exact.exp() * exact).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+def test_what_cannot_be_drawn_has_no_part_in_the_entropy():
+    """Processors put -inf where a token must not come; 0 · -inf would be no number."""
+    logits = torch.randn(3, 40)
+    expected = entropy(logits[:, :25])
+    logits[:, 25:] = -torch.inf
+    torch.testing.assert_close(entropy(logits), expected)
+    one = torch.full((1, 40), -torch.inf)
+    one[0, 7] = 3.0
+    assert entropy(one).item() == 0
+    assert selective_log_softmax(one, torch.tensor([7])).item() == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        (Draw(), []),
+        (Draw(temperature=0), []),
+        (Draw(temperature=0.7), ["Temperature"]),
+        (Draw(temperature=0.7, top_k=3, top_p=0.9, min_p=0.1), ["Temperature", "TopK", "TopP", "MinP"]),
+        (Draw(top_p=0.5), ["TopP"]),
+    ],
+)
+def test_a_draws_warpers_are_those_that_say_it(how, names):
+    """What is on, in Hugging Face's order, and read back as the same draw."""
+    warpers = how.warpers()
+    assert [type(warper).__name__.removesuffix("LogitsWarper") for warper in warpers] == names
+    if how.temperature:
+        assert split_warpers(warpers, do_sample=True) == ([], how)
+
+
+def test_a_draw_of_hugging_faces_own_generation_config_is_read():
+    """What `generate` makes of its arguments, and not our idea of it."""
+    model = tiny_model("llama")
+    cases = {
+        Draw(0.6, 11, 0.7, 0.2): {"temperature": 0.6, "top_k": 11, "top_p": 0.7, "min_p": 0.2},
+        Draw(top_k=50): {},  # its default
+        Draw(): {"top_k": 0},
+        Draw(1.5, 0, 0.4): {"temperature": 1.5, "top_k": 0, "top_p": 0.4},
+    }
+    for how, settings in cases.items():
+        found = []
+
+        def read(model, input_ids, logits_processor, *args, _found=found, **kwargs):
+            _found.append(split_warpers(logits_processor, do_sample=True))
+            return input_ids
+
+        model.generate(torch.tensor([[5, 6]]), do_sample=True, custom_generate=read, max_new_tokens=1, **settings)
+        assert found == [([], how)]

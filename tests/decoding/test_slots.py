@@ -151,7 +151,7 @@ def alone(request: Request, row: int) -> list[tuple[int, torch.Tensor]]:
         logits = logits_of(digests(real)[-1:])
         scores = logits.clone()
         if request.processors is not None:
-            scores = request.processors(torch.tensor([ids]), scores)
+            scores = request.processors(torch.tensor([ids]), scores, torch.tensor([row]))
         position = torch.tensor([len(made)])
         token = int(draw_tokens_in_torch(scores, request.keys[row : row + 1], position, request.draw).tokens)
         made.append((token, logits[0]))
@@ -209,8 +209,9 @@ def test_rows_leave_at_once():
 
 def test_free_slots_are_taken_by_those_that_wait():
     request = request_of(MIXTURE)
-    two_tokens = MinNewTokensLengthLogitsProcessor(request.padded.shape[1], 2, list(ENDS))
-    found, decoder, _ = run(replace(request, processors=two_tokens), max_slots=3)
+    shortest = MinNewTokensLengthLogitsProcessor(request.padded.shape[1], 2, list(ENDS))
+    request = replace(request, processors=lambda ids, scores, rows: shortest(ids, scores))
+    found, decoder, _ = run(request, max_slots=3)
     assert sum(decoder.steps) == (found.lengths - 1).sum()
     assert decoder.steps == sorted(decoder.steps, reverse=True), "a slot is empty while rows wait"
     assert decoder.steps.count(3) > len(decoder.steps) // 2
@@ -319,19 +320,21 @@ def test_the_padding_token_may_be_an_end():
 class Watched:
     """Hugging Face's processors, and what they were shown."""
 
-    def __init__(self, prompt_len: int):
+    def __init__(self, padded: torch.Tensor):
+        self.padded = padded
         self.shown: list[torch.Tensor] = []
         self.processors = LogitsProcessorList(
             [
                 RepetitionPenaltyLogitsProcessor(1.4),
                 NoRepeatNGramLogitsProcessor(2),
-                MinNewTokensLengthLogitsProcessor(prompt_len, 6, list(ENDS)),
+                MinNewTokensLengthLogitsProcessor(padded.shape[1], 6, list(ENDS)),
                 TemperatureLogitsWarper(1.5),
             ]
         )
 
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        assert len(ids) == len(scores)
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        assert len(ids) == len(scores) == len(rows)
+        assert torch.equal(ids[:, : self.padded.shape[1]], self.padded[rows]), "rows are not those that are said"
         self.shown.append(ids.clone())
         return self.processors(ids, scores)
 
@@ -339,7 +342,7 @@ class Watched:
 @pytest.mark.parametrize("max_slots", [2, 3, 100])
 def test_processors_see_rows_of_one_length_as_hugging_face_shows_them(max_slots):
     request = request_of(MIXTURE)
-    request = replace(request, processors=Watched(request.padded.shape[1]))
+    request = replace(request, processors=Watched(request.padded))
     wanted = expected(request)
     alone_shown = {str(ids.tolist()) for shown in request.processors.shown for ids in shown}
     for stride in (1, 5):
@@ -353,7 +356,7 @@ def test_processors_see_rows_of_one_length_as_hugging_face_shows_them(max_slots)
 
 
 def test_logits_are_not_changed_by_processors_that_write_into_them():
-    def in_place(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def in_place(ids: torch.Tensor, scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         scores[:, 3:] = -torch.inf
         return scores
 

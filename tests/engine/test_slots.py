@@ -1,0 +1,287 @@
+"""Slots in the engine: fewer of them, less KV cache or another batch, and the same tokens and logprobs bit by bit."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LogitsProcessorList
+
+import hybrid
+from hybrid.containers.cpu_decoder import CpuDecoder
+from tests.engines import CollectiveCount, engine_of, settings
+from tests.models import prompts, tiny_model, twin
+
+# Fused whatever `--containers` says: slots are theirs. Heads of 16, which pages hold without padding.
+HEADS = {"head_dim": 16}
+ENDS = tuple(range(10, 22))  # so many that lengths differ
+PAGE_BYTES = 2 * 3 * 2 * 16 * 32 * 4  # keys and values, 3 layers, 2 heads of 16, 32 tokens, float32
+
+
+def engine_with(model: torch.nn.Module, **rollout) -> hybrid.HybridEngine:
+    """A fused ZeRO-3 engine with these settings of its `rollout` block."""
+    return engine_of(model, settings(3, rollout={"containers": "fused", **rollout}))
+
+
+@contextlib.contextmanager
+def decodes() -> Iterator[list[int]]:
+    """Inside the block, the rows of each decode step on the CPU kernels."""
+    found, own = [], CpuDecoder.decode
+
+    def noted(self, batch, kv):
+        found.append(len(batch.ids))
+        return own(self, batch, kv)
+
+    CpuDecoder.decode = noted
+    try:
+        yield found
+    finally:
+        CpuDecoder.decode = own
+
+
+def same(one: hybrid.RolloutBatch, other: hybrid.RolloutBatch) -> bool:
+    names = ("completion_ids", "completion_mask", "sampling_per_token_logps", "raw_per_token_logps")
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
+
+
+# A `rollout` block, and the most rows that it lets run together.
+LIMITS = {
+    "as many as there are": ({}, 18),
+    "three slots": ({"max_slots": 3}, 3),
+    "one slot": ({"max_slots": 1}, 1),
+    # Beside page 0, a row has two pages here. Rows of one prompt share the first: three of them need four.
+    "a cache for two prompts' rows": ({"kv_cache_bytes": (1 + 4) * PAGE_BYTES}, 3),
+    "a cache for one row": ({"kv_cache_bytes": (1 + 2) * PAGE_BYTES}, 1),
+}
+DRAWS = (
+    {"temperature": 1.2},
+    {"temperature": 0.9, "top_p": 0.9, "min_new_tokens": 5, "repetition_penalty": 1.3},
+)
+
+
+def check_rollouts() -> None:
+    rank = dist.get_rank()
+    ids, mask = prompts(5 + rank, 40, padded=True, seed=rank)
+    first: list[hybrid.RolloutBatch] = []
+    for what, (limit, most) in LIMITS.items():
+        engine = engine_with(tiny_model("llama", **HEADS), **limit)
+        for index, draw in enumerate(DRAWS):
+            sampling = hybrid.SamplingParams(20, seed=3, stop_token_ids=ENDS, **draw)
+            with decodes() as rows:
+                batch = engine.rollout(ids, mask, sampling, num_generations=3)
+            first += [batch] if index == len(first) else []
+            assert same(batch, first[index]), what
+            lengths = batch.completion_mask.sum(1)
+            assert len(set(lengths.tolist())) > 3, "every completion has the same length, and nothing was tested"
+            assert sum(rows) == (lengths - 1).sum(), "rows that have ended are computed on"
+            assert max(rows) <= most, what
+            assert engine.stats()["kv_bytes"] <= limit.get("kv_cache_bytes", 10**9), what
+        engine.destroy()
+
+
+def test_rollouts_do_not_depend_on_slots_and_cache(ranks):
+    ranks.run(check_rollouts)
+
+
+def check_greedy() -> None:
+    rank = dist.get_rank()
+    for family in ("llama", "gemma3_text", "gpt2"):
+        model = tiny_model(family)
+        reference = twin(model)
+        engine = engine_with(model, max_slots=2)
+        ids, mask = prompts(5 + rank, 8, padded=True, seed=rank)
+        greedy = {"attention_mask": mask, "max_new_tokens": 14}
+        plain = reference.generate(ids, **greedy, do_sample=False)
+        ends = [2, *plain[:, 12].tolist()]  # tokens that do come
+        for more in (
+            {},
+            {"min_new_tokens": 9, "eos_token_id": ends},
+            {"repetition_penalty": 1.8},
+            {"no_repeat_ngram_size": 2},
+            {"eos_token_id": ends},
+            {"suppress_tokens": plain[:, 9].unique().tolist(), "begin_suppress_tokens": plain[:, 8].unique().tolist()},
+            {"bad_words_ids": [[int(plain[0, 9])], plain[1, 9:11].tolist()], "forced_eos_token_id": 2},
+            {"eos_token_id": ends, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 3},
+            {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": ends},
+            {"max_new_tokens": 1},
+        ):
+            request = {**greedy, "do_sample": False, **more}
+            with decodes() as rows:
+                ours = engine.generate(ids, **request)
+            assert torch.equal(ours, reference.generate(ids, **request)), (family, more)
+            assert set(rows) <= {1, 2}, (family, more)
+            assert rows or more, "the fused decoder has not run"
+        # Of the likeliest token alone there is nothing to sample: three times the greedy row.
+        several = {**greedy, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
+        assert torch.equal(engine.generate(ids, **several), plain.repeat_interleave(3, dim=0))
+        engine.destroy()
+
+
+def test_hugging_faces_arguments_in_slots(ranks):
+    ranks.run(check_greedy)
+
+
+class Favourite:
+    """A processor of one's own: prefers a token that depends on the row's last two. Notes how many rows it sees."""
+
+    def __init__(self):
+        self.rows: list[int] = []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.rows.append(len(ids))
+        scores = scores.clone()
+        scores[torch.arange(len(ids)), (ids[:, -1] * 3 + ids[:, -2]) % 97] += 3.0
+        return scores
+
+
+class RowwiseFavourite(Favourite):
+    rowwise = True
+
+
+def check_processors() -> None:
+    model = tiny_model("qwen3")
+    reference = twin(model)
+    engine = engine_with(model, max_slots=2)
+    ids, mask = prompts(5, 8, padded=True, seed=dist.get_rank())
+    for request in ({"do_sample": False}, {"do_sample": True, "top_k": 8, "temperature": 1.4}):
+        request = {**request, "attention_mask": mask, "max_new_tokens": 12}
+        outputs, seen = [], []
+        for kind in (RowwiseFavourite, Favourite):
+            processor = kind()
+            torch.manual_seed(6)
+            with decodes() as rows:
+                outputs.append(engine.generate(ids, logits_processor=LogitsProcessorList([processor]), **request))
+            seen.append((max(rows), set(processor.rows)))
+        assert torch.equal(*outputs)
+        assert seen[0][0] == 2, "a processor that goes row by row is not decoded in slots"
+        assert max(seen[0][1]) <= 2
+        assert seen[1] == (5, {5}), "a processor that may look at the whole batch does not see it"
+        if not request["do_sample"]:
+            theirs = reference.generate(ids, logits_processor=LogitsProcessorList([Favourite()]), **request)
+            assert torch.equal(outputs[0], theirs)
+
+
+def test_processors_of_ones_own(ranks):
+    ranks.run(check_processors)
+
+
+class Recorder:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self):
+        self.pieces, self.ended = [], False
+
+    def put(self, value):
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self):
+        self.ended = True
+
+
+def check_streamer() -> None:
+    model = tiny_model("llama")
+    reference = twin(model)
+    engine = engine_with(model, max_slots=1)
+    ids, _ = prompts(1, 40, padded=False, seed=dist.get_rank())
+    ours, theirs = Recorder(), Recorder()
+    with decodes() as rows:
+        engine.generate(ids, max_new_tokens=9, streamer=ours)
+    reference.generate(ids, max_new_tokens=9, streamer=theirs)
+    assert ours.pieces == theirs.pieces
+    assert ours.ended
+    assert rows, "the fused decoder has not run"
+
+
+def test_a_streamer_gets_tokens_as_they_come(ranks):
+    ranks.run(check_streamer)
+
+
+def check_refusals() -> None:
+    """What cannot fit is refused by name and number, before anything is gathered."""
+    ids, mask = prompts(3, 40, padded=False)
+    engine = engine_with(tiny_model("llama", **HEADS), kv_cache_bytes=(1 + 2) * PAGE_BYTES)
+    refused = [
+        lambda: engine.generate(ids, attention_mask=mask, max_new_tokens=25),
+        lambda: engine.rollout(ids, mask, hybrid.SamplingParams(25)),
+        lambda: engine.score(torch.cat([ids, ids[:, :25]], 1), torch.ones(3, 65, dtype=torch.long)),
+    ]
+    with CollectiveCount() as collectives:
+        for call in refused:
+            with pytest.raises(
+                ValueError, match=rf"kv_cache_bytes={3 * PAGE_BYTES}: a row of 65 .*{4 * PAGE_BYTES} bytes"
+            ):
+                call()
+        with pytest.raises(ValueError, match=r"3 rows that have to be in the cache together, the longest of 50 tokens"):
+            engine.generate(ids, attention_mask=mask, max_new_tokens=10, logits_processor=[Favourite()])
+    assert collectives.count == 0
+    assert engine.stats()["gathered_bytes"] == 0
+    assert engine.module.training
+    # Just what fits runs, a row at a time; prompts count without their padding.
+    assert engine.generate(ids, attention_mask=mask, max_new_tokens=24, min_new_tokens=24).shape == (3, 64)
+    wide, wide_mask = (torch.nn.functional.pad(tensor, (30, 0)) for tensor in (ids, mask))
+    assert engine.generate(wide, attention_mask=wide_mask, max_new_tokens=24, min_new_tokens=24).shape == (3, 94)
+    assert engine.score(ids, mask).per_token_logps.shape == (3, 39)
+    assert engine.stats()["kv_bytes"] <= 3 * PAGE_BYTES
+
+
+def test_a_row_over_the_cache_is_refused_before_anything_is_gathered(ranks):
+    ranks.run(check_refusals)
+
+
+def check_scores() -> None:
+    """A score is the same bits in every batch, and those that the rollout was drawn with."""
+    rank = dist.get_rank()
+    engine = engine_with(tiny_model("llama", **HEADS))
+    ids, mask = prompts(6 + rank, 40, padded=True, seed=rank)
+    batch = engine.rollout(
+        ids, mask, hybrid.SamplingParams(30, temperature=0.8, seed=1, stop_token_ids=ENDS), num_generations=2
+    )
+    width = batch.completion_ids.shape[1]
+    assert len(set(batch.completion_mask.sum(1).tolist())) > 3
+    with engine.inference():
+        raw = engine.score(batch.sequences, batch.attention_mask)
+        at_temperature = engine.score(batch.sequences, batch.attention_mask, temperature=0.8)
+        completions = raw.per_token_logps[:, -width:] * batch.completion_mask
+        assert torch.equal(completions, batch.raw_per_token_logps)
+        completions = at_temperature.per_token_logps[:, -width:] * batch.completion_mask
+        assert torch.equal(completions, batch.sampling_per_token_logps)
+        for rows in (1, 2, 5):
+            found = engine.score(batch.sequences, batch.attention_mask, rows_per_forward=rows)
+            assert torch.equal(found.per_token_logps, raw.per_token_logps), rows
+            assert torch.equal(found.entropies, raw.entropies), rows
+        backwards = engine.score(batch.sequences.flip(0), batch.attention_mask.flip(0))
+        assert torch.equal(backwards.per_token_logps.flip(0), raw.per_token_logps)
+        bools = engine.score(batch.sequences, batch.attention_mask.bool())
+        assert torch.equal(bools.per_token_logps, raw.per_token_logps)
+    # Rows that the cache does not hold together, too.
+    small = engine_with(tiny_model("llama", **HEADS), kv_cache_bytes=(1 + 4) * PAGE_BYTES)
+    found = small.score(batch.sequences, batch.attention_mask)
+    assert torch.equal(found.per_token_logps, raw.per_token_logps)
+    assert small.stats()["kv_bytes"] <= (1 + 4) * PAGE_BYTES
+
+
+def test_scores_are_the_rollouts_logprobs_bit_by_bit(ranks):
+    ranks.run(check_scores)
+
+
+def check_native() -> None:
+    ids, mask = prompts(3, 8, padded=True, seed=dist.get_rank())
+    request = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    outputs = []
+    for containers in ("fused", "native"):
+        engine = engine_with(
+            tiny_model("llama"), containers=containers, kv_cache_bytes=1 if containers == "native" else None
+        )
+        with decodes() as rows:
+            outputs.append(engine.generate(ids, **request))
+        assert bool(rows) == (containers == "fused")
+        assert {part["container"] for part in engine.coverage()} == {containers}
+        if containers == "native":
+            assert all("rollout.containers=native" in part["why"] for part in engine.coverage())
+            assert engine.stats()["container_bytes"] == 0
+    assert torch.equal(*outputs)
+
+
+def test_native_containers_by_configuration(ranks):
+    ranks.run(check_native)
