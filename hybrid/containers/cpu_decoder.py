@@ -109,11 +109,11 @@ class CpuDecoder:
 
     def reserve(self, tokens: int) -> None:
         """Make the rotary tables reach `tokens` positions."""
-        assert tokens <= (self.spec.max_positions or tokens), "the model's tables have no such positions"
         rounding = torch.float32 if self.spec.rotary_float32 else self.dtype
         for key, table in self.reading.rotary.items():
             if key in self.tables and len(self.tables[key][0]) >= tokens:
                 continue
+            assert tokens <= (self.spec.max_positions or tokens), "more positions would turn the others otherwise"
             self.tables[key] = tuple(part.contiguous() for part in table(torch.arange(tokens), rounding))
             for record, layer in zip(self.layer_records, self.spec.layers, strict=True):
                 if layer.rotary == key:

@@ -235,6 +235,14 @@ def test_pages_are_let_go_of_with_their_owner():
     assert watched() is None, "the decoder keeps the KV cache alive"
 
 
+def test_positions_that_would_turn_the_others_otherwise_are_not_reserved():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    decoder = decoder_of(tiny_model("llama", rope_parameters=rope).eval())
+    decoder.reserve(96)
+    with pytest.raises(AssertionError, match="more positions"):
+        decoder.reserve(97)
+
+
 def test_a_token_that_the_embedding_does_not_have_is_refused():
     """As by Hugging Face, which raises IndexError, and not read from whatever lies behind the table."""
     model = tiny_model("llama").eval()

@@ -326,6 +326,11 @@ def test_a_sequence_beyond_the_models_tables_runs_natively(calls):
     }
     engine, reference = Miniature(tiny_model("llama", **longer)), tiny_model("llama", **longer).eval()
     require_fused(engine, reference, calls)
+    # Padding takes no place in them.
+    wide, wide_mask = (F.pad(tensor, (40, 0)) for tensor in (IDS, MASK))
+    request = {**REQUEST, "attention_mask": wide_mask}
+    assert torch.equal(engine.generate(wide, **request), reference.generate(wide, **request))
+    assert calls.taken() >= 6
     request = {**REQUEST, "max_new_tokens": 60, "eos_token_id": None}
     assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
     assert calls.taken() == 0
