@@ -1,6 +1,7 @@
 """Slots in the engine: fewer of them, less KV cache or another batch, and the same tokens and logprobs bit by bit."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -281,6 +282,30 @@ def check_native() -> None:
             assert all("rollout.containers=native" in part["why"] for part in engine.coverage())
             assert engine.stats()["container_bytes"] == 0
     assert torch.equal(*outputs)
+
+
+def check_unlike() -> None:
+    """A layer that is not what its family's is: the whole model runs natively, and everything says so."""
+    model, reference = tiny_model("llama"), tiny_model("llama").eval()
+    for one in (model, reference):
+        mlp = one.model.layers[1].mlp
+        mlp.forward = lambda x, own=mlp.forward: own(x) * 1.01
+    engine = engine_with(model)
+    ids, mask = prompts(3, 8, padded=True, seed=dist.get_rank())
+    request = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    assert {part["container"] for part in engine.coverage()} == {"fused"}
+    with warnings.catch_warnings(record=True) as said, decodes() as rows:
+        warnings.simplefilter("always")
+        assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    assert any("layer 1 of the fused container differs" in str(one.message) for one in said)
+    assert {part["container"] for part in engine.coverage()} == {"native"}
+    assert all("layer 1 of the fused container differs" in part["why"] for part in engine.coverage())
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    assert not rows
+
+
+def test_a_model_unlike_its_family_runs_natively_and_coverage_says_why(ranks):
+    ranks.run(check_unlike)
 
 
 def test_native_containers_by_configuration(ranks):
