@@ -45,8 +45,8 @@ class RolloutConfig(Block):
     keep_snapshot: keep the snapshot's buffers over `train()`. False frees them there: less memory while training,
         and the frozen weights are gathered again for the next rollout.
     kv_step: tokens by which the KV cache grows.
-    kv_cache_bytes: the most that the KV cache of fused containers may hold; rows wait until there is room. None: no
-        end.
+    kv_cache_bytes: the most that the KV cache of fused containers may hold; rows wait until there is room, and
+        what could never have room is refused. None: no end.
     max_slots: rows that are decoded at once; others wait in a queue.
     containers: "fused" computes with our decoder wherever it equals the model's own layers; "native" runs those.
     """
