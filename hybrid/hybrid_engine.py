@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hybrid.architectures.structure import Part, read_structure
 from hybrid.config import HybridEngineConfig, RolloutConfig
+from hybrid.containers.batch import is_packable
 from hybrid.containers.fused import FusedContainer, FusedModel
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.window import Window, unhooked
@@ -23,7 +24,7 @@ from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise, TokenLog, with_stop_strings
 from hybrid.decoding.pages import PageStore
 from hybrid.decoding.rows import Decoder
-from hybrid.decoding.scoring import Scores, is_packable, padded_forward, score_packed, score_sequences
+from hybrid.decoding.scoring import Scores, padded_forward, score_packed, score_sequences
 from hybrid.parallel import all_ranks, engine_name, own_row_ids
 from hybrid.profiling import Profiler
 from hybrid.rollout import (

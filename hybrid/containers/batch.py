@@ -31,3 +31,30 @@ class PagedKV:
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+
+
+def table_of(pages: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Page tables of sequences, as wide as the longest.  int32 [sequences, pages]"""
+    width = max(map(len, pages))
+    return torch.tensor([own + [0] * (width - len(own)) for own in pages], dtype=torch.int32, device=device)
+
+
+def packed(pieces: list[torch.Tensor], begins: list[int], pages: list[list[int]], device: torch.device) -> PackedBatch:
+    """A batch of pieces of sequences, each int64 [n], that begin at given positions of their sequences."""
+    sizes = torch.tensor([len(piece) for piece in pieces])
+    begin = torch.tensor(begins)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    positions = torch.arange(int(starts[-1])) + (begin - starts[:-1]).repeat_interleave(sizes)
+    return PackedBatch(
+        ids=torch.cat(pieces).to(device),
+        positions=positions.int().to(device),
+        starts=starts.int().to(device),
+        lengths=(begin + sizes).int().to(device),
+        tables=table_of(pages, device),
+    )
+
+
+def is_packable(attention_mask: torch.Tensor) -> bool:
+    """Whether each row of a mask [rows, tokens] has its ones next to each other."""
+    begins = attention_mask[:, :1].sum(dim=1) + (attention_mask.diff(dim=1) > 0).sum(dim=1)
+    return bool((begins == 1).all())

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Place, Reading, Unreadable
 from hybrid.architectures.structure import Part
-from hybrid.containers.batch import PAGE, PackedBatch
+from hybrid.containers.batch import PAGE, PackedBatch, is_packable, packed
 from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.torch_decoder import TorchDecoder
@@ -211,10 +211,9 @@ def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] |
     mask = torch.ones_like(ids) if mask is None else mask.long()
     if mask.shape != ids.shape or ids.numel() == 0:
         return None
-    begins = mask[:, :1].sum(dim=1) + (mask.diff(dim=1) > 0).sum(dim=1)
     expected = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
     fits = ((mask.cumsum(dim=1) - 1 == expected) | (mask == 0)).all()
-    return (ids, mask) if bool(fits) and bool((begins == 1).all()) else None
+    return (ids, mask) if bool(fits) and is_packable(mask) else None
 
 
 def padded_logits(decoder: CpuDecoder | TorchDecoder, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -305,17 +304,9 @@ def own_pages_batch(
     pieces: list[torch.Tensor], device: torch.device, begins: list[int] | None = None, longest: int = 0
 ) -> PackedBatch:
     """Pieces of sequences, from given positions on, each with pages of its own for `longest` tokens or its length."""
-    sizes, begins = [len(piece) for piece in pieces], begins or [0] * len(pieces)
-    starts = torch.tensor([0, *sizes]).cumsum(0)
-    positions = torch.cat([torch.arange(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)])
-    pages = -(-max(longest, *sizes) // PAGE)
-    return PackedBatch(
-        ids=torch.cat(pieces).to(device),
-        positions=positions.int().to(device),
-        starts=starts.int().to(device),
-        lengths=torch.tensor([b + s for b, s in zip(begins, sizes, strict=True)], dtype=torch.int32, device=device),
-        tables=(1 + torch.arange(len(pieces) * pages, device=device).view(-1, pages)).int(),
-    )
+    each = -(-max(longest, *map(len, pieces)) // PAGE)
+    pages = [list(range(1 + n * each, 1 + (n + 1) * each)) for n in range(len(pieces))]
+    return packed(pieces, begins or [0] * len(pieces), pages, device)
 
 
 # Of what a layer adds, and of the size of what it adds to: sums in another order, and rounding at every operation.

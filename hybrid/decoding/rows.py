@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
+from hybrid.containers.batch import PAGE, PackedBatch, PagedKV, packed, table_of
 from hybrid.decoding.pages import PageStore, pages_for
 
 PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds what activations need
@@ -31,27 +31,6 @@ class Decoder(Protocol):
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
-
-
-def table_of(pages: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Page tables of sequences, as wide as the longest.  int32 [sequences, pages]"""
-    width = max(map(len, pages))
-    return torch.tensor([own + [0] * (width - len(own)) for own in pages], dtype=torch.int32, device=device)
-
-
-def packed(pieces: list[torch.Tensor], begins: list[int], pages: list[list[int]], device: torch.device) -> PackedBatch:
-    """A batch of pieces of sequences, each int64 [n], that begin at given positions of their sequences."""
-    sizes = torch.tensor([len(piece) for piece in pieces])
-    begin = torch.tensor(begins)
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    positions = torch.arange(int(starts[-1])) + (begin - starts[:-1]).repeat_interleave(sizes)
-    return PackedBatch(
-        ids=torch.cat(pieces).to(device),
-        positions=positions.int().to(device),
-        starts=starts.int().to(device),
-        lengths=(begin + sizes).int().to(device),
-        tables=table_of(pages, device),
-    )
 
 
 @dataclass(frozen=True)

@@ -80,12 +80,6 @@ def together(lengths: list[int], most: int, limit: int | None) -> Iterator[range
     yield range(start, len(lengths))
 
 
-def is_packable(attention_mask: torch.Tensor) -> bool:
-    """Whether each row of a mask [rows, tokens] has its ones next to each other."""
-    begins = attention_mask[:, :1].sum(dim=1) + (attention_mask.diff(dim=1) > 0).sum(dim=1)
-    return bool((begins == 1).all())
-
-
 def score_sequences(
     forward: Callable, sequences: torch.Tensor, attention_mask: torch.Tensor, temperature: float, rows_per_forward: int
 ) -> Scores:

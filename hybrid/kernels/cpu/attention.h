@@ -28,10 +28,6 @@ struct Query {
   float slope;
 };
 
-struct Running {
-  float most[QUERIES], total[QUERIES];
-};
-
 // ALiBi's score of a key for being where it is, as DecoderSpec says it is rounded.
 template <typename W> static inline Vec alibi(const AttentionShape& s, float slope, Vec token) {
   if (!s.alibi_bfloat16) return rounded<W>(slope * token);
