@@ -92,6 +92,7 @@ def test_alibi_is_rounded_as_hugging_face_rounds_it_far_into_a_sequence(family):
 ODD = {"hidden_size": 42, "intermediate_size": 53, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 14}
 RAGGED = {
     "llama": ODD,
+    "qwen3": {},  # whole vectors: rows of bfloat16 matrices are made floats of where a batch has enough rows
     "gemma2": ODD,
     "phi3": {"hidden_size": 42, "intermediate_size": 53, "num_attention_heads": 3, "num_key_value_heads": 1},
     "bloom": {"hidden_size": 42, "n_head": 3},
@@ -169,6 +170,16 @@ def test_batches_of_every_size_give_a_row_the_same_bits():
     for count in range(1, 20):
         for found, alone in zip(Alone(decoder, several[:count]).run([1, 2]), expected, strict=False):
             assert torch.equal(found[1], alone), f"{count} sequences"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_more_rows_than_the_last_cache_holds_give_a_row_the_same_bits(dtype):
+    decoder = decoder_of(tiny_model("llama", dtype=dtype).eval(), dtype)
+    rows = 2**20 // (4 * decoder.spec.hidden_size)  # of a chunk, which is a MiB of floats
+    several = list(torch.randint(3, VOCABULARY, (rows // 90, 100), generator=torch.Generator().manual_seed(0)))
+    found = Alone(decoder, several).run([])
+    for index in (0, rows // 200, rows // 101, len(several) - 1):
+        assert all(map(torch.equal, found[index], Alone(decoder, [several[index]]).run([])[0]))
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

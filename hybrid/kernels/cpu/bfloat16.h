@@ -35,6 +35,8 @@ static inline void paired(float* block) {
   }
   std::memcpy(block, pairs, sizeof pairs);
 }
+#else
+#define PAIRS 0
 #endif
 
 #if defined(__AMX_BF16__) || EMULATE_BF16 > 1

@@ -138,18 +138,19 @@ struct Run {
   }
   // Elements [first, last) of a row: act(gate) · up where gate stands before up, or act(up).
   void activate(float* row, int64_t first, int64_t last, int64_t intermediate) const {
-    float block[LANES] = {}, other[LANES] = {};
-    for (int64_t i = first; i < last; i += LANES) {
-      const int64_t count = std::min<int64_t>(LANES, last - i);
-      std::memcpy(block, row + i, count * sizeof(float));
-      Vec v = rounded<W>(activated(load(block)));
-      if (d.gated) {
-        std::memcpy(other, row + intermediate + i, count * sizeof(float));
-        v = rounded<W>(v * load(other));
-      }
-      store(block, v);
-      std::memcpy(row + i, block, count * sizeof(float));
-    }
+    auto made = [&](const float* gate, const float* up) {
+      const Vec v = rounded<W>(activated(load(gate)));
+      return d.gated ? rounded<W>(v * load(up)) : v;
+    };
+    int64_t i = first;
+    for (; i + LANES <= last; i += LANES) store(row + i, made(row + i, row + intermediate + i));
+    if (i == last) return;
+    float gate[LANES] = {}, up[LANES] = {};
+    const int64_t rest = (last - i) * sizeof(float);
+    std::memcpy(gate, row + i, rest);
+    if (d.gated) std::memcpy(up, row + intermediate + i, rest);
+    store(gate, made(gate, up));
+    std::memcpy(row + i, gate, rest);
   }
 
   // A gated or plain MLP's first half over `count` rows: each thread makes and activates the same columns.

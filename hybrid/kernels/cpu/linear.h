@@ -9,6 +9,7 @@
 #include "bfloat16.h"
 
 constexpr int ROWS = 4;
+constexpr int64_t WIDENED_ROWS = 32;
 // ROWS x COLUMNS sums, a vector of each column and one of a row fill the registers: 32 with AVX-512, else 16. Turning
 // bfloat16 to float32 needs a few for itself.
 template <typename W> constexpr int COLUMNS = LANES == 16 ? 6 : std::is_same_v<W, bf16> ? 2 : 3;
@@ -116,8 +117,9 @@ struct Add {
     *y = rounded<W>(*y + (factor == 1.0f ? value : rounded<W>(value * factor)));
   }
 };
-template <typename W, int N, typename Out>
-static void strip(const float* x, int64_t ldx, const W* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, Out out) {
+// W: what outputs are rounded to. V: what the matrix is stored as, here.
+template <typename W, int N, typename V, typename Out>
+static __attribute__((noinline)) void strip(const float* x, int64_t ldx, const V* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, Out out) {
   Four found[N];
   auto write = [&](int64_t m, int count) {
     for (int n = 0; n < N; n++)
@@ -139,27 +141,56 @@ static void strip(const float* x, int64_t ldx, const W* w, const float* bias, in
   write(m, rows - m);
 }
 
+// Strips over all of columns [0, count) of a block, for `rows` rows of x.
+template <typename W, typename V, typename Out>
+static void strips(const float* x, int64_t ldx, const V* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t count, Out out) {
+  constexpr int C = COLUMNS<V>;
+  int64_t n = 0;
+  for (; n + C <= count; n += C) strip<W, C>(x, ldx, w + n * in, bias ? bias + n : nullptr, in, y + n, ldy, rows, out);
+  for (; n < count; n++) strip<W, 1>(x, ldx, w + n * in, bias ? bias + n : nullptr, in, y + n, ldy, rows, out);
+}
+
+// Rows of W as floats in the order of `halved`, so that sums are those of W itself, to the bit.
+static const float* widened(const bf16* w, int64_t count) {
+  static thread_local std::vector<float> wide;
+  if (int64_t(wide.size()) < count) wide.resize(count);
+  for (int64_t k = 0; k < count; k += 2 * LANES) {
+    const VecU both = *(const VecUAny*)(w + k);
+    store(wide.data() + k, (Vec)(both << 16));
+    store(wide.data() + k + LANES, (Vec)(both & 0xffff0000u));
+  }
+  return wide.data();
+}
+
 // Columns [first, last) of y for one matrix. Blocks are sized so that the rows of x in use stay in the first cache and
-// the rows of W in the second, over which they are used again.
+// the rows of W in the second, over which they are used again; x goes by in chunks that the last cache holds.
 template <typename W, typename Out>
 static void columns(const float* x, int64_t ldx, const W* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t first, int64_t last, Out out) {
 #if TILES
   if constexpr (std::is_same_v<W, bf16>)
     if (in >= TILE_DEPTH && tiles_ready()) return tile_columns(x, ldx, w, bias, in, y, ldy, rows, first, last, out);
 #endif
-  constexpr int C = COLUMNS<W>;
+  // With enough rows it pays to make floats of bfloat16 once, and not in every tile.
+  const bool widen = std::is_same_v<W, bf16> && !PAIRS && rows >= WIDENED_ROWS && in % (2 * LANES) == 0;
   const int64_t row_block = in <= 1024 ? 2 * ROWS : ROWS;
-  const int64_t wanted = (96 << 10) / (in * int64_t(sizeof(W))) / C * C;
+  const int64_t chunk = std::max<int64_t>((1 << 20) / (in * int64_t(sizeof(float))) / row_block, 8) * row_block;
+  const int64_t C = widen ? COLUMNS<float> : COLUMNS<W>;
+  const int64_t wanted = (96 << 10) / (in * int64_t(widen ? sizeof(float) : sizeof(W))) / C * C;
   const int64_t column_block = std::clamp<int64_t>(wanted, C, 16 * C);
-  for (int64_t block = first; block < last; block += column_block) {
-    const int64_t end = std::min(block + column_block, last);
-    for (int64_t m = 0; m < rows; m += row_block) {
-      const int64_t count = std::min(row_block, rows - m);
-      int64_t n = block;
-      for (; n + C <= end; n += C)
-        strip<W, C>(x + m * ldx, ldx, w + n * in, bias ? bias + n : nullptr, in, y + m * ldy + n, ldy, count, out);
-      for (; n < end; n++)
-        strip<W, 1>(x + m * ldx, ldx, w + n * in, bias ? bias + n : nullptr, in, y + m * ldy + n, ldy, count, out);
+  for (int64_t top = 0; top < rows; top += chunk) {
+    const int64_t bottom = std::min(top + chunk, rows);
+    for (int64_t n = first; n < last; n += column_block) {
+      const int64_t count = std::min(column_block, last - n);
+      const auto over_rows = [&](const auto* block) {
+        for (int64_t m = top; m < bottom; m += row_block)
+          strips<W>(x + m * ldx, ldx, block, bias ? bias + n : nullptr, in, y + m * ldy + n, ldy, std::min(row_block, bottom - m), count, out);
+      };
+      if constexpr (std::is_same_v<W, bf16>)
+        if (widen) {
+          over_rows(widened(w + n * in, count * in));
+          continue;
+        }
+      over_rows(w + n * in);
     }
   }
 }
