@@ -47,6 +47,9 @@ class FusedModel:
         self.checked = self.checking = False
         self.why_not = ""
         self.modules = list(model.modules())
+        # Within the layers nobody of us switches a forward.
+        self.inner = [module for layer in layers for module in layer.modules() if module is not layer]
+        self.checked_forwards: list[tuple] = []
         self.adapted = {one.wrapper: one for one in snapshot.adapted}
         self.reading: Reading | None = None
         try:
@@ -79,14 +82,15 @@ class FusedModel:
         """The decoder, with the weights as they are now, for sequences of up to `tokens`; None where the model must run
         natively: beyond `DecoderSpec.max_positions` too, where its tables depend on a sequence's length.
 
-        Call it inside an open window, `adapters` as the window has them. The first call compares every layer with the
-        model's own; where one differs there is no decoder from then on, with a warning that says which and by how much.
+        Call it inside an open window, `adapters` as the window has them. The first call, and the first after somebody
+        has replaced a forward within the layers, compares every layer with the model's own; where one differs there is
+        no decoder from then on, with a warning that says which and by how much.
         """
         if self.checking or self.why_not_now() or 0 < self.reading.spec.max_positions < tokens:
             return None
         try:
             decoder = self._bound(adapters)
-            if not self.checked:
+            if not self.checked or self.checked_forwards != self._forwards():
                 self._check(decoder)
             return decoder
         except Unreadable as reason:
@@ -98,10 +102,15 @@ class FusedModel:
     def _check(self, decoder: CpuDecoder | TorchDecoder) -> None:
         self.checking = True  # the model's own forward must not end up here again
         try:
+            forwards = self._forwards()
             require_equal(decoder, self.model, self.layers)
-            self.checked = True
+            self.checked, self.checked_forwards = True, forwards
         finally:
             self.checking = False
+
+    def _forwards(self) -> list[tuple]:
+        """What runs as the forward of every module within the layers."""
+        return [(type(module).forward, module.__dict__.get("forward")) for module in self.inner]
 
     def _bound(self, adapters: bool) -> CpuDecoder | TorchDecoder:
         with_adapters = adapters and any(one.state() for one in self.snapshot.adapted)

@@ -251,6 +251,36 @@ def test_float16_is_computed_by_torch(calls):
     assert type(engine.fused.bound[False].decoder) is TorchDecoder
 
 
+@pytest.mark.parametrize("on", ["the module", "its class"])
+def test_a_forward_that_was_replaced_after_the_check_is_compared_again(on, calls, monkeypatch):
+    engine = Miniature(tiny_model("llama"))
+    ids = prompts(1, 5, padded=False)[0]
+    engine.generate(ids, max_new_tokens=2)
+    assert calls.taken() > 0
+    mlp = engine.model.model.layers[1].mlp
+    own = type(mlp).forward
+    if on == "the module":
+        monkeypatch.setattr(mlp, "forward", lambda x: own(mlp, x), raising=False)
+    else:
+        monkeypatch.setattr(type(mlp), "forward", lambda self, x: own(self, x))
+    engine.generate(ids, max_new_tokens=2)
+    assert calls.taken() > 0, "another function that does the same"
+    if on == "the module":
+        monkeypatch.setattr(mlp, "forward", lambda x: 2 * own(mlp, x), raising=False)
+    else:
+        monkeypatch.setattr(type(mlp), "forward", lambda self, x: 2 * own(self, x))
+    with pytest.warns(UserWarning, match="layer [01]"):
+        found = engine.generate(ids, max_new_tokens=6)
+    assert calls.taken() == 0
+    assert torch.equal(found, twin_generate(engine, ids))
+
+
+def twin_generate(engine: Miniature, ids: torch.Tensor) -> torch.Tensor:
+    """What Hugging Face makes of the engine's own model, six tokens."""
+    engine.container.uninstall()
+    return engine.model.generate(ids, max_new_tokens=6, do_sample=False)
+
+
 @pytest.mark.parametrize("before", [False, True], ids=["forward hook", "pre hook"])
 def test_hooks_see_the_model_run_while_they_are_there(before, calls):
     model, seen = tiny_model("llama"), []

@@ -60,6 +60,7 @@ def test_the_first_ratio_is_one(whole_run, tmp_path):
         assert row["policy/approxkl_avg"] > 0, "nothing was learned, so every ratio is 1"
 
 
+@pytest.mark.slow
 def test_the_control_changes_nothing(whole_run, tmp_path):
     """Its forwards, which under ZeRO-3 are collectives, leave every other number as it is."""
     _, rows = whole_run
@@ -68,6 +69,7 @@ def test_the_control_changes_nothing(whole_run, tmp_path):
     assert len(rows[0].keys() - without.keys() - {n for n in rows[0] if n.startswith(("time/", "memory/"))}) == 4
 
 
+@pytest.mark.slow
 def test_importance_sampling_correction(whole_run, tmp_path):
     """In float32 sampler and trainer agree, so it changes nothing beyond rounding; in bf16 weights leave 1, and the
     training forward, which the old logprobs are then of, agrees with itself better than with the sampler."""
@@ -94,6 +96,7 @@ def test_importance_sampling_correction(whole_run, tmp_path):
         assert row["val/first_ratio_error"] < row["sampling/sampling_logp_difference/max"]
 
 
+@pytest.mark.slow
 def test_padding_changes_no_loss(whole_run, tmp_path):
     """Ranks hold rows of other lengths, and micro batches cut them otherwise: the same losses."""
     _, rows = whole_run
@@ -141,6 +144,7 @@ def test_the_policy_loads_in_hugging_face(whole_run):
     assert list((directory / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_lora_resumes_and_loads_in_peft(whole_run, tmp_path):
     base = str(whole_run[0] / "sft")
     changes = {"model": base, "lora_r": 4, "learning_rate": 1e-2, "num_iterations": 3}
