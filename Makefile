@@ -23,7 +23,7 @@ help: ## list the targets
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
 	@touch $@
 
-demo: .venv/.installed ## supervise a small model, then PPO on it, and draw the curves in runs/demo (2 minutes)
+demo: .venv/.installed ## supervise a small model, then PPO on it, and draw the curves in runs/demo (3 minutes)
 	$(LAUNCH) -m rlhf_examples.ppo configs/demo.yaml
 
 test: .venv/.installed ## the test suite but for what is slow
