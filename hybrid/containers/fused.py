@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from hybrid.containers.window import Window
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.parallel import InferenceGroup
+from hybrid.weights.lora import Adapted
 from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot
 
@@ -123,12 +124,8 @@ class FusedModel:
     def _check(self, decoder: AnyDecoder) -> None:
         self.checking = True  # the model's own forward must not end up here again
         try:
-            if self.group is not None:
-                # With slices alone nothing is lent: the model runs as it is, its adapters beside the weights.
-                self.snapshot.refresh(lambda _phase: nullcontext(), adapters=True)
-                decoder = self._bound(adapters=True).sharded
             forwards = self._forwards()
-            require_equal(decoder, self.model, self.layers)
+            require_equal(getattr(decoder, "sharded", decoder), self.model, self.layers)
             self.checked, self.checked_forwards = True, forwards
         finally:
             self.checking = False
@@ -165,7 +162,7 @@ class FusedModel:
         return TorchDecoder(self.reading, weights, dtype)
 
     def _device(self) -> torch.device:
-        return self.tensor(self.reading.outer["embedding.weight"], adapters=False).device
+        return self._embedding().device
 
     def _addresses(self, adapters: bool) -> tuple[int, ...]:
         """Where the weights are: others may have moved without a new version."""
@@ -175,38 +172,39 @@ class FusedModel:
 
     def tensor(self, place: Place, adapters: bool) -> torch.Tensor | None:
         """The snapshot's tensor at a place, whole or this rank's slice; None where there is none."""
+        one, param = self._owner(place)
+        if self.group is not None:
+            if one is not None:
+                return self.snapshot.part_of(place, one, adapters)
+            return None if param is None else self.snapshot.part(place, param)
+        if one is not None:
+            return self.snapshot.weights_of(one, adapters).get(place.parameter)
+        return None if param is None else self.snapshot.tensor(param)
+
+    def _owner(self, place: Place) -> tuple[Adapted | None, nn.Parameter | None]:
+        """The adapted module at a place, None where there is no adapter; and the model's own parameter there."""
         module = place.module
         if isinstance(module, ModulesToSaveWrapper):
             active = None if module.disable_adapters else next(iter(module.active_adapters), None)
             saved = module.modules_to_save
             module = saved[active] if active in saved else module.original_module  # noqa: SIM401 - a ModuleDict has no get
-        sliced, one, param = self.group is not None, self.adapted.get(module), module._parameters.get(place.parameter)
-        if one is not None:
-            if sliced:
-                return self.snapshot.part_of(place, one, adapters)
-            return self.snapshot.weights_of(one, adapters).get(place.parameter)
-        if param is None:
-            return None
-        return self.snapshot.part(place, param) if sliced else self.snapshot.tensor(param)
+        one = self.adapted.get(module)
+        return one, (module._parameters if one is None else one.sources).get(place.parameter)
+
+    def _embedding(self) -> nn.Parameter:
+        """The model's own; it may be partitioned, and there may be no copy of it yet."""
+        return self._owner(self.reading.outer["embedding.weight"])[1]
 
     def page_bytes(self) -> int:
         """The most that a page of the KV cache takes in any decoder; 0 where there is none."""
         if self.why_not:
             return 0
-        spec, itemsize = self.reading.spec, self.tensor(self.reading.outer["embedding.weight"], adapters=False).itemsize
+        spec, itemsize = self.reading.spec, self._embedding().itemsize
         return 2 * len(spec.layers) * spec.num_kv_heads * -(-spec.head_dim // 16) * 16 * PAGE * itemsize
 
     def nbytes(self) -> int:
         """Bytes of weights that decoders hold beside the snapshot: joined and turned copies."""
         return sum(bound.decoder.nbytes() for bound in self.bound.values())
-
-    def require_as_it_is(self, adapters: bool) -> None:
-        """Raise NotImplementedError where the model, run as it is, would use adapters that are not wanted."""
-        if self.group is not None and not self.checking and not adapters and self.adapted:
-            raise NotImplementedError(
-                "adapters=False with hybrid_engine.inference_tp_size above 1, for a call that the fused decoder does "
-                f"not compute ({self.why_not_now() or 'it wants more than logits'}); use inference_tp_size=1"
-            )
 
     def finish(self, adapters: bool) -> None:
         """Where ranks share a decoder: take part in what the others still want of it, at the end of a call."""
@@ -244,8 +242,7 @@ class FusedContainer(NativeContainer):
         call = None if wants_more_than_logits(self.part.module) else plain_call(args, kwargs)
         decoder = None if call is None else self.fused.decoder(self.window.uses_adapters, call[0].shape[1])
         if decoder is None:
-            self.fused.require_as_it_is(self.window.uses_adapters)
-            return original(*args, **kwargs)
+            return super().run(original, args, kwargs)
         return CausalLMOutputWithPast(logits=padded_logits(decoder, *call))
 
 

@@ -48,6 +48,7 @@ class Window:
         self.plains = [(one, dict(one.plain._parameters)) for one in snapshot.adapted]
         # What runs as it is, and so must be switched off to run without adapters. LoRA layers are merged or not.
         kinds = AuxiliaryTrainingWrapper | (TrainableTokensLayer if merges else BaseTunerLayer)
+        self.layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         self.switchable = [module for module in model.modules() if isinstance(module, kinds)]
 
     @property
@@ -71,7 +72,8 @@ class Window:
             if not self.adapters or self.adapters[-1] != adapters:
                 if not adapters:
                     stack.enter_context(disabled(self.switchable))
-                    self._require_switchable()
+                    if not self.merges:
+                        self._require_switchable()
                 self.refresh(adapters)
                 if self.lends:
                     stack.enter_context(unhooked(self.hooks()))
@@ -102,12 +104,24 @@ class Window:
             for (module, slot, _), content in zip(reversed(lent), reversed(before), strict=True):
                 module.__dict__[slot] = content
 
+    @contextmanager
+    def as_asked(self) -> Iterator[None]:
+        """Inside the block the model's own modules compute with adapters, or without, as the window has them: where
+        the snapshot has them merged and is not lent, they are there all the same."""
+        if self.lends or not self.merges or self.uses_adapters:
+            yield
+            return
+        self._require_switchable()
+        with disabled(self.layers):
+            yield
+
     def _require_switchable(self) -> None:
         for one in self.snapshot.adapted:
-            if not self.merges and not isinstance(one.wrapper, BaseTunerLayer):
+            if not isinstance(one.wrapper, BaseTunerLayer):
                 raise NotImplementedError(
-                    f"{one.name}: adapters=False with hybrid_engine.pin_parameters=false; DeepSpeed-Chat's LoRA cannot "
-                    "be switched off where it runs as it is. Set pin_parameters to true."
+                    f"{one.name}: adapters=False with hybrid_engine.pin_parameters=false or inference_tp_size above 1; "
+                    "DeepSpeed-Chat's LoRA cannot be switched off where it runs as it is. Set pin_parameters to true, "
+                    "and inference_tp_size to 1."
                 )
 
 

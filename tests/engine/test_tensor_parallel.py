@@ -7,7 +7,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hybrid
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
-from tests.models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin, with_peft
+from tests.models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft
 from tests.rank_pool import RankPool
 
 
@@ -214,8 +214,11 @@ def check_native() -> None:
     assert torch.equal(ours.sequences, theirs.sequences)
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours.scores, theirs.scores, strict=True))
     tuned = engine_of(with_peft(tiny_model("llama")), spread(2))
-    with pytest.raises(NotImplementedError, match="adapters=False with hybrid_engine.inference_tp_size above 1"):
-        tuned.generate(ids, adapters=False, **request)
+    assert torch.equal(tuned.generate(ids, adapters=False, **request).sequences, theirs.sequences)
+    assert tuned.weight_version == 0
+    chat = engine_of(with_chat_lora(tiny_model("llama")), spread(2))
+    with pytest.raises(NotImplementedError, match="inference_tp_size above 1; DeepSpeed-Chat's LoRA cannot"):
+        chat.generate(ids, adapters=False, **request)
     config = spread(2)
     config["rollout"] = {"containers": "native"}
     engine = engine_of(tiny_model("llama"), config)
