@@ -1,7 +1,7 @@
 """HybridEngine: DeepSpeed's training engine that also generates. The mode switch, and who calls whom."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,9 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hybrid.architectures.structure import Part, read_structure
+from hybrid.architectures.reading import read_decoder
+from hybrid.architectures.spec import Unreadable
+from hybrid.architectures.structure import Part, Structure, read_structure
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.batch import is_packable
 from hybrid.containers.fused import FusedContainer, FusedModel
@@ -25,7 +27,7 @@ from hybrid.decoding.loop import Decoding, Noise, TokenLog, with_stop_strings
 from hybrid.decoding.pages import PageStore
 from hybrid.decoding.rows import Decoder
 from hybrid.decoding.scoring import Scores, padded_forward, score_packed, score_sequences
-from hybrid.parallel import all_ranks, engine_name, own_row_ids
+from hybrid.parallel import InferenceGroup, all_ranks, engine_name, own_row_ids
 from hybrid.profiling import Profiler
 from hybrid.rollout import (
     RolloutBatch,
@@ -36,7 +38,9 @@ from hybrid.rollout import (
     make_batch,
 )
 from hybrid.weights.lora import read_adapters
+from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot
+from hybrid.weights.tensor_parallel import Shard, require_divisible
 
 # Arguments of Hugging Face's and PEFT's `generate` that cannot be followed here.
 NOT_AVAILABLE = {
@@ -58,30 +62,53 @@ class HybridEngine(DeepSpeedEngine):
 
     def __init__(self, args: Any, model: nn.Module, *, blocks: tuple[HybridEngineConfig, RolloutConfig], **kwargs: Any):
         read_adapters(model)  # refuses what cannot be merged before DeepSpeed partitions anything
+        refuse_heads_that_cannot_be_shared(model, blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
-        self._streams = self.zero_optimization_stage() == 3 and not self._settings.pin_parameters
+        self._group = InferenceGroup(self._settings.inference_tp_size)
+        # Whether the model's own layers run on their own weights, which ZeRO-3 gathers as they run.
+        self._streams = self._group.size > 1 or (
+            self.zero_optimization_stage() == 3 and not self._settings.pin_parameters
+        )
         self._in_eval = False
         self._unhooked = ExitStack()  # gives back the hooks of switched modules
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
         self._kv_cache = KVCache(self._rollout_settings.kv_step)
         self._pages = PageStore(self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes)
         structure = read_structure(self.module)
-        self._snapshot = Snapshot(
-            self.module, structure, read_adapters(self.module), self._settings.tp_gather_partition_size
+        self._snapshot, group = self._make_snapshot(structure)
+        self._window = Window(
+            self.module,
+            self._snapshot,
+            self._refresh,
+            self._training_hooks,
+            lends=not self._streams,
+            merges=not self._streams or group is not None,
+            finish=lambda adapters: self._fused.finish(adapters),
         )
-        self._window = Window(self.module, self._snapshot, self._refresh, self._training_hooks, lends=not self._streams)
         graph_slots = self._rollout_settings.max_slots if self._settings.enable_cuda_graph else 0
         layers = [part.module for part in structure.layers]
-        self._fused = FusedModel(self.module, layers, self._snapshot, graph_slots)
-        if self._streams:
-            self._fused.why_not = "weights are gathered layer by layer (hybrid_engine.pin_parameters=false)"
+        self._fused = FusedModel(self.module, layers, self._snapshot, graph_slots, group, self._training_hooks)
+        if self._streams and group is None:
+            reason = self._fused.why_not if self._group.size > 1 else "hybrid_engine.pin_parameters=false"
+            self._fused.why_not = f"weights are gathered layer by layer ({reason})"
         if self._rollout_settings.containers == "native":
             self._fused.why_not = "rollout.containers=native"
         root = Part("", self.module, "model")
         parts = {part.module: part for part in (*structure.outer, *structure.layers) if part.module is not self.module}
         self._containers = [FusedContainer(root, self._window, self._fused)]
         self._containers += [NativeContainer(part, self._window) for part in parts.values()]
+
+    def _make_snapshot(self, structure: Structure) -> tuple[Snapshot, InferenceGroup | None]:
+        """The snapshot, and the ranks that share it; None where this rank's is whole."""
+        settings = (self.module, structure, read_adapters(self.module), self._settings.tp_gather_partition_size)
+        if self._group.size == 1 or self._rollout_settings.containers == "native":
+            return Snapshot(*settings), None
+        try:
+            shard = Shard(self._group.size, self._group.index)
+            return SlicedSnapshot(*settings, read_decoder(self.module), shard), self._group
+        except Unreadable:
+            return Snapshot(*settings), None
 
     # ---------------------------------------------------------------- modes
 
@@ -142,6 +169,7 @@ class HybridEngine(DeepSpeedEngine):
             self._snapshot.release()
             self._kv_cache.release()
             self._pages.release()
+            self._fused.release_pages()
             self._fused.release()
         super().destroy()
 
@@ -165,6 +193,7 @@ class HybridEngine(DeepSpeedEngine):
             if self._settings.release_inference_cache:
                 self._kv_cache.release()
                 self._pages.release()
+                self._fused.release_pages()
             if not self._rollout_settings.keep_snapshot:
                 self._snapshot.release()
                 self._fused.release()
@@ -379,6 +408,8 @@ class HybridEngine(DeepSpeedEngine):
             )
 
     def _refresh(self, adapters: bool) -> None:
+        if self._streams and self._fused.why_not:  # nothing will run on a copy
+            return
         self._profiler.now.gathered_bytes += self._snapshot.refresh(self._profiler.phase, adapters)
 
     def _training_hooks(self, of: list[NativeContainer] | None = None) -> list[RemovableHandle]:
@@ -401,7 +432,7 @@ class HybridEngine(DeepSpeedEngine):
 
         A fused decoder is compared with the model's layers on first use; where one differs, this says so afterwards.
         """
-        with unhooked(self._training_hooks()), autocast_if_enabled(self):
+        with autocast_if_enabled(self):
             why_native = self._fused.why_not_now()
         container = NativeContainer.kind if why_native else FusedContainer.kind
         why = f"{NativeContainer.why}: {why_native}" if why_native else self._fused.what
@@ -426,6 +457,13 @@ class HybridEngine(DeepSpeedEngine):
             + self._kv_cache.peak_bytes
             + self._pages.peak_bytes,
         }
+
+
+def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int) -> None:
+    """Raise ValueError where `size` ranks cannot share a model's heads; a model that is of no family runs natively."""
+    if size > 1:
+        with suppress(Unreadable):
+            require_divisible(read_decoder(model).spec, size)
 
 
 def drawn_seed() -> int:

@@ -96,9 +96,15 @@ def refuse_what_is_not_there(settings: HybridEngineConfig, rollout: RolloutConfi
     size, ranks = settings.inference_tp_size, world_size()
     if ranks % size:
         raise ValueError(f"hybrid_engine.inference_tp_size: {size} given; it must divide the world size, {ranks}")
-    if size > 1:
+    if size > 1 and not settings.pin_parameters:
+        raise ValueError(
+            f"hybrid_engine.inference_tp_size: {size} given with pin_parameters=false, which keeps no copy that ranks "
+            "could share; use inference_tp_size=1, or pin_parameters=true"
+        )
+    if size > 1 and settings.enable_cuda_graph:
         raise NotImplementedError(
-            f"hybrid_engine.inference_tp_size: {size} given; inference tensor parallelism is not available yet, use 1"
+            f"hybrid_engine.enable_cuda_graph: true given with inference_tp_size={size}, whose ranks wait for each "
+            "other at every step; use false, or inference_tp_size=1"
         )
     if settings.enable_cuda_graph and not torch.cuda.is_available():
         raise NotImplementedError("hybrid_engine.enable_cuda_graph: true given; no CUDA device is here, use false")

@@ -32,6 +32,38 @@ def all_ranks(flag: bool, device: torch.device) -> bool:
     return unmet.item() == 0
 
 
+class InferenceGroup:
+    """Consecutive ranks that share one copy of the weights during inference, and what they tell each other.
+
+    size: ranks in a group; it divides the world size, and with 1 every rank is by itself.  index: this rank's place
+    in its group. Building one is a collective of all ranks.
+    """
+
+    def __init__(self, size: int):
+        self.size, self.index, self.group = size, rank() % size, None
+        for first in range(0, world_size(), size) if size > 1 else ():  # every rank takes part in making every group
+            members = list(range(first, first + size))
+            group = dist.new_group(members)
+            self.group = group if rank() in members else self.group
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' tensors, in place of this rank's."""
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's tensor, which are of one shape.  [size, ...]"""
+        found = tensor.new_empty(self.size, *tensor.shape)
+        dist.all_gather(list(found.unbind()), tensor.contiguous(), group=self.group)
+        return found
+
+    def gather_rows(self, rows: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
+        """Every rank's [count, ...], of which this rank has its own."""
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        return [found[:count] for found, count in zip(self.gather(padded), counts, strict=True)]
+
+
 def engine_name() -> str:
     """A name for the engine under construction that is the same on every rank and unused by any other engine.
 

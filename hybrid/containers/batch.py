@@ -32,6 +32,33 @@ class PagedKV:
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
 
+    @property
+    def pages(self) -> int:
+        """How many there are."""
+        return len(self.keys[0])
+
+    @property
+    def kind(self) -> object:
+        """Equal for pages that can take each other's content: shape, dtype and device of every layer's."""
+        return [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in (*self.keys, *self.values)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def take_over(self, before: "PagedKV") -> None:
+        """Give the first pages the content of all of `before`'s, which are fewer."""
+        for own, other in zip((*self.keys, *self.values), (*before.keys, *before.values), strict=True):
+            own[: before.pages].copy_(other)
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Give pages the content of others."""
+        device = self.keys[0].device
+        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        for tensor in (*self.keys, *self.values):
+            tensor[target] = tensor[source]
+
 
 def table_of(pages: list[list[int]], device: torch.device) -> torch.Tensor:
     """Page tables of sequences, as wide as the longest.  int32 [sequences, pages]"""

@@ -1,13 +1,14 @@
 """The fused container: a whole decoder that stands in for the model, once it has been shown to equal it."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybrid.architectures.reading import read_decoder
@@ -16,20 +17,27 @@ from hybrid.architectures.structure import Part
 from hybrid.containers.batch import PAGE, PackedBatch, is_packable, packed
 from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.native import NativeContainer
+from hybrid.containers.sharded_decoder import Pool, ShardedDecoder, SharedDecoder
 from hybrid.containers.torch_decoder import TorchDecoder
 from hybrid.containers.window import Window
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
+from hybrid.parallel import InferenceGroup
+from hybrid.weights.lora import Adapted
+from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot
 
 CHECKED_TOKENS = (PAGE + 5, 7)  # sequences of the self-check: over a page's end, and a short one
+
+
+AnyDecoder = CpuDecoder | TorchDecoder | SharedDecoder
 
 
 @dataclass
 class Bound:
     """A decoder over the snapshot's tensors, and of which weights it is."""
 
-    decoder: CpuDecoder | TorchDecoder
+    decoder: AnyDecoder
     key: tuple
 
 
@@ -38,11 +46,22 @@ class FusedModel:
 
     model: what the engine trains.  layers: its transformer layers, in order. Nothing is changed in them.
     graph_slots: decode steps of up to so many rows are CUDA graphs; 0: none are.
+    group: ranks that share the decoder (inference tensor parallelism); the snapshot is a SlicedSnapshot then.
+    own_hooks: gives the training engine's hooks, which are not a wish to see the modules run.
     why_not: words where there is no decoder; "" where there is one, or may be.
     """
 
-    def __init__(self, model: nn.Module, layers: list[nn.Module], snapshot: Snapshot, graph_slots: int = 0):
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[nn.Module],
+        snapshot: Snapshot,
+        graph_slots: int = 0,
+        group: InferenceGroup | None = None,
+        own_hooks: Callable[[], Iterable[RemovableHandle]] = list,
+    ):
         self.model, self.layers, self.snapshot, self.graph_slots = model, layers, snapshot, graph_slots
+        self.group, self.own_hooks, self.pool = group, own_hooks, Pool()
         self.bound: dict[bool, Bound] = {}  # with adapters, and without
         self.checked = self.checking = False
         self.why_not = ""
@@ -53,7 +72,7 @@ class FusedModel:
         self.adapted = {one.wrapper: one for one in snapshot.adapted}
         self.reading: Reading | None = None
         try:
-            self.reading = read_decoder(model)
+            self.reading = snapshot.reading if isinstance(snapshot, SlicedSnapshot) else read_decoder(model)
             self._require_plain_wrappers()
         except Unreadable as reason:
             self.why_not = str(reason)
@@ -61,7 +80,9 @@ class FusedModel:
     @property
     def what(self) -> str:
         """Words for what runs in the model's place."""
-        return f"a decoder of the {self.reading.family} family, on {kernels_of(self._device())}"
+        if self.group is None:
+            return f"a decoder of the {self.reading.family} family, on {kernels_of(self._device())}"
+        return f"a decoder of the {self.reading.family} family, spread over {self.group.size} ranks"
 
     def _require_plain_wrappers(self) -> None:
         for module in self.modules:
@@ -72,13 +93,14 @@ class FusedModel:
         """Words where the model must run natively at the moment, "" where it need not. Inside an open window."""
         if self.why_not:
             return self.why_not
-        if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules):
+        ours = {handle.id for handle in self.own_hooks()}
+        if any({*module._forward_hooks, *module._forward_pre_hooks} - ours for module in self.modules):
             return "hooks on the model's modules want to see them run"
         if torch.is_autocast_enabled(self._device().type):
             return "autocast chooses the dtype of every operation"
         return ""
 
-    def decoder(self, adapters: bool, tokens: int) -> CpuDecoder | TorchDecoder | None:
+    def decoder(self, adapters: bool, tokens: int) -> AnyDecoder | None:
         """The decoder, with the weights as they are now, for sequences of up to `tokens`; None where the model must run
         natively: beyond `DecoderSpec.max_positions` too, where its tables depend on a sequence's length.
 
@@ -99,11 +121,11 @@ class FusedModel:
             warnings.warn(f"the model runs in native containers: {reason}", stacklevel=2)
             return None
 
-    def _check(self, decoder: CpuDecoder | TorchDecoder) -> None:
+    def _check(self, decoder: AnyDecoder) -> None:
         self.checking = True  # the model's own forward must not end up here again
         try:
             forwards = self._forwards()
-            require_equal(decoder, self.model, self.layers)
+            require_equal(getattr(decoder, "sharded", decoder), self.model, self.layers)
             self.checked, self.checked_forwards = True, forwards
         finally:
             self.checking = False
@@ -112,7 +134,7 @@ class FusedModel:
         """What runs as the forward of every module within the layers."""
         return [(type(module).forward, module.__dict__.get("forward")) for module in self.inner]
 
-    def _bound(self, adapters: bool) -> CpuDecoder | TorchDecoder:
+    def _bound(self, adapters: bool) -> AnyDecoder:
         with_adapters = adapters and any(one.state() for one in self.snapshot.adapted)
         key = (self.snapshot.number(), self._addresses(with_adapters))
         bound = self.bound.get(with_adapters)
@@ -123,11 +145,13 @@ class FusedModel:
             bound.key = key
         return bound.decoder
 
-    def _make(self, adapters: bool) -> CpuDecoder | TorchDecoder:
+    def _make(self, adapters: bool) -> AnyDecoder:
         def weights(place: Place) -> torch.Tensor | None:
             return self.tensor(place, adapters)
 
         dtype = self.tensor(self.reading.outer["embedding.weight"], adapters).dtype
+        if self.group is not None:
+            return SharedDecoder(ShardedDecoder(self.reading, weights, dtype, self.group), self.pool)
         kernels = kernels_of(self._device())
         if kernels == "CPU kernels" and dtype in (torch.float32, torch.bfloat16):
             return CpuDecoder(self.reading, weights, dtype, cpu_library())
@@ -138,7 +162,7 @@ class FusedModel:
         return TorchDecoder(self.reading, weights, dtype)
 
     def _device(self) -> torch.device:
-        return self.tensor(self.reading.outer["embedding.weight"], adapters=False).device
+        return self._embedding().device
 
     def _addresses(self, adapters: bool) -> tuple[int, ...]:
         """Where the weights are: others may have moved without a new version."""
@@ -147,27 +171,50 @@ class FusedModel:
         return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
     def tensor(self, place: Place, adapters: bool) -> torch.Tensor | None:
-        """The snapshot's whole tensor at a place; None where the module has no such parameter."""
+        """The snapshot's tensor at a place, whole or this rank's slice; None where there is none."""
+        one, param = self._owner(place)
+        if self.group is not None:
+            if one is not None:
+                return self.snapshot.part_of(place, one, adapters)
+            return None if param is None else self.snapshot.part(place, param)
+        if one is not None:
+            return self.snapshot.weights_of(one, adapters).get(place.parameter)
+        return None if param is None else self.snapshot.tensor(param)
+
+    def _owner(self, place: Place) -> tuple[Adapted | None, nn.Parameter | None]:
+        """The adapted module at a place, None where there is no adapter; and the model's own parameter there."""
         module = place.module
         if isinstance(module, ModulesToSaveWrapper):
             active = None if module.disable_adapters else next(iter(module.active_adapters), None)
             saved = module.modules_to_save
             module = saved[active] if active in saved else module.original_module  # noqa: SIM401 - a ModuleDict has no get
-        if module in self.adapted:
-            return self.snapshot.weights_of(self.adapted[module], adapters).get(place.parameter)
-        param = module._parameters.get(place.parameter)
-        return None if param is None else self.snapshot.tensor(param)
+        one = self.adapted.get(module)
+        return one, (module._parameters if one is None else one.sources).get(place.parameter)
+
+    def _embedding(self) -> nn.Parameter:
+        """The model's own; it may be partitioned, and there may be no copy of it yet."""
+        return self._owner(self.reading.outer["embedding.weight"])[1]
 
     def page_bytes(self) -> int:
         """The most that a page of the KV cache takes in any decoder; 0 where there is none."""
         if self.why_not:
             return 0
-        spec, itemsize = self.reading.spec, self.tensor(self.reading.outer["embedding.weight"], adapters=False).itemsize
+        spec, itemsize = self.reading.spec, self._embedding().itemsize
         return 2 * len(spec.layers) * spec.num_kv_heads * -(-spec.head_dim // 16) * 16 * PAGE * itemsize
 
     def nbytes(self) -> int:
         """Bytes of weights that decoders hold beside the snapshot: joined and turned copies."""
         return sum(bound.decoder.nbytes() for bound in self.bound.values())
+
+    def finish(self, adapters: bool) -> None:
+        """Where ranks share a decoder: take part in what the others still want of it, at the end of a call."""
+        decoder = None if self.group is None else self.decoder(adapters, 1)
+        if decoder is not None:
+            decoder.finish()
+
+    def release_pages(self) -> None:
+        """Let go of the pages that ranks have in common."""
+        self.pool.release()
 
     def release(self) -> None:
         """Let go of the decoders and what they copied."""
@@ -195,7 +242,7 @@ class FusedContainer(NativeContainer):
         call = None if wants_more_than_logits(self.part.module) else plain_call(args, kwargs)
         decoder = None if call is None else self.fused.decoder(self.window.uses_adapters, call[0].shape[1])
         if decoder is None:
-            return original(*args, **kwargs)
+            return super().run(original, args, kwargs)
         return CausalLMOutputWithPast(logits=padded_logits(decoder, *call))
 
 
@@ -225,7 +272,7 @@ def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] |
     return (ids, mask) if bool(fits) and is_packable(mask) else None
 
 
-def padded_logits(decoder: CpuDecoder | TorchDecoder, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def padded_logits(decoder: AnyDecoder, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Logits [rows, tokens, vocab] in the decoder's dtype, 0 where the mask is."""
     real = mask.bool()
     batch = own_pages_batch([row[kept] for row, kept in zip(ids, real, strict=True)], decoder.device)
@@ -249,7 +296,7 @@ class Seen:
     logits: torch.Tensor
 
 
-def require_equal(decoder: CpuDecoder | TorchDecoder, model: nn.Module, layers: list[nn.Module]) -> None:
+def require_equal(decoder: AnyDecoder, model: nn.Module, layers: list[nn.Module]) -> None:
     """Raises Unreadable where the embedding, a layer or the logits of `decoder` differ from the model's own.
 
     Every layer is given what the model's layer is given, for a whole sequence and for its last token over a cache.
@@ -304,8 +351,7 @@ def native_run(
         for layer in layers:
             handle = layer.register_forward_hook(note, with_kwargs=True)
             hooks.callback(handle.remove)
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        logits = base(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
+        logits = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
     return Seen(inputs, outputs, logits)
 
 

@@ -41,7 +41,8 @@ class NativeContainer:
 
     def run(self, original: Callable, args: tuple, kwargs: dict):
         """The module's output, inside an open window."""
-        return original(*args, **kwargs)
+        with self.window.as_asked():
+            return original(*args, **kwargs)
 
     def uninstall(self) -> None:
         """Give the module the forward back that it had; nothing where it was not switched."""

@@ -121,7 +121,7 @@ class TorchDecoder:
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """What goes into the first layer, [tokens, hidden].  ids int64 [tokens], positions int [tokens]."""
-        hidden = F.embedding(ids, self.outer["embedding.weight"])
+        hidden = self._looked_up(ids)
         if self.spec.embedding_multiplier != 1.0:
             hidden = hidden * self.spec.embedding_multiplier
         hidden = self._norm(self.outer, "embedding_norm", hidden)
@@ -130,6 +130,10 @@ class TorchDecoder:
         if "positions.weight" in self.outer:
             hidden = hidden + F.embedding(positions.long() + self.spec.position_offset, self.outer["positions.weight"])
         return hidden
+
+    def _looked_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding, [tokens, embedding_size]."""
+        return F.embedding(ids, self.outer["embedding.weight"])
 
     def layers(
         self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int = 0, last: int | None = None
@@ -146,12 +150,16 @@ class TorchDecoder:
         hidden = self._norm(self.outer, "final_norm", hidden)
         if "project_out.weight" in self.outer:
             hidden = self._linear(self.outer, "project_out", hidden)
-        logits = self._linear(self.outer, "head", hidden)
+        logits = self._judged(hidden)
         if self.spec.logits_divisor != 1.0:
             logits = logits / self.spec.logits_divisor
         if self.spec.logits_softcap:
             logits = torch.tanh(logits / self.spec.logits_softcap) * self.spec.logits_softcap
         return logits.float()
+
+    def _judged(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head's output.  [n, vocabulary]"""
+        return self._linear(self.outer, "head", hidden)
 
     def _step(self, batch: PackedBatch, keys: set[str]) -> Step:
         """What the layers of this forward share."""

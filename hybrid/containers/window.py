@@ -19,9 +19,11 @@ from hybrid.weights.snapshot import Snapshot
 class Window:
     """Opens the snapshot to a model: inside `opened()`, the model computes with the snapshot's tensors.
 
-    refresh: brings the snapshot up to date before it is lent; called with whether adapters will be used.
-    hooks: gives the hook handles of the training engine, which are off while the window is open.
-    lends: false where there is no snapshot to lend, because weights are gathered layer by layer (streaming).
+    refresh: brings the snapshot up to date before it is used; called with whether adapters will be.
+    hooks: gives the hook handles of the training engine, which are off while the snapshot is lent.
+    lends: false where there is nothing whole to lend: weights are gathered layer by layer as the model's own layers run
+        (streaming), or the snapshot has slices of them alone.  merges: the snapshot has adapters merged.
+    finish: called at the end of every `opened()`, whatever was raised, with whether adapters were used.
     """
 
     def __init__(
@@ -31,18 +33,22 @@ class Window:
         refresh: Callable[[bool], None],
         hooks: Callable[[], Iterable[RemovableHandle]],
         lends: bool,
+        merges: bool,
+        finish: Callable[[bool], None] = lambda adapters: None,
     ):
         self.model = model
         self.snapshot = snapshot
         self.refresh = refresh
         self.hooks = hooks
-        self.lends = lends
+        self.lends, self.merges = lends, merges
+        self.finish = finish
         self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
         # The model's own dictionaries, read once: inside a window, the model's tree is another one.
         self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
         self.plains = [(one, dict(one.plain._parameters)) for one in snapshot.adapted]
         # What runs as it is, and so must be switched off to run without adapters. LoRA layers are merged or not.
-        kinds = AuxiliaryTrainingWrapper | (TrainableTokensLayer if lends else BaseTunerLayer)
+        kinds = AuxiliaryTrainingWrapper | (TrainableTokensLayer if merges else BaseTunerLayer)
+        self.layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         self.switchable = [module for module in model.modules() if isinstance(module, kinds)]
 
     @property
@@ -66,13 +72,15 @@ class Window:
             if not self.adapters or self.adapters[-1] != adapters:
                 if not adapters:
                     stack.enter_context(disabled(self.switchable))
-                    self._require_switchable()
+                    if not self.merges:
+                        self._require_switchable()
+                self.refresh(adapters)
                 if self.lends:
-                    self.refresh(adapters)
                     stack.enter_context(unhooked(self.hooks()))
                     stack.enter_context(self._lent(adapters))
             self.adapters.append(adapters)
             stack.callback(self.adapters.pop)
+            stack.callback(self.finish, adapters)
             yield
 
     @contextmanager
@@ -96,12 +104,24 @@ class Window:
             for (module, slot, _), content in zip(reversed(lent), reversed(before), strict=True):
                 module.__dict__[slot] = content
 
+    @contextmanager
+    def as_asked(self) -> Iterator[None]:
+        """Inside the block the model's own modules compute with adapters, or without, as the window has them: where
+        the snapshot has them merged and is not lent, they are there all the same."""
+        if self.lends or not self.merges or self.uses_adapters:
+            yield
+            return
+        self._require_switchable()
+        with disabled(self.layers):
+            yield
+
     def _require_switchable(self) -> None:
         for one in self.snapshot.adapted:
-            if not self.lends and not isinstance(one.wrapper, BaseTunerLayer):
+            if not isinstance(one.wrapper, BaseTunerLayer):
                 raise NotImplementedError(
-                    f"{one.name}: adapters=False with hybrid_engine.pin_parameters=false; DeepSpeed-Chat's LoRA cannot "
-                    "be switched off where it runs as it is. Set pin_parameters to true."
+                    f"{one.name}: adapters=False with hybrid_engine.pin_parameters=false or inference_tp_size above 1; "
+                    "DeepSpeed-Chat's LoRA cannot be switched off where it runs as it is. Set pin_parameters to true, "
+                    "and inference_tp_size to 1."
                 )
 
 

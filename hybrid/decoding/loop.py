@@ -100,7 +100,7 @@ class Decoding:
     max_slots, stride: of `hybrid.decoding.slots`.
     max_out_tokens: the most tokens of a sequence, prompt included.
     noise: called once where sampling needs it.  token_log: filled where a rollout wants logprobs.
-    agree: None, or, where forwards are collectives, tells whether every rank is done.
+    agree: None, or, where the model's own forwards are collectives, tells whether every rank is done.
     streamer: gets tokens as they come; Hugging Face does not pass its own to a custom decoding method (5.23).
     produced: told at the end how many sequences and new tokens there are, padding not counted.
     """
@@ -403,7 +403,7 @@ class StepOutput:
 class FusedForward:
     """The fused decoder, every row in it to the end."""
 
-    cache = None
+    cache = agree = None
 
     def __init__(self, decoder: Decoder, store: PageStore, lengths: list[int], longest: int):
         self.decoder, self.store, self.lengths = decoder, store, lengths
@@ -473,11 +473,11 @@ def in_lockstep(
 
 def finished(done: bool, decoding: Decoding, forward: NativeForward | FusedForward, input_ids: torch.Tensor) -> bool:
     """Whether to stop. Where forwards are collectives, a rank that is done keeps the others company until all are."""
-    if decoding.agree is None:
+    if forward.agree is None:
         return done
     with decoding.phase("wait"):
-        everywhere = decoding.agree(done)
+        everywhere = forward.agree(done)
         while done and not everywhere:
             forward.keep_company(input_ids)
-            everywhere = decoding.agree(True)
+            everywhere = forward.agree(True)
     return everywhere

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
-
 from hybrid.containers.batch import PAGE, PagedKV
 
 
@@ -33,16 +31,16 @@ class PageStore:
         Storage of the call before is kept where its pages are of the same kind.
         """
         one = make(1)
-        if self.kv is not None and kind_of(self.kv) != kind_of(one):
+        if self.kv is not None and self.kv.kind != one.kind:
             self.release()
-        self.make, self.page_bytes = make, sum(tensor.nbytes for tensor in (*one.keys, *one.values))
+        self.make, self.page_bytes = make, one.nbytes
         self.holders = [0] * self.capacity
         self.free = list(range(self.capacity - 1, 0, -1))
 
     @property
     def capacity(self) -> int:
         """Pages that there is storage for, page 0 included."""
-        return 0 if self.kv is None else len(self.kv.keys[0])
+        return 0 if self.kv is None else self.kv.pages
 
     @property
     def limit(self) -> int | None:
@@ -78,8 +76,7 @@ class PageStore:
             capacity = max(min(capacity, self.limit + 1), needed)
         grown = self.make(capacity)
         if self.kv is not None:
-            for new, before in zip((*grown.keys, *grown.values), (*self.kv.keys, *self.kv.values), strict=True):
-                new[:old].copy_(before)
+            grown.take_over(self.kv)
         self.kv = grown
         self.free = list(range(capacity - 1, max(old, 1) - 1, -1)) + self.free
         self.holders += [0] * (capacity - old)
@@ -107,22 +104,13 @@ class PageStore:
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Give pages the content of others."""
-        if not sources:
-            return
-        device = self.kv.keys[0].device
-        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-        for tensor in (*self.kv.keys, *self.kv.values):
-            tensor[target] = tensor[source]
+        if sources:
+            self.kv.copy(sources, targets)
 
     def nbytes(self) -> int:
         """Bytes held."""
-        return 0 if self.kv is None else sum(tensor.nbytes for tensor in (*self.kv.keys, *self.kv.values))
+        return 0 if self.kv is None else self.kv.nbytes
 
     def release(self) -> None:
         """Let go of the storage."""
         self.kv, self.free, self.holders = None, [], []
-
-
-def kind_of(kv: PagedKV) -> list[tuple]:
-    """Shape, dtype and device of every layer's pages."""
-    return [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in (*kv.keys, *kv.values)]

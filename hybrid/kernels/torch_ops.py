@@ -29,15 +29,25 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
+def mean_of_rows(x: torch.Tensor) -> torch.Tensor:
+    """The mean over the last dimension, which stays."""
+    return x.mean(-1, keepdim=True)
+
+
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, float32: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    float32: bool = False,
+    mean_of: Callable[[torch.Tensor], torch.Tensor] = mean_of_rows,
 ) -> torch.Tensor:
     """x / rms(x) · (offset + weight), over the last dimension.  x [..., size], weight [size].
 
-    float32: the weight is applied before rounding to x's dtype, not after.
+    float32: the weight is applied before rounding to x's dtype, not after.  mean_of: [..., size] to [..., 1].
     """
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    wide = wide * torch.rsqrt(mean_of(wide.pow(2)) + eps)
     if float32:
         return ((weight.float() + offset) * wide).to(x.dtype)
     return (weight + offset) * wide.to(x.dtype) if offset else weight * wide.to(x.dtype)

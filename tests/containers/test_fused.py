@@ -36,7 +36,7 @@ class Miniature:
         structure = read_structure(model)
         self.snapshot = Snapshot(model, structure, read_adapters(model), layers_per_group=2)
         self.window = Window(
-            model, self.snapshot, lambda adapters: self.snapshot.refresh(unmeasured, adapters), list, True
+            model, self.snapshot, lambda adapters: self.snapshot.refresh(unmeasured, adapters), list, True, True
         )
         self.fused = FusedModel(model, [part.module for part in structure.layers], self.snapshot)
         self.container = FusedContainer(Part("", model, "model"), self.window, self.fused)

@@ -53,7 +53,7 @@ def window_of(model: nn.Module) -> Window:
     def refresh(adapters: bool) -> None:
         snapshot.refresh(phase, adapters)
 
-    return Window(model, snapshot, refresh, list, lends=True)
+    return Window(model, snapshot, refresh, list, lends=True, merges=True)
 
 
 @pytest.mark.parametrize("make", [with_peft, with_chat_lora])

@@ -186,7 +186,11 @@ def check_initialize(folder: str) -> None:
     wrong = [
         ({"config": settings(3, hybrid_engine={"max_out_tokenz": 3})}, ValueError, "'max_out_tokens'"),
         ({"config": settings(3, hybrid_engine={"inference_tp_size": 3})}, ValueError, "divide the world size, 2"),
-        ({"config": settings(3, hybrid_engine={"inference_tp_size": 2})}, NotImplementedError, "not available yet"),
+        (
+            {"config": settings(3, hybrid_engine={"inference_tp_size": 2, "pin_parameters": False})},
+            ValueError,
+            "pin_parameters=false",
+        ),
         ({"config": settings(3, hybrid_engine={"enable_cuda_graph": True})}, NotImplementedError, "enable_cuda_graph"),
         ({}, ValueError, "no config given"),
         ({"config": "nowhere.json"}, ValueError, "no file at"),

@@ -1,0 +1,261 @@
+"""Inference tensor parallelism: a decoder whose heads, MLPs and vocabulary are spread over a group of ranks, and what
+lets each rank bring rows of its own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from hybrid.architectures.spec import Place, Reading
+from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
+from hybrid.containers.torch_decoder import Step, TorchDecoder
+from hybrid.kernels import torch_ops
+from hybrid.parallel import InferenceGroup
+from hybrid.weights.tensor_parallel import Shard, shard_spec
+
+
+class ShardedDecoder(TorchDecoder):
+    """TorchDecoder over a rank's slices. Its functions are collectives: every rank calls them with the same tokens, and
+    gets the same hidden states and logits.
+
+    weights: a place to this rank's slice of it, None where it has none.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        weights: Callable[[Place], torch.Tensor | None],
+        dtype: torch.dtype,
+        group: InferenceGroup,
+    ):
+        local = shard_spec(reading.spec, Shard(group.size, group.index))
+        super().__init__(replace(reading, spec=local), weights, dtype)
+        self.group = group
+
+    def _read(self, place: Place) -> torch.Tensor | None:
+        return self.weights(place)  # cut from what `select` gives
+
+    def _looked_up(self, ids: torch.Tensor) -> torch.Tensor:
+        table = self.outer["embedding.weight"]
+        own = ids - self.group.index * len(table)
+        here = (own >= 0) & (own < len(table))
+        return self.group.sum(F.embedding(own * here, table) * here[:, None])
+
+    def _attention(self, index: int, read: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
+        return self.group.sum(super()._attention(index, read, step, kv))
+
+    def _mlp(self, index: int, read: torch.Tensor) -> torch.Tensor:
+        return self.group.sum(super()._mlp(index, read))
+
+    def _judged(self, hidden: torch.Tensor) -> torch.Tensor:
+        parts = self.group.gather(super()._judged(hidden))
+        return parts.permute(1, 0, 2).flatten(1)[:, : self.spec.vocab_size]
+
+    def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
+        if self.spec.qk_norm != "row" or role not in ("q_norm", "k_norm"):
+            return super()._norm(tensors, role, x)
+        # Key heads that several ranks have count that often, in the sum and in the number.
+        size = x.shape[-1] * self.group.size
+        spec = self.spec
+        return torch_ops.rms_norm(
+            x,
+            tensors[f"{role}.weight"],
+            spec.norm_eps,
+            spec.norm_offset,
+            spec.norm_float32,
+            mean_of=lambda squares: self.group.sum(squares.sum(-1, keepdim=True)) / size,
+        )
+
+
+class SharedPages:
+    """A rank's pages, of which every rank of its group holds its heads. To their owner they are a number of pages."""
+
+    def __init__(self, pool: "Pool", pages: int, page_bytes: int):
+        self.pool, self.pages, self.page_bytes = pool, pages, page_bytes
+
+    @property
+    def kind(self) -> object:
+        """As PagedKV's: a rank's pages are all in its group's pool."""
+        return (id(self.pool), self.page_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that these pages take in the whole group, which is this rank's share of what it holds."""
+        return self.pages * self.page_bytes
+
+    def take_over(self, before: "SharedPages") -> None:
+        """Nothing to do: a page keeps its number, and the pool its content."""
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Give pages the content of others, on every rank, before the next forward."""
+        self.pool.copies += zip(sources, targets, strict=True)
+
+
+class Pool:
+    """The pages of all ranks of a group, this rank's heads of them: `capacity` pages for each rank, in order."""
+
+    def __init__(self):
+        self.kv: PagedKV | None = None
+        self.capacity = 0
+        self.copies: list[tuple[int, int]] = []  # that this rank wants of its own pages
+
+    def grow(self, make: Callable[[int], PagedKV], capacity: int, ranks: int) -> PagedKV:
+        """The pages, at least `capacity` for each rank; content stays."""
+        if self.kv is None or capacity > self.capacity:
+            grown = make(capacity * ranks)
+            if self.kv is not None:
+                tensors = zip((*grown.keys, *grown.values), (*self.kv.keys, *self.kv.values), strict=True)
+                for new, old in tensors:
+                    new.unflatten(0, (ranks, capacity))[:, : self.capacity] = old.unflatten(0, (ranks, self.capacity))
+            self.kv, self.capacity = grown, capacity
+        return self.kv
+
+    def release(self) -> None:
+        """Let go of the storage."""
+        self.kv, self.capacity, self.copies = None, 0, []
+
+
+class Brought(NamedTuple):
+    """What a rank brings to a meeting, in numbers.
+
+    wants: whether it wants anything, or is there for the others.  tokens, sequences, width: of its batch and page
+    tables.  copies: of pages.  pages: that it has.  rows: hidden states that it wants logits of.  judged: it wants
+    those of its batch's.
+    """
+
+    wants: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    width: int = 0
+    copies: int = 0
+    pages: int = 0
+    rows: int = 0
+    judged: int = 0
+
+    @property
+    def message(self) -> int:
+        """Numbers that it says its batch and copies with."""
+        return (
+            2 * self.tokens + 2 * self.sequences + (self.sequences > 0) + self.sequences * self.width + 2 * self.copies
+        )
+
+
+class SharedDecoder:
+    """A ShardedDecoder for ranks with rows of their own: whoever wants a forward waits for the others to bring what
+    they have, if only company.
+
+    To its callers it is a decoder of this rank's rows. `finish` keeps the others company until all have finished.
+    """
+
+    def __init__(self, sharded: ShardedDecoder, pool: Pool):
+        self.sharded, self.pool, self.group = sharded, pool, sharded.group
+        self.spec, self.reading, self.dtype = sharded.spec, sharded.reading, sharded.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.sharded.device
+
+    def bind(self) -> None:
+        """Read the weights, again or for the first time."""
+        self.sharded.bind()
+
+    def nbytes(self) -> int:
+        """Bytes of weights that are copies: joined matrices."""
+        return self.sharded.nbytes()
+
+    def reserve(self, tokens: int) -> None:
+        """Nothing to do, as in TorchDecoder."""
+
+    def kv(self, pages: int) -> SharedPages:
+        """Pages of this rank's; where they are is decided when ranks meet."""
+        spec = self.spec
+        page = 2 * len(spec.layers) * PAGE * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+        return SharedPages(self.pool, pages, page * self.group.size)
+
+    def forward(self, batch: PackedBatch, kv: SharedPages) -> torch.Tensor:
+        """The last layer's output for this rank's tokens.  [tokens, hidden]"""
+        return self._meet(batch, kv)[0]
+
+    def decode(self, batch: PackedBatch, kv: SharedPages) -> torch.Tensor:
+        """Logits after one new token for each of this rank's sequences.  float32 [sequences, vocab]"""
+        return self._meet(batch, kv, judged=True)[1]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits after the last layer's output [n, hidden].  float32 [n, vocab]"""
+        return self._meet(rows=hidden)[1]
+
+    def finish(self) -> None:
+        """Keep the others company until nobody wants anything."""
+        self.pool.copies = []
+        while self._meet() is not None:
+            pass
+
+    def _meet(
+        self,
+        batch: PackedBatch | None = None,
+        kv: SharedPages | None = None,
+        rows: torch.Tensor | None = None,
+        judged: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Everybody's forwards, then everybody's logits; gives this rank's of each. None: nobody wants anything."""
+        wants = batch is not None or rows is not None
+        own = Brought(wants=int(wants), rows=0 if rows is None else len(rows), judged=int(judged))
+        if batch is not None:
+            sequences, width = batch.tables.shape
+            own = own._replace(tokens=len(batch.ids), sequences=sequences, width=width)
+            own = own._replace(copies=len(self.pool.copies), pages=kv.pages)
+        all_brought = [Brought(*one) for one in self.group.gather(torch.tensor(own, device=self.device)).tolist()]
+        if not any(one.wants for one in all_brought):
+            return None
+        nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
+        hidden = asked = [nothing] * self.group.size
+        if any(one.tokens for one in all_brought):
+            together, pages = self._together(batch, all_brought)
+            hidden = self.sharded.forward(together, pages).split([one.tokens for one in all_brought])
+        if any(one.rows for one in all_brought):
+            asked = self.group.gather_rows(nothing if rows is None else rows, [one.rows for one in all_brought])
+        asked = [own if one.judged else rows for one, own, rows in zip(all_brought, hidden, asked, strict=True)]
+        logits = torch.empty(0, self.spec.vocab_size, device=self.device)
+        if any(map(len, asked)):
+            logits = self.sharded.logits(torch.cat(asked)).split([len(rows) for rows in asked])[self.group.index]
+        return hidden[self.group.index], logits
+
+    def _together(self, batch: PackedBatch | None, all_brought: list[Brought]) -> tuple[PackedBatch, PagedKV]:
+        """All ranks' batches as one, over the pool's pages, once these have the content that was wanted."""
+        message = torch.zeros(0, dtype=torch.int64, device=self.device)
+        if batch is not None:
+            copies = torch.tensor(self.pool.copies, dtype=torch.int64, device=self.device)
+            parts = (batch.ids, batch.positions, batch.starts, batch.lengths, batch.tables, copies)
+            message = torch.cat([part.flatten().long() for part in parts])
+            self.pool.copies = []
+        messages = self.group.gather_rows(message, [one.message for one in all_brought])
+        pages = self.pool.grow(self.sharded.kv, max(one.pages for one in all_brought), self.group.size)
+        capacity, width, tokens = self.pool.capacity, max(one.width for one in all_brought), 0
+        ids, positions, starts, lengths, tables, copies = [], [], [], [], [], []
+        for index, (one, said) in enumerate(zip(all_brought, messages, strict=True)):
+            if not one.tokens:
+                continue
+            sizes = (one.tokens, one.tokens, one.sequences + 1, one.sequences, one.sequences * one.width)
+            *parts, wanted = said.split([*sizes, 2 * one.copies])
+            ids.append(parts[0])
+            positions.append(parts[1])
+            starts.append(parts[2][:-1] + tokens)
+            lengths.append(parts[3])
+            table = parts[4].view(one.sequences, one.width)
+            tables.append(F.pad(table, (0, width - one.width)) + index * capacity)
+            copies.append(wanted.view(-1, 2) + index * capacity)
+            tokens += one.tokens
+        sources, targets = torch.cat(copies).unbind(1)
+        if len(sources):
+            pages.copy(sources.tolist(), targets.tolist())
+        starts.append(starts[0].new_tensor([tokens]))
+        return PackedBatch(
+            ids=torch.cat(ids),
+            positions=torch.cat(positions).int(),
+            starts=torch.cat(starts).int(),
+            lengths=torch.cat(lengths).int(),
+            tables=torch.cat(tables).int(),
+        ), pages

@@ -1,0 +1,111 @@
+"""Slices for inference tensor parallelism: which part of a role's tensor a rank of a group keeps.
+
+Columns, rows and vocabulary as in Megatron-LM (arXiv:1909.08053): what a rank makes of its heads and of its part of the
+MLP is summed over the group. Where a size does not divide, the last ranks' parts end in zeros: a hidden unit whose
+weights are zeros adds nothing, whatever the activation (all known ones map 0 to 0).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from hybrid.architectures.spec import DecoderSpec, Place, Reading
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `size` parts, the one at `index`."""
+
+    size: int
+    index: int
+
+
+def require_divisible(spec: DecoderSpec, size: int) -> None:
+    """Raise ValueError, in words, where the heads cannot be shared out."""
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    if heads % size or (kv_heads % size and size % kv_heads):
+        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        raise ValueError(
+            f"hybrid_engine.inference_tp_size: {size} given; the model's {heads} attention heads and {kv_heads} key "
+            f"and value heads can be shared out by {', '.join(map(str, fits))}"
+        )
+
+
+def shard_spec(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
+    """What a rank computes of `spec`: its heads. Key and value heads are repeated where there are fewer than ranks."""
+    heads = spec.num_heads // shard.size
+    alibi = None if spec.alibi is None else spec.alibi[shard.index * heads : (shard.index + 1) * heads]
+    return replace(spec, num_heads=heads, num_kv_heads=max(spec.num_kv_heads // shard.size, 1), alibi=alibi)
+
+
+def chunk(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
+    """A rank's part of a dimension; zeros where it has ended."""
+    width = -(-tensor.shape[dim] // shard.size)
+    start = min(width * shard.index, tensor.shape[dim])
+    part = tensor.narrow(dim, start, min(width, tensor.shape[dim] - start))
+    if part.shape[dim] == width:
+        return part
+    shape = list(part.shape)
+    shape[dim] = width - part.shape[dim]
+    return torch.cat([part, part.new_zeros(shape)], dim)
+
+
+def kv_rows(tensor: torch.Tensor, spec: DecoderSpec, shard: Shard) -> torch.Tensor:
+    """Rows of the key or value heads that a rank's query heads look at."""
+    if spec.num_kv_heads >= shard.size:
+        return chunk(tensor, 0, shard)
+    head = shard.index * spec.num_kv_heads // shard.size
+    return tensor[head * spec.head_dim : (head + 1) * spec.head_dim]
+
+
+def both_halves(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """A rank's part of experts' gates, above its part of their ups.  [experts, 2 · inner, hidden]"""
+    return torch.cat([chunk(half, 1, shard) for half in tensor.chunk(2, dim=1)], dim=1)
+
+
+def cut_of(role: str, spec: DecoderSpec, shard: Shard) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
+    """How a rank's part of "<role>.weight" or "<role>.bias" is cut from the whole, [out, in] or [out]; None: it is the
+    whole. Biases of what is summed over the group are the first rank's, None for the others."""
+    name, _, kind = role.partition(".")
+    row_norm = name in ("q_norm", "k_norm") and spec.qk_norm == "row"
+    if name in ("q", "gate", "up", "embedding", "head") or (row_norm and name == "q_norm"):
+        return lambda tensor: chunk(tensor, 0, shard)
+    if name in ("k", "v") or row_norm:
+        return lambda tensor: kv_rows(tensor, spec, shard)
+    if name in ("o", "down"):
+        if kind == "weight":
+            return lambda tensor: chunk(tensor, 1, shard)
+        return None if shard.index == 0 else lambda tensor: None
+    if name == "experts_gate_up":
+        return lambda tensor: both_halves(tensor, shard)
+    if name == "experts_down":
+        return lambda tensor: chunk(tensor, 2, shard)
+    return None
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A rank's part of the role at one place.  key: equal for parts that are the same, as of tied embeddings."""
+
+    place: Place
+    key: tuple
+    cut: Callable[[torch.Tensor], torch.Tensor | None] | None
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor | None:
+        """The part, from the whole tensor of the place; None where another rank has it."""
+        selected = whole if self.place.select is None else self.place.select(whole)
+        return selected if self.cut is None else self.cut(selected)
+
+
+VOCABULARY = ("embedding.weight", "head.weight")  # cut alike, so that tied ones are kept once
+
+
+def slices_of(reading: Reading, shard: Shard) -> dict[Place, Slice]:
+    """A rank's part of every place of a reading."""
+    found = {}
+    for layer in (reading.outer, *reading.layers):
+        for role, place in layer.items():
+            key = ("vocabulary" if role in VOCABULARY else role, place.select)
+            found[place] = Slice(place, key, cut_of(role, reading.spec, shard))
+    return found

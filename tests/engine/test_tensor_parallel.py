@@ -1,0 +1,251 @@
+"""Inference tensor parallelism: token for token what one rank alone makes, whatever each rank of a group brings."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import hybrid
+from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
+from tests.models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft
+from tests.rank_pool import RankPool
+
+
+def spread(size: int, stage: int = 3, threshold: int = 0, **changes) -> dict:
+    """Settings of an engine whose inference is spread over `size` ranks."""
+    block = {"enabled": True, "inference_tp_size": size, "tp_gather_partition_size": 2}
+    return settings(stage, threshold, hybrid_engine=block, rollout={"containers": "fused"}, **changes)
+
+
+def fused(engine: hybrid.HybridEngine, size: int) -> bool:
+    """Whether coverage says that the decoder is spread over so many ranks."""
+    return all(f"spread over {size} ranks" in row["why"] for row in engine.coverage())
+
+
+def check_family(family: str, adapter: str, size: int) -> None:
+    model = ADAPTERS[adapter](tiny_model(family))
+    reference = twin(model)
+    engine = engine_of(model, spread(size))
+    rank = dist.get_rank()
+    for padded in (False, True):
+        # Ranks differ in rows, prompt length and number of new tokens.
+        ids, mask = prompts(rows=3 + rank, length=7 + rank, padded=padded, seed=rank)
+        request = {"attention_mask": mask, "max_new_tokens": 6 + 4 * rank, "do_sample": False}
+        expected = reference.generate(ids, **request)
+        assert torch.equal(engine.generate(ids, **request), expected), f"{family}, padded {padded}, rank {rank}"
+    assert fused(engine, size), engine.coverage()
+    whole = torch.ones_like(expected)
+    whole[:, : ids.shape[1]] = mask
+    engine.eval()
+    with torch.no_grad():
+        logits = reference(expected, attention_mask=whole).logits
+    ours = engine(expected, attention_mask=whole, use_cache=False).logits
+    torch.testing.assert_close(ours[whole.bool()], logits[whole.bool()], atol=1e-3, rtol=1e-4)
+    engine.train()
+    train_step(engine)
+    engine.destroy()
+
+
+# Adapters are merged before they are cut, family by family as without them: most of these run as slow tests.
+CASES = [pytest.param(family, "none") for family in ALL_FAMILIES] + [
+    pytest.param(family, "peft", marks=[] if family in ("gpt2", "phi3", "mixtral") else pytest.mark.slow)
+    for family in ALL_FAMILIES
+]
+
+
+@pytest.mark.parametrize(("family", "adapter"), CASES)
+def test_two_ranks_make_what_one_makes(ranks, family, adapter):
+    ranks.run(check_family, family, adapter, 2)
+
+
+def check_four(size: int) -> None:
+    for family, adapter in (("llama", "none"), ("qwen3_moe", "none"), ("olmo2", "peft"), ("bloom", "chat")):
+        check_family(family, adapter, size)
+
+
+def test_four_ranks():
+    """Two groups of two, whose rows are independent; and one of four, in which two ranks have the same key head."""
+    pool = RankPool(4)
+    try:
+        pool.run(check_four, 2)
+        pool.run(check_four, 4)
+    finally:
+        pool.close()
+
+
+def check_rollouts(stage: int, adapter: str) -> None:
+    """Rollouts, their logprobs and scores are an engine's that is not spread, before and after a step."""
+    alone, together = (
+        engine_of(ADAPTERS[adapter](tiny_model("llama")), config) for config in (settings(stage), spread(2, stage))
+    )
+    rank = dist.get_rank()
+    ids, mask = prompts(2 + rank, 6 + rank, padded=True, seed=rank)
+    sampling = hybrid.SamplingParams(max_new_tokens=5 + 6 * rank, temperature=0.7, top_k=20, seed=3)
+    for step in range(2):
+        batches = []
+        for engine in (alone, together):
+            with engine.inference():
+                batch = engine.rollout(ids, mask, sampling, num_generations=2)
+                scores = engine.score(batch.sequences, batch.attention_mask)
+                base = engine.score(batch.sequences, batch.attention_mask, adapters=False)
+            batches.append((batch, scores, base))
+        (one, own, reference), (two, scores, base) = batches
+        assert torch.equal(one.completion_ids, two.completion_ids)
+        assert two.weight_version == step
+        torch.testing.assert_close(two.sampling_per_token_logps, one.sampling_per_token_logps, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(scores.per_token_logps, own.per_token_logps, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(base.per_token_logps, reference.per_token_logps, atol=1e-5, rtol=1e-5)
+        if adapter != "none":
+            assert (base.per_token_logps - scores.per_token_logps).abs().max() > 1e-2
+        for engine in (alone, together):
+            engine.train()
+            train_step(engine, step)
+        assert storage_digest(alone) == storage_digest(together), "training is not what it was"
+
+
+@pytest.mark.parametrize("adapter", list(ADAPTERS))
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_rollouts_and_scores_are_those_of_an_engine_alone(ranks, stage, adapter):
+    ranks.run(check_rollouts, stage, adapter)
+
+
+def check_shared_prompts() -> None:
+    """Equal prompts are prefilled once: their last page is copied on every rank; a queue, and few slots."""
+    config = spread(2)
+    config["rollout"] = {"containers": "fused", "max_slots": 2, "kv_step": 32}
+    model = tiny_model("llama")
+    reference = twin(model)
+    engine = engine_of(model, config)
+    rank = dist.get_rank()
+    ids, mask = prompts(2, 37, padded=True, seed=rank)
+    request = {"attention_mask": mask, "max_new_tokens": 9 - 5 * rank}
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    sampling = hybrid.SamplingParams(max_new_tokens=7, seed=1)
+    batch = engine.rollout(ids, mask, sampling, num_generations=3)
+    scores = engine.score(batch.sequences, batch.attention_mask)
+    judged = scores.per_token_logps[:, ids.shape[1] - 1 :] * batch.completion_mask
+    torch.testing.assert_close(judged, batch.sampling_per_token_logps, atol=1e-5, rtol=1e-5)
+
+
+def test_shared_prompts_and_a_queue(ranks):
+    ranks.run(check_shared_prompts)
+
+
+def check_company() -> None:
+    """A rank without rows, one whose own criteria look at every step, and one that raises: nobody hangs."""
+    model = tiny_model("llama")
+    reference = twin(model)
+    engine = engine_of(model, spread(2))
+    rank = dist.get_rank()
+    ids, mask = prompts(2, 6, padded=True, seed=rank)
+    sampling = hybrid.SamplingParams(max_new_tokens=12, temperature=0)
+    rows = 2 * rank
+    batch = engine.rollout(ids[:rows], mask[:rows], sampling)
+    assert len(batch.completion_ids) == rows
+    assert len(engine.score(ids[:rows], mask[:rows]).per_token_logps) == rows
+
+    class Never(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if raises and input_ids.shape[1] >= 9:
+                raise ArithmeticError
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    criteria = {"stopping_criteria": StoppingCriteriaList([Never()] * (1 - rank))}
+    request = {"attention_mask": mask, "max_new_tokens": 8 + 4 * rank}
+    raises = False
+    assert torch.equal(engine.generate(ids, **request, **criteria), reference.generate(ids, **request))
+    raises = True
+    digest = storage_digest(engine)
+    try:
+        found = engine.generate(ids, **request, **criteria)
+        assert rank == 1
+        assert torch.equal(found, reference.generate(ids, **request))
+    except ArithmeticError:
+        assert rank == 0
+    assert engine.module.training
+    assert storage_digest(engine) == digest
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    train_step(engine)
+
+
+def test_ranks_keep_each_other_company(ranks):
+    ranks.run(check_company)
+
+
+def check_bytes() -> None:
+    """A rank keeps its part; frozen weights are gathered once; nothing is gathered that is fresh."""
+    whole, half = (engine_of(tiny_model("llama"), config) for config in (settings(3), spread(2)))
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    for engine in (whole, half):
+        engine.eval()
+        engine.generate(ids, attention_mask=mask, max_new_tokens=3)
+    ours, all_of_it = half.stats()["snapshot_bytes"], whole.stats()["snapshot_bytes"]
+    assert 0.5 < ours / all_of_it < 0.53  # norms are whole, and the vocabulary of 97 is rounded up
+    layer = sum(p.ds_numel * 4 for p in half.module.model.layers[0].parameters())
+    assert half.stats()["peak_bytes"] - half.stats()["container_bytes"] - half.stats()["kv_bytes"] <= ours + 2 * layer
+    gathered = half.stats()["gathered_bytes"]
+    assert gathered == sum(p.ds_numel * 4 for p in half.module.parameters())
+    half.generate(ids, attention_mask=mask, max_new_tokens=3)
+    assert half.stats()["gathered_bytes"] == gathered
+
+    tuned = engine_of(with_peft(tiny_model("llama")), spread(2))
+    tuned.generate(ids, attention_mask=mask, max_new_tokens=2)
+    train_step(tuned)
+    tuned.eval()
+    tuned.generate(ids, attention_mask=mask, max_new_tokens=2)
+    targets = sum(p.ds_numel * 4 for n, p in tuned.module.named_parameters() if "lora_" in n or "base_layer" in n)
+    assert tuned.stats()["gathered_bytes"] == targets
+    tuned.train()
+    half.train()
+
+
+def test_a_rank_keeps_its_part_alone(ranks):
+    ranks.run(check_bytes)
+
+
+def check_native() -> None:
+    """What the decoder does not compute runs layer by layer, and coverage says so."""
+    model = tiny_model("llama")
+    reference = twin(model)
+    engine = engine_of(model, spread(2))
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    request = {"attention_mask": mask, "max_new_tokens": 3, "return_dict_in_generate": True, "output_scores": True}
+    ours, theirs = engine.generate(ids, **request), reference.generate(ids, **request)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours.scores, theirs.scores, strict=True))
+    tuned = engine_of(with_peft(tiny_model("llama")), spread(2))
+    assert torch.equal(tuned.generate(ids, adapters=False, **request).sequences, theirs.sequences)
+    assert tuned.weight_version == 0
+    chat = engine_of(with_chat_lora(tiny_model("llama")), spread(2))
+    with pytest.raises(NotImplementedError, match="inference_tp_size above 1; DeepSpeed-Chat's LoRA cannot"):
+        chat.generate(ids, adapters=False, **request)
+    config = spread(2)
+    config["rollout"] = {"containers": "native"}
+    engine = engine_of(tiny_model("llama"), config)
+    request = {"attention_mask": mask, "max_new_tokens": 3 + 2 * dist.get_rank()}
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    assert all("native" in row["why"] for row in engine.coverage())
+
+
+def test_what_is_not_fused_runs_layer_by_layer(ranks):
+    ranks.run(check_native)
+
+
+def check_refusals() -> None:
+    for block, error, words in (
+        ({"inference_tp_size": 3}, ValueError, "3 given; it must divide the world size, 2"),
+        ({"inference_tp_size": 4}, ValueError, "4 given; it must divide the world size, 2"),
+        ({"inference_tp_size": 0}, ValueError, "inference_tp_size: 0 given"),
+        ({"inference_tp_size": -1}, ValueError, "inference_tp_size: -1 given"),
+        ({"inference_tp_size": 2, "pin_parameters": False}, ValueError, "pin_parameters=false"),
+    ):
+        with pytest.raises(error, match=words), CollectiveCount() as count:
+            engine_of(tiny_model("llama"), settings(3, hybrid_engine={"enabled": True, **block}))
+        assert count.count == 0, block
+    odd = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
+    with pytest.raises(ValueError, match="2 given; the model's 3 attention heads and 3 key and value heads.*by 1, 3"):
+        engine_of(tiny_model("llama", **odd), spread(2))
+
+
+def test_sizes_that_do_not_fit_are_refused(ranks):
+    ranks.run(check_refusals)

@@ -1,0 +1,82 @@
+"""Slices of every family's weights: the ranks' parts are the whole, and sizes that cannot be shared out are refused."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hybrid.architectures.reading import read_decoder
+from hybrid.architectures.spec import Place, Reading
+from hybrid.weights.tensor_parallel import Shard, chunk, require_divisible, shard_spec, slices_of
+from tests.models import ALL_FAMILIES, tiny_model
+
+
+def parts(reading: Reading, place: Place, size: int) -> list[torch.Tensor | None]:
+    """The ranks' parts of a place."""
+    whole = place.module._parameters[place.parameter]
+    return [slices_of(reading, Shard(size, index))[place].of(whole) for index in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_parts_are_the_whole(family, size):
+    """Rows, columns and heads of every role, once each; what is no matrix of heads, MLP or vocabulary is whole."""
+    reading = read_decoder(tiny_model(family))
+    spec = reading.spec
+    for layer in (reading.outer, *reading.layers):
+        for role, place in layer.items():
+            whole = place.module._parameters[place.parameter]
+            if whole is None:
+                continue
+            selected = whole if place.select is None else place.select(whole)
+            found = parts(reading, place, size)
+            name, _, kind = role.partition(".")
+            if name in ("q", "gate", "up", "embedding", "head"):
+                assert torch.equal(torch.cat(found)[: len(selected)], selected), role
+                assert not torch.cat(found)[len(selected) :].any(), role
+            elif name in ("k", "v"):
+                copies = max(size // spec.num_kv_heads, 1)
+                assert torch.equal(torch.cat(found[::copies]), selected), role
+            elif name in ("o", "down") and kind == "weight":
+                assert torch.equal(torch.cat(found, dim=1)[:, : selected.shape[1]], selected), role
+            elif name in ("o", "down"):
+                assert torch.equal(found[0], selected), role
+                assert found[1:] == [None] * (size - 1), role
+            elif name == "experts_down":
+                assert torch.equal(torch.cat(found, dim=2), selected), role
+            elif name == "experts_gate_up":
+                halves = [
+                    torch.cat(half, dim=1) for half in zip(*(part.chunk(2, dim=1) for part in found), strict=True)
+                ]
+                assert torch.equal(torch.cat(halves, dim=1), selected), role
+            elif not (name in ("q_norm", "k_norm") and spec.qk_norm == "row"):
+                assert all(torch.equal(part, selected) for part in found), role
+
+
+def test_units_that_do_not_divide_end_in_zeros():
+    tensor = torch.arange(1.0, 11).view(5, 2)
+    assert [chunk(tensor, 0, Shard(3, index)).tolist() for index in range(3)] == [
+        [[1, 2], [3, 4]],
+        [[5, 6], [7, 8]],
+        [[9, 10], [0, 0]],
+    ]
+    assert chunk(tensor, 0, Shard(4, 3)).tolist() == [[0, 0], [0, 0]]
+    # A unit of zeros adds nothing, whatever the activation.
+    zero = torch.zeros(1)
+    assert all(act(zero) == 0 for act in (F.silu, F.gelu, F.relu))
+
+
+def test_heads_of_a_rank():
+    spec = read_decoder(tiny_model("bloom")).spec
+    assert [shard_spec(spec, Shard(2, index)).alibi for index in range(2)] == [spec.alibi[:2], spec.alibi[2:]]
+    spec = read_decoder(tiny_model("llama")).spec  # 4 heads, 2 key heads
+    assert [(shard_spec(spec, Shard(n, 0)).num_heads, shard_spec(spec, Shard(n, 0)).num_kv_heads) for n in (2, 4)] == [
+        (2, 1),
+        (1, 1),
+    ]
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_heads_that_cannot_be_shared_out_are_refused(size):
+    spec = read_decoder(tiny_model("llama")).spec
+    with pytest.raises(ValueError, match=rf"inference_tp_size: {size} given; .*4 attention heads.*by 1, 2, 4"):
+        require_divisible(spec, size)
