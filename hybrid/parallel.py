@@ -18,9 +18,9 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def own_row_ids(rows: int) -> torch.Tensor:
-    """Row numbers for `rows` prompts of this rank that no other rank uses.  int64 [rows]"""
-    return torch.arange(rows) + rank() * ROWS_PER_RANK
+def own_row_ids(rows: int, who: int | None = None) -> torch.Tensor:
+    """Row numbers for `rows` prompts of this rank, or of group `who`, that no other uses.  int64 [rows]"""
+    return torch.arange(rows) + (rank() if who is None else who) * ROWS_PER_RANK
 
 
 def all_ranks(flag: bool, device: torch.device) -> bool:
@@ -36,11 +36,15 @@ class InferenceGroup:
     """Consecutive ranks that share one copy of the weights during inference, and what they tell each other.
 
     size: ranks in a group; it divides the world size, and with 1 every rank is by itself.  index: this rank's place
-    in its group. Building one is a collective of all ranks.
+    in its group.  number: the group's place among the groups. Building one is a collective of all ranks, unless `group`
+    is there already.
     """
 
-    def __init__(self, size: int):
-        self.size, self.index, self.group = size, rank() % size, None
+    def __init__(self, size: int, group: dist.ProcessGroup | None = None):
+        self.size, self.index, self.number, self.group = size, rank() % size, rank() // size, group
+        if group is not None:
+            self.index, self.number = dist.get_rank(group), dist.get_global_rank(group, 0)
+            return
         for first in range(0, world_size(), size) if size > 1 else ():  # every rank takes part in making every group
             members = list(range(first, first + size))
             group = dist.new_group(members)
@@ -49,6 +53,11 @@ class InferenceGroup:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' tensors, in place of this rank's."""
         dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def share(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The first rank's tensor, in place of the others'."""
+        dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:

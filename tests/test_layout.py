@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     ("hybrid",),
     ("hybrid.initialize",),
-    ("hybrid.hybrid_engine",),
+    ("hybrid.hybrid_engine", "hybrid.inference_engine"),
     ("hybrid.rollout_engine",),
+    ("hybrid.generation",),
     ("hybrid.rollout",),
     ("hybrid.decoding",),
     ("hybrid.containers",),

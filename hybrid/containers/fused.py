@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Place, Reading, Unreadable
-from hybrid.architectures.structure import Part
+from hybrid.architectures.structure import Part, Structure
 from hybrid.containers.batch import PAGE, PackedBatch, is_packable, packed
 from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.native import NativeContainer
@@ -244,6 +244,24 @@ class FusedContainer(NativeContainer):
         if decoder is None:
             return super().run(original, args, kwargs)
         return CausalLMOutputWithPast(logits=padded_logits(decoder, *call))
+
+
+def containers_of(model: nn.Module, structure: Structure, window: Window, fused: FusedModel) -> list[NativeContainer]:
+    """A container for the whole model, and one for each part of it."""
+    parts = {part.module: part for part in (*structure.outer, *structure.layers) if part.module is not model}
+    natives = [NativeContainer(part, window) for part in parts.values()]
+    return [FusedContainer(Part("", model, "model"), window, fused), *natives]
+
+
+def coverage_of(containers: list[NativeContainer], fused: FusedModel) -> list[dict[str, str]]:
+    """What runs where: for each container's part its `module` name, `kind`, `container` and why.
+
+    containers: as they are installed, one of them a FusedContainer.
+    """
+    why_native = fused.why_not_now()
+    container = NativeContainer.kind if why_native else FusedContainer.kind
+    why = f"{NativeContainer.why}: {why_native}" if why_native else fused.what
+    return [{"module": one.part.name, "kind": one.part.kind, "container": container, "why": why} for one in containers]
 
 
 def wants_more_than_logits(model: nn.Module) -> bool:

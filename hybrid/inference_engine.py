@@ -1,0 +1,299 @@
+"""`hybrid.init_inference`: DeepSpeed's engine for a model that does not train, over the containers of this one."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+from transformers.utils import ModelOutput
+
+from hybrid.architectures.reading import read_decoder
+from hybrid.architectures.spec import Unreadable
+from hybrid.architectures.structure import read_structure
+from hybrid.config import InferenceConfig, RolloutConfig, TensorParallelConfig, read_inference_config, values_set
+from hybrid.containers.fused import FusedModel, containers_of, coverage_of
+from hybrid.containers.window import Window
+from hybrid.decoding.kv_cache import KVCache
+from hybrid.decoding.loop import Decoding, Noise
+from hybrid.decoding.pages import PageStore
+from hybrid.decoding.rows import Decoder
+from hybrid.generation import TimedDecoder, drawn_seed, generate, prompts_of, require_generate, stride_on
+from hybrid.kernels.cuda_graph import GraphedForward
+from hybrid.parallel import InferenceGroup, engine_name, own_row_ids, world_size
+from hybrid.profiling import ModelTimes, Profiler
+from hybrid.weights.checkpoint import open_checkpoint, save_mp_checkpoint
+from hybrid.weights.gather import is_partitioned
+from hybrid.weights.loading import Cast, Weights, cast_model, emptied, floating_dtype, load, stored_tensors
+from hybrid.weights.lora import read_adapters
+from hybrid.weights.snapshot import Snapshot
+
+LAYERS_PER_GROUP = 8  # of the snapshot, which gathers nothing here
+
+
+def init_inference(
+    model: nn.Module, config: str | Path | dict[str, Any] | None = None, **kwargs: Any
+) -> "InferenceEngine":
+    """Build an InferenceEngine. Takes what `deepspeed.init_inference` takes.
+
+    model: any module; what Hugging Face models of known families can do fused, is done fused where
+        `replace_with_kernel_inject` is true. It is changed: cast to `dtype`, moved to the device, in eval mode.
+    config: DeepSpeed's settings of inference, a dict or the path of a JSON file; keyword arguments are more of them.
+    Raises ValueError, naming key, value and what is allowed, before anything is changed; NotImplementedError for what
+    is not available.
+    """
+    settings = read_inference_config(config, kwargs)
+    return InferenceEngine(model, settings.model_copy(update={"dtype": getattr(torch, settings.dtype)}))
+
+
+class InferenceEngine(nn.Module):
+    """A model that runs forwards and generates, and does not train. Built by `hybrid.init_inference`."""
+
+    def __init__(self, model: nn.Module, config: InferenceConfig):
+        super().__init__()
+        refuse_what_is_not_there(model, config)
+        self.module, self._config = model, config
+        self.config = getattr(model, "config", None) if config.config is None else config.config
+        self._group = tensor_parallel_group(config.tensor_parallel)
+        self._device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
+        cast = Cast(model, floating_dtype(model, config.dtype), self._device)
+        if config.checkpoint is None:
+            cast_model(model, cast)
+        else:
+            weights = open_weights(model, config)
+            if config.set_empty_params:
+                emptied(model)
+            load(model, weights, cast)
+        if config.save_mp_checkpoint_path is not None:
+            self._save(config.save_mp_checkpoint_path)
+        self.eval()
+        self._build()
+        if self._group.size > 1:
+            torch.set_rng_state(self._group.share(torch.get_rng_state().to(self._device)).cpu())
+
+    def _build(self) -> None:
+        """The containers over the weights, which stay as they are from here on."""
+        defaults, graphs = RolloutConfig(), self._config.enable_cuda_graph
+        synchronize = get_accelerator().synchronize
+        self._profiler = Profiler(engine_name(), synchronize)
+        self._times = ModelTimes(synchronize, timed_event if torch.cuda.is_available() else None)
+        self._time_hooks: list = []
+        self._kv_cache, self._pages = KVCache(defaults.kv_step), PageStore(defaults.kv_step)
+        self._max_slots = defaults.max_slots
+        structure, adapted = read_structure(self.module), read_adapters(self.module)
+        self._snapshot = Snapshot(self.module, structure, adapted, LAYERS_PER_GROUP)
+        self._window = Window(
+            self.module, self._snapshot, self._refresh, list, lends=bool(adapted), merges=bool(adapted)
+        )
+        layers = [part.module for part in structure.layers]
+        graph_slots = self._max_slots if graphs else 0
+        self._fused = FusedModel(self.module, layers, self._snapshot, graph_slots, own_hooks=lambda: self._time_hooks)
+        if not self._config.replace_with_kernel_inject:
+            self._fused.why_not = "replace_with_kernel_inject=false"
+        self._containers = containers_of(self.module, structure, self._window, self._fused)
+        for container in self._containers:
+            container.install()
+        with torch.no_grad(), self._window.opened():
+            self._fused.decoder(self._window.uses_adapters, tokens=1)  # compared with the model's layers, now
+        self._graphs = GraphedForward(self.module) if graphs and self._fused.why_not else None
+
+    def _save(self, path: str) -> None:
+        stored = stored_tensors(self.module)
+        save_mp_checkpoint(path, stored, lambda name: stored[name].detach(), self._group.size, self._group.index)
+
+    def _refresh(self, adapters: bool) -> None:
+        self._snapshot.refresh(self._profiler.phase, adapters)
+
+    # ------------------------------------------------------------ inference
+
+    @torch.no_grad()
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's output, or with `return_tuple=false` its first tensor. Without gradients.
+
+        Where a fused container runs, `use_cache` is false unless it is given: the caller gets no cache back.
+        """
+        if not self._fused.why_not and kwargs.get("past_key_values") is None:
+            kwargs.setdefault("use_cache", False)
+        if self._graphs is None:
+            output = self.module(*inputs, **kwargs)
+        elif self._times.enabled:
+            with self._times.forward():
+                output = self._graphs(*inputs, **kwargs)
+        else:
+            output = self._graphs(*inputs, **kwargs)
+        return output if self._config.return_tuple else first_tensor(output)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Hugging Face's `generate`: takes what it takes and returns what it returns. Every call starts with an empty
+        KV cache.
+
+        Sampled rows draw their noise from (seed, tensor-parallel group, row, position); the seed comes from torch's
+        generator, which is the same on the ranks of a group from the start: let them make the same calls.
+        Raises ValueError and NotImplementedError, in words, before anything runs.
+        """
+        require_generate(self.module)
+        prompts = prompts_of(self.module, args, kwargs)
+        most, least = self._config.max_out_tokens, self._config.min_out_tokens
+        if prompts is not None and prompts.shape[1] + least > most:
+            raise ValueError(
+                f"generate: behind a prompt of {prompts.shape[1]} tokens there is no room for min_out_tokens={least} "
+                f"more in max_out_tokens={most}; raise max_out_tokens, or give a shorter prompt"
+            )
+        decoding = Decoding(
+            phase=self._profiler.phase,
+            window=self._window.opened,
+            cache=self._kv_cache,
+            fused=self._decoder,
+            store=self._pages,
+            page_bytes=self._fused.page_bytes,
+            max_slots=self._max_slots,
+            stride=stride_on(self._device),
+            max_out_tokens=most,
+            limit="max_out_tokens",
+            noise=lambda rows: Noise(drawn_seed(), own_row_ids(rows, self._group.number)),
+            produced=self._profiler.generated,
+        )
+        return generate(self.module, args, kwargs, decoding)
+
+    def _decoder(self, tokens: int) -> Decoder | None:
+        decoder = self._fused.decoder(self._window.uses_adapters, tokens)
+        return TimedDecoder(decoder, self._times) if decoder is not None and self._times.enabled else decoder
+
+    def train(self, mode: bool = True) -> "InferenceEngine":
+        """`eval()`, for modules around this one. Raises RuntimeError where it is asked to train."""
+        if mode:
+            raise RuntimeError(
+                "train(): an InferenceEngine does not train; hybrid.initialize makes an engine that does"
+            )
+        return super().train(False)
+
+    def destroy(self) -> None:
+        """Give the model its own forwards back, and free what was made beside its weights."""
+        for container in self._containers:
+            container.uninstall()
+        for hook in self._time_hooks:
+            hook.remove()
+        self._graphs = None
+        self._snapshot.release()
+        self._fused.release()
+        self._kv_cache.release()
+        self._pages.release()
+
+    # ----------------------------------------------------------- inspection
+
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """Time every forward from now on, in `generate` too, for `model_times`.
+
+        use_cuda_events: by the device's own events, where it has them; else by the clock, waiting for the device.
+        """
+        if not self._times.enabled and self._graphs is None:
+            hooks = (
+                self.module.register_forward_pre_hook(self._times.begin),
+                self.module.register_forward_hook(self._times.end),
+            )
+            self._time_hooks += hooks
+        self._times.enable(use_cuda_events)
+
+    def model_times(self) -> list[float]:
+        """Milliseconds of each forward since the last call. AssertionError where profiling is not enabled."""
+        return self._times.taken()
+
+    def coverage(self) -> list[dict[str, str]]:
+        """What runs where: for each part of the model its `module` name, `kind`, `container` and why."""
+        return coverage_of(self._containers, self._fused)
+
+
+def open_weights(model: nn.Module, config: InferenceConfig) -> Weights:
+    """The checkpoint's tensors by the model's names for them."""
+    shapes = {name: tensor.shape for name, tensor in stored_tensors(model).items()}
+    stored = open_checkpoint(config.checkpoint, config.base_dir, config.training_mp_size, shapes)
+    return Weights(model, stored, config.strict)
+
+
+def timed_event() -> torch.cuda.Event:
+    """An event of the device."""
+    return torch.cuda.Event(enable_timing=True)
+
+
+def first_tensor(output: Any) -> torch.Tensor:
+    """A model's first output: logits of a model with a head, hidden states of one without; not its loss."""
+    if isinstance(output, ModelOutput):
+        return next(value for name, value in output.items() if name != "loss")
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def tensor_parallel_group(settings: TensorParallelConfig) -> InferenceGroup:
+    """The ranks that share the weights, from a group that is there already or from their number."""
+    group = settings.tp_group if settings.mpu is None else settings.mpu.get_model_parallel_group()
+    size = settings.tp_size if settings.enabled else 1
+    if group is None:
+        return InferenceGroup(size)
+    found = torch.distributed.get_world_size(group) if settings.enabled else 1
+    return InferenceGroup(found, group if found > 1 else None)
+
+
+def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
+    """Raise for settings that cannot be followed, before anything is changed."""
+    floating = config.dtype
+    supported = get_accelerator().supported_dtypes()
+    if floating != torch.int8 and floating not in supported:
+        raise ValueError(
+            f"dtype: {floating} given; {get_accelerator().device_name()} computes {', '.join(map(str, supported))}"
+        )
+    if config.min_out_tokens >= config.max_out_tokens:
+        raise ValueError(
+            f"min_out_tokens: {config.min_out_tokens} given; with a prompt it does not fit in "
+            f"max_out_tokens={config.max_out_tokens}"
+        )
+    refuse_ranks_that_are_not_there(config.tensor_parallel)
+    if any(is_partitioned(param) for param in model.parameters()):
+        raise NotImplementedError(
+            "init_inference: the model is partitioned by ZeRO-3; hybrid.initialize makes an engine that generates so"
+        )
+    if config.zero:
+        raise NotImplementedError(
+            "zero: weights that stay partitioned are hybrid.initialize's, with hybrid_engine.pin_parameters=false"
+        )
+    if config.checkpoint is None and config.set_empty_params:
+        raise ValueError("set_empty_params: true given; without a checkpoint the model would have no weights")
+    if config.checkpoint is None and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError("init_inference: the model is on the meta device, and has no weights; give checkpoint=...")
+    if config.injection_policy_tuple is not None:
+        raise ValueError("injection_policy_tuple: DeepSpeed makes it for itself; give injection_policy")
+    if config.enable_cuda_graph and not torch.cuda.is_available():
+        raise NotImplementedError("enable_cuda_graph: true given; no CUDA device is here, use false")
+    if config.use_triton and not (torch.cuda.is_available() and config.replace_with_kernel_inject):
+        raise NotImplementedError(
+            "use_triton: true given; Triton's kernels are those of fused containers: a CUDA device is needed, and "
+            "replace_with_kernel_inject=true"
+        )
+    if not config.triangular_masking and is_decoder(model):
+        raise NotImplementedError("triangular_masking: false given; the model is a decoder, which looks back only")
+
+
+def refuse_ranks_that_are_not_there(settings: TensorParallelConfig) -> None:
+    """Raise ValueError where the ranks that are to share the weights are not those that there are."""
+    size = settings.tp_size if settings.enabled else 1
+    if settings.mpu is None and settings.tp_group is None:
+        if size > 1 and not torch.distributed.is_initialized() and torch.distributed.is_torchelastic_launched():
+            comm.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+        if world_size() % size:
+            raise ValueError(
+                f"tensor_parallel.tp_size: {size} given; it must divide the world size, {world_size()}"
+                + ("" if torch.distributed.is_initialized() else " (torch.distributed is not initialized)")
+            )
+        return
+    group = settings.tp_group if settings.mpu is None else settings.mpu.get_model_parallel_group()
+    found = torch.distributed.get_world_size(group)
+    if values_set(settings, "tp_size") not in (None, found):
+        raise ValueError(f"tensor_parallel.tp_size: {size} given; the group that is given too has {found} ranks")
+
+
+def is_decoder(model: nn.Module) -> bool:
+    """Whether a fused container knows the model."""
+    try:
+        read_decoder(model)
+    except Unreadable:
+        return False
+    return True
