@@ -1,5 +1,6 @@
 """`hybrid.init_inference`: DeepSpeed's engine for a model that does not train, over the containers of this one."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,12 @@ import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers.utils import ModelOutput
 
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Unreadable
-from hybrid.architectures.structure import read_structure
+from hybrid.architectures.structure import Structure, read_structure
 from hybrid.config import InferenceConfig, RolloutConfig, TensorParallelConfig, read_inference_config, values_set
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of
 from hybrid.containers.window import Window
@@ -25,9 +27,21 @@ from hybrid.parallel import InferenceGroup, engine_name, own_row_ids, world_size
 from hybrid.profiling import ModelTimes, Profiler
 from hybrid.weights.checkpoint import open_checkpoint, save_mp_checkpoint
 from hybrid.weights.gather import is_partitioned
-from hybrid.weights.loading import Cast, Weights, cast_model, emptied, floating_dtype, load, stored_tensors
+from hybrid.weights.loaded_slices import LoadedSlices
+from hybrid.weights.loading import (
+    Cast,
+    Weights,
+    cast_model,
+    emptied,
+    floating_dtype,
+    initialize,
+    load,
+    move_buffers,
+    stored_tensors,
+)
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.snapshot import Snapshot
+from hybrid.weights.tensor_parallel import Shard, require_divisible
 
 LAYERS_PER_GROUP = 8  # of the snapshot, which gathers nothing here
 
@@ -52,55 +66,103 @@ class InferenceEngine(nn.Module):
 
     def __init__(self, model: nn.Module, config: InferenceConfig):
         super().__init__()
+        initialize(model, [], torch.device("cpu"))  # what a model on the meta device makes itself
         refuse_what_is_not_there(model, config)
         self.module, self._config = model, config
         self.config = getattr(model, "config", None) if config.config is None else config.config
         self._group = tensor_parallel_group(config.tensor_parallel)
         self._device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
+        weights = None if config.checkpoint is None else open_weights(model, config)
+        if weights is not None and config.set_empty_params:
+            emptied(model)
         cast = Cast(model, floating_dtype(model, config.dtype), self._device)
-        if config.checkpoint is None:
-            cast_model(model, cast)
-        else:
-            weights = open_weights(model, config)
-            if config.set_empty_params:
-                emptied(model)
-            load(model, weights, cast)
-        if config.save_mp_checkpoint_path is not None:
-            self._save(config.save_mp_checkpoint_path)
         self.eval()
-        self._build()
         if self._group.size > 1:
-            torch.set_rng_state(self._group.share(torch.get_rng_state().to(self._device)).cpu())
+            self._share(weights, cast)
+        else:
+            self._load(weights, cast)
 
-    def _build(self) -> None:
-        """The containers over the weights, which stay as they are from here on."""
-        defaults, graphs = RolloutConfig(), self._config.enable_cuda_graph
-        synchronize = get_accelerator().synchronize
-        self._profiler = Profiler(engine_name(), synchronize)
-        self._times = ModelTimes(synchronize, timed_event if torch.cuda.is_available() else None)
-        self._time_hooks: list = []
-        self._kv_cache, self._pages = KVCache(defaults.kv_step), PageStore(defaults.kv_step)
-        self._max_slots = defaults.max_slots
+    def _load(self, weights: Weights | None, cast: Cast) -> None:
+        """The weights, whole, in the model; and containers over them."""
+        if weights is None:
+            cast_model(self.module, cast)
+        else:
+            load(self.module, weights, cast)
+        own = stored_tensors(self.module)
+        self._save(lambda name: own[name].detach())
         structure, adapted = read_structure(self.module), read_adapters(self.module)
-        self._snapshot = Snapshot(self.module, structure, adapted, LAYERS_PER_GROUP)
-        self._window = Window(
-            self.module, self._snapshot, self._refresh, list, lends=bool(adapted), merges=bool(adapted)
-        )
-        layers = [part.module for part in structure.layers]
-        graph_slots = self._max_slots if graphs else 0
-        self._fused = FusedModel(self.module, layers, self._snapshot, graph_slots, own_hooks=lambda: self._time_hooks)
+        self._build(structure, Snapshot(self.module, structure, adapted, LAYERS_PER_GROUP), lends=bool(adapted))
         if not self._config.replace_with_kernel_inject:
             self._fused.why_not = "replace_with_kernel_inject=false"
+        self._check()
+        if self._config.enable_cuda_graph and self._fused.why_not:
+            self._graphs = GraphedForward(self.module)
+
+    def _share(self, weights: Weights | None, cast: Cast) -> None:
+        """This rank's slices of the weights, and a decoder that is spread over the group."""
+        if weights is not None:
+            initialize(self.module, weights.absent, self._device)
+        move_buffers(self.module, self._device)
+        structure, reading = read_structure(self.module), read_decoder(self.module)
+        own = {name: tensor.detach() for name, tensor in stored_tensors(self.module).items()}
+
+        def read(name: str) -> torch.Tensor:
+            return cast(name, own[name] if weights is None or name in weights.absent else weights.read(name))
+
+        self._save(read)
+        shard = Shard(self._group.size, self._group.index)
+        slices = LoadedSlices(self.module, structure, reading, shard, read)
+        self._build(structure, slices, lends=False, group=self._group)
+        with slices.whole(read) as self._own_hooks:
+            self._check()
+        self._own_hooks = []
+        self._window.no_native = (
+            f"the weights are spread over {self._group.size} ranks, and the model's own modules cannot run: ask for "
+            "logits alone, without hooks or autocast, and give position_ids where rows are padded on the left "
+            "(hybrid.padded_forward makes them); or use tp_size=1"
+        )
+        torch.set_rng_state(self._group.share(torch.get_rng_state().to(self._device)).cpu())
+
+    def _save(self, read: Callable[[str], torch.Tensor]) -> None:
+        """Write this rank's part of the weights, where that is asked for: the first group does."""
+        path = self._config.save_mp_checkpoint_path
+        if path is not None and (self._group.number == 0 or self._config.tensor_parallel.tp_group is not None):
+            save_mp_checkpoint(path, stored_tensors(self.module), read, self._group.size, self._group.index)
+
+    def _build(
+        self, structure: Structure, snapshot: Snapshot, lends: bool, group: InferenceGroup | None = None
+    ) -> None:
+        """The containers over the weights, which stay as they are from here on."""
+        defaults, synchronize = RolloutConfig(), get_accelerator().synchronize
+        self._profiler = Profiler(engine_name(), synchronize)
+        self._times = ModelTimes(synchronize, timed_event if torch.cuda.is_available() else None)
+        self._own_hooks: list[RemovableHandle] = []
+        self._graphs: GraphedForward | None = None
+        self._kv_cache, self._pages = KVCache(defaults.kv_step), PageStore(defaults.kv_step)
+        self._max_slots, self._snapshot = defaults.max_slots, snapshot
+        self._window = Window(
+            self.module,
+            snapshot,
+            self._refresh,
+            list,
+            lends=lends,
+            merges=lends,
+            finish=lambda adapters: self._fused.finish(adapters),
+        )
+        layers = [part.module for part in structure.layers]
+        graph_slots = self._max_slots if self._config.enable_cuda_graph else 0
+        self._fused = FusedModel(self.module, layers, snapshot, graph_slots, group, lambda: self._own_hooks)
         self._containers = containers_of(self.module, structure, self._window, self._fused)
         for container in self._containers:
             container.install()
-        with torch.no_grad(), self._window.opened():
-            self._fused.decoder(self._window.uses_adapters, tokens=1)  # compared with the model's layers, now
-        self._graphs = GraphedForward(self.module) if graphs and self._fused.why_not else None
 
-    def _save(self, path: str) -> None:
-        stored = stored_tensors(self.module)
-        save_mp_checkpoint(path, stored, lambda name: stored[name].detach(), self._group.size, self._group.index)
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Compare the decoder with the model's layers, where there is one."""
+        with self._window.opened():
+            self._fused.decoder(self._window.uses_adapters, tokens=1)
+        if self._group.size > 1 and not self._fused.checked:
+            raise NotImplementedError(f"tensor_parallel.tp_size={self._group.size}: {self._fused.why_not_now()}")
 
     def _refresh(self, adapters: bool) -> None:
         self._snapshot.refresh(self._profiler.phase, adapters)
@@ -172,7 +234,7 @@ class InferenceEngine(nn.Module):
         """Give the model its own forwards back, and free what was made beside its weights."""
         for container in self._containers:
             container.uninstall()
-        for hook in self._time_hooks:
+        for hook in self._own_hooks:
             hook.remove()
         self._graphs = None
         self._snapshot.release()
@@ -192,7 +254,7 @@ class InferenceEngine(nn.Module):
                 self.module.register_forward_pre_hook(self._times.begin),
                 self.module.register_forward_hook(self._times.end),
             )
-            self._time_hooks += hooks
+            self._own_hooks += hooks
         self._times.enable(use_cuda_events)
 
     def model_times(self) -> list[float]:
@@ -223,14 +285,23 @@ def first_tensor(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple | list) else output
 
 
+def given_group(settings: TensorParallelConfig) -> torch.distributed.ProcessGroup | None:
+    """The process group that the caller has for the ranks that share the weights."""
+    return settings.tp_group if settings.mpu is None else settings.mpu.get_model_parallel_group()
+
+
+def ranks_sharing(settings: TensorParallelConfig) -> int:
+    """How many ranks share the weights."""
+    group = given_group(settings)
+    if not settings.enabled:
+        return 1
+    return settings.tp_size if group is None else torch.distributed.get_world_size(group)
+
+
 def tensor_parallel_group(settings: TensorParallelConfig) -> InferenceGroup:
-    """The ranks that share the weights, from a group that is there already or from their number."""
-    group = settings.tp_group if settings.mpu is None else settings.mpu.get_model_parallel_group()
-    size = settings.tp_size if settings.enabled else 1
-    if group is None:
-        return InferenceGroup(size)
-    found = torch.distributed.get_world_size(group) if settings.enabled else 1
-    return InferenceGroup(found, group if found > 1 else None)
+    """The ranks that share the weights: a group that is there already, or neighbours."""
+    size = ranks_sharing(settings)
+    return InferenceGroup(size, given_group(settings) if size > 1 else None)
 
 
 def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
@@ -268,26 +339,47 @@ def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
             "use_triton: true given; Triton's kernels are those of fused containers: a CUDA device is needed, and "
             "replace_with_kernel_inject=true"
         )
+    size = ranks_sharing(config.tensor_parallel)
+    if size > 1:
+        refuse_what_cannot_be_shared(model, config, size)
     if not config.triangular_masking and is_decoder(model):
         raise NotImplementedError("triangular_masking: false given; the model is a decoder, which looks back only")
 
 
 def refuse_ranks_that_are_not_there(settings: TensorParallelConfig) -> None:
     """Raise ValueError where the ranks that are to share the weights are not those that there are."""
-    size = settings.tp_size if settings.enabled else 1
-    if settings.mpu is None and settings.tp_group is None:
-        if size > 1 and not torch.distributed.is_initialized() and torch.distributed.is_torchelastic_launched():
-            comm.init_distributed(dist_backend=get_accelerator().communication_backend_name())
-        if world_size() % size:
-            raise ValueError(
-                f"tensor_parallel.tp_size: {size} given; it must divide the world size, {world_size()}"
-                + ("" if torch.distributed.is_initialized() else " (torch.distributed is not initialized)")
-            )
+    size, group = settings.tp_size if settings.enabled else 1, given_group(settings)
+    if group is not None:
+        found = torch.distributed.get_world_size(group)
+        if values_set(settings, "tp_size") not in (None, found):
+            raise ValueError(f"tensor_parallel.tp_size: {size} given; the group that is given too has {found} ranks")
         return
-    group = settings.tp_group if settings.mpu is None else settings.mpu.get_model_parallel_group()
-    found = torch.distributed.get_world_size(group)
-    if values_set(settings, "tp_size") not in (None, found):
-        raise ValueError(f"tensor_parallel.tp_size: {size} given; the group that is given too has {found} ranks")
+    if size > 1 and not torch.distributed.is_initialized() and torch.distributed.is_torchelastic_launched():
+        comm.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    if world_size() % size:
+        raise ValueError(f"tensor_parallel.tp_size: {size} given; it must divide the world size, {world_size()}")
+
+
+def refuse_what_cannot_be_shared(model: nn.Module, config: InferenceConfig, size: int) -> None:
+    """Raise for a model, or settings, that ranks cannot share the weights of."""
+    if config.enable_cuda_graph:
+        raise NotImplementedError(
+            f"enable_cuda_graph: true given with tp_size={size}, whose ranks wait for each other at every step; use "
+            "false, or tp_size=1"
+        )
+    if read_adapters(model):
+        raise NotImplementedError(
+            f"tensor_parallel.tp_size: {size} given for a model with adapters; merge them first (merge_and_unload)"
+        )
+    try:
+        spec = read_decoder(model).spec
+    except Unreadable as reason:
+        raise NotImplementedError(
+            f"tensor_parallel.tp_size: {size} given; {type(model).__name__} has no fused container that could be "
+            f"spread over ranks ({reason}), and automatic tensor parallelism of its own modules is not available: use "
+            "tp_size=1"
+        ) from reason
+    require_divisible(spec, size, "tensor_parallel.tp_size")
 
 
 def is_decoder(model: nn.Module) -> bool:

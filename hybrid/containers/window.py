@@ -24,6 +24,7 @@ class Window:
     lends: false where there is nothing whole to lend: weights are gathered layer by layer as the model's own layers run
         (streaming), or the snapshot has slices of them alone.  merges: the snapshot has adapters merged.
     finish: called at the end of every `opened()`, whatever was raised, with whether adapters were used.
+    no_native: words why the model's own modules cannot run; "" where they can.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Window:
         self.hooks = hooks
         self.lends, self.merges = lends, merges
         self.finish = finish
+        self.no_native = ""
         self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
         # The model's own dictionaries, read once: inside a window, the model's tree is another one.
         self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
@@ -108,6 +110,8 @@ class Window:
     def as_asked(self) -> Iterator[None]:
         """Inside the block the model's own modules compute with adapters, or without, as the window has them: where
         the snapshot has them merged and is not lent, they are there all the same."""
+        if self.no_native:
+            raise NotImplementedError(self.no_native)
         if self.lends or not self.merges or self.uses_adapters:
             yield
             return

@@ -21,13 +21,13 @@ class Shard:
     index: int
 
 
-def require_divisible(spec: DecoderSpec, size: int) -> None:
+def require_divisible(spec: DecoderSpec, size: int, key: str = "hybrid_engine.inference_tp_size") -> None:
     """Raise ValueError, in words, where the heads cannot be shared out."""
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
     if heads % size or (kv_heads % size and size % kv_heads):
         fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         raise ValueError(
-            f"hybrid_engine.inference_tp_size: {size} given; the model's {heads} attention heads and {kv_heads} key "
+            f"{key}: {size} given; the model's {heads} attention heads and {kv_heads} key "
             f"and value heads can be shared out by {', '.join(map(str, fits))}"
         )
 
