@@ -1,5 +1,6 @@
 """`hybrid.init_inference`: DeepSpeed's engine for a model that does not train, over the containers of this one."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from hybrid.generation import TimedDecoder, drawn_seed, generate, prompts_of, re
 from hybrid.kernels.cuda_graph import GraphedForward
 from hybrid.parallel import InferenceGroup, engine_name, own_row_ids, world_size
 from hybrid.profiling import ModelTimes, Profiler
-from hybrid.weights.checkpoint import open_checkpoint, save_mp_checkpoint
+from hybrid.weights.checkpoint import open_checkpoint, save_mp_checkpoint, some
 from hybrid.weights.gather import is_partitioned
 from hybrid.weights.loaded_slices import LoadedSlices
 from hybrid.weights.loading import (
@@ -40,6 +41,7 @@ from hybrid.weights.loading import (
     stored_tensors,
 )
 from hybrid.weights.lora import read_adapters
+from hybrid.weights.quantize import require_groups
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.tensor_parallel import Shard, require_divisible
 
@@ -77,19 +79,24 @@ class InferenceEngine(nn.Module):
             emptied(model)
         cast = Cast(model, floating_dtype(model, config.dtype), self._device)
         self.eval()
+        if weights is not None:
+            initialize(model, weights.absent, self._device)
+        move_buffers(model, self._device)
+        groups = config.quant.weight.q_groups if config.dtype == torch.int8 else 0
+        in_place = weights is None and not groups and self._group.size == 1
+        if in_place:
+            cast_model(model, cast)
+        read = reader(model, weights, cast)
+        self._save(read)
         if self._group.size > 1:
-            self._share(weights, cast)
-        else:
-            self._load(weights, cast)
+            self._share(read)
+            return
+        if not in_place:
+            load(model, read, groups)
+        self._serve()
 
-    def _load(self, weights: Weights | None, cast: Cast) -> None:
-        """The weights, whole, in the model; and containers over them."""
-        if weights is None:
-            cast_model(self.module, cast)
-        else:
-            load(self.module, weights, cast)
-        own = stored_tensors(self.module)
-        self._save(lambda name: own[name].detach())
+    def _serve(self) -> None:
+        """Containers over the weights, which are whole in the model."""
         structure, adapted = read_structure(self.module), read_adapters(self.module)
         self._build(structure, Snapshot(self.module, structure, adapted, LAYERS_PER_GROUP), lends=bool(adapted))
         if not self._config.replace_with_kernel_inject:
@@ -98,18 +105,9 @@ class InferenceEngine(nn.Module):
         if self._config.enable_cuda_graph and self._fused.why_not:
             self._graphs = GraphedForward(self.module)
 
-    def _share(self, weights: Weights | None, cast: Cast) -> None:
+    def _share(self, read: Callable[[str], torch.Tensor]) -> None:
         """This rank's slices of the weights, and a decoder that is spread over the group."""
-        if weights is not None:
-            initialize(self.module, weights.absent, self._device)
-        move_buffers(self.module, self._device)
         structure, reading = read_structure(self.module), read_decoder(self.module)
-        own = {name: tensor.detach() for name, tensor in stored_tensors(self.module).items()}
-
-        def read(name: str) -> torch.Tensor:
-            return cast(name, own[name] if weights is None or name in weights.absent else weights.read(name))
-
-        self._save(read)
         shard = Shard(self._group.size, self._group.index)
         slices = LoadedSlices(self.module, structure, reading, shard, read)
         self._build(structure, slices, lends=False, group=self._group)
@@ -273,6 +271,17 @@ def open_weights(model: nn.Module, config: InferenceConfig) -> Weights:
     return Weights(model, stored, config.strict)
 
 
+def reader(model: nn.Module, weights: Weights | None, cast: Cast) -> Callable[[str], torch.Tensor]:
+    """Gives a tensor by its name in the model, as inference wants it: the checkpoint's, or else the model's own, which
+    it keeps alive."""
+    own = {name: tensor.detach() for name, tensor in stored_tensors(model).items()}
+
+    def read(name: str) -> torch.Tensor:
+        return cast(name, own[name] if weights is None or name in weights.absent else weights.read(name))
+
+    return read
+
+
 def timed_event() -> torch.cuda.Event:
     """An event of the device."""
     return torch.cuda.Event(enable_timing=True)
@@ -330,6 +339,10 @@ def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
         raise ValueError("set_empty_params: true given; without a checkpoint the model would have no weights")
     if config.checkpoint is None and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError("init_inference: the model is on the meta device, and has no weights; give checkpoint=...")
+    if config.dtype == torch.int8:
+        refuse_what_cannot_be_quantized(model, config)
+    elif values_set(config, "quant") is not None:
+        warnings.warn(f"quant: given with dtype={floating}; it has no effect, only int8 quantizes", stacklevel=4)
     if config.injection_policy_tuple is not None:
         raise ValueError("injection_policy_tuple: DeepSpeed makes it for itself; give injection_policy")
     if config.enable_cuda_graph and not torch.cuda.is_available():
@@ -358,6 +371,30 @@ def refuse_ranks_that_are_not_there(settings: TensorParallelConfig) -> None:
         comm.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     if world_size() % size:
         raise ValueError(f"tensor_parallel.tp_size: {size} given; it must divide the world size, {world_size()}")
+
+
+def refuse_what_cannot_be_quantized(model: nn.Module, config: InferenceConfig) -> None:
+    """Raise for a model, or settings, that int8 is not there for."""
+    weight = config.quant.weight
+    if not (config.quant.enabled and weight.enabled):
+        raise ValueError("quant.enabled: false given with dtype=int8; give another dtype, or true")
+    if weight.num_bits != 8 or weight.q_type != "symmetric":
+        raise NotImplementedError(
+            f"quant.weight: num_bits={weight.num_bits}, q_type={weight.q_type!r} given; there are 8 bits, symmetric"
+        )
+    if weight.quantized_initialization or weight.post_init_quant:
+        raise NotImplementedError(
+            "quant.weight: quantized_initialization and post_init_quant are ZeRO's, leave them out"
+        )
+    if ranks_sharing(config.tensor_parallel) > 1:
+        raise NotImplementedError("dtype: int8 given with tensor parallelism; use tp_size=1, or another dtype")
+    if read_adapters(model):
+        raise NotImplementedError("dtype: int8 given for a model with adapters; merge them first (merge_and_unload)")
+    require_groups(model, weight.q_groups)
+    if experts := [name for name, param in model.named_parameters() if param.dim() == 3]:
+        warnings.warn(f"dtype: int8 given; {some(experts)} are no linear layers' and stay as they are", stacklevel=5)
+    if config.save_mp_checkpoint_path is not None:
+        raise NotImplementedError("save_mp_checkpoint_path: given with dtype=int8; write it with a floating dtype")
 
 
 def refuse_what_cannot_be_shared(model: nn.Module, config: InferenceConfig, size: int) -> None:

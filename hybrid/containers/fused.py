@@ -16,6 +16,7 @@ from hybrid.architectures.spec import Place, Reading, Unreadable
 from hybrid.architectures.structure import Part, Structure
 from hybrid.containers.batch import PAGE, PackedBatch, is_packable, packed
 from hybrid.containers.cpu_decoder import CpuDecoder
+from hybrid.containers.int8_decoder import Int8Decoder
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.sharded_decoder import Pool, ShardedDecoder, SharedDecoder
 from hybrid.containers.torch_decoder import TorchDecoder
@@ -24,6 +25,7 @@ from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.lora import Adapted
+from hybrid.weights.quantize import Int8Linear
 from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot
 
@@ -80,6 +82,8 @@ class FusedModel:
     @property
     def what(self) -> str:
         """Words for what runs in the model's place."""
+        if any(isinstance(module, Int8Linear) for module in self.modules):
+            return f"a decoder of the {self.reading.family} family over int8 weights, on torch's operations"
         if self.group is None:
             return f"a decoder of the {self.reading.family} family, on {kernels_of(self._device())}"
         return f"a decoder of the {self.reading.family} family, spread over {self.group.size} ranks"
@@ -152,6 +156,8 @@ class FusedModel:
         dtype = self.tensor(self.reading.outer["embedding.weight"], adapters).dtype
         if self.group is not None:
             return SharedDecoder(ShardedDecoder(self.reading, weights, dtype, self.group), self.pool)
+        if any(isinstance(module, Int8Linear) for module in self.modules):
+            return Int8Decoder(self.reading, weights, dtype)
         kernels = kernels_of(self._device())
         if kernels == "CPU kernels" and dtype in (torch.float32, torch.bfloat16):
             return CpuDecoder(self.reading, weights, dtype, cpu_library())

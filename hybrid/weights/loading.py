@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
 )
 
 from hybrid.weights.checkpoint import Tensors, some
+from hybrid.weights.quantize import in_int8
 
 
 def floating_dtype(model: nn.Module, dtype: torch.dtype) -> torch.dtype:
@@ -164,15 +165,19 @@ class Weights:
         return self._converted(self.giver[stored], lambda key: self.stored[key].read())[stored]
 
 
-def load(model: nn.Module, weights: Weights, cast: Cast) -> None:
-    """Put a checkpoint's tensors into the model, one at a time; those of the meta device come to life."""
-    initialize(model, weights.absent, cast.device)
+def load(model: nn.Module, read: Callable[[str], torch.Tensor], groups: int = 0) -> None:
+    """Put tensors, read by the model's names, into the model, one at a time; those of the meta device come to life.
+
+    groups: scales of a row, where linear layers become int8; 0: they do not.
+    """
     made = stored_tensors(model)
-    for name in weights.names:
-        put(model, name, made[name], cast(name, weights.read(name)))
-    for name in weights.absent:
-        put(model, name, made[name], cast(name, made[name].data))
-    move_buffers(model, cast.device)
+    int8 = in_int8(model, groups) if groups else {}
+    while made:
+        name, tensor = made.popitem()
+        if name in int8:
+            int8[name].take(read(name))
+        else:
+            put(model, name, tensor, read(name))
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     assert not left, f"still on the meta device: {some(left)}"
 
