@@ -15,7 +15,14 @@ from transformers.utils import ModelOutput
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Unreadable
 from hybrid.architectures.structure import Structure, read_structure
-from hybrid.config import InferenceConfig, RolloutConfig, TensorParallelConfig, read_inference_config, values_set
+from hybrid.config import (
+    InferenceConfig,
+    MoEConfig,
+    RolloutConfig,
+    TensorParallelConfig,
+    read_inference_config,
+    values_set,
+)
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of
 from hybrid.containers.window import Window
 from hybrid.decoding.kv_cache import KVCache
@@ -72,7 +79,7 @@ class InferenceEngine(nn.Module):
         refuse_what_is_not_there(model, config)
         self.module, self._config = model, config
         self.config = getattr(model, "config", None) if config.config is None else config.config
-        self._group = tensor_parallel_group(config.tensor_parallel)
+        self._group = sharing_group(config)
         self._device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
         weights = None if config.checkpoint is None else open_weights(model, config)
         if weights is not None and config.set_empty_params:
@@ -108,9 +115,10 @@ class InferenceEngine(nn.Module):
     def _share(self, read: Callable[[str], torch.Tensor]) -> None:
         """This rank's slices of the weights, and a decoder that is spread over the group."""
         structure, reading = read_structure(self.module), read_decoder(self.module)
-        shard = Shard(self._group.size, self._group.index)
-        slices = LoadedSlices(self.module, structure, reading, shard, read)
-        self._build(structure, slices, lends=False, group=self._group)
+        group, tensor = self._group, self._group.tensor
+        experts = Shard(group.size // tensor.size, group.index // tensor.size)
+        slices = LoadedSlices(self.module, structure, reading, Shard(tensor.size, tensor.index), experts, read)
+        self._build(structure, slices, lends=False, group=group)
         with slices.whole(read) as self._own_hooks:
             self._check()
         self._own_hooks = []
@@ -119,7 +127,7 @@ class InferenceEngine(nn.Module):
             "logits alone, without hooks or autocast, and give position_ids where rows are padded on the left "
             "(hybrid.padded_forward makes them); or use tp_size=1"
         )
-        torch.set_rng_state(self._group.share(torch.get_rng_state().to(self._device)).cpu())
+        torch.set_rng_state(tensor.share(torch.get_rng_state().to(self._device)).cpu())
 
     def _save(self, read: Callable[[str], torch.Tensor]) -> None:
         """Write this rank's part of the weights, where that is asked for: the first group does."""
@@ -160,7 +168,7 @@ class InferenceEngine(nn.Module):
         with self._window.opened():
             self._fused.decoder(self._window.uses_adapters, tokens=1)
         if self._group.size > 1 and not self._fused.checked:
-            raise NotImplementedError(f"tensor_parallel.tp_size={self._group.size}: {self._fused.why_not_now()}")
+            raise NotImplementedError(f"{self._group.size} ranks share the weights, but {self._fused.why_not_now()}")
 
     def _refresh(self, adapters: bool) -> None:
         self._snapshot.refresh(self._profiler.phase, adapters)
@@ -211,7 +219,7 @@ class InferenceEngine(nn.Module):
             stride=stride_on(self._device),
             max_out_tokens=most,
             limit="max_out_tokens",
-            noise=lambda rows: Noise(drawn_seed(), own_row_ids(rows, self._group.number)),
+            noise=lambda rows: Noise(drawn_seed(), own_row_ids(rows, self._group.tensor.number)),
             produced=self._profiler.generated,
         )
         return generate(self.module, args, kwargs, decoding)
@@ -299,18 +307,29 @@ def given_group(settings: TensorParallelConfig) -> torch.distributed.ProcessGrou
     return settings.tp_group if settings.mpu is None else settings.mpu.get_model_parallel_group()
 
 
-def ranks_sharing(settings: TensorParallelConfig) -> int:
-    """How many ranks share the weights."""
+def tensor_ranks(settings: TensorParallelConfig) -> int:
+    """How many ranks share heads and matrices."""
     group = given_group(settings)
     if not settings.enabled:
         return 1
     return settings.tp_size if group is None else torch.distributed.get_world_size(group)
 
 
-def tensor_parallel_group(settings: TensorParallelConfig) -> InferenceGroup:
+def expert_ranks(settings: MoEConfig) -> int:
+    """Over how many parts experts are shared out."""
+    return settings.ep_size if settings.enabled else 1
+
+
+def ranks_sharing(config: InferenceConfig) -> int:
+    """How many ranks share one copy of the weights."""
+    return tensor_ranks(config.tensor_parallel) * expert_ranks(config.moe)
+
+
+def sharing_group(config: InferenceConfig) -> InferenceGroup:
     """The ranks that share the weights: a group that is there already, or neighbours."""
-    size = ranks_sharing(settings)
-    return InferenceGroup(size, given_group(settings) if size > 1 else None)
+    size = ranks_sharing(config)
+    given = given_group(config.tensor_parallel) if expert_ranks(config.moe) == 1 else config.moe.ep_group
+    return InferenceGroup(size, given if size > 1 else None, tensor_ranks(config.tensor_parallel))
 
 
 def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
@@ -352,7 +371,8 @@ def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
             "use_triton: true given; Triton's kernels are those of fused containers: a CUDA device is needed, and "
             "replace_with_kernel_inject=true"
         )
-    size = ranks_sharing(config.tensor_parallel)
+    refuse_experts_that_are_not_there(model, config)
+    size = ranks_sharing(config)
     if size > 1:
         refuse_what_cannot_be_shared(model, config, size)
     if not config.triangular_masking and is_decoder(model):
@@ -373,6 +393,36 @@ def refuse_ranks_that_are_not_there(settings: TensorParallelConfig) -> None:
         raise ValueError(f"tensor_parallel.tp_size: {size} given; it must divide the world size, {world_size()}")
 
 
+def refuse_experts_that_are_not_there(model: nn.Module, config: InferenceConfig) -> None:
+    """Raise where experts cannot be shared out as `moe` says, or are not as many."""
+    moe, ranks = config.moe, expert_ranks(config.moe)
+    if moe.type == "residual":
+        raise NotImplementedError("moe.type: 'residual' given; standard experts are there")
+    if moe.ep_mp_group is not None:
+        raise NotImplementedError("moe.ep_mp_group: given; ranks that share an expert are those of tensor_parallel")
+    said = values_set(moe, "moe_experts")
+    if ranks == 1 and said is None:
+        return
+    count = read_decoder(model).spec.num_experts if is_decoder(model) else 0
+    if said is not None and count not in said:
+        raise ValueError(f"moe.moe_experts: {said} given; {type(model).__name__} has {count} experts in a layer")
+    if ranks > 1 and not count:
+        raise NotImplementedError(f"moe.ep_size: {ranks} given; {type(model).__name__} has no experts that are known")
+    if count % ranks:
+        raise ValueError(f"moe.ep_size: {ranks} given; it must divide the {count} experts of a layer")
+    if ranks > 1 and given_group(config.tensor_parallel) is not None:
+        raise NotImplementedError("moe.ep_size: given with tensor_parallel.tp_group or mpu; give tp_size instead")
+    if moe.ep_group is not None and (
+        config.tensor_parallel.tp_size > 1 or torch.distributed.get_world_size(moe.ep_group) != ranks
+    ):
+        raise ValueError(f"moe.ep_group: it must have the ep_size={ranks} ranks, and goes with tp_size=1 alone")
+    if world_size() % ranks_sharing(config):
+        raise ValueError(
+            f"moe.ep_size: {ranks} given with tp_size={tensor_ranks(config.tensor_parallel)}; together they must "
+            f"divide the world size, {world_size()}"
+        )
+
+
 def refuse_what_cannot_be_quantized(model: nn.Module, config: InferenceConfig) -> None:
     """Raise for a model, or settings, that int8 is not there for."""
     weight = config.quant.weight
@@ -386,8 +436,8 @@ def refuse_what_cannot_be_quantized(model: nn.Module, config: InferenceConfig) -
         raise NotImplementedError(
             "quant.weight: quantized_initialization and post_init_quant are ZeRO's, leave them out"
         )
-    if ranks_sharing(config.tensor_parallel) > 1:
-        raise NotImplementedError("dtype: int8 given with tensor parallelism; use tp_size=1, or another dtype")
+    if ranks_sharing(config) > 1:
+        raise NotImplementedError("dtype: int8 given for ranks that share weights; use another dtype, or tp_size=1")
     if read_adapters(model):
         raise NotImplementedError("dtype: int8 given for a model with adapters; merge them first (merge_and_unload)")
     require_groups(model, weight.q_groups)
@@ -401,22 +451,22 @@ def refuse_what_cannot_be_shared(model: nn.Module, config: InferenceConfig, size
     """Raise for a model, or settings, that ranks cannot share the weights of."""
     if config.enable_cuda_graph:
         raise NotImplementedError(
-            f"enable_cuda_graph: true given with tp_size={size}, whose ranks wait for each other at every step; use "
-            "false, or tp_size=1"
+            f"enable_cuda_graph: true given for {size} ranks that share weights, and wait for each other at every "
+            "step; use false"
         )
     if read_adapters(model):
         raise NotImplementedError(
-            f"tensor_parallel.tp_size: {size} given for a model with adapters; merge them first (merge_and_unload)"
+            f"init_inference: {size} ranks cannot share a model with adapters; merge them first (merge_and_unload)"
         )
     try:
         spec = read_decoder(model).spec
     except Unreadable as reason:
         raise NotImplementedError(
-            f"tensor_parallel.tp_size: {size} given; {type(model).__name__} has no fused container that could be "
+            f"tensor_parallel: {size} ranks given; {type(model).__name__} has no fused container that could be "
             f"spread over ranks ({reason}), and automatic tensor parallelism of its own modules is not available: use "
             "tp_size=1"
         ) from reason
-    require_divisible(spec, size, "tensor_parallel.tp_size")
+    require_divisible(spec, tensor_ranks(config.tensor_parallel), "tensor_parallel.tp_size")
 
 
 def is_decoder(model: nn.Module) -> bool:

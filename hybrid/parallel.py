@@ -38,30 +38,36 @@ class InferenceGroup:
     size: ranks in a group; it divides the world size, and with 1 every rank is by itself.  index: this rank's place
     in its group.  number: the group's place among the groups. Building one is a collective of all ranks, unless `group`
     is there already.
+    tensor: this rank's neighbours who share heads and matrices: `tensor_size` of the group; the whole group, unless
+        experts are shared out in it too.
     """
 
-    def __init__(self, size: int, group: dist.ProcessGroup | None = None):
+    def __init__(self, size: int, group: dist.ProcessGroup | None = None, tensor_size: int | None = None):
         self.size, self.index, self.number, self.group = size, rank() % size, rank() // size, group
         if group is not None:
             self.index, self.number = dist.get_rank(group), dist.get_global_rank(group, 0)
-            return
-        for first in range(0, world_size(), size) if size > 1 else ():  # every rank takes part in making every group
+        for first in range(0, world_size(), size) if size > 1 and group is None else ():
             members = list(range(first, first + size))
-            group = dist.new_group(members)
-            self.group = group if rank() in members else self.group
+            made = dist.new_group(members)  # every rank takes part in making every group
+            self.group = made if rank() in members else self.group
+        self.tensor = self if tensor_size in (None, size) else InferenceGroup(tensor_size)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' tensors, in place of this rank's."""
-        dist.all_reduce(tensor, group=self.group)
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         """The first rank's tensor, in place of the others'."""
-        dist.broadcast(tensor, group=self.group, group_src=0)
+        if self.size > 1:
+            dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, which are of one shape.  [size, ...]"""
+        if self.size == 1:
+            return tensor[None]
         found = tensor.new_empty(self.size, *tensor.shape)
         dist.all_gather(list(found.unbind()), tensor.contiguous(), group=self.group)
         return found

@@ -42,6 +42,7 @@ class TorchDecoder:
         self.spec = reading.spec
         self.weights = weights
         self.dtype = dtype
+        self.first_expert = 0  # of those whose weights are here
         stepwise = self.spec.activation_stepwise
         self.activation = torch_ops.gelu_new if stepwise else torch_ops.ACTIVATIONS[self.spec.activation]
         self.outer: dict[str, torch.Tensor] = {}
@@ -234,6 +235,7 @@ class TorchDecoder:
                 spec.normalize_experts,
                 spec.experts_float32,
                 self.activation,
+                self.first_expert,
             )
         if spec.gated:
             gate, up = self._linear(block, "gate_up", read).chunk(2, dim=-1)

@@ -23,8 +23,10 @@ class LoadedSlices(SlicedSnapshot):
     The model's own parameters are emptied: they stay the same objects, with nothing in them, as under ZeRO-3.
     """
 
-    def __init__(self, model: nn.Module, structure: Structure, reading: Reading, shard: Shard, read: Read):
-        super().__init__(model, structure, [], 1, reading, shard)
+    def __init__(
+        self, model: nn.Module, structure: Structure, reading: Reading, shard: Shard, experts: Shard, read: Read
+    ):
+        super().__init__(model, structure, [], 1, reading, shard, experts)
         self.outer_and_layers = [part.module for part in (*structure.outer, *structure.layers)]
         self.param_names = {tensor: name for name, tensor in stored_tensors(model).items() if tensor in self.cuts}
         for param, name in self.param_names.items():

@@ -9,13 +9,14 @@ from hybrid.profiling import Phase
 from hybrid.weights.gather import gathered
 from hybrid.weights.lora import Adapted
 from hybrid.weights.snapshot import Group, Snapshot, copied
-from hybrid.weights.tensor_parallel import Shard, Slice, slices_of
+from hybrid.weights.tensor_parallel import WHOLE, Shard, Slice, slices_of
 
 Owner = nn.Parameter | tuple[Adapted, str]  # whose slices: a parameter's, or those of what an adapted module merges
 
 
 class SlicedSnapshot(Snapshot):
-    """For inference tensor parallelism.  reading: what is cut.  shard: which part of it is this rank's.
+    """For inference tensor parallelism.  reading: what is cut.  shard: which part of it is this rank's.  experts: which
+    experts are.
 
     A parameter without a place is not kept: the model's own forward alone runs on it. There is nothing whole here, so
     `tensor` and `weights_of` have no meaning; `part` takes their place.
@@ -29,10 +30,11 @@ class SlicedSnapshot(Snapshot):
         layers_per_group: int,
         reading: Reading,
         shard: Shard,
+        experts: Shard = WHOLE,
     ):
         super().__init__(model, structure, adapted, layers_per_group)
         self.reading = reading
-        self.slices = slices_of(reading, shard)
+        self.slices = slices_of(reading, shard, experts)
         self.cuts = cuts_by_owner(self.slices, adapted)
         self.parts: dict[Owner, dict[tuple, torch.Tensor | None]] = {}  # by owner and slice key
 

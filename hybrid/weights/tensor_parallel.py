@@ -21,6 +21,9 @@ class Shard:
     index: int
 
 
+WHOLE = Shard(1, 0)
+
+
 def require_divisible(spec: DecoderSpec, size: int, key: str = "hybrid_engine.inference_tp_size") -> None:
     """Raise ValueError, in words, where the heads cannot be shared out."""
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
@@ -64,9 +67,14 @@ def both_halves(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
     return torch.cat([chunk(half, 1, shard) for half in tensor.chunk(2, dim=1)], dim=1)
 
 
-def cut_of(role: str, spec: DecoderSpec, shard: Shard) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
+def cut_of(
+    role: str, spec: DecoderSpec, shard: Shard, experts: Shard = WHOLE
+) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
     """How a rank's part of "<role>.weight" or "<role>.bias" is cut from the whole, [out, in] or [out]; None: it is the
-    whole. Biases of what is summed over the group are the first rank's, None for the others."""
+    whole. Biases of what is summed over the group are the first rank's, None for the others.
+
+    experts: which of the experts are the rank's; of these it has its part.
+    """
     name, _, kind = role.partition(".")
     row_norm = name in ("q_norm", "k_norm") and spec.qk_norm == "row"
     if name in ("q", "gate", "up", "embedding", "head") or (row_norm and name == "q_norm"):
@@ -78,9 +86,9 @@ def cut_of(role: str, spec: DecoderSpec, shard: Shard) -> Callable[[torch.Tensor
             return lambda tensor: chunk(tensor, 1, shard)
         return None if shard.index == 0 else lambda tensor: None
     if name == "experts_gate_up":
-        return lambda tensor: both_halves(tensor, shard)
+        return lambda tensor: both_halves(chunk(tensor, 0, experts), shard)
     if name == "experts_down":
-        return lambda tensor: chunk(tensor, 2, shard)
+        return lambda tensor: chunk(chunk(tensor, 0, experts), 2, shard)
     return None
 
 
@@ -101,11 +109,11 @@ class Slice:
 VOCABULARY = ("embedding.weight", "head.weight")  # cut alike, so that tied ones are kept once
 
 
-def slices_of(reading: Reading, shard: Shard) -> dict[Place, Slice]:
+def slices_of(reading: Reading, shard: Shard, experts: Shard = WHOLE) -> dict[Place, Slice]:
     """A rank's part of every place of a reading."""
     found = {}
     for layer in (reading.outer, *reading.layers):
         for role, place in layer.items():
             key = ("vocabulary" if role in VOCABULARY else role, place.select)
-            found[place] = Slice(place, key, cut_of(role, reading.spec, shard))
+            found[place] = Slice(place, key, cut_of(role, reading.spec, shard, experts))
     return found

@@ -153,7 +153,7 @@ def check_refusals() -> None:
         spread(tiny_model("llama", **odd))
     with pytest.raises(NotImplementedError, match="BertForMaskedLM has no fused container.*automatic tensor parall"):
         spread(tiny_other("bert"))
-    with pytest.raises(NotImplementedError, match="model with adapters; merge them first"):
+    with pytest.raises(NotImplementedError, match="a model with adapters; merge them first"):
         spread(with_peft(tiny_model("llama")))
     with CollectiveCount() as count, pytest.raises(ValueError):
         spread(tiny_model("llama"), 4)
