@@ -24,6 +24,7 @@ from hybrid.config import (
     values_set,
 )
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of
+from hybrid.containers.injected import read_policy, require_whole_heads, share_out
 from hybrid.containers.window import Window
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise
@@ -48,7 +49,7 @@ from hybrid.weights.loading import (
     stored_tensors,
 )
 from hybrid.weights.lora import read_adapters
-from hybrid.weights.quantize import require_groups
+from hybrid.weights.quantize import in_int8, require_groups
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.tensor_parallel import Shard, require_divisible
 
@@ -89,18 +90,26 @@ class InferenceEngine(nn.Module):
         if weights is not None:
             initialize(model, weights.absent, self._device)
         move_buffers(model, self._device)
-        groups = config.quant.weight.q_groups if config.dtype == torch.int8 else 0
-        in_place = weights is None and not groups and self._group.size == 1
-        if in_place:
+        changes = config.dtype == torch.int8 or self._group.size > 1
+        if weights is None and not changes:
             cast_model(model, cast)
         read = reader(model, weights, cast)
         self._save(read)
-        if self._group.size > 1:
+        if self._group.size > 1 and config.injection_policy is None:
             self._share(read)
             return
-        if not in_place:
-            load(model, read, groups)
+        if weights is not None or changes:
+            made = stored_tensors(model)
+            load(model, made, read, self._takers())
         self._serve()
+
+    def _takers(self) -> dict[str, Callable[[torch.Tensor], None]]:
+        """Layers in the place of the model's: int8 ones, or a rank's parts by the user's policy."""
+        if self._config.dtype == torch.int8:
+            return in_int8(self.module, self._config.quant.weight.q_groups)
+        if self._group.size > 1:
+            return share_out(self.module, read_policy(self.module, self._config.injection_policy), self._group)
+        return {}
 
     def _serve(self) -> None:
         """Containers over the weights, which are whole in the model."""
@@ -109,6 +118,7 @@ class InferenceEngine(nn.Module):
         if not self._config.replace_with_kernel_inject:
             self._fused.why_not = "replace_with_kernel_inject=false"
         self._check()
+        self._agree_on_noise()
         if self._config.enable_cuda_graph and self._fused.why_not:
             self._graphs = GraphedForward(self.module)
 
@@ -127,7 +137,13 @@ class InferenceEngine(nn.Module):
             "logits alone, without hooks or autocast, and give position_ids where rows are padded on the left "
             "(hybrid.padded_forward makes them); or use tp_size=1"
         )
-        torch.set_rng_state(tensor.share(torch.get_rng_state().to(self._device)).cpu())
+        self._agree_on_noise()
+
+    def _agree_on_noise(self) -> None:
+        """Give the ranks of a tensor-parallel group the first one's generator."""
+        if self._group.tensor.size > 1:
+            state = torch.get_rng_state().to(self._device)
+            torch.set_rng_state(self._group.tensor.share(state).cpu())
 
     def _save(self, read: Callable[[str], torch.Tensor]) -> None:
         """Write this rank's part of the weights, where that is asked for: the first group does."""
@@ -167,7 +183,7 @@ class InferenceEngine(nn.Module):
         """Compare the decoder with the model's layers, where there is one."""
         with self._window.opened():
             self._fused.decoder(self._window.uses_adapters, tokens=1)
-        if self._group.size > 1 and not self._fused.checked:
+        if self._fused.group is not None and not self._fused.checked:
             raise NotImplementedError(f"{self._group.size} ranks share the weights, but {self._fused.why_not_now()}")
 
     def _refresh(self, adapters: bool) -> None:
@@ -371,6 +387,12 @@ def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
             "use_triton: true given; Triton's kernels are those of fused containers: a CUDA device is needed, and "
             "replace_with_kernel_inject=true"
         )
+    if config.injection_policy is not None:
+        if config.replace_with_kernel_inject or expert_ranks(config.moe) > 1:
+            raise ValueError(
+                "injection_policy: given with replace_with_kernel_inject=true, or with moe.ep_size; give one of them"
+            )
+        read_policy(model, config.injection_policy)
     refuse_experts_that_are_not_there(model, config)
     size = ranks_sharing(config)
     if size > 1:
@@ -454,6 +476,9 @@ def refuse_what_cannot_be_shared(model: nn.Module, config: InferenceConfig, size
             f"enable_cuda_graph: true given for {size} ranks that share weights, and wait for each other at every "
             "step; use false"
         )
+    if config.injection_policy is not None:
+        require_whole_heads(model, read_policy(model, config.injection_policy), size)
+        return
     if read_adapters(model):
         raise NotImplementedError(
             f"init_inference: {size} ranks cannot share a model with adapters; merge them first (merge_and_unload)"
@@ -463,8 +488,8 @@ def refuse_what_cannot_be_shared(model: nn.Module, config: InferenceConfig, size
     except Unreadable as reason:
         raise NotImplementedError(
             f"tensor_parallel: {size} ranks given; {type(model).__name__} has no fused container that could be "
-            f"spread over ranks ({reason}), and automatic tensor parallelism of its own modules is not available: use "
-            "tp_size=1"
+            f"spread over ranks ({reason}), and automatic tensor parallelism of its own modules is not available: give "
+            "injection_policy, or use tp_size=1"
         ) from reason
     require_divisible(spec, tensor_ranks(config.tensor_parallel), "tensor_parallel.tp_size")
 

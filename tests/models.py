@@ -85,12 +85,12 @@ OTHERS = {
 }
 
 
-def tiny_other(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+def tiny_other(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
     """A random model of OTHERS, its biases and norms random too, in eval mode."""
     torch.manual_seed(seed)
     kind, sizes = OTHERS[name]
     special = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0, "decoder_start_token_id": 0}
-    model = kind.from_config(AutoConfig.for_model(name, **{"vocab_size": VOCABULARY, **special, **sizes}))
+    model = kind.from_config(AutoConfig.for_model(name, **{"vocab_size": VOCABULARY, **special, **sizes, **changes}))
     return varied(model).to(dtype).eval()
 
 

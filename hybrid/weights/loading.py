@@ -3,7 +3,7 @@
 import copy
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -19,7 +19,6 @@ from transformers.core_model_loading import (
 )
 
 from hybrid.weights.checkpoint import Tensors, some
-from hybrid.weights.quantize import in_int8
 
 
 def floating_dtype(model: nn.Module, dtype: torch.dtype) -> torch.dtype:
@@ -165,17 +164,20 @@ class Weights:
         return self._converted(self.giver[stored], lambda key: self.stored[key].read())[stored]
 
 
-def load(model: nn.Module, read: Callable[[str], torch.Tensor], groups: int = 0) -> None:
+def load(
+    model: nn.Module,
+    made: dict[str, torch.Tensor],
+    read: Callable[[str], torch.Tensor],
+    takers: Mapping[str, Callable[[torch.Tensor], None]],
+) -> None:
     """Put tensors, read by the model's names, into the model, one at a time; those of the meta device come to life.
 
-    groups: scales of a row, where linear layers become int8; 0: they do not.
+    made: what the model has, by name; it is emptied on the way.  takers: what takes a tensor in the model's place.
     """
-    made = stored_tensors(model)
-    int8 = in_int8(model, groups) if groups else {}
     while made:
         name, tensor = made.popitem()
-        if name in int8:
-            int8[name].take(read(name))
+        if name in takers:
+            takers[name](read(name))
         else:
             put(model, name, tensor, read(name))
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]

@@ -1,6 +1,8 @@
 """Weights in int8: symmetric, a scale for each output channel or for each of several parts of it. Activations stay as
 they are."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -86,11 +88,13 @@ def require_groups(model: nn.Module, groups: int) -> None:
             )
 
 
-def in_int8(model: nn.Module, groups: int) -> dict[str, Int8Linear]:
-    """Put int8 layers, which have no weights yet, in the place of linear ones; gives them by the weight's name."""
+def in_int8(model: nn.Module, groups: int) -> dict[str, Callable[[torch.Tensor], None]]:
+    """Put int8 layers, which have no weights yet, in the place of linear ones; gives, by a weight's name, what takes
+    it."""
     found = {}
     for name, linear in quantizable(model).items():
         parent, _, child = name.rpartition(".")
-        found[f"{name}.weight"] = Int8Linear(linear, groups)
-        setattr(model.get_submodule(parent), child, found[f"{name}.weight"])
+        layer = Int8Linear(linear, groups)
+        found[f"{name}.weight"] = layer.take
+        setattr(model.get_submodule(parent), child, layer)
     return found
