@@ -336,16 +336,15 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
 
 def with_checkpoint_block(config: InferenceConfig) -> InferenceConfig:
     """`config` with the values of `checkpoint_config` where they belong."""
-    block, moved = config.checkpoint_config, {}
-    for inner, outer in (
-        ("checkpoint_dir", "checkpoint"),
-        ("save_mp_checkpoint_path", "save_mp_checkpoint_path"),
-        ("base_dir", "base_dir"),
-    ):
-        value = getattr(block, inner)
-        if value is not None:
-            require_same(outer, getattr(config, outer) if outer in config.model_fields_set else value, value)
-            moved[outer] = value
+    block = config.checkpoint_config
+    given = {
+        "checkpoint": block.checkpoint_dir,
+        "save_mp_checkpoint_path": block.save_mp_checkpoint_path,
+        "base_dir": block.base_dir,
+    }
+    moved = {name: value for name, value in given.items() if value is not None}
+    for name in moved.keys() & config.model_fields_set:
+        require_same(name, getattr(config, name), moved[name])
     return config.model_copy(update=moved)
 
 

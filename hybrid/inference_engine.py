@@ -422,7 +422,7 @@ def refuse_experts_that_are_not_there(model: nn.Module, config: InferenceConfig)
         raise NotImplementedError("moe.type: 'residual' given; standard experts are there")
     if moe.ep_mp_group is not None:
         raise NotImplementedError("moe.ep_mp_group: given; ranks that share an expert are those of tensor_parallel")
-    said = values_set(moe, "moe_experts")
+    said = None if moe.moe_experts == [1] else moe.moe_experts
     if ranks == 1 and said is None:
         return
     count = read_decoder(model).spec.num_experts if is_decoder(model) else 0
