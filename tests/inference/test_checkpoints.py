@@ -1,7 +1,6 @@
 """Every form of a checkpoint, written by those who own it and read back: equal weights; what does not fit is listed."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -333,14 +332,21 @@ def test_missing_files(tmp_path):
 
 
 class Harmful:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
     def __reduce__(self):
-        return (shutil.rmtree, ("/nowhere",))
+        return (open, (self.path, "w"))
 
 
 def test_pickles_run_no_code(tmp_path):
-    torch.save({"weight": Harmful()}, tmp_path / "w.pt")
+    state = tiny_model("llama").state_dict()
+    torch.save({"state_dict": state, "more": Harmful(tmp_path / "made")}, tmp_path / "w.pt")
     with pytest.raises(ValueError, match="cannot be read"):
         served(tiny_model("llama"), tmp_path / "w.pt")
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_model_without_weights_needs_a_checkpoint():
