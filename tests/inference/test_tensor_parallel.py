@@ -20,6 +20,8 @@ def check_equal(engine: hybrid.InferenceEngine, reference: torch.nn.Module, same
     ids, mask = prompts(3 + rank, 7 + rank, padded=True, seed=rank)
     request = {"attention_mask": mask, "max_new_tokens": 6 + 2 * rank, "do_sample": False}
     assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    if reference.config.model_type == "bloom":  # takes no position_ids, by which a row padded on the left is known
+        ids, mask = ids.flip(1), mask.flip(1)
     with torch.no_grad():
         expected = hybrid.padded_forward(reference)(ids, mask).logits
     found = hybrid.padded_forward(engine.module, engine)(ids, mask).logits
