@@ -40,6 +40,7 @@ from hybrid.rollout import (
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot
+from hybrid.weights.streamed_snapshot import StreamedSnapshot
 from hybrid.weights.tensor_parallel import Shard, require_divisible
 
 # Arguments of Hugging Face's and PEFT's `generate` that cannot be followed here.
@@ -77,23 +78,23 @@ class HybridEngine(DeepSpeedEngine):
         self._pages = PageStore(self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes)
         structure = read_structure(self.module)
         self._snapshot, group = self._make_snapshot(structure)
+        together = group is not None or isinstance(self._snapshot, StreamedSnapshot)
         self._window = Window(
             self.module,
             self._snapshot,
             self._refresh,
             self._training_hooks,
             lends=not self._streams,
-            merges=not self._streams or group is not None,
+            merges=not self._streams or together,
             finish=lambda adapters: self._fused.finish(adapters),
         )
         graph_slots = self._rollout_settings.max_slots if self._settings.enable_cuda_graph else 0
         layers = [part.module for part in structure.layers]
         self._fused = FusedModel(self.module, layers, self._snapshot, graph_slots, group, self._training_hooks)
-        if self._streams and group is None:
-            reason = self._fused.why_not if self._group.size > 1 else "hybrid_engine.pin_parameters=false"
-            self._fused.why_not = f"weights are gathered layer by layer ({reason})"
         if self._rollout_settings.containers == "native":
             self._fused.why_not = "rollout.containers=native"
+        if self._streams and not together:
+            self._fused.why_not = f"weights are gathered layer by layer ({self._fused.why_not})"
         root = Part("", self.module, "model")
         parts = {part.module: part for part in (*structure.outer, *structure.layers) if part.module is not self.module}
         self._containers = [FusedContainer(root, self._window, self._fused)]
@@ -102,13 +103,15 @@ class HybridEngine(DeepSpeedEngine):
     def _make_snapshot(self, structure: Structure) -> tuple[Snapshot, InferenceGroup | None]:
         """The snapshot, and the ranks that share it; None where this rank's is whole."""
         settings = (self.module, structure, read_adapters(self.module), self._settings.tp_gather_partition_size)
-        if self._group.size == 1 or self._rollout_settings.containers == "native":
+        if not self._streams or self._rollout_settings.containers == "native":
             return Snapshot(*settings), None
         try:
-            shard = Shard(self._group.size, self._group.index)
-            return SlicedSnapshot(*settings, read_decoder(self.module), shard), self._group
+            reading = read_decoder(self.module)
         except Unreadable:
             return Snapshot(*settings), None
+        if self._group.size > 1:
+            return SlicedSnapshot(*settings, reading, Shard(self._group.size, self._group.index)), self._group
+        return StreamedSnapshot(*settings, self._profiler.phase, self._profiler.gathered), None
 
     # ---------------------------------------------------------------- modes
 
@@ -194,7 +197,7 @@ class HybridEngine(DeepSpeedEngine):
                 self._kv_cache.release()
                 self._pages.release()
                 self._fused.release_pages()
-            if not self._rollout_settings.keep_snapshot:
+            if isinstance(self._snapshot, StreamedSnapshot) or not self._rollout_settings.keep_snapshot:
                 self._snapshot.release()
                 self._fused.release()
             if self._settings.release_inference_cache or not self._rollout_settings.keep_snapshot:
@@ -410,7 +413,7 @@ class HybridEngine(DeepSpeedEngine):
     def _refresh(self, adapters: bool) -> None:
         if self._streams and self._fused.why_not:  # nothing will run on a copy
             return
-        self._profiler.now.gathered_bytes += self._snapshot.refresh(self._profiler.phase, adapters)
+        self._profiler.gathered(self._snapshot.refresh(self._profiler.phase, adapters))
 
     def _training_hooks(self, of: list[NativeContainer] | None = None) -> list[RemovableHandle]:
         """Handles of the hooks that DeepSpeed put on the model, the engine's own and ZeRO-3's; or, of them, those on

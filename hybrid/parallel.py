@@ -32,6 +32,13 @@ def all_ranks(flag: bool, device: torch.device) -> bool:
     return unmet.item() == 0
 
 
+def any_rank(flags: list[bool], device: torch.device, group: dist.ProcessGroup) -> list[bool]:
+    """For each flag, whether any rank of the group has it. A collective."""
+    found = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(found, group=group)
+    return [count > 0 for count in found.tolist()]
+
+
 class InferenceGroup:
     """Consecutive ranks that share one copy of the weights during inference, and what they tell each other.
 

@@ -66,6 +66,10 @@ class Profiler:
         self.samples.add(samples)
         self.now.tokens += tokens
 
+    def gathered(self, nbytes: int) -> None:
+        """Count bytes that this rank has gathered."""
+        self.now.gathered_bytes += nbytes
+
     def stats(self) -> dict[str, float]:
         """This rank's figures of the iteration in progress: `<phase>_s` seconds, tokens, tokens per second of
         prefill + decode, bytes gathered."""

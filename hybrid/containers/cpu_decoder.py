@@ -2,16 +2,18 @@
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
-from hybrid.architectures.spec import LayerSpec, Place, Reading, Unreadable
+from hybrid.architectures.spec import OUTER_ROLES, LayerSpec, Place, Reading, Unreadable
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of decoder.cpp's enum
+OUTER_NORMS = frozenset({"embedding_norm", "final_norm"})
+OUTER_MATRICES = frozenset({"project_in", "project_out", "head"})
 NORM_ROLES = "attention_norm q_norm k_norm attention_post_norm mlp_norm mlp_post_norm".split()
 JOINED = {"qkv": ("q", "k", "v"), "o": ("o",), "up": ("gate", "up"), "down": ("down",), "router": ("router",)}
 
@@ -42,16 +44,9 @@ class CpuDecoder:
         self.lent: weakref.ref[PagedKV] | None = None  # whose addresses the layers have now
         self.tensors: list[torch.Tensor] = []  # what the records below point to, kept alive
         self.sources: set[int] = set()  # storages that weights were read from
-
-    def bind(self) -> None:
-        """Read where the weights are now."""
-        self.tensors, self.sources, self.lent, self.tables = [], set(), None, {}
-        spec = self.spec
-        self.layer_records = (kernels.Layer * len(spec.layers))(
-            *(self._layer(layer, places) for layer, places in zip(spec.layers, self.reading.layers, strict=True))
-        )
-        outer = self.reading.outer
-        embedding = self._matrix(outer["embedding.weight"])
+        spec = reading.spec
+        self.slopes = torch.tensor(spec.alibi) if spec.alibi else None
+        self.layer_records = (kernels.Layer * len(spec.layers))()
         self.record = kernels.Decoder(
             half=self.dtype == torch.bfloat16,
             vocabulary=spec.vocab_size,
@@ -60,8 +55,6 @@ class CpuDecoder:
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            intermediate=max((layer.down.inputs for layer in self.layer_records), default=0),
-            expert_intermediate=self._expert_intermediate(),
             layer_norm=spec.norm == "layer",
             norm_float32=spec.norm_float32,
             activation=ACTIVATIONS.index(spec.activation),
@@ -78,7 +71,6 @@ class CpuDecoder:
             normalize_experts=spec.normalize_experts,
             experts_float32=spec.experts_float32,
             alibi_bfloat16=spec.alibi_bfloat16,
-            embedding_rows=len(embedding),
             norm_eps=spec.norm_eps,
             norm_offset=spec.norm_offset,
             attention_scale=spec.attention_scale,
@@ -87,16 +79,40 @@ class CpuDecoder:
             embedding_multiplier=spec.embedding_multiplier,
             residual_multiplier=spec.residual_multiplier,
             logits_divisor=spec.logits_divisor,
-            slopes=self._keep(torch.tensor(spec.alibi)) if spec.alibi else None,
-            embedding=self._keep(embedding),
-            positions=self._keep(self._matrix(outer["positions.weight"])) if "positions.weight" in outer else None,
-            embedding_norm=self._norm(outer, "embedding_norm"),
-            final_norm=self._norm(outer, "final_norm"),
-            project_in=self._linear(outer, ("project_in",)),
-            project_out=self._linear(outer, ("project_out",)),
-            head=self._linear(outer, ("head",)),
+            slopes=None if self.slopes is None else address(self.slopes),
             layers=ctypes.addressof(self.layer_records),
         )
+
+    def bind(self) -> None:
+        """Read where the weights are now."""
+        self.tables, self.lent = {}, None
+        self.unbind()
+        self.bind_part(OUTER_ROLES, range(len(self.spec.layers)))
+
+    def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
+        """Read where the weights of these roles outside the layers, and of these layers, are now."""
+        places = {name: place for name, place in self.reading.outer.items() if name.partition(".")[0] in outer}
+        if "embedding.weight" in places:
+            embedding = self._matrix(places["embedding.weight"])
+            self.record.embedding, self.record.embedding_rows = self._keep(embedding), len(embedding)
+        if "positions.weight" in places:
+            self.record.positions = self._keep(self._matrix(places["positions.weight"]))
+        for role in OUTER_NORMS.intersection(outer):
+            setattr(self.record, role, self._norm(places, role))
+        for role in OUTER_MATRICES.intersection(outer):
+            setattr(self.record, role, self._linear(places, (role,)))
+        for index in layers:
+            before, own = self.layer_records[index], self.reading.layers[index]
+            bound = self._layer(self.spec.layers[index], own)
+            bound.cos, bound.sin, bound.keys, bound.values = before.cos, before.sin, before.keys, before.values
+            self.layer_records[index] = bound
+            self.record.intermediate = max(self.record.intermediate, bound.down.inputs)
+            if self.spec.layers[index].experts:
+                self.record.expert_intermediate = self._matrix(own["experts_down.weight"]).shape[2]
+
+    def unbind(self) -> None:
+        """Let go of the weights: what has not been bound again must not run."""
+        self.tensors, self.sources = [], set()
 
     def kv(self, pages: int) -> PagedKV:
         """New pages, their content undefined.  keys [pages, kv_heads, head_dim, PAGE], values [pages, kv_heads, PAGE,
@@ -208,10 +224,6 @@ class CpuDecoder:
             window=layer.window,
             **experts,
         )
-
-    def _expert_intermediate(self) -> int:
-        mixtures = [p for p, layer in zip(self.reading.layers, self.spec.layers, strict=True) if layer.experts]
-        return self._matrix(mixtures[0]["experts_down.weight"]).shape[2] if mixtures else 0
 
     def _linear(self, places: dict[str, Place], roles: tuple[str, ...]) -> ctypes.Structure:
         """The roles' matrices, one above the other; empty where the model has none of them."""

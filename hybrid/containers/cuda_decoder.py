@@ -75,7 +75,7 @@ class CudaDecoder(TorchDecoder):
             return
         self.positions = pages * PAGE
         self.graphed = None
-        spec, device = self.spec, self.outer["embedding.weight"].device
+        spec, device = self.spec, self.device
         # Beyond max_positions there are no positions, and asking for one would rescale the others (longrope, dynamic).
         places = torch.arange(min(self.positions, spec.max_positions or self.positions), device=device)
         rounded = torch.float32 if spec.rotary_float32 else self.dtype
@@ -117,7 +117,7 @@ class CudaDecoder(TorchDecoder):
     def _graphed(self) -> GraphedStep:
         """The graphs, with inputs for `max_slots` sequences of as many tokens as there are tables for."""
         if self.graphed is None:
-            zeros = torch.zeros(self.max_slots, dtype=torch.int32, device=self.outer["embedding.weight"].device)
+            zeros = torch.zeros(self.max_slots, dtype=torch.int32, device=self.device)
             tables = zeros[:, None].repeat(1, self.positions // PAGE)
             blank = {"ids": zeros.long(), "positions": zeros, "lengths": zeros + 1, "tables": tables}
             self.graphed = GraphedStep(self._slots_step, blank, capture=self.capture)

@@ -18,6 +18,7 @@ from hybrid.containers.batch import PAGE, PackedBatch, is_packable, packed
 from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.sharded_decoder import Pool, ShardedDecoder, SharedDecoder
+from hybrid.containers.streamed_decoder import Passes, StreamedDecoder
 from hybrid.containers.torch_decoder import TorchDecoder
 from hybrid.containers.window import Window
 from hybrid.kernels import has_triton
@@ -26,11 +27,13 @@ from hybrid.parallel import InferenceGroup
 from hybrid.weights.lora import Adapted
 from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot
+from hybrid.weights.streamed_snapshot import StreamedSnapshot
 
 CHECKED_TOKENS = (PAGE + 5, 7)  # sequences of the self-check: over a page's end, and a short one
 
 
-AnyDecoder = CpuDecoder | TorchDecoder | SharedDecoder
+WholeDecoder = CpuDecoder | TorchDecoder  # a CudaDecoder is a TorchDecoder
+AnyDecoder = WholeDecoder | SharedDecoder | StreamedDecoder
 
 
 @dataclass
@@ -80,9 +83,21 @@ class FusedModel:
     @property
     def what(self) -> str:
         """Words for what runs in the model's place."""
-        if self.group is None:
-            return f"a decoder of the {self.reading.family} family, on {kernels_of(self._device())}"
-        return f"a decoder of the {self.reading.family} family, spread over {self.group.size} ranks"
+        decoder = f"a decoder of the {self.reading.family} family"
+        if self.group is not None:
+            return f"{decoder}, spread over {self.group.size} ranks"
+        streamed = ", with weights gathered layer by layer" if self.streams else ""
+        return f"{decoder}, on {kernels_of(self._device())}{streamed}"
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights are gathered as the decoder runs."""
+        return isinstance(self.snapshot, StreamedSnapshot)
+
+    @property
+    def in_company(self) -> bool:
+        """Whether ranks run the decoder together."""
+        return self.group is not None or self.streams
 
     def _require_plain_wrappers(self) -> None:
         for module in self.modules:
@@ -108,8 +123,16 @@ class FusedModel:
         has replaced a forward within the layers, compares every layer with the model's own; where one differs there is
         no decoder from then on, with a warning that says which and by how much.
         """
-        if self.checking or self.why_not_now() or 0 < self.reading.spec.max_positions < tokens:
+        if self.checking or self.why_not_now():
             return None
+        if 0 < self.reading.spec.max_positions < tokens:
+            if not self.in_company:
+                return None
+            raise NotImplementedError(
+                f"a sequence of {tokens} tokens given, new ones included; beyond {self.reading.spec.max_positions} a "
+                f"sequence of this model runs in its own layers, and not in {self.what}, which all ranks run together. "
+                "Use inference_tp_size=1 and pin_parameters=true for longer ones"
+            )
         try:
             decoder = self._bound(adapters)
             if not self.checked or self.checked_forwards != self._forwards():
@@ -125,7 +148,7 @@ class FusedModel:
         self.checking = True  # the model's own forward must not end up here again
         try:
             forwards = self._forwards()
-            require_equal(getattr(decoder, "sharded", decoder), self.model, self.layers)
+            require_equal(getattr(decoder, "lockstep", decoder), self.model, self.layers)
             self.checked, self.checked_forwards = True, forwards
         finally:
             self.checking = False
@@ -149,23 +172,40 @@ class FusedModel:
         def weights(place: Place) -> torch.Tensor | None:
             return self.tensor(place, adapters)
 
-        dtype = self.tensor(self.reading.outer["embedding.weight"], adapters).dtype
+        dtype = self._embedding().dtype
         if self.group is not None:
             return SharedDecoder(ShardedDecoder(self.reading, weights, dtype, self.group), self.pool)
+        if not self.streams:
+            return self._make_whole(self.reading, weights, dtype)
+        passes = Passes(
+            self.reading,
+            lambda reading: self._make_whole(reading, weights, dtype),
+            self.snapshot,
+            lambda place: next((owner for owner in self._owner(place) if owner is not None), None),
+            adapters,
+        )
+        return StreamedDecoder(passes, self._embedding().ds_process_group)
+
+    def _make_whole(
+        self, reading: Reading, weights: Callable[[Place], torch.Tensor | None], dtype: torch.dtype
+    ) -> WholeDecoder:
+        """A decoder over whole weights, on the fastest kernels that there are."""
         kernels = kernels_of(self._device())
         if kernels == "CPU kernels" and dtype in (torch.float32, torch.bfloat16):
-            return CpuDecoder(self.reading, weights, dtype, cpu_library())
+            return CpuDecoder(reading, weights, dtype, cpu_library())
         if kernels == "Triton":
             from hybrid.containers.cuda_decoder import CudaDecoder  # needs triton, which a CPU install has not
 
-            return CudaDecoder(self.reading, weights, dtype, self.graph_slots)
-        return TorchDecoder(self.reading, weights, dtype)
+            return CudaDecoder(reading, weights, dtype, self.graph_slots)
+        return TorchDecoder(reading, weights, dtype)
 
     def _device(self) -> torch.device:
         return self._embedding().device
 
     def _addresses(self, adapters: bool) -> tuple[int, ...]:
         """Where the weights are: others may have moved without a new version."""
+        if self.streams:
+            return ()
         places = [place for roles in (self.reading.outer, *self.reading.layers) for place in roles.values()]
         tensors = (self.tensor(place, adapters) for place in places)
         return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
@@ -207,8 +247,8 @@ class FusedModel:
         return sum(bound.decoder.nbytes() for bound in self.bound.values())
 
     def finish(self, adapters: bool) -> None:
-        """Where ranks share a decoder: take part in what the others still want of it, at the end of a call."""
-        decoder = None if self.group is None else self.decoder(adapters, 1)
+        """Where ranks run the decoder together: take part in what the others still want of it, at the end of a call."""
+        decoder = self.decoder(adapters, 1) if self.in_company else None
         if decoder is not None:
             decoder.finish()
 

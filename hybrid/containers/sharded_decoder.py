@@ -150,21 +150,21 @@ class SharedDecoder:
     """
 
     def __init__(self, sharded: ShardedDecoder, pool: Pool):
-        self.sharded, self.pool, self.group = sharded, pool, sharded.group
+        self.lockstep, self.pool, self.group = sharded, pool, sharded.group
         self.spec, self.reading, self.dtype = sharded.spec, sharded.reading, sharded.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.sharded.device
+        return self.lockstep.device
 
     def bind(self) -> None:
         """Read the weights, again or for the first time."""
-        self.sharded.bind()
+        self.lockstep.bind()
 
     def nbytes(self) -> int:
         """Bytes of weights that are copies: joined matrices."""
-        return self.sharded.nbytes()
+        return self.lockstep.nbytes()
 
     def reserve(self, tokens: int) -> None:
         """Nothing to do, as in TorchDecoder."""
@@ -214,13 +214,13 @@ class SharedDecoder:
         hidden = asked = [nothing] * self.group.size
         if any(one.tokens for one in all_brought):
             together, pages = self._together(batch, all_brought)
-            hidden = self.sharded.forward(together, pages).split([one.tokens for one in all_brought])
+            hidden = self.lockstep.forward(together, pages).split([one.tokens for one in all_brought])
         if any(one.rows for one in all_brought):
             asked = self.group.gather_rows(nothing if rows is None else rows, [one.rows for one in all_brought])
         asked = [own if one.judged else rows for one, own, rows in zip(all_brought, hidden, asked, strict=True)]
         logits = torch.empty(0, self.spec.vocab_size, device=self.device)
         if any(map(len, asked)):
-            logits = self.sharded.logits(torch.cat(asked)).split([len(rows) for rows in asked])[self.group.index]
+            logits = self.lockstep.logits(torch.cat(asked)).split([len(rows) for rows in asked])[self.group.index]
         return hidden[self.group.index], logits
 
     def _together(self, batch: PackedBatch | None, all_brought: list[Brought]) -> tuple[PackedBatch, PagedKV]:
@@ -232,7 +232,7 @@ class SharedDecoder:
             message = torch.cat([part.flatten().long() for part in parts])
             self.pool.copies = []
         messages = self.group.gather_rows(message, [one.message for one in all_brought])
-        pages = self.pool.grow(self.sharded.kv, max(one.pages for one in all_brought), self.group.size)
+        pages = self.pool.grow(self.lockstep.kv, max(one.pages for one in all_brought), self.group.size)
         capacity, width, tokens = self.pool.capacity, max(one.width for one in all_brought), 0
         ids, positions, starts, lengths, tables, copies = [], [], [], [], [], []
         for index, (one, said) in enumerate(zip(all_brought, messages, strict=True)):

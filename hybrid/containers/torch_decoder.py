@@ -1,12 +1,12 @@
 """A whole decoder in torch operations, on any device: the reference, and what runs where nothing faster does."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from hybrid.architectures.spec import Place, Reading
+from hybrid.architectures.spec import OUTER_ROLES, Place, Reading
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
 from hybrid.kernels import torch_ops
 
@@ -47,13 +47,21 @@ class TorchDecoder:
         self.outer: dict[str, torch.Tensor] = {}
         self.blocks: list[dict[str, torch.Tensor]] = [{} for _ in reading.layers]
 
-    @torch.no_grad()
     def bind(self) -> None:
         """Read the weights, again or for the first time. Copies are refreshed in place, and keep their addresses."""
-        self.outer = self._bound(self.reading.outer, self.outer)
-        self.blocks = [
-            self._bound(roles, before) for roles, before in zip(self.reading.layers, self.blocks, strict=True)
-        ]
+        self.bind_part(OUTER_ROLES, range(len(self.blocks)))
+
+    @torch.no_grad()
+    def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
+        """Read the weights of these roles outside the layers, and of these layers."""
+        places = {name: place for name, place in self.reading.outer.items() if name.partition(".")[0] in outer}
+        self.outer = {**self.outer, **self._bound(places, self.outer)}
+        for index in layers:
+            self.blocks[index] = self._bound(self.reading.layers[index], self.blocks[index])
+
+    def unbind(self) -> None:
+        """Let go of the weights: what has not been bound again cannot run."""
+        self.outer, self.blocks = {}, [{} for _ in self.blocks]
 
     def _bound(self, places: Mapping[str, Place], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of these places by role, with joined ones in the place of their parts."""
@@ -91,17 +99,16 @@ class TorchDecoder:
     def kv(self, pages: int) -> PagedKV:
         """New pages for keys and values, [pages, PAGE, kv_heads, head_dim] in each layer."""
         shape = (pages, PAGE, self.spec.num_kv_heads, self.spec.head_dim)
-        device = self.outer["embedding.weight"].device
 
         def empty() -> list[torch.Tensor]:
-            return [torch.empty(shape, dtype=self.dtype, device=device) for _ in self.blocks]
+            return [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in self.blocks]
 
         return PagedKV(keys=empty(), values=empty())
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.outer["embedding.weight"].device
+        """Where the weights are, or come."""
+        return self.weights(self.reading.outer["embedding.weight"]).device
 
     def nbytes(self) -> int:
         """Bytes of weights that are copies: joined matrices."""
@@ -179,7 +186,7 @@ class TorchDecoder:
         """ALiBi's addend up to the longest sequence, None where the decoder has none."""
         if self.spec.alibi is None:
             return None
-        slopes = torch.tensor(self.spec.alibi, device=self.outer["embedding.weight"].device)
+        slopes = torch.tensor(self.spec.alibi, device=self.device)
         longest = max(group.slots.shape[1] for group in groups)
         product_scale = self.spec.attention_scale if self.spec.alibi_bfloat16 else 0.0
         return torch_ops.alibi_bias(slopes, longest, self.dtype, product_scale)

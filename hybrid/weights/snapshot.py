@@ -1,8 +1,8 @@
 """Inference's copy of the weights, and the version of the weights that it was made from.
 
 A parameter that is whole and needs no merge is not copied: the model's own is used. Partitioned parameters (ZeRO-3)
-are gathered in groups and copied out; adapted weights are merged out of place. Buffers keep their addresses while
-they live.
+are gathered in groups, straight into the copies; adapted weights are merged out of place. Buffers keep their addresses
+while they live.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from torch import nn
 
 from hybrid.architectures.structure import Structure
 from hybrid.profiling import Phase
-from hybrid.weights.gather import gathered, is_partitioned
+from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_in
 from hybrid.weights.lora import Adapted
 
 
@@ -55,6 +55,7 @@ class Snapshot:
         self.version = WeightVersion(adapters=active_adapters(adapted))
         self.learning = {param for param in model.parameters() if param.requires_grad}
         self.base: dict[nn.Parameter, nn.Parameter] = {}  # copies of partitioned parameters
+        self.storage: dict[nn.Parameter, torch.Tensor] = {}  # where they lie
         self.merged: dict[Adapted, dict[str, nn.Parameter]] = {}
         self.stamps: dict[nn.Parameter | Adapted, tuple] = {}  # of which version each copy is
         self.peak_bytes = 0  # the most that copies and the group being gathered have held
@@ -91,16 +92,23 @@ class Snapshot:
         factors = [param for one in merges for param in one.adapter_params()]
         with ExitStack() as whole:
             with phase("gather"):
-                moved = whole.enter_context(gathered(copies + factors))
-                for param in copies:
-                    self.base[param] = copied(param, self.base.get(param))
-                    self.stamps[param] = self.wanted(param)
+                fetch = Fetch({param: self._storage(param) for param in copies})
+                beside = whole.enter_context(gathered(factors))
+                fetch.wait()
+                self.stamps.update((param, self.wanted(param)) for param in copies)
             if merges:
                 with phase("merge"):
                     for one in merges:
                         self._merge(one)
-        self.peak_bytes = max(self.peak_bytes, self.nbytes() + moved)
-        return moved
+        self.peak_bytes = max(self.peak_bytes, self.nbytes() + beside)
+        return beside + fetch.nbytes
+
+    def _storage(self, param: nn.Parameter) -> torch.Tensor:
+        """Where the copy of a partitioned parameter lies, from now on if there was none."""
+        if param not in self.storage:
+            self.storage[param] = storage_for(param)
+            self.base[param] = nn.Parameter(whole_in(self.storage[param], param), requires_grad=False)
+        return self.storage[param]
 
     def _merge(self, one: Adapted) -> None:
         buffers = self.merged.setdefault(one, {})
@@ -122,11 +130,12 @@ class Snapshot:
     def nbytes(self) -> int:
         """Bytes that the copies hold."""
         merged = (buffer for buffers in self.merged.values() for buffer in buffers.values())
-        return sum(buffer.nbytes for buffer in (*self.base.values(), *merged))
+        return sum(buffer.nbytes for buffer in (*self.storage.values(), *merged))
 
     def release(self) -> None:
         """Free the copies; the next refresh makes them anew."""
         self.base.clear()
+        self.storage.clear()
         self.merged.clear()
         self.stamps.clear()
 

@@ -1,0 +1,121 @@
+"""Weights that are whole while the stretch of a decoder that reads them runs, and at no other time."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from hybrid.architectures.structure import Structure
+from hybrid.profiling import Phase
+from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_in
+from hybrid.weights.lora import Adapted
+from hybrid.weights.snapshot import Snapshot
+
+Owner = nn.Parameter | Adapted
+
+
+class StreamedSnapshot(Snapshot):
+    """For streaming: of a decoder's stretches one is whole, and the next is on its way.
+
+    phase: times the gathering.  count: told of bytes gathered.
+    `base` and `merged` have what is whole now. Memory is used again by the next stretch of the same size.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        adapted: list[Adapted],
+        layers_per_group: int,
+        phase: Phase,
+        count: Callable[[int], None],
+    ):
+        super().__init__(model, structure, adapted, layers_per_group)
+        self.phase, self.count = phase, count
+        self.spare: dict[tuple, list[torch.Tensor]] = {}  # by size and dtype: memory that nobody uses now
+        self.spare_bytes = 0
+
+    def refresh(self, phase: Phase, adapters: bool) -> int:
+        """Nothing to do: nothing is kept."""
+        return 0
+
+    def in_turn(self, stretches: Sequence[Sequence[Owner]], adapters: bool) -> Iterator[None]:
+        """Yields once for each stretch, while its owners' weights are whole.
+
+        A collective: every rank must come with the same stretches, and go on to the end.
+        """
+        needed = [dict.fromkeys(param for owner in owners for param in sources_of(owner)) for owners in stretches]
+        coming = self._fetch(needed[0])
+        for number, owners in enumerate(stretches):
+            self._arrive(coming)
+            with self.phase("merge"):
+                self._merge_all([one for one in owners if isinstance(one, Adapted) and adapters and one.state()])
+            if number + 1 < len(stretches):
+                coming = self._fetch(needed[number + 1])
+            self.peak_bytes = max(self.peak_bytes, self.nbytes())
+            yield
+            later = {param for params in needed[number + 1 :] for param in params}
+            self._give_back([param for param in self.base if param not in later])
+            self.merged.clear()
+
+    def _fetch(self, params: dict[nn.Parameter, None]) -> Fetch:
+        """Begin to bring together what is not whole."""
+        absent = [param for param in params if is_partitioned(param) and param not in self.base]
+        for param in absent:
+            self.storage[param] = self._memory(param)
+        fetch = Fetch({param: self.storage[param] for param in absent})
+        self.count(fetch.nbytes)
+        return fetch
+
+    def _arrive(self, coming: Fetch) -> None:
+        with self.phase("gather"):
+            coming.wait()
+        for param, storage in coming.storage.items():
+            self.base[param] = nn.Parameter(whole_in(storage, param), requires_grad=False)
+
+    def _merge_all(self, merges: list[Adapted]) -> None:
+        with ExitStack() as whole:
+            self.count(whole.enter_context(gathered([param for one in merges for param in one.adapter_params()])))
+            for one in merges:
+                self._merge(one)
+
+    def _memory(self, param: nn.Parameter) -> torch.Tensor:
+        spare = self.spare.get(kind_of_memory(param))
+        if not spare:
+            return storage_for(param)
+        storage = spare.pop()
+        self.spare_bytes -= storage.nbytes
+        return storage
+
+    def _give_back(self, params: list[nn.Parameter]) -> None:
+        for param in params:
+            storage = self.storage.pop(param)
+            self.spare.setdefault(kind_of_memory(param), []).append(storage)
+            self.spare_bytes += storage.nbytes
+            del self.base[param]
+
+    def weights_of(self, one: Adapted, adapters: bool) -> dict[str, nn.Parameter]:
+        """As Snapshot's; while the stretch of `one` does not run, what the model itself has."""
+        base = {name: self.tensor(param) for name, param in one.sources.items()}
+        return {**base, **self.merged.get(one, {})} if adapters else base
+
+    def nbytes(self) -> int:
+        """Bytes held, for use again by the next stretches too."""
+        return super().nbytes() + self.spare_bytes
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        self.spare.clear()
+        self.spare_bytes = 0
+        super().release()
+
+
+def sources_of(owner: Owner) -> list[nn.Parameter]:
+    """The parameters that an owner's weights are made from, factors of adapters apart."""
+    return list(owner.sources.values()) if isinstance(owner, Adapted) else [owner]
+
+
+def kind_of_memory(param: nn.Parameter) -> tuple:
+    """Equal for parameters that may use each other's memory."""
+    return param.ds_numel, param.ds_tensor.ds_numel, param.ds_tensor.dtype

@@ -1,0 +1,162 @@
+"""Streaming (pin_parameters false): what an engine with a snapshot makes, from weights that are whole one layer at a
+time, whatever each rank brings."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid
+from tests.engines import LARGE, engine_of, settings, storage_digest, train_step
+from tests.models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin
+
+
+def streaming(threshold: int = 0, **blocks) -> dict:
+    """Settings of an engine that keeps no snapshot."""
+    blocks["rollout"] = {"containers": "fused", **blocks.get("rollout", {})}
+    return settings(3, threshold, hybrid_engine={"pin_parameters": False}, **blocks)
+
+
+def check_family(family: str, adapter: str, dtype: torch.dtype = torch.float32) -> None:
+    model = ADAPTERS[adapter](tiny_model(family))
+    reference = twin(model)
+    engine = engine_of(model, streaming())
+    rank = dist.get_rank()
+    for padded in (False, True):
+        # Ranks differ in rows, prompt length and number of new tokens.
+        ids, mask = prompts(rows=3 + rank, length=7 + rank, padded=padded, seed=rank)
+        request = {"attention_mask": mask, "max_new_tokens": 6 + 4 * rank, "do_sample": False}
+        expected = reference.generate(ids, **request)
+        assert torch.equal(engine.generate(ids, **request), expected), f"{family}, padded {padded}, rank {rank}"
+    assert all("gathered layer by layer" in row["why"] and row["container"] == "fused" for row in engine.coverage())
+    whole = torch.ones_like(expected)
+    whole[:, : ids.shape[1]] = mask
+    engine.eval()
+    with torch.no_grad():
+        logits = reference(expected, attention_mask=whole).logits
+    ours = engine(expected, attention_mask=whole, use_cache=False).logits
+    torch.testing.assert_close(ours[whole.bool()], logits[whole.bool()], atol=1e-3, rtol=1e-4)
+    engine.train()
+    train_step(engine)
+    engine.destroy()
+
+
+CASES = [(family, "none") for family in ("llama", "gpt2", "bloom", "opt", "gemma2", "qwen3_moe")]
+CASES += [("llama", "peft"), ("gpt2", "peft"), ("llama", "chat")]
+REST = [
+    pytest.param(family, "none", marks=pytest.mark.slow) for family in ALL_FAMILIES if (family, "none") not in CASES
+]
+
+
+@pytest.mark.parametrize(("family", "adapter"), CASES + REST)
+def test_tokens_are_hugging_faces(ranks, family, adapter):
+    ranks.run(check_family, family, adapter)
+
+
+def check_rollouts(adapter: str, threshold: int) -> None:
+    """Rollouts, their logprobs and scores are those of an engine with a snapshot, before and after a step."""
+    pinned, streamed = (
+        engine_of(ADAPTERS[adapter](tiny_model("llama")), config)
+        for config in (settings(3, threshold, rollout={"containers": "fused"}), streaming(threshold))
+    )
+    rank = dist.get_rank()
+    ids, mask = prompts(2 + rank, 37 + rank, padded=True, seed=rank)
+    sampling = hybrid.SamplingParams(max_new_tokens=5 + 6 * rank, temperature=0.7, top_k=20, seed=3)
+    for step in range(2):
+        batches = []
+        for engine in (pinned, streamed):
+            with engine.inference():
+                batch = engine.rollout(ids, mask, sampling, num_generations=2)
+                scores = engine.score(batch.sequences, batch.attention_mask)
+                base = engine.score(batch.sequences, batch.attention_mask, adapters=False)
+            batches.append((batch, scores, base))
+        (one, own, reference), (two, scores, base) = batches
+        assert two.weight_version == step
+        for name in ("completion_ids", "sampling_per_token_logps"):
+            assert torch.equal(getattr(one, name), getattr(two, name)), name
+        assert torch.equal(scores.per_token_logps, own.per_token_logps)
+        assert torch.equal(base.per_token_logps, reference.per_token_logps)
+        if adapter != "none":
+            assert (base.per_token_logps - scores.per_token_logps).abs().max() > 1e-2
+        for engine in (pinned, streamed):
+            engine.train()
+            train_step(engine, step)
+        assert storage_digest(pinned) == storage_digest(streamed), "training is not what it was"
+
+
+@pytest.mark.parametrize("threshold", [0, 200, LARGE])
+@pytest.mark.parametrize("adapter", ["none", "peft"])
+def test_rollouts_are_those_of_an_engine_with_a_snapshot(ranks, adapter, threshold):
+    """To the bit: the same kernels run on the same weights."""
+    ranks.run(check_rollouts, adapter, threshold)
+
+
+def check_company() -> None:
+    """A rank without rows, and one that raises in the middle of a pass: nobody hangs, nothing is changed."""
+    model = tiny_model("llama")
+    reference = twin(model)
+    engine = engine_of(model, streaming())
+    rank = dist.get_rank()
+    ids, mask = prompts(2, 6, padded=True, seed=rank)
+    rows = 2 * rank
+    batch = engine.rollout(ids[:rows], mask[:rows], hybrid.SamplingParams(max_new_tokens=12, temperature=0))
+    assert len(batch.completion_ids) == rows
+    assert len(engine.score(ids[:rows], mask[:rows]).per_token_logps) == rows
+    digest = storage_digest(engine)
+    request = {"attention_mask": mask, "max_new_tokens": 8}
+    if rank == 0:
+        with pytest.raises(IndexError, match="token ids"):
+            engine.generate(ids + 1000, **request)
+    else:
+        assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    assert engine.module.training
+    assert storage_digest(engine) == digest
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    train_step(engine)
+
+
+def test_ranks_keep_each_other_company(ranks):
+    ranks.run(check_company)
+
+
+def check_bytes() -> None:
+    """Alive beside the shards: a layer and the next one, the embedding and the head. A pass gathers every weight."""
+    engine = engine_of(tiny_model("llama", num_hidden_layers=6), streaming())
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    engine.eval()
+    engine.generate(ids, attention_mask=mask, max_new_tokens=3)  # the self-check is done
+    engine.train()
+    assert engine.stats()["snapshot_bytes"] == 0
+    train_step(engine)
+    engine.eval()
+    engine.generate(ids, attention_mask=mask, max_new_tokens=4)
+    stats = engine.stats()
+    layer = sum(p.ds_numel * 4 for p in engine.module.model.layers[0].parameters())
+    everything = sum(p.ds_numel * 4 for p in engine.module.parameters())
+    outer = everything - 6 * layer
+    assert 2 * layer < stats["peak_bytes"] - stats["kv_bytes"] - stats["container_bytes"] <= 2 * layer + outer
+    assert stats["gathered_bytes"] == 4 * everything  # the prompts, and three new tokens
+    engine.train()
+
+
+def test_no_more_than_two_layers_are_whole(ranks):
+    ranks.run(check_bytes)
+
+
+def check_native() -> None:
+    """What the decoder does not compute runs in the model's own layers, without adapters too where asked."""
+    model = ADAPTERS["peft"](tiny_model("llama"))
+    reference = twin(model)
+    engine = engine_of(model, streaming())
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    request = {"attention_mask": mask, "max_new_tokens": 3, "return_dict_in_generate": True, "output_scores": True}
+    ours, theirs = engine.generate(ids, **request), reference.generate(ids, **request)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    with reference.disable_adapter():
+        theirs = reference.generate(ids, **request)
+    ours = engine.generate(ids, adapters=False, **request)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours.scores, theirs.scores, strict=True))
+
+
+def test_what_is_not_fused_runs_in_the_models_own_layers(ranks):
+    ranks.run(check_native)
