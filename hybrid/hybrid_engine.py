@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Unreadable
-from hybrid.architectures.structure import Part, Structure, read_structure
+from hybrid.architectures.structure import Part
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.batch import is_packable
-from hybrid.containers.fused import FusedContainer, FusedModel
+from hybrid.containers.fused import FusedContainer
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.window import Window, unhooked
 from hybrid.decoding.kv_cache import KVCache
@@ -27,7 +27,8 @@ from hybrid.decoding.loop import Decoding, Noise, TokenLog, with_stop_strings
 from hybrid.decoding.pages import PageStore
 from hybrid.decoding.rows import Decoder
 from hybrid.decoding.scoring import Scores, padded_forward, score_packed, score_sequences
-from hybrid.parallel import InferenceGroup, all_ranks, engine_name, own_row_ids
+from hybrid.memory_plan import MemoryPlan, Modes
+from hybrid.parallel import all_ranks, engine_name, own_row_ids
 from hybrid.profiling import Profiler
 from hybrid.rollout import (
     RolloutBatch,
@@ -38,10 +39,8 @@ from hybrid.rollout import (
     make_batch,
 )
 from hybrid.weights.lora import read_adapters
-from hybrid.weights.sliced_snapshot import SlicedSnapshot
-from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streamed_snapshot import StreamedSnapshot
-from hybrid.weights.tensor_parallel import Shard, require_divisible
+from hybrid.weights.tensor_parallel import require_divisible
 
 # Arguments of Hugging Face's and PEFT's `generate` that cannot be followed here.
 NOT_AVAILABLE = {
@@ -66,52 +65,46 @@ class HybridEngine(DeepSpeedEngine):
         refuse_heads_that_cannot_be_shared(model, blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
-        self._group = InferenceGroup(self._settings.inference_tp_size)
-        # Whether the model's own layers run on their own weights, which ZeRO-3 gathers as they run.
-        self._streams = self._group.size > 1 or (
-            self.zero_optimization_stage() == 3 and not self._settings.pin_parameters
-        )
         self._in_eval = False
         self._unhooked = ExitStack()  # gives back the hooks of switched modules
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
+        self._modes = Modes(
+            self.module,
+            *blocks,
+            self.zero_optimization_stage(),
+            self._profiler.phase,
+            self._profiler.gathered,
+            self._training_hooks,
+        )
+        mode = self._modes.in_use
+        self._snapshot, self._fused = self._modes.weights(mode)
+        # Whether the model's own layers run on their own weights, which ZeRO-3 gathers as they run.
+        self._streams = mode.streaming or mode.tp_size > 1
         self._kv_cache = KVCache(self._rollout_settings.kv_step)
-        self._pages = PageStore(self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes)
-        structure = read_structure(self.module)
-        self._snapshot, group = self._make_snapshot(structure)
-        together = group is not None or isinstance(self._snapshot, StreamedSnapshot)
+        self._pages = self._make_pages()
         self._window = Window(
             self.module,
             self._snapshot,
             self._refresh,
             self._training_hooks,
             lends=not self._streams,
-            merges=not self._streams or together,
-            finish=lambda adapters: self._fused.finish(adapters),
+            merges=not self._streams or self._fused.in_company,
+            finish=self._fused.finish,
         )
-        graph_slots = self._rollout_settings.max_slots if self._settings.enable_cuda_graph else 0
-        layers = [part.module for part in structure.layers]
-        self._fused = FusedModel(self.module, layers, self._snapshot, graph_slots, group, self._training_hooks)
-        if self._rollout_settings.containers == "native":
-            self._fused.why_not = "rollout.containers=native"
-        if self._streams and not together:
-            self._fused.why_not = f"weights are gathered layer by layer ({self._fused.why_not})"
         root = Part("", self.module, "model")
-        parts = {part.module: part for part in (*structure.outer, *structure.layers) if part.module is not self.module}
+        parts = (*self._modes.structure.outer, *self._modes.structure.layers)
+        parts = {part.module: part for part in parts if part.module is not self.module}
         self._containers = [FusedContainer(root, self._window, self._fused)]
         self._containers += [NativeContainer(part, self._window) for part in parts.values()]
 
-    def _make_snapshot(self, structure: Structure) -> tuple[Snapshot, InferenceGroup | None]:
-        """The snapshot, and the ranks that share it; None where this rank's is whole."""
-        settings = (self.module, structure, read_adapters(self.module), self._settings.tp_gather_partition_size)
-        if not self._streams or self._rollout_settings.containers == "native":
-            return Snapshot(*settings), None
-        try:
-            reading = read_decoder(self.module)
-        except Unreadable:
-            return Snapshot(*settings), None
-        if self._group.size > 1:
-            return SlicedSnapshot(*settings, reading, Shard(self._group.size, self._group.index)), self._group
-        return StreamedSnapshot(*settings, self._profiler.phase, self._profiler.gathered), None
+    def _make_pages(self) -> PageStore:
+        """The pages, bounded by the settings: by what the memory limit leaves, where that is less."""
+        step, kv_cache_bytes = self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes
+        left = self._modes.kv_limit()
+        if left is None or (kv_cache_bytes is not None and kv_cache_bytes <= left):
+            return PageStore(step, kv_cache_bytes)
+        name = f"rollout.memory_limit={self._modes.limit}"
+        return PageStore(step, left, name, lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}")
 
     # ---------------------------------------------------------------- modes
 
@@ -386,12 +379,14 @@ class HybridEngine(DeepSpeedEngine):
             fused=self._decoder,
             store=self._pages,
             page_bytes=self._fused.page_bytes,
+            require_memory=self._require_memory,
             max_slots=self._rollout_settings.max_slots,
             stride=1 if self.device.type == "cpu" else STRIDE_ON_DEVICES,
             max_out_tokens=self._settings.max_out_tokens,
             noise=noise,
             token_log=log,
             agree=partial(all_ranks, device=self.device) if self._streams else None,
+            sync_interval=self._rollout_settings.sync_interval,
             streamer=kwargs.get("streamer"),
             produced=self._profiler.generated,
         )
@@ -402,6 +397,15 @@ class HybridEngine(DeepSpeedEngine):
         """The fused decoder over the window that is open, for sequences of up to `tokens`; None where the model must
         run natively."""
         return self._fused.decoder(self._window.uses_adapters, tokens)
+
+    def _require_memory(self, rows: int, tokens: int) -> None:
+        """Raise ValueError, with the plan, where so many sequences do not fit into the model's own cache."""
+        plan = self._modes.plan(rows, tokens) if self._modes.limit is not None else None
+        if plan is not None and not plan.fits(plan.in_use):
+            raise ValueError(
+                f"rollout.memory_limit={plan.limit}: {rows} sequences of {tokens} tokens, new ones included, need "
+                f"more; raise it, or ask for fewer rows or tokens\n{plan}"
+            )
 
     def _require_generate(self) -> None:
         if not hasattr(self.module, "generate"):
@@ -429,6 +433,19 @@ class HybridEngine(DeepSpeedEngine):
         return [handle for handle in handles if id(handle.hooks_dict_ref()) in tables]
 
     # ----------------------------------------------------------- inspection
+
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks run inference together, so that every rank must make the same calls in the same order."""
+        return self._streams
+
+    def memory_plan(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> MemoryPlan:
+        """What each way to hold weights that this engine could run in takes for such a rollout, in bytes on this rank.
+
+        batch_size: sequences of this rank, every generation of a prompt counted; `rollout.max_slots` of them decode at
+        once. Nothing moves, and no rank is asked. `print` shows a table.
+        """
+        return self._modes.plan(min(batch_size, self._rollout_settings.max_slots), prompt_length + max_new_tokens)
 
     def coverage(self) -> list[dict[str, str]]:
         """What runs where in eval mode: for each part of the model its `module` name, `kind`, `container` and why.
@@ -462,9 +479,9 @@ class HybridEngine(DeepSpeedEngine):
         }
 
 
-def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int) -> None:
+def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int | str) -> None:
     """Raise ValueError where `size` ranks cannot share a model's heads; a model that is of no family runs natively."""
-    if size > 1:
+    if size != "auto" and size > 1:
         with suppress(Unreadable):
             require_divisible(read_decoder(model).spec, size)
 

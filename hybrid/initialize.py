@@ -94,6 +94,12 @@ def make_mesh(settings: dict[str, Any], mesh_param: Any) -> Any:
 def refuse_what_is_not_there(settings: HybridEngineConfig, rollout: RolloutConfig) -> None:
     """Raise for settings of DeepSpeed's block that this engine cannot follow."""
     size, ranks = settings.inference_tp_size, world_size()
+    if "auto" in (size, settings.pin_parameters) and settings.enable_cuda_graph:
+        raise ValueError(
+            "hybrid_engine.enable_cuda_graph: true given with inference_tp_size or pin_parameters 'auto', which may "
+            "choose a way that cannot be captured; use false, or inference_tp_size=1 and pin_parameters=true"
+        )
+    size = 1 if size == "auto" else size
     if ranks % size:
         raise ValueError(f"hybrid_engine.inference_tp_size: {size} given; it must divide the world size, {ranks}")
     if size > 1 and not settings.pin_parameters:

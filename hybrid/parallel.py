@@ -32,6 +32,15 @@ def all_ranks(flag: bool, device: torch.device) -> bool:
     return unmet.item() == 0
 
 
+def lowest(number: int, device: torch.device) -> int:
+    """The lowest of all ranks' numbers. A collective."""
+    if world_size() == 1:
+        return number
+    found = torch.tensor(number, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    return int(found)
+
+
 def any_rank(flags: list[bool], device: torch.device, group: dist.ProcessGroup) -> list[bool]:
     """For each flag, whether any rank of the group has it. A collective."""
     found = torch.tensor(flags, dtype=torch.int32, device=device)
@@ -43,12 +52,15 @@ class InferenceGroup:
     """Consecutive ranks that share one copy of the weights during inference, and what they tell each other.
 
     size: ranks in a group; it divides the world size, and with 1 every rank is by itself.  index: this rank's place
-    in its group. Building one is a collective of all ranks.
+    in its group.  connected: false for a group that is only planned, whose ranks tell each other nothing. Building a
+    connected one is a collective of all ranks.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, connected: bool = True):
         self.size, self.index, self.group = size, rank() % size, None
-        for first in range(0, world_size(), size) if size > 1 else ():  # every rank takes part in making every group
+        for first in (
+            range(0, world_size(), size) if size > 1 and connected else ()
+        ):  # every rank takes part in making every group
             members = list(range(first, first + size))
             group = dist.new_group(members)
             self.group = group if rank() in members else self.group

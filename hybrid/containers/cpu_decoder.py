@@ -43,7 +43,7 @@ class CpuDecoder:
         self.tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.lent: weakref.ref[PagedKV] | None = None  # whose addresses the layers have now
         self.tensors: list[torch.Tensor] = []  # what the records below point to, kept alive
-        self.sources: set[int] = set()  # storages that weights were read from
+        self.sources: dict[int, torch.UntypedStorage] = {}  # that weights were read from; kept, for identity
         spec = reading.spec
         self.slopes = torch.tensor(spec.alibi) if spec.alibi else None
         self.layer_records = (kernels.Layer * len(spec.layers))()
@@ -112,7 +112,7 @@ class CpuDecoder:
 
     def unbind(self) -> None:
         """Let go of the weights: what has not been bound again must not run."""
-        self.tensors, self.sources = [], set()
+        self.tensors, self.sources = [], {}
 
     def kv(self, pages: int) -> PagedKV:
         """New pages, their content undefined.  keys [pages, kv_heads, head_dim, PAGE], values [pages, kv_heads, PAGE,
@@ -165,7 +165,7 @@ class CpuDecoder:
 
     def nbytes(self) -> int:
         """Bytes of weights that are copies: turned matrices, and biases and norms in float32."""
-        return sum(t.nbytes for t in self.tensors if t.untyped_storage().data_ptr() not in self.sources)
+        return sum(t.nbytes for t in self.tensors if t.untyped_storage()._cdata not in self.sources)
 
     def _run(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV | None, first: int, last: int) -> torch.Tensor:
         if kv is not None:
@@ -253,7 +253,8 @@ class CpuDecoder:
         tensor = None if place is None else self.weights(place)
         if tensor is None:
             return None
-        self.sources.add(tensor.untyped_storage().data_ptr())
+        storage = tensor.untyped_storage()
+        self.sources[storage._cdata] = storage
         return tensor.detach() if place.select is None else place.select(tensor.detach())
 
     def _keep(self, tensor: torch.Tensor) -> int:

@@ -24,6 +24,7 @@ from hybrid.containers.window import Window
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.parallel import InferenceGroup
+from hybrid.weights.gather import whole_shape
 from hybrid.weights.lora import Adapted
 from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot
@@ -72,6 +73,7 @@ class FusedModel:
         # Within the layers nobody of us switches a forward.
         self.inner = [module for layer in layers for module in layer.modules() if module is not layer]
         self.checked_forwards: list[tuple] = []
+        self.one_page: int | None = None  # its bytes, once somebody has asked
         self.adapted = {one.wrapper: one for one in snapshot.adapted}
         self.reading: Reading | None = None
         try:
@@ -236,11 +238,36 @@ class FusedModel:
         return self._owner(self.reading.outer["embedding.weight"])[1]
 
     def page_bytes(self) -> int:
-        """The most that a page of the KV cache takes in any decoder; 0 where there is none."""
+        """What a page of the KV cache takes; 0 where there is no decoder."""
         if self.why_not:
             return 0
-        spec, itemsize = self.reading.spec, self._embedding().itemsize
-        return 2 * len(spec.layers) * spec.num_kv_heads * -(-spec.head_dim // 16) * 16 * PAGE * itemsize
+        if self.one_page is None:
+            ranks = 1 if self.group is None else self.group.size
+            self.one_page = self._planned().kv(1).nbytes * ranks
+        return self.one_page
+
+    def planned_bytes(self) -> int:
+        """Bytes that the decoder with adapters will hold beside the snapshot."""
+        if self.why_not:
+            return 0
+        decoder = self._planned()
+        decoder.bind()
+        return decoder.nbytes()
+
+    def _planned(self) -> WholeDecoder:
+        """The decoder, over weights that take no memory."""
+        dtype = self._embedding().dtype
+        if self.group is not None:
+            return ShardedDecoder(self.reading, self._blank, dtype, self.group)
+        return self._make_whole(self.reading, self._blank, dtype)
+
+    def _blank(self, place: Place) -> torch.Tensor | None:
+        """A tensor without memory, as the snapshot's will be at a place."""
+        param = self._owner(place)[1]
+        if param is None:
+            return None
+        blank = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
+        return blank if self.group is None else self.snapshot.slices[place].of(blank)
 
     def nbytes(self) -> int:
         """Bytes of weights that decoders hold beside the snapshot: joined and turned copies."""

@@ -28,6 +28,11 @@ def whole_bytes(param: torch.Tensor) -> int:
     return whole_shape(param).numel() * param.element_size()
 
 
+def padded_bytes(param: torch.Tensor) -> int:
+    """The size in bytes of what `storage_for` gives."""
+    return param.ds_tensor.ds_numel * dist.get_world_size(param.ds_process_group) * param.ds_tensor.element_size()
+
+
 def missing(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those of `params` that this rank holds only a part of now.
 

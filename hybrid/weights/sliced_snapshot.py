@@ -6,9 +6,9 @@ from torch import nn
 from hybrid.architectures.spec import Place, Reading
 from hybrid.architectures.structure import Structure
 from hybrid.profiling import Phase
-from hybrid.weights.gather import gathered
+from hybrid.weights.gather import gathered, is_partitioned, whole_bytes, whole_shape
 from hybrid.weights.lora import Adapted
-from hybrid.weights.snapshot import Group, Snapshot, copied
+from hybrid.weights.snapshot import Group, Snapshot, copied, factors_of
 from hybrid.weights.tensor_parallel import Shard, Slice, slices_of
 
 Owner = nn.Parameter | tuple[Adapted, str]  # whose slices: a parameter's, or those of what an adapted module merges
@@ -74,6 +74,23 @@ class SlicedSnapshot(Snapshot):
             part = one.of(whole)
             parts[one.key] = None if part is None else copied(part, parts.get(one.key))
 
+    def planned(self) -> tuple[int, int]:
+        """Bytes that the slices will take; and the largest group, which is whole while it is cut."""
+        owners = {
+            owner: owner if isinstance(owner, nn.Parameter) else owner[0].sources.get(owner[1])
+            for owner in self.cuts
+            if isinstance(owner, nn.Parameter) or (owner[0].state() and owner[1] != "bias")
+        }
+        kept = sum(
+            self._planned_part(param, one) for owner, param in owners.items() for one in unique(self.cuts[owner])
+        )
+        groups = ([*group.carried, *factors_of(group)] for group in self.groups)
+        return kept, max((sum(whole_bytes(p) for p in group if is_partitioned(p)) for group in groups), default=0)
+
+    def _planned_part(self, param: nn.Parameter, one: Slice) -> int:
+        part = one.of(torch.empty(whole_shape(param), dtype=param.dtype, device="meta"))
+        return 0 if part is None else part.nbytes
+
     def nbytes(self) -> int:
         """Bytes that the slices hold."""
         return sum(part.nbytes for parts in self.parts.values() for part in parts.values() if part is not None)
@@ -82,6 +99,11 @@ class SlicedSnapshot(Snapshot):
         """Free the slices; the next refresh makes them anew."""
         self.parts.clear()
         super().release()
+
+
+def unique(slices: list[Slice]) -> list[Slice]:
+    """Of slices that are the same, as of tied embeddings, one."""
+    return list({one.key: one for one in slices}.values())
 
 
 def cuts_by_owner(slices: dict[Place, Slice], adapted: list[Adapted]) -> dict[Owner, list[Slice]]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from hybrid.architectures.structure import Structure
 from hybrid.profiling import Phase
-from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_in
+from hybrid.weights.gather import Fetch, gathered, is_partitioned, padded_bytes, storage_for, whole_bytes, whole_in
 from hybrid.weights.lora import Adapted
 
 
@@ -132,6 +132,12 @@ class Snapshot:
         merged = (buffer for buffers in self.merged.values() for buffer in buffers.values())
         return sum(buffer.nbytes for buffer in (*self.storage.values(), *merged))
 
+    def planned(self) -> tuple[int, int]:
+        """Bytes that the copies will take, and the most that is whole beside them while they are made."""
+        carried = [param for group in self.groups for param in group.carried if is_partitioned(param)]
+        factors = (sum(whole_bytes(p) for p in factors_of(group) if is_partitioned(p)) for group in self.groups)
+        return sum(map(padded_bytes, carried)) + sum(map(merged_bytes, self.adapted)), max(factors, default=0)
+
     def release(self) -> None:
         """Free the copies; the next refresh makes them anew."""
         self.base.clear()
@@ -146,6 +152,16 @@ def copied(source: torch.Tensor, buffer: nn.Parameter | None) -> nn.Parameter:
         buffer = nn.Parameter(torch.empty_like(source, memory_format=torch.contiguous_format), requires_grad=False)
     buffer.data.copy_(source)
     return buffer
+
+
+def factors_of(group: Group) -> list[nn.Parameter]:
+    """What merging a group reads besides the weights that are merged into."""
+    return [param for one in group.adapted if one.state() for param in one.adapter_params()]
+
+
+def merged_bytes(one: Adapted) -> int:
+    """Bytes that merging makes of an adapted module. Biases are counted as they are: hardly any adapter changes one."""
+    return sum(whole_bytes(param) for name, param in one.sources.items() if one.state() and name != "bias")
 
 
 def active_adapters(adapted: list[Adapted]) -> tuple:

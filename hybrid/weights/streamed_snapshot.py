@@ -8,9 +8,9 @@ from torch import nn
 
 from hybrid.architectures.structure import Structure
 from hybrid.profiling import Phase
-from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_in
+from hybrid.weights.gather import Fetch, gathered, is_partitioned, padded_bytes, storage_for, whole_in
 from hybrid.weights.lora import Adapted
-from hybrid.weights.snapshot import Snapshot
+from hybrid.weights.snapshot import Snapshot, merged_bytes
 
 Owner = nn.Parameter | Adapted
 
@@ -33,6 +33,7 @@ class StreamedSnapshot(Snapshot):
     ):
         super().__init__(model, structure, adapted, layers_per_group)
         self.phase, self.count = phase, count
+        self.structure = structure
         self.spare: dict[tuple, list[torch.Tensor]] = {}  # by size and dtype: memory that nobody uses now
         self.spare_bytes = 0
 
@@ -103,6 +104,13 @@ class StreamedSnapshot(Snapshot):
     def nbytes(self) -> int:
         """Bytes held, for use again by the next stretches too."""
         return super().nbytes() + self.spare_bytes
+
+    def planned(self) -> tuple[int, int]:
+        """Nothing is kept. Whole are a layer and the next one, and what is outside the layers."""
+        layers = [sum(padded_bytes(p) for p in part.module.parameters()) for part in self.structure.layers]
+        outer = {param for part in self.structure.outer for param in part.module.parameters()}
+        merges = max((sum(map(merged_bytes, group.adapted)) for group in self.groups), default=0)
+        return 0, 2 * max(layers, default=0) + sum(map(padded_bytes, outer)) + merges
 
     def release(self) -> None:
         """Let go of the memory."""

@@ -21,14 +21,19 @@ class Shard:
     index: int
 
 
+def sizes_that_fit(spec: DecoderSpec) -> list[int]:
+    """Numbers of ranks that can share out the heads."""
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+
+
 def require_divisible(spec: DecoderSpec, size: int) -> None:
     """Raise ValueError, in words, where the heads cannot be shared out."""
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    if heads % size or (kv_heads % size and size % kv_heads):
-        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    fits = sizes_that_fit(spec)
+    if size not in fits:
         raise ValueError(
-            f"hybrid_engine.inference_tp_size: {size} given; the model's {heads} attention heads and {kv_heads} key "
-            f"and value heads can be shared out by {', '.join(map(str, fits))}"
+            f"hybrid_engine.inference_tp_size: {size} given; the model's {spec.num_heads} attention heads and "
+            f"{spec.num_kv_heads} key and value heads can be shared out by {', '.join(map(str, fits))}"
         )
 
 

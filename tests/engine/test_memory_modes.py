@@ -1,0 +1,152 @@
+"""Ways to hold weights: what a plan says is what is held; "auto" takes the fastest that fits; the rest is refused."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger
+
+import hybrid
+from tests.engines import CollectiveCount, engine_of, settings, storage_digest
+from tests.models import ADAPTERS, prompts, tiny_model, twin
+
+MODES = {
+    "pinned": {},
+    "tensor parallel 2": {"inference_tp_size": 2},
+    "streaming": {"pin_parameters": False},
+}
+# Keys and values count: heads that fill the kernels' vectors.
+SIZES = {"llama": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}, "gpt2": {}}
+
+
+DEPTH = {"llama": {"num_hidden_layers": 6}, "gpt2": {"n_layer": 6}}
+
+
+def engine_with(block: dict, family: str = "llama", adapter: str = "none", stage: int = 3, **rollout):
+    """An engine of a tiny model with these blocks."""
+    rollout = {"containers": "fused", **rollout}
+    model = ADAPTERS[adapter](tiny_model(family, **DEPTH[family], **SIZES[family]))
+    return engine_of(model, settings(stage, hybrid_engine={"tp_gather_partition_size": 1, **block}, rollout=rollout))
+
+
+def check_plan(family: str, adapter: str, stage: int) -> None:
+    tables = []
+    rows, length, new = 3, 40, 20
+    ids, mask = prompts(rows, length, padded=False, seed=dist.get_rank())
+    for name, block in MODES.items():
+        if name == "streaming" and stage < 3:
+            continue
+        engine = engine_with(block, family, adapter, stage)
+        with CollectiveCount() as collectives:
+            plan = engine.memory_plan(rows, length, new)
+        assert collectives.count == 0
+        assert str(plan.in_use) == name
+        tables.append({str(mode): need for mode, need in plan.needs.items()})
+        need = tables[-1][name]
+        engine.eval()
+        engine.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new)
+        stats = engine.stats()
+        assert stats["snapshot_bytes"] == need.snapshot if name != "streaming" else need.snapshot == 0
+        assert stats["container_bytes"] == need.containers, (name, stats["container_bytes"], need.containers)
+        assert need.kv / 1.5 <= stats["kv_bytes"] <= need.kv, (stats["kv_bytes"], need.kv)
+        assert stats["peak_bytes"] <= need.total
+        assert 2 * stats["peak_bytes"] >= need.total - need.logits
+        shards = sum((p.ds_tensor if stage == 3 else p).nbytes for p in engine.module.parameters())
+        assert need.parameters == shards
+        engine.destroy()
+    assert all(table == tables[0] for table in tables), "a plan depends on the mode that the engine is in"
+    if stage == 3:
+        assert tables[0]["streaming"].total < tables[0]["tensor parallel 2"].total < tables[0]["pinned"].total
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter", "stage"),
+    [("llama", "none", 3), ("llama", "peft", 3), ("gpt2", "none", 3), ("llama", "peft", 2)],
+)
+def test_a_plan_says_what_will_be_held(ranks, family, adapter, stage):
+    ranks.run(check_plan, family, adapter, stage)
+
+
+class Lines(logging.Handler):
+    """What DeepSpeed's logger was told."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def check_auto() -> None:
+    """With less and less memory; tokens are Hugging Face's in every mode."""
+    auto = {"inference_tp_size": "auto", "pin_parameters": "auto", "max_out_tokens": 64}
+    plan = engine_with({"max_out_tokens": 64}).memory_plan(8, 32, 32)
+    needs = {str(mode): need.total for mode, need in plan.needs.items()}
+    model = tiny_model("llama", **SIZES["llama"], **DEPTH["llama"])
+    ids, mask = prompts(3, 9, padded=True, seed=dist.get_rank())
+    expected = twin(model).generate(ids, attention_mask=mask, max_new_tokens=5)
+    for name in MODES:
+        limit = needs[name] + 3 * dist.get_rank()  # ranks agree on the least
+        lines = Lines()
+        logger.addHandler(lines)
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        try:
+            engine = engine_with(auto, max_slots=8, memory_limit=limit)
+        finally:
+            logger.removeHandler(lines)
+            logger.setLevel(level)
+        plan = engine.memory_plan(8, 32, 32)
+        assert str(plan.in_use) == name
+        assert all(fits == (needs[str(mode)] <= limit) for mode in plan.needs for fits in [plan.fits(mode)])
+        chosen = [line for line in lines.lines if f"held {name}: 8 of max_slots=8" in line]
+        assert len(chosen) == (dist.get_rank() == 0), (name, lines.lines)
+        assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=5), expected)
+        engine.train()
+        engine.destroy()
+    # Fewer rows at once rather than nothing; of what fits as many, the faster.
+    some = engine_with(auto, max_slots=8, memory_limit=needs["streaming"] - 1)
+    assert str(some.memory_plan(1, 1, 1).in_use) == "streaming"
+    fixed = {**auto, "pin_parameters": True}
+    assert str(
+        engine_with(fixed, max_slots=8, memory_limit=needs["tensor parallel 2"]).memory_plan(1, 1, 1).in_use
+    ) == ("tensor parallel 2")
+    with pytest.raises(ValueError, match=r"(?s)max_out_tokens=64; allow more.*mode.*pinned .*too much.*streaming.*too"):
+        engine_with(auto, max_slots=8, memory_limit=1000)
+    assert str(engine_with(auto, max_slots=8).memory_plan(1, 1, 1).in_use) == "pinned"  # by what is free
+
+
+def test_auto_takes_the_fastest_that_fits(ranks):
+    ranks.run(check_auto)
+
+
+def check_refusals(containers: str) -> None:
+    """What cannot fit is refused with the plan before any weight moves; what can waits for room."""
+    plan = engine_with({}, containers=containers).memory_plan(2, 32, 96)
+    limit = next(iter(plan.needs.values())).total
+    engine = engine_with({}, containers=containers, memory_limit=limit)
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    before = storage_digest(engine)
+    calls = (
+        lambda: engine.generate(ids, attention_mask=mask, max_new_tokens=400),
+        lambda: engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=400)),
+    )
+    for call in calls:
+        with CollectiveCount() as collectives, pytest.raises(ValueError, match=r"(?s)memory_limit=.*MiB on a rank"):
+            call()
+        assert collectives.count == 0
+    assert engine.module.training
+    assert storage_digest(engine) == before
+    many, mask = prompts(2 if containers == "native" else 9, 6, padded=True, seed=dist.get_rank())
+    expected = twin(tiny_model("llama", **SIZES["llama"], **DEPTH["llama"])).generate(
+        many, attention_mask=mask, max_new_tokens=60
+    )
+    assert torch.equal(engine.generate(many, attention_mask=mask, max_new_tokens=60), expected)
+    assert engine.stats()["peak_bytes"] <= limit
+
+
+@pytest.mark.parametrize("containers", ["fused", "native"])
+def test_what_cannot_fit_is_refused_with_the_plan(ranks, containers):
+    ranks.run(check_refusals, containers)
