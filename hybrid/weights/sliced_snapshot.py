@@ -1,12 +1,14 @@
 """A snapshot that keeps a rank's slices alone: weights are whole for a group at a time, while they are cut."""
 
+from contextlib import ExitStack
+
 import torch
 from torch import nn
 
 from hybrid.architectures.spec import Place, Reading
 from hybrid.architectures.structure import Structure
 from hybrid.profiling import Phase
-from hybrid.weights.gather import gathered, is_partitioned, whole_bytes, whole_shape
+from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_bytes, whole_in, whole_shape
 from hybrid.weights.lora import Adapted
 from hybrid.weights.snapshot import Group, Snapshot, copied, factors_of
 from hybrid.weights.tensor_parallel import Shard, Slice, slices_of
@@ -54,12 +56,16 @@ class SlicedSnapshot(Snapshot):
         merges = self.stale(one for one in group.adapted if adapters and one.state())
         if not copies and not merges:
             return 0
-        whole = dict.fromkeys(copies)
-        for one in merges:  # cut after merging, which may look at whole rows (DoRA)
-            whole.update(dict.fromkeys([*one.sources.values(), *one.adapter_params()]))
-        with phase("gather"), gathered(whole) as moved:
+        read = {}  # where the model has it: merging is of whole weights, and may look at whole rows (DoRA)
+        for one in merges:
+            read.update(dict.fromkeys([*one.sources.values(), *one.adapter_params()]))
+        with ExitStack() as whole, phase("gather"):
+            fetch = Fetch({param: storage_for(param) for param in copies if is_partitioned(param)})
+            moved = whole.enter_context(gathered(read)) + fetch.nbytes
+            fetch.wait()
             for param in copies:
-                self._cut(param, param)
+                storage = fetch.storage.get(param)
+                self._cut(param, param if storage is None else whole_in(storage, param))
                 self.stamps[param] = self.wanted(param)
             for one in merges:
                 for name, tensor in one.merged(one.sources).items():

@@ -1,11 +1,14 @@
 """Ways to hold weights: what a plan says is what is held; "auto" takes the fastest that fits; the rest is refused."""
 
 import logging
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest
@@ -150,3 +153,88 @@ def check_refusals(containers: str) -> None:
 @pytest.mark.parametrize("containers", ["fused", "native"])
 def test_what_cannot_fit_is_refused_with_the_plan(ranks, containers):
     ranks.run(check_refusals, containers)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of storages that were made in the block and are alive, counted at every operation; the most of them."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        own = (tensor for param in model.parameters() for tensor in (param, param.ds_tensor))
+        self.before = {StorageWeakRef(tensor.untyped_storage()) for tensor in own}
+        self.made: dict[StorageWeakRef, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made[StorageWeakRef(storage)] = storage.nbytes()
+        self.look()
+        return out
+
+    def look(self) -> int:
+        """Bytes alive now. A thread of gloo's holds on to what it has sent a moment longer than the waiting rank."""
+        now = self.alive()
+        for _ in range(20):
+            if now <= self.peak:
+                break
+            time.sleep(0.001)
+            now = self.alive()
+        self.peak = max(self.peak, now)
+        return now
+
+    def alive(self) -> int:
+        """Bytes that somebody holds."""
+        self.made = {ref: nbytes for ref, nbytes in self.made.items() if not ref.expired()}
+        return sum(nbytes for ref, nbytes in self.made.items() if ref not in self.before)
+
+
+def check_peak(name: str, adapter: str) -> None:
+    """Alive while weights are gathered: the snapshot and one group; then the snapshot, and what decoders join of it;
+    after its release, nothing."""
+    engine = engine_with(MODES[name], adapter=adapter, keep_snapshot=False)
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    engine.generate(ids, attention_mask=mask, max_new_tokens=2)  # the self-check is done
+    layers = next(module for module in engine.module.modules() if isinstance(module, torch.nn.ModuleList))
+    group = max(
+        sum(p.ds_numel * 4 for p in part.parameters()) for part in (*layers, engine.module.get_input_embeddings())
+    )
+    with torch.no_grad(), LiveBytes(engine.module) as live:
+        engine._refresh(True)
+        gathering, held = live.peak, engine.stats()["snapshot_bytes"]
+        assert held <= live.look() <= held + 1024
+        with engine.inference():
+            pass
+        released = live.look()
+    assert gathering <= held + group + 1024, (gathering, held, group)
+    if name == "tensor parallel 2":
+        assert gathering >= held + group / 2, "a group was whole, and nobody saw it"
+    plan = engine.memory_plan(1, 1, 0)
+    joined = plan.needs[plan.in_use].containers
+    assert live.peak <= held + max(group, joined) + 1024, (live.peak, held, joined)
+    assert released <= 1024, released
+
+
+@pytest.mark.parametrize("adapter", ["none", "peft"])
+@pytest.mark.parametrize("name", ["pinned", "tensor parallel 2"])
+def test_a_switch_holds_the_snapshot_and_one_group(ranks, name, adapter):
+    ranks.run(check_peak, name, adapter)
+
+
+def check_streaming_peak() -> None:
+    """Alive while rows are scored: two layers, what is outside them, and what the rows themselves need."""
+    engine = engine_with(MODES["streaming"])
+    ids, mask = prompts(1, 8, padded=False, seed=dist.get_rank())
+    engine.score(ids, mask)  # the self-check is done
+    engine.train()
+    need = next(need for mode, need in engine.memory_plan(1, 8, 0).needs.items() if mode.streaming)
+    rows = need.kv + need.logits * 8 * 4  # pages; logits of eight tokens, and what is made of them
+    with torch.no_grad(), LiveBytes(engine.module) as live, engine.inference():
+        engine.score(ids, mask)
+    assert need.gather / 2 <= live.peak <= need.gather + rows + 2**16, (live.peak, need)
+
+
+def test_streaming_holds_two_layers(ranks):
+    ranks.run(check_streaming_peak)
