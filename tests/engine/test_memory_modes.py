@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid
-from tests.engines import CollectiveCount, engine_of, settings, storage_digest
+from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
 from tests.models import ADAPTERS, prompts, tiny_model, twin
 
 MODES = {
@@ -238,3 +238,47 @@ def check_streaming_peak() -> None:
 
 def test_streaming_holds_two_layers(ranks):
     ranks.run(check_streaming_peak)
+
+
+class DataParallelUnit:
+    """An `mpu` as Megatron's users pass it, whose model-parallel groups are single ranks."""
+
+    def __init__(self):
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        self.alone = groups[dist.get_rank()]
+
+    def get_model_parallel_group(self):
+        return self.alone
+
+    def get_model_parallel_rank(self):
+        return 0
+
+    def get_model_parallel_world_size(self):
+        return 1
+
+    def get_data_parallel_group(self):
+        return dist.group.WORLD
+
+    def get_data_parallel_rank(self):
+        return dist.get_rank()
+
+    def get_data_parallel_world_size(self):
+        return dist.get_world_size()
+
+
+def check_mpu() -> None:
+    ids, mask = prompts(2 + dist.get_rank(), 9, padded=True, seed=dist.get_rank())
+    for block in MODES.values():
+        model = tiny_model("llama")
+        expected = twin(model).generate(ids, attention_mask=mask, max_new_tokens=5)
+        config = settings(3, hybrid_engine=block, rollout={"containers": "fused"})
+        engine = hybrid.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config, mpu=DataParallelUnit()
+        )[0]
+        assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=5), expected)
+        train_step(engine)
+        engine.destroy()
+
+
+def test_every_mode_works_with_an_mpu(ranks):
+    ranks.run(check_mpu)
