@@ -1,7 +1,7 @@
 """HybridEngine: DeepSpeed's training engine that also generates. The mode switch, and who calls whom."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,14 +13,17 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache
 
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Unreadable
-from hybrid.architectures.structure import Part, Structure, read_structure
+from hybrid.architectures.structure import Part, read_structure
+from hybrid.architectures.tp_plan import hugging_face_model, read_tp_plan
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.batch import is_packable
 from hybrid.containers.fused import FusedContainer, FusedModel
 from hybrid.containers.native import NativeContainer
+from hybrid.containers.shared_modules import SharedModules, evaluating, first_output
 from hybrid.containers.window import Window, unhooked
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise, TokenLog, with_stop_strings
@@ -38,9 +41,9 @@ from hybrid.rollout import (
     make_batch,
 )
 from hybrid.weights.lora import read_adapters
-from hybrid.weights.sliced_snapshot import SlicedSnapshot
-from hybrid.weights.snapshot import Snapshot
-from hybrid.weights.tensor_parallel import Shard, require_divisible
+from hybrid.weights.sliced_snapshot import LentSlices, SlicedSnapshot
+from hybrid.weights.snapshot import Snapshot, WeightVersion, active_adapters
+from hybrid.weights.tensor_parallel import Shard, planned_slices, require_divisible, slices_of
 
 # Arguments of Hugging Face's and PEFT's `generate` that cannot be followed here.
 NOT_AVAILABLE = {
@@ -66,49 +69,107 @@ class HybridEngine(DeepSpeedEngine):
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
         self._group = InferenceGroup(self._settings.inference_tp_size)
-        # Whether the model's own layers run on their own weights, which ZeRO-3 gathers as they run.
-        self._streams = self._group.size > 1 or (
-            self.zero_optimization_stage() == 3 and not self._settings.pin_parameters
-        )
         self._in_eval = False
         self._unhooked = ExitStack()  # gives back the hooks of switched modules
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
         self._kv_cache = KVCache(self._rollout_settings.kv_step)
         self._pages = PageStore(self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes)
-        structure = read_structure(self.module)
-        self._snapshot, group = self._make_snapshot(structure)
+        self._structure = read_structure(self.module)
+        self._version = WeightVersion(adapters=active_adapters(read_adapters(self.module)))
+        native = "rollout.containers=native" if self._rollout_settings.containers == "native" else ""
+        if self._group.size == 1:
+            self._share_nothing(native)
+        elif native:
+            self._share_modules(native)
+        else:
+            self._share_decoder()
+
+    def _share_nothing(self, native: str) -> None:
+        """This rank by itself, on a snapshot or on what ZeRO-3 gathers. native: why no decoder of ours is wanted."""
+        streams = self.zero_optimization_stage() == 3 and not self._settings.pin_parameters
+        self._arrange(Snapshot(*self._kept()), streams)
+        if native or streams:
+            self._fused.why_not = native or layer_by_layer("hybrid_engine.pin_parameters=false")
+
+    def _share_decoder(self) -> None:
+        """A decoder of ours spread over the group; the model's own modules where there is none for it."""
+        try:
+            reading = read_decoder(self.module)
+        except Unreadable as reason:
+            self._share_modules(str(reason))
+            return
+        slices = slices_of(reading, Shard(self._group.size, self._group.index))
+        self._arrange(SlicedSnapshot(*self._kept(), slices, reading), streams=True, decoder_group=self._group)
+        self._replace_refused_decoder()
+
+    def _replace_refused_decoder(self) -> None:
+        """Where the decoder that was spread over the group cannot be used, the model's own modules are."""
+        if self._fused.group is not None and self._fused.why_not:
+            self._share_modules(self._fused.why_not)
+
+    def _share_modules(self, why: str) -> None:
+        """The model's own modules spread over the group, as its `tp_plan` says, once that is shown to equal what whole
+        weights give; else whole layers, gathered as they run. why: there is no decoder of ours. A collective."""
+        shard = Shard(self._group.size, self._group.index)
+        try:
+            plan = read_tp_plan(self.module)
+            expected = first_output(self.module, self.device)
+            snapshot = LentSlices(*self._kept(), planned_slices(plan, shard))
+            shared = SharedModules(self.module, plan, snapshot.adapted, self._group, self.device, self._empty_cache)
+            self._arrange(snapshot, shared=shared)
+            with self._window.opened():
+                shared.require_same(expected)
+            self._snapshot.release()
+            self._fused.why_not = why
+        except Unreadable as reason:
+            self._arrange(Snapshot(*self._kept()), streams=True)
+            self._fused.why_not = layer_by_layer(f"{why}; {reason}")
+
+    def _kept(self) -> tuple:
+        """What every kind of snapshot is made from."""
+        layers_per_group = self._settings.tp_gather_partition_size
+        return self.module, self._structure, read_adapters(self.module), layers_per_group, self._version
+
+    def _empty_cache(self) -> DynamicCache:
+        """A cache as the model's `generate()` makes them, in storage of its own."""
+        cache = DynamicCache(config=hugging_face_model(self.module).config.get_text_config(decoder=True))
+        KVCache(self._rollout_settings.kv_step).adopt(cache)
+        return cache
+
+    def _arrange(
+        self,
+        snapshot: Snapshot,
+        streams: bool = False,
+        decoder_group: InferenceGroup | None = None,
+        shared: SharedModules | None = None,
+    ) -> None:
+        """Decide what eval mode runs on and in.
+
+        streams: the model's own layers run on their own weights, which ZeRO-3 gathers as they run.
+        decoder_group: ranks that share a decoder.  shared: the model's own modules, where ranks share those.
+        """
+        self._snapshot, self._streams = snapshot, streams
         self._window = Window(
             self.module,
-            self._snapshot,
+            snapshot,
             self._refresh,
             self._training_hooks,
-            lends=not self._streams,
-            merges=not self._streams or group is not None,
-            finish=lambda adapters: self._fused.finish(adapters),
+            lends=not streams,
+            merges=not streams or decoder_group is not None,
+            sharing=nullcontext if shared is None else shared.lent,
+            finish=lambda adapters: self._fused.finish(adapters) if shared is None else shared.meetings.finish(),
         )
         graph_slots = self._rollout_settings.max_slots if self._settings.enable_cuda_graph else 0
-        layers = [part.module for part in structure.layers]
-        self._fused = FusedModel(self.module, layers, self._snapshot, graph_slots, group, self._training_hooks)
-        if self._streams and group is None:
-            reason = self._fused.why_not if self._group.size > 1 else "hybrid_engine.pin_parameters=false"
-            self._fused.why_not = f"weights are gathered layer by layer ({reason})"
-        if self._rollout_settings.containers == "native":
-            self._fused.why_not = "rollout.containers=native"
+        layers = [part.module for part in self._structure.layers]
+        self._fused = FusedModel(self.module, layers, snapshot, graph_slots, decoder_group, self._training_hooks)
         root = Part("", self.module, "model")
-        parts = {part.module: part for part in (*structure.outer, *structure.layers) if part.module is not self.module}
+        parts = {part.module: part for part in (*self._structure.outer, *self._structure.layers)}
+        parts.pop(self.module, None)
+        if shared is not None:
+            self._containers = shared.containers([root, *parts.values()], self._window)
+            return
         self._containers = [FusedContainer(root, self._window, self._fused)]
         self._containers += [NativeContainer(part, self._window) for part in parts.values()]
-
-    def _make_snapshot(self, structure: Structure) -> tuple[Snapshot, InferenceGroup | None]:
-        """The snapshot, and the ranks that share it; None where this rank's is whole."""
-        settings = (self.module, structure, read_adapters(self.module), self._settings.tp_gather_partition_size)
-        if self._group.size == 1 or self._rollout_settings.containers == "native":
-            return Snapshot(*settings), None
-        try:
-            shard = Shard(self._group.size, self._group.index)
-            return SlicedSnapshot(*settings, read_decoder(self.module), shard), self._group
-        except Unreadable:
-            return Snapshot(*settings), None
 
     # ---------------------------------------------------------------- modes
 
@@ -150,17 +211,14 @@ class HybridEngine(DeepSpeedEngine):
         if self._in_eval or self._window.is_open:
             yield
             return
-        modes = [(module, module.training) for module in self.module.modules()]
-        try:
-            self._install()
-            self.module.train(False)
-            yield
-        finally:
-            self._in_eval = False
-            self._uninstall()
-            for module, training in modes:
-                module.training = training
-            self._release()
+        with evaluating(self.module):
+            try:
+                self._install()
+                yield
+            finally:
+                self._in_eval = False
+                self._uninstall()
+                self._release()
 
     def destroy(self) -> None:
         """Give the model its forwards back and free the copies, then destroy DeepSpeed's engine."""
@@ -177,6 +235,7 @@ class HybridEngine(DeepSpeedEngine):
         """Switch forwards. A switched module is called without DeepSpeed's hooks: ZeRO-3's would prefetch."""
         if self._containers[0].installed:
             return
+        self._replace_refused_decoder()
         if not self._streams:
             self._unhooked.enter_context(unhooked(self._training_hooks(of=self._containers)))
         for container in self._containers:
@@ -376,23 +435,23 @@ class HybridEngine(DeepSpeedEngine):
         kwargs = with_stop_strings({**kwargs, "synced_gpus": False})
         if "generation_config" not in kwargs and len(args) < 2:
             kwargs.setdefault("use_cache", True)  # gradient checkpointing turns it off in the model's configuration
-        decoding = Decoding(
-            phase=self._profiler.phase,
-            window=lambda: self._window.opened(adapters),
-            cache=self._kv_cache,
-            fused=self._decoder,
-            store=self._pages,
-            page_bytes=self._fused.page_bytes,
-            max_slots=self._rollout_settings.max_slots,
-            stride=1 if self.device.type == "cpu" else STRIDE_ON_DEVICES,
-            max_out_tokens=self._settings.max_out_tokens,
-            noise=noise,
-            token_log=log,
-            agree=partial(all_ranks, device=self.device) if self._streams else None,
-            streamer=kwargs.get("streamer"),
-            produced=self._profiler.generated,
-        )
         with self._eval_mode(), autocast_if_enabled(self):
+            decoding = Decoding(
+                phase=self._profiler.phase,
+                window=lambda: self._window.opened(adapters),
+                cache=self._kv_cache,
+                fused=self._decoder,
+                store=self._pages,
+                page_bytes=self._fused.page_bytes,
+                max_slots=self._rollout_settings.max_slots,
+                stride=1 if self.device.type == "cpu" else STRIDE_ON_DEVICES,
+                max_out_tokens=self._settings.max_out_tokens,
+                noise=noise,
+                token_log=log,
+                agree=partial(all_ranks, device=self.device) if self._streams else None,
+                streamer=kwargs.get("streamer"),
+                produced=self._profiler.generated,
+            )
             return self.module.generate(*args, custom_generate=decoding.method(), **kwargs)
 
     def _decoder(self, tokens: int) -> Decoder | None:
@@ -435,9 +494,13 @@ class HybridEngine(DeepSpeedEngine):
         with autocast_if_enabled(self):
             why_native = self._fused.why_not_now()
         container = NativeContainer.kind if why_native else FusedContainer.kind
-        why = f"{NativeContainer.why}: {why_native}" if why_native else self._fused.what
         return [
-            {"module": one.part.name, "kind": one.part.kind, "container": container, "why": why}
+            {
+                "module": one.part.name,
+                "kind": one.part.kind,
+                "container": container,
+                "why": f"{one.why}: {why_native}" if why_native else self._fused.what,
+            }
             for one in self._containers
         ]
 
@@ -460,10 +523,19 @@ class HybridEngine(DeepSpeedEngine):
 
 
 def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int) -> None:
-    """Raise ValueError where `size` ranks cannot share a model's heads; a model that is of no family runs natively."""
+    """Raise ValueError where `size` ranks cannot share a model's heads, as its family or its `tp_plan` tells them."""
     if size > 1:
         with suppress(Unreadable):
-            require_divisible(read_decoder(model).spec, size)
+            spec = read_decoder(model).spec
+            require_divisible(spec.num_heads, spec.num_kv_heads, size)
+        with suppress(Unreadable):
+            for attention in read_tp_plan(model).attentions:
+                require_divisible(attention.heads, attention.kv_heads, size)
+
+
+def layer_by_layer(reason: str) -> str:
+    """Words for a model that streams."""
+    return f"weights are gathered layer by layer ({reason})"
 
 
 def drawn_seed() -> int:
