@@ -40,6 +40,7 @@ class SharedModules:
         self.meetings = Meetings(group, device, new_cache)
         self.shard = Shard(group.size, group.index)
         self.plain = {one.wrapper: one.plain for one in adapted}
+        self.is_lent = False
 
     def containers(self, parts: list[Part], window: Window) -> list["SharedContainer"]:
         """Containers of the model's parts; and of the Hugging Face model itself, which `generate()` calls."""
@@ -63,8 +64,14 @@ class SharedModules:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside the block modules have forwards and numbers of heads for slices; afterwards their own are back."""
+        """Inside the block modules have forwards and numbers of heads for slices; afterwards their own are back.
+
+        An inner block, which lends other slices, changes nothing of that."""
         with ExitStack() as stack:
+            if self.is_lent:
+                yield
+                return
+            stack.enter_context(attribute(self, "is_lent", True))
             for share in self.plan.shares:
                 for module in self._running(share.module) if share.style.before or share.style.after else ():
                     stack.enter_context(attribute(module, "forward", self._around(share, module.forward)))
