@@ -174,7 +174,7 @@ def attention_of(module: nn.Module, block: dict[str, Share], config) -> Attentio
     size = next((getattr(module, name) for name in HEAD_SIZES if hasattr(module, name)), 0)
     if not size or not gives_parts(block):
         return None
-    if "k_proj" not in block:
+    if "k_proj" not in block or not block["k_proj"].cuts:
         return Attention(module, config.num_attention_heads, config.num_attention_heads)
     kv_heads = block["k_proj"].width // size
     groups = getattr(module, "num_key_value_groups", config.num_attention_heads // kv_heads)

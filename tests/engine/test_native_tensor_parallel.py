@@ -5,11 +5,17 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 import hybrid
 from tests.engines import engine_of, settings, storage_digest, train_step
-from tests.models import ADAPTERS, SIZES, prompts, tiny_model, twin
+from tests.models import ADAPTERS, SIZES, prompts, tiny_model, twin, with_peft
 from tests.rank_pool import RankPool
 
 # Models of no family of ours whose configuration has a tp_plan, and what each brings that others do not.
@@ -37,9 +43,9 @@ FAMILIES = {
         "num_experts_per_tok": 2,
         "n_group": 1,
         "topk_group": 1,
-        "moe_intermediate_size": 24,
+        "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
-    },  # latent attention, dense layers among mixtures
+    },  # latent attention, dense layers before mixtures
 }
 
 
@@ -95,6 +101,44 @@ def test_native_containers_are_spread(ranks):
 @pytest.mark.parametrize("family", ["starcoder2", "glm", "deepseek_v2"])
 def test_adapters_are_merged_before_slices_are_cut(ranks, family):
     ranks.run(check_family, family, "peft", 2)
+
+
+def check_adapter_kinds() -> None:
+    """What adapters change besides a layer's weight: biases of rows, the vocabulary, norms of whole rows (DoRA), and
+    modules that are saved beside the original."""
+    everywhere = {"target_modules": ["q_proj", "o_proj", "c_fc", "c_proj", "embed_tokens"]}
+    untied = {**SIZES, "tie_word_embeddings": False}
+    for lora in (
+        {**everywhere, "modules_to_save": ["lm_head"]},
+        {"lora_bias": True, "target_modules": ["q_proj", "o_proj", "c_proj"]},
+        {"use_dora": True},
+    ):
+        check_model(with_peft(tiny_model("starcoder2", sizes=untied), **lora), 2)
+
+
+def test_every_kind_of_adapter_is_merged(ranks):
+    ranks.run(check_adapter_kinds)
+
+
+def check_critic() -> None:
+    """A model with a head of its own, which has no generate()."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("starcoder2", vocab_size=97, pad_token_id=0, num_labels=1, **SIZES)
+    model = AutoModelForSequenceClassification.from_config(config)
+    reference = twin(model)
+    engine = engine_of(model, spread(2))
+    assert "spread over ranks" in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
+    rank = dist.get_rank()
+    ids, mask = prompts(2 + rank, 6 + rank, padded=True, seed=rank)
+    engine.eval()
+    with torch.no_grad():
+        ours, theirs = (one(input_ids=ids, attention_mask=mask).logits for one in (engine, reference))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    engine.train()
+
+
+def test_a_critic_is_spread(ranks):
+    ranks.run(check_critic)
 
 
 def check_four() -> None:
