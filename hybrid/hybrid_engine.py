@@ -149,6 +149,7 @@ class HybridEngine(DeepSpeedEngine):
         decoder_group: ranks that share a decoder.  shared: the model's own modules, where ranks share those.
         """
         self._snapshot, self._streams = snapshot, streams
+        self._meetings = None if shared is None else shared.meetings
         self._window = Window(
             self.module,
             snapshot,
@@ -157,7 +158,8 @@ class HybridEngine(DeepSpeedEngine):
             lends=not streams,
             merges=not streams or decoder_group is not None,
             sharing=nullcontext if shared is None else shared.lent,
-            finish=lambda adapters: self._fused.finish(adapters) if shared is None else shared.meetings.finish(),
+            settle=(lambda: None) if shared is None else shared.meetings.finish,
+            finish=lambda adapters: self._fused.finish(adapters),
         )
         graph_slots = self._rollout_settings.max_slots if self._settings.enable_cuda_graph else 0
         layers = [part.module for part in self._structure.layers]
@@ -206,6 +208,13 @@ class HybridEngine(DeepSpeedEngine):
             yield self
 
     @contextmanager
+    def _company(self, adapters: bool | None) -> Iterator[None]:
+        """A whole call: where ranks share the model's own modules, in a window, at whose end one whose call was refused
+        keeps the others company too."""
+        with nullcontext() if self._meetings is None else self.inference(adapters):
+            yield
+
+    @contextmanager
     def _eval_mode(self) -> Iterator[None]:
         """Eval mode for the block; afterwards every module trains or not as it did."""
         if self._in_eval or self._window.is_open:
@@ -249,6 +258,8 @@ class HybridEngine(DeepSpeedEngine):
     def _release(self) -> None:
         """Free on leaving inference what the configuration says."""
         with self._profiler.phase("release"):
+            if self._meetings is not None:
+                self._meetings.release()
             if self._settings.release_inference_cache:
                 self._kv_cache.release()
                 self._pages.release()
@@ -324,14 +335,15 @@ class HybridEngine(DeepSpeedEngine):
         `synced_gpus` is taken and not needed: ranks do not wait for each other.
         Raises ValueError and NotImplementedError, in words, before any weight moves.
         """
-        prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-        if prompts is not None and getattr(self.module, "main_input_name", "input_ids") == "input_ids":
-            # Of a sequence that goes on from a cache, the mask covers what is in the cache too.
-            mask = None if kwargs.get("past_key_values") is not None else kwargs.get("attention_mask")
-            check_prompts(prompts, mask, "input_ids")
-            if len(prompts) == 0:
-                raise ValueError("input_ids: a batch of size 0 given; it must have at least one row")
-        return self._generate(args, kwargs, adapters, lambda rows: Noise(drawn_seed(), own_row_ids(rows)))
+        with self._company(adapters):
+            prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+            if prompts is not None and getattr(self.module, "main_input_name", "input_ids") == "input_ids":
+                # Of a sequence that goes on from a cache, the mask covers what is in the cache too.
+                mask = None if kwargs.get("past_key_values") is not None else kwargs.get("attention_mask")
+                check_prompts(prompts, mask, "input_ids")
+                if len(prompts) == 0:
+                    raise ValueError("input_ids: a batch of size 0 given; it must have at least one row")
+            return self._generate(args, kwargs, adapters, lambda rows: Noise(drawn_seed(), own_row_ids(rows)))
 
     def rollout(
         self,
@@ -349,6 +361,18 @@ class HybridEngine(DeepSpeedEngine):
             the world size. None numbers this rank's rows, so that ranks share no noise.
         Raises ValueError and NotImplementedError, in words, before any weight moves.
         """
+        with self._company(adapters):
+            return self._rollout(prompt_ids, prompt_mask, sampling, num_generations, adapters, row_ids)
+
+    def _rollout(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sampling: SamplingParams,
+        num_generations: int,
+        adapters: bool | None,
+        row_ids: torch.Tensor | None,
+    ) -> RolloutBatch:
         check_prompts(prompt_ids, prompt_mask, "prompt_ids")
         check_left_padded(prompt_mask)
         if num_generations < 1:
@@ -358,7 +382,7 @@ class HybridEngine(DeepSpeedEngine):
         if len(prompt_ids) == 0:  # other ranks may be gathering, so this one draws a token and gives nothing back
             one = prompt_ids.new_zeros(1, prompt_ids.shape[1])
             once = replace(sampling, max_new_tokens=1, min_new_tokens=0)
-            return self.rollout(one, torch.ones_like(one), once, 1, adapters).first_rows(0)
+            return self._rollout(one, torch.ones_like(one), once, 1, adapters, None).first_rows(0)
         self._require_generate()
         version, before = self.weight_version, self._profiler.stats()
         log = TokenLog(sampling.temperature or 1.0)
@@ -400,6 +424,17 @@ class HybridEngine(DeepSpeedEngine):
         sequences, attention_mask: int64 [rows, tokens], padded on either side; a rank may have no rows. Logits are
         made for `rows_per_forward` rows at a time. adapters: None as the model has them; False judges by the base.
         """
+        with self._company(adapters):
+            return self._score(sequences, attention_mask, adapters, temperature, rows_per_forward)
+
+    def _score(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor,
+        adapters: bool | None,
+        temperature: float,
+        rows_per_forward: int,
+    ) -> Scores:
         check_prompts(sequences, attention_mask, "sequences")
         if temperature <= 0:
             raise ValueError(f"temperature: {temperature} given; it must be above 0")

@@ -48,7 +48,8 @@ class Call:
 class Meetings:
     """The meetings of a group.
 
-    Every rank has its heads of every rank's caches: made as their owner uses them, and gone as the owner lets go.
+    Every rank has its heads of every rank's caches: made as their owner uses them, and gone as the owner lets go, or as
+    the engine leaves eval mode: nobody holds another's cache while it trains.
     parts: the modules that may be called, by name; one of them called on a rank must come here.
     new_cache: makes an empty cache of the kind that the model's `generate()` makes.
     """
@@ -72,6 +73,11 @@ class Meetings:
         """Keep the others company until nobody wants anything."""
         while self._meet(None)[0]:
             pass
+
+    def release(self) -> None:
+        """Forget every cache: whoever still holds one cannot go on from it."""
+        self.own.clear()
+        self.others.clear()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -121,7 +127,7 @@ class Meetings:
             raise NotImplementedError(
                 f"past_key_values: a {type(leaf).__name__} of {tokens} tokens given, which ranks of "
                 "hybrid_engine.inference_tp_size do not have their heads of; what can go on are DynamicCaches that are "
-                "empty, or that this engine filled and nobody changed since"
+                "empty, or that this engine filled since it is in eval mode and nobody has changed"
             )
         return SentCache(self.own[leaf][0])
 

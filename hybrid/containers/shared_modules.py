@@ -55,9 +55,8 @@ class SharedModules:
         which is what `first_output` was with whole weights. Inside an open window, before containers are installed."""
         try:
             with self.meetings.together():
-                found = first_output(self.model, self.device)
-            reason = difference(found, expected)
-        except RuntimeError as error:  # sizes that do not fit
+                reason = difference(first_output(self.model, self.device), expected)
+        except Unreadable as error:
             reason = str(error)
         if not all_ranks(not reason, self.device):
             raise Unreadable(reason or "another rank cannot follow the tp_plan")
@@ -163,11 +162,16 @@ CHECKED_TOKENS = 16
 
 
 def first_output(model: nn.Module, device: torch.device) -> torch.Tensor:
-    """What a model makes of a few random tokens: its logits, or hidden states.  [tokens, n]"""
+    """What a model makes of a few random tokens: its logits, or hidden states.  [tokens, n]
+
+    Raises Unreadable where it makes nothing of them: it wants other inputs, or slices are of sizes that do not fit."""
     vocabulary = hugging_face_model(model).config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (1, CHECKED_TOKENS), generator=torch.Generator().manual_seed(0))
-    with evaluating(model), torch.no_grad():
-        return model(input_ids=ids.to(device), use_cache=False)[0].flatten(0, -2)
+    try:
+        with evaluating(model), torch.no_grad():
+            return model(input_ids=ids.to(device))[0].flatten(0, -2)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise Unreadable(f"it does not run on {CHECKED_TOKENS} token ids: {error}") from error
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> str:

@@ -23,7 +23,8 @@ class Window:
     hooks: gives the hook handles of the training engine, which are off while the snapshot is lent.
     lends: false where there is nothing to lend: weights are gathered layer by layer as the model's own layers run
         (streaming), or the snapshot is a decoder's of ours alone.  merges: the snapshot has adapters merged.
-    sharing: entered while the snapshot is lent: modules that are lent slices compute with other ranks there.
+    sharing: entered while the snapshot is lent: modules that are lent slices compute with other ranks there.  settle:
+        called before what is lent changes or is given back, whatever was raised: other ranks may want more of it.
     finish: called at the end of every `opened()`, whatever was raised, with whether adapters were used.
     """
 
@@ -36,6 +37,7 @@ class Window:
         lends: bool,
         merges: bool,
         sharing: Callable[[], AbstractContextManager] = nullcontext,
+        settle: Callable[[], None] = lambda: None,
         finish: Callable[[bool], None] = lambda adapters: None,
     ):
         self.model = model
@@ -43,7 +45,7 @@ class Window:
         self.refresh = refresh
         self.hooks = hooks
         self.lends, self.merges = lends, merges
-        self.sharing, self.finish = sharing, finish
+        self.sharing, self.settle, self.finish = sharing, settle, finish
         self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
         # The model's own dictionaries, read once: inside a window, the model's tree is another one.
         self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
@@ -71,7 +73,10 @@ class Window:
         """
         adapters = (self.adapters[-1] if self.adapters else True) if adapters is None else adapters
         with ExitStack() as stack:
-            if not self.adapters or self.adapters[-1] != adapters:
+            changes = not self.adapters or self.adapters[-1] != adapters
+            if changes:
+                if self.adapters:
+                    self.settle()
                 if not adapters:
                     stack.enter_context(disabled(self.switchable))
                     if not self.merges:
@@ -84,6 +89,8 @@ class Window:
             self.adapters.append(adapters)
             stack.callback(self.adapters.pop)
             stack.callback(self.finish, adapters)
+            if changes:
+                stack.callback(self.settle)
             yield
 
     @contextmanager

@@ -1,5 +1,6 @@
 """Inference tensor parallelism through a model's own modules: what one rank alone makes, whatever each rank brings."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -49,10 +50,10 @@ FAMILIES = {
 }
 
 
-def spread(size: int, stage: int = 3, containers: str = "fused", **changes) -> dict:
+def spread(size: int, stage: int = 3, containers: str = "fused", dtype: torch.dtype = torch.float32) -> dict:
     """Settings of an engine whose inference is spread over `size` ranks."""
     block = {"enabled": True, "inference_tp_size": size, "tp_gather_partition_size": 2}
-    return settings(stage, 0, hybrid_engine=block, rollout={"containers": containers}, **changes)
+    return settings(stage, 0, dtype, hybrid_engine=block, rollout={"containers": containers})
 
 
 def check_model(model, size: int, containers: str = "fused") -> None:
@@ -216,6 +217,7 @@ def check_company() -> None:
         ({"stopping_criteria": StoppingCriteriaList([Raises()])}, ArithmeticError),
         ({"input_ids": ids + 97}, IndexError),
         ({"num_beams": 2}, NotImplementedError),
+        ({"input_ids": ids.float()}, ValueError),
         ({"output_attentions": True, "return_dict_in_generate": True}, NotImplementedError),
         ({"past_key_values": filled(reference, ids)}, NotImplementedError),
     )
@@ -229,8 +231,12 @@ def check_company() -> None:
                 engine.generate(**{**request, **wrong})
         else:
             assert torch.equal(sequences(engine.generate(**request)), expected)
+        dist.barrier()  # where ranks are a call apart, this hangs
         assert engine.module.training
         assert storage_digest(engine) == digest
+    sampling = hybrid.SamplingParams(max_new_tokens=3)
+    with contextlib.nullcontext() if rank else pytest.raises(ValueError, match="not left padded"):
+        engine.rollout(ids, mask if rank else mask.flip(1), sampling)
     train_step(engine)
 
 
@@ -257,16 +263,16 @@ def check_contract() -> None:
     ids, mask = prompts(2 + rank, 9, padded=True, seed=rank)
     asked = {"max_new_tokens": 4 + rank, "return_dict_in_generate": True, "output_scores": True}
     asked["output_hidden_states"] = True
+    engine.eval()
     ours, theirs = (one.generate(ids, attention_mask=mask, **asked) for one in (engine, reference))
     assert torch.equal(ours.sequences, theirs.sequences)
     torch.testing.assert_close(ours.scores, theirs.scores, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(ours.hidden_states, theirs.hidden_states, atol=1e-4, rtol=1e-4)
     longer = torch.cat([mask, torch.ones_like(ours.sequences[:, ids.shape[1] :])], dim=1)
     request = {"attention_mask": longer, "max_new_tokens": 3}
-    again = engine.generate(ours.sequences, past_key_values=ours.past_key_values, **request)
+    held = ours.past_key_values
+    again = engine.generate(ours.sequences, past_key_values=held, **request)
     assert torch.equal(again, reference.generate(ours.sequences, **request))
-
-    engine.eval()
     with torch.no_grad():
         ours, theirs = (one(ids, attention_mask=mask, labels=ids) for one in (engine, reference))
         torch.testing.assert_close(ours.loss, theirs.loss, atol=1e-5, rtol=1e-5)
@@ -285,6 +291,8 @@ def check_contract() -> None:
             engine.module.model.layers[0].mlp.down_proj(torch.randn(1, 24))
     engine.train()
     train_step(engine)
+    with pytest.raises(NotImplementedError, match="a DynamicCache of .* tokens given"):
+        engine.generate(again, past_key_values=held, max_new_tokens=3)
 
 
 def test_a_forward_is_hugging_faces(ranks):
@@ -312,6 +320,24 @@ def check_bytes() -> None:
 
 def test_a_rank_keeps_its_part_alone(ranks):
     ranks.run(check_bytes)
+
+
+def check_half_precision() -> None:
+    """In bfloat16 the spread model passes its check, and is as near to float32 as an engine's that is not spread."""
+    exact = tiny_model("olmoe", sizes=FAMILIES["olmoe"]).bfloat16().float()
+    ids, mask = prompts(4, 9, padded=True, seed=dist.get_rank())
+    expected = engine_of(twin(exact), settings(3)).score(ids, mask).per_token_logps
+    errors = []
+    for config in (settings(3, dtype=torch.bfloat16), spread(2, dtype=torch.bfloat16)):
+        engine = engine_of(twin(exact).bfloat16(), config)
+        errors.append((engine.score(ids, mask).per_token_logps - expected).abs().median())
+        assert engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=4, seed=0)).completion_ids.shape[0] == 4
+    assert "spread over ranks" in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
+    assert 0 < errors[1] < 2 * errors[0] + 1e-3, errors
+
+
+def test_half_precision_is_spread(ranks):
+    ranks.run(check_half_precision)
 
 
 def check_fallback() -> None:
