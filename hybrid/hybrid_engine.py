@@ -545,11 +545,12 @@ class HybridEngine(DeepSpeedEngine):
         decode, `gathered_bytes`; and `snapshot_bytes`, `container_bytes` (what fused containers copied
         beside it), `kv_bytes` held now and `peak_bytes`, the most that the snapshot with one gathered group, the
         containers and the KV cache have needed."""
+        others = 0 if self._meetings is None else self._meetings.nbytes()
         return {
             **self._profiler.stats(),
             "snapshot_bytes": self._snapshot.nbytes(),
             "container_bytes": self._fused.nbytes(),
-            "kv_bytes": self._kv_cache.nbytes() + self._pages.nbytes(),
+            "kv_bytes": self._kv_cache.nbytes() + self._pages.nbytes() + others,
             "peak_bytes": self._snapshot.peak_bytes
             + self._fused.nbytes()
             + self._kv_cache.peak_bytes

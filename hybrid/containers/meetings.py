@@ -79,6 +79,12 @@ class Meetings:
         self.own.clear()
         self.others.clear()
 
+    def nbytes(self) -> int:
+        """Bytes of this rank's heads of others' caches."""
+        layers = [layer for cache in self.others.values() for layer in cache.layers]
+        held = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Inside the block all ranks run the same."""
@@ -90,7 +96,8 @@ class Meetings:
 
     def _meet(self, wanted: Call | None, args: tuple = (), kwargs: dict[str, Any] | None = None) -> tuple[bool, Any]:
         """Whether anybody wanted anything, and what came of this rank's own call."""
-        leaving, self.gone[:] = list(self.gone), []
+        leaving = self.gone.copy()
+        del self.gone[: len(leaving)]
         brought = self.group.gather_objects((wanted, leaving))
         outcome = failure = None
         for rank, (call, gone) in enumerate(brought):

@@ -300,7 +300,7 @@ def test_a_forward_is_hugging_faces(ranks):
 
 
 def check_bytes() -> None:
-    """A rank keeps its part; nothing is gathered that is fresh, nor kept for others' caches that are gone."""
+    """A rank keeps its part, also of keys and values; nothing is gathered that is fresh, nor kept of others' caches."""
     whole, half = (engine_of(tiny_model("starcoder2", sizes=SIZES), config) for config in (settings(3), spread(2)))
     assert half.stats()["snapshot_bytes"] == 0, "the self-check left its slices"
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
@@ -315,7 +315,16 @@ def check_bytes() -> None:
     assert gathered == sum(p.ds_numel * 4 for p in half.module.parameters())
     half.generate(ids, attention_mask=mask, max_new_tokens=3)
     assert half.stats()["gathered_bytes"] == gathered
+    own = whole.stats()["kv_bytes"] / 2  # storage of 128 tokens a row, this rank's heads
+    cache = half(ids, attention_mask=mask).past_key_values
+    assert half.stats()["kv_bytes"] == own + 2 * 6 * 8 * 4 * 2 * 3  # of the other's: 2 rows, 6 tokens, a head, 3 layers
+    del cache
+    half(ids, attention_mask=mask, use_cache=False)
+    assert half.stats()["kv_bytes"] == own
+    cache = half(ids, attention_mask=mask).past_key_values
     half.train()
+    assert cache.get_seq_length() == 6
+    assert half.stats()["kv_bytes"] == own
 
 
 def test_a_rank_keeps_its_part_alone(ranks):
