@@ -116,8 +116,8 @@ class LentSlices(SlicedSnapshot):
         base = {name: self.tensor(param) for name, param in one.sources.items()}
         if not (adapters and one.state()):
             return base
-        owners = [owner for owner in self.parts if isinstance(owner, tuple) and owner[0] is one]
-        return {**base, **{name: next(iter(self.parts[one, name].values())) for _, name in owners}}
+        merged = {name: self.parts[one, name] for name in (*one.sources, "bias") if (one, name) in self.parts}
+        return {**base, **{name: next(iter(parts.values())) for name, parts in merged.items()}}
 
 
 def cuts_by_owner(slices: dict[Place, Slice], adapted: list[Adapted]) -> dict[Owner, list[Slice]]:
