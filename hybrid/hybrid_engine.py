@@ -113,11 +113,12 @@ class HybridEngine(DeepSpeedEngine):
         shard = Shard(self._group.size, self._group.index)
         try:
             plan = read_tp_plan(self.module)
-            expected = first_output(self.module, self.device)
+            with autocast_if_enabled(self):
+                expected = first_output(self.module, self.device)
             snapshot = LentSlices(*self._kept(), planned_slices(plan, shard))
             shared = SharedModules(self.module, plan, snapshot.adapted, self._group, self.device, self._empty_cache)
             self._arrange(snapshot, shared=shared)
-            with self._window.opened():
+            with autocast_if_enabled(self), self._window.opened():
                 shared.require_same(expected)
             self._snapshot.release()
             self._fused.why_not = why

@@ -349,6 +349,27 @@ def test_half_precision_is_spread(ranks):
     ranks.run(check_half_precision)
 
 
+def check_autocast() -> None:
+    """Who keeps company computes in the dtypes of whose forward it is, also as its own block is left."""
+    model = tiny_model("starcoder2", sizes=SIZES)
+    cast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    rank = dist.get_rank()
+    ids, mask = prompts(2 + rank, 9, padded=True, seed=rank)
+    found = []
+    for config in (settings(3), {**settings(3), **cast}, {**spread(2), **cast}):
+        engine = engine_of(twin(model), config)
+        with engine.inference():
+            scores = [engine.score(ids, mask).per_token_logps for _ in range(1 + rank)]
+        found.append(scores[0])
+    assert "spread over ranks" in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
+    exact, alone, ours = found
+    assert 0 < (ours - exact).abs().median() < 2 * (alone - exact).abs().median() + 1e-3
+
+
+def test_autocast_is_the_callers(ranks):
+    ranks.run(check_autocast)
+
+
 def check_fallback() -> None:
     """A model without a plan, with a style that is not known, or that its plan does not describe, runs layer by layer,
     and coverage says why; a decoder that is refused as it is checked makes way for the model's own modules."""
