@@ -1,7 +1,7 @@
 """HybridEngine: DeepSpeed's training engine that also generates. The mode switch, and who calls whom."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,22 +13,25 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache
 
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Unreadable
 from hybrid.architectures.structure import Part
+from hybrid.architectures.tp_plan import hugging_face_model, read_tp_plan
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.batch import is_packable
-from hybrid.containers.fused import FusedContainer
+from hybrid.containers.fused import FusedContainer, FusedModel
 from hybrid.containers.native import NativeContainer
+from hybrid.containers.shared_modules import SharedModules, evaluating, first_output
 from hybrid.containers.window import Window, unhooked
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise, TokenLog, with_stop_strings
 from hybrid.decoding.pages import PageStore
 from hybrid.decoding.rows import Decoder
 from hybrid.decoding.scoring import Scores, padded_forward, score_packed, score_sequences
-from hybrid.memory_plan import MemoryPlan, Modes
-from hybrid.parallel import all_ranks, engine_name, own_row_ids
+from hybrid.memory_plan import MemoryPlan, Mode, Modes, layer_by_layer
+from hybrid.parallel import InferenceGroup, all_ranks, engine_name, own_row_ids
 from hybrid.profiling import Profiler
 from hybrid.rollout import (
     RolloutBatch,
@@ -39,8 +42,10 @@ from hybrid.rollout import (
     make_batch,
 )
 from hybrid.weights.lora import read_adapters
+from hybrid.weights.sliced_snapshot import LentSlices
+from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streamed_snapshot import StreamedSnapshot
-from hybrid.weights.tensor_parallel import require_divisible
+from hybrid.weights.tensor_parallel import Shard, planned_slices, require_divisible
 
 # Arguments of Hugging Face's and PEFT's `generate` that cannot be followed here.
 NOT_AVAILABLE = {
@@ -76,25 +81,71 @@ class HybridEngine(DeepSpeedEngine):
             self._profiler.gathered,
             self._training_hooks,
         )
-        mode = self._modes.in_use
-        self._snapshot, self._fused = self._modes.weights(mode)
-        # Whether the model's own layers run on their own weights, which ZeRO-3 gathers as they run.
-        self._streams = mode.streaming or mode.tp_size > 1
         self._kv_cache = KVCache(self._rollout_settings.kv_step)
+        self._group = InferenceGroup(self._modes.in_use.tp_size)
+        snapshot, fused = self._modes.weights(self._modes.in_use, self._group)
+        # Where this rank has no whole copy, the model's own layers run on what ZeRO-3 gathers as they run.
+        self._arrange(snapshot, fused, streams=self._modes.in_use != Mode())
         self._pages = self._make_pages()
+        self._replace_refused_decoder()
+
+    def _replace_refused_decoder(self) -> None:
+        """Where the decoder that was spread over the group cannot be used, the model's own modules are."""
+        if self._fused.group is not None and self._fused.why_not:
+            self._share_modules(self._fused.why_not)
+
+    def _share_modules(self, why: str) -> None:
+        """The model's own modules spread over the group, as its `tp_plan` says, once that is shown to equal what whole
+        weights give; else whole layers, gathered as they run. why: there is no decoder of ours. A collective."""
+        shard = Shard(self._group.size, self._group.index)
+        try:
+            plan = read_tp_plan(self.module)
+            with autocast_if_enabled(self):
+                expected = first_output(self.module, self.device)
+            snapshot = LentSlices(*self._modes.kept, planned_slices(plan, shard))
+            shared = SharedModules(self.module, plan, snapshot.adapted, self._group, self.device, self._empty_cache)
+            self._arrange(snapshot, self._modes.fused(snapshot, why), streams=False, shared=shared)
+            with autocast_if_enabled(self), self._window.opened():
+                shared.require_same(expected)
+            self._snapshot.release()
+        except Unreadable as reason:
+            snapshot = Snapshot(*self._modes.kept)
+            self._arrange(snapshot, self._modes.fused(snapshot, layer_by_layer(f"{why}; {reason}")), streams=True)
+
+    def _empty_cache(self) -> DynamicCache:
+        """A cache as the model's `generate()` makes them, in storage of its own."""
+        cache = DynamicCache(config=hugging_face_model(self.module).config.get_text_config(decoder=True))
+        KVCache(self._rollout_settings.kv_step).adopt(cache)
+        return cache
+
+    def _arrange(
+        self, snapshot: Snapshot, fused: FusedModel, streams: bool, shared: SharedModules | None = None
+    ) -> None:
+        """Decide what eval mode runs on and in.
+
+        streams: the model's own layers run on their own weights, which ZeRO-3 gathers as they run.
+        shared: the model's own modules, where ranks share those.
+        """
+        self._snapshot, self._fused, self._streams = snapshot, fused, streams
+        self._meetings = None if shared is None else shared.meetings
         self._window = Window(
             self.module,
-            self._snapshot,
+            snapshot,
             self._refresh,
             self._training_hooks,
-            lends=not self._streams,
-            merges=not self._streams or self._fused.in_company,
-            finish=self._fused.finish,
+            lends=not streams,
+            merges=not streams or fused.in_company,
+            sharing=nullcontext if shared is None else shared.lent,
+            settle=(lambda: None) if shared is None else shared.meetings.finish,
+            finish=fused.finish,
         )
         root = Part("", self.module, "model")
-        parts = (*self._modes.structure.outer, *self._modes.structure.layers)
-        parts = {part.module: part for part in parts if part.module is not self.module}
-        self._containers = [FusedContainer(root, self._window, self._fused)]
+        parts = {part.module: part for part in (*self._modes.structure.outer, *self._modes.structure.layers)}
+        parts.pop(self.module, None)
+        if shared is not None:
+            self._containers = shared.containers([root, *parts.values()], self._window)
+            return
+        self._containers = [FusedContainer(root, self._window, fused)]
         self._containers += [NativeContainer(part, self._window) for part in parts.values()]
 
     def _make_pages(self) -> PageStore:
@@ -141,22 +192,26 @@ class HybridEngine(DeepSpeedEngine):
             yield self
 
     @contextmanager
+    def _company(self, adapters: bool | None) -> Iterator[None]:
+        """A whole call: where ranks share the model's own modules, in a window, at whose end one whose call was refused
+        keeps the others company too."""
+        with nullcontext() if self._meetings is None else self.inference(adapters):
+            yield
+
+    @contextmanager
     def _eval_mode(self) -> Iterator[None]:
         """Eval mode for the block; afterwards every module trains or not as it did."""
         if self._in_eval or self._window.is_open:
             yield
             return
-        modes = [(module, module.training) for module in self.module.modules()]
-        try:
-            self._install()
-            self.module.train(False)
-            yield
-        finally:
-            self._in_eval = False
-            self._uninstall()
-            for module, training in modes:
-                module.training = training
-            self._release()
+        with evaluating(self.module):
+            try:
+                self._install()
+                yield
+            finally:
+                self._in_eval = False
+                self._uninstall()
+                self._release()
 
     def destroy(self) -> None:
         """Give the model its forwards back and free the copies, then destroy DeepSpeed's engine."""
@@ -173,6 +228,7 @@ class HybridEngine(DeepSpeedEngine):
         """Switch forwards. A switched module is called without DeepSpeed's hooks: ZeRO-3's would prefetch."""
         if self._containers[0].installed:
             return
+        self._replace_refused_decoder()
         if not self._streams:
             self._unhooked.enter_context(unhooked(self._training_hooks(of=self._containers)))
         for container in self._containers:
@@ -186,6 +242,8 @@ class HybridEngine(DeepSpeedEngine):
     def _release(self) -> None:
         """Free on leaving inference what the configuration says."""
         with self._profiler.phase("release"):
+            if self._meetings is not None:
+                self._meetings.release()
             if self._settings.release_inference_cache:
                 self._kv_cache.release()
                 self._pages.release()
@@ -261,14 +319,15 @@ class HybridEngine(DeepSpeedEngine):
         `synced_gpus` is taken and not needed: ranks do not wait for each other.
         Raises ValueError and NotImplementedError, in words, before any weight moves.
         """
-        prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-        if prompts is not None and getattr(self.module, "main_input_name", "input_ids") == "input_ids":
-            # Of a sequence that goes on from a cache, the mask covers what is in the cache too.
-            mask = None if kwargs.get("past_key_values") is not None else kwargs.get("attention_mask")
-            check_prompts(prompts, mask, "input_ids")
-            if len(prompts) == 0:
-                raise ValueError("input_ids: a batch of size 0 given; it must have at least one row")
-        return self._generate(args, kwargs, adapters, lambda rows: Noise(drawn_seed(), own_row_ids(rows)))
+        with self._company(adapters):
+            prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+            if prompts is not None and getattr(self.module, "main_input_name", "input_ids") == "input_ids":
+                # Of a sequence that goes on from a cache, the mask covers what is in the cache too.
+                mask = None if kwargs.get("past_key_values") is not None else kwargs.get("attention_mask")
+                check_prompts(prompts, mask, "input_ids")
+                if len(prompts) == 0:
+                    raise ValueError("input_ids: a batch of size 0 given; it must have at least one row")
+            return self._generate(args, kwargs, adapters, lambda rows: Noise(drawn_seed(), own_row_ids(rows)))
 
     def rollout(
         self,
@@ -286,6 +345,18 @@ class HybridEngine(DeepSpeedEngine):
             the world size. None numbers this rank's rows, so that ranks share no noise.
         Raises ValueError and NotImplementedError, in words, before any weight moves.
         """
+        with self._company(adapters):
+            return self._rollout(prompt_ids, prompt_mask, sampling, num_generations, adapters, row_ids)
+
+    def _rollout(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sampling: SamplingParams,
+        num_generations: int,
+        adapters: bool | None,
+        row_ids: torch.Tensor | None,
+    ) -> RolloutBatch:
         check_prompts(prompt_ids, prompt_mask, "prompt_ids")
         check_left_padded(prompt_mask)
         if num_generations < 1:
@@ -295,7 +366,7 @@ class HybridEngine(DeepSpeedEngine):
         if len(prompt_ids) == 0:  # other ranks may be gathering, so this one draws a token and gives nothing back
             one = prompt_ids.new_zeros(1, prompt_ids.shape[1])
             once = replace(sampling, max_new_tokens=1, min_new_tokens=0)
-            return self.rollout(one, torch.ones_like(one), once, 1, adapters).first_rows(0)
+            return self._rollout(one, torch.ones_like(one), once, 1, adapters, None).first_rows(0)
         self._require_generate()
         version, before = self.weight_version, self._profiler.stats()
         log = TokenLog(sampling.temperature or 1.0)
@@ -337,6 +408,17 @@ class HybridEngine(DeepSpeedEngine):
         sequences, attention_mask: int64 [rows, tokens], padded on either side; a rank may have no rows. Logits are
         made for `rows_per_forward` rows at a time. adapters: None as the model has them; False judges by the base.
         """
+        with self._company(adapters):
+            return self._score(sequences, attention_mask, adapters, temperature, rows_per_forward)
+
+    def _score(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor,
+        adapters: bool | None,
+        temperature: float,
+        rows_per_forward: int,
+    ) -> Scores:
         check_prompts(sequences, attention_mask, "sequences")
         if temperature <= 0:
             raise ValueError(f"temperature: {temperature} given; it must be above 0")
@@ -372,25 +454,25 @@ class HybridEngine(DeepSpeedEngine):
         kwargs = with_stop_strings({**kwargs, "synced_gpus": False})
         if "generation_config" not in kwargs and len(args) < 2:
             kwargs.setdefault("use_cache", True)  # gradient checkpointing turns it off in the model's configuration
-        decoding = Decoding(
-            phase=self._profiler.phase,
-            window=lambda: self._window.opened(adapters),
-            cache=self._kv_cache,
-            fused=self._decoder,
-            store=self._pages,
-            page_bytes=self._fused.page_bytes,
-            require_memory=self._require_memory,
-            max_slots=self._rollout_settings.max_slots,
-            stride=1 if self.device.type == "cpu" else STRIDE_ON_DEVICES,
-            max_out_tokens=self._settings.max_out_tokens,
-            noise=noise,
-            token_log=log,
-            agree=partial(all_ranks, device=self.device) if self._streams else None,
-            sync_interval=self._rollout_settings.sync_interval,
-            streamer=kwargs.get("streamer"),
-            produced=self._profiler.generated,
-        )
         with self._eval_mode(), autocast_if_enabled(self):
+            decoding = Decoding(
+                phase=self._profiler.phase,
+                window=lambda: self._window.opened(adapters),
+                cache=self._kv_cache,
+                fused=self._decoder,
+                store=self._pages,
+                page_bytes=self._fused.page_bytes,
+                require_memory=self._require_memory,
+                max_slots=self._rollout_settings.max_slots,
+                stride=1 if self.device.type == "cpu" else STRIDE_ON_DEVICES,
+                max_out_tokens=self._settings.max_out_tokens,
+                noise=noise,
+                token_log=log,
+                agree=partial(all_ranks, device=self.device) if self._streams else None,
+                sync_interval=self._rollout_settings.sync_interval,
+                streamer=kwargs.get("streamer"),
+                produced=self._profiler.generated,
+            )
             return self.module.generate(*args, custom_generate=decoding.method(), **kwargs)
 
     def _decoder(self, tokens: int) -> Decoder | None:
@@ -437,7 +519,7 @@ class HybridEngine(DeepSpeedEngine):
     @property
     def in_step(self) -> bool:
         """Whether ranks run inference together, so that every rank must make the same calls in the same order."""
-        return self._streams
+        return self._modes.in_use != Mode()
 
     def memory_plan(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> MemoryPlan:
         """What each way to hold weights that this engine could run in takes for such a rollout, in bytes on this rank.
@@ -455,9 +537,13 @@ class HybridEngine(DeepSpeedEngine):
         with autocast_if_enabled(self):
             why_native = self._fused.why_not_now()
         container = NativeContainer.kind if why_native else FusedContainer.kind
-        why = f"{NativeContainer.why}: {why_native}" if why_native else self._fused.what
         return [
-            {"module": one.part.name, "kind": one.part.kind, "container": container, "why": why}
+            {
+                "module": one.part.name,
+                "kind": one.part.kind,
+                "container": container,
+                "why": f"{one.why}: {why_native}" if why_native else self._fused.what,
+            }
             for one in self._containers
         ]
 
@@ -467,11 +553,12 @@ class HybridEngine(DeepSpeedEngine):
         decode, `gathered_bytes`; and `snapshot_bytes`, `container_bytes` (what fused containers copied
         beside it), `kv_bytes` held now and `peak_bytes`, the most that the snapshot with one gathered group, the
         containers and the KV cache have needed."""
+        others = 0 if self._meetings is None else self._meetings.nbytes()
         return {
             **self._profiler.stats(),
             "snapshot_bytes": self._snapshot.nbytes(),
             "container_bytes": self._fused.nbytes(),
-            "kv_bytes": self._kv_cache.nbytes() + self._pages.nbytes(),
+            "kv_bytes": self._kv_cache.nbytes() + self._pages.nbytes() + others,
             "peak_bytes": self._snapshot.peak_bytes
             + self._fused.nbytes()
             + self._kv_cache.peak_bytes
@@ -480,10 +567,14 @@ class HybridEngine(DeepSpeedEngine):
 
 
 def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int | str) -> None:
-    """Raise ValueError where `size` ranks cannot share a model's heads; a model that is of no family runs natively."""
+    """Raise ValueError where `size` ranks cannot share a model's heads, as its family or its `tp_plan` tells them."""
     if size != "auto" and size > 1:
         with suppress(Unreadable):
-            require_divisible(read_decoder(model).spec, size)
+            spec = read_decoder(model).spec
+            require_divisible(spec.num_heads, spec.num_kv_heads, size)
+        with suppress(Unreadable):
+            for attention in read_tp_plan(model).attentions:
+                require_divisible(attention.heads, attention.kv_heads, size)
 
 
 def drawn_seed() -> int:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Reading, Unreadable
 from hybrid.architectures.structure import read_structure
+from hybrid.architectures.tp_plan import read_tp_plan
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.fused import FusedModel
 from hybrid.decoding.pages import pages_for
@@ -21,10 +22,10 @@ from hybrid.parallel import InferenceGroup, lowest, world_size
 from hybrid.profiling import Phase
 from hybrid.weights.gather import is_partitioned
 from hybrid.weights.lora import read_adapters
-from hybrid.weights.sliced_snapshot import SlicedSnapshot
-from hybrid.weights.snapshot import Snapshot
+from hybrid.weights.sliced_snapshot import LentSlices, SlicedSnapshot
+from hybrid.weights.snapshot import Snapshot, WeightVersion, active_adapters
 from hybrid.weights.streamed_snapshot import StreamedSnapshot
-from hybrid.weights.tensor_parallel import Shard, sizes_that_fit
+from hybrid.weights.tensor_parallel import Shard, planned_slices, sizes_that_fit, slices_of
 
 
 @dataclass(frozen=True)
@@ -111,30 +112,36 @@ class Modes:
         self.structure = read_structure(model)
         self.device = torch.device(get_accelerator().current_device_name())
         self.limit = rollout.memory_limit
+        adapted = read_adapters(model)
+        version = WeightVersion(adapters=active_adapters(adapted))
+        self.kept = (model, self.structure, adapted, settings.tp_gather_partition_size, version)  # by any snapshot
         self.reading: Reading | None = None
         with suppress(Unreadable):
             self.reading = read_decoder(model)
         self.in_use = self._chosen()
 
-    def weights(self, mode: Mode, connected: bool = True) -> tuple[Snapshot, FusedModel]:
-        """The snapshot and the decoder of a mode.  connected: false for what is only planned."""
-        native = self.rollout.containers == "native"
-        settings = (self.model, self.structure, read_adapters(self.model), self.settings.tp_gather_partition_size)
-        group = None
+    def weights(self, mode: Mode, group: InferenceGroup) -> tuple[Snapshot, FusedModel]:
+        """The snapshot and the decoder of a mode; a snapshot of whole weights where the mode has no decoder."""
+        native = "rollout.containers=native" * (self.rollout.containers == "native")
         if native or self.reading is None or mode == Mode():
-            snapshot = Snapshot(*settings)
+            snapshot = Snapshot(*self.kept)
         elif mode.streaming:
-            snapshot = StreamedSnapshot(*settings, self.phase, self.count)
+            snapshot = StreamedSnapshot(*self.kept, self.phase, self.count)
         else:
-            group = InferenceGroup(mode.tp_size, connected)
-            snapshot = SlicedSnapshot(*settings, self.reading, Shard(group.size, group.index))
+            slices = slices_of(self.reading, Shard(group.size, group.index))
+            snapshot = SlicedSnapshot(*self.kept, slices, self.reading)
+        fused = self.fused(snapshot, native, group if mode.tp_size > 1 else None)
+        if fused.why_not and mode.streaming:
+            fused.why_not = layer_by_layer(fused.why_not)
+        return snapshot, fused
+
+    def fused(self, snapshot: Snapshot, why_not: str = "", group: InferenceGroup | None = None) -> FusedModel:
+        """The decoder over a snapshot.  why_not: words, where there is to be none."""
         graph_slots = self.rollout.max_slots if self.settings.enable_cuda_graph else 0
         layers = [part.module for part in self.structure.layers]
         fused = FusedModel(self.model, layers, snapshot, graph_slots, group, self.own_hooks)
-        fused.why_not = "rollout.containers=native" if native else fused.why_not
-        if fused.why_not and mode != Mode():
-            fused.why_not = f"weights are gathered layer by layer ({fused.why_not})"
-        return snapshot, fused
+        fused.why_not = why_not or fused.why_not
+        return fused
 
     def plan(self, rows: int, tokens: int) -> MemoryPlan:
         """For so many sequences, decoded at once, of so many tokens."""
@@ -149,9 +156,18 @@ class Modes:
 
     def _possible(self) -> list[Mode]:
         """The fastest first."""
-        sizes = [] if self.reading is None else sizes_that_fit(self.reading.spec)[1:]
-        slices = [Mode(tp_size=size) for size in sizes if world_size() % size == 0]
+        slices = [Mode(tp_size=size) for size in self._sizes()[1:] if world_size() % size == 0]
         return [Mode(), *slices, *[Mode(streaming=True)] * (self.stage == 3)]
+
+    def _sizes(self) -> list[int]:
+        """Numbers of ranks that can share the decoder, or the model's own modules."""
+        if self.reading is not None:
+            return sizes_that_fit(self.reading.spec.num_heads, self.reading.spec.num_kv_heads)
+        try:
+            heads = [sizes_that_fit(one.heads, one.kv_heads) for one in read_tp_plan(self.model).attentions]
+        except Unreadable:
+            return [1]
+        return sorted(set.intersection(*map(set, heads))) if heads else [1]
 
     def _chosen(self) -> Mode:
         """What the settings say; where they say "auto", the fastest in which `max_slots` sequences of `max_out_tokens`
@@ -187,7 +203,12 @@ class Modes:
 
     def _planned(self, mode: Mode) -> Callable[[int, int], Need]:
         """What a mode needs, for so many sequences at once of so many tokens."""
-        snapshot, fused = self.weights(mode, connected=False)
+        group = InferenceGroup(mode.tp_size, connected=False)
+        snapshot, fused = self.weights(mode, group)
+        if mode.tp_size > 1 and fused.why_not:
+            with suppress(Unreadable):
+                slices = planned_slices(read_tp_plan(self.model), Shard(group.size, group.index))
+                snapshot = LentSlices(*self.kept, slices)
         kept, beside = snapshot.planned()
         copies = fused.planned_bytes()
         if mode.streaming:  # a layer at a time has them
@@ -238,6 +259,11 @@ def free_bytes() -> int:
     if accelerator.device_name() == "cpu":
         return free // int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     return free + accelerator.memory_reserved() - accelerator.memory_allocated()
+
+
+def layer_by_layer(reason: str) -> str:
+    """Words for a model whose own layers are gathered as they run."""
+    return f"weights are gathered layer by layer ({reason})"
 
 
 def in_mib(nbytes: int) -> str:

@@ -1,5 +1,7 @@
 """Ranks: who shares noise, and the few things that ranks tell each other. Knows nothing of models."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -74,6 +76,12 @@ class InferenceGroup:
         """Every rank's tensor, which are of one shape.  [size, ...]"""
         found = tensor.new_empty(self.size, *tensor.shape)
         dist.all_gather(list(found.unbind()), tensor.contiguous(), group=self.group)
+        return found
+
+    def gather_objects(self, thing: Any) -> list[Any]:
+        """Every rank's thing, pickled. What cannot be pickled raises here before anybody waits."""
+        found = [None] * self.size
+        dist.all_gather_object(found, thing, group=self.group)
         return found
 
     def gather_rows(self, rows: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:

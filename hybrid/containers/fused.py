@@ -77,7 +77,7 @@ class FusedModel:
         self.adapted = {one.wrapper: one for one in snapshot.adapted}
         self.reading: Reading | None = None
         try:
-            self.reading = snapshot.reading if isinstance(snapshot, SlicedSnapshot) else read_decoder(model)
+            self.reading = (isinstance(snapshot, SlicedSnapshot) and snapshot.reading) or read_decoder(model)
             self._require_plain_wrappers()
         except Unreadable as reason:
             self.why_not = str(reason)

@@ -5,7 +5,7 @@ again on access and run the base weights (deepspeed 0.19.8). What belongs to the
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -21,8 +21,10 @@ class Window:
 
     refresh: brings the snapshot up to date before it is used; called with whether adapters will be.
     hooks: gives the hook handles of the training engine, which are off while the snapshot is lent.
-    lends: false where there is nothing whole to lend: weights are gathered layer by layer as the model's own layers run
-        (streaming), or the snapshot has slices of them alone.  merges: the snapshot has adapters merged.
+    lends: false where there is nothing to lend: weights are gathered layer by layer as the model's own layers run
+        (streaming), or the snapshot is a decoder's of ours alone.  merges: the snapshot has adapters merged.
+    sharing: entered while the snapshot is lent: modules that are lent slices compute with other ranks there.  settle:
+        called before what is lent changes or is given back, whatever was raised: other ranks may want more of it.
     finish: called at the end of every `opened()`, whatever was raised, with whether adapters were used.
     """
 
@@ -34,6 +36,8 @@ class Window:
         hooks: Callable[[], Iterable[RemovableHandle]],
         lends: bool,
         merges: bool,
+        sharing: Callable[[], AbstractContextManager] = nullcontext,
+        settle: Callable[[], None] = lambda: None,
         finish: Callable[[bool], None] = lambda adapters: None,
     ):
         self.model = model
@@ -41,7 +45,7 @@ class Window:
         self.refresh = refresh
         self.hooks = hooks
         self.lends, self.merges = lends, merges
-        self.finish = finish
+        self.sharing, self.settle, self.finish = sharing, settle, finish
         self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
         # The model's own dictionaries, read once: inside a window, the model's tree is another one.
         self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
@@ -69,7 +73,10 @@ class Window:
         """
         adapters = (self.adapters[-1] if self.adapters else True) if adapters is None else adapters
         with ExitStack() as stack:
-            if not self.adapters or self.adapters[-1] != adapters:
+            changes = not self.adapters or self.adapters[-1] != adapters
+            if changes:
+                if self.adapters:
+                    self.settle()
                 if not adapters:
                     stack.enter_context(disabled(self.switchable))
                     if not self.merges:
@@ -78,9 +85,12 @@ class Window:
                 if self.lends:
                     stack.enter_context(unhooked(self.hooks()))
                     stack.enter_context(self._lent(adapters))
+                    stack.enter_context(self.sharing())
             self.adapters.append(adapters)
             stack.callback(self.adapters.pop)
             stack.callback(self.finish, adapters)
+            if changes:
+                stack.callback(self.settle)
             yield
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""A snapshot that keeps a rank's slices alone: weights are whole for a group at a time, while they are cut."""
+"""Snapshots that keep a rank's slices alone: weights are whole for a group at a time, while they are cut."""
 
 from contextlib import ExitStack
 
@@ -10,14 +10,14 @@ from hybrid.architectures.structure import Structure
 from hybrid.profiling import Phase
 from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_bytes, whole_in, whole_shape
 from hybrid.weights.lora import Adapted
-from hybrid.weights.snapshot import Group, Snapshot, copied, factors_of
-from hybrid.weights.tensor_parallel import Shard, Slice, slices_of
+from hybrid.weights.snapshot import Group, Snapshot, WeightVersion, copied, factors_of
+from hybrid.weights.tensor_parallel import Slice
 
 Owner = nn.Parameter | tuple[Adapted, str]  # whose slices: a parameter's, or those of what an adapted module merges
 
 
 class SlicedSnapshot(Snapshot):
-    """For inference tensor parallelism.  reading: what is cut.  shard: which part of it is this rank's.
+    """For a decoder that ranks share.  slices: what is this rank's.  reading: the decoder that they are of.
 
     A parameter without a place is not kept: the model's own forward alone runs on it. There is nothing whole here, so
     `tensor` and `weights_of` have no meaning; `part` takes their place.
@@ -29,12 +29,13 @@ class SlicedSnapshot(Snapshot):
         structure: Structure,
         adapted: list[Adapted],
         layers_per_group: int,
-        reading: Reading,
-        shard: Shard,
+        version: WeightVersion | None,
+        slices: dict[Place, Slice],
+        reading: Reading | None = None,
     ):
-        super().__init__(model, structure, adapted, layers_per_group)
+        super().__init__(model, structure, adapted, layers_per_group, version)
         self.reading = reading
-        self.slices = slices_of(reading, shard)
+        self.slices = slices
         self.cuts = cuts_by_owner(self.slices, adapted)
         self.parts: dict[Owner, dict[tuple, torch.Tensor | None]] = {}  # by owner and slice key
 
@@ -105,6 +106,41 @@ class SlicedSnapshot(Snapshot):
         """Free the slices; the next refresh makes them anew."""
         self.parts.clear()
         super().release()
+
+
+class LentSlices(SlicedSnapshot):
+    """For a model whose own modules ranks share: what has no slice is kept whole, or is the model's own where that is
+    whole all along."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        adapted: list[Adapted],
+        layers_per_group: int,
+        version: WeightVersion | None,
+        slices: dict[Place, Slice],
+    ):
+        super().__init__(model, structure, adapted, layers_per_group, version, slices)
+        whole = Slice(Place(model, ""), ("whole",), None)
+        for param in filter(is_partitioned, model.parameters()):
+            self.cuts.setdefault(param, [whole])
+        for one in adapted:
+            for name in (*one.sources, "bias"):
+                self.cuts.setdefault((one, name), [whole])
+
+    def tensor(self, param: nn.Parameter) -> torch.Tensor | None:
+        """What this rank lends in the parameter's place; None where another rank has it all."""
+        parts = self.parts.get(param)
+        return param if parts is None else next(iter(parts.values()))
+
+    def weights_of(self, one: Adapted, adapters: bool) -> dict[str, torch.Tensor | None]:
+        """What this rank lends to `one.plain`, by parameter name."""
+        base = {name: self.tensor(param) for name, param in one.sources.items()}
+        if not (adapters and one.state()):
+            return base
+        merged = {name: self.parts[one, name] for name in (*one.sources, "bias") if (one, name) in self.parts}
+        return {**base, **{name: next(iter(parts.values())) for name, parts in merged.items()}}
 
 
 def unique(slices: list[Slice]) -> list[Slice]:

@@ -47,12 +47,19 @@ class Group:
 
 
 class Snapshot:
-    """The weights that inference runs on."""
+    """The weights that inference runs on.  version: of the weights, where somebody has counted before."""
 
-    def __init__(self, model: nn.Module, structure: Structure, adapted: list[Adapted], layers_per_group: int):
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        adapted: list[Adapted],
+        layers_per_group: int,
+        version: WeightVersion | None = None,
+    ):
         self.adapted = adapted
         self.groups = make_groups(model, structure, adapted, layers_per_group)
-        self.version = WeightVersion(adapters=active_adapters(adapted))
+        self.version = version or WeightVersion(adapters=active_adapters(adapted))
         self.learning = {param for param in model.parameters() if param.requires_grad}
         self.base: dict[nn.Parameter, nn.Parameter] = {}  # copies of partitioned parameters
         self.storage: dict[nn.Parameter, torch.Tensor] = {}  # where they lie

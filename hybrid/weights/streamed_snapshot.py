@@ -10,7 +10,7 @@ from hybrid.architectures.structure import Structure
 from hybrid.profiling import Phase
 from hybrid.weights.gather import Fetch, gathered, is_partitioned, padded_bytes, storage_for, whole_in
 from hybrid.weights.lora import Adapted
-from hybrid.weights.snapshot import Snapshot, merged_bytes
+from hybrid.weights.snapshot import Snapshot, WeightVersion, merged_bytes
 
 Owner = nn.Parameter | Adapted
 
@@ -28,10 +28,11 @@ class StreamedSnapshot(Snapshot):
         structure: Structure,
         adapted: list[Adapted],
         layers_per_group: int,
+        version: WeightVersion | None,
         phase: Phase,
         count: Callable[[int], None],
     ):
-        super().__init__(model, structure, adapted, layers_per_group)
+        super().__init__(model, structure, adapted, layers_per_group, version)
         self.phase, self.count = phase, count
         self.structure = structure
         self.spare: dict[tuple, list[torch.Tensor]] = {}  # by size and dtype: memory that nobody uses now

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybrid.architectures.spec import DecoderSpec, Place, Reading
+from hybrid.architectures.tp_plan import Share, TensorPlan
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,18 @@ class Shard:
     index: int
 
 
-def sizes_that_fit(spec: DecoderSpec) -> list[int]:
+def sizes_that_fit(heads: int, kv_heads: int) -> list[int]:
     """Numbers of ranks that can share out the heads."""
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
     return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
 
 
-def require_divisible(spec: DecoderSpec, size: int) -> None:
+def require_divisible(heads: int, kv_heads: int, size: int) -> None:
     """Raise ValueError, in words, where the heads cannot be shared out."""
-    fits = sizes_that_fit(spec)
+    fits = sizes_that_fit(heads, kv_heads)
     if size not in fits:
         raise ValueError(
-            f"hybrid_engine.inference_tp_size: {size} given; the model's {spec.num_heads} attention heads and "
-            f"{spec.num_kv_heads} key and value heads can be shared out by {', '.join(map(str, fits))}"
+            f"hybrid_engine.inference_tp_size: {size} given; the model's {heads} attention heads and "
+            f"{kv_heads} key and value heads can be shared out by {', '.join(map(str, fits))}"
         )
 
 
@@ -56,17 +56,22 @@ def chunk(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
     return torch.cat([part, part.new_zeros(shape)], dim)
 
 
-def kv_rows(tensor: torch.Tensor, spec: DecoderSpec, shard: Shard) -> torch.Tensor:
+def kv_rows(tensor: torch.Tensor, kv_heads: int, shard: Shard) -> torch.Tensor:
     """Rows of the key or value heads that a rank's query heads look at."""
-    if spec.num_kv_heads >= shard.size:
+    if kv_heads >= shard.size:
         return chunk(tensor, 0, shard)
-    head = shard.index * spec.num_kv_heads // shard.size
-    return tensor[head * spec.head_dim : (head + 1) * spec.head_dim]
+    return tensor.chunk(kv_heads)[shard.index * kv_heads // shard.size]
+
+
+def row_dim(tensor: torch.Tensor) -> int:
+    """The dimension of the outputs of a matrix, of experts' matrices [experts, out, in], or of a bias."""
+    return max(tensor.dim() - 2, 0)
 
 
 def both_halves(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """A rank's part of experts' gates, above its part of their ups.  [experts, 2 · inner, hidden]"""
-    return torch.cat([chunk(half, 1, shard) for half in tensor.chunk(2, dim=1)], dim=1)
+    """A rank's part of the gates, above its part of the ups.  [2 · inner, hidden], of experts or not, or a bias"""
+    dim = row_dim(tensor)
+    return torch.cat([chunk(half, dim, shard) for half in tensor.chunk(2, dim=dim)], dim=dim)
 
 
 def cut_of(role: str, spec: DecoderSpec, shard: Shard) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
@@ -77,7 +82,7 @@ def cut_of(role: str, spec: DecoderSpec, shard: Shard) -> Callable[[torch.Tensor
     if name in ("q", "gate", "up", "embedding", "head") or (row_norm and name == "q_norm"):
         return lambda tensor: chunk(tensor, 0, shard)
     if name in ("k", "v") or row_norm:
-        return lambda tensor: kv_rows(tensor, spec, shard)
+        return lambda tensor: kv_rows(tensor, spec.num_kv_heads, shard)
     if name in ("o", "down"):
         if kind == "weight":
             return lambda tensor: chunk(tensor, 1, shard)
@@ -113,4 +118,27 @@ def slices_of(reading: Reading, shard: Shard) -> dict[Place, Slice]:
         for role, place in layer.items():
             key = ("vocabulary" if role in VOCABULARY else role, place.select)
             found[place] = Slice(place, key, cut_of(role, reading.spec, shard))
+    return found
+
+
+def cut_as(cut: str, share: Share, shard: Shard) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
+    """How a rank's part is cut by a word of `Share.cuts`; None: it is the whole."""
+    if cut == "once" and shard.index == 0:
+        return None
+    return {
+        "rows": lambda tensor: chunk(tensor, row_dim(tensor), shard),
+        "columns": lambda tensor: chunk(tensor, tensor.dim() - 1, shard),
+        "halves": lambda tensor: both_halves(tensor, shard),
+        "kv": lambda tensor: kv_rows(tensor, share.kv_heads, shard),
+        "once": lambda tensor: None,
+    }[cut]
+
+
+def planned_slices(plan: TensorPlan, shard: Shard) -> dict[Place, Slice]:
+    """A rank's part of every place that a plan cuts."""
+    found = {}
+    for share in plan.shares:
+        for name, cut in share.cuts.items():
+            place = Place(share.module, name)
+            found[place] = Slice(place, (cut,), cut_as(cut, share, shard))
     return found
