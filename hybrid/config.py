@@ -49,6 +49,10 @@ class RolloutConfig(Block):
         what could never have room is refused. None: no end.
     max_slots: rows that are decoded at once; others wait in a queue.
     containers: "fused" computes with our decoder wherever it equals the model's own layers; "native" runs those.
+    lora: "merged" adds adapters to a copy of the weights that they adapt; "unmerged" computes them beside these, and
+        keeps no such copy. Adapters that can only be merged are.
+    offload_states: optimizer states, master weights and gradients are in host memory while a window of inference is
+        open, and come back with its end.
     """
 
     keep_snapshot: bool = True
@@ -56,6 +60,8 @@ class RolloutConfig(Block):
     kv_cache_bytes: int | None = Field(None, gt=0)
     max_slots: int = Field(256, gt=0)
     containers: Literal["fused", "native"] = "fused"
+    lora: Literal["merged", "unmerged"] = "merged"
+    offload_states: bool = False
 
 
 BLOCKS: dict[str, type[Block]] = {"hybrid_engine": HybridEngineConfig, "rollout": RolloutConfig}

@@ -1,7 +1,7 @@
 """HybridEngine: DeepSpeed's training engine that also generates. The mode switch, and who calls whom."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from hybrid.rollout import (
     make_batch,
 )
 from hybrid.weights.lora import read_adapters
+from hybrid.weights.offload import movable_states, require_movable_optimizer
 from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.tensor_parallel import Shard, require_divisible
@@ -46,7 +47,7 @@ from hybrid.weights.tensor_parallel import Shard, require_divisible
 NOT_AVAILABLE = {
     "custom_generate": "the engine decodes by its own loop",
     "assistant_model": "the engine decodes by its own loop",
-    "adapter_names": "active adapters are merged, the same for every row; use model.set_adapter",
+    "adapter_names": "active adapters are the same for every row; use model.set_adapter",
 }
 STRIDE_ON_DEVICES = 8  # steps between two looks at a device that the host would wait for
 ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
@@ -65,6 +66,8 @@ class HybridEngine(DeepSpeedEngine):
         refuse_heads_that_cannot_be_shared(model, blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
+        if self._rollout_settings.offload_states:
+            require_movable_optimizer(self.optimizer)
         self._group = InferenceGroup(self._settings.inference_tp_size)
         # Whether the model's own layers run on their own weights, which ZeRO-3 gathers as they run.
         self._streams = self._group.size > 1 or (
@@ -85,6 +88,7 @@ class HybridEngine(DeepSpeedEngine):
             lends=not self._streams,
             merges=not self._streams or group is not None,
             finish=lambda adapters: self._fused.finish(adapters),
+            around=self._states_on_host if self._rollout_settings.offload_states else nullcontext,
         )
         graph_slots = self._rollout_settings.max_slots if self._settings.enable_cuda_graph else 0
         layers = [part.module for part in structure.layers]
@@ -101,8 +105,10 @@ class HybridEngine(DeepSpeedEngine):
 
     def _make_snapshot(self, structure: Structure) -> tuple[Snapshot, InferenceGroup | None]:
         """The snapshot, and the ranks that share it; None where this rank's is whole."""
-        settings = (self.module, structure, read_adapters(self.module), self._settings.tp_gather_partition_size)
-        if self._group.size == 1 or self._rollout_settings.containers == "native":
+        rollout = self._rollout_settings
+        layers_per_group, unmerged = self._settings.tp_gather_partition_size, rollout.lora == "unmerged"
+        settings = (self.module, structure, read_adapters(self.module), layers_per_group, unmerged)
+        if self._group.size == 1 or rollout.containers == "native":
             return Snapshot(*settings), None
         try:
             shard = Shard(self._group.size, self._group.index)
@@ -199,6 +205,17 @@ class HybridEngine(DeepSpeedEngine):
                 self._fused.release()
             if self._settings.release_inference_cache or not self._rollout_settings.keep_snapshot:
                 get_accelerator().empty_cache()
+
+    @contextmanager
+    def _states_on_host(self) -> Iterator[None]:
+        """Inside the block what training alone needs is in host memory."""
+        try:
+            with self._profiler.phase("release"):
+                self.offload_states(movable_states(self.optimizer))
+            yield
+        finally:
+            with self._profiler.phase("release"):
+                self.reload_states()
 
     def _refuse_in_window(self, call: str) -> None:
         if self._window.is_open:
@@ -437,8 +454,14 @@ class HybridEngine(DeepSpeedEngine):
         container = NativeContainer.kind if why_native else FusedContainer.kind
         why = f"{NativeContainer.why}: {why_native}" if why_native else self._fused.what
         return [
-            {"module": one.part.name, "kind": one.part.kind, "container": container, "why": why}
+            {
+                "module": one.part.name,
+                "kind": one.part.kind,
+                "container": container,
+                "why": "; ".join(filter(None, words)),
+            }
             for one in self._containers
+            for words in [(why, self._snapshot.words(one.part.module))]
         ]
 
     def stats(self) -> dict[str, float]:

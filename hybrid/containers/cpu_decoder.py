@@ -8,8 +8,10 @@ import torch
 
 from hybrid.architectures.spec import LayerSpec, Place, Reading, Unreadable
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
+from hybrid.containers.torch_decoder import no_sides
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
+from hybrid.weights.lora import LowRank
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of decoder.cpp's enum
 NORM_ROLES = "attention_norm q_norm k_norm attention_post_norm mlp_norm mlp_post_norm".split()
@@ -20,6 +22,7 @@ class CpuDecoder:
     """A Reading's decoder, computed by the library of `kernels.cpu_library`.
 
     weights: gives a place's whole tensor, before its `select`; None for a bias that is not there.
+    sides: gives what adapters add beside a weight's place, as TorchDecoder's.
     dtype: of the matrices; float32 or bfloat16. Activations are float32, rounded to it where Hugging Face rounds.
     Weights are not copied where a role's tensor is whole rows of what `weights` gives; others are (transposed ones).
     Raises Unreadable for a dtype, or a mixture of them, that there are no kernels for.
@@ -31,26 +34,31 @@ class CpuDecoder:
         weights: Callable[[Place], torch.Tensor | None],
         dtype: torch.dtype,
         library: ctypes.CDLL,
+        sides: Callable[[Place], list[LowRank]] = no_sides,
     ):
         if dtype not in (torch.float32, torch.bfloat16):
             raise Unreadable(f"the CPU kernels compute float32 and bfloat16, not {dtype}")
         self.reading, self.spec, self.weights, self.dtype = reading, reading.spec, weights, dtype
-        self.library = library
+        self.library, self.sides = library, sides
         self.device = torch.device("cpu")
         self.work = torch.empty(0)
         self.tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.lent: weakref.ref[PagedKV] | None = None  # whose addresses the layers have now
         self.tensors: list[torch.Tensor] = []  # what the records below point to, kept alive
         self.sources: set[int] = set()  # storages that weights were read from
+        self.side_records: list[ctypes.Array] = []  # what linears' records point to, kept alive
+        self.side_ranks = 0  # floats a token that adapters of a layer, or outside the layers, need at most
 
     def bind(self) -> None:
         """Read where the weights are now."""
         self.tensors, self.sources, self.lent, self.tables = [], set(), None, {}
+        self.side_records, self.side_ranks = [], 0
         spec = self.spec
         self.layer_records = (kernels.Layer * len(spec.layers))(
             *(self._layer(layer, places) for layer, places in zip(spec.layers, self.reading.layers, strict=True))
         )
         outer = self.reading.outer
+        projections = self._linears(outer, {name: (name,) for name in ("project_in", "project_out", "head")})
         embedding = self._matrix(outer["embedding.weight"])
         self.record = kernels.Decoder(
             half=self.dtype == torch.bfloat16,
@@ -92,9 +100,8 @@ class CpuDecoder:
             positions=self._keep(self._matrix(outer["positions.weight"])) if "positions.weight" in outer else None,
             embedding_norm=self._norm(outer, "embedding_norm"),
             final_norm=self._norm(outer, "final_norm"),
-            project_in=self._linear(outer, ("project_in",)),
-            project_out=self._linear(outer, ("project_out",)),
-            head=self._linear(outer, ("head",)),
+            **projections,
+            side_ranks=self.side_ranks,
             layers=ctypes.addressof(self.layer_records),
         )
 
@@ -204,7 +211,7 @@ class CpuDecoder:
             }
         return kernels.Layer(
             **{role: self._norm(places, role) for role in NORM_ROLES},
-            **{name: self._linear(places, roles) for name, roles in JOINED.items()},
+            **self._linears(places, JOINED),
             window=layer.window,
             **experts,
         )
@@ -212,6 +219,28 @@ class CpuDecoder:
     def _expert_intermediate(self) -> int:
         mixtures = [p for p, layer in zip(self.reading.layers, self.spec.layers, strict=True) if layer.experts]
         return self._matrix(mixtures[0]["experts_down.weight"]).shape[2] if mixtures else 0
+
+    def _linears(self, places: dict[str, Place], names: dict[str, tuple[str, ...]]) -> dict[str, ctypes.Structure]:
+        """Matrices by name, of the roles that become one; what adapters make of their inputs has a place for each."""
+        found, at = {}, 0
+        for name, roles in names.items():
+            found[name] = self._linear(places, roles)
+            at = self._put_beside(found[name], places, roles, at)
+        self.side_ranks = max(self.side_ranks, at)
+        return found
+
+    def _put_beside(self, record: ctypes.Structure, places: dict[str, Place], roles: tuple[str, ...], at: int) -> int:
+        """Give a matrix's record what adapters add to its parts; gives the end of the room that they take from `at`."""
+        sides, first = [], 0
+        for part, role in enumerate(role for role in roles if f"{role}.weight" in places):
+            for a, b, scale in self.sides(places[f"{role}.weight"]):
+                sides.append(kernels.Side(self._factor(a), self._factor(b), len(a), first, len(b), at, scale))
+                at += len(a)
+            first += record.rows[part]
+        if sides:
+            self.side_records.append((kernels.Side * len(sides))(*sides))
+            record.sides, record.num_sides = ctypes.addressof(self.side_records[-1]), len(sides)
+        return at
 
     def _linear(self, places: dict[str, Place], roles: tuple[str, ...]) -> ctypes.Structure:
         """The roles' matrices, one above the other; empty where the model has none of them."""
@@ -232,7 +261,13 @@ class CpuDecoder:
 
     def _matrix(self, place: Place) -> torch.Tensor:
         """A role's matrix, in the decoder's dtype, contiguous: a copy only where it lies otherwise."""
-        matrix = self._selected(place)
+        return self._contiguous(self._selected(place))
+
+    def _factor(self, factor: torch.Tensor) -> int:
+        self.sources.add(factor.untyped_storage().data_ptr())
+        return self._keep(self._contiguous(factor.detach()))
+
+    def _contiguous(self, matrix: torch.Tensor) -> torch.Tensor:
         if matrix.dtype != self.dtype:
             raise Unreadable(f"a matrix is {matrix.dtype} where the embedding is {self.dtype}")
         return matrix.contiguous()

@@ -23,7 +23,7 @@ from hybrid.containers.window import Window
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.parallel import InferenceGroup
-from hybrid.weights.lora import Adapted
+from hybrid.weights.lora import Adapted, LowRank
 from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot
 
@@ -149,17 +149,20 @@ class FusedModel:
         def weights(place: Place) -> torch.Tensor | None:
             return self.tensor(place, adapters)
 
+        def sides(place: Place) -> list[LowRank]:
+            return self.sides(place, adapters)
+
         dtype = self.tensor(self.reading.outer["embedding.weight"], adapters).dtype
         if self.group is not None:
-            return SharedDecoder(ShardedDecoder(self.reading, weights, dtype, self.group), self.pool)
+            return SharedDecoder(ShardedDecoder(self.reading, weights, dtype, self.group, sides), self.pool)
         kernels = kernels_of(self._device())
         if kernels == "CPU kernels" and dtype in (torch.float32, torch.bfloat16):
-            return CpuDecoder(self.reading, weights, dtype, cpu_library())
+            return CpuDecoder(self.reading, weights, dtype, cpu_library(), sides)
         if kernels == "Triton":
             from hybrid.containers.cuda_decoder import CudaDecoder  # needs triton, which a CPU install has not
 
-            return CudaDecoder(self.reading, weights, dtype, self.graph_slots)
-        return TorchDecoder(self.reading, weights, dtype)
+            return CudaDecoder(self.reading, weights, dtype, self.graph_slots, sides=sides)
+        return TorchDecoder(self.reading, weights, dtype, sides)
 
     def _device(self) -> torch.device:
         return self._embedding().device
@@ -167,7 +170,8 @@ class FusedModel:
     def _addresses(self, adapters: bool) -> tuple[int, ...]:
         """Where the weights are: others may have moved without a new version."""
         places = [place for roles in (self.reading.outer, *self.reading.layers) for place in roles.values()]
-        tensors = (self.tensor(place, adapters) for place in places)
+        tensors = [self.tensor(place, adapters) for place in places]
+        tensors += self.snapshot.factors_beside(adapters)
         return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
     def tensor(self, place: Place, adapters: bool) -> torch.Tensor | None:
@@ -180,6 +184,11 @@ class FusedModel:
         if one is not None:
             return self.snapshot.weights_of(one, adapters).get(place.parameter)
         return None if param is None else self.snapshot.tensor(param)
+
+    def sides(self, place: Place, adapters: bool) -> list[LowRank]:
+        """What the snapshot has beside the weight at a place."""
+        one, _ = self._owner(place)
+        return [] if one is None or place.parameter != "weight" else self.snapshot.sides(place, one, adapters)
 
     def _owner(self, place: Place) -> tuple[Adapted | None, nn.Parameter | None]:
         """The adapted module at a place, None where there is no adapter; and the model's own parameter there."""

@@ -5,7 +5,7 @@ again on access and run the base weights (deepspeed 0.19.8). What belongs to the
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -22,8 +22,10 @@ class Window:
     refresh: brings the snapshot up to date before it is used; called with whether adapters will be.
     hooks: gives the hook handles of the training engine, which are off while the snapshot is lent.
     lends: false where there is nothing whole to lend: weights are gathered layer by layer as the model's own layers run
-        (streaming), or the snapshot has slices of them alone.  merges: the snapshot has adapters merged.
+        (streaming), or the snapshot has slices of them alone.  merges: the snapshot has adapters, merged or beside
+        what they adapt.
     finish: called at the end of every `opened()`, whatever was raised, with whether adapters were used.
+    around: what is entered first of all and left last, once for windows within each other.
     """
 
     def __init__(
@@ -35,18 +37,19 @@ class Window:
         lends: bool,
         merges: bool,
         finish: Callable[[bool], None] = lambda adapters: None,
+        around: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self.model = model
         self.snapshot = snapshot
         self.refresh = refresh
         self.hooks = hooks
         self.lends, self.merges = lends, merges
-        self.finish = finish
+        self.finish, self.around = finish, around
         self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
         # The model's own dictionaries, read once: inside a window, the model's tree is another one.
         self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
         self.plains = [(one, dict(one.plain._parameters)) for one in snapshot.adapted]
-        # What runs as it is, and so must be switched off to run without adapters. LoRA layers are merged or not.
+        # What runs as it is, and so must be switched off to run without adapters. LoRA layers the snapshot has, or not.
         kinds = AuxiliaryTrainingWrapper | (TrainableTokensLayer if merges else BaseTunerLayer)
         self.layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         self.switchable = [module for module in model.modules() if isinstance(module, kinds)]
@@ -69,6 +72,8 @@ class Window:
         """
         adapters = (self.adapters[-1] if self.adapters else True) if adapters is None else adapters
         with ExitStack() as stack:
+            if not self.adapters:
+                stack.enter_context(self.around())
             if not self.adapters or self.adapters[-1] != adapters:
                 if not adapters:
                     stack.enter_context(disabled(self.switchable))
@@ -91,6 +96,8 @@ class Window:
             lent.append((module, "_parameters", tensors))
         children: dict[nn.Module, dict] = {}
         for one, own in self.plains:
+            if self.snapshot.is_beside(one, adapters):
+                continue  # the wrapper runs as it is, over what its modules are lent
             lent.append((one.plain, "_parameters", {**own, **self.snapshot.weights_of(one, adapters)}))
             children.setdefault(one.parent, dict(one.parent._modules))[one.child] = one.plain
         lent += [(parent, "_modules", own) for parent, own in children.items()]
@@ -107,7 +114,7 @@ class Window:
     @contextmanager
     def as_asked(self) -> Iterator[None]:
         """Inside the block the model's own modules compute with adapters, or without, as the window has them: where
-        the snapshot has them merged and is not lent, they are there all the same."""
+        the snapshot has them and is not lent, they are there all the same."""
         if self.lends or not self.merges or self.uses_adapters:
             yield
             return

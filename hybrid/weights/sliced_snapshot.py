@@ -7,8 +7,8 @@ from hybrid.architectures.spec import Place, Reading
 from hybrid.architectures.structure import Structure
 from hybrid.profiling import Phase
 from hybrid.weights.gather import gathered
-from hybrid.weights.lora import Adapted
-from hybrid.weights.snapshot import Group, Snapshot, copied
+from hybrid.weights.lora import Adapted, LowRank, merged_weight
+from hybrid.weights.snapshot import Group, Snapshot, copied, selected
 from hybrid.weights.tensor_parallel import Shard, Slice, slices_of
 
 Owner = nn.Parameter | tuple[Adapted, str]  # whose slices: a parameter's, or those of what an adapted module merges
@@ -19,6 +19,11 @@ class SlicedSnapshot(Snapshot):
 
     A parameter without a place is not kept: the model's own forward alone runs on it. There is nothing whole here, so
     `tensor` and `weights_of` have no meaning; `part` takes their place.
+
+    Products of factors are merged into the kept parts of their base, of factors that are cut as it is, so that factors
+    alone are gathered again. What needs more than a rank's part is merged whole and then cut, from a base that is
+    gathered with it each time: DoRA's norms are of whole rows; experts' products are of several parameters; and a
+    bias that an adapter brings may have a base of which this rank has nothing.
     """
 
     def __init__(
@@ -27,14 +32,16 @@ class SlicedSnapshot(Snapshot):
         structure: Structure,
         adapted: list[Adapted],
         layers_per_group: int,
+        unmerged: bool,
         reading: Reading,
         shard: Shard,
     ):
-        super().__init__(model, structure, adapted, layers_per_group)
+        super().__init__(model, structure, adapted, layers_per_group, unmerged)
         self.reading = reading
         self.slices = slices_of(reading, shard)
         self.cuts = cuts_by_owner(self.slices, adapted)
         self.parts: dict[Owner, dict[tuple, torch.Tensor | None]] = {}  # by owner and slice key
+        self.factors: dict[Adapted, dict[tuple, list[LowRank]]] = {}  # of what runs unmerged, by slice key
 
     def part(self, place: Place, owner: Owner) -> torch.Tensor | None:
         """This rank's part of what `owner` has at a place; None where another rank has it all."""
@@ -43,30 +50,66 @@ class SlicedSnapshot(Snapshot):
     def part_of(self, place: Place, one: Adapted, adapters: bool) -> torch.Tensor | None:
         """As `part`, of an adapted module; None where the module has no such parameter."""
         merged = (one, place.parameter)
-        if adapters and one.state() and merged in self.parts:
+        if self.is_merged(one, adapters) and merged in self.parts:
             return self.part(place, merged)
         param = one.sources.get(place.parameter)
         return None if param is None else self.part(place, param)
 
+    def sides(self, place: Place, one: Adapted, adapters: bool) -> list[LowRank]:
+        return self.factors[one][self.slices[place].key] if self.is_beside(one, adapters) else []
+
+    def factors_beside(self, adapters: bool) -> list[torch.Tensor]:
+        beside = [kept for one, kept in self.factors.items() if self.is_beside(one, adapters)]
+        return [
+            factor for kept in beside for factors in kept.values() for low_rank in factors for factor in low_rank[:2]
+        ]
+
     @torch.no_grad()
     def _refresh_group(self, group: Group, phase: Phase, adapters: bool) -> int:
         copies = self.stale(param for param in group.carried if param in self.cuts)
-        merges = self.stale(one for one in group.adapted if adapters and one.state())
-        if not copies and not merges:
+        changed = self.stale(one for one in group.adapted if adapters and one.state())
+        if not copies and not changed:
             return 0
         whole = dict.fromkeys(copies)
-        for one in merges:  # cut after merging, which may look at whole rows (DoRA)
-            whole.update(dict.fromkeys([*one.sources.values(), *one.adapter_params()]))
+        for one in changed:
+            whole.update(dict.fromkeys(one.adapter_params()))
+            if not one.is_low_rank():
+                whole.update(dict.fromkeys(one.sources.values()))
         with phase("gather"), gathered(whole) as moved:
             for param in copies:
                 self._cut(param, param)
                 self.stamps[param] = self.wanted(param)
-            for one in merges:
-                for name, tensor in one.merged(one.sources).items():
-                    self._cut((one, name), tensor.to(one.sources.get(name, tensor).dtype))
+            for one in changed:
+                self._take(one)
                 self.stamps[one] = self.wanted(one)
         self.peak_bytes = max(self.peak_bytes, self.nbytes() + moved)
         return moved
+
+    def _take(self, one: Adapted) -> None:
+        """This rank's part of what the adapters in `one` are or make, of whole parameters."""
+        if not one.is_low_rank():
+            for name, tensor in one.merged(one.sources).items():
+                self._cut((one, name), tensor.to(one.sources.get(name, tensor).dtype))
+            return
+        beside = self.is_beside(one, adapters=True)
+        for part in self.cuts.get((one, "weight"), ()):
+            factors = [
+                part.of_factors(low_rank._replace(b=selected(part.place, one, low_rank.b)))
+                for low_rank in one.low_rank(lambda param: param)
+            ]
+            self._keep_beside(one, part, factors) if beside else self._merge_part(one, part, factors)
+
+    def _keep_beside(self, one: Adapted, part: Slice, factors: list[LowRank]) -> None:
+        kept = self.factors.setdefault(one, {})
+        kept[part.key] = [low_rank._replace(a=low_rank.a.clone(), b=low_rank.b.clone()) for low_rank in factors]
+
+    def _merge_part(self, one: Adapted, part: Slice, factors: list[LowRank]) -> None:
+        base = self.part(part.place, one.sources["weight"])
+        merged = base
+        for low_rank in factors:
+            merged = merged_weight(merged, *low_rank)
+        parts = self.parts.setdefault((one, "weight"), {})
+        parts[part.key] = copied(merged.to(base.dtype), parts.get(part.key))
 
     def _cut(self, owner: Owner, whole: torch.Tensor) -> None:
         parts = self.parts.setdefault(owner, {})
@@ -76,11 +119,13 @@ class SlicedSnapshot(Snapshot):
 
     def nbytes(self) -> int:
         """Bytes that the slices hold."""
-        return sum(part.nbytes for parts in self.parts.values() for part in parts.values() if part is not None)
+        parts = [part for parts in self.parts.values() for part in parts.values() if part is not None]
+        return sum(tensor.nbytes for tensor in (*parts, *self.factors_beside(adapters=True)))
 
     def release(self) -> None:
         """Free the slices; the next refresh makes them anew."""
         self.parts.clear()
+        self.factors.clear()
         super().release()
 
 
