@@ -96,10 +96,11 @@ class Window:
             lent.append((module, "_parameters", tensors))
         children: dict[nn.Module, dict] = {}
         for one, own in self.plains:
-            if self.snapshot.is_beside(one, adapters):
-                continue  # the wrapper runs as it is, over what its modules are lent
-            lent.append((one.plain, "_parameters", {**own, **self.snapshot.weights_of(one, adapters)}))
-            children.setdefault(one.parent, dict(one.parent._modules))[one.child] = one.plain
+            beside = self.snapshot.is_beside(one, adapters)  # the wrapper runs, over what its modules are lent
+            if not beside:
+                lent.append((one.plain, "_parameters", {**own, **self.snapshot.weights_of(one, adapters)}))
+            modules = children.setdefault(one.parent, dict(one.parent._modules))
+            modules[one.child] = one.wrapper if beside else one.plain
         lent += [(parent, "_modules", own) for parent, own in children.items()]
         before = [module.__dict__[slot] for module, slot, _ in lent]
         try:
