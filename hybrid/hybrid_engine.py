@@ -38,7 +38,7 @@ from hybrid.rollout import (
     make_batch,
 )
 from hybrid.weights.lora import read_adapters
-from hybrid.weights.offload import movable_states, require_movable_optimizer
+from hybrid.weights.offload import movable_states, relink, require_movable_optimizer
 from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.tensor_parallel import Shard, require_divisible
@@ -216,6 +216,7 @@ class HybridEngine(DeepSpeedEngine):
         finally:
             with self._profiler.phase("release"):
                 self.reload_states()
+                relink(self.optimizer)
 
     def _refuse_in_window(self, call: str) -> None:
         if self._window.is_open:

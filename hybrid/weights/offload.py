@@ -50,8 +50,16 @@ def movable_states(optimizer: Any) -> list[OffloadStateTypeEnum]:
         return [states.optim_states, states.hp_params, states.lp_grads]
     found = [states.optim_states, states.contiguous_grad_buffer]
     groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True)
-    if not any(master is weight for master, weight in groups):  # of a float32 model they are the weights themselves
+    if not any(master is weight for master, weight in groups):  # in float32 they may be the weights themselves
         found.append(states.hp_params)
     if all(gradients is None for gradients in optimizer.averaged_gradients.values()):
         found.append(states.lp_grads)  # what a step still waits for would be forgotten
     return found
+
+
+def relink(optimizer: Any) -> None:
+    """Tell ZeRO 1 and 2 where each parameter's states are, once they are back: reloading forgets it (0.19.8), and
+    `safe_get_full_optimizer_state` would fail from then on."""
+    if getattr(optimizer, "_hp_optimizer_states_linked", False):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()

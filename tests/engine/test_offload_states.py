@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from hybrid import HybridEngine, SamplingParams
+from hybrid.weights.offload import movable_states
 from tests.engines import engine_of, settings, storage_digest, train_step
 from tests.models import prompts, tiny_model, with_peft
 
@@ -100,9 +101,7 @@ def check_what_leaves(stage: int, dtype: torch.dtype) -> None:
         engine = engine_of(tiny_model("llama"), offloading(stage, dtype))
         train_step(engine)
         gone = engine.optimizer.offloaded_states
-        expected = {State.optim_states, State.lp_grads}
-        if stage < 3 or dtype == torch.bfloat16:  # else the master weights are the weights
-            expected.add(State.hp_params)
+        expected = {State.optim_states, State.hp_params, State.lp_grads}
         storages = [param.data_ptr() for param in engine.module.parameters()]
         with (
             patch.object(engine.optimizer, "offload_states", wraps=engine.optimizer.offload_states) as offloads,
@@ -123,6 +122,10 @@ def check_what_leaves(stage: int, dtype: torch.dtype) -> None:
             assert (State.lp_grads in gone) == (stage < 3)
             assert State.lp_params not in gone
         engine.step()
+        if stage == 3:  # where ZeRO-3 takes the weights for master weights, these stay too
+            masters = engine.optimizer.fp32_partitioned_groups_flat
+            with patch.object(engine.optimizer, "fp16_partitioned_groups_flat", masters):
+                assert State.hp_params not in movable_states(engine.optimizer)
 
 
 @pytest.mark.parametrize(
