@@ -19,9 +19,10 @@ def require_movable(config: DeepSpeedConfig) -> None:
     for name in ("offload_param", "offload_optimizer"):
         offload = getattr(zero, name)
         if offload is not None and offload.device != OffloadDeviceEnum.none:
+            device = OffloadDeviceEnum(offload.device).value
             raise ValueError(
-                f"rollout.offload_states: true given with zero_optimization.{name}.device={offload.device.value}, "
-                "which keeps states on the host all the time; use one of the two"
+                f"rollout.offload_states: true given with zero_optimization.{name}.device={device}, which keeps states on "
+                "the host all the time; use one of the two"
             )
 
 
