@@ -21,8 +21,8 @@ def require_movable(config: DeepSpeedConfig) -> None:
         if offload is not None and offload.device != OffloadDeviceEnum.none:
             device = OffloadDeviceEnum(offload.device).value
             raise ValueError(
-                f"rollout.offload_states: true given with zero_optimization.{name}.device={device}, which keeps states on "
-                "the host all the time; use one of the two"
+                f"rollout.offload_states: true given with zero_optimization.{name}.device={device}, which keeps "
+                "states on the host all the time; use one of the two"
             )
 
 
