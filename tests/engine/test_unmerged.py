@@ -40,6 +40,7 @@ def check_equals_peft(family: str, adapter: str, config: dict) -> None:
         assert torch.equal(engine.generate(ids, adapters=False, **request), base.generate(ids, **request))
         assert torch.equal(engine.generate(ids, **request), expected)
         assert engine.weight_version == 0
+    assert {row["container"] for row in engine.coverage()} == {config["rollout"]["containers"]}
     assert all("adapters unmerged in" in row["why"] for row in engine.coverage() if row["kind"] in ("model", "layer"))
     whole = whole_mask(expected, mask)
     with engine.inference(), torch.no_grad():
