@@ -454,16 +454,13 @@ class HybridEngine(DeepSpeedEngine):
             why_native = self._fused.why_not_now()
         container = NativeContainer.kind if why_native else FusedContainer.kind
         why = f"{NativeContainer.why}: {why_native}" if why_native else self._fused.what
-        return [
-            {
-                "module": one.part.name,
-                "kind": one.part.kind,
-                "container": container,
-                "why": "; ".join(filter(None, words)),
-            }
-            for one in self._containers
-            for words in [(why, self._snapshot.words(one.part.module))]
-        ]
+        copied = not (self._streams and why_native)  # else nothing runs on the snapshot
+        rows = []
+        for one in self._containers:
+            adapters = self._snapshot.words(one.part.module) if copied else ""
+            words = f"{why}; {adapters}" if adapters else why
+            rows.append({"module": one.part.name, "kind": one.part.kind, "container": container, "why": words})
+        return rows
 
     def stats(self) -> dict[str, float]:
         """This rank's figures since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,

@@ -225,3 +225,25 @@ def check_nothing_is_copied(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_weights_that_are_whole_are_not_copied(ranks, stage):
     ranks.run(check_nothing_is_copied, stage)
+
+
+def check_bfloat16(size: int) -> None:
+    """The decoder passes its self-check with adapters beside the weights, and rounds as PEFT does."""
+    config = {**unmerged(3, size), "bf16": {"enabled": True}}
+    model = with_peft(tiny_model("llama"))
+    exact, engine = twin(model), engine_of(model, config)
+    theirs = twin(with_peft(tiny_model("llama")).bfloat16())
+    ids, mask = prompts(3, 12, padded=False, seed=dist.get_rank())
+    engine.eval()
+    ours = engine(ids, attention_mask=mask, use_cache=False).logits.float()
+    assert {row["container"] for row in engine.coverage()} == {"fused"}
+    with torch.no_grad():
+        rounded, wanted = theirs(ids, attention_mask=mask).logits.float(), exact(ids, attention_mask=mask).logits
+    # Roundings that know nothing of each other are √2 times as far apart as either is from the exact one; ranks that
+    # share a copy round their parts of a sum, and the sum.
+    assert (ours - rounded).abs().mean() < (0.9, 1.2)[size - 1] * (rounded - wanted).abs().mean()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bfloat16(ranks, size):
+    ranks.run(check_bfloat16, size)
