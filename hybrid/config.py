@@ -55,6 +55,10 @@ class RolloutConfig(Block):
     sync_interval: where the model's own layers gather as they run, tokens between two looks at whether all ranks are
         done. Decoders that ranks run together say so at every step, with the tokens that they bring.
     containers: "fused" computes with our decoder wherever it equals the model's own layers; "native" runs those.
+    lora: "merged" adds adapters to a copy of the weights that they adapt; "unmerged" computes them beside these, and
+        keeps no such copy. Adapters that can only be merged are.
+    offload_states: optimizer states, master weights and gradients are in host memory while a window of inference is
+        open, and come back with its end.
     """
 
     keep_snapshot: bool = True
@@ -64,6 +68,8 @@ class RolloutConfig(Block):
     memory_limit: int | None = Field(None, gt=0)
     sync_interval: int = Field(1, gt=0)
     containers: Literal["fused", "native"] = "fused"
+    lora: Literal["merged", "unmerged"] = "merged"
+    offload_states: bool = False
 
 
 BLOCKS: dict[str, type[Block]] = {"hybrid_engine": HybridEngineConfig, "rollout": RolloutConfig}

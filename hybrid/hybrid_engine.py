@@ -42,6 +42,7 @@ from hybrid.rollout import (
     make_batch,
 )
 from hybrid.weights.lora import read_adapters
+from hybrid.weights.offload import movable_states, relink, require_movable_optimizer
 from hybrid.weights.sliced_snapshot import LentSlices
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streamed_snapshot import StreamedSnapshot
@@ -51,7 +52,7 @@ from hybrid.weights.tensor_parallel import Shard, planned_slices, require_divisi
 NOT_AVAILABLE = {
     "custom_generate": "the engine decodes by its own loop",
     "assistant_model": "the engine decodes by its own loop",
-    "adapter_names": "active adapters are merged, the same for every row; use model.set_adapter",
+    "adapter_names": "active adapters are the same for every row; use model.set_adapter",
 }
 STRIDE_ON_DEVICES = 8  # steps between two looks at a device that the host would wait for
 ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
@@ -70,6 +71,8 @@ class HybridEngine(DeepSpeedEngine):
         refuse_heads_that_cannot_be_shared(model, blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
+        if self._rollout_settings.offload_states:
+            require_movable_optimizer(self.optimizer)
         self._in_eval = False
         self._unhooked = ExitStack()  # gives back the hooks of switched modules
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
@@ -138,6 +141,7 @@ class HybridEngine(DeepSpeedEngine):
             sharing=nullcontext if shared is None else shared.lent,
             settle=(lambda: None) if shared is None else shared.meetings.finish,
             finish=fused.finish,
+            around=self._states_on_host if self._rollout_settings.offload_states else nullcontext,
         )
         root = Part("", self.module, "model")
         parts = {part.module: part for part in (*self._modes.structure.outer, *self._modes.structure.layers)}
@@ -253,6 +257,18 @@ class HybridEngine(DeepSpeedEngine):
                 self._fused.release()
             if self._settings.release_inference_cache or not self._rollout_settings.keep_snapshot:
                 get_accelerator().empty_cache()
+
+    @contextmanager
+    def _states_on_host(self) -> Iterator[None]:
+        """Inside the block what training alone needs is in host memory."""
+        try:
+            with self._profiler.phase("release"):
+                self.offload_states(movable_states(self.optimizer))
+            yield
+        finally:
+            with self._profiler.phase("release"):
+                self.reload_states()
+                relink(self.optimizer)
 
     def _refuse_in_window(self, call: str) -> None:
         if self._window.is_open:
@@ -537,15 +553,14 @@ class HybridEngine(DeepSpeedEngine):
         with autocast_if_enabled(self):
             why_native = self._fused.why_not_now()
         container = NativeContainer.kind if why_native else FusedContainer.kind
-        return [
-            {
-                "module": one.part.name,
-                "kind": one.part.kind,
-                "container": container,
-                "why": f"{one.why}: {why_native}" if why_native else self._fused.what,
-            }
-            for one in self._containers
-        ]
+        copied = not (self._streams and why_native)  # else nothing runs on the snapshot
+        rows = []
+        for one in self._containers:
+            words = f"{one.why}: {why_native}" if why_native else self._fused.what
+            adapters = self._snapshot.words(one.part.module) if copied else ""
+            words = f"{words}; {adapters}" if adapters else words
+            rows.append({"module": one.part.name, "kind": one.part.kind, "container": container, "why": words})
+        return rows
 
     def stats(self) -> dict[str, float]:
         """This rank's figures since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,

@@ -14,6 +14,7 @@ from deepspeed.runtime.zero import partition_parameters
 from hybrid.config import HybridEngineConfig, RolloutConfig, load_config, read_blocks
 from hybrid.hybrid_engine import HybridEngine
 from hybrid.parallel import world_size
+from hybrid.weights.offload import require_movable
 
 
 def initialize(
@@ -76,6 +77,8 @@ def initialize(
         refuse_what_is_not_there(*blocks)
         mesh = make_mesh(settings, mesh_param)
         deepspeed_config = DeepSpeedConfig(settings, mpu, mesh_device=mesh)
+        if blocks[1].offload_states:
+            require_movable(deepspeed_config)
         deepspeed.set_optimizer_flags(deepspeed_config, model)
         engine = HybridEngine(**shared, blocks=blocks, config=settings, config_class=deepspeed_config, mesh_device=mesh)
     finally:

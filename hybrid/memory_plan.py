@@ -114,7 +114,8 @@ class Modes:
         self.limit = rollout.memory_limit
         adapted = read_adapters(model)
         version = WeightVersion(adapters=active_adapters(adapted))
-        self.kept = (model, self.structure, adapted, settings.tp_gather_partition_size, version)  # by any snapshot
+        unmerged = rollout.lora == "unmerged"
+        self.kept = (model, self.structure, adapted, settings.tp_gather_partition_size, unmerged, version)  # by all
         self.reading: Reading | None = None
         with suppress(Unreadable):
             self.reading = read_decoder(model)

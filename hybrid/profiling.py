@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from hybrid.parallel import SharedCounter, rank
 
 # gather: collectives that bring partitioned weights together.  merge: adapters into weights.  prefill, decode: the
-# model over prompts and over new tokens.  wait: for other ranks, where decoding needs them.  release: freeing memory.
-# train: forward, backward and step in train mode.
+# model over prompts and over new tokens.  wait: for other ranks, where decoding needs them.  release: freeing memory,
+# and moving to the host and back what training alone needs.  train: forward, backward and step in train mode.
 PHASES = ("gather", "merge", "prefill", "decode", "wait", "release", "train")
 
 Phase = Callable[[str], AbstractContextManager]  # times the block as one of PHASES

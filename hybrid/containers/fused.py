@@ -19,13 +19,13 @@ from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.sharded_decoder import Pool, ShardedDecoder, SharedDecoder
 from hybrid.containers.streamed_decoder import Passes, StreamedDecoder
-from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.containers.torch_decoder import TorchDecoder, no_sides
 from hybrid.containers.window import Window
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.gather import whole_shape
-from hybrid.weights.lora import Adapted
+from hybrid.weights.lora import Adapted, LowRank
 from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streamed_snapshot import StreamedSnapshot
@@ -174,14 +174,17 @@ class FusedModel:
         def weights(place: Place) -> torch.Tensor | None:
             return self.tensor(place, adapters)
 
+        def sides(place: Place) -> list[LowRank]:
+            return self.sides(place, adapters)
+
         dtype = self._embedding().dtype
         if self.group is not None:
-            return SharedDecoder(ShardedDecoder(self.reading, weights, dtype, self.group), self.pool)
+            return SharedDecoder(ShardedDecoder(self.reading, weights, dtype, self.group, sides), self.pool)
         if not self.streams:
-            return self._make_whole(self.reading, weights, dtype)
+            return self._make_whole(self.reading, weights, dtype, sides)
         passes = Passes(
             self.reading,
-            lambda reading: self._make_whole(reading, weights, dtype),
+            lambda reading: self._make_whole(reading, weights, dtype, sides),
             self.snapshot,
             lambda place: next((owner for owner in self._owner(place) if owner is not None), None),
             adapters,
@@ -189,17 +192,21 @@ class FusedModel:
         return StreamedDecoder(passes, self._embedding().ds_process_group)
 
     def _make_whole(
-        self, reading: Reading, weights: Callable[[Place], torch.Tensor | None], dtype: torch.dtype
+        self,
+        reading: Reading,
+        weights: Callable[[Place], torch.Tensor | None],
+        dtype: torch.dtype,
+        sides: Callable[[Place], list[LowRank]],
     ) -> WholeDecoder:
         """A decoder over whole weights, on the fastest kernels that there are."""
         kernels = kernels_of(self._device())
         if kernels == "CPU kernels" and dtype in (torch.float32, torch.bfloat16):
-            return CpuDecoder(reading, weights, dtype, cpu_library())
+            return CpuDecoder(reading, weights, dtype, cpu_library(), sides)
         if kernels == "Triton":
             from hybrid.containers.cuda_decoder import CudaDecoder  # needs triton, which a CPU install has not
 
-            return CudaDecoder(reading, weights, dtype, self.graph_slots)
-        return TorchDecoder(reading, weights, dtype)
+            return CudaDecoder(reading, weights, dtype, self.graph_slots, sides=sides)
+        return TorchDecoder(reading, weights, dtype, sides)
 
     def _device(self) -> torch.device:
         return self._embedding().device
@@ -209,7 +216,8 @@ class FusedModel:
         if self.streams:
             return ()
         places = [place for roles in (self.reading.outer, *self.reading.layers) for place in roles.values()]
-        tensors = (self.tensor(place, adapters) for place in places)
+        tensors = [self.tensor(place, adapters) for place in places]
+        tensors += self.snapshot.factors_beside(adapters)
         return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
     def tensor(self, place: Place, adapters: bool) -> torch.Tensor | None:
@@ -222,6 +230,11 @@ class FusedModel:
         if one is not None:
             return self.snapshot.weights_of(one, adapters).get(place.parameter)
         return None if param is None else self.snapshot.tensor(param)
+
+    def sides(self, place: Place, adapters: bool) -> list[LowRank]:
+        """What the snapshot has beside the weight at a place."""
+        one, _ = self._owner(place)
+        return [] if one is None or place.parameter != "weight" else self.snapshot.sides(place, one, adapters)
 
     def _owner(self, place: Place) -> tuple[Adapted | None, nn.Parameter | None]:
         """The adapted module at a place, None where there is no adapter; and the model's own parameter there."""
@@ -258,8 +271,8 @@ class FusedModel:
         """The decoder, over weights that take no memory."""
         dtype = self._embedding().dtype
         if self.group is not None:
-            return ShardedDecoder(self.reading, self._blank, dtype, self.group)
-        return self._make_whole(self.reading, self._blank, dtype)
+            return ShardedDecoder(self.reading, self._blank, dtype, self.group, no_sides)
+        return self._make_whole(self.reading, self._blank, dtype, no_sides)
 
     def _blank(self, place: Place) -> torch.Tensor | None:
         """A tensor without memory, as the snapshot's will be at a place."""

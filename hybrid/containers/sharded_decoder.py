@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from hybrid.architectures.spec import Place, Reading
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
-from hybrid.containers.torch_decoder import Step, TorchDecoder
+from hybrid.containers.torch_decoder import Step, TorchDecoder, no_sides
 from hybrid.kernels import torch_ops
 from hybrid.parallel import InferenceGroup
+from hybrid.weights.lora import LowRank
 from hybrid.weights.tensor_parallel import Shard, shard_spec
 
 
@@ -20,7 +21,7 @@ class ShardedDecoder(TorchDecoder):
     """TorchDecoder over a rank's slices. Its functions are collectives: every rank calls them with the same tokens, and
     gets the same hidden states and logits.
 
-    weights: a place to this rank's slice of it, None where it has none.
+    weights: a place to this rank's slice of it, None where it has none.  sides: to factors cut alike.
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class ShardedDecoder(TorchDecoder):
         weights: Callable[[Place], torch.Tensor | None],
         dtype: torch.dtype,
         group: InferenceGroup,
+        sides: Callable[[Place], list[LowRank]] = no_sides,
     ):
         local = shard_spec(reading.spec, Shard(group.size, group.index))
-        super().__init__(replace(reading, spec=local), weights, dtype)
+        super().__init__(replace(reading, spec=local), weights, dtype, sides)
         self.group = group
 
     def _read(self, place: Place) -> torch.Tensor | None:

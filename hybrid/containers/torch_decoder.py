@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from hybrid.architectures.spec import OUTER_ROLES, Place, Reading
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
 from hybrid.kernels import torch_ops
+from hybrid.weights.lora import LowRank
 
 # Matrices that read the same input, and so become one.
 JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
@@ -30,22 +31,57 @@ class Step:
     bias: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class Side:
+    """What an adapter adds to the columns of a product from `first` on: scale · b (a x).  a [r, in], b [columns, r]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    first: int
+
+    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Add it to `out`, the product of x, rounded where PEFT's forward rounds (0.21)."""
+        out[:, self.first : self.first + len(self.b)] += F.linear(F.linear(x, self.a), self.b) * self.scale
+
+
+class Tensors(dict[str, torch.Tensor]):
+    """A layer's tensors by role, joined ones in the place of their parts.  sides: what is added to which products."""
+
+    def __init__(self, sides: dict[str, list[Side]] | None = None, tensors: Mapping[str, torch.Tensor] | None = None):
+        super().__init__(tensors or {})
+        self.sides = sides or {}
+
+
+def no_sides(place: Place) -> list[LowRank]:
+    """Of weights that have no adapters beside them."""
+    return []
+
+
 class TorchDecoder:
     """The decoder that `reading` describes, in `dtype`. Call its functions under `torch.no_grad()`, `bind` first.
 
     weights: a place to its whole tensor, before `select`; None for a bias that is not there. Tensors that need no
     change are used where they are; joined or cast ones are copies.
+    sides: a weight's place to what adapters add beside it, b's rows being those of the place.
     """
 
-    def __init__(self, reading: Reading, weights: Callable[[Place], torch.Tensor | None], dtype: torch.dtype):
+    def __init__(
+        self,
+        reading: Reading,
+        weights: Callable[[Place], torch.Tensor | None],
+        dtype: torch.dtype,
+        sides: Callable[[Place], list[LowRank]] = no_sides,
+    ):
         self.reading = reading
         self.spec = reading.spec
         self.weights = weights
+        self.sides = sides
         self.dtype = dtype
         stepwise = self.spec.activation_stepwise
         self.activation = torch_ops.gelu_new if stepwise else torch_ops.ACTIVATIONS[self.spec.activation]
-        self.outer: dict[str, torch.Tensor] = {}
-        self.blocks: list[dict[str, torch.Tensor]] = [{} for _ in reading.layers]
+        self.outer = Tensors()
+        self.blocks = [Tensors() for _ in reading.layers]
 
     def bind(self) -> None:
         """Read the weights, again or for the first time. Copies are refreshed in place, and keep their addresses."""
@@ -55,18 +91,20 @@ class TorchDecoder:
     def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
         """Read the weights of these roles outside the layers, and of these layers."""
         places = {name: place for name, place in self.reading.outer.items() if name.partition(".")[0] in outer}
-        self.outer = {**self.outer, **self._bound(places, self.outer)}
+        bound = self._bound(places, self.outer)
+        sides = {role: added for role, added in self.outer.sides.items() if role not in outer} | bound.sides
+        self.outer = Tensors(sides, {**self.outer, **bound})
         for index in layers:
             self.blocks[index] = self._bound(self.reading.layers[index], self.blocks[index])
 
     def unbind(self) -> None:
         """Let go of the weights: what has not been bound again cannot run."""
-        self.outer, self.blocks = {}, [{} for _ in self.blocks]
+        self.outer, self.blocks = Tensors(), [Tensors() for _ in self.blocks]
 
-    def _bound(self, places: Mapping[str, Place], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _bound(self, places: Mapping[str, Place], before: Tensors) -> Tensors:
         """The tensors of these places by role, with joined ones in the place of their parts."""
         read = {role: found for role, place in places.items() if (found := self._read(place)) is not None}
-        bound = {}
+        bound = Tensors(self._sides(places, {role: len(tensor) for role, tensor in read.items()}))
         for name, roles in JOINED.items():
             if f"{roles[0]}.weight" not in read:
                 continue
@@ -80,6 +118,21 @@ class TorchDecoder:
         for role, tensor in read.items():
             bound[role] = tensor if tensor.dtype == self.dtype else self._copied(before.get(role), [tensor])
         return bound
+
+    def _sides(self, places: Mapping[str, Place], rows: Mapping[str, int]) -> dict[str, list[Side]]:
+        """What adapters add to the products of these places."""
+        found: dict[str, list[Side]] = {}
+        joined = {role: name for name, roles in JOINED.items() for role in roles if f"{roles[0]}.weight" in rows}
+        for key, place in places.items():
+            role, _, kind = key.partition(".")
+            if kind != "weight":
+                continue
+            name = joined.get(role, role)
+            before = JOINED[name][: JOINED[name].index(role)] if name != role else ()
+            first = sum(rows[f"{one}.weight"] for one in before)
+            for a, b, scale in self.sides(place):
+                found.setdefault(name, []).append(Side(a.to(self.dtype), b.to(self.dtype), scale, first))
+        return found
 
     def _read(self, place: Place) -> torch.Tensor | None:
         """The role's tensor, [out, in]."""
@@ -261,5 +314,8 @@ class TorchDecoder:
             return F.layer_norm(x, weight.shape, weight, tensors.get(f"{role}.bias"), spec.norm_eps)
         return torch_ops.rms_norm(x, weight, spec.norm_eps, spec.norm_offset, spec.norm_float32)
 
-    def _linear(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias"))
+    def _linear(self, tensors: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
+        out = F.linear(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias"))
+        for side in tensors.sides.get(role, ()):
+            side.add_to(out, x)
+        return out

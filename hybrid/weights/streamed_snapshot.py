@@ -28,11 +28,12 @@ class StreamedSnapshot(Snapshot):
         structure: Structure,
         adapted: list[Adapted],
         layers_per_group: int,
+        unmerged: bool,
         version: WeightVersion | None,
         phase: Phase,
         count: Callable[[int], None],
     ):
-        super().__init__(model, structure, adapted, layers_per_group, version)
+        super().__init__(model, structure, adapted, layers_per_group, unmerged, version)
         self.phase, self.count = phase, count
         self.structure = structure
         self.spare: dict[tuple, list[torch.Tensor]] = {}  # by size and dtype: memory that nobody uses now
@@ -47,12 +48,14 @@ class StreamedSnapshot(Snapshot):
 
         A collective: every rank must come with the same stretches, and go on to the end.
         """
-        needed = [dict.fromkeys(param for owner in owners for param in sources_of(owner)) for owners in stretches]
+        needed = [
+            dict.fromkeys(param for owner in owners for param in self._sources(owner, adapters)) for owners in stretches
+        ]
         coming = self._fetch(needed[0])
         for number, owners in enumerate(stretches):
             self._arrive(coming)
             with self.phase("merge"):
-                self._merge_all([one for one in owners if isinstance(one, Adapted) and adapters and one.state()])
+                self._merge_all([one for one in owners if isinstance(one, Adapted) and self.is_merged(one, adapters)])
             if number + 1 < len(stretches):
                 coming = self._fetch(needed[number + 1])
             self.peak_bytes = max(self.peak_bytes, self.nbytes())
@@ -60,6 +63,13 @@ class StreamedSnapshot(Snapshot):
             later = {param for params in needed[number + 1 :] for param in params}
             self._give_back([param for param in self.base if param not in later])
             self.merged.clear()
+
+    def _sources(self, owner: Owner, adapters: bool) -> list[nn.Parameter]:
+        """What an owner's weights are made from, and what is computed beside them; factors that are merged come when
+        they are."""
+        if not isinstance(owner, Adapted):
+            return [owner]
+        return [*owner.sources.values(), *(owner.adapter_params() if self.is_beside(owner, adapters) else [])]
 
     def _fetch(self, params: dict[nn.Parameter, None]) -> Fetch:
         """Begin to bring together what is not whole."""
@@ -110,19 +120,14 @@ class StreamedSnapshot(Snapshot):
         """Nothing is kept. Whole are a layer and the next one, and what is outside the layers."""
         layers = [sum(padded_bytes(p) for p in part.module.parameters()) for part in self.structure.layers]
         outer = {param for part in self.structure.outer for param in part.module.parameters()}
-        merges = max((sum(map(merged_bytes, group.adapted)) for group in self.groups), default=0)
-        return 0, 2 * max(layers, default=0) + sum(map(padded_bytes, outer)) + merges
+        merges = (sum(merged_bytes(one) for one in group.adapted if self.is_merged(one, True)) for group in self.groups)
+        return 0, 2 * max(layers, default=0) + sum(map(padded_bytes, outer)) + max(merges, default=0)
 
     def release(self) -> None:
         """Let go of the memory."""
         self.spare.clear()
         self.spare_bytes = 0
         super().release()
-
-
-def sources_of(owner: Owner) -> list[nn.Parameter]:
-    """The parameters that an owner's weights are made from, factors of adapters apart."""
-    return list(owner.sources.values()) if isinstance(owner, Adapted) else [owner]
 
 
 def kind_of_memory(param: nn.Parameter) -> tuple:

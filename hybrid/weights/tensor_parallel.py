@@ -12,6 +12,7 @@ import torch
 
 from hybrid.architectures.spec import DecoderSpec, Place, Reading
 from hybrid.architectures.tp_plan import Share, TensorPlan
+from hybrid.weights.lora import LowRank
 
 
 @dataclass(frozen=True)
@@ -96,16 +97,31 @@ def cut_of(role: str, spec: DecoderSpec, shard: Shard) -> Callable[[torch.Tensor
 
 @dataclass(frozen=True)
 class Slice:
-    """A rank's part of the role at one place.  key: equal for parts that are the same, as of tied embeddings."""
+    """A rank's part of the role at one place.
+
+    key: equal for parts that are the same, as of tied embeddings.  row_parallel: a matrix is cut along its inputs.
+    """
 
     place: Place
     key: tuple
     cut: Callable[[torch.Tensor], torch.Tensor | None] | None
+    row_parallel: bool = False
 
     def of(self, whole: torch.Tensor) -> torch.Tensor | None:
         """The part, from the whole tensor of the place; None where another rank has it."""
         selected = whole if self.place.select is None else self.place.select(whole)
         return selected if self.cut is None else self.cut(selected)
+
+    def of_factors(self, low_rank: LowRank) -> LowRank:
+        """What a rank's part of the weight is given of b · a, b's rows being the place's.
+
+        Where inputs are cut, a x is a sum over ranks; b is linear, so ranks may apply it before they sum.
+        """
+        if self.cut is None:
+            return low_rank
+        if self.row_parallel:
+            return low_rank._replace(a=self.cut(low_rank.a))
+        return low_rank._replace(b=self.cut(low_rank.b))
 
 
 VOCABULARY = ("embedding.weight", "head.weight")  # cut alike, so that tied ones are kept once
@@ -117,7 +133,7 @@ def slices_of(reading: Reading, shard: Shard) -> dict[Place, Slice]:
     for layer in (reading.outer, *reading.layers):
         for role, place in layer.items():
             key = ("vocabulary" if role in VOCABULARY else role, place.select)
-            found[place] = Slice(place, key, cut_of(role, reading.spec, shard))
+            found[place] = Slice(place, key, cut_of(role, reading.spec, shard), role in ("o.weight", "down.weight"))
     return found
 
 

@@ -52,11 +52,12 @@ def test_tokens_are_hugging_faces(ranks, family, adapter):
     ranks.run(check_family, family, adapter)
 
 
-def check_rollouts(adapter: str, threshold: int) -> None:
+def check_rollouts(adapter: str, threshold: int, lora: str) -> None:
     """Rollouts, their logprobs and scores are those of an engine with a snapshot, before and after a step."""
+    rollout = {"containers": "fused", "lora": lora}
     pinned, streamed = (
         engine_of(ADAPTERS[adapter](tiny_model("llama")), config)
-        for config in (settings(3, threshold, rollout={"containers": "fused"}), streaming(threshold))
+        for config in (settings(3, threshold, rollout=rollout), streaming(threshold, rollout=rollout))
     )
     rank = dist.get_rank()
     ids, mask = prompts(2 + rank, 37 + rank, padded=True, seed=rank)
@@ -83,11 +84,20 @@ def check_rollouts(adapter: str, threshold: int) -> None:
         assert storage_digest(pinned) == storage_digest(streamed), "training is not what it was"
 
 
-@pytest.mark.parametrize("threshold", [0, 200, LARGE])
-@pytest.mark.parametrize("adapter", ["none", "peft"])
-def test_rollouts_are_those_of_an_engine_with_a_snapshot(ranks, adapter, threshold):
+@pytest.mark.parametrize(
+    ("adapter", "threshold", "lora"),
+    [
+        ("none", 0, "merged"),
+        ("none", LARGE, "merged"),
+        ("peft", 0, "merged"),
+        ("peft", 200, "merged"),
+        ("peft", 0, "unmerged"),
+        ("chat", LARGE, "unmerged"),
+    ],
+)
+def test_rollouts_are_those_of_an_engine_with_a_snapshot(ranks, adapter, threshold, lora):
     """To the bit: the same kernels run on the same weights."""
-    ranks.run(check_rollouts, adapter, threshold)
+    ranks.run(check_rollouts, adapter, threshold, lora)
 
 
 def check_company() -> None:
