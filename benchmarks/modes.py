@@ -12,8 +12,7 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import deepspeed
@@ -25,6 +24,7 @@ from deepspeed.accelerator import get_accelerator
 
 import hybrid
 from benchmarks.cases import DTYPES, SHAPES, make_model
+from benchmarks.contenders import eval_mode, gathered
 
 
 @dataclass
@@ -140,29 +140,6 @@ def update(engine: hybrid.HybridEngine) -> None:
     engine.train()
     engine.backward(engine(input_ids=ids, labels=ids).loss)
     engine.step()
-
-
-@contextmanager
-def gathered(engine: hybrid.HybridEngine) -> Iterator[None]:
-    """What TRL does: gather every parameter, and take ZeRO's hooks off."""
-    offload = engine.optimizer.parameter_offload
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())), eval_mode(engine.module):
-        offload._remove_module_hooks()
-        offload.forward_hooks, offload.backward_hooks = [], []
-        try:
-            yield
-        finally:
-            offload.setup_zero_stage3_hooks()
-
-
-@contextmanager
-def eval_mode(module: torch.nn.Module) -> Iterator[None]:
-    """Eval mode for the block."""
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train()
 
 
 def print_table(contenders: dict[str, Contender], tokens: int) -> None:
