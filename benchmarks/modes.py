@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import deepspeed
 import peft
@@ -79,20 +80,23 @@ def make_contenders(args: argparse.Namespace) -> dict[str, Contender]:
         "tensor parallel": {"inference_tp_size": dist.get_world_size()},
         "streaming": {"pin_parameters": False},
     }
-    contenders = {}
-    for name, block in blocks.items():
-        engine = make_engine(args, block)
-        contenders[name] = Contender(engine, engine.inference, engine.generate)
-    for how in ("merged", "unmerged"):
-        engine = make_engine(args, {}, lora=how)
-        contenders[f"pinned, LoRA {how}"] = Contender(engine, engine.inference, engine.generate)
+    makers = {name: partial(of_engine, args, block) for name, block in blocks.items()}
+    makers |= {f"pinned, LoRA {how}": partial(of_engine, args, {}, lora=how) for how in ("merged", "unmerged")}
+    makers["GatheredParameters(all) + Hugging Face"] = partial(of_hugging_face, args, gathered)
+    makers["plain ZeRO-3 Hugging Face"] = partial(of_hugging_face, args, lambda engine: eval_mode(engine.module))
+    return {name: make() for name, make in makers.items() if not args.contenders or name in args.contenders}
+
+
+def of_engine(args: argparse.Namespace, block: dict, lora: str = "") -> Contender:
+    """This engine."""
+    engine = make_engine(args, block, lora)
+    return Contender(engine, engine.inference, engine.generate)
+
+
+def of_hugging_face(args: argparse.Namespace, switch: Callable) -> Contender:
+    """Hugging Face's generate, inside `switch`."""
     engine = make_engine(args, {})
-    whole = Contender(engine, lambda: gathered(engine), engine.module.generate)
-    contenders["GatheredParameters(all) + Hugging Face"] = whole
-    if not args.skip_plain:
-        plain = Contender(engine, lambda: eval_mode(engine.module), engine.module.generate)
-        contenders["plain ZeRO-3 Hugging Face"] = plain
-    return contenders
+    return Contender(engine, lambda: switch(engine), engine.module.generate)
 
 
 def make_engine(args: argparse.Namespace, block: dict, lora: str = "") -> hybrid.HybridEngine:
@@ -176,7 +180,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt_length", type=int, default=32)
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--skip_plain", action="store_true", help="without plain ZeRO-3 Hugging Face, which is slow")
+    parser.add_argument("--contenders", nargs="*", help="their names in the table; all of them if there are none")
     return parser.parse_args()
 
 
