@@ -105,7 +105,7 @@ class HybridEngine(DeepSpeedEngine):
             plan = read_tp_plan(self.module)
             with autocast_if_enabled(self):
                 expected = first_output(self.module, self.device)
-            snapshot = LentSlices(*self._modes.kept, planned_slices(plan, shard))
+            snapshot = LentSlices(*self._modes.kept, slices=planned_slices(plan, shard))
             shared = SharedModules(self.module, plan, snapshot.adapted, self._group, self.device, self._empty_cache)
             self._arrange(snapshot, self._modes.fused(snapshot, why), streams=False, shared=shared)
             with autocast_if_enabled(self), self._window.opened():

@@ -127,10 +127,10 @@ class Modes:
         if native or self.reading is None or mode == Mode():
             snapshot = Snapshot(*self.kept)
         elif mode.streaming:
-            snapshot = StreamedSnapshot(*self.kept, self.phase, self.count)
+            snapshot = StreamedSnapshot(*self.kept, phase=self.phase, count=self.count)
         else:
             slices = slices_of(self.reading, Shard(group.size, group.index))
-            snapshot = SlicedSnapshot(*self.kept, slices, self.reading)
+            snapshot = SlicedSnapshot(*self.kept, slices=slices, reading=self.reading)
         fused = self.fused(snapshot, native, group if mode.tp_size > 1 else None)
         if fused.why_not and mode.streaming:
             fused.why_not = layer_by_layer(fused.why_not)
@@ -209,7 +209,7 @@ class Modes:
         if mode.tp_size > 1 and fused.why_not:
             with suppress(Unreadable):
                 slices = planned_slices(read_tp_plan(self.model), Shard(group.size, group.index))
-                snapshot = LentSlices(*self.kept, slices)
+                snapshot = LentSlices(*self.kept, slices=slices)
         kept, beside = snapshot.planned()
         copies = fused.planned_bytes()
         if mode.streaming:  # a layer at a time has them

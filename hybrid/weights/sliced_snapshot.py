@@ -1,23 +1,25 @@
 """Snapshots that keep a rank's slices alone: weights are whole for a group at a time, while they are cut."""
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
 
 from hybrid.architectures.spec import Place, Reading
-from hybrid.architectures.structure import Structure
 from hybrid.profiling import Phase
 from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_bytes, whole_in, whole_shape
 from hybrid.weights.lora import Adapted, LowRank, merged_weight
-from hybrid.weights.snapshot import Group, Snapshot, WeightVersion, copied, gathered_bytes, selected
+from hybrid.weights.snapshot import Group, Snapshot, copied, gathered_bytes, selected
 from hybrid.weights.tensor_parallel import Slice
 
 Owner = nn.Parameter | tuple[Adapted, str]  # whose slices: a parameter's, or those of what an adapted module merges
 
 
 class SlicedSnapshot(Snapshot):
-    """For a decoder that ranks share.  slices: what is this rank's.  reading: the decoder that they are of.
+    """For a decoder that ranks share.
+
+    kept: what Snapshot is made of.  slices: what is this rank's.  reading: the decoder that they are of.
 
     A parameter without a place is not kept: the model's own forward alone runs on it. There is nothing whole here, so
     `tensor` and `weights_of` have no meaning; `part` takes their place.
@@ -28,21 +30,11 @@ class SlicedSnapshot(Snapshot):
     bias that an adapter brings may have a base of which this rank has nothing.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: Structure,
-        adapted: list[Adapted],
-        layers_per_group: int,
-        unmerged: bool,
-        version: WeightVersion | None,
-        slices: dict[Place, Slice],
-        reading: Reading | None = None,
-    ):
-        super().__init__(model, structure, adapted, layers_per_group, unmerged, version)
+    def __init__(self, *kept: Any, slices: dict[Place, Slice], reading: Reading | None = None):
+        super().__init__(*kept)
         self.reading = reading
         self.slices = slices
-        self.cuts = cuts_by_owner(self.slices, adapted)
+        self.cuts = cuts_by_owner(self.slices, self.adapted)
         self.parts: dict[Owner, dict[tuple, torch.Tensor | None]] = {}  # by owner and slice key
         self.factors: dict[Adapted, dict[tuple, list[LowRank]]] = {}  # of what runs unmerged, by slice key
 
@@ -165,21 +157,13 @@ class LentSlices(SlicedSnapshot):
     """For a model whose own modules ranks share: what has no slice is kept whole, or is the model's own where that is
     whole all along. Adapters are merged, always, before their modules' weights are cut."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: Structure,
-        adapted: list[Adapted],
-        layers_per_group: int,
-        unmerged: bool,
-        version: WeightVersion | None,
-        slices: dict[Place, Slice],
-    ):
-        super().__init__(model, structure, adapted, layers_per_group, False, version, slices)
-        whole = Slice(Place(model, ""), ("whole",), None)
-        for param in filter(is_partitioned, model.parameters()):
+    def __init__(self, *kept: Any, slices: dict[Place, Slice]):
+        super().__init__(*kept, slices=slices)
+        self.unmerged = False
+        whole = Slice(Place(self.model, ""), ("whole",), None)
+        for param in filter(is_partitioned, self.model.parameters()):
             self.cuts.setdefault(param, [whole])
-        for one in adapted:
+        for one in self.adapted:
             for name in (*one.sources, "bias"):
                 self.cuts.setdefault((one, name), [whole])
 

@@ -63,6 +63,7 @@ class Snapshot:
         unmerged: bool = False,
         version: WeightVersion | None = None,
     ):
+        self.model, self.structure = model, structure
         self.adapted, self.unmerged = adapted, unmerged
         self.groups = make_groups(model, structure, adapted, layers_per_group)
         self.version = version or WeightVersion(adapters=active_adapters(adapted))

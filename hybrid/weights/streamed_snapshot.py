@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
 
-from hybrid.architectures.structure import Structure
 from hybrid.profiling import Phase
 from hybrid.weights.gather import Fetch, gathered, is_partitioned, padded_bytes, storage_for, whole_in
 from hybrid.weights.lora import Adapted
-from hybrid.weights.snapshot import Snapshot, WeightVersion, merged_bytes
+from hybrid.weights.snapshot import Snapshot, merged_bytes
 
 Owner = nn.Parameter | Adapted
 
@@ -18,24 +18,13 @@ Owner = nn.Parameter | Adapted
 class StreamedSnapshot(Snapshot):
     """For streaming: of a decoder's stretches one is whole, and the next is on its way.
 
-    phase: times the gathering.  count: told of bytes gathered.
+    kept: what Snapshot is made of.  phase: times the gathering.  count: told of bytes gathered.
     `base` and `merged` have what is whole now. Memory is used again by the next stretch of the same size.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: Structure,
-        adapted: list[Adapted],
-        layers_per_group: int,
-        unmerged: bool,
-        version: WeightVersion | None,
-        phase: Phase,
-        count: Callable[[int], None],
-    ):
-        super().__init__(model, structure, adapted, layers_per_group, unmerged, version)
+    def __init__(self, *kept: Any, phase: Phase, count: Callable[[int], None]):
+        super().__init__(*kept)
         self.phase, self.count = phase, count
-        self.structure = structure
         self.spare: dict[tuple, list[torch.Tensor]] = {}  # by size and dtype: memory that nobody uses now
         self.spare_bytes = 0
 

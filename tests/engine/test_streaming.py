@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import hybrid
-from tests.engines import LARGE, engine_of, settings, storage_digest, train_step
+from tests.engines import LARGE, engine_of, require_same_rollouts, settings, storage_digest, train_step
 from tests.models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin
 
 
@@ -59,29 +59,7 @@ def check_rollouts(adapter: str, threshold: int, lora: str) -> None:
         engine_of(ADAPTERS[adapter](tiny_model("llama")), config)
         for config in (settings(3, threshold, rollout=rollout), streaming(threshold, rollout=rollout))
     )
-    rank = dist.get_rank()
-    ids, mask = prompts(2 + rank, 37 + rank, padded=True, seed=rank)
-    sampling = hybrid.SamplingParams(max_new_tokens=5 + 6 * rank, temperature=0.7, top_k=20, seed=3)
-    for step in range(2):
-        batches = []
-        for engine in (pinned, streamed):
-            with engine.inference():
-                batch = engine.rollout(ids, mask, sampling, num_generations=2)
-                scores = engine.score(batch.sequences, batch.attention_mask)
-                base = engine.score(batch.sequences, batch.attention_mask, adapters=False)
-            batches.append((batch, scores, base))
-        (one, own, reference), (two, scores, base) = batches
-        assert two.weight_version == step
-        for name in ("completion_ids", "sampling_per_token_logps"):
-            assert torch.equal(getattr(one, name), getattr(two, name)), name
-        assert torch.equal(scores.per_token_logps, own.per_token_logps)
-        assert torch.equal(base.per_token_logps, reference.per_token_logps)
-        if adapter != "none":
-            assert (base.per_token_logps - scores.per_token_logps).abs().max() > 1e-2
-        for engine in (pinned, streamed):
-            engine.train()
-            train_step(engine, step)
-        assert storage_digest(pinned) == storage_digest(streamed), "training is not what it was"
+    require_same_rollouts(pinned, streamed, 37, adapter != "none", tolerance=0)
 
 
 @pytest.mark.parametrize(

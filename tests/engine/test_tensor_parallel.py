@@ -6,7 +6,7 @@ import torch.distributed as dist
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hybrid
-from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
+from tests.engines import CollectiveCount, engine_of, require_same_rollouts, settings, storage_digest, train_step
 from tests.models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft
 from tests.rank_pool import RankPool
 
@@ -78,29 +78,7 @@ def check_rollouts(stage: int, adapter: str) -> None:
     alone, together = (
         engine_of(ADAPTERS[adapter](tiny_model("llama")), config) for config in (settings(stage), spread(2, stage))
     )
-    rank = dist.get_rank()
-    ids, mask = prompts(2 + rank, 6 + rank, padded=True, seed=rank)
-    sampling = hybrid.SamplingParams(max_new_tokens=5 + 6 * rank, temperature=0.7, top_k=20, seed=3)
-    for step in range(2):
-        batches = []
-        for engine in (alone, together):
-            with engine.inference():
-                batch = engine.rollout(ids, mask, sampling, num_generations=2)
-                scores = engine.score(batch.sequences, batch.attention_mask)
-                base = engine.score(batch.sequences, batch.attention_mask, adapters=False)
-            batches.append((batch, scores, base))
-        (one, own, reference), (two, scores, base) = batches
-        assert torch.equal(one.completion_ids, two.completion_ids)
-        assert two.weight_version == step
-        torch.testing.assert_close(two.sampling_per_token_logps, one.sampling_per_token_logps, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(scores.per_token_logps, own.per_token_logps, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(base.per_token_logps, reference.per_token_logps, atol=1e-5, rtol=1e-5)
-        if adapter != "none":
-            assert (base.per_token_logps - scores.per_token_logps).abs().max() > 1e-2
-        for engine in (alone, together):
-            engine.train()
-            train_step(engine, step)
-        assert storage_digest(alone) == storage_digest(together), "training is not what it was"
+    require_same_rollouts(alone, together, 6, adapter != "none", tolerance=1e-5)
 
 
 @pytest.mark.parametrize("adapter", list(ADAPTERS))
