@@ -77,6 +77,7 @@ def initialize(
         refuse_what_is_not_there(*blocks)
         mesh = make_mesh(settings, mesh_param)
         deepspeed_config = DeepSpeedConfig(settings, mpu, mesh_device=mesh)
+        refuse_streaming_of_whole_weights(blocks[0], deepspeed_config)
         if blocks[1].offload_states:
             require_movable(deepspeed_config)
         deepspeed.set_optimizer_flags(deepspeed_config, model)
@@ -92,6 +93,16 @@ def make_mesh(settings: dict[str, Any], mesh_param: Any) -> Any:
     if not mesh_param and "sequence_parallel_size" in settings and "data_parallel_size" in settings:
         mesh_param = (settings["data_parallel_size"], settings["sequence_parallel_size"])
     return comm.initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel")) if mesh_param else None
+
+
+def refuse_streaming_of_whole_weights(settings: HybridEngineConfig, config: DeepSpeedConfig) -> None:
+    """Raise ValueError where weights that are to be gathered as they run are whole on every rank."""
+    stage = config.zero_config.stage
+    if settings.pin_parameters is False and stage != 3:
+        raise ValueError(
+            f"hybrid_engine.pin_parameters: false given with zero_optimization.stage={stage}; it streams what ZeRO-3 "
+            "has partitioned. With stages 0 to 2 inference reads the training weights where they are: use true"
+        )
 
 
 def refuse_what_is_not_there(settings: HybridEngineConfig, rollout: RolloutConfig) -> None:

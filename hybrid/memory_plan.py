@@ -175,7 +175,7 @@ class Modes:
         fit at once. Where all do not fit in any, the one in which most do."""
         size, pinned = self.settings.inference_tp_size, self.settings.pin_parameters
         if "auto" not in (size, pinned):
-            return Mode(streaming=True) if not pinned and self.stage == 3 else Mode(tp_size=size)
+            return Mode(tp_size=size) if pinned else Mode(streaming=True)
         allowed = [mode for mode in self._possible() if mode.streaming is not pinned]
         allowed = [mode for mode in allowed if size == "auto" or mode.tp_size == size]
         if self.limit is None:

@@ -146,5 +146,25 @@ def check_native() -> None:
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours.scores, theirs.scores, strict=True))
 
 
+def check_agreement() -> None:
+    """Ranks of different lengths look every `sync_interval` tokens whether all are done."""
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    request = {"attention_mask": mask, "max_new_tokens": 3 + 7 * dist.get_rank()}
+    model = tiny_model("llama")
+    expected = twin(model).generate(ids, **request)
+    counts = {}
+    for interval in (1, 4):
+        engine = engine_of(tiny_model("llama"), streaming(rollout={"containers": "native", "sync_interval": interval}))
+        forwards = []
+        engine.module.model.embed_tokens.register_forward_hook(lambda *_, seen=forwards: seen.append(1))
+        assert torch.equal(engine.generate(ids, **request), expected)
+        counts[interval] = len(forwards)
+    assert counts == {1: 10, 4: 12}, counts  # the longest makes ten tokens; after twelve forwards they look
+
+
+def test_ranks_look_every_few_tokens_whether_all_are_done(ranks):
+    ranks.run(check_agreement)
+
+
 def test_what_is_not_fused_runs_in_the_models_own_layers(ranks):
     ranks.run(check_native)

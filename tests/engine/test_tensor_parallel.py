@@ -58,17 +58,22 @@ def test_two_ranks_make_what_one_makes(ranks, family, adapter):
     ranks.run(check_family, family, adapter, 2)
 
 
-def check_four(size: int) -> None:
-    for family, adapter in (("llama", "none"), ("qwen3_moe", "none"), ("olmo2", "peft"), ("bloom", "chat")):
+def check_four(size: int, cases: list[tuple[str, str]]) -> None:
+    for family, adapter in cases:
         check_family(family, adapter, size)
 
 
-def test_four_ranks():
+EVERY = [(family, adapter) for family in ALL_FAMILIES for adapter in ("none", "peft")]
+SOME = [("llama", "none"), ("qwen3_moe", "none"), ("olmo2", "peft"), ("bloom", "chat")]
+
+
+@pytest.mark.parametrize("cases", [SOME, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every family"])
+def test_four_ranks(cases):
     """Two groups of two, whose rows are independent; and one of four, in which two ranks have the same key head."""
     pool = RankPool(4)
     try:
-        pool.run(check_four, 2)
-        pool.run(check_four, 4)
+        pool.run(check_four, 2, cases, timeout_s=1200)
+        pool.run(check_four, 4, cases, timeout_s=1200)
     finally:
         pool.close()
 
@@ -220,6 +225,9 @@ def check_refusals() -> None:
         with pytest.raises(error, match=words), CollectiveCount() as count:
             engine_of(tiny_model("llama"), settings(3, hybrid_engine={"enabled": True, **block}))
         assert count.count == 0, block
+    for stage in (0, 1, 2):
+        with pytest.raises(ValueError, match=f"pin_parameters: false given with zero_optimization.stage={stage}"):
+            engine_of(tiny_model("llama"), settings(stage, hybrid_engine={"pin_parameters": False}))
     odd = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
     with pytest.raises(ValueError, match="2 given; the model's 3 attention heads and 3 key and value heads.*by 1, 3"):
         engine_of(tiny_model("llama", **odd), spread(2))
