@@ -84,7 +84,15 @@ def check_family(family: str, adapter: str, size: int, containers: str = "fused"
     check_model(ADAPTERS[adapter](tiny_model(family, sizes=sizes or FAMILIES[family])), size, containers)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = ("cohere", "glm", "starcoder2", "deepseek_v2")
+
+
+def slow_unless(quick: bool) -> list:
+    """Marks of a case that a default run can do without."""
+    return [] if quick else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=slow_unless(name in QUICK)) for name in FAMILIES])
 def test_two_ranks_make_what_one_makes(ranks, family):
     ranks.run(check_family, family, "none", 2)
 
@@ -99,7 +107,9 @@ def test_native_containers_are_spread(ranks):
     ranks.run(check_containers)
 
 
-@pytest.mark.parametrize("family", ["starcoder2", "glm", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=slow_unless(name == "starcoder2")) for name in QUICK if name != "cohere"]
+)
 def test_adapters_are_merged_before_slices_are_cut(ranks, family):
     ranks.run(check_family, family, "peft", 2)
 
@@ -151,6 +161,7 @@ def check_four() -> None:
     check_family("phi", "peft", 4, sizes=uneven)
 
 
+@pytest.mark.slow
 def test_four_ranks():
     pool = RankPool(4)
     try:
@@ -166,7 +177,13 @@ def check_rollouts(adapter: str, stage: int) -> None:
     require_same_rollouts(alone, together, 6, adapter != "none", tolerance=1e-5)
 
 
-@pytest.mark.parametrize(("adapter", "stage"), [("none", 3), ("peft", 3), ("chat", 3), ("none", 0), ("peft", 2)])
+@pytest.mark.parametrize(
+    ("adapter", "stage"),
+    [
+        pytest.param(adapter, stage, marks=slow_unless((adapter, stage) in (("peft", 3), ("none", 0))))
+        for adapter, stage in (("none", 3), ("peft", 3), ("chat", 3), ("none", 0), ("peft", 2))
+    ],
+)
 def test_rollouts_and_scores_are_those_of_an_engine_alone(ranks, adapter, stage):
     ranks.run(check_rollouts, adapter, stage)
 

@@ -46,9 +46,12 @@ def check_family(family: str, adapter: str, size: int) -> None:
     engine.destroy()
 
 
-# Adapters are merged before they are cut, family by family as without them: most of these run as slow tests.
-CASES = [pytest.param(family, "none") for family in ALL_FAMILIES] + [
-    pytest.param(family, "peft", marks=[] if family in ("gpt2", "phi3", "mixtral") else pytest.mark.slow)
+# What a default run shows: one of each kind of norm, position, bias, head layout and MLP; the rest are slow.
+QUICK = {(family, "none") for family in ("llama", "gpt2", "phi3", "gemma2", "bloom", "falcon", "olmo2", "qwen3_moe")}
+QUICK |= {("gpt2", "peft"), ("mixtral", "peft")}
+CASES = [
+    pytest.param(family, adapter, marks=[] if (family, adapter) in QUICK else pytest.mark.slow)
+    for adapter in ("none", "peft")
     for family in ALL_FAMILIES
 ]
 
@@ -86,8 +89,17 @@ def check_rollouts(stage: int, adapter: str) -> None:
     require_same_rollouts(alone, together, 6, adapter != "none", tolerance=1e-5)
 
 
-@pytest.mark.parametrize("adapter", list(ADAPTERS))
-@pytest.mark.parametrize("stage", [0, 2, 3])
+ROLLOUTS = {(3, "none"), (3, "peft"), (2, "peft"), (0, "chat")}
+
+
+@pytest.mark.parametrize(
+    ("stage", "adapter"),
+    [
+        pytest.param(stage, adapter, marks=[] if (stage, adapter) in ROLLOUTS else pytest.mark.slow)
+        for stage in (0, 2, 3)
+        for adapter in ADAPTERS
+    ],
+)
 def test_rollouts_and_scores_are_those_of_an_engine_alone(ranks, stage, adapter):
     ranks.run(check_rollouts, stage, adapter)
 

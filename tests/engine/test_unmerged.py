@@ -58,8 +58,17 @@ def check_equals_peft(family: str, adapter: str, config: dict) -> None:
         one.destroy()
 
 
-@pytest.mark.parametrize("containers", ["fused", "native"])
-@pytest.mark.parametrize(("stage", "family"), [(0, "llama"), (2, "phi3"), (3, "llama"), (3, "gpt2"), (3, "mixtral")])
+QUICK = {(0, "llama", "fused"), (3, "gpt2", "fused"), (3, "mixtral", "fused"), (3, "llama", "native")}
+
+
+@pytest.mark.parametrize(
+    ("stage", "family", "containers"),
+    [
+        pytest.param(stage, family, containers, marks=[] if (stage, family, containers) in QUICK else pytest.mark.slow)
+        for stage, family in ((0, "llama"), (2, "phi3"), (3, "llama"), (3, "gpt2"), (3, "mixtral"))
+        for containers in ("fused", "native")
+    ],
+)
 def test_tokens_and_logits_are_pefts(ranks, stage, family, containers):
     ranks.run(check_equals_peft, family, "peft", unmerged(stage, containers=containers))
 
