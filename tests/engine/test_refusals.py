@@ -81,7 +81,7 @@ REFUSED = {
     "adapters by row": (
         lambda e: e.generate(IDS, max_new_tokens=3, adapter_names=["a", "b"]),
         NotImplementedError,
-        "adapter_names is not available; active adapters are merged",
+        "adapter_names is not available; active adapters are the same",
     ),
     "a temperature of 0": (lambda e: e.score(IDS, MASK, temperature=0), ValueError, "temperature: 0 given"),
 }
