@@ -498,11 +498,10 @@ class HybridEngine(DeepSpeedEngine):
 
     def _require_memory(self, rows: int, tokens: int) -> None:
         """Raise ValueError, with the plan, where so many sequences do not fit into the model's own cache."""
-        plan = self._modes.plan(rows, tokens) if self._modes.limit is not None else None
-        if plan is not None and not plan.fits(plan.in_use):
+        if not self._modes.fits(rows, tokens):
             raise ValueError(
-                f"rollout.memory_limit={plan.limit}: {rows} sequences of {tokens} tokens, new ones included, need "
-                f"more; raise it, or ask for fewer rows or tokens\n{plan}"
+                f"rollout.memory_limit={self._modes.limit}: {rows} sequences of {tokens} tokens, new ones included, "
+                f"need more; raise it, or ask for fewer rows or tokens\n{self._modes.plan(rows, tokens)}"
             )
 
     def _require_generate(self) -> None:

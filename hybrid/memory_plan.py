@@ -130,7 +130,7 @@ class Modes:
             snapshot = StreamedSnapshot(*self.kept, phase=self.phase, count=self.count)
         else:
             slices = slices_of(self.reading, Shard(group.size, group.index))
-            snapshot = SlicedSnapshot(*self.kept, slices=slices, reading=self.reading)
+            snapshot = SlicedSnapshot(*self.kept, slices=slices)
         fused = self.fused(snapshot, native, group if mode.tp_size > 1 else None)
         if fused.why_not and mode.streaming:
             fused.why_not = layer_by_layer(fused.why_not)
@@ -140,7 +140,7 @@ class Modes:
         """The decoder over a snapshot.  why_not: words, where there is to be none."""
         graph_slots = self.rollout.max_slots if self.settings.enable_cuda_graph else 0
         layers = [part.module for part in self.structure.layers]
-        fused = FusedModel(self.model, layers, snapshot, graph_slots, group, self.own_hooks)
+        fused = FusedModel(self.model, layers, snapshot, graph_slots, group, self.own_hooks, self.reading)
         fused.why_not = why_not or fused.why_not
         return fused
 
@@ -148,6 +148,10 @@ class Modes:
         """For so many sequences, decoded at once, of so many tokens."""
         needs = {mode: self._planned(mode)(rows, tokens) for mode in self._possible()}
         return MemoryPlan(needs, self.in_use, self.limit)
+
+    def fits(self, rows: int, tokens: int) -> bool:
+        """Whether what is in use can hold so many sequences at once of so many tokens."""
+        return self.limit is None or self._planned(self.in_use)(rows, tokens).total <= self.limit
 
     def kv_limit(self) -> int | None:
         """Bytes that the memory limit leaves for keys and values beside the weights in use; None: there is none."""
@@ -218,24 +222,24 @@ class Modes:
         vocabulary = getattr(text_config(self.model), "vocab_size", 0)
 
         def need(rows: int, tokens: int) -> Need:
-            kv = kv_bytes(self.model, fused, self.rollout.kv_step, rows, tokens) if rows else 0
+            kv = kv_bytes(fused, self.rollout.kv_step, rows, tokens) if rows else 0
             kv = min(kv, self.rollout.kv_cache_bytes or kv)
             return Need(at_rest, beside, kept, copies, kv, rows * vocabulary * 4)
 
         return need
 
 
-def kv_bytes(model: nn.Module, fused: FusedModel, step: int, rows: int, tokens: int) -> int:
+def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
     """Of the pages, or of the cache that the model's own layers fill; both grow by `step` tokens."""
     if not fused.why_not:
         steps = pages_for(step)
         return -(-(1 + rows * pages_for(tokens)) // steps) * steps * fused.page_bytes()
-    config = text_config(model)
+    config = text_config(fused.model)
     heads = getattr(config, "num_attention_heads", 0)
     head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     layers = getattr(config, "num_hidden_layers", 0)
-    itemsize = next(model.parameters()).element_size()
+    itemsize = next(fused.model.parameters()).element_size()
     return 2 * layers * kv_heads * head_dim * rows * (-(-tokens // step) * step) * itemsize
 
 

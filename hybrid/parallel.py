@@ -60,9 +60,8 @@ class InferenceGroup:
 
     def __init__(self, size: int, connected: bool = True):
         self.size, self.index, self.group = size, rank() % size, None
-        for first in (
-            range(0, world_size(), size) if size > 1 and connected else ()
-        ):  # every rank takes part in making every group
+        firsts = range(0, world_size(), size) if size > 1 and connected else ()
+        for first in firsts:  # every rank takes part in making every group
             members = list(range(first, first + size))
             group = dist.new_group(members)
             self.group = group if rank() in members else self.group

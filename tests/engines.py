@@ -78,6 +78,26 @@ def require_same_rollouts(
         assert storage_digest(one) == storage_digest(other), "training is not what it was"
 
 
+def require_hugging_faces(engine: hybrid.HybridEngine, reference: nn.Module, tolerance: float) -> None:
+    """Greedy tokens are the reference's, logits within `tolerance`; a step can follow. Ranks differ in rows, prompt
+    length and number of new tokens."""
+    rank = dist.get_rank()
+    for padded in (False, True):
+        ids, mask = prompts(rows=3 + rank, length=7 + rank, padded=padded, seed=rank)
+        request = {"attention_mask": mask, "max_new_tokens": 6 + 4 * rank, "do_sample": False}
+        expected = reference.generate(ids, **request)
+        assert torch.equal(engine.generate(ids, **request), expected), f"padded {padded}, rank {rank}"
+    whole = torch.ones_like(expected)
+    whole[:, : ids.shape[1]] = mask
+    with torch.no_grad():
+        logits = reference(expected, attention_mask=whole).logits
+    engine.eval()
+    ours = engine(expected, attention_mask=whole, use_cache=False).logits
+    torch.testing.assert_close(ours[whole.bool()], logits[whole.bool()], atol=tolerance, rtol=1e-4)
+    engine.train()
+    train_step(engine)
+
+
 def storage_digest(engine: hybrid.HybridEngine) -> str:
     """sha256 over this rank's training storage: every partition, or every parameter that is whole."""
     digest = hashlib.sha256()

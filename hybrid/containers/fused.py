@@ -26,7 +26,6 @@ from hybrid.kernels.cpu_library import cpu_library
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.gather import whole_shape
 from hybrid.weights.lora import Adapted, LowRank
-from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streamed_snapshot import StreamedSnapshot
 
@@ -52,6 +51,7 @@ class FusedModel:
     graph_slots: decode steps of up to so many rows are CUDA graphs; 0: none are.
     group: ranks that share the decoder (inference tensor parallelism); the snapshot is a SlicedSnapshot then.
     own_hooks: gives the training engine's hooks, which are not a wish to see the modules run.
+    reading: of the model, where somebody has read it; a SlicedSnapshot's slices are of its places.
     why_not: words where there is no decoder; "" where there is one, or may be.
     """
 
@@ -63,6 +63,7 @@ class FusedModel:
         graph_slots: int = 0,
         group: InferenceGroup | None = None,
         own_hooks: Callable[[], Iterable[RemovableHandle]] = list,
+        reading: Reading | None = None,
     ):
         self.model, self.layers, self.snapshot, self.graph_slots = model, layers, snapshot, graph_slots
         self.group, self.own_hooks, self.pool = group, own_hooks, Pool()
@@ -77,7 +78,7 @@ class FusedModel:
         self.adapted = {one.wrapper: one for one in snapshot.adapted}
         self.reading: Reading | None = None
         try:
-            self.reading = (isinstance(snapshot, SlicedSnapshot) and snapshot.reading) or read_decoder(model)
+            self.reading = reading or read_decoder(model)
             self._require_plain_wrappers()
         except Unreadable as reason:
             self.why_not = str(reason)

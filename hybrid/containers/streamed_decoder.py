@@ -54,9 +54,8 @@ class Passes:
 
     def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
         """As the decoders'."""
-        return self.run(
-            range(first, last), {index: self.layer(index, batch, kv) for index in range(first, last)}, hidden
-        )
+        span = range(first, last)
+        return self.run(span, {index: self.layer(index, batch, kv) for index in span}, hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As the decoders'."""

@@ -1,12 +1,13 @@
 """Snapshots that keep a rank's slices alone: weights are whole for a group at a time, while they are cut."""
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from hybrid.architectures.spec import Place, Reading
+from hybrid.architectures.spec import Place
 from hybrid.profiling import Phase
 from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_bytes, whole_in, whole_shape
 from hybrid.weights.lora import Adapted, LowRank, merged_weight
@@ -19,7 +20,7 @@ Owner = nn.Parameter | tuple[Adapted, str]  # whose slices: a parameter's, or th
 class SlicedSnapshot(Snapshot):
     """For a decoder that ranks share.
 
-    kept: what Snapshot is made of.  slices: what is this rank's.  reading: the decoder that they are of.
+    kept: what Snapshot is made of.  slices: what is this rank's.
 
     A parameter without a place is not kept: the model's own forward alone runs on it. There is nothing whole here, so
     `tensor` and `weights_of` have no meaning; `part` takes their place.
@@ -30,9 +31,8 @@ class SlicedSnapshot(Snapshot):
     bias that an adapter brings may have a base of which this rank has nothing.
     """
 
-    def __init__(self, *kept: Any, slices: dict[Place, Slice], reading: Reading | None = None):
+    def __init__(self, *kept: Any, slices: dict[Place, Slice]):
         super().__init__(*kept)
-        self.reading = reading
         self.slices = slices
         self.cuts = cuts_by_owner(self.slices, self.adapted)
         self.parts: dict[Owner, dict[tuple, torch.Tensor | None]] = {}  # by owner and slice key
@@ -65,7 +65,7 @@ class SlicedSnapshot(Snapshot):
         changed = self.stale(one for one in group.adapted if adapters and one.state())
         if not copies and not changed:
             return 0
-        read = self._read(Group((), tuple(changed)))
+        read = self._read(changed)
         with ExitStack() as whole, phase("gather"):
             fetch = Fetch({param: storage_for(param) for param in copies if is_partitioned(param)})
             moved = whole.enter_context(gathered(read)) + fetch.nbytes
@@ -128,12 +128,12 @@ class SlicedSnapshot(Snapshot):
         )
         # An upper bound: a rank keeps one of two factors whole, and its part of the other.
         beside = [param for one in self.adapted if self.is_beside(one, True) for param in one.adapter_params()]
-        groups = [[*group.carried, *self._read(group)] for group in self.groups]
+        groups = [[*group.carried, *self._read(group.adapted)] for group in self.groups]
         return kept + sum(map(whole_bytes, beside)), max(sum(map(gathered_bytes, group)) for group in groups)
 
-    def _read(self, group: Group) -> list[nn.Parameter]:
-        """What is read of the adapters of a group, and of what they adapt if it has not been cut."""
-        active = [one for one in group.adapted if one.state()]
+    def _read(self, adapted: Iterable[Adapted]) -> list[nn.Parameter]:
+        """What is read of active adapters, and of what they adapt where that is merged whole."""
+        active = [one for one in adapted if one.state()]
         bases = [param for one in active if not self.merges_parts(one) for param in one.sources.values()]
         return list(dict.fromkeys([*(param for one in active for param in one.adapter_params()), *bases]))
 

@@ -107,8 +107,8 @@ class Snapshot:
 
     @torch.no_grad()
     def _refresh_group(self, group: Group, phase: Phase, adapters: bool) -> int:
-        beside = [param for one in group.adapted if self.is_beside(one, adapters) for param in one.adapter_params()]
-        copies = self.stale(param for param in (*group.carried, *beside) if is_partitioned(param))
+        unmerged = [param for one in group.adapted if self.is_beside(one, adapters) for param in one.adapter_params()]
+        copies = self.stale(param for param in (*group.carried, *unmerged) if is_partitioned(param))
         merges = self.stale(one for one in group.adapted if self.is_merged(one, adapters))
         if not copies and not merges:
             return 0

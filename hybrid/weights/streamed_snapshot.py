@@ -1,7 +1,6 @@
 """Weights that are whole while the stretch of a decoder that reads them runs, and at no other time."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -40,17 +39,16 @@ class StreamedSnapshot(Snapshot):
         needed = [
             dict.fromkeys(param for owner in owners for param in self._sources(owner, adapters)) for owners in stretches
         ]
+        last = {param: number for number, params in enumerate(needed) for param in params}  # stretch that reads it
         coming = self._fetch(needed[0])
         for number, owners in enumerate(stretches):
             self._arrive(coming)
-            with self.phase("merge"):
-                self._merge_all([one for one in owners if isinstance(one, Adapted) and self.is_merged(one, adapters)])
+            self._merge_all([one for one in owners if isinstance(one, Adapted) and self.is_merged(one, adapters)])
             if number + 1 < len(stretches):
                 coming = self._fetch(needed[number + 1])
             self.peak_bytes = max(self.peak_bytes, self.nbytes())
             yield
-            later = {param for params in needed[number + 1 :] for param in params}
-            self._give_back([param for param in self.base if param not in later])
+            self._give_back([param for param in self.base if last[param] == number])
             self.merged.clear()
 
     def _sources(self, owner: Owner, adapters: bool) -> list[nn.Parameter]:
@@ -76,8 +74,10 @@ class StreamedSnapshot(Snapshot):
             self.base[param] = nn.Parameter(whole_in(storage, param), requires_grad=False)
 
     def _merge_all(self, merges: list[Adapted]) -> None:
-        with ExitStack() as whole:
-            self.count(whole.enter_context(gathered([param for one in merges for param in one.adapter_params()])))
+        if not merges:  # a phase waits for the device
+            return
+        with self.phase("merge"), gathered([param for one in merges for param in one.adapter_params()]) as moved:
+            self.count(moved)
             for one in merges:
                 self._merge(one)
 

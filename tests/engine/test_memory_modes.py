@@ -20,16 +20,16 @@ MODES = {
     "streaming": {"pin_parameters": False},
 }
 # Keys and values count: heads that fill the kernels' vectors.
-SIZES = {"llama": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}, "gpt2": {}}
-
-
-DEPTH = {"llama": {"num_hidden_layers": 6}, "gpt2": {"n_layer": 6}}
+SIZES = {
+    "llama": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 6},
+    "gpt2": {"n_layer": 6},
+}
 
 
 def engine_with(block: dict, family: str = "llama", adapter: str = "none", stage: int = 3, **rollout):
     """An engine of a tiny model with these blocks."""
     rollout = {"containers": "fused", **rollout}
-    model = ADAPTERS[adapter](tiny_model(family, **DEPTH[family], **SIZES[family]))
+    model = ADAPTERS[adapter](tiny_model(family, **SIZES[family]))
     return engine_of(model, settings(stage, hybrid_engine={"tp_gather_partition_size": 1, **block}, rollout=rollout))
 
 
@@ -87,7 +87,7 @@ def check_auto() -> None:
     auto = {"inference_tp_size": "auto", "pin_parameters": "auto", "max_out_tokens": 64}
     plan = engine_with({"max_out_tokens": 64}).memory_plan(8, 32, 32)
     needs = {str(mode): need.total for mode, need in plan.needs.items()}
-    model = tiny_model("llama", **SIZES["llama"], **DEPTH["llama"])
+    model = tiny_model("llama", **SIZES["llama"])
     ids, mask = prompts(3, 9, padded=True, seed=dist.get_rank())
     expected = twin(model).generate(ids, attention_mask=mask, max_new_tokens=5)
     for name in MODES:
@@ -143,9 +143,7 @@ def check_refusals(containers: str) -> None:
     assert engine.module.training
     assert storage_digest(engine) == before
     many, mask = prompts(2 if containers == "native" else 9, 6, padded=True, seed=dist.get_rank())
-    expected = twin(tiny_model("llama", **SIZES["llama"], **DEPTH["llama"])).generate(
-        many, attention_mask=mask, max_new_tokens=60
-    )
+    expected = twin(tiny_model("llama", **SIZES["llama"])).generate(many, attention_mask=mask, max_new_tokens=60)
     assert torch.equal(engine.generate(many, attention_mask=mask, max_new_tokens=60), expected)
     assert engine.stats()["peak_bytes"] <= limit
 

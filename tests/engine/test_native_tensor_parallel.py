@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import hybrid
-from tests.engines import engine_of, require_same_rollouts, settings, storage_digest, train_step
+from tests.engines import engine_of, require_hugging_faces, require_same_rollouts, settings, storage_digest, train_step
 from tests.models import ADAPTERS, SIZES, prompts, tiny_model, twin, with_peft
 from tests.rank_pool import RankPool
 
@@ -62,21 +62,7 @@ def check_model(model, size: int, containers: str = "fused") -> None:
     engine = engine_of(model, spread(size, containers=containers))
     why = engine.coverage()[0]["why"]
     assert "spread over ranks by the model's tp_plan" in why, why
-    rank = dist.get_rank()
-    for padded in (False, True):
-        ids, mask = prompts(rows=3 + rank, length=7 + rank, padded=padded, seed=rank)
-        request = {"attention_mask": mask, "max_new_tokens": 6 + 4 * rank, "do_sample": False}
-        expected = reference.generate(ids, **request)
-        assert torch.equal(engine.generate(ids, **request), expected), f"padded {padded}, rank {rank}"
-    whole = torch.ones_like(expected)
-    whole[:, : ids.shape[1]] = mask
-    with torch.no_grad():
-        logits = reference(expected, attention_mask=whole).logits
-    engine.eval()
-    ours = engine(expected, attention_mask=whole, use_cache=False).logits
-    torch.testing.assert_close(ours[whole.bool()], logits[whole.bool()], atol=1e-4, rtol=1e-4)
-    engine.train()
-    train_step(engine)
+    require_hugging_faces(engine, reference, tolerance=1e-4)
     engine.destroy()
 
 

@@ -6,7 +6,15 @@ import torch
 import torch.distributed as dist
 
 import hybrid
-from tests.engines import LARGE, engine_of, require_same_rollouts, settings, storage_digest, train_step
+from tests.engines import (
+    LARGE,
+    engine_of,
+    require_hugging_faces,
+    require_same_rollouts,
+    settings,
+    storage_digest,
+    train_step,
+)
 from tests.models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin
 
 
@@ -16,27 +24,12 @@ def streaming(threshold: int = 0, **blocks) -> dict:
     return settings(3, threshold, hybrid_engine={"pin_parameters": False}, **blocks)
 
 
-def check_family(family: str, adapter: str, dtype: torch.dtype = torch.float32) -> None:
+def check_family(family: str, adapter: str) -> None:
     model = ADAPTERS[adapter](tiny_model(family))
     reference = twin(model)
     engine = engine_of(model, streaming())
-    rank = dist.get_rank()
-    for padded in (False, True):
-        # Ranks differ in rows, prompt length and number of new tokens.
-        ids, mask = prompts(rows=3 + rank, length=7 + rank, padded=padded, seed=rank)
-        request = {"attention_mask": mask, "max_new_tokens": 6 + 4 * rank, "do_sample": False}
-        expected = reference.generate(ids, **request)
-        assert torch.equal(engine.generate(ids, **request), expected), f"{family}, padded {padded}, rank {rank}"
+    require_hugging_faces(engine, reference, tolerance=1e-3)
     assert all("gathered layer by layer" in row["why"] and row["container"] == "fused" for row in engine.coverage())
-    whole = torch.ones_like(expected)
-    whole[:, : ids.shape[1]] = mask
-    engine.eval()
-    with torch.no_grad():
-        logits = reference(expected, attention_mask=whole).logits
-    ours = engine(expected, attention_mask=whole, use_cache=False).logits
-    torch.testing.assert_close(ours[whole.bool()], logits[whole.bool()], atol=1e-3, rtol=1e-4)
-    engine.train()
-    train_step(engine)
     engine.destroy()
 
 
