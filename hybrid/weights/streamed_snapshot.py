@@ -8,6 +8,7 @@ from torch import nn
 
 from hybrid.profiling import Phase
 from hybrid.weights.gather import Fetch, gathered, is_partitioned, padded_bytes, storage_for, whole_in
+from hybrid.weights.host_memory import HostMemory
 from hybrid.weights.lora import Adapted
 from hybrid.weights.snapshot import Snapshot, merged_bytes
 
@@ -18,7 +19,8 @@ class StreamedSnapshot(Snapshot):
     """For streaming: of a decoder's stretches one is whole, and the next is on its way.
 
     kept: what Snapshot is made of.  phase: times the gathering.  count: told of bytes gathered.
-    `base` and `merged` have what is whole now. Memory is used again by the next stretch of the same size.
+    `base` and `merged` have what is whole now. Memory is used again by the next stretch of the same size, and is
+    shared by ranks on one host's CPUs.
     """
 
     def __init__(self, *kept: Any, phase: Phase, count: Callable[[int], None]):
@@ -26,6 +28,8 @@ class StreamedSnapshot(Snapshot):
         self.phase, self.count = phase, count
         self.spare: dict[tuple, list[torch.Tensor]] = {}  # by size and dtype: memory that nobody uses now
         self.spare_bytes = 0
+        groups = {param.ds_process_group for param in self.model.parameters() if is_partitioned(param)}
+        self.host = HostMemory.shared_by(groups.pop()) if len(groups) == 1 else None
 
     def refresh(self, phase: Phase, adapters: bool) -> int:
         """Nothing to do: nothing is kept."""
@@ -40,6 +44,8 @@ class StreamedSnapshot(Snapshot):
             dict.fromkeys(param for owner in owners for param in self._sources(owner, adapters)) for owners in stretches
         ]
         last = {param: number for number, params in enumerate(needed) for param in params}  # stretch that reads it
+        if self.host:
+            self.host.settle()  # nobody reads the last pass' weights anymore
         coming = self._fetch(needed[0])
         for number, owners in enumerate(stretches):
             self._arrive(coming)
@@ -63,7 +69,7 @@ class StreamedSnapshot(Snapshot):
         absent = [param for param in params if is_partitioned(param) and param not in self.base]
         for param in absent:
             self.storage[param] = self._memory(param)
-        fetch = Fetch({param: self.storage[param] for param in absent})
+        fetch = Fetch({param: self.storage[param] for param in absent}, self.host)
         self.count(fetch.nbytes)
         return fetch
 
@@ -84,7 +90,7 @@ class StreamedSnapshot(Snapshot):
     def _memory(self, param: nn.Parameter) -> torch.Tensor:
         spare = self.spare.get(kind_of_memory(param))
         if not spare:
-            return storage_for(param)
+            return storage_for(param, self.host)
         storage = spare.pop()
         self.spare_bytes -= storage.nbytes
         return storage

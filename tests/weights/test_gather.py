@@ -7,6 +7,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from hybrid.weights.gather import Fetch, padded_bytes, storage_for, whole_in
+from hybrid.weights.host_memory import HostMemory
 from tests.engines import LARGE, CollectiveCount, engine_of, settings, storage_digest
 from tests.models import tiny_model
 
@@ -50,6 +51,13 @@ def check_fetch(threshold: int, dtype: torch.dtype) -> None:
             Fetch(again).wait()
             dist.barrier()
         assert all(torch.equal(whole_in(again[p], p), whole_in(storage[p], p)) for p in params)
+        # Memory that ranks share: the parts that others have written are there.
+        host = HostMemory.shared_by(params[0].ds_process_group)
+        shared = {param: storage_for(param, host).fill_(0) for param in params}
+        host.settle()
+        Fetch(shared, host).wait()
+        assert all(torch.equal(whole_in(shared[p], p), whole_in(storage[p], p)) for p in params)
+        host.settle()
         engine.destroy()
 
 
