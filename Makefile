@@ -36,8 +36,8 @@ check: .venv/.installed ## ruff, format, layout and the tests that need no ranks
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q tests/test_layout.py tests/test_config.py tests/decoding tests/weights tests/rlhf_examples/test_losses.py
 
-bench: .venv/.installed ## seconds of one ZeRO-3 generate: this engine, gather everything, plain ZeRO-3
-	$(LAUNCH) -m benchmarks.generate
+bench: .venv/.installed ## the switch and rollouts under ZeRO-3: every way to hold weights, Hugging Face's ways
+	$(LAUNCH) -m benchmarks.modes
 
 bench-rollout: .venv/.installed ## tokens a second of rollouts against Hugging Face's ways (an hour on 2 CPU cores)
 	$(ROLLOUT)

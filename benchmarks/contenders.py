@@ -2,7 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import deepspeed
@@ -14,7 +15,6 @@ from transformers.generation import ContinuousBatchingConfig
 
 import hybrid
 from benchmarks.cases import PAD, EndAtLength, Request
-from benchmarks.generate import gathered_hugging_face
 from benchmarks.vllm_contender import VLLM, VLLMSettings
 
 PAGE_SIZE = 256  # of continuous batching's cache; transformers' default
@@ -133,6 +133,39 @@ def hugging_face(name: str, generate: Callable, **more) -> Contender:
     return Contender(name, run)
 
 
+@contextmanager
+def gathered(engine: hybrid.HybridEngine) -> Iterator[None]:
+    """What TRL does: gather every parameter, and take ZeRO's hooks off."""
+    offload = engine.optimizer.parameter_offload
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())), eval_mode(engine.module):
+        offload._remove_module_hooks()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        try:
+            yield
+        finally:
+            offload.setup_zero_stage3_hooks()
+
+
+@contextmanager
+def eval_mode(module: torch.nn.Module) -> Iterator[None]:
+    """Eval mode for the block."""
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train()
+
+
+def gathered_generate(engine: hybrid.HybridEngine) -> Callable:
+    """Hugging Face's generate on gathered weights."""
+
+    def generate(ids: torch.Tensor, **request) -> torch.Tensor:
+        with gathered(engine):
+            return engine.module.generate(ids, synced_gpus=False, **request)
+
+    return generate
+
+
 class ContinuousBatching:
     """transformers' continuous batching. Its manager lives on between runs, which spares it its set-up and the
     garbage collection of stopping; its thread then looks for work ten times a second, which is no load."""
@@ -215,7 +248,7 @@ CONTENDERS: dict[str, Callable[[Setting], Contender]] = {
     "hybrid-new-weights": lambda setting: hybrid_rollouts("hybrid-new-weights", setting, new_weights=True),
     "hf": lambda setting: hugging_face("hf", setting.model.generate),
     "hf-static": lambda setting: hugging_face("hf-static", setting.model.generate, cache_implementation="static"),
-    "zero3-gathered": lambda setting: hugging_face("zero3-gathered", gathered_hugging_face(setting.engine)),
+    "zero3-gathered": lambda setting: hugging_face("zero3-gathered", gathered_generate(setting.engine)),
     "hf-continuous": lambda setting: continuous_batching("hf-continuous", setting),
     "vllm": lambda setting: vllm("vllm", setting, eager=False),
     "vllm-eager": lambda setting: vllm("vllm-eager", setting, eager=True),

@@ -8,7 +8,7 @@ import copy
 import difflib
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import hjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -21,22 +21,24 @@ class Block(BaseModel):
 
 
 class HybridEngineConfig(Block):
-    """DeepSpeed's `hybrid_engine` block: the same keys and, `enabled` apart, the same defaults.
+    """DeepSpeed's `hybrid_engine` block: the same keys and, `enabled` apart, the same defaults. Where two keys say how
+    weights are held, "auto" leaves it to the engine: it takes the fastest way that fits (`MemoryPlan`).
 
     enabled: absent means yes, because `hybrid.initialize` was called; an explicit false gives DeepSpeed's own engine.
     max_out_tokens: the most tokens of a sequence, prompt included.
-    inference_tp_size: ranks that share one copy of the weights during generation.
+    inference_tp_size: ranks that share one copy of the weights during generation; or "auto".
     release_inference_cache: free the KV cache on `train()`.
-    pin_parameters: keep a gathered snapshot for generation; false gathers layer by layer, as ZeRO-3 does in training.
+    pin_parameters: keep a gathered snapshot for generation; false gathers layer by layer, as ZeRO-3 does in training;
+        or "auto".
     tp_gather_partition_size: transformer layers gathered together.
     enable_cuda_graph: capture the decode step.
     """
 
     enabled: bool = True
     max_out_tokens: int = Field(512, gt=0)
-    inference_tp_size: int = Field(1, gt=0)
+    inference_tp_size: Annotated[int, Field(gt=0)] | Literal["auto"] = 1
     release_inference_cache: bool = False
-    pin_parameters: bool = True
+    pin_parameters: bool | Literal["auto"] = True
     tp_gather_partition_size: int = Field(8, gt=0)
     enable_cuda_graph: bool = False
 
@@ -50,14 +52,26 @@ class RolloutConfig(Block):
     kv_cache_bytes: the most that the KV cache of fused containers may hold; rows wait until there is room, and
         what could never have room is refused. None: no end.
     max_slots: rows that are decoded at once; others wait in a queue.
+    memory_limit: bytes that inference may add to what a rank holds for training: snapshot, KV cache and the like. What
+        cannot fit is refused. None: no limit; where "auto" chooses, it goes by what is free when the engine is built.
+    sync_interval: where the model's own layers gather as they run, tokens between two looks at whether all ranks are
+        done. Decoders that ranks run together say so at every step, with the tokens that they bring.
     containers: "fused" computes with our decoder wherever it equals the model's own layers; "native" runs those.
+    lora: "merged" adds adapters to a copy of the weights that they adapt; "unmerged" computes them beside these, and
+        keeps no such copy. Adapters that can only be merged are.
+    offload_states: optimizer states, master weights and gradients are in host memory while a window of inference is
+        open, and come back with its end.
     """
 
     keep_snapshot: bool = True
     kv_step: int = Field(128, gt=0)
     kv_cache_bytes: int | None = Field(None, gt=0)
     max_slots: int = Field(256, gt=0)
+    memory_limit: int | None = Field(None, gt=0)
+    sync_interval: int = Field(1, gt=0)
     containers: Literal["fused", "native"] = "fused"
+    lora: Literal["merged", "unmerged"] = "merged"
+    offload_states: bool = False
 
 
 BLOCKS: dict[str, type[Block]] = {"hybrid_engine": HybridEngineConfig, "rollout": RolloutConfig}

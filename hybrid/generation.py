@@ -15,7 +15,7 @@ from hybrid.rollout import check_prompts
 NOT_AVAILABLE = {
     "custom_generate": "the engine decodes by its own loop",
     "assistant_model": "the engine decodes by its own loop",
-    "adapter_names": "active adapters are merged, the same for every row; use model.set_adapter",
+    "adapter_names": "active adapters are the same for every row; use model.set_adapter",
 }
 STRIDE_ON_DEVICES = 8  # steps between two looks at a device that the host would wait for
 

@@ -1,7 +1,7 @@
 """HybridEngine: DeepSpeed's training engine that also generates. The mode switch, and who calls whom."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,14 +13,16 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache
 
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Unreadable
-from hybrid.architectures.structure import Structure, read_structure
+from hybrid.architectures.tp_plan import hugging_face_model, read_tp_plan
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.batch import is_packable
-from hybrid.containers.fused import FusedModel, containers_of, coverage_of
+from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.containers.native import NativeContainer
+from hybrid.containers.shared_modules import SharedModules, evaluating, first_output
 from hybrid.containers.window import Window, unhooked
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise, TokenLog
@@ -28,6 +30,7 @@ from hybrid.decoding.pages import PageStore
 from hybrid.decoding.rows import Decoder
 from hybrid.decoding.scoring import Scores, padded_forward, score_packed, score_sequences
 from hybrid.generation import drawn_seed, generate, prompts_of, require_generate, stride_on
+from hybrid.memory_plan import MemoryPlan, Mode, Modes, layer_by_layer
 from hybrid.parallel import InferenceGroup, all_ranks, engine_name, own_row_ids
 from hybrid.profiling import Profiler
 from hybrid.rollout import (
@@ -39,9 +42,11 @@ from hybrid.rollout import (
     make_batch,
 )
 from hybrid.weights.lora import read_adapters
-from hybrid.weights.sliced_snapshot import SlicedSnapshot
+from hybrid.weights.offload import movable_states, relink, require_movable_optimizer
+from hybrid.weights.sliced_snapshot import LentSlices
 from hybrid.weights.snapshot import Snapshot
-from hybrid.weights.tensor_parallel import Shard, require_divisible
+from hybrid.weights.streamed_snapshot import StreamedSnapshot
+from hybrid.weights.tensor_parallel import Shard, planned_slices, require_divisible
 
 ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
 
@@ -59,47 +64,92 @@ class HybridEngine(DeepSpeedEngine):
         refuse_heads_that_cannot_be_shared(model, blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
-        self._group = InferenceGroup(self._settings.inference_tp_size)
-        # Whether the model's own layers run on their own weights, which ZeRO-3 gathers as they run.
-        self._streams = self._group.size > 1 or (
-            self.zero_optimization_stage() == 3 and not self._settings.pin_parameters
-        )
+        if self._rollout_settings.offload_states:
+            require_movable_optimizer(self.optimizer)
         self._in_eval = False
         self._unhooked = ExitStack()  # gives back the hooks of switched modules
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
+        self._modes = Modes(
+            self.module,
+            *blocks,
+            self.zero_optimization_stage(),
+            self._profiler.phase,
+            self._profiler.gathered,
+            self._training_hooks,
+        )
         self._kv_cache = KVCache(self._rollout_settings.kv_step)
-        self._pages = PageStore(self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes)
-        structure = read_structure(self.module)
-        self._snapshot, group = self._make_snapshot(structure)
+        self._group = InferenceGroup(self._modes.in_use.tp_size)
+        snapshot, fused = self._modes.weights(self._modes.in_use, self._group)
+        # Where this rank has no whole copy, the model's own layers run on what ZeRO-3 gathers as they run.
+        self._arrange(snapshot, fused, streams=self._modes.in_use != Mode())
+        self._pages = self._make_pages()
+        self._replace_refused_decoder()
+
+    def _replace_refused_decoder(self) -> None:
+        """Where the decoder that was spread over the group cannot be used, the model's own modules are."""
+        if self._fused.group is not None and self._fused.why_not:
+            self._share_modules(self._fused.why_not)
+
+    def _share_modules(self, why: str) -> None:
+        """The model's own modules spread over the group, as its `tp_plan` says, once that is shown to equal what whole
+        weights give; else whole layers, gathered as they run. why: there is no decoder of ours. A collective."""
+        shard = Shard(self._group.size, self._group.index)
+        try:
+            plan = read_tp_plan(self.module)
+            with autocast_if_enabled(self):
+                expected = first_output(self.module, self.device)
+            snapshot = LentSlices(*self._modes.kept, slices=planned_slices(plan, shard))
+            shared = SharedModules(self.module, plan, snapshot.adapted, self._group, self.device, self._empty_cache)
+            self._arrange(snapshot, self._modes.fused(snapshot, why), streams=False, shared=shared)
+            with autocast_if_enabled(self), self._window.opened():
+                shared.require_same(expected)
+            self._snapshot.release()
+        except Unreadable as reason:
+            snapshot = Snapshot(*self._modes.kept)
+            self._arrange(snapshot, self._modes.fused(snapshot, layer_by_layer(f"{why}; {reason}")), streams=True)
+
+    def _empty_cache(self) -> DynamicCache:
+        """A cache as the model's `generate()` makes them, in storage of its own."""
+        cache = DynamicCache(config=hugging_face_model(self.module).config.get_text_config(decoder=True))
+        KVCache(self._rollout_settings.kv_step).adopt(cache)
+        return cache
+
+    def _arrange(
+        self, snapshot: Snapshot, fused: FusedModel, streams: bool, shared: SharedModules | None = None
+    ) -> None:
+        """Decide what eval mode runs on and in.
+
+        streams: the model's own layers run on their own weights, which ZeRO-3 gathers as they run.
+        shared: the model's own modules, where ranks share those.
+        """
+        self._snapshot, self._fused, self._streams = snapshot, fused, streams
+        self._meetings = None if shared is None else shared.meetings
         self._window = Window(
             self.module,
-            self._snapshot,
+            snapshot,
             self._refresh,
             self._training_hooks,
-            lends=not self._streams,
-            merges=not self._streams or group is not None,
-            finish=lambda adapters: self._fused.finish(adapters),
+            lends=not streams,
+            merges=not streams or fused.in_company,
+            sharing=nullcontext if shared is None else shared.lent,
+            settle=(lambda: None) if shared is None else shared.meetings.finish,
+            finish=fused.finish,
+            around=self._states_on_host if self._rollout_settings.offload_states else nullcontext,
         )
-        graph_slots = self._rollout_settings.max_slots if self._settings.enable_cuda_graph else 0
-        layers = [part.module for part in structure.layers]
-        self._fused = FusedModel(self.module, layers, self._snapshot, graph_slots, group, self._training_hooks)
-        if self._streams and group is None:
-            reason = self._fused.why_not if self._group.size > 1 else "hybrid_engine.pin_parameters=false"
-            self._fused.why_not = f"weights are gathered layer by layer ({reason})"
-        if self._rollout_settings.containers == "native":
-            self._fused.why_not = "rollout.containers=native"
-        self._containers = containers_of(self.module, structure, self._window, self._fused)
+        parts = parts_of(self.module, self._modes.structure)
+        if shared is None:
+            self._containers = containers_of(parts, self._window, fused)
+        else:
+            self._containers = shared.containers(parts, self._window)
 
-    def _make_snapshot(self, structure: Structure) -> tuple[Snapshot, InferenceGroup | None]:
-        """The snapshot, and the ranks that share it; None where this rank's is whole."""
-        settings = (self.module, structure, read_adapters(self.module), self._settings.tp_gather_partition_size)
-        if self._group.size == 1 or self._rollout_settings.containers == "native":
-            return Snapshot(*settings), None
-        try:
-            shard = Shard(self._group.size, self._group.index)
-            return SlicedSnapshot(*settings, read_decoder(self.module), shard), self._group
-        except Unreadable:
-            return Snapshot(*settings), None
+    def _make_pages(self) -> PageStore:
+        """The pages, bounded by the settings: by what the memory limit leaves, where that is less."""
+        step, kv_cache_bytes = self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes
+        left = self._modes.kv_limit()
+        if left is None or (kv_cache_bytes is not None and kv_cache_bytes <= left):
+            return PageStore(step, kv_cache_bytes)
+        name = f"rollout.memory_limit={self._modes.limit}"
+        return PageStore(step, left, name, lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}")
 
     # ---------------------------------------------------------------- modes
 
@@ -136,22 +186,26 @@ class HybridEngine(DeepSpeedEngine):
             yield self
 
     @contextmanager
+    def _company(self, adapters: bool | None) -> Iterator[None]:
+        """A whole call: where ranks share the model's own modules, in a window, at whose end one whose call was refused
+        keeps the others company too."""
+        with nullcontext() if self._meetings is None else self.inference(adapters):
+            yield
+
+    @contextmanager
     def _eval_mode(self) -> Iterator[None]:
         """Eval mode for the block; afterwards every module trains or not as it did."""
         if self._in_eval or self._window.is_open:
             yield
             return
-        modes = [(module, module.training) for module in self.module.modules()]
-        try:
-            self._install()
-            self.module.train(False)
-            yield
-        finally:
-            self._in_eval = False
-            self._uninstall()
-            for module, training in modes:
-                module.training = training
-            self._release()
+        with evaluating(self.module):
+            try:
+                self._install()
+                yield
+            finally:
+                self._in_eval = False
+                self._uninstall()
+                self._release()
 
     def destroy(self) -> None:
         """Give the model its forwards back and free the copies, then destroy DeepSpeed's engine."""
@@ -168,6 +222,7 @@ class HybridEngine(DeepSpeedEngine):
         """Switch forwards. A switched module is called without DeepSpeed's hooks: ZeRO-3's would prefetch."""
         if self._containers[0].installed:
             return
+        self._replace_refused_decoder()
         if not self._streams:
             self._unhooked.enter_context(unhooked(self._training_hooks(of=self._containers)))
         for container in self._containers:
@@ -181,15 +236,29 @@ class HybridEngine(DeepSpeedEngine):
     def _release(self) -> None:
         """Free on leaving inference what the configuration says."""
         with self._profiler.phase("release"):
+            if self._meetings is not None:
+                self._meetings.release()
             if self._settings.release_inference_cache:
                 self._kv_cache.release()
                 self._pages.release()
                 self._fused.release_pages()
-            if not self._rollout_settings.keep_snapshot:
+            if isinstance(self._snapshot, StreamedSnapshot) or not self._rollout_settings.keep_snapshot:
                 self._snapshot.release()
                 self._fused.release()
             if self._settings.release_inference_cache or not self._rollout_settings.keep_snapshot:
                 get_accelerator().empty_cache()
+
+    @contextmanager
+    def _states_on_host(self) -> Iterator[None]:
+        """Inside the block what training alone needs is in host memory."""
+        try:
+            with self._profiler.phase("release"):
+                self.offload_states(movable_states(self.optimizer))
+            yield
+        finally:
+            with self._profiler.phase("release"):
+                self.reload_states()
+                relink(self.optimizer)
 
     def _refuse_in_window(self, call: str) -> None:
         if self._window.is_open:
@@ -256,8 +325,9 @@ class HybridEngine(DeepSpeedEngine):
         `synced_gpus` is taken and not needed: ranks do not wait for each other.
         Raises ValueError and NotImplementedError, in words, before any weight moves.
         """
-        prompts_of(self.module, args, kwargs)
-        return self._generate(args, kwargs, adapters, lambda rows: Noise(drawn_seed(), own_row_ids(rows)))
+        with self._company(adapters):
+            prompts_of(self.module, args, kwargs)
+            return self._generate(args, kwargs, adapters, lambda rows: Noise(drawn_seed(), own_row_ids(rows)))
 
     def rollout(
         self,
@@ -275,6 +345,18 @@ class HybridEngine(DeepSpeedEngine):
             the world size. None numbers this rank's rows, so that ranks share no noise.
         Raises ValueError and NotImplementedError, in words, before any weight moves.
         """
+        with self._company(adapters):
+            return self._rollout(prompt_ids, prompt_mask, sampling, num_generations, adapters, row_ids)
+
+    def _rollout(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sampling: SamplingParams,
+        num_generations: int,
+        adapters: bool | None,
+        row_ids: torch.Tensor | None,
+    ) -> RolloutBatch:
         check_prompts(prompt_ids, prompt_mask, "prompt_ids")
         check_left_padded(prompt_mask)
         if num_generations < 1:
@@ -284,7 +366,7 @@ class HybridEngine(DeepSpeedEngine):
         if len(prompt_ids) == 0:  # other ranks may be gathering, so this one draws a token and gives nothing back
             one = prompt_ids.new_zeros(1, prompt_ids.shape[1])
             once = replace(sampling, max_new_tokens=1, min_new_tokens=0)
-            return self.rollout(one, torch.ones_like(one), once, 1, adapters).first_rows(0)
+            return self._rollout(one, torch.ones_like(one), once, 1, adapters, None).first_rows(0)
         require_generate(self.module)
         version, before = self.weight_version, self._profiler.stats()
         log = TokenLog(sampling.temperature or 1.0)
@@ -326,6 +408,17 @@ class HybridEngine(DeepSpeedEngine):
         sequences, attention_mask: int64 [rows, tokens], padded on either side; a rank may have no rows. Logits are
         made for `rows_per_forward` rows at a time. adapters: None as the model has them; False judges by the base.
         """
+        with self._company(adapters):
+            return self._score(sequences, attention_mask, adapters, temperature, rows_per_forward)
+
+    def _score(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor,
+        adapters: bool | None,
+        temperature: float,
+        rows_per_forward: int,
+    ) -> Scores:
         check_prompts(sequences, attention_mask, "sequences")
         if temperature <= 0:
             raise ValueError(f"temperature: {temperature} given; it must be above 0")
@@ -354,22 +447,24 @@ class HybridEngine(DeepSpeedEngine):
         log: TokenLog | None = None,
     ) -> Any:
         """Hugging Face's `generate` with our decode loop in it."""
-        decoding = Decoding(
-            phase=self._profiler.phase,
-            window=lambda: self._window.opened(adapters),
-            cache=self._kv_cache,
-            fused=self._decoder,
-            store=self._pages,
-            page_bytes=self._fused.page_bytes,
-            max_slots=self._rollout_settings.max_slots,
-            stride=stride_on(self.device),
-            max_out_tokens=self._settings.max_out_tokens,
-            noise=noise,
-            token_log=log,
-            agree=partial(all_ranks, device=self.device) if self._streams else None,
-            produced=self._profiler.generated,
-        )
         with self._eval_mode(), autocast_if_enabled(self):
+            decoding = Decoding(
+                phase=self._profiler.phase,
+                window=lambda: self._window.opened(adapters),
+                cache=self._kv_cache,
+                fused=self._decoder,
+                store=self._pages,
+                page_bytes=self._fused.page_bytes,
+                require_memory=self._require_memory,
+                max_slots=self._rollout_settings.max_slots,
+                stride=stride_on(self.device),
+                max_out_tokens=self._settings.max_out_tokens,
+                noise=noise,
+                token_log=log,
+                agree=partial(all_ranks, device=self.device) if self._streams else None,
+                sync_interval=self._rollout_settings.sync_interval,
+                produced=self._profiler.generated,
+            )
             return generate(self.module, args, kwargs, decoding)
 
     def _decoder(self, tokens: int) -> Decoder | None:
@@ -377,10 +472,18 @@ class HybridEngine(DeepSpeedEngine):
         run natively."""
         return self._fused.decoder(self._window.uses_adapters, tokens)
 
+    def _require_memory(self, rows: int, tokens: int) -> None:
+        """Raise ValueError, with the plan, where so many sequences do not fit into the model's own cache."""
+        if not self._modes.fits(rows, tokens):
+            raise ValueError(
+                f"rollout.memory_limit={self._modes.limit}: {rows} sequences of {tokens} tokens, new ones included, "
+                f"need more; raise it, or ask for fewer rows or tokens\n{self._modes.plan(rows, tokens)}"
+            )
+
     def _refresh(self, adapters: bool) -> None:
         if self._streams and self._fused.why_not:  # nothing will run on a copy
             return
-        self._profiler.now.gathered_bytes += self._snapshot.refresh(self._profiler.phase, adapters)
+        self._profiler.gathered(self._snapshot.refresh(self._profiler.phase, adapters))
 
     def _training_hooks(self, of: list[NativeContainer] | None = None) -> list[RemovableHandle]:
         """Handles of the hooks that DeepSpeed put on the model, the engine's own and ZeRO-3's; or, of them, those on
@@ -397,13 +500,27 @@ class HybridEngine(DeepSpeedEngine):
 
     # ----------------------------------------------------------- inspection
 
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks run inference together, so that every rank must make the same calls in the same order."""
+        return self._modes.in_use != Mode()
+
+    def memory_plan(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> MemoryPlan:
+        """What each way to hold weights that this engine could run in takes for such a rollout, in bytes on this rank.
+
+        batch_size: sequences of this rank, every generation of a prompt counted; `rollout.max_slots` of them decode at
+        once. Nothing moves, and no rank is asked. `print` shows a table.
+        """
+        return self._modes.plan(min(batch_size, self._rollout_settings.max_slots), prompt_length + max_new_tokens)
+
     def coverage(self) -> list[dict[str, str]]:
         """What runs where in eval mode: for each part of the model its `module` name, `kind`, `container` and why.
 
         A fused decoder is compared with the model's layers on first use; where one differs, this says so afterwards.
         """
         with autocast_if_enabled(self):
-            return coverage_of(self._containers, self._fused)
+            copied = not (self._streams and self._fused.why_not_now())
+            return coverage_of(self._containers, self._fused, copied)
 
     def stats(self) -> dict[str, float]:
         """This rank's figures since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
@@ -411,11 +528,12 @@ class HybridEngine(DeepSpeedEngine):
         decode, `gathered_bytes`; and `snapshot_bytes`, `container_bytes` (what fused containers copied
         beside it), `kv_bytes` held now and `peak_bytes`, the most that the snapshot with one gathered group, the
         containers and the KV cache have needed."""
+        others = 0 if self._meetings is None else self._meetings.nbytes()
         return {
             **self._profiler.stats(),
             "snapshot_bytes": self._snapshot.nbytes(),
             "container_bytes": self._fused.nbytes(),
-            "kv_bytes": self._kv_cache.nbytes() + self._pages.nbytes(),
+            "kv_bytes": self._kv_cache.nbytes() + self._pages.nbytes() + others,
             "peak_bytes": self._snapshot.peak_bytes
             + self._fused.nbytes()
             + self._kv_cache.peak_bytes
@@ -423,8 +541,12 @@ class HybridEngine(DeepSpeedEngine):
         }
 
 
-def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int) -> None:
-    """Raise ValueError where `size` ranks cannot share a model's heads; a model that is of no family runs natively."""
-    if size > 1:
+def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int | str) -> None:
+    """Raise ValueError where `size` ranks cannot share a model's heads, as its family or its `tp_plan` tells them."""
+    if size != "auto" and size > 1:
         with suppress(Unreadable):
-            require_divisible(read_decoder(model).spec, size)
+            spec = read_decoder(model).spec
+            require_divisible(spec.num_heads, spec.num_kv_heads, size)
+        with suppress(Unreadable):
+            for attention in read_tp_plan(model).attentions:
+                require_divisible(attention.heads, attention.kv_heads, size)

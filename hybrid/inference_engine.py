@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import ModelOutput
 
 from hybrid.architectures.reading import read_decoder
-from hybrid.architectures.spec import Unreadable
+from hybrid.architectures.spec import Reading, Unreadable
 from hybrid.architectures.structure import Structure, read_structure
 from hybrid.config import (
     InferenceConfig,
@@ -23,7 +23,7 @@ from hybrid.config import (
     read_inference_config,
     values_set,
 )
-from hybrid.containers.fused import FusedModel, containers_of, coverage_of
+from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.containers.injected import read_policy, require_whole_heads, share_out
 from hybrid.containers.window import Window
 from hybrid.decoding.kv_cache import KVCache
@@ -128,7 +128,7 @@ class InferenceEngine(nn.Module):
         group, tensor = self._group, self._group.tensor
         experts = Shard(group.size // tensor.size, group.index // tensor.size)
         slices = LoadedSlices(self.module, structure, reading, Shard(tensor.size, tensor.index), experts, read)
-        self._build(structure, slices, lends=False, group=group)
+        self._build(structure, slices, lends=False, group=group, reading=reading)
         with slices.whole(read) as self._own_hooks:
             self._check()
         self._own_hooks = []
@@ -152,7 +152,12 @@ class InferenceEngine(nn.Module):
             save_mp_checkpoint(path, stored_tensors(self.module), read, self._group.size, self._group.index)
 
     def _build(
-        self, structure: Structure, snapshot: Snapshot, lends: bool, group: InferenceGroup | None = None
+        self,
+        structure: Structure,
+        snapshot: Snapshot,
+        lends: bool,
+        group: InferenceGroup | None = None,
+        reading: Reading | None = None,
     ) -> None:
         """The containers over the weights, which stay as they are from here on."""
         defaults, synchronize = RolloutConfig(), get_accelerator().synchronize
@@ -173,8 +178,10 @@ class InferenceEngine(nn.Module):
         )
         layers = [part.module for part in structure.layers]
         graph_slots = self._max_slots if self._config.enable_cuda_graph else 0
-        self._fused = FusedModel(self.module, layers, snapshot, graph_slots, group, lambda: self._own_hooks)
-        self._containers = containers_of(self.module, structure, self._window, self._fused)
+        self._fused = FusedModel(
+            self.module, layers, snapshot, graph_slots, group, lambda: self._own_hooks, reading
+        )
+        self._containers = containers_of(parts_of(self.module, structure), self._window, self._fused)
         for container in self._containers:
             container.install()
 
@@ -231,6 +238,7 @@ class InferenceEngine(nn.Module):
             fused=self._decoder,
             store=self._pages,
             page_bytes=self._fused.page_bytes,
+            require_memory=lambda rows, tokens: None,
             max_slots=self._max_slots,
             stride=stride_on(self._device),
             max_out_tokens=most,
@@ -345,7 +353,8 @@ def sharing_group(config: InferenceConfig) -> InferenceGroup:
     """The ranks that share the weights: a group that is there already, or neighbours."""
     size = ranks_sharing(config)
     given = given_group(config.tensor_parallel) if expert_ranks(config.moe) == 1 else config.moe.ep_group
-    return InferenceGroup(size, given if size > 1 else None, tensor_ranks(config.tensor_parallel))
+    ranks = tensor_ranks(config.tensor_parallel)
+    return InferenceGroup(size, group=given if size > 1 else None, tensor_size=ranks)
 
 
 def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
@@ -491,7 +500,8 @@ def refuse_what_cannot_be_shared(model: nn.Module, config: InferenceConfig, size
             f"spread over ranks ({reason}), and automatic tensor parallelism of its own modules is not available: give "
             "injection_policy, or use tp_size=1"
         ) from reason
-    require_divisible(spec, tensor_ranks(config.tensor_parallel), "tensor_parallel.tp_size")
+    ranks = tensor_ranks(config.tensor_parallel)
+    require_divisible(spec.num_heads, spec.num_kv_heads, ranks, "tensor_parallel.tp_size")
 
 
 def is_decoder(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from deepspeed.runtime.zero import partition_parameters
 from hybrid.config import HybridEngineConfig, RolloutConfig, load_config, read_blocks
 from hybrid.hybrid_engine import HybridEngine
 from hybrid.parallel import world_size
+from hybrid.weights.offload import require_movable
 
 
 def initialize(
@@ -76,6 +77,9 @@ def initialize(
         refuse_what_is_not_there(*blocks)
         mesh = make_mesh(settings, mesh_param)
         deepspeed_config = DeepSpeedConfig(settings, mpu, mesh_device=mesh)
+        refuse_streaming_of_whole_weights(blocks[0], deepspeed_config)
+        if blocks[1].offload_states:
+            require_movable(deepspeed_config)
         deepspeed.set_optimizer_flags(deepspeed_config, model)
         engine = HybridEngine(**shared, blocks=blocks, config=settings, config_class=deepspeed_config, mesh_device=mesh)
     finally:
@@ -91,9 +95,25 @@ def make_mesh(settings: dict[str, Any], mesh_param: Any) -> Any:
     return comm.initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel")) if mesh_param else None
 
 
+def refuse_streaming_of_whole_weights(settings: HybridEngineConfig, config: DeepSpeedConfig) -> None:
+    """Raise ValueError where weights that are to be gathered as they run are whole on every rank."""
+    stage = config.zero_config.stage
+    if settings.pin_parameters is False and stage != 3:
+        raise ValueError(
+            f"hybrid_engine.pin_parameters: false given with zero_optimization.stage={stage}; it streams what ZeRO-3 "
+            "has partitioned. With stages 0 to 2 inference reads the training weights where they are: use true"
+        )
+
+
 def refuse_what_is_not_there(settings: HybridEngineConfig, rollout: RolloutConfig) -> None:
     """Raise for settings of DeepSpeed's block that this engine cannot follow."""
     size, ranks = settings.inference_tp_size, world_size()
+    if "auto" in (size, settings.pin_parameters) and settings.enable_cuda_graph:
+        raise ValueError(
+            "hybrid_engine.enable_cuda_graph: true given with inference_tp_size or pin_parameters 'auto', which may "
+            "choose a way that cannot be captured; use false, or inference_tp_size=1 and pin_parameters=true"
+        )
+    size = 1 if size == "auto" else size
     if ranks % size:
         raise ValueError(f"hybrid_engine.inference_tp_size: {size} given; it must divide the world size, {ranks}")
     if size > 1 and not settings.pin_parameters:

@@ -1,5 +1,7 @@
 """Ranks: who shares noise, and the few things that ranks tell each other. Knows nothing of models."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -32,25 +34,49 @@ def all_ranks(flag: bool, device: torch.device) -> bool:
     return unmet.item() == 0
 
 
+def lowest(number: int, device: torch.device) -> int:
+    """The lowest of all ranks' numbers. A collective."""
+    if world_size() == 1:
+        return number
+    found = torch.tensor(number, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    return int(found)
+
+
+def any_rank(flags: list[bool], device: torch.device, group: dist.ProcessGroup) -> list[bool]:
+    """For each flag, whether any rank of the group has it. A collective."""
+    found = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(found, group=group)
+    return [count > 0 for count in found.tolist()]
+
+
 class InferenceGroup:
     """Consecutive ranks that share one copy of the weights during inference, and what they tell each other.
 
     size: ranks in a group; it divides the world size, and with 1 every rank is by itself.  index: this rank's place
-    in its group.  number: the group's place among the groups. Building one is a collective of all ranks, unless `group`
-    is there already.
+    in its group.  number: the group's place among the groups.
+    connected: false for a group that is only planned, whose ranks tell each other nothing. Building a connected one is
+        a collective of all ranks, unless `group` is there already.
     tensor: this rank's neighbours who share heads and matrices: `tensor_size` of the group; the whole group, unless
         experts are shared out in it too.
     """
 
-    def __init__(self, size: int, group: dist.ProcessGroup | None = None, tensor_size: int | None = None):
+    def __init__(
+        self,
+        size: int,
+        connected: bool = True,
+        group: dist.ProcessGroup | None = None,
+        tensor_size: int | None = None,
+    ):
         self.size, self.index, self.number, self.group = size, rank() % size, rank() // size, group
         if group is not None:
             self.index, self.number = dist.get_rank(group), dist.get_global_rank(group, 0)
-        for first in range(0, world_size(), size) if size > 1 and group is None else ():
+        firsts = range(0, world_size(), size) if size > 1 and connected and group is None else ()
+        for first in firsts:  # every rank takes part in making every group
             members = list(range(first, first + size))
-            made = dist.new_group(members)  # every rank takes part in making every group
+            made = dist.new_group(members)
             self.group = made if rank() in members else self.group
-        self.tensor = self if tensor_size in (None, size) else InferenceGroup(tensor_size)
+        self.tensor = self if tensor_size in (None, size) else InferenceGroup(tensor_size, connected)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' tensors, in place of this rank's."""
@@ -70,6 +96,12 @@ class InferenceGroup:
             return tensor[None]
         found = tensor.new_empty(self.size, *tensor.shape)
         dist.all_gather(list(found.unbind()), tensor.contiguous(), group=self.group)
+        return found
+
+    def gather_objects(self, thing: Any) -> list[Any]:
+        """Every rank's thing, pickled. What cannot be pickled raises here before anybody waits."""
+        found = [None] * self.size
+        dist.all_gather_object(found, thing, group=self.group)
         return found
 
     def gather_rows(self, rows: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from hybrid.parallel import SharedCounter, rank
 
 # gather: collectives that bring partitioned weights together.  merge: adapters into weights.  prefill, decode: the
-# model over prompts and over new tokens.  wait: for other ranks, where decoding needs them.  release: freeing memory.
-# train: forward, backward and step in train mode.
+# model over prompts and over new tokens.  wait: for other ranks, where decoding needs them.  release: freeing memory,
+# and moving to the host and back what training alone needs.  train: forward, backward and step in train mode.
 PHASES = ("gather", "merge", "prefill", "decode", "wait", "release", "train")
 
 Phase = Callable[[str], AbstractContextManager]  # times the block as one of PHASES
@@ -65,6 +65,10 @@ class Profiler:
         """Count `samples` sequences and `tokens` new tokens of this rank."""
         self.samples.add(samples)
         self.now.tokens += tokens
+
+    def gathered(self, nbytes: int) -> None:
+        """Count bytes that this rank has gathered."""
+        self.now.gathered_bytes += nbytes
 
     def stats(self) -> dict[str, float]:
         """This rank's figures of the iteration in progress: `<phase>_s` seconds, tokens, tokens per second of

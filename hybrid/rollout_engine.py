@@ -117,10 +117,11 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
                 f"SamplingConfig.continuous_batch_size: {bound} given; it must be at least n_samples_per_prompt, "
                 f"{samples}: a prompt's samples are decoded together"
             )
-        if self.engine.zero_optimization_stage() == 3 and not self.settings.get("pin_parameters", True):
+        if self.engine.in_step:
             raise NotImplementedError(
-                f"SamplingConfig.continuous_batch_size: {bound} given with hybrid_engine.pin_parameters=false, where "
-                "ranks decode in step and must have as many parts; leave it None, or pin the parameters"
+                f"SamplingConfig.continuous_batch_size: {bound} given with hybrid_engine.pin_parameters=false or "
+                "inference_tp_size above 1, where ranks decode in step and must have as many parts; leave it None, or "
+                "pin the parameters"
             )
         return bound // samples
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hybrid
+from tests.models import prompts
 
 CONTAINERS = "HYBRID_TEST_CONTAINERS"  # what `pytest --containers` says to the ranks
 LARGE = 10**9  # a persistence threshold that no parameter reaches: ZeRO-3 keeps everything whole
@@ -45,6 +46,56 @@ def train_step(engine: hybrid.HybridEngine, seed: int = 0, rows: int = 2, length
     engine.backward(loss)
     engine.step()
     return loss.detach()
+
+
+def require_same_rollouts(
+    one: hybrid.HybridEngine, other: hybrid.HybridEngine, length: int, adapted: bool, tolerance: float
+) -> None:
+    """Two engines over the same weights make the same rollouts and scores, with logprobs within `tolerance` (0: to the
+    bit), before and after a step, and train alike. Ranks differ in rows, lengths (about `length`) and new tokens."""
+    rank = dist.get_rank()
+    ids, mask = prompts(2 + rank, length + rank, padded=True, seed=rank)
+    sampling = hybrid.SamplingParams(max_new_tokens=5 + 6 * rank, temperature=0.7, top_k=20, seed=3)
+    for step in range(2):
+        outputs = []
+        for engine in (one, other):
+            with engine.inference():
+                batch = engine.rollout(ids, mask, sampling, num_generations=2)
+                scores = engine.score(batch.sequences, batch.attention_mask, rows_per_forward=3 - rank)
+                base = engine.score(batch.sequences, batch.attention_mask, adapters=False)
+            assert batch.weight_version == step
+            judged = (values for one_of in (scores, base) for values in (one_of.per_token_logps, one_of.entropies))
+            outputs.append((batch.sampling_per_token_logps, *judged, batch.completion_ids))
+        *expected, expected_ids = outputs[0]
+        *found, found_ids = outputs[1]
+        assert torch.equal(found_ids, expected_ids)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+        assert not adapted or (base.per_token_logps - scores.per_token_logps).abs().max() > 1e-2
+        for engine in (one, other):
+            engine.train()
+            train_step(engine, step)
+        assert storage_digest(one) == storage_digest(other), "training is not what it was"
+
+
+def require_hugging_faces(engine: hybrid.HybridEngine, reference: nn.Module, tolerance: float) -> None:
+    """Greedy tokens are the reference's, logits within `tolerance`; a step can follow. Ranks differ in rows, prompt
+    length and number of new tokens."""
+    rank = dist.get_rank()
+    for padded in (False, True):
+        ids, mask = prompts(rows=3 + rank, length=7 + rank, padded=padded, seed=rank)
+        request = {"attention_mask": mask, "max_new_tokens": 6 + 4 * rank, "do_sample": False}
+        expected = reference.generate(ids, **request)
+        assert torch.equal(engine.generate(ids, **request), expected), f"padded {padded}, rank {rank}"
+    whole = torch.ones_like(expected)
+    whole[:, : ids.shape[1]] = mask
+    with torch.no_grad():
+        logits = reference(expected, attention_mask=whole).logits
+    engine.eval()
+    ours = engine(expected, attention_mask=whole, use_cache=False).logits
+    torch.testing.assert_close(ours[whole.bool()], logits[whole.bool()], atol=tolerance, rtol=1e-4)
+    engine.train()
+    train_step(engine)
 
 
 def storage_digest(engine: hybrid.HybridEngine) -> str:

@@ -17,6 +17,7 @@ LAYERS = [
     ("hybrid.initialize",),
     ("hybrid.hybrid_engine", "hybrid.inference_engine"),
     ("hybrid.rollout_engine",),
+    ("hybrid.memory_plan",),
     ("hybrid.generation",),
     ("hybrid.rollout",),
     ("hybrid.decoding",),

@@ -2,16 +2,20 @@
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
-from hybrid.architectures.spec import LayerSpec, Place, Reading, Unreadable
+from hybrid.architectures.spec import OUTER_ROLES, LayerSpec, Place, Reading, Unreadable
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
+from hybrid.containers.torch_decoder import no_sides
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
+from hybrid.weights.lora import LowRank
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of decoder.cpp's enum
+OUTER_NORMS = frozenset({"embedding_norm", "final_norm"})
+OUTER_MATRICES = ("project_in", "project_out", "head")
 NORM_ROLES = "attention_norm q_norm k_norm attention_post_norm mlp_norm mlp_post_norm".split()
 JOINED = {"qkv": ("q", "k", "v"), "o": ("o",), "up": ("gate", "up"), "down": ("down",), "router": ("router",)}
 
@@ -20,6 +24,7 @@ class CpuDecoder:
     """A Reading's decoder, computed by the library of `kernels.cpu_library`.
 
     weights: gives a place's whole tensor, before its `select`; None for a bias that is not there.
+    sides: gives what adapters add beside a weight's place, as TorchDecoder's.
     dtype: of the matrices; float32 or bfloat16. Activations are float32, rounded to it where Hugging Face rounds.
     Weights are not copied where a role's tensor is whole rows of what `weights` gives; others are (transposed ones).
     Raises Unreadable for a dtype, or a mixture of them, that there are no kernels for.
@@ -31,27 +36,22 @@ class CpuDecoder:
         weights: Callable[[Place], torch.Tensor | None],
         dtype: torch.dtype,
         library: ctypes.CDLL,
+        sides: Callable[[Place], list[LowRank]] = no_sides,
     ):
         if dtype not in (torch.float32, torch.bfloat16):
             raise Unreadable(f"the CPU kernels compute float32 and bfloat16, not {dtype}")
         self.reading, self.spec, self.weights, self.dtype = reading, reading.spec, weights, dtype
-        self.library = library
+        self.library, self.sides = library, sides
         self.device = torch.device("cpu")
         self.work = torch.empty(0)
         self.tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.lent: weakref.ref[PagedKV] | None = None  # whose addresses the layers have now
         self.tensors: list[torch.Tensor] = []  # what the records below point to, kept alive
-        self.sources: set[int] = set()  # storages that weights were read from
-
-    def bind(self) -> None:
-        """Read where the weights are now."""
-        self.tensors, self.sources, self.lent, self.tables = [], set(), None, {}
-        spec = self.spec
-        self.layer_records = (kernels.Layer * len(spec.layers))(
-            *(self._layer(layer, places) for layer, places in zip(spec.layers, self.reading.layers, strict=True))
-        )
-        outer = self.reading.outer
-        embedding = self._matrix(outer["embedding.weight"])
+        self.sources: dict[int, torch.UntypedStorage] = {}  # that weights were read from; kept, for identity
+        self.side_records: list[ctypes.Array] = []  # what linears' records point to, kept alive
+        spec = reading.spec
+        self.slopes = torch.tensor(spec.alibi) if spec.alibi else None
+        self.layer_records = (kernels.Layer * len(spec.layers))()
         self.record = kernels.Decoder(
             half=self.dtype == torch.bfloat16,
             vocabulary=spec.vocab_size,
@@ -60,8 +60,6 @@ class CpuDecoder:
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            intermediate=max((layer.down.inputs for layer in self.layer_records), default=0),
-            expert_intermediate=self._expert_intermediate(),
             layer_norm=spec.norm == "layer",
             norm_float32=spec.norm_float32,
             activation=ACTIVATIONS.index(spec.activation),
@@ -78,7 +76,6 @@ class CpuDecoder:
             normalize_experts=spec.normalize_experts,
             experts_float32=spec.experts_float32,
             alibi_bfloat16=spec.alibi_bfloat16,
-            embedding_rows=len(embedding),
             norm_eps=spec.norm_eps,
             norm_offset=spec.norm_offset,
             attention_scale=spec.attention_scale,
@@ -87,16 +84,41 @@ class CpuDecoder:
             embedding_multiplier=spec.embedding_multiplier,
             residual_multiplier=spec.residual_multiplier,
             logits_divisor=spec.logits_divisor,
-            slopes=self._keep(torch.tensor(spec.alibi)) if spec.alibi else None,
-            embedding=self._keep(embedding),
-            positions=self._keep(self._matrix(outer["positions.weight"])) if "positions.weight" in outer else None,
-            embedding_norm=self._norm(outer, "embedding_norm"),
-            final_norm=self._norm(outer, "final_norm"),
-            project_in=self._linear(outer, ("project_in",)),
-            project_out=self._linear(outer, ("project_out",)),
-            head=self._linear(outer, ("head",)),
+            slopes=None if self.slopes is None else address(self.slopes),
             layers=ctypes.addressof(self.layer_records),
         )
+
+    def bind(self) -> None:
+        """Read where the weights are now."""
+        self.tables, self.lent = {}, None
+        self.unbind()
+        self.bind_part(OUTER_ROLES, range(len(self.spec.layers)))
+
+    def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
+        """Read where the weights of these roles outside the layers, and of these layers, are now."""
+        places = {name: place for name, place in self.reading.outer.items() if name.partition(".")[0] in outer}
+        if "embedding.weight" in places:
+            embedding = self._matrix(places["embedding.weight"])
+            self.record.embedding, self.record.embedding_rows = self._keep(embedding), len(embedding)
+        if "positions.weight" in places:
+            self.record.positions = self._keep(self._matrix(places["positions.weight"]))
+        for role in OUTER_NORMS.intersection(outer):
+            setattr(self.record, role, self._norm(places, role))
+        matrices = {role: (role,) for role in OUTER_MATRICES if role in outer}
+        for role, record in self._linears(places, matrices).items():
+            setattr(self.record, role, record)
+        for index in layers:
+            before, own = self.layer_records[index], self.reading.layers[index]
+            bound = self._layer(self.spec.layers[index], own)
+            bound.cos, bound.sin, bound.keys, bound.values = before.cos, before.sin, before.keys, before.values
+            self.layer_records[index] = bound
+            self.record.intermediate = max(self.record.intermediate, bound.down.inputs)
+            if self.spec.layers[index].experts:
+                self.record.expert_intermediate = self._matrix(own["experts_down.weight"]).shape[2]
+
+    def unbind(self) -> None:
+        """Let go of the weights: what has not been bound again must not run."""
+        self.tensors, self.sources, self.side_records = [], {}, []
 
     def kv(self, pages: int) -> PagedKV:
         """New pages, their content undefined.  keys [pages, kv_heads, head_dim, PAGE], values [pages, kv_heads, PAGE,
@@ -149,7 +171,7 @@ class CpuDecoder:
 
     def nbytes(self) -> int:
         """Bytes of weights that are copies: turned matrices, and biases and norms in float32."""
-        return sum(t.nbytes for t in self.tensors if t.untyped_storage().data_ptr() not in self.sources)
+        return sum(t.nbytes for t in self.tensors if t.untyped_storage()._cdata not in self.sources)
 
     def _run(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV | None, first: int, last: int) -> torch.Tensor:
         if kv is not None:
@@ -204,14 +226,32 @@ class CpuDecoder:
             }
         return kernels.Layer(
             **{role: self._norm(places, role) for role in NORM_ROLES},
-            **{name: self._linear(places, roles) for name, roles in JOINED.items()},
+            **self._linears(places, JOINED),
             window=layer.window,
             **experts,
         )
 
-    def _expert_intermediate(self) -> int:
-        mixtures = [p for p, layer in zip(self.reading.layers, self.spec.layers, strict=True) if layer.experts]
-        return self._matrix(mixtures[0]["experts_down.weight"]).shape[2] if mixtures else 0
+    def _linears(self, places: dict[str, Place], names: dict[str, tuple[str, ...]]) -> dict[str, ctypes.Structure]:
+        """Matrices by name, of the roles that become one; what adapters make of their inputs has a place for each."""
+        found, at = {}, 0
+        for name, roles in names.items():
+            found[name] = self._linear(places, roles)
+            at = self._put_beside(found[name], places, roles, at)
+        self.record.side_ranks = max(self.record.side_ranks, at)  # floats a token, whatever runs
+        return found
+
+    def _put_beside(self, record: ctypes.Structure, places: dict[str, Place], roles: tuple[str, ...], at: int) -> int:
+        """Give a matrix's record what adapters add to its parts; gives the end of the room that they take from `at`."""
+        sides, first = [], 0
+        for part, role in enumerate(role for role in roles if f"{role}.weight" in places):
+            for a, b, scale in self.sides(places[f"{role}.weight"]):
+                sides.append(kernels.Side(self._factor(a), self._factor(b), len(a), first, len(b), at, scale))
+                at += len(a)
+            first += record.rows[part]
+        if sides:
+            self.side_records.append((kernels.Side * len(sides))(*sides))
+            record.sides, record.num_sides = ctypes.addressof(self.side_records[-1]), len(sides)
+        return at
 
     def _linear(self, places: dict[str, Place], roles: tuple[str, ...]) -> ctypes.Structure:
         """The roles' matrices, one above the other; empty where the model has none of them."""
@@ -232,7 +272,13 @@ class CpuDecoder:
 
     def _matrix(self, place: Place) -> torch.Tensor:
         """A role's matrix, in the decoder's dtype, contiguous: a copy only where it lies otherwise."""
-        matrix = self._selected(place)
+        return self._contiguous(self._selected(place))
+
+    def _factor(self, factor: torch.Tensor) -> int:
+        self._note_source(factor)
+        return self._keep(self._contiguous(factor.detach()))
+
+    def _contiguous(self, matrix: torch.Tensor) -> torch.Tensor:
         if matrix.dtype != self.dtype:
             raise Unreadable(f"a matrix is {matrix.dtype} where the embedding is {self.dtype}")
         return matrix.contiguous()
@@ -241,8 +287,12 @@ class CpuDecoder:
         tensor = None if place is None else self.weights(place)
         if tensor is None:
             return None
-        self.sources.add(tensor.untyped_storage().data_ptr())
+        self._note_source(tensor)
         return tensor.detach() if place.select is None else place.select(tensor.detach())
+
+    def _note_source(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.sources[storage._cdata] = storage
 
     def _keep(self, tensor: torch.Tensor) -> int:
         self.tensors.append(tensor)

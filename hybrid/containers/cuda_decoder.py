@@ -10,12 +10,13 @@ import torch
 
 from hybrid.architectures.spec import Place, Reading
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
-from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.containers.torch_decoder import TorchDecoder, no_sides
 from hybrid.kernels import torch_ops
 from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
 from hybrid.kernels.triton_attention import decode_attention, prefill_attention
 from hybrid.kernels.triton_experts import mixture
 from hybrid.kernels.triton_fused import HeadNorm, add_layer_norm, add_rms_norm, gated_activation, rope_and_write
+from hybrid.weights.lora import LowRank
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,27 @@ class CudaDecoder(TorchDecoder):
         dtype: torch.dtype,
         max_slots: int = 0,
         capture: Callable = capture_on_device,
+        sides: Callable[[Place], list[LowRank]] = no_sides,
     ):
-        super().__init__(reading, weights, dtype)
+        super().__init__(reading, weights, dtype, sides)
         self.max_slots = max_slots
         self.capture = capture
         self.positions = 0  # that there are tables for
         self.turns: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.bias: torch.Tensor | None = None  # ALiBi's, [heads, positions]
         self.graphed: GraphedStep | None = None
-        self.addresses: tuple[int, ...] = ()  # of the weights
+        self.addresses: tuple[float, ...] = ()  # of the weights, and the factors that products are scaled by
         self.lent: PagedKV | None = None  # while a graph is captured or replayed
         self.lent_addresses: tuple[int, ...] = ()  # of the pages that the graphs read
 
     def bind(self) -> None:
-        """As TorchDecoder's; graphs are kept where no weight has moved."""
+        """As TorchDecoder's; graphs are kept where no weight has moved and nothing is scaled otherwise."""
         super().bind()
-        tensors = (tensor for block in (self.outer, *self.blocks) for tensor in block.values())
-        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        blocks = (self.outer, *self.blocks)
+        sides = [side for block in blocks for beside in block.sides.values() for side in beside]
+        tensors = [tensor for block in blocks for tensor in block.values()]
+        tensors += [factor for side in sides for factor in (side.a, side.b)]
+        addresses = (*(tensor.data_ptr() for tensor in tensors), *(side.scale for side in sides))
         if addresses != self.addresses and self.graphed is not None:
             self.graphed.reset()
         self.addresses = addresses
@@ -75,7 +80,7 @@ class CudaDecoder(TorchDecoder):
             return
         self.positions = pages * PAGE
         self.graphed = None
-        spec, device = self.spec, self.outer["embedding.weight"].device
+        spec, device = self.spec, self.device
         # Beyond max_positions there are no positions, and asking for one would rescale the others (longrope, dynamic).
         places = torch.arange(min(self.positions, spec.max_positions or self.positions), device=device)
         rounded = torch.float32 if spec.rotary_float32 else self.dtype
@@ -117,7 +122,7 @@ class CudaDecoder(TorchDecoder):
     def _graphed(self) -> GraphedStep:
         """The graphs, with inputs for `max_slots` sequences of as many tokens as there are tables for."""
         if self.graphed is None:
-            zeros = torch.zeros(self.max_slots, dtype=torch.int32, device=self.outer["embedding.weight"].device)
+            zeros = torch.zeros(self.max_slots, dtype=torch.int32, device=self.device)
             tables = zeros[:, None].repeat(1, self.positions // PAGE)
             blank = {"ids": zeros.long(), "positions": zeros, "lengths": zeros + 1, "tables": tables}
             self.graphed = GraphedStep(self._slots_step, blank, capture=self.capture)

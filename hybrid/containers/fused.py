@@ -19,20 +19,23 @@ from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.int8_decoder import Int8Decoder
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.sharded_decoder import Pool, ShardedDecoder, SharedDecoder
-from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.containers.streamed_decoder import Passes, StreamedDecoder
+from hybrid.containers.torch_decoder import TorchDecoder, no_sides
 from hybrid.containers.window import Window
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.parallel import InferenceGroup
-from hybrid.weights.lora import Adapted
+from hybrid.weights.gather import whole_shape
+from hybrid.weights.lora import Adapted, LowRank
 from hybrid.weights.quantize import Int8Linear
-from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot
+from hybrid.weights.streamed_snapshot import StreamedSnapshot
 
 CHECKED_TOKENS = (PAGE + 5, 7)  # sequences of the self-check: over a page's end, and a short one
 
 
-AnyDecoder = CpuDecoder | TorchDecoder | SharedDecoder
+WholeDecoder = CpuDecoder | TorchDecoder  # a CudaDecoder is a TorchDecoder
+AnyDecoder = WholeDecoder | SharedDecoder | StreamedDecoder
 
 
 @dataclass
@@ -50,6 +53,7 @@ class FusedModel:
     graph_slots: decode steps of up to so many rows are CUDA graphs; 0: none are.
     group: ranks that share the decoder (inference tensor parallelism); the snapshot is a SlicedSnapshot then.
     own_hooks: gives the training engine's hooks, which are not a wish to see the modules run.
+    reading: of the model, where somebody has read it; a SlicedSnapshot's slices are of its places.
     why_not: words where there is no decoder; "" where there is one, or may be.
     """
 
@@ -61,6 +65,7 @@ class FusedModel:
         graph_slots: int = 0,
         group: InferenceGroup | None = None,
         own_hooks: Callable[[], Iterable[RemovableHandle]] = list,
+        reading: Reading | None = None,
     ):
         self.model, self.layers, self.snapshot, self.graph_slots = model, layers, snapshot, graph_slots
         self.group, self.own_hooks, self.pool = group, own_hooks, Pool()
@@ -71,10 +76,11 @@ class FusedModel:
         # Within the layers nobody of us switches a forward.
         self.inner = [module for layer in layers for module in layer.modules() if module is not layer]
         self.checked_forwards: list[tuple] = []
+        self.one_page: int | None = None  # its bytes, once somebody has asked
         self.adapted = {one.wrapper: one for one in snapshot.adapted}
         self.reading: Reading | None = None
         try:
-            self.reading = snapshot.reading if isinstance(snapshot, SlicedSnapshot) else read_decoder(model)
+            self.reading = reading or read_decoder(model)
             self._require_plain_wrappers()
         except Unreadable as reason:
             self.why_not = str(reason)
@@ -82,11 +88,23 @@ class FusedModel:
     @property
     def what(self) -> str:
         """Words for what runs in the model's place."""
-        if any(isinstance(module, Int8Linear) for module in self.modules):
-            return f"a decoder of the {self.reading.family} family over int8 weights, on torch's operations"
-        if self.group is None:
-            return f"a decoder of the {self.reading.family} family, on {kernels_of(self._device())}"
-        return f"a decoder of the {self.reading.family} family, spread over {self.group.size} ranks"
+        decoder = f"a decoder of the {self.reading.family} family"
+        if self.group is not None:
+            return f"{decoder}, spread over {self.group.size} ranks"
+        if self._is_int8():
+            return f"{decoder} over int8 weights, on torch's operations"
+        streamed = ", with weights gathered layer by layer" if self.streams else ""
+        return f"{decoder}, on {kernels_of(self._device())}{streamed}"
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights are gathered as the decoder runs."""
+        return isinstance(self.snapshot, StreamedSnapshot)
+
+    @property
+    def in_company(self) -> bool:
+        """Whether ranks run the decoder together."""
+        return self.group is not None or self.streams
 
     def _require_plain_wrappers(self) -> None:
         for module in self.modules:
@@ -112,8 +130,16 @@ class FusedModel:
         has replaced a forward within the layers, compares every layer with the model's own; where one differs there is
         no decoder from then on, with a warning that says which and by how much.
         """
-        if self.checking or self.why_not_now() or 0 < self.reading.spec.max_positions < tokens:
+        if self.checking or self.why_not_now():
             return None
+        if 0 < self.reading.spec.max_positions < tokens:
+            if not self.in_company:
+                return None
+            raise NotImplementedError(
+                f"a sequence of {tokens} tokens given, new ones included; beyond {self.reading.spec.max_positions} a "
+                f"sequence of this model runs in its own layers, and not in {self.what}, which all ranks run together. "
+                "Use inference_tp_size=1 and pin_parameters=true for longer ones"
+            )
         try:
             decoder = self._bound(adapters)
             if not self.checked or self.checked_forwards != self._forwards():
@@ -129,7 +155,7 @@ class FusedModel:
         self.checking = True  # the model's own forward must not end up here again
         try:
             forwards = self._forwards()
-            require_equal(getattr(decoder, "sharded", decoder), self.model, self.layers)
+            require_equal(getattr(decoder, "lockstep", decoder), self.model, self.layers)
             self.checked, self.checked_forwards = True, forwards
         finally:
             self.checking = False
@@ -153,27 +179,55 @@ class FusedModel:
         def weights(place: Place) -> torch.Tensor | None:
             return self.tensor(place, adapters)
 
-        dtype = self.tensor(self.reading.outer["embedding.weight"], adapters).dtype
+        def sides(place: Place) -> list[LowRank]:
+            return self.sides(place, adapters)
+
+        dtype = self._embedding().dtype
         if self.group is not None:
-            return SharedDecoder(ShardedDecoder(self.reading, weights, dtype, self.group), self.pool)
-        if any(isinstance(module, Int8Linear) for module in self.modules):
-            return Int8Decoder(self.reading, weights, dtype)
+            return SharedDecoder(ShardedDecoder(self.reading, weights, dtype, self.group, sides), self.pool)
+        if not self.streams:
+            return self._make_whole(self.reading, weights, dtype, sides)
+        passes = Passes(
+            self.reading,
+            lambda reading: self._make_whole(reading, weights, dtype, sides),
+            self.snapshot,
+            lambda place: next((owner for owner in self._owner(place) if owner is not None), None),
+            adapters,
+        )
+        return StreamedDecoder(passes, self._embedding().ds_process_group)
+
+    def _make_whole(
+        self,
+        reading: Reading,
+        weights: Callable[[Place], torch.Tensor | None],
+        dtype: torch.dtype,
+        sides: Callable[[Place], list[LowRank]],
+    ) -> WholeDecoder:
+        """A decoder over whole weights, on the fastest kernels that there are."""
+        if self._is_int8():
+            return Int8Decoder(reading, weights, dtype)
         kernels = kernels_of(self._device())
         if kernels == "CPU kernels" and dtype in (torch.float32, torch.bfloat16):
-            return CpuDecoder(self.reading, weights, dtype, cpu_library())
+            return CpuDecoder(reading, weights, dtype, cpu_library(), sides)
         if kernels == "Triton":
             from hybrid.containers.cuda_decoder import CudaDecoder  # needs triton, which a CPU install has not
 
-            return CudaDecoder(self.reading, weights, dtype, self.graph_slots)
-        return TorchDecoder(self.reading, weights, dtype)
+            return CudaDecoder(reading, weights, dtype, self.graph_slots, sides=sides)
+        return TorchDecoder(reading, weights, dtype, sides)
+
+    def _is_int8(self) -> bool:
+        return any(isinstance(module, Int8Linear) for module in self.modules)
 
     def _device(self) -> torch.device:
         return self._embedding().device
 
     def _addresses(self, adapters: bool) -> tuple[int, ...]:
         """Where the weights are: others may have moved without a new version."""
+        if self.streams:
+            return ()
         places = [place for roles in (self.reading.outer, *self.reading.layers) for place in roles.values()]
-        tensors = (self.tensor(place, adapters) for place in places)
+        tensors = [self.tensor(place, adapters) for place in places]
+        tensors += self.snapshot.factors_beside(adapters)
         return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
     def tensor(self, place: Place, adapters: bool) -> torch.Tensor | None:
@@ -186,6 +240,11 @@ class FusedModel:
         if one is not None:
             return self.snapshot.weights_of(one, adapters).get(place.parameter)
         return None if param is None else self.snapshot.tensor(param)
+
+    def sides(self, place: Place, adapters: bool) -> list[LowRank]:
+        """What the snapshot has beside the weight at a place."""
+        one, _ = self._owner(place)
+        return [] if one is None or place.parameter != "weight" else self.snapshot.sides(place, one, adapters)
 
     def _owner(self, place: Place) -> tuple[Adapted | None, nn.Parameter | None]:
         """The adapted module at a place, None where there is no adapter; and the model's own parameter there."""
@@ -202,19 +261,44 @@ class FusedModel:
         return self._owner(self.reading.outer["embedding.weight"])[1]
 
     def page_bytes(self) -> int:
-        """The most that a page of the KV cache takes in any decoder; 0 where there is none."""
+        """What a page of the KV cache takes; 0 where there is no decoder."""
         if self.why_not:
             return 0
-        spec, itemsize = self.reading.spec, self._embedding().itemsize
-        return 2 * len(spec.layers) * spec.num_kv_heads * -(-spec.head_dim // 16) * 16 * PAGE * itemsize
+        if self.one_page is None:
+            ranks = 1 if self.group is None else self.group.size
+            self.one_page = self._planned().kv(1).nbytes * ranks
+        return self.one_page
+
+    def planned_bytes(self) -> int:
+        """Bytes that the decoder with adapters will hold beside the snapshot."""
+        if self.why_not:
+            return 0
+        decoder = self._planned()
+        decoder.bind()
+        return decoder.nbytes()
+
+    def _planned(self) -> WholeDecoder:
+        """The decoder, over weights that take no memory."""
+        dtype = self._embedding().dtype
+        if self.group is not None:
+            return ShardedDecoder(self.reading, self._blank, dtype, self.group, no_sides)
+        return self._make_whole(self.reading, self._blank, dtype, no_sides)
+
+    def _blank(self, place: Place) -> torch.Tensor | None:
+        """A tensor without memory, as the snapshot's will be at a place."""
+        param = self._owner(place)[1]
+        if param is None:
+            return None
+        blank = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
+        return blank if self.group is None else self.snapshot.slices[place].of(blank)
 
     def nbytes(self) -> int:
         """Bytes of weights that decoders hold beside the snapshot: joined and turned copies."""
         return sum(bound.decoder.nbytes() for bound in self.bound.values())
 
     def finish(self, adapters: bool) -> None:
-        """Where ranks share a decoder: take part in what the others still want of it, at the end of a call."""
-        decoder = None if self.group is None else self.decoder(adapters, 1)
+        """Where ranks run the decoder together: take part in what the others still want of it, at the end of a call."""
+        decoder = self.decoder(adapters, 1) if self.in_company else None
         if decoder is not None:
             decoder.finish()
 
@@ -252,22 +336,31 @@ class FusedContainer(NativeContainer):
         return CausalLMOutputWithPast(logits=padded_logits(decoder, *call))
 
 
-def containers_of(model: nn.Module, structure: Structure, window: Window, fused: FusedModel) -> list[NativeContainer]:
-    """A container for the whole model, and one for each part of it."""
+def parts_of(model: nn.Module, structure: Structure) -> list[Part]:
+    """The whole model, and every part of it, each once."""
     parts = {part.module: part for part in (*structure.outer, *structure.layers) if part.module is not model}
-    natives = [NativeContainer(part, window) for part in parts.values()]
-    return [FusedContainer(Part("", model, "model"), window, fused), *natives]
+    return [Part("", model, "model"), *parts.values()]
 
 
-def coverage_of(containers: list[NativeContainer], fused: FusedModel) -> list[dict[str, str]]:
+def containers_of(parts: list[Part], window: Window, fused: FusedModel) -> list[NativeContainer]:
+    """A container for each of `parts_of`."""
+    return [FusedContainer(parts[0], window, fused), *(NativeContainer(part, window) for part in parts[1:])]
+
+
+def coverage_of(containers: list[NativeContainer], fused: FusedModel, copied: bool = True) -> list[dict[str, str]]:
     """What runs where: for each container's part its `module` name, `kind`, `container` and why.
 
-    containers: as they are installed, one of them a FusedContainer.
+    containers: as they are installed, one of them a FusedContainer.  copied: whether anything runs on the snapshot.
     """
     why_native = fused.why_not_now()
     container = NativeContainer.kind if why_native else FusedContainer.kind
-    why = f"{NativeContainer.why}: {why_native}" if why_native else fused.what
-    return [{"module": one.part.name, "kind": one.part.kind, "container": container, "why": why} for one in containers]
+    rows = []
+    for one in containers:
+        words = f"{one.why}: {why_native}" if why_native else fused.what
+        adapters = fused.snapshot.words(one.part.module) if copied else ""
+        words = f"{words}; {adapters}" if adapters else words
+        rows.append({"module": one.part.name, "kind": one.part.kind, "container": container, "why": words})
+    return rows
 
 
 def wants_more_than_logits(model: nn.Module) -> bool:

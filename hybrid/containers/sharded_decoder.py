@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from hybrid.architectures.spec import Place, Reading
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
-from hybrid.containers.torch_decoder import Step, TorchDecoder
+from hybrid.containers.torch_decoder import Step, TorchDecoder, no_sides
 from hybrid.kernels import torch_ops
 from hybrid.parallel import InferenceGroup
+from hybrid.weights.lora import LowRank
 from hybrid.weights.tensor_parallel import Shard, shard_spec
 
 
@@ -20,7 +21,7 @@ class ShardedDecoder(TorchDecoder):
     """TorchDecoder over a rank's slices. Its functions are collectives: every rank calls them with the same tokens, and
     gets the same hidden states and logits.
 
-    weights: a place to this rank's slice of it, None where it has none.
+    weights: a place to this rank's slice of it, None where it has none.  sides: to factors cut alike.
     group: who calls. Heads, matrices and vocabulary are spread over `group.tensor`, experts over all of it.
     """
 
@@ -30,10 +31,11 @@ class ShardedDecoder(TorchDecoder):
         weights: Callable[[Place], torch.Tensor | None],
         dtype: torch.dtype,
         group: InferenceGroup,
+        sides: Callable[[Place], list[LowRank]] = no_sides,
     ):
         self.group, self.tensor = group, group.tensor
         local = shard_spec(reading.spec, Shard(self.tensor.size, self.tensor.index))
-        super().__init__(replace(reading, spec=local), weights, dtype)
+        super().__init__(replace(reading, spec=local), weights, dtype, sides)
         ranks = group.size // self.tensor.size  # that share out the experts
         self.first_expert = group.index // self.tensor.size * -(-local.num_experts // ranks)
 
@@ -154,21 +156,21 @@ class SharedDecoder:
     """
 
     def __init__(self, sharded: ShardedDecoder, pool: Pool):
-        self.sharded, self.pool, self.group = sharded, pool, sharded.group
+        self.lockstep, self.pool, self.group = sharded, pool, sharded.group
         self.spec, self.reading, self.dtype = sharded.spec, sharded.reading, sharded.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.sharded.device
+        return self.lockstep.device
 
     def bind(self) -> None:
         """Read the weights, again or for the first time."""
-        self.sharded.bind()
+        self.lockstep.bind()
 
     def nbytes(self) -> int:
         """Bytes of weights that are copies: joined matrices."""
-        return self.sharded.nbytes()
+        return self.lockstep.nbytes()
 
     def reserve(self, tokens: int) -> None:
         """Nothing to do, as in TorchDecoder."""
@@ -218,13 +220,13 @@ class SharedDecoder:
         hidden = asked = [nothing] * self.group.size
         if any(one.tokens for one in all_brought):
             together, pages = self._together(batch, all_brought)
-            hidden = self.sharded.forward(together, pages).split([one.tokens for one in all_brought])
+            hidden = self.lockstep.forward(together, pages).split([one.tokens for one in all_brought])
         if any(one.rows for one in all_brought):
             asked = self.group.gather_rows(nothing if rows is None else rows, [one.rows for one in all_brought])
         asked = [own if one.judged else rows for one, own, rows in zip(all_brought, hidden, asked, strict=True)]
         logits = torch.empty(0, self.spec.vocab_size, device=self.device)
         if any(map(len, asked)):
-            logits = self.sharded.logits(torch.cat(asked)).split([len(rows) for rows in asked])[self.group.index]
+            logits = self.lockstep.logits(torch.cat(asked)).split([len(rows) for rows in asked])[self.group.index]
         return hidden[self.group.index], logits
 
     def _together(self, batch: PackedBatch | None, all_brought: list[Brought]) -> tuple[PackedBatch, PagedKV]:
@@ -236,7 +238,7 @@ class SharedDecoder:
             message = torch.cat([part.flatten().long() for part in parts])
             self.pool.copies = []
         messages = self.group.gather_rows(message, [one.message for one in all_brought])
-        pages = self.pool.grow(self.sharded.kv, max(one.pages for one in all_brought), self.group.size)
+        pages = self.pool.grow(self.lockstep.kv, max(one.pages for one in all_brought), self.group.size)
         capacity, width, tokens = self.pool.capacity, max(one.width for one in all_brought), 0
         ids, positions, starts, lengths, tables, copies = [], [], [], [], [], []
         for index, (one, said) in enumerate(zip(all_brought, messages, strict=True)):

@@ -1,14 +1,15 @@
 """A whole decoder in torch operations, on any device: the reference, and what runs where nothing faster does."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from hybrid.architectures.spec import Place, Reading
+from hybrid.architectures.spec import OUTER_ROLES, Place, Reading
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
 from hybrid.kernels import torch_ops
+from hybrid.weights.lora import LowRank
 
 # Matrices that read the same input, and so become one.
 JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
@@ -30,36 +31,81 @@ class Step:
     bias: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class Side:
+    """What an adapter adds to the columns of a product from `first` on: scale · b (a x).  a [r, in], b [columns, r]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    first: int
+
+    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Add it to `out`, the product of x, rounded where PEFT's forward rounds (0.21)."""
+        out[:, self.first : self.first + len(self.b)] += F.linear(F.linear(x, self.a), self.b) * self.scale
+
+
+class Tensors(dict[str, torch.Tensor]):
+    """A layer's tensors by role, joined ones in the place of their parts.  sides: what is added to which products."""
+
+    def __init__(self, sides: dict[str, list[Side]] | None = None, tensors: Mapping[str, torch.Tensor] | None = None):
+        super().__init__(tensors or {})
+        self.sides = sides or {}
+
+
+def no_sides(place: Place) -> list[LowRank]:
+    """Of weights that have no adapters beside them."""
+    return []
+
+
 class TorchDecoder:
     """The decoder that `reading` describes, in `dtype`. Call its functions under `torch.no_grad()`, `bind` first.
 
     weights: a place to its whole tensor, before `select`; None for a bias that is not there. Tensors that need no
     change are used where they are; joined or cast ones are copies.
+    sides: a weight's place to what adapters add beside it, b's rows being those of the place.
     """
 
-    def __init__(self, reading: Reading, weights: Callable[[Place], torch.Tensor | None], dtype: torch.dtype):
+    def __init__(
+        self,
+        reading: Reading,
+        weights: Callable[[Place], torch.Tensor | None],
+        dtype: torch.dtype,
+        sides: Callable[[Place], list[LowRank]] = no_sides,
+    ):
         self.reading = reading
         self.spec = reading.spec
         self.weights = weights
+        self.sides = sides
         self.dtype = dtype
         self.first_expert = 0  # of those whose weights are here
         stepwise = self.spec.activation_stepwise
         self.activation = torch_ops.gelu_new if stepwise else torch_ops.ACTIVATIONS[self.spec.activation]
-        self.outer: dict[str, torch.Tensor] = {}
-        self.blocks: list[dict[str, torch.Tensor]] = [{} for _ in reading.layers]
+        self.outer = Tensors()
+        self.blocks = [Tensors() for _ in reading.layers]
 
-    @torch.no_grad()
     def bind(self) -> None:
         """Read the weights, again or for the first time. Copies are refreshed in place, and keep their addresses."""
-        self.outer = self._bound(self.reading.outer, self.outer)
-        self.blocks = [
-            self._bound(roles, before) for roles, before in zip(self.reading.layers, self.blocks, strict=True)
-        ]
+        self.bind_part(OUTER_ROLES, range(len(self.blocks)))
 
-    def _bound(self, places: Mapping[str, Place], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    @torch.no_grad()
+    def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
+        """Read the weights of these roles outside the layers, and of these layers."""
+        places = {name: place for name, place in self.reading.outer.items() if name.partition(".")[0] in outer}
+        bound = self._bound(places, self.outer)
+        sides = {role: added for role, added in self.outer.sides.items() if role not in outer} | bound.sides
+        self.outer = Tensors(sides, {**self.outer, **bound})
+        for index in layers:
+            self.blocks[index] = self._bound(self.reading.layers[index], self.blocks[index])
+
+    def unbind(self) -> None:
+        """Let go of the weights: what has not been bound again cannot run."""
+        self.outer, self.blocks = Tensors(), [Tensors() for _ in self.blocks]
+
+    def _bound(self, places: Mapping[str, Place], before: Tensors) -> Tensors:
         """The tensors of these places by role, with joined ones in the place of their parts."""
         read = {role: found for role, place in places.items() if (found := self._read(place)) is not None}
-        bound = {}
+        bound = Tensors(self._sides(places, {role: len(tensor) for role, tensor in read.items()}))
         for name, roles in JOINED.items():
             if f"{roles[0]}.weight" not in read:
                 continue
@@ -73,6 +119,21 @@ class TorchDecoder:
         for role, tensor in read.items():
             bound[role] = tensor if tensor.dtype == self.dtype else self._copied(before.get(role), [tensor])
         return bound
+
+    def _sides(self, places: Mapping[str, Place], rows: Mapping[str, int]) -> dict[str, list[Side]]:
+        """What adapters add to the products of these places."""
+        found: dict[str, list[Side]] = {}
+        joined = {role: name for name, roles in JOINED.items() for role in roles if f"{roles[0]}.weight" in rows}
+        for key, place in places.items():
+            role, _, kind = key.partition(".")
+            if kind != "weight":
+                continue
+            name = joined.get(role, role)
+            before = JOINED[name][: JOINED[name].index(role)] if name != role else ()
+            first = sum(rows[f"{one}.weight"] for one in before)
+            for a, b, scale in self.sides(place):
+                found.setdefault(name, []).append(Side(a.to(self.dtype), b.to(self.dtype), scale, first))
+        return found
 
     def _read(self, place: Place) -> torch.Tensor | None:
         """The role's tensor, [out, in]."""
@@ -92,17 +153,16 @@ class TorchDecoder:
     def kv(self, pages: int) -> PagedKV:
         """New pages for keys and values, [pages, PAGE, kv_heads, head_dim] in each layer."""
         shape = (pages, PAGE, self.spec.num_kv_heads, self.spec.head_dim)
-        device = self.outer["embedding.weight"].device
 
         def empty() -> list[torch.Tensor]:
-            return [torch.empty(shape, dtype=self.dtype, device=device) for _ in self.blocks]
+            return [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in self.blocks]
 
         return PagedKV(keys=empty(), values=empty())
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.outer["embedding.weight"].device
+        """Where the weights are, or come."""
+        return self.weights(self.reading.outer["embedding.weight"]).device
 
     def nbytes(self) -> int:
         """Bytes of weights that are copies: joined matrices."""
@@ -180,7 +240,7 @@ class TorchDecoder:
         """ALiBi's addend up to the longest sequence, None where the decoder has none."""
         if self.spec.alibi is None:
             return None
-        slopes = torch.tensor(self.spec.alibi, device=self.outer["embedding.weight"].device)
+        slopes = torch.tensor(self.spec.alibi, device=self.device)
         longest = max(group.slots.shape[1] for group in groups)
         product_scale = self.spec.attention_scale if self.spec.alibi_bfloat16 else 0.0
         return torch_ops.alibi_bias(slopes, longest, self.dtype, product_scale)
@@ -256,5 +316,8 @@ class TorchDecoder:
             return F.layer_norm(x, weight.shape, weight, tensors.get(f"{role}.bias"), spec.norm_eps)
         return torch_ops.rms_norm(x, weight, spec.norm_eps, spec.norm_offset, spec.norm_float32)
 
-    def _linear(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias"))
+    def _linear(self, tensors: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
+        out = F.linear(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias"))
+        for side in tensors.sides.get(role, ()):
+            side.add_to(out, x)
+        return out

@@ -5,7 +5,7 @@ again on access and run the base weights (deepspeed 0.19.8). What belongs to the
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -21,9 +21,13 @@ class Window:
 
     refresh: brings the snapshot up to date before it is used; called with whether adapters will be.
     hooks: gives the hook handles of the training engine, which are off while the snapshot is lent.
-    lends: false where there is nothing whole to lend: weights are gathered layer by layer as the model's own layers run
-        (streaming), or the snapshot has slices of them alone.  merges: the snapshot has adapters merged.
+    lends: false where there is nothing to lend: weights are gathered layer by layer as the model's own layers run
+        (streaming), or the snapshot is a decoder's of ours alone.  merges: the snapshot has adapters, merged or
+        beside what they adapt.
+    sharing: entered while the snapshot is lent: modules that are lent slices compute with other ranks there.  settle:
+        called before what is lent changes or is given back, whatever was raised: other ranks may want more of it.
     finish: called at the end of every `opened()`, whatever was raised, with whether adapters were used.
+    around: what is entered first of all and left last, once for windows within each other.
     no_native: words why the model's own modules cannot run; "" where they can.
     """
 
@@ -35,20 +39,23 @@ class Window:
         hooks: Callable[[], Iterable[RemovableHandle]],
         lends: bool,
         merges: bool,
+        sharing: Callable[[], AbstractContextManager] = nullcontext,
+        settle: Callable[[], None] = lambda: None,
         finish: Callable[[bool], None] = lambda adapters: None,
+        around: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self.model = model
         self.snapshot = snapshot
         self.refresh = refresh
         self.hooks = hooks
         self.lends, self.merges = lends, merges
-        self.finish = finish
+        self.sharing, self.settle, self.finish, self.around = sharing, settle, finish, around
         self.no_native = ""
         self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
         # The model's own dictionaries, read once: inside a window, the model's tree is another one.
         self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
         self.plains = [(one, dict(one.plain._parameters)) for one in snapshot.adapted]
-        # What runs as it is, and so must be switched off to run without adapters. LoRA layers are merged or not.
+        # What runs as it is, and so must be switched off to run without adapters. LoRA layers the snapshot has, or not.
         kinds = AuxiliaryTrainingWrapper | (TrainableTokensLayer if merges else BaseTunerLayer)
         self.layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         self.switchable = [module for module in model.modules() if isinstance(module, kinds)]
@@ -71,7 +78,12 @@ class Window:
         """
         adapters = (self.adapters[-1] if self.adapters else True) if adapters is None else adapters
         with ExitStack() as stack:
-            if not self.adapters or self.adapters[-1] != adapters:
+            if not self.adapters:
+                stack.enter_context(self.around())
+            changes = not self.adapters or self.adapters[-1] != adapters
+            if changes:
+                if self.adapters:
+                    self.settle()
                 if not adapters:
                     stack.enter_context(disabled(self.switchable))
                     if not self.merges:
@@ -80,9 +92,12 @@ class Window:
                 if self.lends:
                     stack.enter_context(unhooked(self.hooks()))
                     stack.enter_context(self._lent(adapters))
+                    stack.enter_context(self.sharing())
             self.adapters.append(adapters)
             stack.callback(self.adapters.pop)
             stack.callback(self.finish, adapters)
+            if changes:
+                stack.callback(self.settle)
             yield
 
     @contextmanager
@@ -93,8 +108,11 @@ class Window:
             lent.append((module, "_parameters", tensors))
         children: dict[nn.Module, dict] = {}
         for one, own in self.plains:
-            lent.append((one.plain, "_parameters", {**own, **self.snapshot.weights_of(one, adapters)}))
-            children.setdefault(one.parent, dict(one.parent._modules))[one.child] = one.plain
+            beside = self.snapshot.is_beside(one, adapters)  # the wrapper runs, over what its modules are lent
+            if not beside:
+                lent.append((one.plain, "_parameters", {**own, **self.snapshot.weights_of(one, adapters)}))
+            modules = children.setdefault(one.parent, dict(one.parent._modules))
+            modules[one.child] = one.wrapper if beside else one.plain
         lent += [(parent, "_modules", own) for parent, own in children.items()]
         before = [module.__dict__[slot] for module, slot, _ in lent]
         try:
@@ -109,7 +127,7 @@ class Window:
     @contextmanager
     def as_asked(self) -> Iterator[None]:
         """Inside the block the model's own modules compute with adapters, or without, as the window has them: where
-        the snapshot has them merged and is not lent, they are there all the same."""
+        the snapshot has them and is not lent, they are there all the same."""
         if self.no_native:
             raise NotImplementedError(self.no_native)
         if self.lends or not self.merges or self.uses_adapters:

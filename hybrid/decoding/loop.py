@@ -96,11 +96,13 @@ class Decoding:
 
     phase: times a phase.  window: opens the snapshot for the forwards.  cache: KV storage of the native container.
     fused: inside the window, the fused decoder for sequences of so many tokens, None where the model must run natively.
-    store: its pages.  page_bytes: the most that one takes.
+    store: its pages.  page_bytes: the most that one takes, 0 where the model runs natively.
+    require_memory: raises where so many rows of so many tokens cannot run natively.
     max_slots, stride: of `hybrid.decoding.slots`.
     max_out_tokens: the most tokens of a sequence, prompt included.  limit: the setting that says so.
     noise: called once where sampling needs it.  token_log: filled where a rollout wants logprobs.
-    agree: None, or, where the model's own forwards are collectives, tells whether every rank is done.
+    agree: None, or, where the model's own forwards are collectives, tells whether every rank is done; asked every
+        `sync_interval` tokens.
     streamer: gets tokens as they come; Hugging Face does not pass its own to a custom decoding method (5.23).
     produced: told at the end how many sequences and new tokens there are, padding not counted.
     """
@@ -111,6 +113,7 @@ class Decoding:
     fused: Callable[[int], Decoder | None]
     store: PageStore
     page_bytes: Callable[[], int]
+    require_memory: Callable[[int, int], None]
     max_slots: int
     stride: int
     max_out_tokens: int
@@ -118,6 +121,7 @@ class Decoding:
     limit: str = "hybrid_engine.max_out_tokens"
     token_log: TokenLog | None = None
     agree: Callable[[bool], bool] | None = None
+    sync_interval: int = 1
     streamer: BaseStreamer | None = None
     produced: Callable[[int, int], None] = lambda sequences, tokens: None
 
@@ -249,6 +253,8 @@ def decode(
     if lengths is not None:
         ends = [length + generation_config.max_length - input_ids.shape[1] for length in lengths]
         decoding.store.require_room(ends if request is None else [max(ends)], decoding.page_bytes())
+    if lengths is None or not decoding.page_bytes():
+        decoding.require_memory(len(input_ids), generation_config.max_length)
     with decoding.window():
         decoder = None if lengths is None else decoding.fused(max(ends))
         if decoder is None:
@@ -360,6 +366,7 @@ class NativeForward:
 
     def __init__(self, model, config: GenerationConfig, model_kwargs: dict[str, Any], decoding: Decoding, keep: bool):
         self.model, self.config, self.kwargs, self.agree = model, config, model_kwargs, decoding.agree
+        self.sync_interval, self.forwards = decoding.sync_interval, 0
         self.encoder_decoder = model.config.is_encoder_decoder
         cache = model_kwargs.get("past_key_values")
         # What the caller will hold after the call must not live in storage that the next call overwrites.
@@ -383,6 +390,11 @@ class NativeForward:
             outputs, self.kwargs, is_encoder_decoder=self.encoder_decoder
         )
         return outputs
+
+    def agreed(self, done: bool) -> bool:
+        """Whether every rank is known to be done. Called after every forward, for only then do ranks ask together."""
+        self.forwards += 1
+        return self.forwards % self.sync_interval == 0 and self.agree(done)
 
     def keep_company(self, input_ids: torch.Tensor) -> None:
         """Take part in the collectives of other ranks' forwards."""
@@ -477,8 +489,8 @@ def finished(done: bool, decoding: Decoding, forward: NativeForward | FusedForwa
     if forward.agree is None:
         return done
     with decoding.phase("wait"):
-        everywhere = forward.agree(done)
+        everywhere = forward.agreed(done)
         while done and not everywhere:
             forward.keep_company(input_ids)
-            everywhere = forward.agree(True)
+            everywhere = forward.agreed(True)
     return everywhere

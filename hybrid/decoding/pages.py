@@ -14,12 +14,20 @@ class PageStore:
     """The engine's pages, used again by the next call.
 
     step: tokens by which the storage grows, at least.  limit_bytes: the most that it may hold; None: no end.
+    limit_name: the setting that says so.  explain: words behind a refusal.
     Page 0 is never given out: what computes rows that are not there writes there.
     """
 
-    def __init__(self, step: int, limit_bytes: int | None = None):
+    def __init__(
+        self,
+        step: int,
+        limit_bytes: int | None = None,
+        limit_name: str = "rollout.kv_cache_bytes",
+        explain: Callable[[], str] = str,
+    ):
         self.step = step
         self.limit_bytes = limit_bytes
+        self.limit_name, self.explain = limit_name, explain
         self.kv: PagedKV | None = None
         self.free: list[int] = []
         self.holders: list[int] = []  # by page: how many sequences hold it
@@ -61,8 +69,9 @@ class PageStore:
         if self.limit_bytes is not None and needed > self.limit_bytes:
             rows = f"{len(lengths)} rows that have to be in the cache together, the longest" if lengths[1:] else "a row"
             raise ValueError(
-                f"rollout.kv_cache_bytes={self.limit_bytes}: {rows} of {max(lengths)} tokens, new ones included, may "
-                f"need {needed} bytes; raise kv_cache_bytes to at least that, or ask for fewer tokens"
+                f"{self.limit_name} leaves {self.limit_bytes} bytes for keys and values: {rows} of {max(lengths)} "
+                f"tokens, new ones included, may need {needed}; raise it by the difference, or ask for fewer tokens"
+                + self.explain()
             )
 
     def reserve(self, pages: int) -> None:

@@ -35,8 +35,17 @@ def record(name: str, **fields: type) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-# The structs of cpu/decoder.cpp, field by field.
-Linear = record("Linear", weight=_pointer * 3, bias=_pointer * 3, rows=_int * 3, parts=_int, inputs=_int)
+# The structs of cpu/linear.h and cpu/decoder.cpp, field by field.
+Side = record("Side", a=_pointer, b=_pointer, **dict.fromkeys(("rank", "first", "rows", "at"), _int), scale=_double)
+Linear = record(
+    "Linear",
+    weight=_pointer * 3,
+    bias=_pointer * 3,
+    rows=_int * 3,
+    **dict.fromkeys(("parts", "inputs"), _int),
+    sides=_pointer,
+    num_sides=_int,
+)
 Norm = record("Norm", weight=_pointer, bias=_pointer)
 Layer = record(
     "Layer",
@@ -53,7 +62,7 @@ Decoder = record(
     **dict.fromkeys(("activation", "stepwise", "gated", "parallel"), _int),
     **dict.fromkeys(("rotary_dim", "interleaved", "rotary_float32", "qk_norm_row", "position_offset"), _int),
     **dict.fromkeys(("num_experts", "experts_per_token", "normalize_experts", "experts_float32"), _int),
-    **dict.fromkeys(("alibi_bfloat16", "embedding_rows"), _int),
+    **dict.fromkeys(("alibi_bfloat16", "embedding_rows", "side_ranks"), _int),
     **dict.fromkeys(("norm_eps", "norm_offset", "attention_scale", "attention_softcap", "logits_softcap"), _double),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_divisor"), _double),
     **dict.fromkeys(("slopes", "embedding", "positions"), _pointer),

@@ -12,7 +12,7 @@ from hybrid.architectures.structure import Structure
 from hybrid.profiling import Phase
 from hybrid.weights.loading import stored_tensors
 from hybrid.weights.sliced_snapshot import SlicedSnapshot
-from hybrid.weights.tensor_parallel import Shard
+from hybrid.weights.tensor_parallel import Shard, slices_of
 
 Read = Callable[[str], torch.Tensor]  # by name in the model, a tensor as inference wants it, whole
 
@@ -26,7 +26,7 @@ class LoadedSlices(SlicedSnapshot):
     def __init__(
         self, model: nn.Module, structure: Structure, reading: Reading, shard: Shard, experts: Shard, read: Read
     ):
-        super().__init__(model, structure, [], 1, reading, shard, experts)
+        super().__init__(model, structure, [], 1, slices=slices_of(reading, shard, experts))
         self.outer_and_layers = [part.module for part in (*structure.outer, *structure.layers)]
         self.param_names = {tensor: name for name, tensor in stored_tensors(model).items() if tensor in self.cuts}
         for param, name in self.param_names.items():

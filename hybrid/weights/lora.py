@@ -5,6 +5,8 @@ a formula that gives that module's weights with the active adapters in them. Tra
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from peft.tuners.lora import layer as lora
@@ -20,6 +22,14 @@ MERGEABLE = (
     "LoRA, rsLoRA and DoRA on Linear, Conv1D and Embedding, LoRA on expert parameters, modules_to_save, trainable "
     "tokens, and DeepSpeed-Chat's LoRA"
 )
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to a weight [out, in]: scale · b · a.  a [r, in], b [out, r]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
 
 
 def merged_weight(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -55,6 +65,7 @@ class Adapted(ABC):
     parent, child: where it is, and `plain` is during inference.
     plain: the module without adapters.
     sources: the training parameters behind `plain`'s, by its parameter names.
+    own: the wrapper's modules' own parameters: they have others while the snapshot is lent.
     """
 
     def __init__(self, name: str, parent: nn.Module, wrapper: nn.Module, plain: nn.Module, sources: dict):
@@ -63,6 +74,7 @@ class Adapted(ABC):
         self.child = name.rpartition(".")[2]
         self.wrapper = wrapper
         self.plain = plain
+        self.own = {module: dict(module._parameters) for module in wrapper.modules()}
         self.sources = {key: param for key, param in sources.items() if param is not None}
         for key, param in self.sources.items():
             if not param.is_floating_point():
@@ -81,6 +93,28 @@ class Adapted(ABC):
     @abstractmethod
     def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those tensors of `plain` that the active adapters change, float32, from whole `base` tensors."""
+
+    def is_low_rank(self) -> bool:
+        """Whether the active adapters add products of two factors to `weight`, and change nothing else."""
+        return False
+
+    def low_rank(self, whole: Callable[[nn.Parameter], torch.Tensor]) -> list[LowRank]:
+        """What the active adapters add to `weight` [out, in], in their order; nothing unless `is_low_rank`.
+
+        whole: gives a parameter's whole tensor.
+        """
+        return []
+
+    def has_side_path(self) -> bool:
+        """Whether the module's output may be made without merging: y = W x, and then y + scale · b (a x) for each of
+        `low_rank`. Factors of another dtype are merged: PEFT computes with them in theirs, and rounds elsewhere."""
+        if not self.is_low_rank() or not isinstance(self.plain, nn.Linear | Conv1D):
+            return False
+        return {param.dtype for param in self.adapter_params()} == {self.sources["weight"].dtype}
+
+    def stored(self, rows: torch.Tensor) -> torch.Tensor:
+        """[out, n] as `weight` is stored, whose inputs may come first."""
+        return rows
 
 
 class PeftAdapted(Adapted):
@@ -113,6 +147,9 @@ class PeftAdapted(Adapted):
             return dora_weight(weight, base, a, b, scale, self.wrapper.lora_magnitude_vector[adapter].weight)
         return merged_weight(weight, a, b, scale)
 
+    def is_low_rank(self) -> bool:
+        return not any(adapter in self.wrapper.lora_variant for adapter in self.active())
+
     def magnitudes(self) -> list[nn.Parameter]:
         """DoRA's magnitude vectors of the active adapters."""
         return [
@@ -127,7 +164,8 @@ class PeftLinear(PeftAdapted):
 
     def adapter_params(self) -> list[nn.Parameter]:
         factors = [factor for a in self.active() for factor in (self.wrapper.lora_A[a], self.wrapper.lora_B[a])]
-        return [param for factor in factors for param in factor.parameters()] + self.magnitudes()
+        found = [param for factor in factors for param in self.own[factor].values() if param is not None]
+        return found + self.magnitudes()
 
     def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         transposed = self.wrapper.fan_in_fan_out
@@ -141,6 +179,17 @@ class PeftLinear(PeftAdapted):
                 bias = extra if bias is None else bias.float() + extra
         changed = {"weight": weight.T if transposed else weight}
         return changed if bias is base.get("bias") else {**changed, "bias": bias}
+
+    def is_low_rank(self) -> bool:
+        return super().is_low_rank() and all(self.wrapper.lora_B[a].bias is None for a in self.active())
+
+    def low_rank(self, whole: Callable[[nn.Parameter], torch.Tensor]) -> list[LowRank]:
+        wrapper = self.wrapper
+        factors = [(self.own[wrapper.lora_A[a]], self.own[wrapper.lora_B[a]], a) for a in self.active()]
+        return [LowRank(whole(a["weight"]), whole(b["weight"]), wrapper.scaling[name]) for a, b, name in factors]
+
+    def stored(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.T if self.wrapper.fan_in_fan_out else rows
 
 
 class PeftEmbedding(PeftAdapted):
@@ -157,6 +206,13 @@ class PeftEmbedding(PeftAdapted):
             a, b = self.wrapper.lora_embedding_A[adapter], self.wrapper.lora_embedding_B[adapter]
             weight = self.with_adapter(weight, base_weight, adapter, a, b)
         return {"weight": weight.T}
+
+    def low_rank(self, whole: Callable[[nn.Parameter], torch.Tensor]) -> list[LowRank]:
+        wrapper = self.wrapper
+        return [
+            LowRank(whole(wrapper.lora_embedding_B[a]).T, whole(wrapper.lora_embedding_A[a]).T, wrapper.scaling[a])
+            for a in self.active()
+        ]
 
 
 class PeftExperts(PeftAdapted):
@@ -188,6 +244,9 @@ class PeftExperts(PeftAdapted):
             changed[wrapper.parameter_name] = weight
         return changed
 
+    def is_low_rank(self) -> bool:
+        return False  # a product for each expert, of several parameters
+
 
 def expert_delta(wrapper: lora.ParamWrapper, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """B·A for each expert, in the layout of the parameter (PEFT 0.21, ParamWrapper.get_delta_weight).
@@ -209,11 +268,19 @@ class ChatLinear(Adapted):
         return (self.wrapper.lora_scaling,)
 
     def adapter_params(self) -> list[nn.Parameter]:
-        return [self.wrapper.lora_right_weight, self.wrapper.lora_left_weight]
+        own = self.own[self.wrapper]
+        return [own["lora_right_weight"], own["lora_left_weight"]]
 
     def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         right, left = self.adapter_params()
         return {"weight": merged_weight(base["weight"], right.T, left.T, self.wrapper.lora_scaling)}
+
+    def is_low_rank(self) -> bool:
+        return True
+
+    def low_rank(self, whole: Callable[[nn.Parameter], torch.Tensor]) -> list[LowRank]:
+        right, left = map(whole, self.adapter_params())
+        return [LowRank(right.T, left.T, self.wrapper.lora_scaling)]
 
 
 def is_chat_lora(module: nn.Module) -> bool:

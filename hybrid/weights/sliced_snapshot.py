@@ -1,42 +1,42 @@
-"""A snapshot that keeps a rank's slices alone: weights are whole for a group at a time, while they are cut."""
+"""Snapshots that keep a rank's slices alone: weights are whole for a group at a time, while they are cut."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
 
-from hybrid.architectures.spec import Place, Reading
-from hybrid.architectures.structure import Structure
+from hybrid.architectures.spec import Place
 from hybrid.profiling import Phase
-from hybrid.weights.gather import gathered
-from hybrid.weights.lora import Adapted
-from hybrid.weights.snapshot import Group, Snapshot, copied
-from hybrid.weights.tensor_parallel import WHOLE, Shard, Slice, slices_of
+from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_bytes, whole_in, whole_shape
+from hybrid.weights.lora import Adapted, LowRank, merged_weight
+from hybrid.weights.snapshot import Group, Snapshot, copied, gathered_bytes, selected
+from hybrid.weights.tensor_parallel import Slice
 
 Owner = nn.Parameter | tuple[Adapted, str]  # whose slices: a parameter's, or those of what an adapted module merges
 
 
 class SlicedSnapshot(Snapshot):
-    """For inference tensor parallelism.  reading: what is cut.  shard: which part of it is this rank's.  experts: which
-    experts are.
+    """For a decoder that ranks share.
+
+    kept: what Snapshot is made of.  slices: what is this rank's.
 
     A parameter without a place is not kept: the model's own forward alone runs on it. There is nothing whole here, so
     `tensor` and `weights_of` have no meaning; `part` takes their place.
+
+    Products of factors are merged into the kept parts of their base, of factors that are cut as it is, so that factors
+    alone are gathered again. What needs more than a rank's part is merged whole and then cut, from a base that is
+    gathered with it each time: DoRA's norms are of whole rows; experts' products are of several parameters; and a
+    bias that an adapter brings may have a base of which this rank has nothing.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: Structure,
-        adapted: list[Adapted],
-        layers_per_group: int,
-        reading: Reading,
-        shard: Shard,
-        experts: Shard = WHOLE,
-    ):
-        super().__init__(model, structure, adapted, layers_per_group)
-        self.reading = reading
-        self.slices = slices_of(reading, shard, experts)
-        self.cuts = cuts_by_owner(self.slices, adapted)
+    def __init__(self, *kept: Any, slices: dict[Place, Slice]):
+        super().__init__(*kept)
+        self.slices = slices
+        self.cuts = cuts_by_owner(self.slices, self.adapted)
         self.parts: dict[Owner, dict[tuple, torch.Tensor | None]] = {}  # by owner and slice key
+        self.factors: dict[Adapted, dict[tuple, list[LowRank]]] = {}  # of what runs unmerged, by slice key
 
     def part(self, place: Place, owner: Owner) -> torch.Tensor | None:
         """This rank's part of what `owner` has at a place; None where another rank has it all."""
@@ -45,30 +45,70 @@ class SlicedSnapshot(Snapshot):
     def part_of(self, place: Place, one: Adapted, adapters: bool) -> torch.Tensor | None:
         """As `part`, of an adapted module; None where the module has no such parameter."""
         merged = (one, place.parameter)
-        if adapters and one.state() and merged in self.parts:
+        if self.is_merged(one, adapters) and merged in self.parts:
             return self.part(place, merged)
         param = one.sources.get(place.parameter)
         return None if param is None else self.part(place, param)
 
+    def sides(self, place: Place, one: Adapted, adapters: bool) -> list[LowRank]:
+        return self.factors[one][self.slices[place].key] if self.is_beside(one, adapters) else []
+
+    def factors_beside(self, adapters: bool) -> list[torch.Tensor]:
+        beside = [kept for one, kept in self.factors.items() if self.is_beside(one, adapters)]
+        return [
+            factor for kept in beside for factors in kept.values() for low_rank in factors for factor in low_rank[:2]
+        ]
+
     @torch.no_grad()
     def _refresh_group(self, group: Group, phase: Phase, adapters: bool) -> int:
         copies = self.stale(param for param in group.carried if param in self.cuts)
-        merges = self.stale(one for one in group.adapted if adapters and one.state())
-        if not copies and not merges:
+        changed = self.stale(one for one in group.adapted if adapters and one.state())
+        if not copies and not changed:
             return 0
-        whole = dict.fromkeys(copies)
-        for one in merges:  # cut after merging, which may look at whole rows (DoRA)
-            whole.update(dict.fromkeys([*one.sources.values(), *one.adapter_params()]))
-        with phase("gather"), gathered(whole) as moved:
+        read = self._read(changed)
+        with ExitStack() as whole, phase("gather"):
+            fetch = Fetch({param: storage_for(param) for param in copies if is_partitioned(param)})
+            moved = whole.enter_context(gathered(read)) + fetch.nbytes
+            fetch.wait()
             for param in copies:
-                self._cut(param, param)
+                storage = fetch.storage.get(param)
+                self._cut(param, param if storage is None else whole_in(storage, param))
                 self.stamps[param] = self.wanted(param)
-            for one in merges:
-                for name, tensor in one.merged(one.sources).items():
-                    self._cut((one, name), tensor.to(one.sources.get(name, tensor).dtype))
+            for one in changed:
+                self._take(one)
                 self.stamps[one] = self.wanted(one)
         self.peak_bytes = max(self.peak_bytes, self.nbytes() + moved)
         return moved
+
+    def merges_parts(self, one: Adapted) -> bool:
+        """Whether what is active in `one` is merged into, or kept beside, the parts of its base."""
+        return one.is_low_rank()
+
+    def _take(self, one: Adapted) -> None:
+        """This rank's part of what the adapters in `one` are or make, of whole parameters."""
+        if not self.merges_parts(one):
+            for name, tensor in one.merged(one.sources).items():
+                self._cut((one, name), tensor.to(one.sources.get(name, tensor).dtype))
+            return
+        beside = self.is_beside(one, adapters=True)
+        for part in self.cuts.get((one, "weight"), ()):
+            factors = [
+                part.of_factors(low_rank._replace(b=selected(part.place, one, low_rank.b)))
+                for low_rank in one.low_rank(lambda param: param)
+            ]
+            self._keep_beside(one, part, factors) if beside else self._merge_part(one, part, factors)
+
+    def _keep_beside(self, one: Adapted, part: Slice, factors: list[LowRank]) -> None:
+        kept = self.factors.setdefault(one, {})
+        kept[part.key] = [low_rank._replace(a=low_rank.a.clone(), b=low_rank.b.clone()) for low_rank in factors]
+
+    def _merge_part(self, one: Adapted, part: Slice, factors: list[LowRank]) -> None:
+        base = self.part(part.place, one.sources["weight"])
+        merged = base
+        for low_rank in factors:
+            merged = merged_weight(merged, *low_rank)
+        parts = self.parts.setdefault((one, "weight"), {})
+        parts[part.key] = copied(merged.to(base.dtype), parts.get(part.key))
 
     def _cut(self, owner: Owner, whole: torch.Tensor) -> None:
         parts = self.parts.setdefault(owner, {})
@@ -76,14 +116,78 @@ class SlicedSnapshot(Snapshot):
             part = one.of(whole)
             parts[one.key] = None if part is None else copied(part, parts.get(one.key))
 
+    def planned(self) -> tuple[int, int]:
+        """Bytes that the slices will take; and the largest group, which is whole while it is cut."""
+        owners = {
+            owner: owner if isinstance(owner, nn.Parameter) else owner[0].sources.get(owner[1])
+            for owner in self.cuts
+            if isinstance(owner, nn.Parameter) or (self.is_merged(owner[0], True) and owner[1] != "bias")
+        }
+        kept = sum(
+            self._planned_part(param, one) for owner, param in owners.items() for one in unique(self.cuts[owner])
+        )
+        # An upper bound: a rank keeps one of two factors whole, and its part of the other.
+        beside = [param for one in self.adapted if self.is_beside(one, True) for param in one.adapter_params()]
+        groups = [[*group.carried, *self._read(group.adapted)] for group in self.groups]
+        return kept + sum(map(whole_bytes, beside)), max(sum(map(gathered_bytes, group)) for group in groups)
+
+    def _read(self, adapted: Iterable[Adapted]) -> list[nn.Parameter]:
+        """What is read of active adapters, and of what they adapt where that is merged whole."""
+        active = [one for one in adapted if one.state()]
+        bases = [param for one in active if not self.merges_parts(one) for param in one.sources.values()]
+        return list(dict.fromkeys([*(param for one in active for param in one.adapter_params()), *bases]))
+
+    def _planned_part(self, param: nn.Parameter, one: Slice) -> int:
+        part = one.of(torch.empty(whole_shape(param), dtype=param.dtype, device="meta"))
+        return 0 if part is None else part.nbytes
+
     def nbytes(self) -> int:
         """Bytes that the slices hold."""
-        return sum(part.nbytes for parts in self.parts.values() for part in parts.values() if part is not None)
+        parts = [part for parts in self.parts.values() for part in parts.values() if part is not None]
+        return sum(tensor.nbytes for tensor in (*parts, *self.factors_beside(adapters=True)))
 
     def release(self) -> None:
         """Free the slices; the next refresh makes them anew."""
         self.parts.clear()
+        self.factors.clear()
         super().release()
+
+
+class LentSlices(SlicedSnapshot):
+    """For a model whose own modules ranks share: what has no slice is kept whole, or is the model's own where that is
+    whole all along. Adapters are merged, always, before their modules' weights are cut."""
+
+    def __init__(self, *kept: Any, slices: dict[Place, Slice]):
+        super().__init__(*kept, slices=slices)
+        self.unmerged = False
+        whole = Slice(Place(self.model, ""), ("whole",), None)
+        for param in filter(is_partitioned, self.model.parameters()):
+            self.cuts.setdefault(param, [whole])
+        for one in self.adapted:
+            for name in (*one.sources, "bias"):
+                self.cuts.setdefault((one, name), [whole])
+
+    def merges_parts(self, one: Adapted) -> bool:
+        """Not here: a plan may leave a module's weights whole, and parts are then not of one kind."""
+        return False
+
+    def tensor(self, param: nn.Parameter) -> torch.Tensor | None:
+        """What this rank lends in the parameter's place; None where another rank has it all."""
+        parts = self.parts.get(param)
+        return param if parts is None else next(iter(parts.values()))
+
+    def weights_of(self, one: Adapted, adapters: bool) -> dict[str, torch.Tensor | None]:
+        """What this rank lends to `one.plain`, by parameter name."""
+        base = {name: self.tensor(param) for name, param in one.sources.items()}
+        if not (adapters and one.state()):
+            return base
+        merged = {name: self.parts[one, name] for name in (*one.sources, "bias") if (one, name) in self.parts}
+        return {**base, **{name: next(iter(parts.values())) for name, parts in merged.items()}}
+
+
+def unique(slices: list[Slice]) -> list[Slice]:
+    """Of slices that are the same, as of tied embeddings, one."""
+    return list({one.key: one for one in slices}.values())
 
 
 def cuts_by_owner(slices: dict[Place, Slice], adapted: list[Adapted]) -> dict[Owner, list[Slice]]:

@@ -1,8 +1,8 @@
 """Inference's copy of the weights, and the version of the weights that it was made from.
 
 A parameter that is whole and needs no merge is not copied: the model's own is used. Partitioned parameters (ZeRO-3)
-are gathered in groups and copied out; adapted weights are merged out of place. Buffers keep their addresses while
-they live.
+are gathered in groups, straight into the copies; adapted weights are merged out of place, or, unmerged, adapters'
+factors are kept beside the weights. Buffers keep their addresses while they live.
 """
 
 from collections.abc import Iterable
@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from hybrid.architectures.spec import Place
 from hybrid.architectures.structure import Structure
 from hybrid.profiling import Phase
-from hybrid.weights.gather import gathered, is_partitioned
-from hybrid.weights.lora import Adapted
+from hybrid.weights.gather import Fetch, gathered, is_partitioned, padded_bytes, storage_for, whole_bytes, whole_in
+from hybrid.weights.lora import Adapted, LowRank
 
 
 @dataclass
@@ -47,14 +48,28 @@ class Group:
 
 
 class Snapshot:
-    """The weights that inference runs on."""
+    """The weights that inference runs on.
 
-    def __init__(self, model: nn.Module, structure: Structure, adapted: list[Adapted], layers_per_group: int):
-        self.adapted = adapted
+    unmerged: adapters that have a side path are kept beside the weights, and not merged.
+    version: of the weights, where somebody has counted before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        adapted: list[Adapted],
+        layers_per_group: int,
+        unmerged: bool = False,
+        version: WeightVersion | None = None,
+    ):
+        self.model, self.structure = model, structure
+        self.adapted, self.unmerged = adapted, unmerged
         self.groups = make_groups(model, structure, adapted, layers_per_group)
-        self.version = WeightVersion(adapters=active_adapters(adapted))
+        self.version = version or WeightVersion(adapters=active_adapters(adapted))
         self.learning = {param for param in model.parameters() if param.requires_grad}
         self.base: dict[nn.Parameter, nn.Parameter] = {}  # copies of partitioned parameters
+        self.storage: dict[nn.Parameter, torch.Tensor] = {}  # where they lie
         self.merged: dict[Adapted, dict[str, nn.Parameter]] = {}
         self.stamps: dict[nn.Parameter | Adapted, tuple] = {}  # of which version each copy is
         self.peak_bytes = 0  # the most that copies and the group being gathered have held
@@ -75,6 +90,14 @@ class Snapshot:
         """Those of `weights` whose copy is of an older version, or does not exist."""
         return [weight for weight in weights if self.stamps.get(weight) != self.wanted(weight)]
 
+    def is_beside(self, one: Adapted, adapters: bool) -> bool:
+        """Whether what is active in `one` is computed beside its weights, with `adapters`."""
+        return adapters and self.unmerged and bool(one.state()) and one.has_side_path()
+
+    def is_merged(self, one: Adapted, adapters: bool) -> bool:
+        """Whether what is active in `one` is merged into its weights, with `adapters`."""
+        return adapters and bool(one.state()) and not self.is_beside(one, adapters)
+
     def refresh(self, phase: Phase, adapters: bool) -> int:
         """Bring every copy up to date, group by group; with `adapters` false, merged weights are left as they are.
 
@@ -84,23 +107,31 @@ class Snapshot:
 
     @torch.no_grad()
     def _refresh_group(self, group: Group, phase: Phase, adapters: bool) -> int:
-        copies = self.stale(param for param in group.carried if is_partitioned(param))
-        merges = self.stale(one for one in group.adapted if adapters and one.state())
+        unmerged = [param for one in group.adapted if self.is_beside(one, adapters) for param in one.adapter_params()]
+        copies = self.stale(param for param in (*group.carried, *unmerged) if is_partitioned(param))
+        merges = self.stale(one for one in group.adapted if self.is_merged(one, adapters))
         if not copies and not merges:
             return 0
         factors = [param for one in merges for param in one.adapter_params()]
         with ExitStack() as whole:
             with phase("gather"):
-                moved = whole.enter_context(gathered(copies + factors))
-                for param in copies:
-                    self.base[param] = copied(param, self.base.get(param))
-                    self.stamps[param] = self.wanted(param)
+                fetch = Fetch({param: self._storage(param) for param in copies})
+                beside = whole.enter_context(gathered(factors))
+                fetch.wait()
+                self.stamps.update((param, self.wanted(param)) for param in copies)
             if merges:
                 with phase("merge"):
                     for one in merges:
                         self._merge(one)
-        self.peak_bytes = max(self.peak_bytes, self.nbytes() + moved)
-        return moved
+        self.peak_bytes = max(self.peak_bytes, self.nbytes() + beside)
+        return beside + fetch.nbytes
+
+    def _storage(self, param: nn.Parameter) -> torch.Tensor:
+        """Where the copy of a partitioned parameter lies, from now on if there was none."""
+        if param not in self.storage:
+            self.storage[param] = storage_for(param)
+            self.base[param] = nn.Parameter(whole_in(self.storage[param], param), requires_grad=False)
+        return self.storage[param]
 
     def _merge(self, one: Adapted) -> None:
         buffers = self.merged.setdefault(one, {})
@@ -117,16 +148,51 @@ class Snapshot:
     def weights_of(self, one: Adapted, adapters: bool) -> dict[str, nn.Parameter]:
         """The tensors for `one.plain`, by parameter name."""
         base = {name: self.tensor(param) for name, param in one.sources.items()}
-        return {**base, **self.merged[one]} if adapters and one.state() else base
+        return {**base, **self.merged[one]} if self.is_merged(one, adapters) else base
+
+    def sides(self, place: Place, one: Adapted, adapters: bool) -> list[LowRank]:
+        """What is computed beside the weight at a place of `one`: b's rows are the place's."""
+        if not self.is_beside(one, adapters):
+            return []
+        return [low_rank._replace(b=selected(place, one, low_rank.b)) for low_rank in one.low_rank(self.tensor)]
+
+    def factors_beside(self, adapters: bool) -> list[torch.Tensor]:
+        """What is kept of the adapters that are computed beside weights."""
+        beside = [one for one in self.adapted if self.is_beside(one, adapters)]
+        return [self.tensor(param) for one in beside for param in one.adapter_params()]
+
+    def words(self, module: nn.Module) -> str:
+        """How the adapters within a module run, where any may run unmerged; "" where none does."""
+        within = set(module.modules())
+        active = [one for one in self.adapted if one.state() and not within.isdisjoint((one.wrapper, one.plain))]
+        beside = sum(self.is_beside(one, adapters=True) for one in active)
+        if not self.unmerged or not active:
+            return ""
+        return f"adapters unmerged in {beside} of {len(active)} modules" + ", merged in the others" * (
+            beside < len(active)
+        )
 
     def nbytes(self) -> int:
         """Bytes that the copies hold."""
         merged = (buffer for buffers in self.merged.values() for buffer in buffers.values())
-        return sum(buffer.nbytes for buffer in (*self.base.values(), *merged))
+        return sum(buffer.nbytes for buffer in (*self.storage.values(), *merged))
+
+    def planned(self) -> tuple[int, int]:
+        """Bytes that the copies will take, and the most that is whole beside them while they are made."""
+        carried = [param for group in self.groups for param in group.carried]
+        beside = [param for one in self.adapted if self.is_beside(one, True) for param in one.adapter_params()]
+        kept = sum(padded_bytes(param) for param in (*carried, *beside) if is_partitioned(param))
+        merged = sum(merged_bytes(one) for one in self.adapted if self.is_merged(one, True))
+        return kept + merged, max((sum(map(gathered_bytes, self._merging(group))) for group in self.groups), default=0)
+
+    def _merging(self, group: Group) -> list[nn.Parameter]:
+        """Factors that merging a group reads."""
+        return [param for one in group.adapted if self.is_merged(one, True) for param in one.adapter_params()]
 
     def release(self) -> None:
         """Free the copies; the next refresh makes them anew."""
         self.base.clear()
+        self.storage.clear()
         self.merged.clear()
         self.stamps.clear()
 
@@ -139,6 +205,22 @@ def copied(source: torch.Tensor, buffer: nn.Parameter | None) -> nn.Parameter:
     return buffer
 
 
+def gathered_bytes(param: nn.Parameter) -> int:
+    """Bytes of a parameter that is whole only where it is gathered."""
+    return whole_bytes(param) if is_partitioned(param) else 0
+
+
+def merged_bytes(one: Adapted) -> int:
+    """Bytes that merging makes of an adapted module. Biases are counted as they are: hardly any adapter changes one."""
+    return sum(whole_bytes(param) for name, param in one.sources.items() if name != "bias")
+
+
+def selected(place: Place, one: Adapted, b: torch.Tensor) -> torch.Tensor:
+    """Of a factor b [out, r] the rows that belong to a place."""
+    stored = one.stored(b)
+    return stored if place.select is None else place.select(stored)
+
+
 def active_adapters(adapted: list[Adapted]) -> tuple:
     """What is active in every adapted module, to be compared."""
     return tuple(one.state() for one in adapted)
@@ -149,8 +231,8 @@ def make_groups(
 ) -> tuple[Group, ...]:
     """The groups in which weights are gathered: parts outside the layers, then layers, `layers_per_group` at a time.
 
-    A parameter that two parts share is in the first one's group; adapter factors are in none, they are read for
-    merging only.
+    A parameter that two parts share is in the first one's group; adapter factors are in none, they come with what they
+    adapt.
     """
     carried_sources = {param for one in adapted for param in one.sources.values()}
     factors = {param for one in adapted for param in one.wrapper.parameters()} - carried_sources

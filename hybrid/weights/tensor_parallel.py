@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybrid.architectures.spec import DecoderSpec, Place, Reading
+from hybrid.architectures.tp_plan import Share, TensorPlan
+from hybrid.weights.lora import LowRank
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,15 @@ class Shard:
 WHOLE = Shard(1, 0)
 
 
-def require_divisible(spec: DecoderSpec, size: int, key: str = "hybrid_engine.inference_tp_size") -> None:
-    """Raise ValueError, in words, where the heads cannot be shared out."""
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    if heads % size or (kv_heads % size and size % kv_heads):
-        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+def sizes_that_fit(heads: int, kv_heads: int) -> list[int]:
+    """Numbers of ranks that can share out the heads."""
+    return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+
+
+def require_divisible(heads: int, kv_heads: int, size: int, key: str = "hybrid_engine.inference_tp_size") -> None:
+    """Raise ValueError, in words, where the heads cannot be shared out. key: the setting that asks for it."""
+    fits = sizes_that_fit(heads, kv_heads)
+    if size not in fits:
         raise ValueError(
             f"{key}: {size} given; the model's {heads} attention heads and {kv_heads} key "
             f"and value heads can be shared out by {', '.join(map(str, fits))}"
@@ -54,17 +60,22 @@ def chunk(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
     return torch.cat([part, part.new_zeros(shape)], dim)
 
 
-def kv_rows(tensor: torch.Tensor, spec: DecoderSpec, shard: Shard) -> torch.Tensor:
+def kv_rows(tensor: torch.Tensor, kv_heads: int, shard: Shard) -> torch.Tensor:
     """Rows of the key or value heads that a rank's query heads look at."""
-    if spec.num_kv_heads >= shard.size:
+    if kv_heads >= shard.size:
         return chunk(tensor, 0, shard)
-    head = shard.index * spec.num_kv_heads // shard.size
-    return tensor[head * spec.head_dim : (head + 1) * spec.head_dim]
+    return tensor.chunk(kv_heads)[shard.index * kv_heads // shard.size]
+
+
+def row_dim(tensor: torch.Tensor) -> int:
+    """The dimension of the outputs of a matrix, of experts' matrices [experts, out, in], or of a bias."""
+    return max(tensor.dim() - 2, 0)
 
 
 def both_halves(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """A rank's part of experts' gates, above its part of their ups.  [experts, 2 · inner, hidden]"""
-    return torch.cat([chunk(half, 1, shard) for half in tensor.chunk(2, dim=1)], dim=1)
+    """A rank's part of the gates, above its part of the ups.  [2 · inner, hidden], of experts or not, or a bias"""
+    dim = row_dim(tensor)
+    return torch.cat([chunk(half, dim, shard) for half in tensor.chunk(2, dim=dim)], dim=dim)
 
 
 def cut_of(
@@ -80,7 +91,7 @@ def cut_of(
     if name in ("q", "gate", "up", "embedding", "head") or (row_norm and name == "q_norm"):
         return lambda tensor: chunk(tensor, 0, shard)
     if name in ("k", "v") or row_norm:
-        return lambda tensor: kv_rows(tensor, spec, shard)
+        return lambda tensor: kv_rows(tensor, spec.num_kv_heads, shard)
     if name in ("o", "down"):
         if kind == "weight":
             return lambda tensor: chunk(tensor, 1, shard)
@@ -94,16 +105,31 @@ def cut_of(
 
 @dataclass(frozen=True)
 class Slice:
-    """A rank's part of the role at one place.  key: equal for parts that are the same, as of tied embeddings."""
+    """A rank's part of the role at one place.
+
+    key: equal for parts that are the same, as of tied embeddings.  row_parallel: a matrix is cut along its inputs.
+    """
 
     place: Place
     key: tuple
     cut: Callable[[torch.Tensor], torch.Tensor | None] | None
+    row_parallel: bool = False
 
     def of(self, whole: torch.Tensor) -> torch.Tensor | None:
         """The part, from the whole tensor of the place; None where another rank has it."""
         selected = whole if self.place.select is None else self.place.select(whole)
         return selected if self.cut is None else self.cut(selected)
+
+    def of_factors(self, low_rank: LowRank) -> LowRank:
+        """What a rank's part of the weight is given of b · a, b's rows being the place's.
+
+        Where inputs are cut, a x is a sum over ranks; b is linear, so ranks may apply it before they sum.
+        """
+        if self.cut is None:
+            return low_rank
+        if self.row_parallel:
+            return low_rank._replace(a=self.cut(low_rank.a))
+        return low_rank._replace(b=self.cut(low_rank.b))
 
 
 VOCABULARY = ("embedding.weight", "head.weight")  # cut alike, so that tied ones are kept once
@@ -115,5 +141,29 @@ def slices_of(reading: Reading, shard: Shard, experts: Shard = WHOLE) -> dict[Pl
     for layer in (reading.outer, *reading.layers):
         for role, place in layer.items():
             key = ("vocabulary" if role in VOCABULARY else role, place.select)
-            found[place] = Slice(place, key, cut_of(role, reading.spec, shard, experts))
+            cut = cut_of(role, reading.spec, shard, experts)
+            found[place] = Slice(place, key, cut, role in ("o.weight", "down.weight"))
+    return found
+
+
+def cut_as(cut: str, share: Share, shard: Shard) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
+    """How a rank's part is cut by a word of `Share.cuts`; None: it is the whole."""
+    if cut == "once" and shard.index == 0:
+        return None
+    return {
+        "rows": lambda tensor: chunk(tensor, row_dim(tensor), shard),
+        "columns": lambda tensor: chunk(tensor, tensor.dim() - 1, shard),
+        "halves": lambda tensor: both_halves(tensor, shard),
+        "kv": lambda tensor: kv_rows(tensor, share.kv_heads, shard),
+        "once": lambda tensor: None,
+    }[cut]
+
+
+def planned_slices(plan: TensorPlan, shard: Shard) -> dict[Place, Slice]:
+    """A rank's part of every place that a plan cuts."""
+    found = {}
+    for share in plan.shares:
+        for name, cut in share.cuts.items():
+            place = Place(share.module, name)
+            found[place] = Slice(place, (cut,), cut_as(cut, share, shard))
     return found

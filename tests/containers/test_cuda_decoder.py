@@ -4,6 +4,8 @@ Without a GPU the kernels run in Triton's interpreter, which takes seconds for w
 few tokens, and a capture that only remembers the run. What needs a device is in tests/gpu.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -13,8 +15,9 @@ from hybrid.architectures.reading import read_decoder
 from hybrid.containers.batch import PAGE, PackedBatch
 from hybrid.containers.cuda_decoder import CudaDecoder
 from hybrid.kernels.cuda_graph import Captured
+from tests.containers.test_side_paths import fused_of
 from tests.containers.test_torch_decoder import VARIANTS, average, distance, own_weights
-from tests.models import VOCABULARY, tiny_model
+from tests.models import VOCABULARY, tiny_model, with_peft
 
 # What the kernels can do is in these; the others differ from them in what torch does. They run as slow tests.
 QUICK = (
@@ -127,6 +130,27 @@ def test_logits_equal_hugging_face(variant):
     ids = sequences(tuple(length + NEW + 1 for length in PROMPTS))
     ours = Decoding(cuda_decoder(model, max_slots=4), ids).every_logit()
     assert distance(ours, hugging_face(model, ids)) < 2e-6  # sums in another order: 1 to 4e-7 was seen
+
+
+@pytest.mark.parametrize("variant", ["qwen3", pytest.param("gptj", marks=pytest.mark.slow), "phi3, half a head turned"])
+def test_adapters_beside_the_weights_equal_pefts_forward(variant):
+    """In graphs too, which are kept over a step, and captured anew where an adapter is scaled otherwise."""
+    model = with_peft(small(variant)).eval()
+    ids = sequences(tuple(length + NEW + 1 for length in PROMPTS))
+    fused = fused_of(model)
+    capture = {} if DEVICE == "cuda" else {"capture": remembered}
+    weights, sides = (partial(read, adapters=True) for read in (fused.tensor, fused.sides))
+    decoder = CudaDecoder(read_decoder(model), weights, torch.float32, 4, **capture, sides=sides)
+    for change in ("none", "step", "scale"):
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.mul_(0.9 if "lora_" in name and change == "step" else 1.0)
+        for one in fused.snapshot.adapted:
+            one.wrapper.scaling["default"] *= 0.5 if change == "scale" else 1.0
+        decoder.bind()
+        kept = decoder.graphed is not None and len(decoder.graphed.graphs) > 0
+        assert kept == (change == "step")
+        assert distance(Decoding(decoder, ids).every_logit(), hugging_face(model, ids)) < 2e-6
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ class Miniature:
             fused=lambda tokens: self.fused.decoder(self.window.uses_adapters, tokens),
             store=PageStore(32),
             page_bytes=self.fused.page_bytes,
+            require_memory=lambda rows, tokens: None,
             max_slots=100,
             stride=1,
             max_out_tokens=512,

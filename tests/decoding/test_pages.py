@@ -169,7 +169,9 @@ def test_what_cannot_be_in_the_cache_together_is_refused_in_words():
     store = PageStore(PAGE, 11 * PAGE_BYTES)
     store.require_room([10 * PAGE], PAGE_BYTES)
     store.require_room([PAGE] * 10, PAGE_BYTES)
-    with pytest.raises(ValueError, match=rf"kv_cache_bytes={11 * PAGE_BYTES}: a row of 321 tokens.*{12 * PAGE_BYTES}"):
+    with pytest.raises(
+        ValueError, match=rf"kv_cache_bytes leaves {11 * PAGE_BYTES} bytes.*a row of 321 tokens.*{12 * PAGE_BYTES}"
+    ):
         store.require_room([10 * PAGE + 1], PAGE_BYTES)
     with pytest.raises(ValueError, match=r"11 rows that have to be in the cache together, the longest of 30 tokens"):
         store.require_room([30] + [1] * 10, PAGE_BYTES)

@@ -289,24 +289,24 @@ def test_with_lora_only_adapters_are_gathered_again(ranks):
 
 
 def check_groups() -> None:
-    """No more than a group of layers is whole at a time beyond the shards."""
+    """No more than a group of layers is on its way at a time."""
     from hybrid.weights import gather, snapshot
 
     model = tiny_model("llama", num_hidden_layers=5)
     engine = engine_of(model, settings(3, hybrid_engine={"tp_gather_partition_size": 2}))
     layer = [sum(p.ds_numel for p in block.parameters()) for block in model.model.layers]
     outer = [model.model.embed_tokens.weight.ds_numel + model.model.norm.weight.ds_numel, model.lm_head.weight.ds_numel]
-    sizes, own = [], gather.gathered
+    sizes = []
 
-    def watched(params):
-        sizes.append(sum(p.ds_numel for p in params))
-        return own(params)
+    def watched(storage):
+        sizes.append(sum(p.ds_numel for p in storage))
+        return gather.Fetch(storage)
 
-    snapshot.gathered = watched
+    snapshot.Fetch = watched
     try:
         engine.generate(torch.tensor([[3, 4]]), max_new_tokens=1)
     finally:
-        snapshot.gathered = own
+        snapshot.Fetch = gather.Fetch
     assert sizes == [*outer, 2 * layer[0], 2 * layer[0], layer[0]]
 
 

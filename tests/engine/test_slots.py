@@ -210,7 +210,8 @@ def check_refusals() -> None:
     with CollectiveCount() as collectives:
         for call in refused:
             with pytest.raises(
-                ValueError, match=rf"kv_cache_bytes={3 * PAGE_BYTES}: a row of 65 .*{4 * PAGE_BYTES} bytes"
+                ValueError,
+                match=rf"kv_cache_bytes leaves {3 * PAGE_BYTES} bytes.*a row of 65 .*may need {4 * PAGE_BYTES};",
             ):
                 call()
         with pytest.raises(ValueError, match=r"3 rows that have to be in the cache together, the longest of 50 tokens"):

@@ -15,7 +15,8 @@ from hybrid.decoding.sampling import Draw, draw_tokens_in_torch, stream_keys
 from hybrid.kernels.triton_sampling import sample
 from tests.containers.test_cuda_decoder import Decoding, cuda_decoder, hugging_face, sequences, small
 from tests.containers.test_torch_decoder import VARIANTS, average, distance, own_weights
-from tests.models import ALL_FAMILIES
+from tests.engines import engine_of, settings
+from tests.models import ALL_FAMILIES, tiny_model
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (50, 7, 33, 40)  # of whole sequences: four, which fill a bucket
@@ -132,3 +133,25 @@ def test_tokens_are_those_of_torch_on_the_cpu(temperature, min_p):
     assert (~same).sum() <= 1
     torch.testing.assert_close(logps[same], theirs.logps[same], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(raw[same], theirs.raw_logps[same], rtol=1e-5, atol=1e-5)
+
+
+def check_switch_on_a_device() -> None:
+    """As tests/engine/test_memory_modes.py counts it, by the device's own account."""
+    for block in ({}, {"inference_tp_size": 2}):
+        model = tiny_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8)
+        block = {"tp_gather_partition_size": 1, **block}
+        engine = engine_of(model, settings(3, hybrid_engine=block, rollout={"containers": "fused"}))
+        layer = sum(p.ds_numel * p.element_size() for p in engine.module.model.layers[0].parameters())
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        engine._refresh(True)
+        held = engine.stats()["snapshot_bytes"]
+        rounding = 512 * 2 * sum(1 for _ in engine.module.parameters())  # of the allocator, for every tensor
+        assert torch.cuda.memory_allocated() - before <= held + rounding
+        assert torch.cuda.max_memory_allocated() - before <= held + layer + rounding
+        engine.destroy()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks need two devices")
+def test_a_switch_holds_the_snapshot_and_one_group(ranks):
+    ranks.run(check_switch_on_a_device)

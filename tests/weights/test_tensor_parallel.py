@@ -79,4 +79,4 @@ def test_heads_of_a_rank():
 def test_heads_that_cannot_be_shared_out_are_refused(size):
     spec = read_decoder(tiny_model("llama")).spec
     with pytest.raises(ValueError, match=rf"inference_tp_size: {size} given; .*4 attention heads.*by 1, 2, 4"):
-        require_divisible(spec, size)
+        require_divisible(spec.num_heads, spec.num_kv_heads, size)

@@ -29,6 +29,7 @@ struct Decoder {
   int64_t vocabulary, hidden, embedding_size, heads, kv_heads, head_dim, intermediate, expert_intermediate;
   int64_t layer_norm, norm_float32, activation, stepwise, gated, parallel, rotary_dim, interleaved, rotary_float32, qk_norm_row;
   int64_t position_offset, num_experts, experts_per_token, normalize_experts, experts_float32, alibi_bfloat16, embedding_rows;
+  int64_t side_ranks;  // floats for each token that a layer's adapters, or those outside the layers, need
   double norm_eps, norm_offset, attention_scale, attention_softcap, logits_softcap;
   double embedding_multiplier, residual_multiplier, logits_divisor;
   const float* slopes;
@@ -46,7 +47,7 @@ struct Batch {
 
 // A float work space: [tokens, ·] buffers one behind the other.
 struct Work {
-  float *normed, *mlp_normed, *delta, *qkv, *attended, *up, *expert_in, *expert_out, *shares, *scratch;
+  float *normed, *mlp_normed, *delta, *qkv, *attended, *up, *expert_in, *expert_out, *shares, *reduced, *scratch;
 };
 
 static int64_t head_pad(const Decoder& d) { return (d.head_dim + LANES - 1) / LANES * LANES; }
@@ -69,6 +70,7 @@ static int64_t carve(const Decoder& d, int64_t tokens, int64_t threads, float* b
   w.expert_in = take(d.num_experts ? tokens * d.hidden : 0);
   w.expert_out = take(d.num_experts ? tokens * d.hidden : 0);
   w.shares = take(tokens * d.num_experts);
+  w.reduced = take(tokens * d.side_ranks);
   w.scratch = take(threads * (QUERIES * head_pad(d)));
   if (work) *work = w;
   return used;
@@ -88,6 +90,20 @@ struct Run {
   }
   Part rows() const { return part(batch.tokens, 1, thread, threads); }
   void ready(float* row, int64_t in) const { halved(row, in, (const W*)nullptr); }
+
+  // a x of the adapters beside l, ready for every thread.
+  void reduce(const Linear& l, const float* x, int64_t ldx) const {
+    if (!l.num_sides) return;
+    reduce_sides<W>(l, x, ldx, batch.tokens, work.reduced, thread, threads);
+    meet();
+  }
+  // This thread's columns of y = l(x), with what adapters add. Others do the rest.
+  void product(const Linear& l, const float* x, int64_t ldx, float* y, int64_t ldy) const {
+    reduce(l, x, ldx);
+    linear<W>(l, x, ldx, batch.tokens, y, ldy, Store{}, thread, threads);
+    const Part mine = part(outputs(l), COLUMNS<W>, thread, threads);
+    add_sides<W>(l, work.reduced, batch.tokens, y, ldy, mine.first, mine.last);
+  }
 
   // y = norm(x) in the model's rounding; x where the norm is absent.
   void norm(const Norm& n, const float* x, float* y, int64_t size) const {
@@ -156,6 +172,7 @@ struct Run {
   // A gated or plain MLP's first half over `count` rows: each thread makes and activates the same columns.
   void expand(const Linear& up, const float* x, int64_t count, float* y, int64_t intermediate) const {
     const int64_t width = outputs(up);
+    reduce(up, x, d.hidden);
     const Part mine = part(intermediate, 2 * LANES, thread, threads);
     if (mine.first >= mine.last) return;
     auto half = [&](int64_t from) {  // columns `from` + mine of the joined matrix, which may be one part or two
@@ -167,6 +184,7 @@ struct Run {
           columns(x, d.hidden, (const W*)up.weight[p], up.bias[p], up.in, y + offset, width, count, first, last, Store{});
         offset += up.rows[p];
       }
+      add_sides<W>(up, work.reduced, count, y, width, mine.first + from, mine.last + from);
     };
     half(0);
     if (d.gated) half(intermediate);
@@ -277,10 +295,10 @@ struct Run {
       for (int64_t i = 0; i < d.hidden; i++) row[i] = rounded<W>(row[i] + rounded<W>(made[i] + attended[i]));
     }
   }
-  // hidden += l(x), through the post norm where there is one. Ends with everybody done.
+  // hidden += l(x), through the post norm where there is one, and after what adapters add. Ends with everybody done.
   void add_linear(const Linear& l, const float* x, int64_t ldx, const Norm& post, float* hidden) const {
-    if (post.weight) {
-      linear<W>(l, x, ldx, batch.tokens, work.delta, d.hidden, Store{}, thread, threads);
+    if (post.weight || l.num_sides) {
+      product(l, x, ldx, work.delta, d.hidden);
       meet();
       add_normed(post, work.delta, hidden);
     } else {
@@ -306,7 +324,7 @@ struct Run {
     }
     meet();
     const int64_t q = d.heads * d.head_dim;
-    linear<W>(layer.qkv, work.normed, d.hidden, batch.tokens, work.qkv, (d.heads + 2 * d.kv_heads) * d.head_dim, Store{}, thread, threads);
+    product(layer.qkv, work.normed, d.hidden, work.qkv, (d.heads + 2 * d.kv_heads) * d.head_dim);
     meet();
     turn_and_write(layer);
     meet();
@@ -318,10 +336,10 @@ struct Run {
     }
     const int64_t intermediate = outputs(layer.up) / (d.gated ? 2 : 1);
     if (d.parallel) {
-      linear<W>(layer.o, work.attended, q, batch.tokens, work.delta, d.hidden, Store{}, thread, threads);
+      product(layer.o, work.attended, q, work.delta, d.hidden);
       expand(layer.up, work.mlp_normed, batch.tokens, work.up, intermediate);
       meet();
-      linear<W>(layer.down, work.up, outputs(layer.up), batch.tokens, work.normed, d.hidden, Store{}, thread, threads);
+      product(layer.down, work.up, outputs(layer.up), work.normed, d.hidden);
       meet();
       add_both(layer, hidden);
       meet();
@@ -347,7 +365,7 @@ struct Run {
   // A mixture of experts into `delta`: each expert over the tokens that chose it, in the order of the experts.
   void mixture(const Layer& layer) const {
     const int64_t experts = layer.experts, intermediate = d.expert_intermediate, width = intermediate * (d.gated ? 2 : 1);
-    linear<W>(layer.router, work.mlp_normed, d.hidden, batch.tokens, work.shares, experts, Store{}, thread, threads);
+    product(layer.router, work.mlp_normed, d.hidden, work.shares, experts);
     meet();
     for (int64_t t = rows().first; t < rows().last; t++) {
       route(work.shares + t * experts, experts);
@@ -418,7 +436,7 @@ struct Run {
     }
     meet();
     if (d.project_in.parts) {
-      linear<W>(d.project_in, work.delta, size, batch.tokens, hidden, d.hidden, Store{}, thread, threads);
+      product(d.project_in, work.delta, size, hidden, d.hidden);
       meet();
     }
     for (int64_t t = rows().first; t < rows().last; t++) {
@@ -444,13 +462,13 @@ struct Run {
     int64_t in = d.hidden;
     if (d.project_out.parts) {
       in = d.embedding_size;
-      linear<W>(d.project_out, x, d.hidden, batch.tokens, work.delta, in, Store{}, thread, threads);
+      product(d.project_out, x, d.hidden, work.delta, in);
       meet();
       for (int64_t t = rows().first; t < rows().last; t++) ready(work.delta + t * in, in);
       meet();
       x = work.delta;
     }
-    linear<W>(d.head, x, in, batch.tokens, out, d.vocabulary, Store{}, thread, threads);
+    product(d.head, x, in, out, d.vocabulary);
     meet();
     if (d.logits_divisor == 1.0 && d.logits_softcap == 0.0) return;
     for (int64_t i = rows().first * d.vocabulary; i < rows().last * d.vocabulary; i++) {

@@ -24,6 +24,14 @@ static inline Vec held(Vec v) {
   return v;
 }
 
+// What an adapter adds to a product: outputs [first, first + rows) get scale · b (a x).  a [rank, in], b [rows, rank] of the
+// model's dtype.  at: floats for each token before a x in the work space, which is [tokens, rank].
+struct Side {
+  const void *a, *b;
+  int64_t rank, first, rows, at;
+  double scale;
+};
+
 // One matrix, or several one above the other.  weight[i] [rows[i], in] of the model's dtype; bias[i] float32 or null.
 struct Linear {
   const void* weight[3];
@@ -31,6 +39,8 @@ struct Linear {
   int64_t rows[3];
   int64_t parts;
   int64_t in;
+  const Side* sides;
+  int64_t num_sides;
 };
 
 static inline int64_t outputs(const Linear& linear) {
@@ -116,6 +126,10 @@ struct Add {
   template <typename W> void operator()(float* y, float value) const {
     *y = rounded<W>(*y + (factor == 1.0f ? value : rounded<W>(value * factor)));
   }
+};
+struct AddScaled {  // as PEFT adds what an adapter makes
+  float scale;
+  template <typename W> void operator()(float* y, float value) const { *y = rounded<W>(*y + rounded<W>(value * scale)); }
 };
 // W: what outputs are rounded to. V: what the matrix is stored as, here.
 template <typename W, int N, typename V, typename Out>
@@ -213,5 +227,30 @@ static void linear(const Linear& l, const float* x, int64_t ldx, int64_t rows, f
     const int64_t first = std::max<int64_t>(mine.first - offset, 0), last = std::min(mine.last - offset, l.rows[i]);
     if (first < last) columns(x, ldx, (const W*)l.weight[i], l.bias[i], l.in, y + offset, ldy, rows, first, last, out);
     offset += l.rows[i];
+  }
+}
+
+// a x of every adapter beside l, for this thread's tokens of each, as `add_sides` reads it.
+template <typename W>
+static void reduce_sides(const Linear& l, const float* x, int64_t ldx, int64_t rows, float* reduced, int thread, int threads) {
+  const Part mine = part(l.num_sides * rows, 1, thread, threads);
+  for (int64_t i = 0; i < l.num_sides; i++) {
+    const Side& side = l.sides[i];
+    const int64_t first = std::max<int64_t>(mine.first - i * rows, 0), last = std::min(mine.last - i * rows, rows);
+    if (first >= last) continue;
+    float* y = reduced + side.at * rows + first * side.rank;
+    columns(x + first * ldx, ldx, (const W*)side.a, nullptr, l.in, y, side.rank, last - first, 0, side.rank, Store{});
+    for (int64_t m = 0; m < last - first; m++) halved(y + m * side.rank, side.rank, (const W*)nullptr);
+  }
+}
+
+// What adapters add to outputs [first, last) of y = l(x), in their order.
+template <typename W>
+static void add_sides(const Linear& l, const float* reduced, int64_t rows, float* y, int64_t ldy, int64_t first, int64_t last) {
+  for (int64_t i = 0; i < l.num_sides; i++) {
+    const Side& side = l.sides[i];
+    const int64_t from = std::max<int64_t>(first - side.first, 0), to = std::min(last - side.first, side.rows);
+    if (from < to)
+      columns(reduced + side.at * rows, side.rank, (const W*)side.b, nullptr, side.rank, y + side.first, ldy, rows, from, to, AddScaled{float(side.scale)});
   }
 }

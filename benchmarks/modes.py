@@ -1,0 +1,210 @@
+"""What each way to hold weights costs under ZeRO-3: the switch to inference, and rollouts.
+
+    make bench
+    torchrun --nproc_per_node=2 -m benchmarks.modes --shape 120M --dtype f32 --rounds 3
+
+Contenders run in turns in one process group, from the same weights and prompts, each after an update of its own.
+"""
+
+import argparse
+import logging
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+
+import deepspeed
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.accelerator import get_accelerator
+
+import hybrid
+from benchmarks.cases import DTYPES, SHAPES, make_model
+from benchmarks.contenders import eval_mode, gathered
+
+# DeepSpeed lets 1e9 parameters live, and keeps those that are read again within 1e9 (0.19.8). A model smaller than that
+# stays whole from its first forward on; this is what a model of 7B meets.
+DEFAULT_LIVE_SHARE = 1 / 7
+
+
+@dataclass
+class Contender:
+    """A way to generate.  switch: a block in which weights are as they must be.  generate: inside it."""
+
+    engine: hybrid.HybridEngine
+    switch: Callable
+    generate: Callable
+    switch_s: list[float] = field(default_factory=list)
+    rollout_s: list[float] = field(default_factory=list)
+    gathered_mib: float = 0.0  # by the switch and the rollout, on this rank
+
+
+def main() -> None:
+    """Measure, print two tables."""
+    args = parse()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    transformers.logging.set_verbosity_error()
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    contenders = make_contenders(args)
+    engine = next(iter(contenders.values())).engine
+    ids = torch.randint(1, SHAPES[args.shape]["vocab"], (args.sequences, args.prompt_length)).to(engine.device)
+    request = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": args.new_tokens,
+        "min_new_tokens": args.new_tokens,
+        "do_sample": False,
+    }
+    for turn in range(args.rounds + 1):  # the first is not counted
+        outputs = {name: measure(one, ids, request, counted=turn > 0) for name, one in contenders.items()}
+        if args.dtype == "f32":
+            base = [output for name, output in outputs.items() if "LoRA" not in name]
+            assert all(torch.equal(output, base[0]) for output in base), "contenders disagree about the tokens"
+    if dist.get_rank() == 0:
+        size = sum(parameter.ds_numel for parameter in engine.module.parameters())
+        print(
+            f"{size / 1e6:.0f}M parameters, {args.dtype}, {dist.get_world_size()} ranks on {machine()}; "
+            f"{args.sequences} sequences a rank, {args.prompt_length} + {args.new_tokens} tokens; "
+            f"{args.rounds} rounds in turns"
+        )
+        print_table(contenders, args.sequences * args.new_tokens * dist.get_world_size())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make_contenders(args: argparse.Namespace) -> dict[str, Contender]:
+    """This engine in every mode, with full fine-tuning and with LoRA; and Hugging Face's generate, two ways."""
+    blocks = {
+        "pinned": {},
+        "tensor parallel": {"inference_tp_size": dist.get_world_size()},
+        "streaming": {"pin_parameters": False},
+    }
+    makers = {name: partial(of_engine, args, block) for name, block in blocks.items()}
+    makers |= {f"pinned, LoRA {how}": partial(of_engine, args, {}, lora=how) for how in ("merged", "unmerged")}
+    makers["GatheredParameters(all) + Hugging Face"] = partial(of_hugging_face, args, gathered)
+    makers["ZeRO-3 that keeps all + Hugging Face"] = partial(of_hugging_face, args, plain)
+    makers["plain ZeRO-3 Hugging Face"] = partial(of_hugging_face, args, plain, live_share=DEFAULT_LIVE_SHARE)
+    return {name: make() for name, make in makers.items() if not args.contenders or name in args.contenders}
+
+
+def of_engine(args: argparse.Namespace, block: dict, lora: str = "") -> Contender:
+    """This engine."""
+    engine = make_engine(args, block, lora)
+    return Contender(engine, engine.inference, engine.generate)
+
+
+def of_hugging_face(args: argparse.Namespace, switch: Callable, live_share: float = 1.0) -> Contender:
+    """Hugging Face's generate, inside `switch`."""
+    engine = make_engine(args, {}, live_share=live_share)
+    return Contender(engine, lambda: switch(engine), engine.module.generate)
+
+
+def plain(engine: hybrid.HybridEngine) -> AbstractContextManager:
+    """Nothing gathered but what ZeRO-3's own hooks gather."""
+    return eval_mode(engine.module)
+
+
+def make_engine(
+    args: argparse.Namespace, block: dict, lora: str = "", live_share: float = 1.0
+) -> hybrid.HybridEngine:
+    """An engine over the shape's model, the same weights every time.
+
+    lora: how an adapter on every layer runs.  live_share: of the model, what ZeRO-3 may keep whole.
+    """
+    model = make_model(args.shape, args.dtype, get_accelerator().current_device_name())
+    live = int(live_share * sum(parameter.numel() for parameter in model.parameters()))
+    if lora:
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=targets, task_type="CAUSAL_LM"))
+    return hybrid.initialize(
+        model=model,
+        optimizer=torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_param_persistence_threshold": 0,
+                "stage3_max_live_parameters": live,
+                "stage3_max_reuse_distance": live,
+            },
+            "bf16": {"enabled": args.dtype == "bf16"},
+            "hybrid_engine": {"enabled": True, "max_out_tokens": 4096, **block},
+            "rollout": {"lora": lora} if lora else {},
+        },
+    )[0]
+
+
+def measure(one: Contender, ids: torch.Tensor, request: dict, counted: bool) -> torch.Tensor:
+    """One update, then the switch and the rollout, timed over all ranks."""
+    update(one.engine)
+    before = one.engine.stats()["gathered_bytes"]
+    dist.barrier()
+    start = time.perf_counter()
+    with one.switch():
+        dist.barrier()
+        switched = time.perf_counter()
+        output = one.generate(ids, **request)
+        dist.barrier()
+    end = time.perf_counter()
+    if counted:
+        one.switch_s.append(switched - start)
+        one.rollout_s.append(end - start)
+        one.gathered_mib = (one.engine.stats()["gathered_bytes"] - before) / 2**20
+    return output
+
+
+def update(engine: hybrid.HybridEngine) -> None:
+    """A training step, with a learning rate of 0: contenders keep the same weights, and nobody can know."""
+    ids = torch.ones(1, 8, dtype=torch.int64, device=engine.device)
+    engine.train()
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+
+
+def print_table(contenders: dict[str, Contender], tokens: int) -> None:
+    """Medians and extremes; tokens a second with the switch, and their ratio to the last contender's."""
+    slowest = tokens / statistics.median(list(contenders.values())[-1].rollout_s)
+    print("| | switch, s | of a rollout | gathered, MiB | tokens/s | × the last |\n|---|---|---|---|---|---|")
+    for name, one in contenders.items():
+        switch_s, rollout_s = statistics.median(one.switch_s), statistics.median(one.rollout_s)
+        rates = sorted(tokens / seconds for seconds in one.rollout_s)
+        cells = (
+            name,
+            f"{switch_s:.2f} ({min(one.switch_s):.2f}–{max(one.switch_s):.2f})",
+            f"{switch_s / rollout_s:.1%}",
+            "–" if "Hugging Face" in name else f"{one.gathered_mib:.0f}",
+            f"{tokens / rollout_s:.0f} ({rates[0]:.0f}–{rates[-1]:.0f})",
+            f"{tokens / rollout_s / slowest:.2f}",
+        )
+        print(f"| {' | '.join(cells)} |")
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} thread a rank"
+
+
+def parse() -> argparse.Namespace:
+    """The shape of the model and of the request."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="10M")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="f32")
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--prompt_length", type=int, default=32)
+    parser.add_argument("--new_tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--contenders", nargs="*", help="their names in the table; all of them if there are none")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

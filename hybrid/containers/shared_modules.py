@@ -1,0 +1,196 @@
+"""Inference tensor parallelism through a model's own modules: each runs on this rank's slice of its weights, and what
+ranks make of their parts is put together around its forward."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from peft.utils.other import ModulesToSaveWrapper
+from torch import nn
+from transformers.cache_utils import Cache
+
+from hybrid.architectures.spec import Unreadable
+from hybrid.architectures.structure import Part
+from hybrid.architectures.tp_plan import Share, TensorPlan, hugging_face_model
+from hybrid.containers.meetings import Meetings
+from hybrid.containers.native import NativeContainer
+from hybrid.containers.window import Window
+from hybrid.parallel import InferenceGroup, all_ranks
+from hybrid.weights.lora import Adapted
+from hybrid.weights.tensor_parallel import Shard, chunk
+
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
+KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+
+
+class SharedModules:
+    """What makes a model's modules compute on slices what they compute on whole weights."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: TensorPlan,
+        adapted: list[Adapted],
+        group: InferenceGroup,
+        device: torch.device,
+        new_cache: Callable[[], Cache],
+    ):
+        self.model, self.plan, self.group, self.device = model, plan, group, device
+        self.meetings = Meetings(group, device, new_cache)
+        self.shard = Shard(group.size, group.index)
+        self.plain = {one.wrapper: one.plain for one in adapted}
+        self.is_lent = False
+
+    def containers(self, parts: list[Part], window: Window) -> list["SharedContainer"]:
+        """Containers of the model's parts; and of the Hugging Face model itself, which `generate()` calls."""
+        inner = hugging_face_model(self.model)
+        if inner is not self.model:
+            name = next(name for name, module in self.model.named_modules() if module is inner)
+            parts = [*parts, Part(name, inner, "model")]
+        return [SharedContainer(part, window, self.meetings) for part in parts]
+
+    def require_same(self, expected: torch.Tensor) -> None:
+        """Raise Unreadable, on every rank, where ranks with slices make something else than `expected`, [tokens, n],
+        which is what `first_output` was with whole weights. Inside an open window, before containers are installed."""
+        try:
+            with self.meetings.together():
+                reason = difference(first_output(self.model, self.device), expected)
+        except Unreadable as error:
+            reason = str(error)
+        if not all_ranks(not reason, self.device):
+            raise Unreadable(reason or "another rank cannot follow the tp_plan")
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside the block modules have forwards and numbers of heads for slices; afterwards their own are back.
+
+        An inner block, which lends other slices, changes nothing of that."""
+        with ExitStack() as stack:
+            if self.is_lent:
+                yield
+                return
+            stack.enter_context(attribute(self, "is_lent", True))
+            for share in self.plan.shares:
+                for module in self._running(share.module) if share.style.before or share.style.after else ():
+                    stack.enter_context(attribute(module, "forward", self._around(share, module.forward)))
+                    if share.style.before == "lookup":  # torch wants it to be a row of the table; it is for training
+                        stack.enter_context(attribute(module, "padding_idx", None))
+            for one in self.plan.attentions:
+                heads, kv_heads = one.heads // self.group.size, max(one.kv_heads // self.group.size, 1)
+                local = dict.fromkeys(HEAD_COUNTS, heads) | dict.fromkeys(KV_HEAD_COUNTS, kv_heads)
+                for name, number in {**local, "num_key_value_groups": heads // kv_heads}.items():
+                    if hasattr(one.module, name):
+                        stack.enter_context(attribute(one.module, name, number))
+            yield
+
+    def _running(self, module: nn.Module) -> list[nn.Module]:
+        """What runs in a module's place while the snapshot is lent."""
+        if isinstance(module, ModulesToSaveWrapper):
+            return [module.original_module, *module.modules_to_save.values()]
+        return [self.plain.get(module, module)]
+
+    def _around(self, share: Share, own: Callable) -> Callable:
+        style, group = share.style, self.group
+
+        def forward(given: torch.Tensor, *args: Any) -> torch.Tensor:
+            if not self.meetings.running:
+                raise RuntimeError(
+                    f"a {type(share.module).__name__} that ranks share is called by itself; with "
+                    "hybrid_engine.inference_tp_size above 1, call a layer or the model"
+                )
+            if style.before == "part":
+                given = chunk(given, given.dim() - 1, self.shard)
+            if style.before == "lookup":
+                return self._looked_up(given, share.width, own)
+            output = own(given, *args)
+            if style.after == "sum":
+                return group.sum(output)
+            return group.gather(output).movedim(0, -2).flatten(-2)[..., : share.width]
+
+        return forward
+
+    def _looked_up(self, ids: torch.Tensor, vocabulary: int, own: Callable) -> torch.Tensor:
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise IndexError(f"token ids from {int(ids.min())} to {int(ids.max())} given; the model has {vocabulary}")
+        rows = -(-vocabulary // self.group.size)
+        ids = ids - self.group.index * rows
+        here = (ids >= 0) & (ids < rows)
+        return self.group.sum(own(ids * here) * here[..., None])
+
+
+class SharedContainer(NativeContainer):
+    """Takes the place of a module's forward where ranks share the model: a call is run by all of them."""
+
+    why = "the Hugging Face module itself, spread over ranks by the model's tp_plan"
+
+    def __init__(self, part: Part, window: Window, meetings: Meetings):
+        super().__init__(part, window)
+        self.meetings = meetings
+        meetings.parts[part.name] = part.module
+
+    def run(self, original: Callable, args: tuple, kwargs: dict):
+        """The module's output, inside an open window."""
+        if self.meetings.running:
+            return original(*args, **kwargs)
+        if kwargs.get("output_attentions") or getattr(
+            getattr(self.part.module, "config", None), "output_attentions", False
+        ):
+            raise NotImplementedError(
+                "output_attentions=True: a rank of hybrid_engine.inference_tp_size above 1 has those of its heads "
+                "alone; set inference_tp_size to 1"
+            )
+        return self.meetings.call(self.part.name, args, kwargs)
+
+
+@contextmanager
+def attribute(owner: object, name: str, value: object) -> Iterator[None]:
+    """Inside the block the attribute is `value`; afterwards it is what it was, the class's where it was not set."""
+    before = {name: owner.__dict__[name]} if name in owner.__dict__ else {}
+    owner.__dict__[name] = value
+    try:
+        yield
+    finally:
+        del owner.__dict__[name]
+        owner.__dict__.update(before)
+
+
+# Of the largest number, for one token out of many: a part that is cut or put together wrongly is of that order. Half
+# precision rounds at every operation of every layer, and may send a token to other experts.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+CHECKED_TOKENS = 16
+
+
+def first_output(model: nn.Module, device: torch.device) -> torch.Tensor:
+    """What a model makes of a few random tokens: its logits, or hidden states.  [tokens, n]
+
+    Raises Unreadable where it makes nothing of them: it wants other inputs, or slices are of sizes that do not fit."""
+    vocabulary = hugging_face_model(model).config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (1, CHECKED_TOKENS), generator=torch.Generator().manual_seed(0))
+    try:
+        with evaluating(model), torch.no_grad():
+            return model(input_ids=ids.to(device))[0].flatten(0, -2)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise Unreadable(f"it does not run on {CHECKED_TOKENS} token ids: {error}") from error
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """Words where `found` is not `expected`, [tokens, n] each."""
+    error = (found.float() - expected.float()).abs().amax(dim=1)
+    allowed = TOLERANCES[expected.dtype] * expected.float().abs().max()
+    worst = error.max() if expected.dtype == torch.float32 else error.median()
+    if worst <= allowed:
+        return ""
+    return f"spread by its tp_plan the model differs from the whole one by {worst:.3g}, where {allowed:.3g} is allowed"
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model does not train; afterwards every module trains or not as it did."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(False)
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,179 @@
+"""Streaming: a decoder whose weights are gathered layer by layer as it runs, by all ranks at once."""
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from hybrid.architectures.spec import Place, Reading
+from hybrid.containers.batch import PackedBatch, PagedKV
+from hybrid.containers.cpu_decoder import CpuDecoder
+from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.parallel import any_rank
+from hybrid.weights.streamed_snapshot import Owner, StreamedSnapshot
+
+# What runs before the layers and behind them, and the roles that it reads.
+BEFORE, BEHIND = "before the layers", "behind the layers"
+ENDS = {
+    BEFORE: ("embedding", "embedding_norm", "project_in", "positions"),
+    BEHIND: ("final_norm", "project_out", "head"),
+}
+Stretch = int | str  # a layer's index, BEFORE or BEHIND
+
+
+class Passes:
+    """A decoder, run stretch by stretch. Its functions are collectives: all ranks call the same ones, in one order.
+
+    make: a decoder of a reading.  owner: whose weights are at a place.  adapters: whether they are merged.
+    """
+
+    def __init__(
+        self,
+        reading: Reading,
+        make: Callable[[Reading], CpuDecoder | TorchDecoder],
+        snapshot: StreamedSnapshot,
+        owner: Callable[[Place], Owner | None],
+        adapters: bool,
+    ):
+        # Every layer asks for the same positions' tables.
+        tables = {key: Remembered(table) for key, table in reading.rotary.items()}
+        self.inner = make(replace(reading, rotary=tables))
+        self.spec, self.reading, self.dtype = reading.spec, self.inner.reading, self.inner.dtype
+        self.snapshot, self.owner, self.adapters = snapshot, owner, adapters
+        self.kv, self.reserve = self.inner.kv, self.inner.reserve
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.inner.device
+
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As the decoders'."""
+        return self.run([BEFORE], {BEFORE: lambda _: self.inner.embed(ids, positions)})
+
+    def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
+        """As the decoders'."""
+        span = range(first, last)
+        return self.run(span, {index: self.layer(index, batch, kv) for index in span}, hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the decoders'."""
+        return self.run([BEHIND], {BEHIND: self.inner.logits}, hidden)
+
+    def layer(self, index: int, batch: PackedBatch, kv: PagedKV) -> Callable[[torch.Tensor], torch.Tensor]:
+        """One layer, as a function of what goes into it."""
+        return lambda hidden: self.inner.layers(hidden, batch, kv, index, index + 1)
+
+    def run(
+        self,
+        stretches: Collection[Stretch],
+        work: dict[Stretch, Callable],
+        given: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """What `work` makes of `given`, from stretch to stretch: each has its weights when its turn comes. Every rank
+        gathers all of them, with work or without, and whatever its own work raised."""
+        turns = self.snapshot.in_turn([self._owners(stretch) for stretch in stretches], self.adapters)
+        try:
+            for stretch, _ in zip(stretches, turns, strict=False):  # `turns` ends below
+                if stretch in work:
+                    self._bind(stretch)
+                    given = work[stretch](given)
+        finally:
+            self.inner.unbind()
+            for _ in turns:
+                pass
+        return given
+
+    def _bind(self, stretch: Stretch) -> None:
+        self.inner.unbind()
+        self.inner.bind_part(ENDS.get(stretch, ()), [] if stretch in ENDS else [stretch])
+
+    def _owners(self, stretch: Stretch) -> list[Owner]:
+        if stretch in ENDS:
+            roles = ENDS[stretch]
+            places = [place for name, place in self.reading.outer.items() if name.partition(".")[0] in roles]
+        else:
+            places = self.reading.layers[stretch].values()
+        found = (self.owner(place) for place in places)
+        return list(dict.fromkeys(one for one in found if one is not None))
+
+
+class StreamedDecoder:
+    """Passes for ranks with rows of their own: whoever wants a forward waits for the others to come along.
+
+    To its callers it is a decoder of this rank's rows. `finish` keeps the others company until all have finished.
+    group: the ranks that have parts of the weights.
+    """
+
+    def __init__(self, passes: Passes, group: dist.ProcessGroup):
+        self.lockstep, self.group = passes, group
+        self.spec, self.reading, self.dtype = passes.spec, passes.reading, passes.dtype
+        self.kv, self.reserve = passes.kv, passes.reserve
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.lockstep.device
+
+    def bind(self) -> None:
+        """Nothing to do: weights are read at every pass."""
+
+    def nbytes(self) -> int:
+        """Bytes of weights that are copies and stay: none."""
+        return 0
+
+    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """The last layer's output for every token.  [tokens, hidden]; keys and values go into `kv`."""
+        return self._together(batch, kv)
+
+    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
+        return self._together(batch, kv, judged=True)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits after the last layer's output [n, hidden].  float32 [n, vocab]"""
+        return self._together(rows=hidden, judged=True)
+
+    def finish(self) -> None:
+        """Keep the others company until nobody wants anything."""
+        while self._meet(False, False) != [False, False]:
+            pass
+
+    def _together(
+        self,
+        batch: PackedBatch | None = None,
+        kv: PagedKV | None = None,
+        rows: torch.Tensor | None = None,
+        judged: bool = False,
+    ) -> torch.Tensor:
+        passes, work = self.lockstep, {}
+        if batch is not None:
+            work[BEFORE] = lambda _: passes.inner.embed(batch.ids, batch.positions)
+            work |= {index: passes.layer(index, batch, kv) for index in range(len(self.spec.layers))}
+        if judged:
+            work[BEHIND] = passes.inner.logits
+        return self._meet(batch is not None, judged, work, rows)
+
+    def _meet(self, forward: bool, judged: bool, work: dict | None = None, given: torch.Tensor | None = None):
+        """A pass over what any rank wants. Gives what this rank's work made; without work, what anybody wanted."""
+        wanted = any_rank([forward, judged], self.device, self.group)
+        layers = range(len(self.spec.layers))
+        stretches = [BEFORE, *layers] * wanted[0] + [BEHIND] * wanted[1]
+        if stretches:
+            given = self.lockstep.run(stretches, work or {}, given)
+        return wanted if work is None else given
+
+
+class Remembered:
+    """A rotary table that remembers what it gave last."""
+
+    def __init__(self, table: Callable):
+        self.table = table
+        self.asked: tuple[torch.Tensor, torch.dtype] | None = None
+
+    def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Reading.rotary`'s."""
+        if self.asked is None or self.asked[1] != dtype or not torch.equal(self.asked[0], positions):
+            self.given, self.asked = self.table(positions, dtype), (positions, dtype)
+        return self.given

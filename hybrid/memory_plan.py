@@ -1,0 +1,276 @@
+"""The ways to hold weights for a rollout: what each takes on a rank, in bytes, before it moves; the choice."""
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, fields
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import log_dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hybrid.architectures.reading import read_decoder
+from hybrid.architectures.spec import Reading, Unreadable
+from hybrid.architectures.structure import read_structure
+from hybrid.architectures.tp_plan import read_tp_plan
+from hybrid.config import HybridEngineConfig, RolloutConfig
+from hybrid.containers.fused import FusedModel
+from hybrid.decoding.pages import pages_for
+from hybrid.parallel import InferenceGroup, lowest, world_size
+from hybrid.profiling import Phase
+from hybrid.weights.gather import is_partitioned
+from hybrid.weights.lora import read_adapters
+from hybrid.weights.sliced_snapshot import LentSlices, SlicedSnapshot
+from hybrid.weights.snapshot import Snapshot, WeightVersion, active_adapters
+from hybrid.weights.streamed_snapshot import StreamedSnapshot
+from hybrid.weights.tensor_parallel import Shard, planned_slices, sizes_that_fit, slices_of
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to hold weights: whole on every rank, in slices on `tp_size` ranks, or streamed layer by layer."""
+
+    tp_size: int = 1
+    streaming: bool = False
+
+    def __str__(self) -> str:
+        if self.streaming:
+            return "streaming"
+        return "pinned" if self.tp_size == 1 else f"tensor parallel {self.tp_size}"
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes on one rank.
+
+    parameters: at rest, which training holds whatever the mode.  gather: whole beside the snapshot while weights are
+    brought together.  snapshot.  containers: joined and turned copies that decoders hold.  kv: of all rows that
+    decode at once.  logits: float32, of one step.
+    """
+
+    parameters: int
+    gather: int
+    snapshot: int
+    containers: int
+    kv: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """What inference adds to training's own memory, at the worst moment."""
+        return self.gather + self.snapshot + self.containers + self.kv + self.logits
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The needs of every mode that this engine could run in, the fastest first; activations are not in them.
+
+    in_use: the mode that the engine runs in.  limit: bytes that inference may add; None: no limit is set.
+    """
+
+    needs: dict[Mode, Need]
+    in_use: Mode
+    limit: int | None = None
+
+    def __str__(self) -> str:
+        names = [field.name for field in fields(Need)]
+        lines = [["mode", *names, "inference", ""]]
+        for mode, need in self.needs.items():
+            marks = ["in use"] * (mode == self.in_use) + ["too much"] * (not self.fits(mode))
+            lines.append([str(mode), *(in_mib(getattr(need, name)) for name in (*names, "total")), ", ".join(marks)])
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        cells = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        limit = "" if self.limit is None else f"; inference may add {in_mib(self.limit)}"
+        return "\n".join([f"MiB on a rank{limit}", *(line.rstrip() for line in cells)])
+
+    def fits(self, mode: Mode) -> bool:
+        """Whether a mode's need is within the limit."""
+        return self.limit is None or self.needs[mode].total <= self.limit
+
+
+class Modes:
+    """The modes of an engine: what holds the weights in each, what they need, and which one it runs in.
+
+    stage: of ZeRO.  phase, count: as StreamedSnapshot's.  own_hooks: as FusedModel's.
+    Raises ValueError, with a plan, where "auto" is to choose and nothing fits.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: HybridEngineConfig,
+        rollout: RolloutConfig,
+        stage: int,
+        phase: Phase,
+        count: Callable[[int], None],
+        own_hooks: Callable[[], Iterable[RemovableHandle]],
+    ):
+        self.model, self.settings, self.rollout, self.stage = model, settings, rollout, stage
+        self.phase, self.count, self.own_hooks = phase, count, own_hooks
+        self.structure = read_structure(model)
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.limit = rollout.memory_limit
+        adapted = read_adapters(model)
+        version = WeightVersion(adapters=active_adapters(adapted))
+        unmerged = rollout.lora == "unmerged"
+        self.kept = (model, self.structure, adapted, settings.tp_gather_partition_size, unmerged, version)  # by all
+        self.reading: Reading | None = None
+        with suppress(Unreadable):
+            self.reading = read_decoder(model)
+        self.in_use = self._chosen()
+
+    def weights(self, mode: Mode, group: InferenceGroup) -> tuple[Snapshot, FusedModel]:
+        """The snapshot and the decoder of a mode; a snapshot of whole weights where the mode has no decoder."""
+        native = "rollout.containers=native" * (self.rollout.containers == "native")
+        if native or self.reading is None or mode == Mode():
+            snapshot = Snapshot(*self.kept)
+        elif mode.streaming:
+            snapshot = StreamedSnapshot(*self.kept, phase=self.phase, count=self.count)
+        else:
+            slices = slices_of(self.reading, Shard(group.size, group.index))
+            snapshot = SlicedSnapshot(*self.kept, slices=slices)
+        fused = self.fused(snapshot, native, group if mode.tp_size > 1 else None)
+        if fused.why_not and mode.streaming:
+            fused.why_not = layer_by_layer(fused.why_not)
+        return snapshot, fused
+
+    def fused(self, snapshot: Snapshot, why_not: str = "", group: InferenceGroup | None = None) -> FusedModel:
+        """The decoder over a snapshot.  why_not: words, where there is to be none."""
+        graph_slots = self.rollout.max_slots if self.settings.enable_cuda_graph else 0
+        layers = [part.module for part in self.structure.layers]
+        fused = FusedModel(self.model, layers, snapshot, graph_slots, group, self.own_hooks, self.reading)
+        fused.why_not = why_not or fused.why_not
+        return fused
+
+    def plan(self, rows: int, tokens: int) -> MemoryPlan:
+        """For so many sequences, decoded at once, of so many tokens."""
+        needs = {mode: self._planned(mode)(rows, tokens) for mode in self._possible()}
+        return MemoryPlan(needs, self.in_use, self.limit)
+
+    def fits(self, rows: int, tokens: int) -> bool:
+        """Whether what is in use can hold so many sequences at once of so many tokens."""
+        return self.limit is None or self._planned(self.in_use)(rows, tokens).total <= self.limit
+
+    def kv_limit(self) -> int | None:
+        """Bytes that the memory limit leaves for keys and values beside the weights in use; None: there is none."""
+        if self.limit is None:
+            return None
+        return max(self.limit - self._planned(self.in_use)(0, 0).total, 0)
+
+    def _possible(self) -> list[Mode]:
+        """The fastest first."""
+        slices = [Mode(tp_size=size) for size in self._sizes()[1:] if world_size() % size == 0]
+        return [Mode(), *slices, *[Mode(streaming=True)] * (self.stage == 3)]
+
+    def _sizes(self) -> list[int]:
+        """Numbers of ranks that can share the decoder, or the model's own modules."""
+        if self.reading is not None:
+            return sizes_that_fit(self.reading.spec.num_heads, self.reading.spec.num_kv_heads)
+        try:
+            heads = [sizes_that_fit(one.heads, one.kv_heads) for one in read_tp_plan(self.model).attentions]
+        except Unreadable:
+            return [1]
+        return sorted(set.intersection(*map(set, heads))) if heads else [1]
+
+    def _chosen(self) -> Mode:
+        """What the settings say; where they say "auto", the fastest in which `max_slots` sequences of `max_out_tokens`
+        fit at once. Where all do not fit in any, the one in which most do."""
+        size, pinned = self.settings.inference_tp_size, self.settings.pin_parameters
+        if "auto" not in (size, pinned):
+            return Mode(tp_size=size) if pinned else Mode(streaming=True)
+        allowed = [mode for mode in self._possible() if mode.streaming is not pinned]
+        allowed = [mode for mode in allowed if size == "auto" or mode.tp_size == size]
+        if self.limit is None:
+            self.limit = lowest(free_bytes(), self.device)
+        slots = {mode: lowest(self._slots(mode), self.device) for mode in allowed}
+        self.in_use = chosen = max(allowed, key=slots.get)
+        tokens = self.settings.max_out_tokens
+        if not slots[chosen]:
+            raise ValueError(
+                f"hybrid_engine: nothing that inference_tp_size={size!r} and pin_parameters={pinned!r} allow fits for "
+                f"a sequence of max_out_tokens={tokens}; allow more, or raise rollout.memory_limit\n"
+                f"{self.plan(1, tokens)}"
+            )
+        log_dist(
+            f"hybrid: weights are held {chosen}: {slots[chosen]} of max_slots={self.rollout.max_slots} sequences of "
+            f"max_out_tokens={tokens} fit at once in {in_mib(self.limit)} MiB",
+            ranks=[0],
+        )
+        return chosen
+
+    def _slots(self, mode: Mode) -> int:
+        """How many sequences of `max_out_tokens` fit at once, up to `max_slots`."""
+        need = self._planned(mode)
+        counts = range(self.rollout.max_slots, 0, -1)
+        return next((n for n in counts if need(n, self.settings.max_out_tokens).total <= self.limit), 0)
+
+    def _planned(self, mode: Mode) -> Callable[[int, int], Need]:
+        """What a mode needs, for so many sequences at once of so many tokens."""
+        group = InferenceGroup(mode.tp_size, connected=False)
+        snapshot, fused = self.weights(mode, group)
+        if mode.tp_size > 1 and fused.why_not:
+            with suppress(Unreadable):
+                slices = planned_slices(read_tp_plan(self.model), Shard(group.size, group.index))
+                snapshot = LentSlices(*self.kept, slices=slices)
+        kept, beside = snapshot.planned()
+        copies = fused.planned_bytes()
+        if mode.streaming:  # a layer at a time has them
+            copies, beside = 0, beside + copies // max(len(fused.layers), 1)
+        at_rest = sum(map(bytes_at_rest, self.model.parameters()))
+        vocabulary = getattr(text_config(self.model), "vocab_size", 0)
+
+        def need(rows: int, tokens: int) -> Need:
+            kv = kv_bytes(fused, self.rollout.kv_step, rows, tokens) if rows else 0
+            kv = min(kv, self.rollout.kv_cache_bytes or kv)
+            return Need(at_rest, beside, kept, copies, kv, rows * vocabulary * 4)
+
+        return need
+
+
+def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
+    """Of the pages, or of the cache that the model's own layers fill; both grow by `step` tokens."""
+    if not fused.why_not:
+        steps = pages_for(step)
+        return -(-(1 + rows * pages_for(tokens)) // steps) * steps * fused.page_bytes()
+    config = text_config(fused.model)
+    heads = getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    layers = getattr(config, "num_hidden_layers", 0)
+    itemsize = next(fused.model.parameters()).element_size()
+    return 2 * layers * kv_heads * head_dim * rows * (-(-tokens // step) * step) * itemsize
+
+
+def text_config(model: nn.Module) -> object:
+    """The Hugging Face configuration of what generates; None where there is none."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def bytes_at_rest(param: torch.Tensor) -> int:
+    """What this rank holds of a parameter outside inference."""
+    return param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes
+
+
+def free_bytes() -> int:
+    """What this rank's device has free; a host's memory is shared by the ranks on it.
+
+    On a device, what torch's allocator has reserved and does not use is free too.
+    """
+    accelerator = get_accelerator()
+    free = accelerator.available_memory()
+    if accelerator.device_name() == "cpu":
+        return free // int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    return free + accelerator.memory_reserved() - accelerator.memory_allocated()
+
+
+def layer_by_layer(reason: str) -> str:
+    """Words for a model whose own layers are gathered as they run."""
+    return f"weights are gathered layer by layer ({reason})"
+
+
+def in_mib(nbytes: int) -> str:
+    """Bytes as MiB, for people."""
+    return f"{nbytes / 2**20:.1f}"

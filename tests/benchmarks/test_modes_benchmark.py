@@ -1,0 +1,33 @@
+"""The benchmark of ways to hold weights: contenders agree about the tokens, and the table has a row for each."""
+
+import re
+from pathlib import Path
+
+from tests.rank_pool import run_script
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = (
+    "pinned",
+    "tensor parallel",
+    "streaming",
+    "pinned, LoRA merged",
+    "pinned, LoRA unmerged",
+    "GatheredParameters(all) + Hugging Face",
+    "plain ZeRO-3 Hugging Face",
+)
+
+
+def test_every_contender_has_a_row():
+    flags = "--shape micro --sequences 2 --prompt_length 4 --new_tokens 3 --rounds 1"
+    done = run_script(["-m", "benchmarks.modes", *flags.split()], 2, timeout_s=300, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout[-4000:]
+    rows = {name: cells for name, *cells in (line.strip("| ").split(" | ") for line in table_of(done.stdout))}
+    assert tuple(rows) == NAMES, done.stdout[-4000:]
+    gathered = {name: int(cells[2]) for name, cells in rows.items() if cells[2] != "–"}
+    assert list(gathered) == list(NAMES[:5])
+    assert gathered["streaming"] == 3 * gathered["pinned"] or gathered["pinned"] <= 1  # MiB are rounded
+
+
+def table_of(text: str) -> list[str]:
+    """The rows of the table, without its head."""
+    return [line for line in text.splitlines() if re.match(r"\| [^|]+ \| [\d.]+ \(", line)]

@@ -1,0 +1,283 @@
+"""Ways to hold weights: what a plan says is what is held; "auto" takes the fastest that fits; the rest is refused."""
+
+import logging
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hybrid
+from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
+from tests.models import ADAPTERS, prompts, tiny_model, twin
+
+MODES = {
+    "pinned": {},
+    "tensor parallel 2": {"inference_tp_size": 2},
+    "streaming": {"pin_parameters": False},
+}
+# Keys and values count: heads that fill the kernels' vectors.
+SIZES = {
+    "llama": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 6},
+    "gpt2": {"n_layer": 6},
+}
+
+
+def engine_with(block: dict, family: str = "llama", adapter: str = "none", stage: int = 3, **rollout):
+    """An engine of a tiny model with these blocks."""
+    rollout = {"containers": "fused", **rollout}
+    model = ADAPTERS[adapter](tiny_model(family, **SIZES[family]))
+    return engine_of(model, settings(stage, hybrid_engine={"tp_gather_partition_size": 1, **block}, rollout=rollout))
+
+
+def check_plan(family: str, adapter: str, stage: int) -> None:
+    tables = []
+    rows, length, new = 3, 40, 20
+    ids, mask = prompts(rows, length, padded=False, seed=dist.get_rank())
+    for name, block in MODES.items():
+        if name == "streaming" and stage < 3:
+            continue
+        engine = engine_with(block, family, adapter, stage)
+        with CollectiveCount() as collectives:
+            plan = engine.memory_plan(rows, length, new)
+        assert collectives.count == 0
+        assert str(plan.in_use) == name
+        tables.append({str(mode): need for mode, need in plan.needs.items()})
+        need = tables[-1][name]
+        engine.eval()
+        engine.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new)
+        stats = engine.stats()
+        assert stats["snapshot_bytes"] == need.snapshot if name != "streaming" else need.snapshot == 0
+        assert stats["container_bytes"] == need.containers, (name, stats["container_bytes"], need.containers)
+        assert need.kv / 1.5 <= stats["kv_bytes"] <= need.kv, (stats["kv_bytes"], need.kv)
+        assert stats["peak_bytes"] <= need.total
+        assert 2 * stats["peak_bytes"] >= need.total - need.logits
+        shards = sum((p.ds_tensor if stage == 3 else p).nbytes for p in engine.module.parameters())
+        assert need.parameters == shards
+        engine.destroy()
+    assert all(table == tables[0] for table in tables), "a plan depends on the mode that the engine is in"
+    if stage == 3:
+        assert tables[0]["streaming"].total < tables[0]["tensor parallel 2"].total < tables[0]["pinned"].total
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter", "stage"),
+    [("llama", "none", 3), ("llama", "peft", 3), ("gpt2", "none", 3), ("llama", "peft", 2)],
+)
+def test_a_plan_says_what_will_be_held(ranks, family, adapter, stage):
+    ranks.run(check_plan, family, adapter, stage)
+
+
+class Lines(logging.Handler):
+    """What DeepSpeed's logger was told."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def check_auto() -> None:
+    """With less and less memory; tokens are Hugging Face's in every mode."""
+    auto = {"inference_tp_size": "auto", "pin_parameters": "auto", "max_out_tokens": 64}
+    plan = engine_with({"max_out_tokens": 64}).memory_plan(8, 32, 32)
+    needs = {str(mode): need.total for mode, need in plan.needs.items()}
+    model = tiny_model("llama", **SIZES["llama"])
+    ids, mask = prompts(3, 9, padded=True, seed=dist.get_rank())
+    expected = twin(model).generate(ids, attention_mask=mask, max_new_tokens=5)
+    for name in MODES:
+        limit = needs[name] + 3 * dist.get_rank()  # ranks agree on the least
+        lines = Lines()
+        logger.addHandler(lines)
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        try:
+            engine = engine_with(auto, max_slots=8, memory_limit=limit)
+        finally:
+            logger.removeHandler(lines)
+            logger.setLevel(level)
+        plan = engine.memory_plan(8, 32, 32)
+        assert str(plan.in_use) == name
+        assert all(fits == (needs[str(mode)] <= limit) for mode in plan.needs for fits in [plan.fits(mode)])
+        chosen = [line for line in lines.lines if f"held {name}: 8 of max_slots=8" in line]
+        assert len(chosen) == (dist.get_rank() == 0), (name, lines.lines)
+        assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=5), expected)
+        engine.train()
+        engine.destroy()
+    # Fewer rows at once rather than nothing; of what fits as many, the faster.
+    some = engine_with(auto, max_slots=8, memory_limit=needs["streaming"] - 1)
+    assert str(some.memory_plan(1, 1, 1).in_use) == "streaming"
+    fixed = {**auto, "pin_parameters": True}
+    assert str(
+        engine_with(fixed, max_slots=8, memory_limit=needs["tensor parallel 2"]).memory_plan(1, 1, 1).in_use
+    ) == ("tensor parallel 2")
+    with pytest.raises(ValueError, match=r"(?s)max_out_tokens=64; allow more.*mode.*pinned .*too much.*streaming.*too"):
+        engine_with(auto, max_slots=8, memory_limit=1000)
+    assert str(engine_with(auto, max_slots=8).memory_plan(1, 1, 1).in_use) == "pinned"  # by what is free
+
+
+def test_auto_takes_the_fastest_that_fits(ranks):
+    ranks.run(check_auto)
+
+
+def check_refusals(containers: str) -> None:
+    """What cannot fit is refused with the plan before any weight moves; what can waits for room."""
+    plan = engine_with({}, containers=containers).memory_plan(2, 32, 96)
+    limit = next(iter(plan.needs.values())).total
+    engine = engine_with({}, containers=containers, memory_limit=limit)
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    before = storage_digest(engine)
+    calls = (
+        lambda: engine.generate(ids, attention_mask=mask, max_new_tokens=400),
+        lambda: engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=400)),
+    )
+    for call in calls:
+        with CollectiveCount() as collectives, pytest.raises(ValueError, match=r"(?s)memory_limit=.*MiB on a rank"):
+            call()
+        assert collectives.count == 0
+    assert engine.module.training
+    assert storage_digest(engine) == before
+    many, mask = prompts(2 if containers == "native" else 9, 6, padded=True, seed=dist.get_rank())
+    expected = twin(tiny_model("llama", **SIZES["llama"])).generate(many, attention_mask=mask, max_new_tokens=60)
+    assert torch.equal(engine.generate(many, attention_mask=mask, max_new_tokens=60), expected)
+    assert engine.stats()["peak_bytes"] <= limit
+
+
+@pytest.mark.parametrize("containers", ["fused", "native"])
+def test_what_cannot_fit_is_refused_with_the_plan(ranks, containers):
+    ranks.run(check_refusals, containers)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of storages that were made in the block and are alive, counted at every operation; the most of them."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        own = (tensor for param in model.parameters() for tensor in (param, param.ds_tensor))
+        self.before = {StorageWeakRef(tensor.untyped_storage()) for tensor in own}
+        self.made: dict[StorageWeakRef, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made[StorageWeakRef(storage)] = storage.nbytes()
+        self.look()
+        return out
+
+    def look(self) -> int:
+        """Bytes alive now. A thread of gloo's holds on to what it has sent a moment longer than the waiting rank."""
+        now = self.alive()
+        for _ in range(20):
+            if now <= self.peak:
+                break
+            time.sleep(0.001)
+            now = self.alive()
+        self.peak = max(self.peak, now)
+        return now
+
+    def alive(self) -> int:
+        """Bytes that somebody holds."""
+        self.made = {ref: nbytes for ref, nbytes in self.made.items() if not ref.expired()}
+        return sum(nbytes for ref, nbytes in self.made.items() if ref not in self.before)
+
+
+def check_peak(name: str, adapter: str) -> None:
+    """Alive while weights are gathered: the snapshot and one group; then the snapshot, and what decoders join of it;
+    after its release, nothing."""
+    engine = engine_with(MODES[name], adapter=adapter, keep_snapshot=False)
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    engine.generate(ids, attention_mask=mask, max_new_tokens=2)  # the self-check is done
+    layers = next(module for module in engine.module.modules() if isinstance(module, torch.nn.ModuleList))
+    group = max(
+        sum(p.ds_numel * 4 for p in part.parameters()) for part in (*layers, engine.module.get_input_embeddings())
+    )
+    with torch.no_grad(), LiveBytes(engine.module) as live:
+        engine._refresh(True)
+        gathering, held = live.peak, engine.stats()["snapshot_bytes"]
+        assert held <= live.look() <= held + 1024
+        with engine.inference():
+            pass
+        released = live.look()
+    one_weight = max(p.ds_numel * 4 for p in engine.module.parameters()) * (adapter != "none")  # while it is merged
+    assert gathering <= held + group + one_weight + 1024, (gathering, held, group)
+    if name == "tensor parallel 2":
+        assert gathering >= held + group / 2, "a group was whole, and nobody saw it"
+    plan = engine.memory_plan(1, 1, 0)
+    joined = plan.needs[plan.in_use].containers
+    assert live.peak <= held + max(group + one_weight, joined) + 1024, (live.peak, held, joined)
+    assert released <= 1024, released
+
+
+@pytest.mark.parametrize("adapter", ["none", "peft"])
+@pytest.mark.parametrize("name", ["pinned", "tensor parallel 2"])
+def test_a_switch_holds_the_snapshot_and_one_group(ranks, name, adapter):
+    ranks.run(check_peak, name, adapter)
+
+
+def check_streaming_peak() -> None:
+    """Alive while rows are scored: two layers, what is outside them, and what the rows themselves need."""
+    engine = engine_with(MODES["streaming"])
+    ids, mask = prompts(1, 8, padded=False, seed=dist.get_rank())
+    engine.score(ids, mask)  # the self-check is done
+    engine.train()
+    need = next(need for mode, need in engine.memory_plan(1, 8, 0).needs.items() if mode.streaming)
+    rows = need.kv + need.logits * 8 * 4  # pages; logits of eight tokens, and what is made of them
+    with torch.no_grad(), LiveBytes(engine.module) as live, engine.inference():
+        engine.score(ids, mask)
+    assert need.gather / 2 <= live.peak <= need.gather + rows + 2**16, (live.peak, need)
+
+
+def test_streaming_holds_two_layers(ranks):
+    ranks.run(check_streaming_peak)
+
+
+class DataParallelUnit:
+    """An `mpu` as Megatron's users pass it, whose model-parallel groups are single ranks."""
+
+    def __init__(self):
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        self.alone = groups[dist.get_rank()]
+
+    def get_model_parallel_group(self):
+        return self.alone
+
+    def get_model_parallel_rank(self):
+        return 0
+
+    def get_model_parallel_world_size(self):
+        return 1
+
+    def get_data_parallel_group(self):
+        return dist.group.WORLD
+
+    def get_data_parallel_rank(self):
+        return dist.get_rank()
+
+    def get_data_parallel_world_size(self):
+        return dist.get_world_size()
+
+
+def check_mpu() -> None:
+    ids, mask = prompts(2 + dist.get_rank(), 9, padded=True, seed=dist.get_rank())
+    for block in MODES.values():
+        model = tiny_model("llama")
+        expected = twin(model).generate(ids, attention_mask=mask, max_new_tokens=5)
+        config = settings(3, hybrid_engine=block, rollout={"containers": "fused"})
+        engine = hybrid.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config, mpu=DataParallelUnit()
+        )[0]
+        assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=5), expected)
+        train_step(engine)
+        engine.destroy()
+
+
+def test_every_mode_works_with_an_mpu(ranks):
+    ranks.run(check_mpu)

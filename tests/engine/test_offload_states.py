@@ -1,0 +1,199 @@
+"""`rollout.offload_states`: states leave for the length of a window and come back; training does not notice."""
+
+from unittest.mock import patch
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from hybrid import HybridEngine, SamplingParams
+from hybrid.weights.offload import movable_states
+from tests.engines import engine_of, settings, storage_digest, train_step
+from tests.models import prompts, tiny_model, with_peft
+
+IDS, MASK = prompts(2, 5, padded=True)
+
+
+def offloading(stage: int, dtype: torch.dtype = torch.float32, offload: bool = True, **blocks) -> dict:
+    """Settings of an engine whose states leave, or stay."""
+    return settings(stage, 0, dtype, rollout={"offload_states": offload}, **blocks)
+
+
+def torchs_adamw_in_place_of_deepspeeds():
+    """ZeRO-3 moves the states of DeepSpeed's FusedAdam, which takes minutes to compile; torch's AdamW has the same."""
+    return patch.object(deepspeed.ops.adam.fused_adam, "FusedAdam", torch.optim.AdamW)
+
+
+def trained(engine: HybridEngine) -> list[torch.Tensor]:
+    """Master weights and Adam's states of everything that learns, whole."""
+    return [
+        found
+        for param in engine.module.parameters()
+        if param.requires_grad
+        for found in (
+            safe_get_full_fp32_param(param),
+            safe_get_full_optimizer_state(param, "exp_avg"),
+            safe_get_full_optimizer_state(param, "exp_avg_sq"),
+        )
+    ]
+
+
+def backward(engine: HybridEngine, seed: int) -> torch.Tensor:
+    ids = prompts(2, 9, padded=False, seed=seed * 10 + dist.get_rank())[0]
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    return loss.detach()
+
+
+def check_training(stage: int, dtype: torch.dtype, adapter: bool) -> None:
+    """Windows before the first step, between steps, between the parts of one, and between backward and step."""
+    with torchs_adamw_in_place_of_deepspeeds():
+        moved, plain = (
+            engine_of(
+                with_peft(tiny_model("llama")) if adapter else tiny_model("llama"),
+                offloading(stage, dtype, offload, gradient_accumulation_steps=2),
+            )
+            for offload in (True, False)
+        )
+        for step in range(3):
+            for part in range(2):
+                generate(moved)
+                assert torch.equal(*(backward(engine, 2 * step + part) for engine in (moved, plain)))
+                generate(moved)
+                for engine in (moved, plain):
+                    engine.step()
+            generate(moved)
+            assert storage_digest(moved) == storage_digest(plain)
+            found, expected = trained(moved), trained(plain)
+            assert len(found) == len(expected) > 10
+            assert all(map(torch.equal, found, expected))
+        assert moved.weight_version == 3
+        request = {"attention_mask": MASK, "max_new_tokens": 4}
+        assert torch.equal(moved.generate(IDS, **request), plain.generate(IDS, **request))
+
+
+def generate(engine: HybridEngine) -> None:
+    with engine.inference():
+        batch = engine.rollout(IDS, MASK, SamplingParams(max_new_tokens=3, seed=1))
+        engine.score(batch.sequences, batch.attention_mask)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "adapter"),
+    [
+        (1, torch.bfloat16, False),
+        (2, torch.float32, False),
+        (2, torch.bfloat16, True),
+        (3, torch.float32, False),
+        (3, torch.bfloat16, True),
+    ],
+)
+def test_training_is_bitwise_that_of_an_engine_whose_states_stay(ranks, stage, dtype, adapter):
+    ranks.run(check_training, stage, dtype, adapter)
+
+
+def check_what_leaves(stage: int, dtype: torch.dtype) -> None:
+    """Once for windows within each other; never the weights; not what a step still waits for, where that is lost."""
+    with torchs_adamw_in_place_of_deepspeeds():
+        engine = engine_of(tiny_model("llama"), offloading(stage, dtype))
+        train_step(engine)
+        gone = engine.optimizer.offloaded_states
+        expected = {State.optim_states, State.hp_params, State.lp_grads}
+        storages = [param.data_ptr() for param in engine.module.parameters()]
+        with (
+            patch.object(engine.optimizer, "offload_states", wraps=engine.optimizer.offload_states) as offloads,
+            patch.object(engine.optimizer, "reload_states", wraps=engine.optimizer.reload_states) as reloads,
+        ):
+            with engine.inference():
+                assert gone - {State.contiguous_grad_buffer} == expected
+                with engine.inference(adapters=False):
+                    engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
+                    assert gone - {State.contiguous_grad_buffer} == expected
+                assert offloads.call_count == 1 and reloads.call_count == 0
+            assert offloads.call_count == reloads.call_count == 1
+        assert not gone
+        assert storages == [param.data_ptr() for param in engine.module.parameters()]
+        assert engine.stats()["release_s"] > 0
+        backward(engine, 1)
+        with engine.inference():
+            assert (State.lp_grads in gone) == (stage < 3)
+            assert State.lp_params not in gone
+        engine.step()
+        if stage == 3:  # where ZeRO-3 takes the weights for master weights, these stay too
+            masters = engine.optimizer.fp32_partitioned_groups_flat
+            with patch.object(engine.optimizer, "fp16_partitioned_groups_flat", masters):
+                assert State.hp_params not in movable_states(engine.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(1, torch.bfloat16), (2, torch.float32), (3, torch.float32), (3, torch.bfloat16)]
+)
+def test_what_leaves(ranks, stage, dtype):
+    ranks.run(check_what_leaves, stage, dtype)
+
+
+def check_exception(stage: int) -> None:
+    """Whatever is raised inside, or as states leave, on whatever rank: they are back, and training goes on."""
+    with torchs_adamw_in_place_of_deepspeeds():
+        hit, calm = (engine_of(tiny_model("llama"), offloading(stage, torch.bfloat16, o)) for o in (True, False))
+        for step, broken in enumerate((False, True)):
+            assert torch.equal(train_step(hit, step), train_step(calm, step))
+            own = hit.optimizer.offload_states
+
+            def fails(own=own, **kwargs) -> None:
+                own(**kwargs)
+                raise ArithmeticError
+
+            with (
+                pytest.raises(ArithmeticError),
+                patch.object(hit.optimizer, "offload_states", fails if broken else own),
+                hit.inference(),
+            ):
+                assert hit.optimizer.offloaded_states
+                raise ArithmeticError
+            assert not hit.optimizer.offloaded_states
+            assert hit.module.training
+        assert torch.equal(train_step(hit, 2), train_step(calm, 2))
+        assert storage_digest(hit) == storage_digest(calm)
+        assert all(map(torch.equal, trained(hit), trained(calm)))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_exception_brings_states_back(ranks, stage):
+    ranks.run(check_exception, stage)
+
+
+def zero(stage: int, **offloads) -> dict:
+    """Settings in which something is always on the host."""
+    config = offloading(stage, zero_force_ds_cpu_optimizer=False)
+    config["zero_optimization"].update({name: {"device": device} for name, device in offloads.items()})
+    return config
+
+
+REFUSED = {
+    "stage 0": (zero(0), r"offload_states: true given with zero_optimization.stage=0.*use stage 1, 2 or 3, or false"),
+    "an optimizer on the host": (zero(2, offload_optimizer="cpu"), r"zero_optimization.offload_optimizer.device=cpu"),
+    "parameters on the host": (
+        zero(3, offload_optimizer="cpu", offload_param="cpu"),
+        r"zero_optimization.offload_param.device=cpu",
+    ),
+    "an optimizer that ZeRO-3 does not move": (zero(3), r"AdamW and ZeRO-3.*FusedAdam"),
+}
+
+
+def check_refusals() -> None:
+    for what, (config, words) in REFUSED.items():
+        with pytest.raises(ValueError, match=words):
+            engine_of(tiny_model("llama"), config)
+            raise AssertionError(what)
+    config = zero(3)
+    del config["optimizer"]
+    with pytest.raises(ValueError, match="DeepSpeedZeRoOffload as DeepSpeed's optimizer, which has no states"):
+        engine_of(tiny_model("llama").requires_grad_(False), config)
+
+
+def test_what_has_nothing_to_move_is_refused(ranks):
+    ranks.run(check_refusals)

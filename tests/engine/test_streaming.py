@@ -1,0 +1,163 @@
+"""Streaming (pin_parameters false): what an engine with a snapshot makes, from weights that are whole one layer at a
+time, whatever each rank brings."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid
+from tests.engines import (
+    LARGE,
+    engine_of,
+    require_hugging_faces,
+    require_same_rollouts,
+    settings,
+    storage_digest,
+    train_step,
+)
+from tests.models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin
+
+
+def streaming(threshold: int = 0, **blocks) -> dict:
+    """Settings of an engine that keeps no snapshot."""
+    blocks["rollout"] = {"containers": "fused", **blocks.get("rollout", {})}
+    return settings(3, threshold, hybrid_engine={"pin_parameters": False}, **blocks)
+
+
+def check_family(family: str, adapter: str) -> None:
+    model = ADAPTERS[adapter](tiny_model(family))
+    reference = twin(model)
+    engine = engine_of(model, streaming())
+    require_hugging_faces(engine, reference, tolerance=1e-3)
+    assert all("gathered layer by layer" in row["why"] and row["container"] == "fused" for row in engine.coverage())
+    engine.destroy()
+
+
+CASES = [(family, "none") for family in ("llama", "gpt2", "bloom", "opt", "gemma2", "qwen3_moe")]
+CASES += [("llama", "peft"), ("gpt2", "peft"), ("llama", "chat")]
+REST = [
+    pytest.param(family, "none", marks=pytest.mark.slow) for family in ALL_FAMILIES if (family, "none") not in CASES
+]
+
+
+@pytest.mark.parametrize(("family", "adapter"), CASES + REST)
+def test_tokens_are_hugging_faces(ranks, family, adapter):
+    ranks.run(check_family, family, adapter)
+
+
+def check_rollouts(adapter: str, threshold: int, lora: str) -> None:
+    """Rollouts, their logprobs and scores are those of an engine with a snapshot, before and after a step."""
+    rollout = {"containers": "fused", "lora": lora}
+    pinned, streamed = (
+        engine_of(ADAPTERS[adapter](tiny_model("llama")), config)
+        for config in (settings(3, threshold, rollout=rollout), streaming(threshold, rollout=rollout))
+    )
+    require_same_rollouts(pinned, streamed, 37, adapter != "none", tolerance=0)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "threshold", "lora"),
+    [
+        ("none", 0, "merged"),
+        ("none", LARGE, "merged"),
+        ("peft", 0, "merged"),
+        ("peft", 200, "merged"),
+        ("peft", 0, "unmerged"),
+        ("chat", LARGE, "unmerged"),
+    ],
+)
+def test_rollouts_are_those_of_an_engine_with_a_snapshot(ranks, adapter, threshold, lora):
+    """To the bit: the same kernels run on the same weights."""
+    ranks.run(check_rollouts, adapter, threshold, lora)
+
+
+def check_company() -> None:
+    """A rank without rows, and one that raises in the middle of a pass: nobody hangs, nothing is changed."""
+    model = tiny_model("llama")
+    reference = twin(model)
+    engine = engine_of(model, streaming())
+    rank = dist.get_rank()
+    ids, mask = prompts(2, 6, padded=True, seed=rank)
+    rows = 2 * rank
+    batch = engine.rollout(ids[:rows], mask[:rows], hybrid.SamplingParams(max_new_tokens=12, temperature=0))
+    assert len(batch.completion_ids) == rows
+    assert len(engine.score(ids[:rows], mask[:rows]).per_token_logps) == rows
+    digest = storage_digest(engine)
+    request = {"attention_mask": mask, "max_new_tokens": 8}
+    if rank == 0:
+        with pytest.raises(IndexError, match="token ids"):
+            engine.generate(ids + 1000, **request)
+    else:
+        assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    assert engine.module.training
+    assert storage_digest(engine) == digest
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    train_step(engine)
+
+
+def test_ranks_keep_each_other_company(ranks):
+    ranks.run(check_company)
+
+
+def check_bytes() -> None:
+    """Alive beside the shards: a layer and the next one, the embedding and the head. A pass gathers every weight."""
+    engine = engine_of(tiny_model("llama", num_hidden_layers=6), streaming())
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    engine.eval()
+    engine.generate(ids, attention_mask=mask, max_new_tokens=3)  # the self-check is done
+    engine.train()
+    assert engine.stats()["snapshot_bytes"] == 0
+    train_step(engine)
+    engine.eval()
+    engine.generate(ids, attention_mask=mask, max_new_tokens=4)
+    stats = engine.stats()
+    layer = sum(p.ds_numel * 4 for p in engine.module.model.layers[0].parameters())
+    everything = sum(p.ds_numel * 4 for p in engine.module.parameters())
+    outer = everything - 6 * layer
+    assert 2 * layer < stats["peak_bytes"] - stats["kv_bytes"] - stats["container_bytes"] <= 2 * layer + outer
+    assert stats["gathered_bytes"] == 4 * everything  # the prompts, and three new tokens
+    engine.train()
+
+
+def test_no_more_than_two_layers_are_whole(ranks):
+    ranks.run(check_bytes)
+
+
+def check_native() -> None:
+    """What the decoder does not compute runs in the model's own layers, without adapters too where asked."""
+    model = ADAPTERS["peft"](tiny_model("llama"))
+    reference = twin(model)
+    engine = engine_of(model, streaming())
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    request = {"attention_mask": mask, "max_new_tokens": 3, "return_dict_in_generate": True, "output_scores": True}
+    ours, theirs = engine.generate(ids, **request), reference.generate(ids, **request)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    with reference.disable_adapter():
+        theirs = reference.generate(ids, **request)
+    ours = engine.generate(ids, adapters=False, **request)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours.scores, theirs.scores, strict=True))
+
+
+def check_agreement() -> None:
+    """Ranks of different lengths look every `sync_interval` tokens whether all are done."""
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    request = {"attention_mask": mask, "max_new_tokens": 3 + 7 * dist.get_rank()}
+    model = tiny_model("llama")
+    expected = twin(model).generate(ids, **request)
+    counts = {}
+    for interval in (1, 4):
+        engine = engine_of(tiny_model("llama"), streaming(rollout={"containers": "native", "sync_interval": interval}))
+        forwards = []
+        engine.module.model.embed_tokens.register_forward_hook(lambda *_, seen=forwards: seen.append(1))
+        assert torch.equal(engine.generate(ids, **request), expected)
+        counts[interval] = len(forwards)
+    assert counts == {1: 10, 4: 12}, counts  # the longest makes ten tokens; after twelve forwards they look
+
+
+def test_ranks_look_every_few_tokens_whether_all_are_done(ranks):
+    ranks.run(check_agreement)
+
+
+def test_what_is_not_fused_runs_in_the_models_own_layers(ranks):
+    ranks.run(check_native)

@@ -1,0 +1,258 @@
+"""`rollout.lora: unmerged`: what PEFT's own forward makes, with no merged copy, and only factors gathered again."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import GatheredParameters
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from hybrid import HybridEngine
+from tests.containers.test_side_paths import with_two_adapters
+from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
+from tests.models import ADAPTERS, prompts, tiny_model, twin, with_peft
+from tests.weights.test_lora import SETTINGS, shake
+
+
+def unmerged(stage: int = 3, ranks: int = 1, containers: str = "fused", lora: str = "unmerged") -> dict:
+    """Settings of an engine whose adapters run beside the weights, of which `ranks` share a copy."""
+    block = {"enabled": True, "inference_tp_size": ranks, "tp_gather_partition_size": 2}
+    return settings(stage, 0, hybrid_engine=block, rollout={"containers": containers, "lora": lora})
+
+
+def whole_mask(sequences: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mask of prompts and what came after them."""
+    whole = torch.ones_like(sequences)
+    whole[:, : mask.shape[1]] = mask
+    return whole
+
+
+def check_equals_peft(family: str, adapter: str, config: dict) -> None:
+    """Tokens and logits with the adapter and without, before and after a step, and training as it was."""
+    model, base = ADAPTERS[adapter](tiny_model(family)), tiny_model(family).eval()
+    reference = twin(model)
+    engine, plain = engine_of(model, config), engine_of(ADAPTERS[adapter](tiny_model(family)), config)
+    digest, rank = storage_digest(engine), dist.get_rank()
+    for padded in (False, True):
+        ids, mask = prompts(3 + rank, 7 + rank, padded, seed=rank)
+        request = {"attention_mask": mask, "max_new_tokens": 6 + 4 * rank}
+        expected = reference.generate(ids, **request)
+        assert torch.equal(engine.generate(ids, **request), expected)
+        assert torch.equal(engine.generate(ids, adapters=False, **request), base.generate(ids, **request))
+        assert torch.equal(engine.generate(ids, **request), expected)
+        assert engine.weight_version == 0
+    assert {row["container"] for row in engine.coverage()} == {config["rollout"]["containers"]}
+    assert all("adapters unmerged in" in row["why"] for row in engine.coverage() if row["kind"] in ("model", "layer"))
+    whole = whole_mask(expected, mask)
+    with engine.inference(), torch.no_grad():
+        for adapters, oracle in ((True, reference), (False, base)):
+            logits = oracle(expected, attention_mask=whole).logits
+            with engine.inference(adapters=adapters):
+                ours = engine(expected, attention_mask=whole, use_cache=False).logits
+            torch.testing.assert_close(ours[whole.bool()], logits[whole.bool()], atol=1e-4, rtol=1e-4)
+    assert storage_digest(engine) == digest
+    assert torch.equal(train_step(engine), train_step(plain))
+    assert storage_digest(engine) == storage_digest(plain)
+    # The step is seen, and what is made of it is what an engine makes that never generated before.
+    assert torch.equal(engine.generate(ids, **request), plain.generate(ids, **request))
+    for one in (engine, plain):
+        one.destroy()
+
+
+QUICK = {(0, "llama", "fused"), (3, "gpt2", "fused"), (3, "mixtral", "fused"), (3, "llama", "native")}
+
+
+@pytest.mark.parametrize(
+    ("stage", "family", "containers"),
+    [
+        pytest.param(stage, family, containers, marks=[] if (stage, family, containers) in QUICK else pytest.mark.slow)
+        for stage, family in ((0, "llama"), (2, "phi3"), (3, "llama"), (3, "gpt2"), (3, "mixtral"))
+        for containers in ("fused", "native")
+    ],
+)
+def test_tokens_and_logits_are_pefts(ranks, stage, family, containers):
+    ranks.run(check_equals_peft, family, "peft", unmerged(stage, containers=containers))
+
+
+@pytest.mark.parametrize("containers", ["fused", "native"])
+def test_deepspeed_chats_adapters_run_unmerged(ranks, containers):
+    ranks.run(check_equals_peft, "llama", "chat", unmerged(3, containers=containers))
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter"),
+    [("llama", "peft"), ("llama", "chat"), ("gpt2", "peft"), ("phi3", "peft"), ("bloom", "peft"), ("mixtral", "peft")],
+)
+def test_ranks_that_share_a_copy_make_what_peft_makes(ranks, family, adapter):
+    """Column-parallel roles have b's rows, row-parallel ones a's columns."""
+    ranks.run(check_shared, family, adapter, "unmerged")
+
+
+@pytest.mark.parametrize("name", ["plain", "dora", "lora bias", "embedding", "rank pattern"])
+def test_ranks_that_share_a_copy_merge_into_their_parts(ranks, name):
+    ranks.run(check_shared, "opt" if name == "lora bias" else "llama", name, "merged")
+
+
+def check_shared(family: str, adapter: str, lora: str) -> None:
+    """Before and after a step, with the adapter and without, tokens and logits are PEFT's."""
+
+    def made() -> torch.nn.Module:
+        model = tiny_model(family)
+        return ADAPTERS[adapter](model) if adapter in ADAPTERS else shake(with_peft(model, **SETTINGS[adapter]))
+
+    engine, base = engine_of(made(), unmerged(3, ranks=2, lora=lora)), tiny_model(family).eval()
+    rank = dist.get_rank()
+    ids, mask = prompts(3 + rank, 7 + rank, True, seed=rank)
+    request = {"attention_mask": mask, "max_new_tokens": 6 + 4 * rank}
+    for step in range(2):
+        reference = with_weights_of(engine, made())
+        expected = reference.generate(ids, **request)
+        assert torch.equal(engine.generate(ids, **request), expected)
+        whole = whole_mask(expected, mask)
+        logits = reference(expected, attention_mask=whole).logits
+        engine.eval()
+        ours = engine(expected, attention_mask=whole, use_cache=False).logits
+        torch.testing.assert_close(ours[whole.bool()], logits[whole.bool()], atol=1e-4, rtol=1e-4)
+        engine.train()
+        assert torch.equal(engine.generate(ids, adapters=False, **request), base.generate(ids, **request))
+        train_step(engine, step)
+    assert all("spread over 2 ranks" in row["why"] for row in engine.coverage())
+    engine.destroy()
+
+
+def with_weights_of(engine: HybridEngine, fresh: torch.nn.Module) -> torch.nn.Module:
+    """The model that `fresh` makes, with the weights that the engine has now."""
+    own, copy = dict(engine.module.named_parameters()), fresh.eval()
+    with torch.no_grad(), GatheredParameters(list(own.values())):
+        for name, param in copy.named_parameters():
+            param.copy_(own[name])
+    return copy
+
+
+def check_adapters_change() -> None:
+    """What is active may change between windows, and a window within another sees what a step has made."""
+    model = with_two_adapters(tiny_model("llama"))
+    reference = twin(model)
+    engine = engine_of(model, unmerged(3))
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    request = {"attention_mask": mask, "max_new_tokens": 6}
+    seen = set()
+    for active in (["default", "second"], ["second"], ["second", "default"], ["default"]):
+        for one in (model, reference):
+            one.base_model.set_adapter(active)
+        expected = reference.generate(ids, **request)
+        assert torch.equal(engine.generate(ids, **request), expected)
+        seen.add(str(expected.tolist()))
+    assert len(seen) > 2
+    for one in (model, reference):
+        for layer in (module for module in one.modules() if isinstance(module, BaseTunerLayer)):
+            layer.scaling = {name: 3 * scale for name, scale in layer.scaling.items()}
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    with model.disable_adapter():
+        assert torch.equal(engine.generate(ids, **request), tiny_model("llama").eval().generate(ids, **request))
+
+
+def test_a_change_of_the_active_adapters_is_seen(ranks):
+    ranks.run(check_adapters_change)
+
+
+def check_nested(containers: str) -> None:
+    """The outer window needs no factors, and so does not bring them up to date: the inner one must."""
+    nested, plain = (engine_of(with_peft(tiny_model("llama")), unmerged(3, containers=containers)) for _ in range(2))
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    request = {"attention_mask": mask, "max_new_tokens": 6}
+    before = nested.generate(ids, **request)
+    for one in (nested, plain):
+        train_step(one)
+    with nested.inference(adapters=False):
+        base = nested.generate(ids, **request)
+        with nested.inference(adapters=True):
+            ours = nested.generate(ids, **request)
+        assert torch.equal(nested.generate(ids, **request), base)
+    assert torch.equal(ours, plain.generate(ids, **request))
+    assert not torch.equal(ours, before)
+
+
+@pytest.mark.parametrize("containers", ["fused", "native"])
+def test_an_inner_window_with_adapters_sees_the_newest(ranks, containers):
+    ranks.run(check_nested, containers)
+
+
+def parameter_bytes(engine: HybridEngine, part: str = "") -> int:
+    """Bytes of whole parameters with `part` in their names."""
+    return sum(param.ds_numel * 4 for name, param in engine.module.named_parameters() if part in name)
+
+
+def check_bytes(ranks: int) -> None:
+    """Three ways to train, three iterations each: what is gathered in each, and what is held."""
+    held = {}
+    for what in ("full", "merged", "unmerged"):
+        model = tiny_model("llama")
+        engine = engine_of(
+            model if what == "full" else with_peft(model),
+            unmerged(3, ranks, lora="merged" if what == "full" else what),
+        )
+        ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+        gathered = []
+        for step in range(3):
+            engine.eval()
+            engine.generate(ids, attention_mask=mask, max_new_tokens=2)
+            engine.generate(ids, attention_mask=mask, max_new_tokens=2)
+            gathered.append(engine.stats()["gathered_bytes"])
+            held[what] = engine.stats()["snapshot_bytes"]
+            engine.train()
+            train_step(engine, step)
+        everything, factors = parameter_bytes(engine), parameter_bytes(engine, "lora_")
+        assert gathered == [everything, *[everything if what == "full" else factors] * 2]
+        if what == "unmerged" and ranks == 1:
+            assert held[what] == everything
+        engine.destroy()
+    targets = sum(
+        module.weight.nbytes for module in tiny_model("llama").model.layers.modules() if hasattr(module, "in_features")
+    )
+    factors = held["unmerged"] - held["full"]
+    assert held["merged"] == held["full"] + targets // ranks
+    assert 0 < factors < targets // ranks
+    assert (factors == parameter_bytes(engine, "lora_")) == (ranks == 1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_only_factors_are_gathered_again(ranks, size):
+    ranks.run(check_bytes, size)
+
+
+def check_nothing_is_copied(stage: int) -> None:
+    engine = engine_of(with_peft(tiny_model("llama")), unmerged(stage))
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    for step in range(2):
+        with CollectiveCount() as count:
+            engine.generate(ids, attention_mask=mask, max_new_tokens=3)
+        stats = engine.stats()
+        assert stats["snapshot_bytes"] == stats["container_bytes"] == count.count == 0
+        train_step(engine, step)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_weights_that_are_whole_are_not_copied(ranks, stage):
+    ranks.run(check_nothing_is_copied, stage)
+
+
+def check_bfloat16(size: int) -> None:
+    """The decoder passes its self-check with adapters beside the weights, and rounds as PEFT does."""
+    config = {**unmerged(3, size), "bf16": {"enabled": True}}
+    model = with_peft(tiny_model("llama"))
+    exact, engine = twin(model), engine_of(model, config)
+    theirs = twin(with_peft(tiny_model("llama")).bfloat16())
+    ids, mask = prompts(3, 12, padded=False, seed=dist.get_rank())
+    engine.eval()
+    ours = engine(ids, attention_mask=mask, use_cache=False).logits.float()
+    assert {row["container"] for row in engine.coverage()} == {"fused"}
+    with torch.no_grad():
+        rounded, wanted = theirs(ids, attention_mask=mask).logits.float(), exact(ids, attention_mask=mask).logits
+    # Roundings that know nothing of each other are √2 times as far apart as either is from the exact one; ranks that
+    # share a copy round their parts of a sum, and the sum.
+    assert (ours - rounded).abs().mean() < (0.9, 1.2)[size - 1] * (rounded - wanted).abs().mean()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bfloat16(ranks, size):
+    ranks.run(check_bfloat16, size)

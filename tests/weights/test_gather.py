@@ -1,0 +1,67 @@
+"""Parameters brought together in memory of ours: what GatheredParameters gives, and the model's own are as before."""
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+
+from hybrid.weights.gather import Fetch, padded_bytes, storage_for, whole_in
+from hybrid.weights.host_memory import HostMemory
+from tests.engines import LARGE, CollectiveCount, engine_of, settings, storage_digest
+from tests.models import tiny_model
+
+
+class Odd(nn.Module):
+    """Sizes that two ranks cannot share evenly."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(7, 3), (1,), (5,), (2, 3, 5), (64, 64)]
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((weight * x).sum() for weight in self.weights)
+
+
+def check_fetch(threshold: int, dtype: torch.dtype) -> None:
+    for model in (Odd(), tiny_model("llama")):
+        engine = engine_of(model, settings(3, threshold, dtype))
+        params = list(engine.module.parameters())
+        if threshold == LARGE:
+            engine(torch.ones(()) if isinstance(model, Odd) else torch.ones(1, 2, dtype=torch.int64))
+        before, status = storage_digest(engine), [param.ds_status for param in params]
+        storage = {param: storage_for(param) for param in params}
+        assert [memory.nbytes for memory in storage.values()] == [padded_bytes(param) for param in params]
+        with CollectiveCount() as collectives:
+            fetch = Fetch(storage)
+            fetch.wait()
+        whole = all(one == ZeroParamStatus.AVAILABLE for one in status)
+        assert (collectives.count == 0) == whole
+        assert fetch.nbytes == (0 if whole else sum(param.ds_numel * dtype.itemsize for param in params))
+        assert [param.ds_status for param in params] == status
+        assert storage_digest(engine) == before
+        with deepspeed.zero.GatheredParameters(params):
+            for param in params:
+                assert torch.equal(whole_in(storage[param], param), param)
+        # What the caller has gathered already is read as it is.
+        with deepspeed.zero.GatheredParameters(params[:2]), CollectiveCount() as collectives:
+            again = {param: torch.zeros_like(memory) for param, memory in storage.items()}
+            Fetch(again).wait()
+            dist.barrier()
+        assert all(torch.equal(whole_in(again[p], p), whole_in(storage[p], p)) for p in params)
+        # Memory that ranks share: the parts that others have written are there.
+        host = HostMemory.shared_by(params[0].ds_process_group)
+        shared = {param: storage_for(param, host).fill_(0) for param in params}
+        host.settle()
+        Fetch(shared, host).wait()
+        assert all(torch.equal(whole_in(shared[p], p), whole_in(storage[p], p)) for p in params)
+        host.settle()
+        engine.destroy()
+
+
+def test_a_fetch_is_what_gathered_parameters_gives(ranks):
+    for threshold in (0, 50, LARGE):
+        ranks.run(check_fetch, threshold, torch.float32)
+    ranks.run(check_fetch, 0, torch.bfloat16)

@@ -1,0 +1,53 @@
+"""Memory that ranks of one host share: what one writes the others read; where they cannot, they all know."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid.weights import host_memory
+from hybrid.weights.host_memory import HostMemory
+from tests.engines import engine_of, require_same_rollouts, settings
+from tests.models import tiny_model
+
+
+def check_writing() -> None:
+    rank, files = dist.get_rank(), len(os.listdir("/proc/self/fd"))
+    host = HostMemory.shared_by(dist.group.WORLD)
+    tensors = [host.empty(numel, dtype) for numel, dtype in ((5, torch.float32), (1 << 20, torch.bfloat16))]
+    for tensor in tensors:
+        tensor.chunk(2)[rank].fill_(rank + 1)
+    host.settle()
+    for tensor in tensors:
+        assert [part.unique().tolist() for part in tensor.chunk(2)] == [[1], [2]]
+    host.settle()
+    assert len(os.listdir("/proc/self/fd")) == files  # nothing stays open
+
+
+def test_ranks_read_what_others_write(ranks):
+    ranks.run(check_writing)
+
+
+def check_elsewhere(how: str) -> None:
+    """One rank is on another host, or may not open what the first one has: nobody shares, and streaming is as ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            if how == "another host":
+                patch.setattr(host_memory, "home", lambda: ("elsewhere",))
+            else:
+                patch.setattr(torch, "from_file", refused)
+        assert HostMemory.shared_by(dist.group.WORLD) is None
+        streamed = engine_of(tiny_model("llama"), settings(3, 0, hybrid_engine={"pin_parameters": False}))
+        pinned = engine_of(tiny_model("llama"), settings(3, 0))
+        require_same_rollouts(pinned, streamed, 37, False, tolerance=0)
+
+
+def refused(*_args, **_kwargs) -> None:
+    """torch.from_file where a file may not be opened."""
+    raise RuntimeError("unable to open file: Permission denied (13)")
+
+
+@pytest.mark.parametrize("how", ["another host", "no permission"])
+def test_ranks_that_cannot_share_send(ranks, how):
+    ranks.run(check_elsewhere, how)
