@@ -1,5 +1,6 @@
 """A model that is being trained under DeepSpeed ZeRO, and generates in the same process from the same weights."""
 
+from hybrid.containers.injected import LayerPolicy
 from hybrid.decoding.numerics import sampling_metrics
 from hybrid.decoding.sampling import selective_log_softmax
 from hybrid.decoding.scoring import Scores, padded_forward
@@ -13,6 +14,7 @@ __all__ = [
     "HybridEngine",
     "HybridRollout",
     "InferenceEngine",
+    "LayerPolicy",
     "RolloutBatch",
     "SamplingParams",
     "Scores",

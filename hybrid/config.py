@@ -239,7 +239,8 @@ class InferenceConfig(Block):
     return_tuple: the model's output; false gives its first tensor alone (logits, or hidden states).
     training_mp_size: parts that the checkpoint must be in, where it is not 1.
     replace_method: without an effect, as in DeepSpeed.
-    injection_policy: layer class to names of the projections whose outputs are summed over the ranks.
+    injection_policy: layer class to names of the projections whose outputs are summed over the ranks, or to a
+        `hybrid.LayerPolicy`.
     injection_policy_tuple: DeepSpeed's own use; refused.
     config: takes the place of the model's configuration as `engine.config`.
     max_out_tokens: the most tokens of a sequence, prompt included.

@@ -25,6 +25,8 @@ from hybrid.config import (
 )
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.containers.injected import read_policy, require_whole_heads, share_out
+from hybrid.containers.shared_modules import difference, first_output
+from hybrid.containers.spread import Spread
 from hybrid.containers.window import Window
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise
@@ -39,6 +41,7 @@ from hybrid.weights.gather import is_partitioned
 from hybrid.weights.loaded_slices import LoadedSlices
 from hybrid.weights.loading import (
     Cast,
+    Read,
     Weights,
     cast_model,
     emptied,
@@ -47,6 +50,7 @@ from hybrid.weights.loading import (
     load,
     move_buffers,
     stored_tensors,
+    whole_as_they_run,
 )
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.quantize import in_int8, require_groups
@@ -95,13 +99,14 @@ class InferenceEngine(nn.Module):
             cast_model(model, cast)
         read = reader(model, weights, cast)
         self._save(read)
+        self._spread: Spread | None = None
         if self._group.size > 1 and config.injection_policy is None:
-            self._share(read)
+            self._share(read) if is_decoder(model) else self._share_automatically(read)
             return
         if weights is not None or changes:
             made = stored_tensors(model)
             load(model, made, read, self._takers())
-        self._serve()
+        self._serve("" if config.replace_with_kernel_inject else "replace_with_kernel_inject=false")
 
     def _takers(self) -> dict[str, Callable[[torch.Tensor], None]]:
         """Layers in the place of the model's: int8 ones, or a rank's parts by the user's policy."""
@@ -111,18 +116,17 @@ class InferenceEngine(nn.Module):
             return share_out(self.module, read_policy(self.module, self._config.injection_policy), self._group)
         return {}
 
-    def _serve(self) -> None:
-        """Containers over the weights, which are whole in the model."""
+    def _serve(self, why_not: str) -> None:
+        """Containers over the weights, which are in the model.  why_not: words, where none is to be fused."""
         structure, adapted = read_structure(self.module), read_adapters(self.module)
         self._build(structure, Snapshot(self.module, structure, adapted, LAYERS_PER_GROUP), lends=bool(adapted))
-        if not self._config.replace_with_kernel_inject:
-            self._fused.why_not = "replace_with_kernel_inject=false"
+        self._fused.why_not = why_not or self._fused.why_not
         self._check()
         self._agree_on_noise()
         if self._config.enable_cuda_graph and self._fused.why_not:
             self._graphs = GraphedForward(self.module)
 
-    def _share(self, read: Callable[[str], torch.Tensor]) -> None:
+    def _share(self, read: Read) -> None:
         """This rank's slices of the weights, and a decoder that is spread over the group."""
         structure, reading = read_structure(self.module), read_decoder(self.module)
         group, tensor = self._group, self._group.tensor
@@ -139,13 +143,33 @@ class InferenceEngine(nn.Module):
         )
         self._agree_on_noise()
 
+    def _share_automatically(self, read: Read) -> None:
+        """The model's own modules on this rank's slices, once they are seen to make what whole weights make."""
+        structure = read_structure(self.module)
+        parts = [part.module for part in (*structure.outer, *structure.layers)]
+        names = {tensor: name for name, tensor in stored_tensors(self.module).items()}
+        self._spread = Spread(self.module, self._group.size)
+        with whole_as_they_run(parts, names, read):
+            expected = first_output(self.module, self._device)
+        load(self.module, stored_tensors(self.module), read, self._spread.takers(self._group, names))
+        try:
+            wrong = difference(first_output(self.module, self._device), expected)
+        except Unreadable as reason:
+            wrong = str(reason)
+        if self._group.sum(torch.tensor(int(bool(wrong)), device=self._device)):
+            raise NotImplementedError(
+                f"tensor_parallel: {wrong or 'another rank has other numbers'}; it was spread by {self._spread.what}. "
+                "Give injection_policy, or use tp_size=1"
+            )
+        self._serve(f"spread over {self._group.size} ranks by {self._spread.what}")
+
     def _agree_on_noise(self) -> None:
         """Give the ranks of a tensor-parallel group the first one's generator."""
         if self._group.tensor.size > 1:
             state = torch.get_rng_state().to(self._device)
             torch.set_rng_state(self._group.tensor.share(state).cpu())
 
-    def _save(self, read: Callable[[str], torch.Tensor]) -> None:
+    def _save(self, read: Read) -> None:
         """Write this rank's part of the weights, where that is asked for: the first group does."""
         path = self._config.save_mp_checkpoint_path
         if path is not None and (self._group.number == 0 or self._config.tensor_parallel.tp_group is not None):
@@ -178,9 +202,7 @@ class InferenceEngine(nn.Module):
         )
         layers = [part.module for part in structure.layers]
         graph_slots = self._max_slots if self._config.enable_cuda_graph else 0
-        self._fused = FusedModel(
-            self.module, layers, snapshot, graph_slots, group, lambda: self._own_hooks, reading
-        )
+        self._fused = FusedModel(self.module, layers, snapshot, graph_slots, group, lambda: self._own_hooks, reading)
         self._containers = containers_of(parts_of(self.module, structure), self._window, self._fused)
         for container in self._containers:
             container.install()
@@ -267,6 +289,8 @@ class InferenceEngine(nn.Module):
         for hook in self._own_hooks:
             hook.remove()
         self._graphs = None
+        if self._spread is not None:
+            self._spread.undo.close()
         self._snapshot.release()
         self._fused.release()
         self._kv_cache.release()
@@ -303,7 +327,7 @@ def open_weights(model: nn.Module, config: InferenceConfig) -> Weights:
     return Weights(model, stored, config.strict)
 
 
-def reader(model: nn.Module, weights: Weights | None, cast: Cast) -> Callable[[str], torch.Tensor]:
+def reader(model: nn.Module, weights: Weights | None, cast: Cast) -> Read:
     """Gives a tensor by its name in the model, as inference wants it: the checkpoint's, or else the model's own, which
     it keeps alive."""
     own = {name: tensor.detach() for name, tensor in stored_tensors(model).items()}
@@ -495,13 +519,22 @@ def refuse_what_cannot_be_shared(model: nn.Module, config: InferenceConfig, size
     try:
         spec = read_decoder(model).spec
     except Unreadable as reason:
-        raise NotImplementedError(
-            f"tensor_parallel: {size} ranks given; {type(model).__name__} has no fused container that could be "
-            f"spread over ranks ({reason}), and automatic tensor parallelism of its own modules is not available: give "
-            "injection_policy, or use tp_size=1"
-        ) from reason
+        require_spreadable(model, size, reason)
+        return
     ranks = tensor_ranks(config.tensor_parallel)
     require_divisible(spec.num_heads, spec.num_kv_heads, ranks, "tensor_parallel.tp_size")
+
+
+def require_spreadable(model: nn.Module, size: int, reason: Unreadable) -> None:
+    """Raise where a model's own modules cannot be spread over ranks.  reason: why no decoder of ours can."""
+    try:
+        Spread(model, size)
+    except Unreadable as why:
+        raise NotImplementedError(
+            f"tensor_parallel: {size} ranks given; {type(model).__name__} has no fused container that could be "
+            f"spread over ranks ({reason}), and its own modules cannot be ({why}): give injection_policy, or use "
+            "tp_size=1"
+        ) from why
 
 
 def is_decoder(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Place, Reading, Unreadable
 from hybrid.architectures.structure import Part, Structure
 from hybrid.containers.batch import PAGE, PackedBatch, is_packable, packed
-from hybrid.containers.cpu_decoder import CpuDecoder
+from hybrid.containers.cpu_decoder import CpuDecoder, reads_int8
 from hybrid.containers.int8_decoder import Int8Decoder
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.sharded_decoder import Pool, ShardedDecoder, SharedDecoder
@@ -91,10 +91,9 @@ class FusedModel:
         decoder = f"a decoder of the {self.reading.family} family"
         if self.group is not None:
             return f"{decoder}, spread over {self.group.size} ranks"
-        if self._is_int8():
-            return f"{decoder} over int8 weights, on torch's operations"
+        int8 = " over int8 weights" if self._int8_layers() else ""
         streamed = ", with weights gathered layer by layer" if self.streams else ""
-        return f"{decoder}, on {kernels_of(self._device())}{streamed}"
+        return f"{decoder}{int8}, on {self._kernels()}{streamed}"
 
     @property
     def streams(self) -> bool:
@@ -204,19 +203,28 @@ class FusedModel:
         sides: Callable[[Place], list[LowRank]],
     ) -> WholeDecoder:
         """A decoder over whole weights, on the fastest kernels that there are."""
-        if self._is_int8():
-            return Int8Decoder(reading, weights, dtype)
-        kernels = kernels_of(self._device())
-        if kernels == "CPU kernels" and dtype in (torch.float32, torch.bfloat16):
+        kernels = self._kernels()
+        if kernels == "CPU kernels":
             return CpuDecoder(reading, weights, dtype, cpu_library(), sides)
         if kernels == "Triton":
             from hybrid.containers.cuda_decoder import CudaDecoder  # needs triton, which a CPU install has not
 
             return CudaDecoder(reading, weights, dtype, self.graph_slots, sides=sides)
+        if self._int8_layers():
+            return Int8Decoder(reading, weights, dtype)
         return TorchDecoder(reading, weights, dtype, sides)
 
-    def _is_int8(self) -> bool:
-        return any(isinstance(module, Int8Linear) for module in self.modules)
+    def _int8_layers(self) -> list[Int8Linear]:
+        return [module for module in self.modules if isinstance(module, Int8Linear)]
+
+    def _kernels(self) -> str:
+        """What a decoder over whole weights computes with, as `kernels_of` calls it."""
+        kernels, int8 = kernels_of(self._device()), self._int8_layers()
+        if kernels == "CPU kernels" and self._embedding().dtype in (torch.float32, torch.bfloat16):
+            fits = reads_int8(int8)
+        else:
+            fits = kernels == "Triton" and not int8
+        return kernels if fits else "torch's operations"
 
     def _device(self) -> torch.device:
         return self._embedding().device

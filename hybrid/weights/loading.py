@@ -3,11 +3,13 @@
 import copy
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -19,6 +21,8 @@ from transformers.core_model_loading import (
 )
 
 from hybrid.weights.checkpoint import Tensors, some
+
+Read = Callable[[str], torch.Tensor]  # by name in the model, a tensor as inference wants it, whole
 
 
 def floating_dtype(model: nn.Module, dtype: torch.dtype) -> torch.dtype:
@@ -72,9 +76,10 @@ def cast_model(model: nn.Module, cast: Cast) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device | None) -> None:
-    """Move a model's buffers, as they are."""
+    """Move a model's buffers, as they are; those on the meta device are still to be read."""
     for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
+        if not buffer.is_meta:
+            buffer.data = buffer.data.to(device)
 
 
 class Weights:
@@ -167,7 +172,7 @@ class Weights:
 def load(
     model: nn.Module,
     made: dict[str, torch.Tensor],
-    read: Callable[[str], torch.Tensor],
+    read: Read,
     takers: Mapping[str, Callable[[torch.Tensor], None]],
 ) -> None:
     """Put tensors, read by the model's names, into the model, one at a time; those of the meta device come to life.
@@ -188,16 +193,49 @@ def put(model: nn.Module, name: str, tensor: torch.Tensor, value: torch.Tensor) 
     """Give a parameter or buffer a value, in memory of its own; the parameter stays the same object."""
     value = torch.empty_like(value, memory_format=torch.contiguous_format).copy_(value)
     if isinstance(tensor, nn.Parameter):
-        torch.utils.swap_tensors(tensor, nn.Parameter(value, requires_grad=False))
+        give(tensor, value)
     else:
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = value
 
 
+def give(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Let a parameter be another tensor; it stays the same object."""
+    torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=False))
+
+
+@contextmanager
+def whole_as_they_run(
+    parts: list[nn.Module], names: Mapping[torch.Tensor, str], read: Read
+) -> Iterator[list[RemovableHandle]]:
+    """Inside the block each of a model's parts has its weights while it runs, and at no other time: the model's own
+    forward works, and one part is whole at once. Gives the hooks that see to it.
+
+    names: of the parameters, as `read` knows them. Afterwards they are empty.
+    """
+
+    def fill(module: nn.Module, args: tuple) -> None:
+        for param in module.parameters():
+            give(param, read(names[param]))
+
+    def empty(module: nn.Module, args: tuple, output: object) -> None:
+        for param in module.parameters():
+            give(param, param.new_empty(0))
+
+    handles = []
+    try:
+        for module in parts:
+            handles += [module.register_forward_pre_hook(fill), module.register_forward_hook(empty)]
+        yield handles
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def emptied(model: nn.Module) -> None:
     """Let go of the model's weights: they are on the meta device afterwards."""
     for param in model.parameters():
-        torch.utils.swap_tensors(param, nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False))
+        give(param, torch.empty_like(param, device="meta"))
 
 
 def initialize(model: nn.Module, absent: list[str], device: torch.device) -> None:
@@ -225,7 +263,7 @@ def initialize(model: nn.Module, absent: list[str], device: torch.device) -> Non
         for owner, leaf in slots:
             empty = torch.empty_like(owner[leaf], device=device)
             if isinstance(owner[leaf], nn.Parameter):
-                torch.utils.swap_tensors(owner[leaf], nn.Parameter(empty, requires_grad=False))
+                give(owner[leaf], empty)
             else:
                 owner[leaf] = empty
         model._init_weights(module)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.bert.modeling_bert import BertAttention, BertIntermediate, BertLayer
 from transformers.models.distilbert.modeling_distilbert import TransformerBlock
 from transformers.models.roberta.modeling_roberta import RobertaLayer
 from transformers.models.t5.modeling_t5 import T5Block
@@ -63,6 +63,34 @@ def check_policy(name: str, folder: str) -> None:
 def test_two_ranks_make_what_one_makes(ranks, tmp_path, name):
     tiny_other(name).save_pretrained(tmp_path)
     ranks.run(check_policy, name, str(tmp_path))
+
+
+def check_object() -> None:
+    """A gate that every rank keeps whole: names alone would cut it."""
+    reference = tiny_other("bert")
+    policy = {BertLayer: hybrid.LayerPolicy(sums=("output.dense",), whole=("intermediate.dense",))}
+    with pytest.raises(RuntimeError):  # what takes a part of its inputs would get the whole
+        injected(twin(reference), "bert", injection_policy=policy)(IDS, attention_mask=MASK)
+    policy = {
+        BertAttention: hybrid.LayerPolicy(
+            sums=("output.dense",), counts=("num_attention_heads", "num_heads", "all_head_size")
+        ),
+        BertIntermediate: hybrid.LayerPolicy(sums=(), whole=("dense",)),
+    }
+    model = twin(reference)
+    with torch.no_grad():
+        expected = reference(IDS, attention_mask=MASK).logits
+    with pytest.raises(ValueError, match="none of"):
+        injected(twin(reference), "bert", injection_policy={BertIntermediate: policy[BertIntermediate]})
+    engine = injected(model, "bert", injection_policy=policy)
+    torch.testing.assert_close(engine(IDS, attention_mask=MASK).logits, expected, atol=1e-4, rtol=1e-4)
+    layer, whole = (one.bert.encoder.layer[0] for one in (model, reference))
+    assert layer.intermediate.dense.weight.shape == whole.intermediate.dense.weight.shape
+    assert layer.attention.self.query.weight.numel() * 2 == whole.attention.self.query.weight.numel()
+
+
+def test_a_policy_object_says_what_stays_whole(ranks):
+    ranks.run(check_object)
 
 
 def check_refusals() -> None:
