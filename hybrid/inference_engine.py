@@ -49,6 +49,7 @@ from hybrid.weights.loading import (
     initialize,
     load,
     move_buffers,
+    put,
     stored_tensors,
     whole_as_they_run,
 )
@@ -147,7 +148,11 @@ class InferenceEngine(nn.Module):
         """The model's own modules on this rank's slices, once they are seen to make what whole weights make."""
         structure = read_structure(self.module)
         parts = [part.module for part in (*structure.outer, *structure.layers)]
-        names = {tensor: name for name, tensor in stored_tensors(self.module).items()}
+        stored = stored_tensors(self.module)
+        names = {tensor: name for name, tensor in stored.items()}
+        for name, buffer in stored.items():
+            if not isinstance(buffer, nn.Parameter):
+                put(self.module, name, buffer, read(name))
         self._spread = Spread(self.module, self._group.size)
         with whole_as_they_run(parts, names, read):
             expected = first_output(self.module, self._device)

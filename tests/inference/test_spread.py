@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hybrid
 from tests.engine.test_native_tensor_parallel import FAMILIES
-from tests.models import prompts, tiny_model, tiny_other, twin
+from tests.models import prompts, tiny_model, twin
 
 IDS, MASK = prompts(3, 7, padded=True)
 SETTINGS = {"dtype": torch.float32, "tp": {"tp_size": 2}}
@@ -75,9 +75,6 @@ def test_models_without_a_plan_are_spread_by_names(ranks, tmp_path, name):
 
 
 def check_refusals() -> None:
-    before = tiny_other("bert")
-    with pytest.raises(NotImplementedError, match="BertForMaskedLM has no fused container.*and its own modules cannot"):
-        hybrid.init_inference(twin(before), **SETTINGS)
     odd = tiny_model("cohere", sizes={**FAMILIES["cohere"], "num_attention_heads": 3, "num_key_value_heads": 3})
     with pytest.raises(ValueError, match="tensor_parallel.tp_size: 2 given; the model's 3 attention heads"):
         hybrid.init_inference(odd, **SETTINGS)

@@ -5,6 +5,9 @@
 #pragma once
 #include <algorithm>
 #include <type_traits>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #include "bfloat16.h"
 
@@ -14,7 +17,9 @@ constexpr int64_t WIDENED_ROWS = 32;
 template <typename W> struct Int8 {
   int8_t value;
 };
-template <typename W> static inline float to_float(Int8<W> x) { return x.value; }
+// As a float it is INT8_UNIT times its value: a byte at the top of an integer is one instruction, its sign another.
+constexpr float INT8_UNIT = 1 << 24;
+template <typename W> static inline float to_float(Int8<W> x) { return x.value * INT8_UNIT; }
 template <typename V> constexpr bool IS_INT8 = false;
 template <typename W> constexpr bool IS_INT8<Int8<W>> = true;
 
@@ -88,9 +93,25 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t l
 // The two halves of a block of 2 · LANES weights, as `halved` orders x: even elements, then odd ones.
 static inline Vec even(const bf16* w) { return (Vec)(*(const VecUAny*)w << 16); }
 static inline Vec odd(const bf16* w) { return (Vec)(*(const VecUAny*)w & 0xffff0000u); }
+#if LANES == 8 && defined(__AVX2__)
+// Bytes of a block, FIRST + STEP · lane for each lane, at the top of integers.
+template <int FIRST, int STEP> static inline Vec floats_of(const void* w) {
+  const __m256i block = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)w));
+  constexpr char Z = char(0x80), A = FIRST, B = FIRST + STEP, C = FIRST + 2 * STEP, D = FIRST + 3 * STEP, E = 4 * STEP;
+  const __m256i top = _mm256_setr_epi8(Z, Z, Z, A, Z, Z, Z, B, Z, Z, Z, C, Z, Z, Z, D, Z, Z, Z, A + E, Z, Z, Z, B + E, Z, Z, Z, C + E, Z, Z, Z, D + E);
+  return (Vec)_mm256_cvtepi32_ps(_mm256_shuffle_epi8(block, top));
+}
+static inline Vec even(const Int8<bf16>* w) { return floats_of<0, 2>(w); }
+static inline Vec odd(const Int8<bf16>* w) { return floats_of<1, 2>(w); }
+static inline Vec floats(const Int8<float>* w) { return floats_of<0, 1>(w); }
+static inline Vec next_floats(const Int8<float>* w) { return floats_of<8, 1>(w); }
+#else
 static inline VecI both(const Int8<bf16>* w) { return __builtin_convertvector(*(const VecSAny*)w, VecI); }
-static inline Vec even(const Int8<bf16>* w) { return __builtin_convertvector((both(w) << 24) >> 24, Vec); }
-static inline Vec odd(const Int8<bf16>* w) { return __builtin_convertvector(both(w) >> 8, Vec); }
+static inline Vec even(const Int8<bf16>* w) { return __builtin_convertvector(both(w) << 24, Vec); }
+static inline Vec odd(const Int8<bf16>* w) { return __builtin_convertvector(both(w) >> 8 << 24, Vec); }
+static inline Vec floats(const Int8<float>* w) { return __builtin_convertvector(__builtin_convertvector(*(const VecBAny*)w, VecI) << 24, Vec); }
+static inline Vec next_floats(const Int8<float>* w) { return floats(w + LANES); }
+#endif
 #if PAIRS
 static inline Vec pairs(const bf16* w) { return (Vec) * (const VecUAny*)w; }
 static inline Vec pairs(const Int8<bf16>* w) { return (Vec)((VecU)even(w) >> 16 | ((VecU)odd(w) & 0xffff0000u)); }
@@ -136,17 +157,20 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t l
   halved_dots<M, N>(x, ldx, w, ldw, in, out);
 }
 
-static inline Vec floats(const Int8<float>* w) { return __builtin_convertvector(__builtin_convertvector(*(const VecBAny*)w, VecI), Vec); }
-
 template <int M, int N>
 static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const Int8<float>* w, int64_t ldw, int64_t in, Four* out) {
   Vec acc[N][ROWS] = {};
   int64_t k = 0;
-  for (; k + LANES <= in; k += LANES) {
+  for (; k + 2 * LANES <= in; k += 2 * LANES) {
     Vec column[N];
     for (int n = 0; n < N; n++) column[n] = held(floats(w + n * ldw + k));
     for (int m = 0; m < M; m++) {
       Vec row = held(load(x + m * ldx + k));
+      for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
+    }
+    for (int n = 0; n < N; n++) column[n] = held(next_floats(w + n * ldw + k));
+    for (int m = 0; m < M; m++) {
+      Vec row = held(load(x + m * ldx + k + LANES));
       for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
     }
   }
@@ -166,7 +190,7 @@ static inline __attribute__((always_inline)) void products(const float* x, int64
     dots<M, N>(x + g * each, ldx, w + g * each, in, each, found);
     for (int n = 0; n < N; n++)
       for (int m = 0; m < M; m++) {
-        const float scaled = found[n].at[m] * scales.at[n * scales.groups + g];
+        const float scaled = found[n].at[m] * (scales.at[n * scales.groups + g] * (1 / INT8_UNIT));
         out[n].at[m] = g ? out[n].at[m] + scaled : scaled;
       }
   }
@@ -228,11 +252,22 @@ static __attribute__((noinline)) void strip(const float* x, int64_t ldx, const V
   write(m, rows - m);
 }
 
+// A strip for one row of x: more columns at once, as one row alone leaves registers free, and sums would wait for each other.
+constexpr int ALONE = 4;
+template <typename W, typename V, typename Out>
+static __attribute__((noinline)) void strip_alone(const float* x, const V* w, Scales scales, const float* bias, int64_t in, float* y, Out out) {
+  Four found[ALONE];
+  products<1, ALONE>(x, 0, w, scales, in, found);
+  for (int n = 0; n < ALONE; n++) out.template operator()<W>(y + n, rounded<W>(found[n].at[0] + (bias ? bias[n] : 0.0f)));
+}
+
 // Strips over all of columns [0, count) of a block, for `rows` rows of x.
 template <typename W, typename V, typename Out>
 static void strips(const float* x, int64_t ldx, const V* w, Scales scales, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t count, Out out) {
   constexpr int C = COLUMNS<V>;
   int64_t n = 0;
+  if (rows == 1)
+    for (; n + ALONE <= count; n += ALONE) strip_alone<W>(x, w + n * in, scales + n, bias ? bias + n : nullptr, in, y + n, out);
   for (; n + C <= count; n += C) strip<W, C>(x, ldx, w + n * in, scales + n, bias ? bias + n : nullptr, in, y + n, ldy, rows, out);
   for (; n < count; n++) strip<W, 1>(x, ldx, w + n * in, scales + n, bias ? bias + n : nullptr, in, y + n, ldy, rows, out);
 }
@@ -244,7 +279,7 @@ template <typename V> static void widen_block(const V* w, float* wide) {
 }
 static void widen_block(const Int8<float>* w, float* wide) {
   store(wide, floats(w));
-  store(wide + LANES, floats(w + LANES));
+  store(wide + LANES, next_floats(w));
 }
 template <typename V> static const float* widened(const V* w, int64_t count) {
   static thread_local std::vector<float> wide;
@@ -268,7 +303,7 @@ static void columns(const float* x, int64_t ldx, const V* w, Scales scales, cons
   const int64_t chunk = std::max<int64_t>((1 << 20) / (in * int64_t(sizeof(float))) / row_block, 8) * row_block;
   const int64_t C = widen ? COLUMNS<float> : COLUMNS<V>;
   const int64_t wanted = (96 << 10) / (in * int64_t(widen ? sizeof(float) : sizeof(V))) / C * C;
-  const int64_t column_block = std::clamp<int64_t>(wanted, C, 16 * C);
+  const int64_t column_block = rows == 1 ? last - first : std::clamp<int64_t>(wanted, C, 16 * C);
   for (int64_t top = 0; top < rows; top += chunk) {
     const int64_t bottom = std::min(top + chunk, rows);
     for (int64_t n = first; n < last; n += column_block) {
