@@ -110,9 +110,7 @@ def plain(engine: hybrid.HybridEngine) -> AbstractContextManager:
     return eval_mode(engine.module)
 
 
-def make_engine(
-    args: argparse.Namespace, block: dict, lora: str = "", live_share: float = 1.0
-) -> hybrid.HybridEngine:
+def make_engine(args: argparse.Namespace, block: dict, lora: str = "", live_share: float = 1.0) -> hybrid.HybridEngine:
     """An engine over the shape's model, the same weights every time.
 
     lora: how an adapter on every layer runs.  live_share: of the model, what ZeRO-3 may keep whole.

@@ -1,9 +1,11 @@
 """A model that is being trained under DeepSpeed ZeRO, and generates in the same process from the same weights."""
 
+from hybrid.containers.injected import LayerPolicy
 from hybrid.decoding.numerics import sampling_metrics
 from hybrid.decoding.sampling import selective_log_softmax
 from hybrid.decoding.scoring import Scores, padded_forward
 from hybrid.hybrid_engine import HybridEngine
+from hybrid.inference_engine import InferenceEngine, init_inference
 from hybrid.initialize import initialize
 from hybrid.rollout import RolloutBatch, SamplingParams
 from hybrid.rollout_engine import HybridRollout
@@ -11,9 +13,12 @@ from hybrid.rollout_engine import HybridRollout
 __all__ = [
     "HybridEngine",
     "HybridRollout",
+    "InferenceEngine",
+    "LayerPolicy",
     "RolloutBatch",
     "SamplingParams",
     "Scores",
+    "init_inference",
     "initialize",
     "padded_forward",
     "sampling_metrics",

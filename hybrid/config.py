@@ -1,21 +1,23 @@
-"""The settings, validated: DeepSpeed's `hybrid_engine` block and our own `rollout` block beside it.
+"""The settings, validated: DeepSpeed's `hybrid_engine` block and our own `rollout` block beside it, and the keys of
+DeepSpeed's `init_inference`.
 
 Defaults live here and nowhere else. Knows nothing of torch.
 """
 
 import copy
 import difflib
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import hjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 
 class Block(BaseModel):
     """A frozen block of settings that refuses keys it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
 class HybridEngineConfig(Block):
@@ -122,3 +124,281 @@ def nearest(key: str, known: Any) -> str:
     """Words that name the known key nearest to `key`, and all of them."""
     ranked = sorted(known, key=lambda name: difflib.SequenceMatcher(None, key, name).ratio(), reverse=True)
     return f"the nearest known key is {ranked[0]!r} (known: {', '.join(sorted(known))})"
+
+
+# `init_inference`
+
+
+class TensorParallelConfig(Block):
+    """Tensor parallelism.
+
+    enabled: false is a tp_size of 1.
+    tp_size: ranks that share one copy of the weights; neighbours, unless a group says which.
+    tp_grain_size: DeepSpeed's granularity of parts, without an effect here: parts may be of any size.
+    mpu: an object with `get_model_parallel_group()`, whose ranks share the weights.
+    tp_group: the process group whose ranks share the weights.
+    """
+
+    enabled: bool = True
+    tp_size: int = Field(1, gt=0)
+    tp_grain_size: int = Field(64, gt=0)
+    mpu: Any = None
+    tp_group: Any = None
+
+
+class MoEConfig(Block):
+    """Expert parallelism.
+
+    enabled: false is an ep_size of 1.
+    ep_size: ranks that share out the experts of a layer.
+    moe_experts: experts in a layer, as a check of the model; [1] says nothing.
+    type: DeepSpeed's kind of layer.
+    ep_mp_group, ep_group: DeepSpeed's process groups of experts.
+    """
+
+    enabled: bool = True
+    ep_size: int = Field(1, gt=0)
+    moe_experts: list[int] = Field([1], alias="num_experts")
+    type: Literal["standard", "residual"] = "standard"
+    ep_mp_group: Any = None
+    ep_group: Any = Field(None, alias="expert_group")
+
+
+class WeightQuantConfig(Block):
+    """Weights in int8.
+
+    enabled: false leaves them as they are.
+    num_bits: 8.
+    q_type: symmetric.
+    q_groups: parts of a row that have a scale each; 1: one scale for each output channel.
+    quantized_initialization, post_init_quant: DeepSpeed's, for ZeRO-Inference.
+    """
+
+    enabled: bool = True
+    num_bits: int = 8
+    q_type: Literal["symmetric", "asymmetric"] = "symmetric"
+    q_groups: int = Field(1, gt=0)
+    quantized_initialization: dict[str, Any] = {}
+    post_init_quant: dict[str, Any] = {}
+
+
+class QuantConfig(Block):
+    """How `dtype=int8` quantizes.
+
+    enabled: false is refused with int8.
+    activation, qkv: DeepSpeed's, without an effect here: activations stay as they are.
+    weight: of weights.
+    """
+
+    enabled: bool = True
+    activation: dict[str, Any] = {}
+    qkv: dict[str, Any] = {}
+    weight: WeightQuantConfig = WeightQuantConfig()
+
+
+class CheckpointConfig(Block):
+    """The checkpoint's keys in a block of their own.
+
+    checkpoint_dir: as `checkpoint`.
+    save_mp_checkpoint_path, base_dir: as outside the block.
+    """
+
+    checkpoint_dir: str | None = None
+    save_mp_checkpoint_path: str | None = None
+    base_dir: str | None = None
+
+
+DTYPES = {
+    "float32": ("float32", "float", "fp32"),
+    "float16": ("float16", "half", "fp16"),
+    "bfloat16": ("bfloat16", "bfloat", "bf16"),
+    "int8": ("int8",),
+}
+
+
+class InferenceConfig(Block):
+    """What `deepspeed.init_inference` takes: the same keys, aliases and defaults.
+
+    replace_with_kernel_inject: fused containers, where there is one for the model; false runs the model's own layers.
+    dtype: of the weights; int8 quantizes them, and activations keep the model's dtype. A torch dtype, or a name of one.
+    tensor_parallel: who shares the weights.
+    enable_cuda_graph: capture forwards and replay them.
+    use_triton: Triton's kernels, which fused containers use on CUDA; refused where they are not there.
+    triton_autotune: without an effect, there is nothing to be tuned.
+    zero: DeepSpeed's ZeRO; a model that is partitioned by it is `hybrid.initialize`'s.
+    triangular_masking: false is refused for decoders, which look back only.
+    moe: who shares out the experts; a bool is `enabled`.
+    keep_module_on_host: leave the weights where they are, or load them there.
+    quant: how int8 quantizes.
+    checkpoint: a directory, a file, or DeepSpeed's JSON (a path or a dict), from which the weights are read.
+    base_dir: where its relative paths begin.
+    strict: false loads what a checkpoint has and the model can take, with a warning; not DeepSpeed's.
+    set_empty_params: let go of the model's own weights before the checkpoint's are read.
+    save_mp_checkpoint_path: a directory that the weights are written to, a part by each rank.
+    checkpoint_config: the three in a block.
+    return_tuple: the model's output; false gives its first tensor alone (logits, or hidden states).
+    training_mp_size: parts that the checkpoint must be in, where it is not 1.
+    replace_method: without an effect, as in DeepSpeed.
+    injection_policy: layer class to names of the projections whose outputs are summed over the ranks, or to a
+        `hybrid.LayerPolicy`.
+    injection_policy_tuple: DeepSpeed's own use; refused.
+    config: takes the place of the model's configuration as `engine.config`.
+    max_out_tokens: the most tokens of a sequence, prompt included.
+    min_out_tokens: new tokens that must fit behind every prompt.
+    transposed_mode: without an effect: weights are read as the model has them.
+    """
+
+    replace_with_kernel_inject: bool = Field(False, alias="kernel_inject")
+    dtype: Any = "float16"
+    tensor_parallel: TensorParallelConfig = Field(TensorParallelConfig(), alias="tp")
+    enable_cuda_graph: bool = False
+    use_triton: bool = False
+    triton_autotune: bool = False
+    zero: dict[str, Any] = {}
+    triangular_masking: bool = Field(True, alias="tm")
+    moe: MoEConfig = MoEConfig()
+    keep_module_on_host: bool = False
+    quant: QuantConfig = QuantConfig()
+    checkpoint: str | dict[str, Any] | None = None
+    base_dir: str = ""
+    strict: bool = True
+    set_empty_params: bool = False
+    save_mp_checkpoint_path: str | None = None
+    checkpoint_config: CheckpointConfig = Field(CheckpointConfig(), alias="ckpt_config")
+    return_tuple: bool = True
+    training_mp_size: int = Field(1, gt=0)
+    replace_method: str = "auto"
+    injection_policy: dict[Any, Any] | None = Field(None, alias="injection_dict")
+    injection_policy_tuple: tuple | None = None
+    config: Any = Field(None, alias="args")
+    max_out_tokens: int = Field(1024, alias="max_tokens", gt=0)
+    min_out_tokens: int = Field(1, alias="min_tokens", gt=0)
+    transposed_mode: bool = False
+
+    @field_validator("dtype")
+    @classmethod
+    def _name_of_dtype(cls, value: Any) -> str:
+        said = str(value).removeprefix("torch.")
+        for name, others in DTYPES.items():
+            if said in others:
+                return name
+        raise ValueError(f"known are {', '.join(other for others in DTYPES.values() for other in others)}")
+
+
+# DeepSpeed's old names (0.19.8), and where their values go.
+FORWARDED = {
+    "mp_size": ("tensor_parallel", "tp_size"),
+    "mpu": ("tensor_parallel", "mpu"),
+    "ep_size": ("moe", "ep_size"),
+    "ep_group": ("moe", "ep_group"),
+    "expert_group": ("moe", "ep_group"),
+    "ep_mp_group": ("moe", "ep_mp_group"),
+    "expert_mp_group": ("moe", "ep_mp_group"),
+    "moe_experts": ("moe", "moe_experts"),
+    "moe_type": ("moe", "type"),
+}
+WITHOUT_EFFECT = {
+    "replace_method": "DeepSpeed needs it no longer either",
+    "triton_autotune": "there is nothing to be tuned",
+    "transposed_mode": "weights are read as the model has them",
+    "tensor_parallel.tp_grain_size": "parts may be of any size",
+    "quant.activation": "activations stay as they are",
+    "quant.qkv": "queries, keys and values are quantized as all other weights are",
+}
+
+
+def read_inference_config(config: str | Path | dict[str, Any] | None, given: dict[str, Any]) -> InferenceConfig:
+    """`init_inference`'s configuration (a dict or the path of a JSON file) and keyword arguments, as one.
+
+    Neither is changed. Raises ValueError for a key that has two different values, for one that is not known, with the
+    nearest, and for a value that is not allowed. Warns of old names, and of keys that have no effect here.
+    """
+    if config is not None and not isinstance(config, str | Path | dict):
+        raise ValueError(f"config: {type(config).__name__} given; it must be a dict or the path of a JSON file")
+    loaded = dict(config) if isinstance(config, dict) else {} if config is None else load_config(config)
+    for key in loaded.keys() & given.keys():
+        require_same(key, loaded[key], given[key])
+    values = {key: value for key, value in {**loaded, **given}.items() if value != "auto" or key == "replace_method"}
+    read = with_checkpoint_block(block_of(InferenceConfig, with_new_names(values)))
+    for path, why in WITHOUT_EFFECT.items():
+        if (value := values_set(read, path)) is not None:
+            warnings.warn(f"{path}: {value!r} given; it has no effect, {why}", stacklevel=3)
+    return read
+
+
+def require_same(key: str, one: Any, other: Any) -> None:
+    """Raise ValueError where a key's two values are different."""
+    if one is not other and one != other:
+        raise ValueError(f"{key}: given twice, as {one!r} and as {other!r}; give it once")
+
+
+def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of `init_inference` with those of old names in their blocks, which are copied."""
+    values = by_name(InferenceConfig, values, FORWARDED)
+    for old in FORWARDED.keys() & values.keys():
+        block, new = FORWARDED[old]
+        warnings.warn(f"{old} is an old name; use {block}.{new}", FutureWarning, stacklevel=4)
+        inner = values.get(block, {})
+        inner = {"enabled": inner} if isinstance(inner, bool) else dict(inner)
+        inner = by_name(InferenceConfig.model_fields[block].annotation, inner)
+        value = values.pop(old)
+        require_same(f"{block}.{new}", inner.setdefault(new, value), value)
+        values[block] = inner
+    if isinstance(values.get("moe"), bool):
+        values["moe"] = {"enabled": values["moe"]}
+    return values
+
+
+def with_checkpoint_block(config: InferenceConfig) -> InferenceConfig:
+    """`config` with the values of `checkpoint_config` where they belong."""
+    block = config.checkpoint_config
+    given = {
+        "checkpoint": block.checkpoint_dir,
+        "save_mp_checkpoint_path": block.save_mp_checkpoint_path,
+        "base_dir": block.base_dir,
+    }
+    moved = {name: value for name, value in given.items() if value is not None}
+    for name in moved.keys() & config.model_fields_set:
+        require_same(name, getattr(config, name), moved[name])
+    return config.model_copy(update=moved)
+
+
+def by_name(kind: type[Block], values: dict[str, Any], more: Any = ()) -> dict[str, Any]:
+    """`values` with aliases as the names of `kind`'s fields; keys of `more` stay as they are.
+
+    Raises ValueError for a key that is not known, and for two names of one field with different values.
+    """
+    aliases = {field.alias: name for name, field in kind.model_fields.items() if field.alias}
+    named: dict[str, Any] = {}
+    for key, value in values.items():
+        name = aliases.get(key, key)
+        if name not in kind.model_fields and name not in more:
+            raise ValueError(f"init_inference: unknown key {key!r}; {nearest(key, [*kind.model_fields, *aliases])}")
+        require_same(name, named.setdefault(name, value), value)
+    return named
+
+
+def block_of(kind: type[Block], values: dict[str, Any], where: str = "") -> Any:
+    """`values` as a validated block of `kind`, and blocks within it."""
+    values = by_name(kind, values)
+    for name, value in values.items():
+        inner = kind.model_fields[name].annotation
+        if isinstance(inner, type) and issubclass(inner, Block) and not isinstance(value, Block):
+            if not isinstance(value, dict):
+                raise ValueError(f"{where}{name}: {value!r} given; it must be a dictionary of settings")
+            values[name] = block_of(inner, value, f"{where}{name}.")
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}{path}: {first['input']!r} given; {first['msg']}") from error
+
+
+def values_set(block: Block, path: str) -> Any:
+    """The value at a path where it was given and is not the default; None otherwise."""
+    *outer, name = path.split(".")
+    for one in outer:
+        block = getattr(block, one)
+    value = getattr(block, name)
+    return value if name in block.model_fields_set and value != type(block).model_fields[name].default else None

@@ -17,19 +17,19 @@ from transformers import DynamicCache
 
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Unreadable
-from hybrid.architectures.structure import Part
 from hybrid.architectures.tp_plan import hugging_face_model, read_tp_plan
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.batch import is_packable
-from hybrid.containers.fused import FusedContainer, FusedModel
+from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.shared_modules import SharedModules, evaluating, first_output
 from hybrid.containers.window import Window, unhooked
 from hybrid.decoding.kv_cache import KVCache
-from hybrid.decoding.loop import Decoding, Noise, TokenLog, with_stop_strings
+from hybrid.decoding.loop import Decoding, Noise, TokenLog
 from hybrid.decoding.pages import PageStore
 from hybrid.decoding.rows import Decoder
 from hybrid.decoding.scoring import Scores, padded_forward, score_packed, score_sequences
+from hybrid.generation import drawn_seed, generate, prompts_of, require_generate, stride_on
 from hybrid.memory_plan import MemoryPlan, Mode, Modes, layer_by_layer
 from hybrid.parallel import InferenceGroup, all_ranks, engine_name, own_row_ids
 from hybrid.profiling import Profiler
@@ -48,13 +48,6 @@ from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streamed_snapshot import StreamedSnapshot
 from hybrid.weights.tensor_parallel import Shard, planned_slices, require_divisible
 
-# Arguments of Hugging Face's and PEFT's `generate` that cannot be followed here.
-NOT_AVAILABLE = {
-    "custom_generate": "the engine decodes by its own loop",
-    "assistant_model": "the engine decodes by its own loop",
-    "adapter_names": "active adapters are the same for every row; use model.set_adapter",
-}
-STRIDE_ON_DEVICES = 8  # steps between two looks at a device that the host would wait for
 ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
 
 
@@ -143,14 +136,11 @@ class HybridEngine(DeepSpeedEngine):
             finish=fused.finish,
             around=self._states_on_host if self._rollout_settings.offload_states else nullcontext,
         )
-        root = Part("", self.module, "model")
-        parts = {part.module: part for part in (*self._modes.structure.outer, *self._modes.structure.layers)}
-        parts.pop(self.module, None)
-        if shared is not None:
-            self._containers = shared.containers([root, *parts.values()], self._window)
-            return
-        self._containers = [FusedContainer(root, self._window, fused)]
-        self._containers += [NativeContainer(part, self._window) for part in parts.values()]
+        parts = parts_of(self.module, self._modes.structure)
+        if shared is None:
+            self._containers = containers_of(parts, self._window, fused)
+        else:
+            self._containers = shared.containers(parts, self._window)
 
     def _make_pages(self) -> PageStore:
         """The pages, bounded by the settings: by what the memory limit leaves, where that is less."""
@@ -336,13 +326,7 @@ class HybridEngine(DeepSpeedEngine):
         Raises ValueError and NotImplementedError, in words, before any weight moves.
         """
         with self._company(adapters):
-            prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-            if prompts is not None and getattr(self.module, "main_input_name", "input_ids") == "input_ids":
-                # Of a sequence that goes on from a cache, the mask covers what is in the cache too.
-                mask = None if kwargs.get("past_key_values") is not None else kwargs.get("attention_mask")
-                check_prompts(prompts, mask, "input_ids")
-                if len(prompts) == 0:
-                    raise ValueError("input_ids: a batch of size 0 given; it must have at least one row")
+            prompts_of(self.module, args, kwargs)
             return self._generate(args, kwargs, adapters, lambda rows: Noise(drawn_seed(), own_row_ids(rows)))
 
     def rollout(
@@ -383,7 +367,7 @@ class HybridEngine(DeepSpeedEngine):
             one = prompt_ids.new_zeros(1, prompt_ids.shape[1])
             once = replace(sampling, max_new_tokens=1, min_new_tokens=0)
             return self._rollout(one, torch.ones_like(one), once, 1, adapters, None).first_rows(0)
-        self._require_generate()
+        require_generate(self.module)
         version, before = self.weight_version, self._profiler.stats()
         log = TokenLog(sampling.temperature or 1.0)
         sequences = self._generate(
@@ -463,13 +447,6 @@ class HybridEngine(DeepSpeedEngine):
         log: TokenLog | None = None,
     ) -> Any:
         """Hugging Face's `generate` with our decode loop in it."""
-        self._require_generate()
-        for key, why in NOT_AVAILABLE.items():
-            if kwargs.get(key) is not None:
-                raise NotImplementedError(f"generate: {key} is not available; {why}")
-        kwargs = with_stop_strings({**kwargs, "synced_gpus": False})
-        if "generation_config" not in kwargs and len(args) < 2:
-            kwargs.setdefault("use_cache", True)  # gradient checkpointing turns it off in the model's configuration
         with self._eval_mode(), autocast_if_enabled(self):
             decoding = Decoding(
                 phase=self._profiler.phase,
@@ -480,16 +457,15 @@ class HybridEngine(DeepSpeedEngine):
                 page_bytes=self._fused.page_bytes,
                 require_memory=self._require_memory,
                 max_slots=self._rollout_settings.max_slots,
-                stride=1 if self.device.type == "cpu" else STRIDE_ON_DEVICES,
+                stride=stride_on(self.device),
                 max_out_tokens=self._settings.max_out_tokens,
                 noise=noise,
                 token_log=log,
                 agree=partial(all_ranks, device=self.device) if self._streams else None,
                 sync_interval=self._rollout_settings.sync_interval,
-                streamer=kwargs.get("streamer"),
                 produced=self._profiler.generated,
             )
-            return self.module.generate(*args, custom_generate=decoding.method(), **kwargs)
+            return generate(self.module, args, kwargs, decoding)
 
     def _decoder(self, tokens: int) -> Decoder | None:
         """The fused decoder over the window that is open, for sequences of up to `tokens`; None where the model must
@@ -502,13 +478,6 @@ class HybridEngine(DeepSpeedEngine):
             raise ValueError(
                 f"rollout.memory_limit={self._modes.limit}: {rows} sequences of {tokens} tokens, new ones included, "
                 f"need more; raise it, or ask for fewer rows or tokens\n{self._modes.plan(rows, tokens)}"
-            )
-
-    def _require_generate(self) -> None:
-        if not hasattr(self.module, "generate"):
-            raise ValueError(
-                f"{type(self.module).__name__} has no generate(): generation needs a Hugging Face model with a "
-                "language-modelling head. eval(), train() and forward work with any model."
             )
 
     def _refresh(self, adapters: bool) -> None:
@@ -550,16 +519,8 @@ class HybridEngine(DeepSpeedEngine):
         A fused decoder is compared with the model's layers on first use; where one differs, this says so afterwards.
         """
         with autocast_if_enabled(self):
-            why_native = self._fused.why_not_now()
-        container = NativeContainer.kind if why_native else FusedContainer.kind
-        copied = not (self._streams and why_native)  # else nothing runs on the snapshot
-        rows = []
-        for one in self._containers:
-            words = f"{one.why}: {why_native}" if why_native else self._fused.what
-            adapters = self._snapshot.words(one.part.module) if copied else ""
-            words = f"{words}; {adapters}" if adapters else words
-            rows.append({"module": one.part.name, "kind": one.part.kind, "container": container, "why": words})
-        return rows
+            copied = not (self._streams and self._fused.why_not_now())
+            return coverage_of(self._containers, self._fused, copied)
 
     def stats(self) -> dict[str, float]:
         """This rank's figures since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
@@ -589,8 +550,3 @@ def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int | str) -> Non
         with suppress(Unreadable):
             for attention in read_tp_plan(model).attentions:
                 require_divisible(attention.heads, attention.kv_heads, size)
-
-
-def drawn_seed() -> int:
-    """A seed from torch's generator, so that `torch.manual_seed` decides."""
-    return int(torch.randint(2**63 - 1, ()))

@@ -20,9 +20,9 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def own_row_ids(rows: int) -> torch.Tensor:
-    """Row numbers for `rows` prompts of this rank that no other rank uses.  int64 [rows]"""
-    return torch.arange(rows) + rank() * ROWS_PER_RANK
+def own_row_ids(rows: int, who: int | None = None) -> torch.Tensor:
+    """Row numbers for `rows` prompts of this rank, or of group `who`, that no other uses.  int64 [rows]"""
+    return torch.arange(rows) + (rank() if who is None else who) * ROWS_PER_RANK
 
 
 def all_ranks(flag: bool, device: torch.device) -> bool:
@@ -54,25 +54,46 @@ class InferenceGroup:
     """Consecutive ranks that share one copy of the weights during inference, and what they tell each other.
 
     size: ranks in a group; it divides the world size, and with 1 every rank is by itself.  index: this rank's place
-    in its group.  connected: false for a group that is only planned, whose ranks tell each other nothing. Building a
-    connected one is a collective of all ranks.
+    in its group.  number: the group's place among the groups.
+    connected: false for a group that is only planned, whose ranks tell each other nothing. Building a connected one is
+        a collective of all ranks, unless `group` is there already.
+    tensor: this rank's neighbours who share heads and matrices: `tensor_size` of the group; the whole group, unless
+        experts are shared out in it too.
     """
 
-    def __init__(self, size: int, connected: bool = True):
-        self.size, self.index, self.group = size, rank() % size, None
-        firsts = range(0, world_size(), size) if size > 1 and connected else ()
+    def __init__(
+        self,
+        size: int,
+        connected: bool = True,
+        group: dist.ProcessGroup | None = None,
+        tensor_size: int | None = None,
+    ):
+        self.size, self.index, self.number, self.group = size, rank() % size, rank() // size, group
+        if group is not None:
+            self.index, self.number = dist.get_rank(group), dist.get_global_rank(group, 0)
+        firsts = range(0, world_size(), size) if size > 1 and connected and group is None else ()
         for first in firsts:  # every rank takes part in making every group
             members = list(range(first, first + size))
-            group = dist.new_group(members)
-            self.group = group if rank() in members else self.group
+            made = dist.new_group(members)
+            self.group = made if rank() in members else self.group
+        self.tensor = self if tensor_size in (None, size) else InferenceGroup(tensor_size, connected)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' tensors, in place of this rank's."""
-        dist.all_reduce(tensor, group=self.group)
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def share(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The first rank's tensor, in place of the others'."""
+        if self.size > 1:
+            dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, which are of one shape.  [size, ...]"""
+        if self.size == 1:
+            return tensor[None]
         found = tensor.new_empty(self.size, *tensor.shape)
         dist.all_gather(list(found.unbind()), tensor.contiguous(), group=self.group)
         return found

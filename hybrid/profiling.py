@@ -117,3 +117,59 @@ class Profiler:
             f"|CurSamplesPerSec={samples / latency_s:.2f} "
             f"|AvgSamplesPerSec={self.finished_samples / sum(self.finished_s):.2f}"
         )
+
+
+class ModelTimes:
+    """Milliseconds of every forward of a model, until somebody takes them.
+
+    synchronize: waits for the device.  make_event: an event of the device that can be timed, where there are such.
+    """
+
+    def __init__(self, synchronize: Callable[[], None], make_event: Callable | None):
+        self.synchronize, self.make_event = synchronize, make_event
+        self.enabled = self.use_events = False
+        self.open: list = []  # when the forwards that run now began
+        self.times: list[float | tuple] = []  # milliseconds, or a pair of events
+
+    def enable(self, use_events: bool) -> None:
+        """Time forwards from now on."""
+        self.enabled, self.use_events = True, use_events and self.make_event is not None
+
+    def _now(self):
+        if self.use_events:
+            event = self.make_event()
+            event.record()
+            return event
+        self.synchronize()
+        return time.perf_counter()
+
+    def begin(self, *_) -> None:
+        """A forward begins; also a hook of the model's."""
+        self.open.append(self._now())
+
+    def end(self, *_) -> None:
+        """The forward that began last has ended; also a hook of the model's."""
+        begun, ended = self.open.pop(), self._now()
+        self.times.append((begun, ended) if self.use_events else (ended - begun) * 1e3)
+
+    @contextmanager
+    def forward(self, goes_on: bool = False) -> Iterator[None]:
+        """The block is a forward; or, where it goes on, more of the one before."""
+        before = self._taken() if goes_on and self.times else []
+        self.begin()
+        yield
+        self.end()
+        if before:
+            self.times = [*before[:-1], before[-1] + self._taken()[0]]
+
+    def _taken(self) -> list[float]:
+        if self.use_events:
+            self.synchronize()
+        found = [one[0].elapsed_time(one[1]) if isinstance(one, tuple) else one for one in self.times]
+        self.times = []
+        return found
+
+    def taken(self) -> list[float]:
+        """The times since they were taken last."""
+        assert self.enabled, "model profiling is not enabled"
+        return self._taken()

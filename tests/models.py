@@ -5,7 +5,7 @@ import copy
 import peft
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 VOCABULARY = 97
 END = 2
@@ -69,6 +69,42 @@ MORE_FAMILIES = {
 ALL_FAMILIES = {**FAMILIES, **MORE_FAMILIES}
 
 
+# What is no decoder: the class that builds it, and its configuration.
+ENCODER_SIZES = {**PLAIN_SIZES, "intermediate_size": 48, "max_position_embeddings": 96}
+OTHERS = {
+    "bert": (AutoModelForMaskedLM, ENCODER_SIZES),
+    "roberta": (AutoModelForMaskedLM, {**ENCODER_SIZES, "pad_token_id": 0}),
+    "distilbert": (
+        AutoModelForMaskedLM,
+        {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 96},
+    ),
+    "t5": (
+        AutoModelForSeq2SeqLM,
+        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4},
+    ),
+}
+
+
+def tiny_other(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
+    """A random model of OTHERS, its biases and norms random too, in eval mode."""
+    torch.manual_seed(seed)
+    kind, sizes = OTHERS[name]
+    special = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0, "decoder_start_token_id": 0}
+    model = kind.from_config(AutoConfig.for_model(name, **{"vocab_size": VOCABULARY, **special, **sizes, **changes}))
+    return varied(model).to(dtype).eval()
+
+
+def varied(model: nn.Module) -> nn.Module:
+    """`model` with weights that matter: `from_config`'s 0.02 would make every logit nearly equal, and biases are 0."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.mul_(3.0)
+    return model
+
+
 def tiny_model(
     family: str, seed: int = 0, dtype: torch.dtype = torch.float32, sizes: dict | None = None, **changes
 ) -> nn.Module:
@@ -80,14 +116,7 @@ def tiny_model(
     special = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
     settings = {**special, "vocab_size": VOCABULARY, **(sizes or ALL_FAMILIES[family]), **changes}
     config = AutoConfig.for_model(family, **settings)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            else:
-                parameter.mul_(3.0)  # from_config's 0.02 would make every logit nearly equal
-    return model.to(dtype)
+    return varied(AutoModelForCausalLM.from_config(config)).to(dtype)
 
 
 def with_peft(model: nn.Module, seed: int = 1, **settings) -> nn.Module:

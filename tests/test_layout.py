@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     ("hybrid",),
     ("hybrid.initialize",),
-    ("hybrid.hybrid_engine",),
+    ("hybrid.hybrid_engine", "hybrid.inference_engine"),
     ("hybrid.rollout_engine",),
     ("hybrid.memory_plan",),
+    ("hybrid.generation",),
     ("hybrid.rollout",),
     ("hybrid.decoding",),
     ("hybrid.containers",),

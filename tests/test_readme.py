@@ -24,7 +24,7 @@ def check_ten_lines() -> None:
         assert reference.per_token_logps.shape == batch.sequences[:, 1:].shape
         return -hybrid.selective_log_softmax(logits[:, :-1], batch.sequences[:, 1:]).mean()
 
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    code, _ = re.findall(r"```python\n(.*?)```", README, re.S)
     code = code.replace("max_new_tokens=256", "max_new_tokens=8")
     names = {
         "model": model,
@@ -42,6 +42,19 @@ def check_ten_lines() -> None:
 
 def test_the_ten_lines_run(ranks):
     ranks.run(check_ten_lines)
+
+
+def test_the_lines_of_a_model_that_does_not_train_run(tmp_path):
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    _, code = re.findall(r"```python\n(.*?)```", README, re.S)
+    ids, mask = prompts(2, 6, padded=True)
+    names = {"hybrid": hybrid, "model": tiny_model("llama", seed=1), "ids": ids, "mask": mask}
+    exec(code.replace("a/directory", str(tmp_path)), names)
+    with torch.no_grad():
+        expected = model.eval()(ids, attention_mask=mask).logits
+    torch.testing.assert_close(names["logits"], expected, atol=0.05, rtol=0.05)  # bfloat16
+    assert torch.equal(names["tokens"][:, :6], ids)
 
 
 def test_the_table_of_settings_is_the_settings():

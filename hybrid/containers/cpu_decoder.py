@@ -12,6 +12,7 @@ from hybrid.containers.torch_decoder import no_sides
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
 from hybrid.weights.lora import LowRank
+from hybrid.weights.quantize import Int8Linear
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of decoder.cpp's enum
 OUTER_NORMS = frozenset({"embedding_norm", "final_norm"})
@@ -27,6 +28,7 @@ class CpuDecoder:
     sides: gives what adapters add beside a weight's place, as TorchDecoder's.
     dtype: of the matrices; float32 or bfloat16. Activations are float32, rounded to it where Hugging Face rounds.
     Weights are not copied where a role's tensor is whole rows of what `weights` gives; others are (transposed ones).
+    Layers may be Int8Linear, where `reads_int8` says so.
     Raises Unreadable for a dtype, or a mixture of them, that there are no kernels for.
     """
 
@@ -259,7 +261,11 @@ class CpuDecoder:
         for role in roles:
             if f"{role}.weight" not in places:
                 continue
-            weight, part = self._matrix(places[f"{role}.weight"]), record.parts
+            place, part = places[f"{role}.weight"], record.parts
+            weight = self._matrix(place)
+            if weight.dtype == torch.int8:
+                scale = place.module.scale if place.select is None else place.select(place.module.scale)
+                record.scale[part], record.groups = self._keep(scale.float().contiguous()), scale.shape[1]
             bias = self._selected(places.get(f"{role}.bias"))
             record.weight[part], record.rows[part], record.inputs = self._keep(weight), *weight.shape
             record.bias[part] = None if bias is None else self._keep(bias.float().contiguous())
@@ -271,7 +277,7 @@ class CpuDecoder:
         return kernels.Norm(*(None if part is None else self._keep(part.float().contiguous()) for part in parts))
 
     def _matrix(self, place: Place) -> torch.Tensor:
-        """A role's matrix, in the decoder's dtype, contiguous: a copy only where it lies otherwise."""
+        """A role's matrix, in the decoder's dtype or int8, contiguous: a copy only where it lies otherwise."""
         return self._contiguous(self._selected(place))
 
     def _factor(self, factor: torch.Tensor) -> int:
@@ -279,7 +285,7 @@ class CpuDecoder:
         return self._keep(self._contiguous(factor.detach()))
 
     def _contiguous(self, matrix: torch.Tensor) -> torch.Tensor:
-        if matrix.dtype != self.dtype:
+        if matrix.dtype not in (self.dtype, torch.int8):
             raise Unreadable(f"a matrix is {matrix.dtype} where the embedding is {self.dtype}")
         return matrix.contiguous()
 
@@ -297,3 +303,9 @@ class CpuDecoder:
     def _keep(self, tensor: torch.Tensor) -> int:
         self.tensors.append(tensor)
         return address(tensor)
+
+
+def reads_int8(layers: Iterable[Int8Linear]) -> bool:
+    """Whether the kernels read these layers' weights: parts of a row that have a scale must be whole blocks of x."""
+    block = 2 * kernels.cpu_library().lanes()
+    return all(layer.groups == 1 or layer.weight.shape[1] // layer.groups % block == 0 for layer in layers)

@@ -13,9 +13,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Place, Reading, Unreadable
-from hybrid.architectures.structure import Part
+from hybrid.architectures.structure import Part, Structure
 from hybrid.containers.batch import PAGE, PackedBatch, is_packable, packed
-from hybrid.containers.cpu_decoder import CpuDecoder
+from hybrid.containers.cpu_decoder import CpuDecoder, reads_int8
+from hybrid.containers.int8_decoder import Int8Decoder
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.sharded_decoder import Pool, ShardedDecoder, SharedDecoder
 from hybrid.containers.streamed_decoder import Passes, StreamedDecoder
@@ -26,6 +27,7 @@ from hybrid.kernels.cpu_library import cpu_library
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.gather import whole_shape
 from hybrid.weights.lora import Adapted, LowRank
+from hybrid.weights.quantize import Int8Linear
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streamed_snapshot import StreamedSnapshot
 
@@ -89,8 +91,9 @@ class FusedModel:
         decoder = f"a decoder of the {self.reading.family} family"
         if self.group is not None:
             return f"{decoder}, spread over {self.group.size} ranks"
+        int8 = " over int8 weights" if self._int8_layers() else ""
         streamed = ", with weights gathered layer by layer" if self.streams else ""
-        return f"{decoder}, on {kernels_of(self._device())}{streamed}"
+        return f"{decoder}{int8}, on {self._kernels()}{streamed}"
 
     @property
     def streams(self) -> bool:
@@ -200,14 +203,28 @@ class FusedModel:
         sides: Callable[[Place], list[LowRank]],
     ) -> WholeDecoder:
         """A decoder over whole weights, on the fastest kernels that there are."""
-        kernels = kernels_of(self._device())
-        if kernels == "CPU kernels" and dtype in (torch.float32, torch.bfloat16):
+        kernels = self._kernels()
+        if kernels == "CPU kernels":
             return CpuDecoder(reading, weights, dtype, cpu_library(), sides)
         if kernels == "Triton":
             from hybrid.containers.cuda_decoder import CudaDecoder  # needs triton, which a CPU install has not
 
             return CudaDecoder(reading, weights, dtype, self.graph_slots, sides=sides)
+        if self._int8_layers():
+            return Int8Decoder(reading, weights, dtype)
         return TorchDecoder(reading, weights, dtype, sides)
+
+    def _int8_layers(self) -> list[Int8Linear]:
+        return [module for module in self.modules if isinstance(module, Int8Linear)]
+
+    def _kernels(self) -> str:
+        """What a decoder over whole weights computes with, as `kernels_of` calls it."""
+        kernels, int8 = kernels_of(self._device()), self._int8_layers()
+        if kernels == "CPU kernels" and self._embedding().dtype in (torch.float32, torch.bfloat16):
+            fits = reads_int8(int8)
+        else:
+            fits = kernels == "Triton" and not int8
+        return kernels if fits else "torch's operations"
 
     def _device(self) -> torch.device:
         return self._embedding().device
@@ -325,6 +342,33 @@ class FusedContainer(NativeContainer):
         if decoder is None:
             return super().run(original, args, kwargs)
         return CausalLMOutputWithPast(logits=padded_logits(decoder, *call))
+
+
+def parts_of(model: nn.Module, structure: Structure) -> list[Part]:
+    """The whole model, and every part of it, each once."""
+    parts = {part.module: part for part in (*structure.outer, *structure.layers) if part.module is not model}
+    return [Part("", model, "model"), *parts.values()]
+
+
+def containers_of(parts: list[Part], window: Window, fused: FusedModel) -> list[NativeContainer]:
+    """A container for each of `parts_of`."""
+    return [FusedContainer(parts[0], window, fused), *(NativeContainer(part, window) for part in parts[1:])]
+
+
+def coverage_of(containers: list[NativeContainer], fused: FusedModel, copied: bool = True) -> list[dict[str, str]]:
+    """What runs where: for each container's part its `module` name, `kind`, `container` and why.
+
+    containers: as they are installed, one of them a FusedContainer.  copied: whether anything runs on the snapshot.
+    """
+    why_native = fused.why_not_now()
+    container = NativeContainer.kind if why_native else FusedContainer.kind
+    rows = []
+    for one in containers:
+        words = f"{one.why}: {why_native}" if why_native else fused.what
+        adapters = fused.snapshot.words(one.part.module) if copied else ""
+        words = f"{words}; {adapters}" if adapters else words
+        rows.append({"module": one.part.name, "kind": one.part.kind, "container": container, "why": words})
+    return rows
 
 
 def wants_more_than_logits(model: nn.Module) -> bool:

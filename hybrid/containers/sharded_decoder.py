@@ -22,6 +22,7 @@ class ShardedDecoder(TorchDecoder):
     gets the same hidden states and logits.
 
     weights: a place to this rank's slice of it, None where it has none.  sides: to factors cut alike.
+    group: who calls. Heads, matrices and vocabulary are spread over `group.tensor`, experts over all of it.
     """
 
     def __init__(
@@ -32,34 +33,37 @@ class ShardedDecoder(TorchDecoder):
         group: InferenceGroup,
         sides: Callable[[Place], list[LowRank]] = no_sides,
     ):
-        local = shard_spec(reading.spec, Shard(group.size, group.index))
+        self.group, self.tensor = group, group.tensor
+        local = shard_spec(reading.spec, Shard(self.tensor.size, self.tensor.index))
         super().__init__(replace(reading, spec=local), weights, dtype, sides)
-        self.group = group
+        ranks = group.size // self.tensor.size  # that share out the experts
+        self.first_expert = group.index // self.tensor.size * -(-local.num_experts // ranks)
 
     def _read(self, place: Place) -> torch.Tensor | None:
         return self.weights(place)  # cut from what `select` gives
 
     def _looked_up(self, ids: torch.Tensor) -> torch.Tensor:
         table = self.outer["embedding.weight"]
-        own = ids - self.group.index * len(table)
+        own = ids - self.tensor.index * len(table)
         here = (own >= 0) & (own < len(table))
-        return self.group.sum(F.embedding(own * here, table) * here[:, None])
+        return self.tensor.sum(F.embedding(own * here, table) * here[:, None])
 
     def _attention(self, index: int, read: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
-        return self.group.sum(super()._attention(index, read, step, kv))
+        return self.tensor.sum(super()._attention(index, read, step, kv))
 
     def _mlp(self, index: int, read: torch.Tensor) -> torch.Tensor:
-        return self.group.sum(super()._mlp(index, read))
+        ranks = self.group if self.spec.layers[index].experts else self.tensor
+        return ranks.sum(super()._mlp(index, read))
 
     def _judged(self, hidden: torch.Tensor) -> torch.Tensor:
-        parts = self.group.gather(super()._judged(hidden))
+        parts = self.tensor.gather(super()._judged(hidden))
         return parts.permute(1, 0, 2).flatten(1)[:, : self.spec.vocab_size]
 
     def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
         if self.spec.qk_norm != "row" or role not in ("q_norm", "k_norm"):
             return super()._norm(tensors, role, x)
         # Key heads that several ranks have count that often, in the sum and in the number.
-        size = x.shape[-1] * self.group.size
+        size = x.shape[-1] * self.tensor.size
         spec = self.spec
         return torch_ops.rms_norm(
             x,
@@ -67,7 +71,7 @@ class ShardedDecoder(TorchDecoder):
             spec.norm_eps,
             spec.norm_offset,
             spec.norm_float32,
-            mean_of=lambda squares: self.group.sum(squares.sum(-1, keepdim=True)) / size,
+            mean_of=lambda squares: self.tensor.sum(squares.sum(-1, keepdim=True)) / size,
         )
 
 

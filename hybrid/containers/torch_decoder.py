@@ -78,6 +78,7 @@ class TorchDecoder:
         self.weights = weights
         self.sides = sides
         self.dtype = dtype
+        self.first_expert = 0  # of those whose weights are here
         stepwise = self.spec.activation_stepwise
         self.activation = torch_ops.gelu_new if stepwise else torch_ops.ACTIVATIONS[self.spec.activation]
         self.outer = Tensors()
@@ -294,6 +295,7 @@ class TorchDecoder:
                 spec.normalize_experts,
                 spec.experts_float32,
                 self.activation,
+                self.first_expert,
             )
         if spec.gated:
             gate, up = self._linear(block, "gate_up", read).chunk(2, dim=-1)

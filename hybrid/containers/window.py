@@ -28,6 +28,7 @@ class Window:
         called before what is lent changes or is given back, whatever was raised: other ranks may want more of it.
     finish: called at the end of every `opened()`, whatever was raised, with whether adapters were used.
     around: what is entered first of all and left last, once for windows within each other.
+    no_native: words why the model's own modules cannot run; "" where they can.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Window:
         self.hooks = hooks
         self.lends, self.merges = lends, merges
         self.sharing, self.settle, self.finish, self.around = sharing, settle, finish, around
+        self.no_native = ""
         self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
         # The model's own dictionaries, read once: inside a window, the model's tree is another one.
         self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
@@ -126,6 +128,8 @@ class Window:
     def as_asked(self) -> Iterator[None]:
         """Inside the block the model's own modules compute with adapters, or without, as the window has them: where
         the snapshot has them and is not lent, they are there all the same."""
+        if self.no_native:
+            raise NotImplementedError(self.no_native)
         if self.lends or not self.merges or self.uses_adapters:
             yield
             return

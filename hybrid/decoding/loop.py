@@ -99,7 +99,7 @@ class Decoding:
     store: its pages.  page_bytes: the most that one takes, 0 where the model runs natively.
     require_memory: raises where so many rows of so many tokens cannot run natively.
     max_slots, stride: of `hybrid.decoding.slots`.
-    max_out_tokens: the most tokens of a sequence, prompt included.
+    max_out_tokens: the most tokens of a sequence, prompt included.  limit: the setting that says so.
     noise: called once where sampling needs it.  token_log: filled where a rollout wants logprobs.
     agree: None, or, where the model's own forwards are collectives, tells whether every rank is done; asked every
         `sync_interval` tokens.
@@ -118,6 +118,7 @@ class Decoding:
     stride: int
     max_out_tokens: int
     noise: Callable[[int], Noise]
+    limit: str = "hybrid_engine.max_out_tokens"
     token_log: TokenLog | None = None
     agree: Callable[[bool], bool] | None = None
     sync_interval: int = 1
@@ -135,7 +136,7 @@ class Decoding:
         return decoding_method
 
 
-def refuse_what_cannot_run(config: GenerationConfig, prompt_len: int, max_out_tokens: int) -> None:
+def refuse_what_cannot_run(config: GenerationConfig, prompt_len: int, max_out_tokens: int, limit: str) -> None:
     """Raise NotImplementedError or ValueError, in words, for a request that the loop cannot do."""
     mode = config.get_generation_mode()
     if mode not in MODES:
@@ -147,7 +148,7 @@ def refuse_what_cannot_run(config: GenerationConfig, prompt_len: int, max_out_to
     if config.max_length > max_out_tokens:
         raise ValueError(
             f"generate: a prompt of {prompt_len} tokens + {new_tokens} new tokens = {config.max_length} is over "
-            f"hybrid_engine.max_out_tokens={max_out_tokens}; ask for at most {max(max_out_tokens - prompt_len, 0)} "
+            f"{limit}={max_out_tokens}; ask for at most {max(max_out_tokens - prompt_len, 0)} "
             "new tokens, or raise max_out_tokens"
         )
 
@@ -234,7 +235,7 @@ def decode(
     input_ids int64 [sequences, prompt_len], left padded; gives int64 [sequences, length], or Hugging Face's output
     object where the configuration says so.
     """
-    refuse_what_cannot_run(generation_config, input_ids.shape[1], decoding.max_out_tokens)
+    refuse_what_cannot_run(generation_config, input_ids.shape[1], decoding.max_out_tokens, decoding.limit)
     encoder_decoder = model.config.is_encoder_decoder
     if encoder_decoder and decoding.agree is not None:
         raise NotImplementedError(

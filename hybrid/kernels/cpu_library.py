@@ -45,6 +45,8 @@ Linear = record(
     **dict.fromkeys(("parts", "inputs"), _int),
     sides=_pointer,
     num_sides=_int,
+    scale=_pointer * 3,
+    groups=_int,
 )
 Norm = record("Norm", weight=_pointer, bias=_pointer)
 Layer = record(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 WARM_UPS = 3  # runs before a capture: kernels are compiled and libraries make their workspaces
 Step = Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]]
@@ -131,3 +132,69 @@ class GraphedStep:
         self.graphs[bucket] = self.capture(run, pool)
         if len(self.graphs) > self.max_graphs:
             self.graphs.popitem(last=False)
+
+
+class GraphedForward:
+    """A module's forward, replayed from graphs: one for each structure, shape and dtype of what it is given.
+
+    max_graphs: graphs that are kept; beyond it the one not used for longest goes.  capture: captures a run.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        max_graphs: int = 8,
+        capture: Callable[[Callable[[], None], object | None], Captured] = capture_on_device,
+    ):
+        self.module, self.max_graphs, self.capture = module, max_graphs, capture
+        self.graphs: OrderedDict[tuple, CapturedForward] = OrderedDict()
+
+    def __call__(self, *args, **kwargs):
+        """The module's output, in tensors of the caller's own.
+
+        Raises NotImplementedError, in words, where the forward cannot be captured.
+        """
+        given, structure = tree_flatten((args, kwargs))
+        key = (structure, *map(kind_of_input, given))
+        if key not in self.graphs:
+            self.graphs[key] = self._captured(given, structure)
+            if len(self.graphs) > self.max_graphs:
+                self.graphs.popitem(last=False)
+        self.graphs.move_to_end(key)
+        graph = self.graphs[key]
+        for held, new in zip(graph.inputs, given, strict=True):
+            if isinstance(held, torch.Tensor):
+                held.copy_(new)
+        graph.captured.replay()
+        return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, graph.outputs)
+
+    def _captured(self, given: list, structure: TreeSpec) -> "CapturedForward":
+        held = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
+        args, kwargs = tree_unflatten(held, structure)
+        made = CapturedForward(held)
+
+        def run() -> None:
+            made.outputs = self.module(*args, **kwargs)
+
+        pool = next((graph.captured.pool for graph in self.graphs.values()), None)
+        try:
+            made.captured = self.capture(run, pool)
+        except RuntimeError as error:
+            raise NotImplementedError(
+                f"enable_cuda_graph: this forward of {type(self.module).__name__} cannot be captured: {error}"
+            ) from error
+        return made
+
+
+@dataclass
+class CapturedForward:
+    """A graph with the inputs that it reads and the outputs that it writes."""
+
+    inputs: list
+    captured: Captured | None = None
+    outputs: object = None
+
+
+def kind_of_input(value: object) -> object:
+    """What must be the same for a graph to be used again."""
+    return (value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else (type(value), repr(value))

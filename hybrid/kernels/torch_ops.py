@@ -76,10 +76,12 @@ def mixture(
     normalize: bool,
     float32: bool,
     activation: Callable[[torch.Tensor], torch.Tensor],
+    first: int = 0,
 ) -> torch.Tensor:
-    """A mixture of gated experts.
+    """A mixture of gated experts, or what some of them add to it.
 
-    x [tokens, hidden], router [experts, hidden], gate_up [experts, 2 · inner, hidden], down [experts, hidden, inner].
+    x [tokens, hidden], router [experts, hidden], gate_up [experts, 2 · inner, hidden], down [experts, hidden, inner];
+    the latter two from expert `first` on, of as many as there are.
     What a token's experts make is scaled by their weights, in x's dtype or where `float32` in that, and summed in
     float32.
     """
@@ -89,9 +91,11 @@ def mixture(
     weights = weights if float32 else weights.to(x.dtype)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
+        if not first <= expert < first + len(down):
+            continue
         token, rank = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
-        made = F.linear(activation(gate) * up, down[expert])
+        gate, up = F.linear(x[token], gate_up[expert - first]).chunk(2, dim=-1)
+        made = F.linear(activation(gate) * up, down[expert - first])
         out.index_add_(0, token, (made * weights[token, rank, None]).float())
     return out.to(x.dtype)
 

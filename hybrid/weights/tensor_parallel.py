@@ -23,18 +23,21 @@ class Shard:
     index: int
 
 
+WHOLE = Shard(1, 0)
+
+
 def sizes_that_fit(heads: int, kv_heads: int) -> list[int]:
     """Numbers of ranks that can share out the heads."""
     return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
 
 
-def require_divisible(heads: int, kv_heads: int, size: int) -> None:
-    """Raise ValueError, in words, where the heads cannot be shared out."""
+def require_divisible(heads: int, kv_heads: int, size: int, key: str = "hybrid_engine.inference_tp_size") -> None:
+    """Raise ValueError, in words, where the heads cannot be shared out. key: the setting that asks for it."""
     fits = sizes_that_fit(heads, kv_heads)
     if size not in fits:
         raise ValueError(
-            f"hybrid_engine.inference_tp_size: {size} given; the model's {heads} attention heads and "
-            f"{kv_heads} key and value heads can be shared out by {', '.join(map(str, fits))}"
+            f"{key}: {size} given; the model's {heads} attention heads and {kv_heads} key "
+            f"and value heads can be shared out by {', '.join(map(str, fits))}"
         )
 
 
@@ -75,9 +78,14 @@ def both_halves(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
     return torch.cat([chunk(half, dim, shard) for half in tensor.chunk(2, dim=dim)], dim=dim)
 
 
-def cut_of(role: str, spec: DecoderSpec, shard: Shard) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
+def cut_of(
+    role: str, spec: DecoderSpec, shard: Shard, experts: Shard = WHOLE
+) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
     """How a rank's part of "<role>.weight" or "<role>.bias" is cut from the whole, [out, in] or [out]; None: it is the
-    whole. Biases of what is summed over the group are the first rank's, None for the others."""
+    whole. Biases of what is summed over the group are the first rank's, None for the others.
+
+    experts: which of the experts are the rank's; of these it has its part.
+    """
     name, _, kind = role.partition(".")
     row_norm = name in ("q_norm", "k_norm") and spec.qk_norm == "row"
     if name in ("q", "gate", "up", "embedding", "head") or (row_norm and name == "q_norm"):
@@ -89,9 +97,9 @@ def cut_of(role: str, spec: DecoderSpec, shard: Shard) -> Callable[[torch.Tensor
             return lambda tensor: chunk(tensor, 1, shard)
         return None if shard.index == 0 else lambda tensor: None
     if name == "experts_gate_up":
-        return lambda tensor: both_halves(tensor, shard)
+        return lambda tensor: both_halves(chunk(tensor, 0, experts), shard)
     if name == "experts_down":
-        return lambda tensor: chunk(tensor, 2, shard)
+        return lambda tensor: chunk(chunk(tensor, 0, experts), 2, shard)
     return None
 
 
@@ -127,13 +135,14 @@ class Slice:
 VOCABULARY = ("embedding.weight", "head.weight")  # cut alike, so that tied ones are kept once
 
 
-def slices_of(reading: Reading, shard: Shard) -> dict[Place, Slice]:
+def slices_of(reading: Reading, shard: Shard, experts: Shard = WHOLE) -> dict[Place, Slice]:
     """A rank's part of every place of a reading."""
     found = {}
     for layer in (reading.outer, *reading.layers):
         for role, place in layer.items():
             key = ("vocabulary" if role in VOCABULARY else role, place.select)
-            found[place] = Slice(place, key, cut_of(role, reading.spec, shard), role in ("o.weight", "down.weight"))
+            cut = cut_of(role, reading.spec, shard, experts)
+            found[place] = Slice(place, key, cut, role in ("o.weight", "down.weight"))
     return found
 
 

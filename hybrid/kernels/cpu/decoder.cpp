@@ -180,8 +180,7 @@ struct Run {
       for (int p = 0; p < up.parts; p++) {
         const int64_t first = std::max<int64_t>(mine.first + from - offset, 0);
         const int64_t last = std::min(mine.last + from - offset, up.rows[p]);
-        if (first < last)
-          columns(x, d.hidden, (const W*)up.weight[p], up.bias[p], up.in, y + offset, width, count, first, last, Store{});
+        if (first < last) columns_of<W>(up, p, x, d.hidden, y + offset, width, count, first, last, Store{});
         offset += up.rows[p];
       }
       add_sides<W>(up, work.reduced, count, y, width, mine.first + from, mine.last + from);

@@ -1,18 +1,31 @@
-// y = x · Wᵀ for few rows of x: W is read where it lies, row by row, in float32 or bfloat16; sums are float32.
+// y = x · Wᵀ for few rows of x: W is read where it lies, row by row, in float32, bfloat16 or int8; sums are float32.
 //
 // A tile is ROWS rows of x times COLUMNS rows of W, both read along their contiguous dimension, so that no weight is
 // ever packed or copied. Every output is the same chain of sums whatever the tile and the batch.
 #pragma once
 #include <algorithm>
 #include <type_traits>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #include "bfloat16.h"
 
 constexpr int ROWS = 4;
 constexpr int64_t WIDENED_ROWS = 32;
+// An int8 weight, beside activations of a model in W.
+template <typename W> struct Int8 {
+  int8_t value;
+};
+// As a float it is INT8_UNIT times its value: a byte at the top of an integer is one instruction, its sign another.
+constexpr float INT8_UNIT = 1 << 24;
+template <typename W> static inline float to_float(Int8<W> x) { return x.value * INT8_UNIT; }
+template <typename V> constexpr bool IS_INT8 = false;
+template <typename W> constexpr bool IS_INT8<Int8<W>> = true;
+
 // ROWS x COLUMNS sums, a vector of each column and one of a row fill the registers: 32 with AVX-512, else 16. Turning
-// bfloat16 to float32 needs a few for itself.
-template <typename W> constexpr int COLUMNS = LANES == 16 ? 6 : std::is_same_v<W, bf16> ? 2 : 3;
+// bfloat16 or int8 to float32 needs a few for itself.
+template <typename V> constexpr int COLUMNS = LANES == 16 ? 6 : std::is_same_v<V, float> ? 3 : 2;
 
 // Keeps a vector in a register: GCC 12 would load it again for each use, and loads are what a tile runs out of.
 static inline Vec held(Vec v) {
@@ -33,6 +46,7 @@ struct Side {
 };
 
 // One matrix, or several one above the other.  weight[i] [rows[i], in] of the model's dtype; bias[i] float32 or null.
+// Where scale[i] is given, float32 [rows[i], groups], the weight is int8: each of `groups` parts of a row has a scale.
 struct Linear {
   const void* weight[3];
   const float* bias[3];
@@ -41,7 +55,16 @@ struct Linear {
   int64_t in;
   const Side* sides;
   int64_t num_sides;
+  const float* scale[3];
+  int64_t groups;
 };
+
+// What is multiplied into the sums over the parts of a row of W.  at: null where nothing is; else [rows of W, groups].
+struct Scales {
+  const float* at;
+  int64_t groups;
+};
+static inline Scales operator+(Scales s, int64_t rows) { return {s.at ? s.at + rows * s.groups : nullptr, s.groups}; }
 
 static inline int64_t outputs(const Linear& linear) {
   int64_t rows = 0;
@@ -50,12 +73,12 @@ static inline int64_t outputs(const Linear& linear) {
 }
 
 template <int M, int N>
-static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const float* w, int64_t in, Four* out) {
+static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t in, Four* out) {
   Vec acc[N][ROWS] = {};
   int64_t k = 0;
   for (; k + LANES <= in; k += LANES) {
     Vec column[N];
-    for (int n = 0; n < N; n++) column[n] = held(load(w + n * in + k));
+    for (int n = 0; n < N; n++) column[n] = held(load(w + n * ldw + k));
     for (int m = 0; m < M; m++) {
       Vec row = held(load(x + m * ldx + k));
       for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
@@ -64,29 +87,56 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t l
   for (int n = 0; n < N; n++) out[n] = sums(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
   for (; k < in; k++)
     for (int n = 0; n < N; n++)
-      for (int m = 0; m < M; m++) out[n].at[m] += x[m * ldx + k] * w[n * in + k];
+      for (int m = 0; m < M; m++) out[n].at[m] += x[m * ldx + k] * w[n * ldw + k];
 }
 
+// The two halves of a block of 2 · LANES weights, as `halved` orders x: even elements, then odd ones.
+static inline Vec even(const bf16* w) { return (Vec)(*(const VecUAny*)w << 16); }
+static inline Vec odd(const bf16* w) { return (Vec)(*(const VecUAny*)w & 0xffff0000u); }
+#if LANES == 8 && defined(__AVX2__)
+// Bytes of a block, FIRST + STEP · lane for each lane, at the top of integers.
+template <int FIRST, int STEP> static inline Vec floats_of(const void* w) {
+  const __m256i block = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)w));
+  constexpr char Z = char(0x80), A = FIRST, B = FIRST + STEP, C = FIRST + 2 * STEP, D = FIRST + 3 * STEP, E = 4 * STEP;
+  const __m256i top = _mm256_setr_epi8(Z, Z, Z, A, Z, Z, Z, B, Z, Z, Z, C, Z, Z, Z, D, Z, Z, Z, A + E, Z, Z, Z, B + E, Z, Z, Z, C + E, Z, Z, Z, D + E);
+  return (Vec)_mm256_cvtepi32_ps(_mm256_shuffle_epi8(block, top));
+}
+static inline Vec even(const Int8<bf16>* w) { return floats_of<0, 2>(w); }
+static inline Vec odd(const Int8<bf16>* w) { return floats_of<1, 2>(w); }
+static inline Vec floats(const Int8<float>* w) { return floats_of<0, 1>(w); }
+static inline Vec next_floats(const Int8<float>* w) { return floats_of<8, 1>(w); }
+#else
+static inline VecI both(const Int8<bf16>* w) { return __builtin_convertvector(*(const VecSAny*)w, VecI); }
+static inline Vec even(const Int8<bf16>* w) { return __builtin_convertvector(both(w) << 24, Vec); }
+static inline Vec odd(const Int8<bf16>* w) { return __builtin_convertvector(both(w) >> 8 << 24, Vec); }
+static inline Vec floats(const Int8<float>* w) { return __builtin_convertvector(__builtin_convertvector(*(const VecBAny*)w, VecI) << 24, Vec); }
+static inline Vec next_floats(const Int8<float>* w) { return floats(w + LANES); }
+#endif
+#if PAIRS
+static inline Vec pairs(const bf16* w) { return (Vec) * (const VecUAny*)w; }
+static inline Vec pairs(const Int8<bf16>* w) { return (Vec)((VecU)even(w) >> 16 | ((VecU)odd(w) & 0xffff0000u)); }
+#endif
+
 // x as `halved` leaves it.
-template <int M, int N>
-static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const bf16* w, int64_t in, Four* out) {
+template <int M, int N, typename V>
+static inline __attribute__((always_inline)) void halved_dots(const float* x, int64_t ldx, const V* w, int64_t ldw, int64_t in, Four* out) {
   Vec acc[N][ROWS] = {};
   int64_t k = 0;
   for (; k + 2 * LANES <= in; k += 2 * LANES) {
     Vec column[N];
 #if PAIRS
-    for (int n = 0; n < N; n++) column[n] = held((Vec) * (const VecUAny*)(w + n * in + k));
+    for (int n = 0; n < N; n++) column[n] = held(pairs(w + n * ldw + k));
     for (int m = 0; m < M; m++) {
       Vec row = held(load(x + m * ldx + k));
       for (int n = 0; n < N; n++) acc[n][m] = dot_pairs(acc[n][m], (VecU)row, (VecU)column[n]);
     }
 #else
-    for (int n = 0; n < N; n++) column[n] = held((Vec)(*(const VecUAny*)(w + n * in + k) << 16));
+    for (int n = 0; n < N; n++) column[n] = held(even(w + n * ldw + k));
     for (int m = 0; m < M; m++) {
       Vec row = held(load(x + m * ldx + k));
       for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
     }
-    for (int n = 0; n < N; n++) column[n] = held((Vec)(*(const VecUAny*)(w + n * in + k) & 0xffff0000u));
+    for (int n = 0; n < N; n++) column[n] = held(odd(w + n * ldw + k));
     for (int m = 0; m < M; m++) {
       Vec row = held(load(x + m * ldx + k + LANES));
       for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
@@ -96,7 +146,54 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t l
   for (int n = 0; n < N; n++) out[n] = sums(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
   for (; k < in; k++)
     for (int n = 0; n < N; n++)
-      for (int m = 0; m < M; m++) out[n].at[m] += x[m * ldx + k] * to_float(w[n * in + k]);
+      for (int m = 0; m < M; m++) out[n].at[m] += x[m * ldx + k] * to_float(w[n * ldw + k]);
+}
+template <int M, int N>
+static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t in, Four* out) {
+  halved_dots<M, N>(x, ldx, w, ldw, in, out);
+}
+template <int M, int N>
+static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const Int8<bf16>* w, int64_t ldw, int64_t in, Four* out) {
+  halved_dots<M, N>(x, ldx, w, ldw, in, out);
+}
+
+template <int M, int N>
+static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const Int8<float>* w, int64_t ldw, int64_t in, Four* out) {
+  Vec acc[N][ROWS] = {};
+  int64_t k = 0;
+  for (; k + 2 * LANES <= in; k += 2 * LANES) {
+    Vec column[N];
+    for (int n = 0; n < N; n++) column[n] = held(floats(w + n * ldw + k));
+    for (int m = 0; m < M; m++) {
+      Vec row = held(load(x + m * ldx + k));
+      for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
+    }
+    for (int n = 0; n < N; n++) column[n] = held(next_floats(w + n * ldw + k));
+    for (int m = 0; m < M; m++) {
+      Vec row = held(load(x + m * ldx + k + LANES));
+      for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
+    }
+  }
+  for (int n = 0; n < N; n++) out[n] = sums(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+  for (; k < in; k++)
+    for (int n = 0; n < N; n++)
+      for (int m = 0; m < M; m++) out[n].at[m] += x[m * ldx + k] * to_float(w[n * ldw + k]);
+}
+
+// Sums over whole rows; over their parts, each times its scale, where there are scales.
+template <int M, int N, typename V>
+static inline __attribute__((always_inline)) void products(const float* x, int64_t ldx, const V* w, Scales scales, int64_t in, Four* out) {
+  if (!scales.at) return dots<M, N>(x, ldx, w, in, in, out);
+  const int64_t each = in / scales.groups;
+  for (int64_t g = 0; g < scales.groups; g++) {
+    Four found[N];
+    dots<M, N>(x + g * each, ldx, w + g * each, in, each, found);
+    for (int n = 0; n < N; n++)
+      for (int m = 0; m < M; m++) {
+        const float scaled = found[n].at[m] * (scales.at[n * scales.groups + g] * (1 / INT8_UNIT));
+        out[n].at[m] = g ? out[n].at[m] + scaled : scaled;
+      }
+  }
 }
 
 // A row of x as products want it. For bfloat16: even elements of each block before odd ones, as the two halves of a 32-bit
@@ -133,7 +230,7 @@ struct AddScaled {  // as PEFT adds what an adapter makes
 };
 // W: what outputs are rounded to. V: what the matrix is stored as, here.
 template <typename W, int N, typename V, typename Out>
-static __attribute__((noinline)) void strip(const float* x, int64_t ldx, const V* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, Out out) {
+static __attribute__((noinline)) void strip(const float* x, int64_t ldx, const V* w, Scales scales, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, Out out) {
   Four found[N];
   auto write = [&](int64_t m, int count) {
     for (int n = 0; n < N; n++)
@@ -142,64 +239,80 @@ static __attribute__((noinline)) void strip(const float* x, int64_t ldx, const V
   };
   int64_t m = 0;
   for (; m + ROWS <= rows; m += ROWS) {
-    dots<ROWS, N>(x + m * ldx, ldx, w, in, found);
+    products<ROWS, N>(x + m * ldx, ldx, w, scales, in, found);
     write(m, ROWS);
   }
   const float* rest = x + m * ldx;
   switch (rows - m) {
-    case 3: dots<3, N>(rest, ldx, w, in, found); break;
-    case 2: dots<2, N>(rest, ldx, w, in, found); break;
-    case 1: dots<1, N>(rest, ldx, w, in, found); break;
+    case 3: products<3, N>(rest, ldx, w, scales, in, found); break;
+    case 2: products<2, N>(rest, ldx, w, scales, in, found); break;
+    case 1: products<1, N>(rest, ldx, w, scales, in, found); break;
     default: return;
   }
   write(m, rows - m);
 }
 
-// Strips over all of columns [0, count) of a block, for `rows` rows of x.
+// A strip for one row of x: more columns at once, as one row alone leaves registers free, and sums would wait for each other.
+constexpr int ALONE = 4;
 template <typename W, typename V, typename Out>
-static void strips(const float* x, int64_t ldx, const V* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t count, Out out) {
-  constexpr int C = COLUMNS<V>;
-  int64_t n = 0;
-  for (; n + C <= count; n += C) strip<W, C>(x, ldx, w + n * in, bias ? bias + n : nullptr, in, y + n, ldy, rows, out);
-  for (; n < count; n++) strip<W, 1>(x, ldx, w + n * in, bias ? bias + n : nullptr, in, y + n, ldy, rows, out);
+static __attribute__((noinline)) void strip_alone(const float* x, const V* w, Scales scales, const float* bias, int64_t in, float* y, Out out) {
+  Four found[ALONE];
+  products<1, ALONE>(x, 0, w, scales, in, found);
+  for (int n = 0; n < ALONE; n++) out.template operator()<W>(y + n, rounded<W>(found[n].at[0] + (bias ? bias[n] : 0.0f)));
 }
 
-// Rows of W as floats in the order of `halved`, so that sums are those of W itself, to the bit.
-static const float* widened(const bf16* w, int64_t count) {
+// Strips over all of columns [0, count) of a block, for `rows` rows of x.
+template <typename W, typename V, typename Out>
+static void strips(const float* x, int64_t ldx, const V* w, Scales scales, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t count, Out out) {
+  constexpr int C = COLUMNS<V>;
+  int64_t n = 0;
+  if (rows == 1)
+    for (; n + ALONE <= count; n += ALONE) strip_alone<W>(x, w + n * in, scales + n, bias ? bias + n : nullptr, in, y + n, out);
+  for (; n + C <= count; n += C) strip<W, C>(x, ldx, w + n * in, scales + n, bias ? bias + n : nullptr, in, y + n, ldy, rows, out);
+  for (; n < count; n++) strip<W, 1>(x, ldx, w + n * in, scales + n, bias ? bias + n : nullptr, in, y + n, ldy, rows, out);
+}
+
+// Rows of W as floats in the order of x, so that sums are those of W itself, to the bit.
+template <typename V> static void widen_block(const V* w, float* wide) {
+  store(wide, even(w));
+  store(wide + LANES, odd(w));
+}
+static void widen_block(const Int8<float>* w, float* wide) {
+  store(wide, floats(w));
+  store(wide + LANES, next_floats(w));
+}
+template <typename V> static const float* widened(const V* w, int64_t count) {
   static thread_local std::vector<float> wide;
   if (int64_t(wide.size()) < count) wide.resize(count);
-  for (int64_t k = 0; k < count; k += 2 * LANES) {
-    const VecU both = *(const VecUAny*)(w + k);
-    store(wide.data() + k, (Vec)(both << 16));
-    store(wide.data() + k + LANES, (Vec)(both & 0xffff0000u));
-  }
+  for (int64_t k = 0; k < count; k += 2 * LANES) widen_block(w + k, wide.data() + k);
   return wide.data();
 }
 
 // Columns [first, last) of y for one matrix. Blocks are sized so that the rows of x in use stay in the first cache and
 // the rows of W in the second, over which they are used again; x goes by in chunks that the last cache holds.
-template <typename W, typename Out>
-static void columns(const float* x, int64_t ldx, const W* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t first, int64_t last, Out out) {
+template <typename W, typename V, typename Out>
+static void columns(const float* x, int64_t ldx, const V* w, Scales scales, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t first, int64_t last, Out out) {
 #if TILES
-  if constexpr (std::is_same_v<W, bf16>)
+  if constexpr (std::is_same_v<V, bf16>)
     if (in >= TILE_DEPTH && tiles_ready()) return tile_columns(x, ldx, w, bias, in, y, ldy, rows, first, last, out);
 #endif
-  // With enough rows it pays to make floats of bfloat16 once, and not in every tile.
-  const bool widen = std::is_same_v<W, bf16> && !PAIRS && rows >= WIDENED_ROWS && in % (2 * LANES) == 0;
+  // With enough rows it pays to make floats once, and not in every tile.
+  constexpr bool WIDENS = IS_INT8<V> ? !PAIRS || std::is_same_v<W, float> : std::is_same_v<V, bf16> && !PAIRS;
+  const bool widen = WIDENS && rows >= WIDENED_ROWS && in % (2 * LANES) == 0;
   const int64_t row_block = in <= 1024 ? 2 * ROWS : ROWS;
   const int64_t chunk = std::max<int64_t>((1 << 20) / (in * int64_t(sizeof(float))) / row_block, 8) * row_block;
-  const int64_t C = widen ? COLUMNS<float> : COLUMNS<W>;
-  const int64_t wanted = (96 << 10) / (in * int64_t(widen ? sizeof(float) : sizeof(W))) / C * C;
-  const int64_t column_block = std::clamp<int64_t>(wanted, C, 16 * C);
+  const int64_t C = widen ? COLUMNS<float> : COLUMNS<V>;
+  const int64_t wanted = (96 << 10) / (in * int64_t(widen ? sizeof(float) : sizeof(V))) / C * C;
+  const int64_t column_block = rows == 1 ? last - first : std::clamp<int64_t>(wanted, C, 16 * C);
   for (int64_t top = 0; top < rows; top += chunk) {
     const int64_t bottom = std::min(top + chunk, rows);
     for (int64_t n = first; n < last; n += column_block) {
       const int64_t count = std::min(column_block, last - n);
       const auto over_rows = [&](const auto* block) {
         for (int64_t m = top; m < bottom; m += row_block)
-          strips<W>(x + m * ldx, ldx, block, bias ? bias + n : nullptr, in, y + m * ldy + n, ldy, std::min(row_block, bottom - m), count, out);
+          strips<W>(x + m * ldx, ldx, block, scales + n, bias ? bias + n : nullptr, in, y + m * ldy + n, ldy, std::min(row_block, bottom - m), count, out);
       };
-      if constexpr (std::is_same_v<W, bf16>)
+      if constexpr (WIDENS)
         if (widen) {
           over_rows(widened(w + n * in, count * in));
           continue;
@@ -207,6 +320,15 @@ static void columns(const float* x, int64_t ldx, const W* w, const float* bias, 
       over_rows(w + n * in);
     }
   }
+}
+
+// Columns [first, last) of y for one matrix of several.
+template <typename W, typename Out>
+static void columns_of(const Linear& l, int i, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t rows, int64_t first, int64_t last, Out out) {
+  if (l.scale[i])
+    columns<W>(x, ldx, (const Int8<W>*)l.weight[i], {l.scale[i], l.groups}, l.bias[i], l.in, y, ldy, rows, first, last, out);
+  else
+    columns<W>(x, ldx, (const W*)l.weight[i], {}, l.bias[i], l.in, y, ldy, rows, first, last, out);
 }
 
 // A thread's part of 0..count, at multiples of `grain`.
@@ -225,7 +347,7 @@ static void linear(const Linear& l, const float* x, int64_t ldx, int64_t rows, f
   int64_t offset = 0;
   for (int i = 0; i < l.parts; i++) {
     const int64_t first = std::max<int64_t>(mine.first - offset, 0), last = std::min(mine.last - offset, l.rows[i]);
-    if (first < last) columns(x, ldx, (const W*)l.weight[i], l.bias[i], l.in, y + offset, ldy, rows, first, last, out);
+    if (first < last) columns_of<W>(l, i, x, ldx, y + offset, ldy, rows, first, last, out);
     offset += l.rows[i];
   }
 }
@@ -239,7 +361,7 @@ static void reduce_sides(const Linear& l, const float* x, int64_t ldx, int64_t r
     const int64_t first = std::max<int64_t>(mine.first - i * rows, 0), last = std::min(mine.last - i * rows, rows);
     if (first >= last) continue;
     float* y = reduced + side.at * rows + first * side.rank;
-    columns(x + first * ldx, ldx, (const W*)side.a, nullptr, l.in, y, side.rank, last - first, 0, side.rank, Store{});
+    columns<W>(x + first * ldx, ldx, (const W*)side.a, {}, nullptr, l.in, y, side.rank, last - first, 0, side.rank, Store{});
     for (int64_t m = 0; m < last - first; m++) halved(y + m * side.rank, side.rank, (const W*)nullptr);
   }
 }
@@ -251,6 +373,6 @@ static void add_sides(const Linear& l, const float* reduced, int64_t rows, float
     const Side& side = l.sides[i];
     const int64_t from = std::max<int64_t>(first - side.first, 0), to = std::min(last - side.first, side.rows);
     if (from < to)
-      columns(reduced + side.at * rows, side.rank, (const W*)side.b, nullptr, side.rank, y + side.first, ldy, rows, from, to, AddScaled{float(side.scale)});
+      columns<W>(reduced + side.at * rows, side.rank, (const W*)side.b, {}, nullptr, side.rank, y + side.first, ldy, rows, from, to, AddScaled{float(side.scale)});
   }
 }

@@ -20,6 +20,8 @@ typedef uint16_t VecH __attribute__((vector_size(LANES * 2)));
 typedef float VecAny __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t VecUAny __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
 typedef uint16_t VecHAny __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef int16_t VecSAny __attribute__((vector_size(LANES * 2), aligned(1), may_alias));
+typedef int8_t VecBAny __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 struct bf16 {
   uint16_t bits;

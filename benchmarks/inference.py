@@ -1,0 +1,110 @@
+"""Prefill and decode of `hybrid.init_inference` against Hugging Face's model, plain and compiled, on the same weights.
+
+    OMP_NUM_THREADS=2 DS_ACCELERATOR=cpu python -m benchmarks.inference --shape 120M --rows 1
+
+Contenders take turns; medians, extremes, and ratios to Hugging Face's in the same dtype. Every contender's first
+run, in which kernels are compiled, is not counted. Decoding is what a generation takes beyond its first token.
+"""
+
+import argparse
+import copy
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import hybrid
+from benchmarks.cases import DTYPES, SHAPES, make_model
+from benchmarks.limits import hardware
+
+CONTENDERS = ("fused", "native", "int8", "hf", "hf-compiled")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print the table, and write it where that is asked for."""
+    args = parse(arguments)
+    model = make_model(args.shape, args.dtype, "cuda" if torch.cuda.is_available() else "cpu")
+    generators = {name: contender(name, model, args) for name in args.contenders}
+    ids = torch.randint(3, model.config.vocab_size, (args.rows, args.prompt_len), device=model.device)
+    measured = measure(generators, ids, args)
+    print(f"{args.shape} {args.dtype}, {args.rows} rows, prompt {args.prompt_len}, {args.new_tokens} new; {hardware()}")
+    print(table(measured, args))
+    if args.output:
+        args.output.write_text(json.dumps({"args": vars(args) | {"output": str(args.output)}, "seconds": measured}))
+
+
+def contender(name: str, model: torch.nn.Module, args: argparse.Namespace) -> Callable:
+    """A `generate` over a copy of the model."""
+    model = copy.deepcopy(model)
+    settings = {"dtype": DTYPES[args.dtype], "max_out_tokens": args.prompt_len + args.new_tokens}
+    if name == "hf":
+        return model.generate
+    if name == "hf-compiled":
+        model.forward = torch.compile(model.forward, dynamic=True)
+        return model.generate
+    settings |= {"replace_with_kernel_inject": name != "native"} | ({"dtype": torch.int8} if name == "int8" else {})
+    return hybrid.init_inference(model, **settings).generate
+
+
+@torch.no_grad()
+def measure(generators: dict[str, Callable], ids: torch.Tensor, args: argparse.Namespace) -> dict[str, dict]:
+    """For each contender the seconds of prefill, and of all tokens but the first, round by round."""
+    seconds = {name: {"prefill": [], "decode": []} for name in generators}
+    for turn in range(args.rounds + 1):
+        for name, generate in generators.items():
+            first = seconds_of(generate, ids, 1)
+            whole = seconds_of(generate, ids, args.new_tokens)
+            if turn:
+                seconds[name]["prefill"].append(first)
+                seconds[name]["decode"].append(whole - first)
+    return seconds
+
+
+def seconds_of(generate: Callable, ids: torch.Tensor, new_tokens: int) -> float:
+    """Seconds of a greedy generation of so many tokens."""
+    gc.collect()
+    request = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
+    start = time.perf_counter()
+    found = generate(ids, attention_mask=torch.ones_like(ids), **request)
+    if ids.device.type == "cuda":
+        torch.cuda.synchronize()
+    taken = time.perf_counter() - start
+    assert found.shape[1] == ids.shape[1] + new_tokens
+    return taken
+
+
+def table(measured: dict[str, dict], args: argparse.Namespace) -> str:
+    """Tokens a second, medians and extremes, and ratios to the last contender that is Hugging Face's own."""
+    tokens = {"prefill": args.rows * args.prompt_len, "decode": args.rows * (args.new_tokens - 1)}
+    lines = ["| contender | prefill, tokens/s | × hf | decode, tokens/s | × hf |", "|---|---|---|---|---|"]
+    for name, seconds in measured.items():
+        cells = []
+        for phase, count in tokens.items():
+            rates = sorted(count / one for one in seconds[phase])
+            base = measured.get("hf", {}).get(phase)
+            ratio = f"{statistics.median(base) / statistics.median(seconds[phase]):.2f}" if base else "–"
+            cells += [f"{statistics.median(rates):.0f} ({rates[0]:.0f}–{rates[-1]:.0f})", ratio]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """What is measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="120M")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--prompt_len", type=int, default=128)
+    parser.add_argument("--new_tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

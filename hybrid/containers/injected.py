@@ -1,0 +1,152 @@
+"""Tensor parallelism by the user's policy: the model's own modules, whose linear layers are a rank's parts of them.
+
+In the layers that a policy names, the projections that it lists add up over the ranks (Megatron-LM's rows,
+arXiv:1909.08053), and every other linear layer makes a part of its outputs. Ranks call with the same inputs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from hybrid.parallel import InferenceGroup
+from hybrid.weights.tensor_parallel import Shard, chunk
+
+Take = Callable[[torch.Tensor], None]
+# What a module that splits its input into heads calls their numbers, and their size together.
+PER_RANK = tuple("n_heads num_heads n_head num_attention_heads num_key_value_heads all_head_size inner_dim".split())
+Policy = Mapping[type, "str | tuple[str, ...] | LayerPolicy"]  # by layer class; of names, those of `sums`
+
+
+@dataclass(frozen=True)
+class LayerPolicy:
+    """How ranks share a kind of layer, where names of the projections that add up do not say it all.
+
+    sums: ends of the names of linear layers that take a part of their inputs, and whose outputs add up.
+    whole: of linear layers and embeddings that every rank keeps whole (a router, a gate); all others make a part of
+        their outputs.
+    counts: attributes of the modules around them that are divided by the number of ranks, where modules have them.
+    """
+
+    sums: tuple[str, ...]
+    whole: tuple[str, ...] = ()
+    counts: tuple[str, ...] = PER_RANK
+
+
+class PartLinear(nn.Module):
+    """A rank's part of a linear layer: of its outputs, or, where it sums, of its inputs, and then the ranks' sum."""
+
+    def __init__(self, linear: nn.Linear | Conv1D, group: InferenceGroup, sums: bool):
+        super().__init__()
+        self.group, self.sums, self.turned = group, sums, isinstance(linear, Conv1D)
+        self.weight: nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None
+
+    def take_weight(self, whole: torch.Tensor) -> None:
+        """Keep this rank's part of the weight, as the layer in whose place this is has it."""
+        whole = whole.T if self.turned else whole
+        self.weight = owned(chunk(whole, 1 if self.sums else 0, shard_of(self.group)))
+
+    def take_bias(self, whole: torch.Tensor) -> None:
+        """Keep this rank's part of the bias: all of it where outputs are sums, to be added once they are made."""
+        self.bias = owned(whole if self.sums else chunk(whole, 0, shard_of(self.group)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As nn.Linear's; all of the outputs where it sums."""
+        if not self.sums:
+            return F.linear(x, self.weight, self.bias)
+        y = self.group.sum(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+def shard_of(group: InferenceGroup) -> Shard:
+    """Which part of the group's this rank has."""
+    return Shard(group.size, group.index)
+
+
+def owned(part: torch.Tensor) -> nn.Parameter:
+    """A part in memory of its own."""
+    return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A linear layer, or an embedding of positions within a layer, that is shared out."""
+
+    sums: bool
+    counts: tuple[str, ...]
+
+
+def read_policy(model: nn.Module, policy: Policy) -> dict[str, Shared]:
+    """What a policy shares out, by name.
+
+    Raises ValueError, as DeepSpeed does, for what is no module's class and for a projection that the model has not.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, Shared] = {}
+    for kind, said in policy.items():
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise ValueError(f"injection_policy: {kind!r} given; it must be a class of the model's layers")
+        one = layer_policy(said)
+        for projection in (*one.sums, *one.whole):
+            if not any(name.endswith(projection) for name in modules):
+                raise ValueError(f"injection_policy: the model has no module whose name ends in {projection!r}")
+        for path, layer in modules.items():
+            for name, module in layer.named_modules() if type(layer) is kind else ():
+                if isinstance(module, nn.Linear | Conv1D | nn.Embedding) and not name.endswith(one.whole):
+                    found[f"{path}.{name}"] = Shared(name.endswith(one.sums), one.counts)
+    if not found:
+        raise ValueError(f"injection_policy: the model has none of {[kind.__name__ for kind in policy]}")
+    return found
+
+
+def layer_policy(said: str | tuple[str, ...] | LayerPolicy) -> LayerPolicy:
+    """What is said of one class of layers."""
+    if isinstance(said, LayerPolicy):
+        return said
+    return LayerPolicy((said,) if isinstance(said, str) else tuple(said))
+
+
+def require_whole_heads(model: nn.Module, names: Mapping[str, Shared], size: int) -> None:
+    """Raise ValueError where heads cannot be shared out."""
+    for name, shared in names.items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        for key in shared.counts:
+            if getattr(parent, key, 0) % size:
+                raise ValueError(
+                    f"tensor_parallel.tp_size: {size} given; it must divide {key}={getattr(parent, key)} of "
+                    f"{type(parent).__name__}"
+                )
+
+
+def share_out(model: nn.Module, names: Mapping[str, Shared], group: InferenceGroup) -> dict[str, Take]:
+    """Put layers that are a rank's parts in the place of the whole ones; gives, by a weight's name, what takes it."""
+    found: dict[str, Take] = {}
+    counts: dict[nn.Module, set[str]] = {}
+    for name, shared in names.items():
+        path, _, child = name.rpartition(".")
+        parent, module = model.get_submodule(path), model.get_submodule(name)
+        counts.setdefault(parent, set()).update(shared.counts)
+        if isinstance(module, nn.Embedding):  # of relative positions: a column for each head
+            found[f"{name}.weight"] = columns_of(module, group)
+            continue
+        part = PartLinear(module, group, shared.sums)
+        setattr(parent, child, part)
+        found |= {f"{name}.weight": part.take_weight, f"{name}.bias": part.take_bias}
+    for parent, keys in counts.items():
+        for key in keys:
+            if hasattr(parent, key):
+                setattr(parent, key, getattr(parent, key) // group.size)
+    return found
+
+
+def columns_of(embedding: nn.Embedding, group: InferenceGroup) -> Take:
+    """What gives an embedding this rank's columns of a table."""
+
+    def take(whole: torch.Tensor) -> None:
+        embedding.weight = owned(chunk(whole, 1, shard_of(group)))
+
+    return take

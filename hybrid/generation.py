@@ -1,0 +1,93 @@
+"""Hugging Face's `generate()` with our decode loop in it: what engines have in common."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid.containers.batch import PackedBatch, PagedKV
+from hybrid.decoding.loop import Decoding, with_stop_strings
+from hybrid.decoding.rows import Decoder
+from hybrid.profiling import ModelTimes
+from hybrid.rollout import check_prompts
+
+# Arguments of Hugging Face's and PEFT's `generate` that cannot be followed here.
+NOT_AVAILABLE = {
+    "custom_generate": "the engine decodes by its own loop",
+    "assistant_model": "the engine decodes by its own loop",
+    "adapter_names": "active adapters are the same for every row; use model.set_adapter",
+}
+STRIDE_ON_DEVICES = 8  # steps between two looks at a device that the host would wait for
+
+
+def prompts_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The prompts in `generate`'s arguments, checked; None where there are none, or they are no token ids.
+
+    Raises TypeError or ValueError, in words, for prompts that cannot be decoded.
+    """
+    prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    if prompts is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
+        return None
+    # Of a sequence that goes on from a cache, the mask covers what is in the cache too.
+    mask = None if kwargs.get("past_key_values") is not None else kwargs.get("attention_mask")
+    check_prompts(prompts, mask, "input_ids")
+    if len(prompts) == 0:
+        raise ValueError("input_ids: a batch of size 0 given; it must have at least one row")
+    return prompts
+
+
+def require_generate(model: nn.Module) -> None:
+    """Raise ValueError where a model has no `generate`."""
+    if not hasattr(model, "generate"):
+        raise ValueError(
+            f"{type(model).__name__} has no generate(): generation needs a Hugging Face model with a "
+            "language-modelling head. eval(), train() and forward work with any model."
+        )
+
+
+def generate(model: nn.Module, args: tuple, kwargs: dict[str, Any], decoding: Decoding) -> Any:
+    """The model's own `generate`, which prepares, around our loop."""
+    require_generate(model)
+    for key, why in NOT_AVAILABLE.items():
+        if kwargs.get(key) is not None:
+            raise NotImplementedError(f"generate: {key} is not available; {why}")
+    kwargs = with_stop_strings({**kwargs, "synced_gpus": False})
+    if "generation_config" not in kwargs and len(args) < 2:
+        kwargs.setdefault("use_cache", True)  # gradient checkpointing turns it off in the model's configuration
+    decoding.streamer = kwargs.get("streamer")
+    return model.generate(*args, custom_generate=decoding.method(), **kwargs)
+
+
+def stride_on(device: torch.device) -> int:
+    """Steps between two looks at which rows have ended."""
+    return 1 if device.type == "cpu" else STRIDE_ON_DEVICES
+
+
+def drawn_seed() -> int:
+    """A seed from torch's generator, so that `torch.manual_seed` decides."""
+    return int(torch.randint(2**63 - 1, ()))
+
+
+class TimedDecoder:
+    """A decoder whose forwards are timed: one for each forward, head included."""
+
+    def __init__(self, decoder: Decoder, times: ModelTimes):
+        self.decoder, self.times = decoder, times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.decoder, name)
+
+    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """As the decoder's."""
+        with self.times.forward():
+            return self.decoder.forward(batch, kv)
+
+    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """As the decoder's."""
+        with self.times.forward():
+            return self.decoder.decode(batch, kv)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the decoder's; the rest of the forward before."""
+        with self.times.forward(goes_on=True):
+            return self.decoder.logits(hidden)

@@ -1,0 +1,551 @@
+"""`hybrid.init_inference`: DeepSpeed's engine for a model that does not train, over the containers of this one."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers.utils import ModelOutput
+
+from hybrid.architectures.reading import read_decoder
+from hybrid.architectures.spec import Reading, Unreadable
+from hybrid.architectures.structure import Structure, read_structure
+from hybrid.config import (
+    InferenceConfig,
+    MoEConfig,
+    RolloutConfig,
+    TensorParallelConfig,
+    read_inference_config,
+    values_set,
+)
+from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
+from hybrid.containers.injected import read_policy, require_whole_heads, share_out
+from hybrid.containers.shared_modules import difference, first_output
+from hybrid.containers.spread import Spread
+from hybrid.containers.window import Window
+from hybrid.decoding.kv_cache import KVCache
+from hybrid.decoding.loop import Decoding, Noise
+from hybrid.decoding.pages import PageStore
+from hybrid.decoding.rows import Decoder
+from hybrid.generation import TimedDecoder, drawn_seed, generate, prompts_of, require_generate, stride_on
+from hybrid.kernels.cuda_graph import GraphedForward
+from hybrid.parallel import InferenceGroup, engine_name, own_row_ids, world_size
+from hybrid.profiling import ModelTimes, Profiler
+from hybrid.weights.checkpoint import open_checkpoint, save_mp_checkpoint, some
+from hybrid.weights.gather import is_partitioned
+from hybrid.weights.loaded_slices import LoadedSlices
+from hybrid.weights.loading import (
+    Cast,
+    Read,
+    Weights,
+    cast_model,
+    emptied,
+    floating_dtype,
+    initialize,
+    load,
+    move_buffers,
+    put,
+    stored_tensors,
+    whole_as_they_run,
+)
+from hybrid.weights.lora import read_adapters
+from hybrid.weights.quantize import in_int8, require_groups
+from hybrid.weights.snapshot import Snapshot
+from hybrid.weights.tensor_parallel import Shard, require_divisible
+
+LAYERS_PER_GROUP = 8  # of the snapshot, which gathers nothing here
+
+
+def init_inference(
+    model: nn.Module, config: str | Path | dict[str, Any] | None = None, **kwargs: Any
+) -> "InferenceEngine":
+    """Build an InferenceEngine. Takes what `deepspeed.init_inference` takes.
+
+    model: any module; what Hugging Face models of known families can do fused, is done fused where
+        `replace_with_kernel_inject` is true. It is changed: cast to `dtype`, moved to the device, in eval mode.
+    config: DeepSpeed's settings of inference, a dict or the path of a JSON file; keyword arguments are more of them.
+    Raises ValueError, naming key, value and what is allowed, before anything is changed; NotImplementedError for what
+    is not available.
+    """
+    settings = read_inference_config(config, kwargs)
+    return InferenceEngine(model, settings.model_copy(update={"dtype": getattr(torch, settings.dtype)}))
+
+
+class InferenceEngine(nn.Module):
+    """A model that runs forwards and generates, and does not train. Built by `hybrid.init_inference`."""
+
+    def __init__(self, model: nn.Module, config: InferenceConfig):
+        super().__init__()
+        initialize(model, [], torch.device("cpu"))  # what a model on the meta device makes itself
+        refuse_what_is_not_there(model, config)
+        self.module, self._config = model, config
+        self.config = getattr(model, "config", None) if config.config is None else config.config
+        self._group = sharing_group(config)
+        self._device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
+        weights = None if config.checkpoint is None else open_weights(model, config)
+        if weights is not None and config.set_empty_params:
+            emptied(model)
+        cast = Cast(model, floating_dtype(model, config.dtype), self._device)
+        self.eval()
+        if weights is not None:
+            initialize(model, weights.absent, self._device)
+        move_buffers(model, self._device)
+        changes = config.dtype == torch.int8 or self._group.size > 1
+        if weights is None and not changes:
+            cast_model(model, cast)
+        read = reader(model, weights, cast)
+        self._save(read)
+        self._spread: Spread | None = None
+        if self._group.size > 1 and config.injection_policy is None:
+            self._share(read) if is_decoder(model) else self._share_automatically(read)
+            return
+        if weights is not None or changes:
+            made = stored_tensors(model)
+            load(model, made, read, self._takers())
+        self._serve("" if config.replace_with_kernel_inject else "replace_with_kernel_inject=false")
+
+    def _takers(self) -> dict[str, Callable[[torch.Tensor], None]]:
+        """Layers in the place of the model's: int8 ones, or a rank's parts by the user's policy."""
+        if self._config.dtype == torch.int8:
+            return in_int8(self.module, self._config.quant.weight.q_groups)
+        if self._group.size > 1:
+            return share_out(self.module, read_policy(self.module, self._config.injection_policy), self._group)
+        return {}
+
+    def _serve(self, why_not: str) -> None:
+        """Containers over the weights, which are in the model.  why_not: words, where none is to be fused."""
+        structure, adapted = read_structure(self.module), read_adapters(self.module)
+        self._build(structure, Snapshot(self.module, structure, adapted, LAYERS_PER_GROUP), lends=bool(adapted))
+        self._fused.why_not = why_not or self._fused.why_not
+        self._check()
+        self._agree_on_noise()
+        if self._config.enable_cuda_graph and self._fused.why_not:
+            self._graphs = GraphedForward(self.module)
+
+    def _share(self, read: Read) -> None:
+        """This rank's slices of the weights, and a decoder that is spread over the group."""
+        structure, reading = read_structure(self.module), read_decoder(self.module)
+        group, tensor = self._group, self._group.tensor
+        experts = Shard(group.size // tensor.size, group.index // tensor.size)
+        slices = LoadedSlices(self.module, structure, reading, Shard(tensor.size, tensor.index), experts, read)
+        self._build(structure, slices, lends=False, group=group, reading=reading)
+        with slices.whole(read) as self._own_hooks:
+            self._check()
+        self._own_hooks = []
+        self._window.no_native = (
+            f"the weights are spread over {self._group.size} ranks, and the model's own modules cannot run: ask for "
+            "logits alone, without hooks or autocast, and give position_ids where rows are padded on the left "
+            "(hybrid.padded_forward makes them); or use tp_size=1"
+        )
+        self._agree_on_noise()
+
+    def _share_automatically(self, read: Read) -> None:
+        """The model's own modules on this rank's slices, once they are seen to make what whole weights make."""
+        structure = read_structure(self.module)
+        parts = [part.module for part in (*structure.outer, *structure.layers)]
+        stored = stored_tensors(self.module)
+        names = {tensor: name for name, tensor in stored.items()}
+        for name, buffer in stored.items():
+            if not isinstance(buffer, nn.Parameter):
+                put(self.module, name, buffer, read(name))
+        self._spread = Spread(self.module, self._group.size)
+        with whole_as_they_run(parts, names, read):
+            expected = first_output(self.module, self._device)
+        load(self.module, stored_tensors(self.module), read, self._spread.takers(self._group, names))
+        try:
+            wrong = difference(first_output(self.module, self._device), expected)
+        except Unreadable as reason:
+            wrong = str(reason)
+        if self._group.sum(torch.tensor(int(bool(wrong)), device=self._device)):
+            raise NotImplementedError(
+                f"tensor_parallel: {wrong or 'another rank has other numbers'}; it was spread by {self._spread.what}. "
+                "Give injection_policy, or use tp_size=1"
+            )
+        self._serve(f"spread over {self._group.size} ranks by {self._spread.what}")
+
+    def _agree_on_noise(self) -> None:
+        """Give the ranks of a tensor-parallel group the first one's generator."""
+        if self._group.tensor.size > 1:
+            state = torch.get_rng_state().to(self._device)
+            torch.set_rng_state(self._group.tensor.share(state).cpu())
+
+    def _save(self, read: Read) -> None:
+        """Write this rank's part of the weights, where that is asked for: the first group does."""
+        path = self._config.save_mp_checkpoint_path
+        if path is not None and (self._group.number == 0 or self._config.tensor_parallel.tp_group is not None):
+            save_mp_checkpoint(path, stored_tensors(self.module), read, self._group.size, self._group.index)
+
+    def _build(
+        self,
+        structure: Structure,
+        snapshot: Snapshot,
+        lends: bool,
+        group: InferenceGroup | None = None,
+        reading: Reading | None = None,
+    ) -> None:
+        """The containers over the weights, which stay as they are from here on."""
+        defaults, synchronize = RolloutConfig(), get_accelerator().synchronize
+        self._profiler = Profiler(engine_name(), synchronize)
+        self._times = ModelTimes(synchronize, timed_event if torch.cuda.is_available() else None)
+        self._own_hooks: list[RemovableHandle] = []
+        self._graphs: GraphedForward | None = None
+        self._kv_cache, self._pages = KVCache(defaults.kv_step), PageStore(defaults.kv_step)
+        self._max_slots, self._snapshot = defaults.max_slots, snapshot
+        self._window = Window(
+            self.module,
+            snapshot,
+            self._refresh,
+            list,
+            lends=lends,
+            merges=lends,
+            finish=lambda adapters: self._fused.finish(adapters),
+        )
+        layers = [part.module for part in structure.layers]
+        graph_slots = self._max_slots if self._config.enable_cuda_graph else 0
+        self._fused = FusedModel(self.module, layers, snapshot, graph_slots, group, lambda: self._own_hooks, reading)
+        self._containers = containers_of(parts_of(self.module, structure), self._window, self._fused)
+        for container in self._containers:
+            container.install()
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Compare the decoder with the model's layers, where there is one."""
+        with self._window.opened():
+            self._fused.decoder(self._window.uses_adapters, tokens=1)
+        if self._fused.group is not None and not self._fused.checked:
+            raise NotImplementedError(f"{self._group.size} ranks share the weights, but {self._fused.why_not_now()}")
+
+    def _refresh(self, adapters: bool) -> None:
+        self._snapshot.refresh(self._profiler.phase, adapters)
+
+    # ------------------------------------------------------------ inference
+
+    @torch.no_grad()
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's output, or with `return_tuple=false` its first tensor. Without gradients.
+
+        Where a fused container runs, `use_cache` is false unless it is given: the caller gets no cache back.
+        """
+        if not self._fused.why_not and kwargs.get("past_key_values") is None:
+            kwargs.setdefault("use_cache", False)
+        if self._graphs is None:
+            output = self.module(*inputs, **kwargs)
+        elif self._times.enabled:
+            with self._times.forward():
+                output = self._graphs(*inputs, **kwargs)
+        else:
+            output = self._graphs(*inputs, **kwargs)
+        return output if self._config.return_tuple else first_tensor(output)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Hugging Face's `generate`: takes what it takes and returns what it returns. Every call starts with an empty
+        KV cache.
+
+        Sampled rows draw their noise from (seed, tensor-parallel group, row, position); the seed comes from torch's
+        generator, which is the same on the ranks of a group from the start: let them make the same calls.
+        Raises ValueError and NotImplementedError, in words, before anything runs.
+        """
+        require_generate(self.module)
+        prompts = prompts_of(self.module, args, kwargs)
+        most, least = self._config.max_out_tokens, self._config.min_out_tokens
+        if prompts is not None and prompts.shape[1] + least > most:
+            raise ValueError(
+                f"generate: behind a prompt of {prompts.shape[1]} tokens there is no room for min_out_tokens={least} "
+                f"more in max_out_tokens={most}; raise max_out_tokens, or give a shorter prompt"
+            )
+        decoding = Decoding(
+            phase=self._profiler.phase,
+            window=self._window.opened,
+            cache=self._kv_cache,
+            fused=self._decoder,
+            store=self._pages,
+            page_bytes=self._fused.page_bytes,
+            require_memory=lambda rows, tokens: None,
+            max_slots=self._max_slots,
+            stride=stride_on(self._device),
+            max_out_tokens=most,
+            limit="max_out_tokens",
+            noise=lambda rows: Noise(drawn_seed(), own_row_ids(rows, self._group.tensor.number)),
+            produced=self._profiler.generated,
+        )
+        return generate(self.module, args, kwargs, decoding)
+
+    def _decoder(self, tokens: int) -> Decoder | None:
+        decoder = self._fused.decoder(self._window.uses_adapters, tokens)
+        return TimedDecoder(decoder, self._times) if decoder is not None and self._times.enabled else decoder
+
+    def train(self, mode: bool = True) -> "InferenceEngine":
+        """`eval()`, for modules around this one. Raises RuntimeError where it is asked to train."""
+        if mode:
+            raise RuntimeError(
+                "train(): an InferenceEngine does not train; hybrid.initialize makes an engine that does"
+            )
+        return super().train(False)
+
+    def destroy(self) -> None:
+        """Give the model its own forwards back, and free what was made beside its weights."""
+        for container in self._containers:
+            container.uninstall()
+        for hook in self._own_hooks:
+            hook.remove()
+        self._graphs = None
+        if self._spread is not None:
+            self._spread.undo.close()
+        self._snapshot.release()
+        self._fused.release()
+        self._kv_cache.release()
+        self._pages.release()
+
+    # ----------------------------------------------------------- inspection
+
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """Time every forward from now on, in `generate` too, for `model_times`.
+
+        use_cuda_events: by the device's own events, where it has them; else by the clock, waiting for the device.
+        """
+        if not self._times.enabled and self._graphs is None:
+            hooks = (
+                self.module.register_forward_pre_hook(self._times.begin),
+                self.module.register_forward_hook(self._times.end),
+            )
+            self._own_hooks += hooks
+        self._times.enable(use_cuda_events)
+
+    def model_times(self) -> list[float]:
+        """Milliseconds of each forward since the last call. AssertionError where profiling is not enabled."""
+        return self._times.taken()
+
+    def coverage(self) -> list[dict[str, str]]:
+        """What runs where: for each part of the model its `module` name, `kind`, `container` and why."""
+        return coverage_of(self._containers, self._fused)
+
+
+def open_weights(model: nn.Module, config: InferenceConfig) -> Weights:
+    """The checkpoint's tensors by the model's names for them."""
+    shapes = {name: tensor.shape for name, tensor in stored_tensors(model).items()}
+    stored = open_checkpoint(config.checkpoint, config.base_dir, config.training_mp_size, shapes)
+    return Weights(model, stored, config.strict)
+
+
+def reader(model: nn.Module, weights: Weights | None, cast: Cast) -> Read:
+    """Gives a tensor by its name in the model, as inference wants it: the checkpoint's, or else the model's own, which
+    it keeps alive."""
+    own = {name: tensor.detach() for name, tensor in stored_tensors(model).items()}
+
+    def read(name: str) -> torch.Tensor:
+        return cast(name, own[name] if weights is None or name in weights.absent else weights.read(name))
+
+    return read
+
+
+def timed_event() -> torch.cuda.Event:
+    """An event of the device."""
+    return torch.cuda.Event(enable_timing=True)
+
+
+def first_tensor(output: Any) -> torch.Tensor:
+    """A model's first output: logits of a model with a head, hidden states of one without; not its loss."""
+    if isinstance(output, ModelOutput):
+        return next(value for name, value in output.items() if name != "loss")
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def given_group(settings: TensorParallelConfig) -> torch.distributed.ProcessGroup | None:
+    """The process group that the caller has for the ranks that share the weights."""
+    return settings.tp_group if settings.mpu is None else settings.mpu.get_model_parallel_group()
+
+
+def tensor_ranks(settings: TensorParallelConfig) -> int:
+    """How many ranks share heads and matrices."""
+    group = given_group(settings)
+    if not settings.enabled:
+        return 1
+    return settings.tp_size if group is None else torch.distributed.get_world_size(group)
+
+
+def expert_ranks(settings: MoEConfig) -> int:
+    """Over how many parts experts are shared out."""
+    return settings.ep_size if settings.enabled else 1
+
+
+def ranks_sharing(config: InferenceConfig) -> int:
+    """How many ranks share one copy of the weights."""
+    return tensor_ranks(config.tensor_parallel) * expert_ranks(config.moe)
+
+
+def sharing_group(config: InferenceConfig) -> InferenceGroup:
+    """The ranks that share the weights: a group that is there already, or neighbours."""
+    size = ranks_sharing(config)
+    given = given_group(config.tensor_parallel) if expert_ranks(config.moe) == 1 else config.moe.ep_group
+    ranks = tensor_ranks(config.tensor_parallel)
+    return InferenceGroup(size, group=given if size > 1 else None, tensor_size=ranks)
+
+
+def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
+    """Raise for settings that cannot be followed, before anything is changed."""
+    floating = config.dtype
+    supported = get_accelerator().supported_dtypes()
+    if floating != torch.int8 and floating not in supported:
+        raise ValueError(
+            f"dtype: {floating} given; {get_accelerator().device_name()} computes {', '.join(map(str, supported))}"
+        )
+    if config.min_out_tokens >= config.max_out_tokens:
+        raise ValueError(
+            f"min_out_tokens: {config.min_out_tokens} given; with a prompt it does not fit in "
+            f"max_out_tokens={config.max_out_tokens}"
+        )
+    refuse_ranks_that_are_not_there(config.tensor_parallel)
+    if any(is_partitioned(param) for param in model.parameters()):
+        raise NotImplementedError(
+            "init_inference: the model is partitioned by ZeRO-3; hybrid.initialize makes an engine that generates so"
+        )
+    if config.zero:
+        raise NotImplementedError(
+            "zero: weights that stay partitioned are hybrid.initialize's, with hybrid_engine.pin_parameters=false"
+        )
+    if config.checkpoint is None and config.set_empty_params:
+        raise ValueError("set_empty_params: true given; without a checkpoint the model would have no weights")
+    if config.checkpoint is None and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError("init_inference: the model is on the meta device, and has no weights; give checkpoint=...")
+    if config.dtype == torch.int8:
+        refuse_what_cannot_be_quantized(model, config)
+    elif values_set(config, "quant") is not None:
+        warnings.warn(f"quant: given with dtype={floating}; it has no effect, only int8 quantizes", stacklevel=4)
+    if config.injection_policy_tuple is not None:
+        raise ValueError("injection_policy_tuple: DeepSpeed makes it for itself; give injection_policy")
+    if config.enable_cuda_graph and not torch.cuda.is_available():
+        raise NotImplementedError("enable_cuda_graph: true given; no CUDA device is here, use false")
+    if config.use_triton and not (torch.cuda.is_available() and config.replace_with_kernel_inject):
+        raise NotImplementedError(
+            "use_triton: true given; Triton's kernels are those of fused containers: a CUDA device is needed, and "
+            "replace_with_kernel_inject=true"
+        )
+    if config.injection_policy is not None:
+        if config.replace_with_kernel_inject or expert_ranks(config.moe) > 1:
+            raise ValueError(
+                "injection_policy: given with replace_with_kernel_inject=true, or with moe.ep_size; give one of them"
+            )
+        read_policy(model, config.injection_policy)
+    refuse_experts_that_are_not_there(model, config)
+    size = ranks_sharing(config)
+    if size > 1:
+        refuse_what_cannot_be_shared(model, config, size)
+    if not config.triangular_masking and is_decoder(model):
+        raise NotImplementedError("triangular_masking: false given; the model is a decoder, which looks back only")
+
+
+def refuse_ranks_that_are_not_there(settings: TensorParallelConfig) -> None:
+    """Raise ValueError where the ranks that are to share the weights are not those that there are."""
+    size, group = settings.tp_size if settings.enabled else 1, given_group(settings)
+    if group is not None:
+        found = torch.distributed.get_world_size(group)
+        if values_set(settings, "tp_size") not in (None, found):
+            raise ValueError(f"tensor_parallel.tp_size: {size} given; the group that is given too has {found} ranks")
+        return
+    if size > 1 and not torch.distributed.is_initialized() and torch.distributed.is_torchelastic_launched():
+        comm.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    if world_size() % size:
+        raise ValueError(f"tensor_parallel.tp_size: {size} given; it must divide the world size, {world_size()}")
+
+
+def refuse_experts_that_are_not_there(model: nn.Module, config: InferenceConfig) -> None:
+    """Raise where experts cannot be shared out as `moe` says, or are not as many."""
+    moe, ranks = config.moe, expert_ranks(config.moe)
+    if moe.type == "residual":
+        raise NotImplementedError("moe.type: 'residual' given; standard experts are there")
+    if moe.ep_mp_group is not None:
+        raise NotImplementedError("moe.ep_mp_group: given; ranks that share an expert are those of tensor_parallel")
+    said = None if moe.moe_experts == [1] else moe.moe_experts
+    if ranks == 1 and said is None:
+        return
+    count = read_decoder(model).spec.num_experts if is_decoder(model) else 0
+    if said is not None and count not in said:
+        raise ValueError(f"moe.moe_experts: {said} given; {type(model).__name__} has {count} experts in a layer")
+    if ranks > 1 and not count:
+        raise NotImplementedError(f"moe.ep_size: {ranks} given; {type(model).__name__} has no experts that are known")
+    if count % ranks:
+        raise ValueError(f"moe.ep_size: {ranks} given; it must divide the {count} experts of a layer")
+    if ranks > 1 and given_group(config.tensor_parallel) is not None:
+        raise NotImplementedError("moe.ep_size: given with tensor_parallel.tp_group or mpu; give tp_size instead")
+    if moe.ep_group is not None and (
+        config.tensor_parallel.tp_size > 1 or torch.distributed.get_world_size(moe.ep_group) != ranks
+    ):
+        raise ValueError(f"moe.ep_group: it must have the ep_size={ranks} ranks, and goes with tp_size=1 alone")
+    if world_size() % ranks_sharing(config):
+        raise ValueError(
+            f"moe.ep_size: {ranks} given with tp_size={tensor_ranks(config.tensor_parallel)}; together they must "
+            f"divide the world size, {world_size()}"
+        )
+
+
+def refuse_what_cannot_be_quantized(model: nn.Module, config: InferenceConfig) -> None:
+    """Raise for a model, or settings, that int8 is not there for."""
+    weight = config.quant.weight
+    if not (config.quant.enabled and weight.enabled):
+        raise ValueError("quant.enabled: false given with dtype=int8; give another dtype, or true")
+    if weight.num_bits != 8 or weight.q_type != "symmetric":
+        raise NotImplementedError(
+            f"quant.weight: num_bits={weight.num_bits}, q_type={weight.q_type!r} given; there are 8 bits, symmetric"
+        )
+    if weight.quantized_initialization or weight.post_init_quant:
+        raise NotImplementedError(
+            "quant.weight: quantized_initialization and post_init_quant are ZeRO's, leave them out"
+        )
+    if ranks_sharing(config) > 1:
+        raise NotImplementedError("dtype: int8 given for ranks that share weights; use another dtype, or tp_size=1")
+    if read_adapters(model):
+        raise NotImplementedError("dtype: int8 given for a model with adapters; merge them first (merge_and_unload)")
+    require_groups(model, weight.q_groups)
+    if experts := [name for name, param in model.named_parameters() if param.dim() == 3]:
+        warnings.warn(f"dtype: int8 given; {some(experts)} are no linear layers' and stay as they are", stacklevel=5)
+    if config.save_mp_checkpoint_path is not None:
+        raise NotImplementedError("save_mp_checkpoint_path: given with dtype=int8; write it with a floating dtype")
+
+
+def refuse_what_cannot_be_shared(model: nn.Module, config: InferenceConfig, size: int) -> None:
+    """Raise for a model, or settings, that ranks cannot share the weights of."""
+    if config.enable_cuda_graph:
+        raise NotImplementedError(
+            f"enable_cuda_graph: true given for {size} ranks that share weights, and wait for each other at every "
+            "step; use false"
+        )
+    if config.injection_policy is not None:
+        require_whole_heads(model, read_policy(model, config.injection_policy), size)
+        return
+    if read_adapters(model):
+        raise NotImplementedError(
+            f"init_inference: {size} ranks cannot share a model with adapters; merge them first (merge_and_unload)"
+        )
+    try:
+        spec = read_decoder(model).spec
+    except Unreadable as reason:
+        require_spreadable(model, size, reason)
+        return
+    ranks = tensor_ranks(config.tensor_parallel)
+    require_divisible(spec.num_heads, spec.num_kv_heads, ranks, "tensor_parallel.tp_size")
+
+
+def require_spreadable(model: nn.Module, size: int, reason: Unreadable) -> None:
+    """Raise where a model's own modules cannot be spread over ranks.  reason: why no decoder of ours can."""
+    try:
+        Spread(model, size)
+    except Unreadable as why:
+        raise NotImplementedError(
+            f"tensor_parallel: {size} ranks given; {type(model).__name__} has no fused container that could be "
+            f"spread over ranks ({reason}), and its own modules cannot be ({why}): give injection_policy, or use "
+            "tp_size=1"
+        ) from why
+
+
+def is_decoder(model: nn.Module) -> bool:
+    """Whether a fused container knows the model."""
+    try:
+        read_decoder(model)
+    except Unreadable:
+        return False
+    return True

@@ -1,0 +1,378 @@
+"""Every form of a checkpoint, written by those who own it and read back: equal weights; what does not fit is listed."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import hybrid
+from tests.engines import engine_of, settings, train_step
+from tests.models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
+
+IDS, MASK = prompts(2, 7, padded=True)
+
+
+def empty_like(model) -> torch.nn.Module:
+    """The same model on the meta device."""
+    with torch.device("meta"):
+        return type(model)(model.config)
+
+
+def served(model, checkpoint, **more) -> hybrid.InferenceEngine:
+    return hybrid.init_inference(model, dtype=torch.float32, kernel_inject=True, checkpoint=str(checkpoint), **more)
+
+
+def require_same_weights(model, reference) -> None:
+    expected = reference.state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    buffers = dict(reference.named_buffers())
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+
+
+def outputs(model) -> torch.Tensor:
+    more = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(IDS, attention_mask=MASK, **more).logits[MASK.bool()]
+
+
+@pytest.mark.parametrize("start", ["meta", "real"])
+@pytest.mark.parametrize("name", [*ALL_FAMILIES, *OTHERS])
+def test_what_hugging_face_saves(tmp_path, name, start):
+    """Every family's safetensors, into a model on the meta device and into one with other weights."""
+    reference = tiny_other(name) if name in OTHERS else tiny_model(name).eval()
+    reference.save_pretrained(tmp_path)
+    other = tiny_other(name, seed=1) if name in OTHERS else tiny_model(name, seed=1)
+    model = empty_like(reference) if start == "meta" else other
+    engine = served(model, tmp_path)
+    require_same_weights(model, reference)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    more = {"decoder_input_ids": IDS} if name == "t5" else {}
+    found = engine(IDS, attention_mask=MASK, **more).logits[MASK.bool()]
+    torch.testing.assert_close(found, outputs(reference), atol=1e-3, rtol=1e-4)
+
+
+def as_pickle(model, path) -> str:
+    torch.save(model.state_dict(), path / "pytorch_model.bin")
+    return ""
+
+
+def as_old_pickle(model, path) -> str:
+    torch.save(model.state_dict(), path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    return ""
+
+
+def as_shards(model, path) -> str:
+    model.save_pretrained(path, max_shard_size="20KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return ""
+
+
+def as_pickled_shards(model, path) -> str:
+    state = list(model.state_dict().items())
+    files = {"a.bin": dict(state[::2]), "b.bin": dict(state[1::2])}
+    for name, part in files.items():
+        torch.save(part, path / name)
+    index = {"metadata": {}, "weight_map": {key: name for name, part in files.items() for key in part}}
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return ""
+
+
+def as_state_dict(model, path) -> str:
+    torch.save(model.state_dict(), path / "weights.pt")
+    return "weights.pt"
+
+
+def as_wrapped_state_dict(model, path) -> str:
+    torch.save({"epoch": 3, "state_dict": model.state_dict()}, path / "weights.pt")
+    return "weights.pt"
+
+
+def as_index_file(model, path) -> str:
+    as_shards(model, path)
+    return "model.safetensors.index.json"
+
+
+def as_deepspeeds_json(model, path) -> str:
+    """Files with different tensors, as for BLOOM in DeepSpeed's examples."""
+    state = list(model.state_dict().items())
+    (path / "files").mkdir()
+    for n in range(3):
+        torch.save(dict(state[n::3]), path / "files" / f"{n}.pt")
+    content = {"type": "BLOOM", "checkpoints": [f"{n}.pt" for n in range(3)], "version": 1.0, "base_dir": "files"}
+    (path / "mine.json").write_text(json.dumps(content))
+    return "mine.json"
+
+
+def as_deepspeeds_parts(model, path) -> str:
+    """Ranks' parts by Megatron's rule, and what all ranks have, in DeepSpeed's names for them."""
+    tp, whole = [{}, {}], {}
+    for name, tensor in model.state_dict().items():
+        dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+        if "proj" in name:
+            for part, piece in zip(tp, tensor.chunk(2, dim), strict=True):
+                part[name] = piece.clone()
+        else:
+            whole[name] = tensor
+    torch.save(whole, path / "non-tp.pt")
+    for rank, part in enumerate(tp):
+        torch.save(part, path / f"tp_{rank:02d}_00.pt")
+    files = {"non_tp": ["non-tp.pt"], "tp": ["tp_00_00.pt", "tp_01_00.pt"]}
+    content = {"type": "ds_model", "checkpoints": files, "version": 1.0, "parallelization": "tp", "tp_size": 2}
+    (path / "ds_inference_config.json").write_text(json.dumps(content))
+    return ""
+
+
+FORMS = [
+    as_pickle,
+    as_old_pickle,
+    as_shards,
+    as_pickled_shards,
+    as_state_dict,
+    as_wrapped_state_dict,
+    as_index_file,
+    as_deepspeeds_json,
+    as_deepspeeds_parts,
+]
+
+
+@pytest.mark.parametrize("write", FORMS)
+def test_other_forms(tmp_path, write):
+    reference = tiny_model("llama")
+    where = tmp_path / write(reference, tmp_path)
+    model = empty_like(reference)
+    served(model, where)
+    require_same_weights(model, reference)
+
+
+def test_a_dict_and_a_base_dir(tmp_path):
+    reference = tiny_model("llama")
+    as_deepspeeds_json(reference, tmp_path)
+    content = {**json.loads((tmp_path / "mine.json").read_text())}
+    for given in (
+        {"checkpoint": content, "base_dir": str(tmp_path)},
+        {"checkpoint": "mine.json", "base_dir": str(tmp_path)},
+        {"ckpt_config": {"checkpoint_dir": "mine.json", "base_dir": str(tmp_path)}},
+    ):
+        model = empty_like(reference)
+        hybrid.init_inference(model, dtype="float32", **given)
+        require_same_weights(model, reference)
+    with pytest.raises(ValueError, match="base_dir: given twice"):
+        hybrid.init_inference(model, base_dir="a", checkpoint_config={"base_dir": "b"})
+
+
+def test_queries_keys_and_values_of_megatrons_first_version(tmp_path):
+    """Version 0 has a rank's queries before its keys before its values; DeepSpeed's own merging is the oracle."""
+    from deepspeed.runtime.state_dict_factory import MegatronSDLoader
+
+    whole = torch.arange(24.0).view(12, 2)
+    blocks = [block.chunk(2) for block in whole.chunk(3)]
+    parts = [torch.cat([block[rank] for block in blocks]) for rank in range(2)]
+    loader = MegatronSDLoader.__new__(MegatronSDLoader)
+    assert torch.equal(loader.merge_query_key_value(parts, 0), whole)
+    model = torch.nn.Module()
+    model.query_key_value = torch.nn.Linear(2, 12, bias=False)
+    for rank, part in enumerate(parts):
+        torch.save({"query_key_value.weight": part}, tmp_path / f"{rank}.pt")
+    content = {"type": "Megatron", "checkpoints": ["0.pt", "1.pt"], "parallelization": "tp", "version": 0}
+    hybrid.init_inference(model, dtype="float32", checkpoint=content, base_dir=str(tmp_path), training_mp_size=2)
+    assert torch.equal(model.query_key_value.weight, whole)
+    with pytest.raises(ValueError, match="training_mp_size=3"):
+        hybrid.init_inference(model, dtype="float32", checkpoint=content, base_dir=str(tmp_path), training_mp_size=3)
+
+
+def check_training(path: str, stage: int, dtype: torch.dtype, adapter: bool) -> None:
+    """A checkpoint of two ranks' training, read on each of them."""
+    torch.manual_seed(0)
+    model = with_peft(tiny_model("llama")) if adapter else tiny_model("llama", tie_word_embeddings=stage == 2)
+    engine = engine_of(model, settings(stage, dtype=dtype))
+    train_step(engine)
+    engine.save_checkpoint(path, tag="first")
+    train_step(engine)
+    engine.save_checkpoint(path, tag="second")
+    expected = get_fp32_state_dict_from_zero_checkpoint(path) if stage else engine.module.state_dict()
+    for where, same in ((path, True), (f"{path}/second", True), (f"{path}/first", False)):
+        fresh = tiny_model("llama", seed=1, tie_word_embeddings=not adapter and stage == 2)
+        fresh = with_peft(fresh, seed=2) if adapter else fresh
+        hybrid.init_inference(fresh, dtype=dtype, checkpoint=where)
+        state = fresh.state_dict()
+        assert all(torch.equal(state[name], expected[name].to(dtype)) for name in state) == same, where
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "adapter"),
+    [
+        (0, torch.float32, False),
+        (1, torch.bfloat16, False),
+        (2, torch.float32, False),
+        (3, torch.float32, False),
+        (3, torch.bfloat16, False),
+        (3, torch.float32, True),
+    ],
+)
+def test_what_a_training_engine_saves(ranks, tmp_path, stage, dtype, adapter):
+    """DeepSpeed's own zero_to_fp32 is the oracle."""
+    ranks.run(check_training, str(tmp_path), stage, dtype, adapter)
+    if stage == 3 and not adapter and dtype == torch.float32:
+        next((tmp_path / "second").glob("*rank_1_*optim_states.pt")).unlink()
+        with pytest.raises(ValueError, match="no file at .*zero_pp_rank_1_mp_rank_00_optim_states.pt"):
+            served(tiny_model("llama"), tmp_path)
+        (tmp_path / "latest").write_text("third")
+        with pytest.raises(ValueError, match="latest names 'third'"):
+            served(tiny_model("llama"), tmp_path)
+
+
+def test_a_checkpoint_of_the_base_and_of_the_whole(tmp_path):
+    """transformers adds and takes off the base model's prefix; so do we."""
+    whole = tiny_other("bert")
+    whole.bert.save_pretrained(tmp_path)
+    other = tiny_other("bert", seed=1)
+    with pytest.warns(match="missing: .*cls.predictions"):
+        served(other, tmp_path, strict=False)
+    assert torch.equal(other.bert.embeddings.word_embeddings.weight, whole.bert.embeddings.word_embeddings.weight)
+
+
+# What does not fit
+
+
+def test_what_does_not_fit_is_listed(tmp_path):
+    reference = tiny_model("llama")
+    state = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    del state["model.norm.weight"], state["model.layers.1.mlp.up_proj.weight"]
+    state["model.extra"] = torch.zeros(2)
+    state["lm_head.weight"] = torch.zeros(97, 31)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    model = tiny_model("llama", seed=1)
+    before = twin(model)
+    words = (
+        r"missing: model.layers.1.mlp.up_proj.weight, model.norm.weight \(2 in all\); "
+        r"left over: model.extra \(1 in all\); "
+        r"of other shapes: lm_head.weight is \[97, 31\] and must be \[97, 32\] \(1 in all\). strict=False"
+    )
+    with pytest.raises(ValueError, match=words):
+        served(model, tmp_path, set_empty_params=True)
+    require_same_weights(model, before)
+    with pytest.warns(match="missing: model.layers.1"):
+        served(model, tmp_path, strict=False)
+    own = {"model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"}
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, (before if name in own else reference).state_dict()[name]), name
+    empty = empty_like(reference)
+    with pytest.warns(match="missing: model.layers.1"):
+        served(empty, tmp_path, strict=False)
+    assert torch.equal(empty.model.norm.weight, torch.ones(32))  # as the model makes it
+    assert 0 < empty.lm_head.weight.std() < 0.05
+
+
+def test_a_tied_head_needs_to_be_there_once(tmp_path):
+    reference = tiny_model("llama", tie_word_embeddings=True)
+    state = reference.state_dict()
+    for absent in ("lm_head.weight", "model.embed_tokens.weight"):
+        torch.save({name: tensor for name, tensor in state.items() if name != absent}, tmp_path / "w.pt")
+        model = empty_like(reference)
+        model.tie_weights()
+        served(model, tmp_path / "w.pt")
+        require_same_weights(model, reference)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_an_expert_that_is_missing_is_listed(tmp_path):
+    reference = tiny_model("mixtral")
+    reference.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    gone = next(name for name in state if "experts.3" in name)
+    del state[gone]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"of other shapes: .*experts"):
+        served(tiny_model("mixtral"), tmp_path)
+
+
+def test_damaged_files(tmp_path):
+    reference = tiny_model("llama")
+    reference.save_pretrained(tmp_path / "st")
+    for form, write, name in (("st", None, "model.safetensors"), ("bin", as_pickle, "pytorch_model.bin")):
+        folder = tmp_path / form
+        if write:
+            folder.mkdir()
+            write(reference, folder)
+        whole = (folder / name).read_bytes()
+        for content in (whole[: len(whole) // 2], whole[:-10], whole[:7], b"", b"\0" * 100 + whole[100:]):
+            (folder / name).write_bytes(content)
+            with pytest.raises(ValueError, match=f"{name} cannot be read; it is damaged"):
+                served(tiny_model("llama"), folder)
+
+
+def test_missing_files(tmp_path):
+    reference = tiny_model("llama")
+    as_shards(reference, tmp_path / "shards")
+    gone = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ValueError, match=f"no file at .*{gone.name}"):
+        served(tiny_model("llama"), tmp_path / "shards")
+    (tmp_path / "index").mkdir()
+    as_pickled_shards(reference, tmp_path / "index")
+    torch.save({"model.norm.weight": torch.ones(32)}, tmp_path / "index" / "b.bin")
+    with pytest.raises(ValueError, match="names tensors that its files do not have: .*q_proj"):
+        served(tiny_model("llama"), tmp_path / "index")
+    with pytest.raises(ValueError, match="no file at .*nowhere"):
+        served(tiny_model("llama"), tmp_path / "nowhere")
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ValueError, match="has none of ds_inference_config.json, model.safetensors"):
+        served(tiny_model("llama"), tmp_path / "nothing")
+    content = {"type": "x", "checkpoints": ["1.pt"], "version": 1}
+    with pytest.raises(ValueError, match="no file at .*1.pt"):
+        hybrid.init_inference(tiny_model("llama"), dtype="float32", checkpoint=content)
+
+
+class Harmful:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_pickles_run_no_code(tmp_path):
+    state = tiny_model("llama").state_dict()
+    torch.save({"state_dict": state, "more": Harmful(tmp_path / "made")}, tmp_path / "w.pt")
+    with pytest.raises(ValueError, match="cannot be read"):
+        served(tiny_model("llama"), tmp_path / "w.pt")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_model_without_weights_needs_a_checkpoint():
+    with pytest.raises(ValueError, match="on the meta device, and has no weights; give checkpoint"):
+        hybrid.init_inference(empty_like(tiny_model("llama")), dtype="float32")
+    with pytest.raises(ValueError, match="set_empty_params: true given; without a checkpoint"):
+        hybrid.init_inference(tiny_model("llama"), dtype="float32", set_empty_params=True)
+
+
+def test_dtype_on_load(tmp_path):
+    """As from_pretrained with the same dtype."""
+    reference = tiny_model("gemma3_text")
+    reference.save_pretrained(tmp_path)
+    built = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model = empty_like(reference)
+    hybrid.init_inference(model, dtype="bf16", checkpoint=str(tmp_path))
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, built.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt2", "bert"])
+def test_what_the_engine_writes_is_read_back(tmp_path, name):
+    reference = tiny_other(name) if name in OTHERS else tiny_model(name)
+    expected = twin(reference)
+    hybrid.init_inference(reference, dtype="float32", save_mp_checkpoint_path=str(tmp_path))
+    model = empty_like(expected)
+    served(model, tmp_path)
+    require_same_weights(model, expected)

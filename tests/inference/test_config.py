@@ -1,0 +1,212 @@
+"""`init_inference`'s settings: DeepSpeed's keys, aliases, defaults and merging; what is wrong is named."""
+
+import ast
+import copy
+import json
+import re
+import warnings
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.inference.config import DeepSpeedInferenceConfig, DeepSpeedMoEConfig, DeepSpeedTPConfig
+from pydantic import BaseModel
+
+import hybrid
+from hybrid import config as settings
+from hybrid.config import FORWARDED, InferenceConfig, read_inference_config
+from tests.models import tiny_model, tiny_other, with_peft
+
+PACKAGE = Path(__file__).resolve().parents[2] / "hybrid"
+PLAIN = {"dtype": torch.float32}
+
+
+def names(kind: type[BaseModel]) -> dict[str, str | None]:
+    """Fields of a block and their aliases, where they say more than the name."""
+    return {name: None if field.alias == name else field.alias for name, field in kind.model_fields.items()}
+
+
+def test_keys_aliases_and_defaults_are_deepspeeds():
+    theirs = names(DeepSpeedInferenceConfig)
+    old = FORWARDED.keys() & theirs.keys()
+    aliases = {theirs.pop(key) for key in old} - {None}
+    assert old | aliases == FORWARDED.keys()
+    ours = names(InferenceConfig)
+    assert ours.pop("strict", "missing") is None  # of checkpoints; DeepSpeed's loader has it as an argument
+    assert ours == theirs
+    assert names(settings.TensorParallelConfig) == names(DeepSpeedTPConfig)
+    assert names(settings.MoEConfig) == names(DeepSpeedMoEConfig)
+    blocks = {"dtype", "tensor_parallel", "moe", "quant", "checkpoint_config"}
+    for kind, other in ((InferenceConfig, DeepSpeedInferenceConfig), (settings.MoEConfig, DeepSpeedMoEConfig)):
+        for name, field in kind.model_fields.items():
+            if name not in blocks and name != "strict":
+                assert field.default == other.model_fields[name].default, name
+
+
+class Caught(Exception):
+    """Carries what DeepSpeed would build its engine with."""
+
+
+def theirs_of(monkeypatch, config, kwargs) -> DeepSpeedInferenceConfig | None:
+    """DeepSpeed's merged configuration; None where it raises."""
+
+    def caught(model, config):
+        raise Caught(config)
+
+    monkeypatch.setattr(deepspeed, "InferenceEngine", caught)
+    try:
+        deepspeed.init_inference(torch.nn.Module(), copy.deepcopy(config), **copy.deepcopy(kwargs))
+    except Caught as found:
+        return found.args[0]
+    except (ValueError, AssertionError):
+        return None
+
+
+MERGED = {
+    "nothing": (None, {}),
+    "config only": ({"dtype": "fp16", "max_out_tokens": 7}, {}),
+    "kwargs only": (None, {"dtype": torch.bfloat16, "kernel_inject": True}),
+    "both": ({"dtype": "float"}, {"replace_with_kernel_inject": True}),
+    "equal twice": ({"replace_with_kernel_inject": True}, {"replace_with_kernel_inject": True}),
+    "different twice": ({"replace_with_kernel_inject": True}, {"replace_with_kernel_inject": False}),
+    "aliases": ({"tp": {"tp_size": 2}, "max_tokens": 9}, {"min_tokens": 3, "tm": False}),
+    "moe is a bool": ({"moe": True}, {}),
+    "moe is a block": ({"moe": {"num_experts": [4], "type": "residual"}}, {}),
+    "an old name": ({}, {"mp_size": 2}),
+    "an old name and the new one": ({"tensor_parallel": {"tp_size": 4}}, {"mp_size": 2}),
+    "old names of experts": ({}, {"ep_size": 2, "moe_experts": [8], "moe_type": "residual"}),
+    "a dtype that there is not": ({"dtype": "float7"}, {}),
+    "an unknown key": ({"tensor_paralel": {}}, {}),
+    "no tokens": ({"max_out_tokens": 0}, {}),
+    "auto": ({"max_out_tokens": "auto", "dtype": "bf16"}, {}),
+}
+COMPARED = "replace_with_kernel_inject max_out_tokens min_out_tokens triangular_masking".split()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MERGED)
+def test_merging_is_deepspeeds(monkeypatch, name):
+    config, kwargs = MERGED[name]
+    before = copy.deepcopy((config, kwargs))
+    theirs = theirs_of(monkeypatch, config, kwargs)
+    if theirs is None:
+        with pytest.raises(ValueError):
+            read_inference_config(config, kwargs)
+        return
+    ours = read_inference_config(config, kwargs)
+    assert (config, kwargs) == before, "the caller's dictionaries were changed"
+    assert {key: getattr(ours, key) for key in COMPARED} == {key: getattr(theirs, key) for key in COMPARED}
+    assert getattr(torch, ours.dtype) == theirs.dtype
+    tensor_parallel = DeepSpeedTPConfig(**theirs.tensor_parallel) if theirs.tensor_parallel == {} else None
+    assert ours.tensor_parallel.tp_size == (tensor_parallel or theirs.tensor_parallel).tp_size
+    moe = DeepSpeedMoEConfig() if theirs.moe == {} else theirs.moe
+    assert (ours.moe.enabled, ours.moe.ep_size, ours.moe.moe_experts) == (moe.enabled, moe.ep_size, moe.moe_experts)
+    assert ours.moe.type == getattr(moe.type, "value", moe.type)
+
+
+def test_deepspeeds_own_unit_test(tmp_path):
+    """tests/unit/inference/test_inference_config.py of DeepSpeed, with our function in the place of theirs."""
+    engine = hybrid.init_inference(
+        torch.nn.Module(), config={"replace_with_kernel_inject": True, **PLAIN}, replace_with_kernel_inject=True
+    )
+    assert engine._config.replace_with_kernel_inject
+    with pytest.raises(ValueError):
+        hybrid.init_inference(
+            torch.nn.Module(), config={"replace_with_kernel_inject": True}, replace_with_kernel_inject=False
+        )
+    engine = hybrid.init_inference(torch.nn.Module(), config={"replace_with_kernel_inject": True}, **PLAIN)
+    assert engine._config.replace_with_kernel_inject
+    assert engine._config.dtype == torch.float32
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"replace_with_kernel_inject": True, "dtype": "torch.float32"}))
+    assert hybrid.init_inference(torch.nn.Module(), config=str(path))._config.replace_with_kernel_inject
+
+
+@pytest.mark.parametrize(
+    ("config", "kwargs", "words"),
+    [
+        ({"kernel_injekt": True}, {}, "unknown key 'kernel_injekt'; the nearest known key is 'kernel_inject'"),
+        ({"moe": {"ep_sise": 2}}, {}, "unknown key 'ep_sise'; the nearest known key is 'ep_size'"),
+        ({"dtype": "fp8"}, {}, "dtype: 'fp8' given.*float32.*int8"),
+        ({"tp": {"tp_size": 0}}, {}, "tensor_parallel.tp_size: 0 given"),
+        ({"tp": {"tp_size": 2}}, {"tensor_parallel": {"tp_size": 3}}, "tensor_parallel: given twice"),
+        ({"tp": 2}, {}, "tensor_parallel: 2 given; it must be a dictionary"),
+        (3, {}, "config: int given; it must be a dict or the path"),
+        ("nowhere.json", {}, "no file at 'nowhere.json'"),
+    ],
+)
+def test_what_is_wrong_is_named(config, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        hybrid.init_inference(torch.nn.Module(), config, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("mp_size", 1, "mp_size is an old name; use tensor_parallel.tp_size"),
+        ("moe_type", "standard", "moe_type is an old name; use moe.type"),
+        ("replace_method", "other", "replace_method: 'other' given; it has no effect"),
+        ("transposed_mode", True, "transposed_mode: True given; it has no effect"),
+        ("triton_autotune", True, "triton_autotune: True given; it has no effect"),
+        ("tp", {"tp_grain_size": 8}, "tensor_parallel.tp_grain_size: 8 given; it has no effect"),
+        ("quant", {"qkv": {"enabled": True}}, "quant.qkv.*has no effect"),
+    ],
+)
+def test_what_has_no_effect_is_warned_of(key, value, words):
+    with pytest.warns(match=words):
+        hybrid.init_inference(torch.nn.Module(), **PLAIN, **{key: value})
+
+
+def test_what_is_followed_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hybrid.init_inference(torch.nn.Module(), **PLAIN, kernel_inject=True, max_tokens=9, replace_method="auto")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"enable_cuda_graph": True}, NotImplementedError, "enable_cuda_graph: true given; no CUDA device"),
+        ({"use_triton": True}, NotImplementedError, "use_triton: true given.*a CUDA device is needed"),
+        ({"zero": {"stage": 3}}, NotImplementedError, "zero: weights that stay partitioned"),
+        ({"injection_policy_tuple": ("a",)}, ValueError, "give injection_policy"),
+        ({"triangular_masking": False}, NotImplementedError, "the model is a decoder, which looks back only"),
+        ({"min_out_tokens": 9, "max_out_tokens": 9}, ValueError, "min_out_tokens: 9 given.*max_out_tokens=9"),
+        ({"tp": {"tp_size": 3}}, ValueError, "3 given; it must divide the world size, 1"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="words of a machine without a device")
+def test_what_cannot_be_is_refused_before_anything_changes(given, error, words):
+    model = tiny_model("llama")
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    with pytest.raises(error, match=words):
+        hybrid.init_inference(model, dtype=torch.bfloat16, **given)
+    assert model.training
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+def test_an_encoder_may_look_both_ways():
+    hybrid.init_inference(tiny_other("bert"), triangular_masking=False, **PLAIN)
+
+
+def test_every_setting_is_read_and_explained():
+    code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    attributes = {node.attr for node in ast.walk(ast.parse(code)) if hasattr(node, "attr")}
+    paths = {path.rpartition(".")[2] for path in settings.WITHOUT_EFFECT}
+    blocks = [InferenceConfig]
+    blocks += [f.annotation for f in InferenceConfig.model_fields.values() if isinstance(f.annotation, type)]
+    for block in (block for block in blocks if issubclass(block, settings.Block)):
+        for name in block.model_fields:
+            assert name in attributes | paths, f"{name} is accepted and never read"
+            assert re.search(rf"^    ([\w, ]*, )?{name}[\w, ]*: ", block.__doc__, re.M), f"{name} is not explained"
+
+
+def test_adapters_are_served_merged():
+    model = with_peft(tiny_model("llama"))
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        expected = copy.deepcopy(model).eval()(ids).logits
+    engine = hybrid.init_inference(model, kernel_inject=True, **PLAIN)
+    torch.testing.assert_close(engine(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    assert engine.coverage()[0]["container"] == "fused"

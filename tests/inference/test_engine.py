@@ -1,0 +1,225 @@
+"""The engine at one rank: Hugging Face's forward and generate, DeepSpeed's profiling, refusals, several of them."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import hybrid
+from hybrid.weights.loading import Cast, cast_model
+from tests.models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
+
+IDS, MASK = prompts(3, 7, padded=True)
+
+
+def engine_of(model, **settings) -> hybrid.InferenceEngine:
+    return hybrid.init_inference(model, **{"dtype": torch.float32, "kernel_inject": True, **settings})
+
+
+def logits_of(model, ids=IDS, mask=MASK, **more) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, **more).logits
+
+
+@pytest.mark.parametrize("inject", [True, False])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_decoders_are_hugging_faces(family, inject):
+    model = tiny_model(family)
+    reference = twin(model)
+    engine = engine_of(model, kernel_inject=inject)
+    request = {"attention_mask": MASK, "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
+    real = MASK.bool()
+    torch.testing.assert_close(
+        engine(IDS, attention_mask=MASK).logits[real], logits_of(reference)[real], atol=1e-3, rtol=1e-4
+    )
+    container = {row["container"] for row in engine.coverage()}
+    assert container == {"fused" if inject else "native"}
+    engine.destroy()
+    assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OTHERS)
+def test_encoders_and_encoder_decoders_run_natively(name, dtype):
+    reference = tiny_other(name)
+    more = {"decoder_input_ids": IDS} if name == "t5" else {}
+    model = copy.deepcopy(reference)
+    engine = engine_of(model, dtype=dtype)
+    expected = logits_of(reference.to(dtype), **more)
+    found = engine(IDS, attention_mask=MASK, **more).logits
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+    assert "native" in engine.coverage()[0]["why"] or engine.coverage()[0]["container"] == "native"
+    if name == "t5":
+        request = {"attention_mask": MASK, "max_new_tokens": 6}
+        assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
+
+
+@pytest.mark.parametrize("family", ["llama", "gptj", "gemma3_text"])
+def test_a_cast_model_is_the_one_that_was_built_in_that_dtype(tmp_path, family):
+    """Frequencies of rotary tables are no weights: rounded, they would move every position."""
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    built = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    engine = engine_of(model, dtype="bf16", kernel_inject=False)
+    ours = dict((*model.named_parameters(), *model.named_buffers()))
+    for name, tensor in (*built.named_parameters(), *built.named_buffers()):
+        assert torch.equal(ours[name].to(tensor.dtype), tensor), name
+    assert torch.equal(engine(IDS, attention_mask=MASK).logits, logits_of(built))
+
+
+def test_what_stays_in_float32(tmp_path):
+    """T5's `wo` in half precision, as from_pretrained keeps it."""
+    reference = tiny_other("t5")
+    reference.save_pretrained(tmp_path)
+    built = type(reference).from_pretrained(tmp_path, dtype=torch.float16)
+    cast_model(reference, Cast(reference, torch.float16, None))
+    assert {n: p.dtype for n, p in reference.named_parameters()} == {n: p.dtype for n, p in built.named_parameters()}
+    assert torch.float32 in {p.dtype for p in reference.parameters()}
+
+
+def test_return_tuple():
+    """True gives the model's output, false its first tensor."""
+    reference = tiny_other("bert")
+    engine = engine_of(copy.deepcopy(reference), return_tuple=False)
+    assert torch.equal(engine(IDS, attention_mask=MASK), logits_of(reference))
+    assert torch.equal(engine(IDS, attention_mask=MASK, labels=IDS), logits_of(reference))
+    assert torch.equal(engine(IDS, attention_mask=MASK, return_dict=False), logits_of(reference))
+    assert torch.equal(engine_of(copy.deepcopy(reference))(IDS, attention_mask=MASK).logits, logits_of(reference))
+
+
+def test_a_cache_comes_back_where_it_is_asked_for():
+    model = tiny_model("llama")
+    reference, engine = twin(model), engine_of(model)
+    assert engine(IDS, attention_mask=MASK).past_key_values is None
+    first = engine(IDS, attention_mask=MASK, use_cache=True)
+    after = engine(IDS[:, :1], past_key_values=first.past_key_values, attention_mask=MASK.new_ones(3, 8)).logits
+    with torch.no_grad():
+        cache = reference(IDS, attention_mask=MASK, use_cache=True).past_key_values
+        expected = reference(IDS[:, :1], past_key_values=cache, attention_mask=MASK.new_ones(3, 8)).logits
+    torch.testing.assert_close(after, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_config():
+    model = tiny_model("llama")
+    assert engine_of(model).config is model.config
+    assert engine_of(model, config={"args": {"mine": 1}}).config == {"mine": 1}
+    assert engine_of(model).module is model
+
+
+LONG = GenerationConfig(max_new_tokens=10, eos_token_id=None)
+BEAMS = GenerationConfig(max_new_tokens=3, num_beams=2)
+REFUSED = {
+    "beams": ({"num_beams": 2, "max_new_tokens": 3}, NotImplementedError, "beam_search"),
+    "beams in a configuration": ({"generation_config": BEAMS}, NotImplementedError, "beam_search"),
+    "assistance": ({"prompt_lookup_num_tokens": 2, "max_new_tokens": 3}, NotImplementedError, "assisted_generation"),
+    "too many tokens": ({"max_new_tokens": 10}, ValueError, r"7 tokens \+ 10 new.* over max_out_tokens=16"),
+    "too many by length": ({"max_length": 17}, ValueError, "over max_out_tokens=16"),
+    "too many in a configuration": ({"generation_config": LONG}, ValueError, "over max_out_tokens=16"),
+}
+
+
+@pytest.mark.parametrize("inject", [True, False])
+@pytest.mark.parametrize("name", REFUSED)
+def test_generate_refuses_in_words(name, inject):
+    kwargs, error, words = REFUSED[name]
+    engine = engine_of(tiny_model("llama"), max_out_tokens=16, kernel_inject=inject)
+    for args, more in (((IDS,), {}), ((), {"input_ids": IDS}), ((), {"inputs": IDS})):
+        with pytest.raises(error, match=words):
+            engine.generate(*args, attention_mask=MASK, **more, **kwargs)
+    engine.module.generation_config.num_beams = 3
+    with pytest.raises(NotImplementedError, match="num_beams=3"):
+        engine.generate(IDS, attention_mask=MASK, max_new_tokens=3)
+
+
+def test_room_for_the_fewest_tokens():
+    engine = engine_of(tiny_model("llama"), max_out_tokens=16, min_out_tokens=9)
+    engine.generate(IDS, attention_mask=MASK, max_new_tokens=3)
+    for args, kwargs in (((IDS.repeat(1, 2)[:, :8],), {}), ((), {"input_ids": IDS.repeat(1, 2)[:, :8]})):
+        with pytest.raises(ValueError, match="prompt of 8 tokens there is no room for min_out_tokens=9"):
+            engine.generate(*args, max_new_tokens=1, **kwargs)
+
+
+def test_what_does_not_generate_and_does_not_train():
+    engine = engine_of(tiny_other("bert"))
+    assert not engine.module.training
+    with pytest.raises(RuntimeError, match="does not train; hybrid.initialize"):
+        engine.train()
+    encoder = engine_of(copy.deepcopy(engine.module).bert)
+    encoder.eval()
+    with pytest.raises(ValueError, match="BertModel has no generate"):
+        engine_of(torch.nn.Linear(2, 2)).generate(IDS) if hasattr(encoder.module, "generate") else encoder.generate(IDS)
+
+
+def test_several_engines_do_not_know_of_each_other():
+    """Sizes, dtypes and limits of their own, called in turns; and one destroyed does not end another."""
+    made = []
+    for family, hidden, limit in (("llama", 32, 20), ("llama", 64, 40), ("gpt2", 32, 30)):
+        model = tiny_model(family, **({"hidden_size": hidden} if family == "llama" else {}))
+        made.append((engine_of(model, max_out_tokens=limit), twin(model), limit))
+    for _ in range(2):
+        for engine, reference, limit in made:
+            request = {"attention_mask": MASK, "max_new_tokens": limit - 7, "min_new_tokens": limit - 7}
+            assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
+    made[0][0].destroy()
+    engine, reference, _ = made[1]
+    request = {"attention_mask": MASK, "max_new_tokens": 6}
+    assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
+
+
+def test_samples_are_those_of_torchs_seed():
+    """Same seed, same tokens, whatever ran before; another seed, other tokens; and the distribution is the model's."""
+    engine = engine_of(tiny_model("llama"))
+    request = {"attention_mask": MASK, "max_new_tokens": 9, "do_sample": True, "top_k": 0}
+    torch.manual_seed(5)
+    first = engine.generate(IDS, **request)
+    engine.generate(IDS, max_new_tokens=2)
+    torch.manual_seed(5)
+    assert torch.equal(engine.generate(IDS, **request), first)
+    torch.manual_seed(6)
+    assert not torch.equal(engine.generate(IDS, **request), first)
+
+
+# Profiling: DeepSpeed's tests/unit/inference/test_model_profiling.py asks for these
+
+
+@pytest.mark.parametrize("use_cuda_events", [True, False])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("inject", [True, False])
+def test_profiling_is_deepspeeds(name, use_cuda_events, inject):
+    engine = engine_of(tiny_other(name) if name in OTHERS else tiny_model(name), kernel_inject=inject)
+    with pytest.raises(AssertionError, match="model profiling is not enabled"):
+        engine.model_times()
+    engine.profile_model_time(use_cuda_events=use_cuda_events)
+    engine.profile_model_time(use_cuda_events=use_cuda_events)  # once is enough
+    times = []
+    for _ in range(10):
+        engine(IDS, attention_mask=MASK)
+        times.extend(engine.model_times())
+    assert len(times) == 10
+    assert np.all(times)
+    assert engine.model_times() == []
+    if name == "llama":
+        assert engine.coverage()[0]["container"] == ("fused" if inject else "native"), "timing is no hook of the user's"
+        engine.generate(IDS, attention_mask=MASK, max_new_tokens=5, min_new_tokens=5)
+        assert len(engine.model_times()) == 5  # the prompt's forward, and one for each token but the last
+        engine.generate(IDS, attention_mask=MASK, max_new_tokens=5, min_new_tokens=5, stopping_criteria=[never])
+        assert len(engine.model_times()) == 5
+
+
+def never(input_ids, scores, **kwargs):
+    return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_an_adapter_is_followed():
+    """Merged where it is fused; switched with PEFT's own functions."""
+    model = with_peft(tiny_model("llama"))
+    reference = twin(model)
+    engine = engine_of(model)
+    request = {"attention_mask": MASK, "max_new_tokens": 6}
+    assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
+    with model.disable_adapter(), reference.disable_adapter():
+        assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))

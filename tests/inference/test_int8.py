@@ -1,0 +1,199 @@
+"""int8: error bounds against float64, equal to Hugging Face over the rounded weights, half the memory, perplexity."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hybrid
+from hybrid.weights.quantize import Int8Linear, dequantized, int8_linear, quantizable, quantized
+from tests.models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
+
+IDS, MASK = prompts(3, 7, padded=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_every_element_is_within_half_a_step(groups, dtype):
+    weight = torch.randn(9, 64, dtype=torch.float64) * torch.logspace(-6, 3, 9, dtype=torch.float64)[:, None]
+    weight[3] = 0
+    weight[4, 5] *= 1000
+    weight = weight.to(dtype)
+    values, scale = quantized(weight, groups, dtype)
+    assert (values.dtype, scale.dtype, scale.shape) == (torch.int8, dtype, (9, groups))
+    step = scale.double().repeat_interleave(64 // groups, dim=1)
+    error = (weight.double() - values.double() * step).abs()
+    assert (error <= step / 2 * (1 + 1e-6)).all()  # rounding the quotient in float32
+    largest = weight.double().view(9, groups, -1).abs().amax(2)
+    spacing = torch.finfo(dtype).eps
+    assert (scale.double() * 127 <= largest * (1 + spacing) + 1e-35).all(), "a coarser step than is needed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("shape", [(1, 64), (2, 5, 64), (0, 64)])
+def test_products_are_float64s(shape, groups, dtype):
+    torch.manual_seed(0)
+    x, bias = torch.randn(shape, dtype=dtype), torch.randn(37, dtype=dtype)
+    values, scale = quantized(torch.randn(37, 64), groups, dtype)
+    whole = values.double() * scale.double().repeat_interleave(64 // groups, dim=1)
+    expected = x.double() @ whole.T + bias.double()
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02  # of sums of about 8
+    torch.testing.assert_close(
+        int8_linear(x, values, scale, bias).double(), expected, atol=8 * tolerance, rtol=tolerance
+    )
+
+
+def rounded(model: nn.Module, groups: int) -> nn.Module:
+    """The same model with its linear weights rounded as int8 rounds them, in its own dtype."""
+    model = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        for module in quantizable(model).values():
+            turned = type(module).__name__ == "Conv1D"
+            weight = module.weight.T if turned else module.weight
+            whole = dequantized(*quantized(weight, groups, weight.dtype))
+            module.weight.copy_(whole.T if turned else whole)
+    return model
+
+
+def logits_of(model, **more) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS, attention_mask=MASK, **more).logits[MASK.bool()]
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("inject", [True, False])
+@pytest.mark.parametrize("name", [*ALL_FAMILIES, *OTHERS])
+def test_models_are_hugging_faces_over_rounded_weights(name, inject, groups):
+    model = tiny_other(name) if name in OTHERS else tiny_model(name)
+    reference = rounded(model, groups)
+    engine = hybrid.init_inference(
+        model, dtype=torch.int8, kernel_inject=inject, quant={"weight": {"q_groups": groups}}
+    )
+    more = {"decoder_input_ids": IDS} if name == "t5" else {}
+    torch.testing.assert_close(logits_of(engine, **more), logits_of(reference, **more), atol=2e-3, rtol=1e-3)
+    assert all(p.dtype == torch.int8 for m in model.modules() if isinstance(m, Int8Linear) for p in [m.weight])
+    if hasattr(reference, "generate") and name not in OTHERS:
+        request = {"attention_mask": MASK, "max_new_tokens": 6}
+        assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
+        why = engine.coverage()[0]["why"]
+        assert ("over int8 weights" in why) == inject, why
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # parts of a row that are whole vectors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_the_kernels_read_int8(groups, dtype):
+    """In few rows, and in more than are made floats at once; in float32 against float64."""
+    model = tiny_model("llama", dtype=dtype, **WIDE)
+    reference = rounded(model, groups).double()
+    engine = hybrid.init_inference(model, dtype="int8", kernel_inject=True, quant={"weight": {"q_groups": groups}})
+    assert "over int8 weights, on CPU kernels" in engine.coverage()[0]["why"]
+    for rows, length in ((1, 2), (5, 1), (9, 40)):
+        ids, _ = prompts(rows, length, padded=False)
+        with torch.no_grad():
+            expected = reference(ids).logits
+        error = (engine(ids).logits.double() - expected).abs().max() / expected.abs().max()
+        # As in test_cpu_decoder.py; the reference rounds weights to bfloat16 once more than the kernels do.
+        assert error < (2e-6 if dtype == torch.float32 else 0.04)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_row_has_the_same_bits_in_every_batch(groups, dtype):
+    model = tiny_model("llama", dtype=dtype, **WIDE)
+    engine = hybrid.init_inference(model, dtype="int8", kernel_inject=True, quant={"weight": {"q_groups": groups}})
+    ids, _ = prompts(40, 3, padded=False)
+    alone = engine(ids[:1]).logits
+    for rows in (2, 3, 4, 11, 40):
+        assert torch.equal(engine(ids[:rows]).logits[:1], alone), rows
+
+
+def test_activations_stay_as_the_model_has_them():
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = hybrid.init_inference(tiny_model("llama", dtype=dtype), dtype="int8", kernel_inject=True)
+        assert engine(IDS, attention_mask=MASK).logits.dtype == dtype
+        assert "int8" in engine.coverage()[0]["why"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+def test_a_checkpoint_is_quantized_as_it_is_read(tmp_path, family):
+    reference = tiny_model(family)
+    reference.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = type(reference)(reference.config)
+    found = hybrid.init_inference(model, dtype="int8", checkpoint=str(tmp_path), kernel_inject=True)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    torch.testing.assert_close(logits_of(found), logits_of(rounded(reference, 1)), atol=2e-3, rtol=1e-3)
+
+
+def test_memory_is_half_of_bfloat16s():
+    """Of the matrices, with their scales; what is looked up, and norms, stay."""
+    whole = tiny_model("llama", dtype=torch.bfloat16, **WIDE)
+    before = sum(module.weight.nbytes for module in quantizable(whole).values())
+    engine = hybrid.init_inference(whole, dtype="int8", kernel_inject=True)
+    layers = [module for module in whole.modules() if isinstance(module, Int8Linear)]
+    assert sum(layer.weight.nbytes + layer.scale.nbytes for layer in layers) < 0.51 * before
+    logits_of(engine)
+    assert engine._fused.nbytes() < 0.01 * before, "a decoder holds copies beside the model's weights"  # scales, norms
+
+
+def test_a_tied_head_stays_as_the_embedding_is():
+    model = tiny_model("llama", tie_word_embeddings=True)
+    reference = rounded(model, 1)
+    engine = hybrid.init_inference(model, dtype="int8", kernel_inject=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    torch.testing.assert_close(logits_of(engine), logits_of(reference), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_perplexity_of_a_pretrained_model(stories260k, groups):
+    """Hugging Face's float32 model is the oracle; less than one per cent is lost."""
+    model = AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(stories260k)
+    text = (
+        "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she "
+        "saw a big dog. The dog was very friendly and wanted to play with her. They ran and played all day long."
+    )
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    with torch.no_grad():
+        expected = model(ids, labels=ids).loss.exp()
+    engine = hybrid.init_inference(model, dtype="int8", kernel_inject=True, quant={"weight": {"q_groups": groups}})
+    found = torch.nn.functional.cross_entropy(engine(ids).logits[0, :-1], ids[0, 1:]).exp()
+    assert found != expected
+    assert abs(found / expected - 1) < 0.01, (found, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"quant": {"enabled": False}}, ValueError, "quant.enabled: false given with dtype=int8"),
+        ({"quant": {"weight": {"num_bits": 4}}}, NotImplementedError, "num_bits=4"),
+        ({"quant": {"weight": {"q_type": "asymmetric"}}}, NotImplementedError, "asymmetric"),
+        ({"quant": {"weight": {"q_groups": 5}}}, ValueError, "q_groups: 5 given; it must divide the inputs"),
+        ({"quant": {"weight": {"post_init_quant": {"x": 1}}}}, NotImplementedError, "are ZeRO's, leave them out"),
+        ({"save_mp_checkpoint_path": "x"}, NotImplementedError, "write it with a floating dtype"),
+    ],
+)
+def test_what_there_is_not_is_refused(given, error, words):
+    model = tiny_model("llama")
+    before = twin(model)
+    with pytest.raises(error, match=words):
+        hybrid.init_inference(model, dtype="int8", **given)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+    with pytest.raises(NotImplementedError, match="adapters; merge them first"):
+        hybrid.init_inference(with_peft(tiny_model("llama")), dtype="int8")
+
+
+def test_experts_stay_as_they_are_and_that_is_said():
+    with pytest.warns(match="int8 given; model.layers.0.mlp.experts.gate_up_proj.*are no linear layers' and stay"):
+        hybrid.init_inference(tiny_model("mixtral"), dtype="int8")
+
+
+def test_quant_without_int8_is_warned_of():
+    with pytest.warns(match="quant: given with dtype=torch.float32; it has no effect"):
+        hybrid.init_inference(tiny_model("llama"), dtype="fp32", quant={"weight": {"q_groups": 2}})

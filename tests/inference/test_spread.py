@@ -1,0 +1,84 @@
+"""Automatic tensor parallelism: models that no container of ours knows, at two ranks, by their tp_plan or by names."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hybrid
+from tests.engine.test_native_tensor_parallel import FAMILIES
+from tests.models import prompts, tiny_model, twin
+
+IDS, MASK = prompts(3, 7, padded=True)
+SETTINGS = {"dtype": torch.float32, "tp": {"tp_size": 2}}
+# Decoders without a tp_plan.
+NAMED = {
+    "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64, "vocab_size": 97},
+    "biogpt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
+}
+
+
+def named(name: str) -> torch.nn.Module:
+    """A tiny model without a tp_plan, its biases random."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{"vocab_size": 97, "max_position_embeddings": 64, **NAMED[name]})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for key, param in model.named_parameters():
+        if key.endswith("bias"):
+            torch.nn.init.normal_(param, std=0.1)
+    return model
+
+
+def check_spread(reference: torch.nn.Module, folder: str, how: str) -> None:
+    """Logits, tokens and draws of the whole model, from its own weights and from a file; about half on each rank."""
+    request = {"attention_mask": MASK, "max_new_tokens": 6}
+    with torch.no_grad():
+        expected = reference(IDS, attention_mask=MASK).logits[MASK.bool()]
+    for checkpoint in (None, folder):
+        model = twin(reference)
+        if checkpoint:
+            with torch.device("meta"):
+                model = type(reference)(reference.config)
+        engine = hybrid.init_inference(model, checkpoint=checkpoint, **SETTINGS)
+        assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        found = engine(IDS, attention_mask=MASK).logits[MASK.bool()]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
+        drawn = engine.generate(IDS, do_sample=True, min_new_tokens=6, **request)
+        both = [torch.zeros_like(drawn) for _ in range(2)]
+        dist.all_gather(both, drawn)
+        assert torch.equal(*both)
+        assert all(f"spread over 2 ranks by {how}" in row["why"] for row in engine.coverage())
+        held, whole = (sum(param.numel() for param in one.parameters()) for one in (model, reference))
+        assert held < 0.8 * whole
+        engine.destroy()
+
+
+def check_planned(family: str, folder: str) -> None:
+    check_spread(tiny_model(family, sizes=FAMILIES[family]).eval(), folder, "the model's tp_plan")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_make_what_one_makes(ranks, tmp_path, family):
+    tiny_model(family, sizes=FAMILIES[family]).save_pretrained(tmp_path)
+    ranks.run(check_planned, family, str(tmp_path))
+
+
+def check_named(name: str, folder: str) -> None:
+    check_spread(named(name), folder, "the names of its layers' projections")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_models_without_a_plan_are_spread_by_names(ranks, tmp_path, name):
+    named(name).save_pretrained(tmp_path)
+    ranks.run(check_named, name, str(tmp_path))
+
+
+def check_refusals() -> None:
+    odd = tiny_model("cohere", sizes={**FAMILIES["cohere"], "num_attention_heads": 3, "num_key_value_heads": 3})
+    with pytest.raises(ValueError, match="tensor_parallel.tp_size: 2 given; the model's 3 attention heads"):
+        hybrid.init_inference(odd, **SETTINGS)
+
+
+def test_what_cannot_be_spread_is_refused(ranks):
+    ranks.run(check_refusals)

@@ -1,0 +1,180 @@
+"""Weights spread over ranks: what one rank alone makes, from a model and from a checkpoint, and less memory on each."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid
+from tests.engines import CollectiveCount
+from tests.models import ALL_FAMILIES, prompts, tiny_model, tiny_other, twin, with_peft
+
+
+def spread(model, size: int = 2, **settings) -> hybrid.InferenceEngine:
+    return hybrid.init_inference(model, **{"dtype": torch.float32, "tp": {"tp_size": size}, **settings})
+
+
+def check_equal(engine: hybrid.InferenceEngine, reference: torch.nn.Module, same: bool) -> None:
+    """Logits and tokens, for ranks that bring the same prompts or each its own."""
+    rank = 0 if same else dist.get_rank()
+    ids, mask = prompts(3 + rank, 7 + rank, padded=True, seed=rank)
+    request = {"attention_mask": mask, "max_new_tokens": 6 + 2 * rank, "do_sample": False}
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    if reference.config.model_type == "bloom":  # takes no position_ids, by which a row padded on the left is known
+        ids, mask = ids.flip(1), mask.flip(1)
+    with torch.no_grad():
+        expected = hybrid.padded_forward(reference)(ids, mask).logits
+    found = hybrid.padded_forward(engine.module, engine)(ids, mask).logits
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-3, rtol=1e-4)
+
+
+def check_family(family: str, folder: str) -> None:
+    """From the model's own weights, and from a file into a model that has none."""
+    reference = tiny_model(family).eval()
+    for checkpoint in (None, folder):
+        model = twin(reference)
+        if checkpoint:
+            with torch.device("meta"):
+                model = type(reference)(reference.config)
+        engine = spread(model, checkpoint=checkpoint)
+        assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        assert sum(param.numel() for param in model.parameters()) == 0
+        assert all("spread over 2 ranks" in row["why"] for row in engine.coverage())
+        for same in (True, False):
+            check_equal(engine, reference, same)
+        engine.destroy()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_two_ranks_make_what_one_makes(ranks, tmp_path, family):
+    tiny_model(family).save_pretrained(tmp_path)
+    ranks.run(check_family, family, str(tmp_path))
+
+
+def check_memory(folder: str) -> None:
+    reference = tiny_model("llama")
+    whole = sum(param.nbytes for param in reference.parameters())
+    largest = max(param.nbytes for param in reference.parameters())
+    with torch.device("meta"):
+        model = type(reference)(reference.config)
+    slices = spread(model, checkpoint=folder)._snapshot
+    assert 0.5 < slices.nbytes() / whole < 0.53  # norms are whole, and the vocabulary of 97 is rounded up
+    assert slices.peak_bytes <= slices.nbytes() + largest, "more than a tensor was whole at once"
+
+
+def test_a_rank_keeps_its_part_alone(ranks, tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    ranks.run(check_memory, str(tmp_path))
+
+
+def check_written(folder: str, family: str) -> None:
+    """Written at two ranks and at one, read at one and at two."""
+    reference = tiny_model(family).eval()
+    spread(twin(reference), save_mp_checkpoint_path=f"{folder}/two")
+    if dist.get_rank() == 0:
+        spread(twin(reference), size=1, save_mp_checkpoint_path=f"{folder}/one")
+    dist.barrier()
+    for path in ("one", "two"):
+        for size in (1, 2):
+            with torch.device("meta"):
+                model = type(reference)(reference.config)
+            engine = spread(model, size, checkpoint=f"{folder}/{path}", kernel_inject=True)
+            check_equal(engine, reference, same=False)
+            if size == 1:
+                expected = reference.state_dict()
+                assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+            engine.destroy()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_parts_are_read_at_another_size(ranks, tmp_path, family):
+    ranks.run(check_written, str(tmp_path), family)
+
+
+class ModelParallelUnit:
+    """As Megatron's."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def get_model_parallel_group(self):
+        return self.group
+
+
+def check_groups() -> None:
+    """A group of the caller's, and a model parallel unit; several engines of different sizes at once."""
+    group = dist.new_group([0, 1])
+    reference, small = tiny_model("llama").eval(), tiny_model("gpt2").eval()
+    engines = [
+        (spread(twin(reference), tp={"tp_group": group}), reference),
+        (spread(twin(small), tp={"mpu": ModelParallelUnit(group)}), small),
+        (spread(twin(reference), 1, kernel_inject=True), reference),
+        (spread(twin(small), tp={"enabled": False, "tp_size": 2}, kernel_inject=True), small),
+    ]
+    for _ in range(2):
+        for engine, model in engines:
+            check_equal(engine, model, same=False)
+    assert ["spread" in engine.coverage()[0]["why"] for engine, _ in engines] == [True, True, False, False]
+    with pytest.raises(ValueError, match="4 given; the group that is given too has 2 ranks"):
+        spread(twin(reference), tp={"tp_group": group, "tp_size": 4})
+
+
+def test_groups_and_several_engines(ranks):
+    ranks.run(check_groups)
+
+
+def check_samples() -> None:
+    """Ranks of a group draw the same tokens, though their generators differed; ranks by themselves do not."""
+    torch.manual_seed(dist.get_rank())
+    alone = hybrid.init_inference(tiny_model("llama"), dtype="float32", kernel_inject=True)
+    ids, mask = prompts(4, 7, padded=True)
+    request = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": True, "top_k": 0}
+    state = torch.get_rng_state()
+    own = alone.generate(ids, **request)
+    assert not torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(100 + dist.get_rank())
+    together = spread(tiny_model("llama"))
+    drawn = together.generate(ids, **request)
+    for tokens, same in ((own, False), (drawn, True)):
+        other = [torch.zeros(4, 40, dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(other, torch.nn.functional.pad(tokens, (0, 40 - tokens.shape[1])))
+        assert torch.equal(*other) == same
+
+
+def test_seeds_are_shared_within_a_group_only(ranks):
+    ranks.run(check_samples)
+
+
+def check_refusals() -> None:
+    with pytest.raises(ValueError, match="tp_size: 4 given; it must divide the world size, 2"):
+        spread(tiny_model("llama"), 4)
+    odd = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
+    with pytest.raises(ValueError, match="tensor_parallel.tp_size: 2 given; the model's 3 attention heads"):
+        spread(tiny_model("llama", **odd))
+    with pytest.raises(NotImplementedError, match="BertForMaskedLM has no fused container.*and its own modules cannot"):
+        spread(tiny_other("bert"))
+    with pytest.raises(NotImplementedError, match="a model with adapters; merge them first"):
+        spread(with_peft(tiny_model("llama")))
+    with CollectiveCount() as count, pytest.raises(ValueError):
+        spread(tiny_model("llama"), 4)
+    assert count.count == 0
+    engine = spread(tiny_model("llama"))
+    ids, mask = prompts(2, 7, padded=True)
+    for more in ({"output_hidden_states": True}, {"use_cache": True}, {}):  # the last without position_ids
+        with pytest.raises(NotImplementedError, match="the weights are spread over 2 ranks"):
+            engine(ids, attention_mask=mask, **more)
+    with pytest.raises(NotImplementedError, match="num_beams=2"):
+        engine.generate(ids, attention_mask=mask, num_beams=2, max_new_tokens=3)
+    request = {"attention_mask": mask, "max_new_tokens": 5}
+    assert torch.equal(engine.generate(ids, **request), tiny_model("llama").eval().generate(ids, **request))
+    engine.profile_model_time()
+    engine.generate(ids, min_new_tokens=5, **request)
+    times = engine.model_times()
+    assert len(times) == 5
+    assert np.all(times)
+
+
+def test_what_ranks_cannot_do_is_refused_and_nobody_hangs(ranks):
+    ranks.run(check_refusals)
