@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import ModelOutput
@@ -34,9 +36,10 @@ from hybrid.decoding.pages import PageStore
 from hybrid.decoding.rows import Decoder
 from hybrid.generation import TimedDecoder, drawn_seed, generate, prompts_of, require_generate, stride_on
 from hybrid.kernels.cuda_graph import GraphedForward
-from hybrid.parallel import InferenceGroup, engine_name, own_row_ids, world_size
+from hybrid.parallel import InferenceGroup, all_ranks, engine_name, own_row_ids, world_size
 from hybrid.profiling import ModelTimes, Profiler
 from hybrid.weights.checkpoint import open_checkpoint, save_mp_checkpoint, some
+from hybrid.weights.deepspeed_experts import exchange_tokens, expert_layers, own_experts
 from hybrid.weights.gather import is_partitioned
 from hybrid.weights.loaded_slices import LoadedSlices
 from hybrid.weights.loading import (
@@ -82,12 +85,19 @@ class InferenceEngine(nn.Module):
     def __init__(self, model: nn.Module, config: InferenceConfig):
         super().__init__()
         initialize(model, [], torch.device("cpu"))  # what a model on the meta device makes itself
+        mixtures = expert_layers(model)
+        if mixtures:  # these send tokens to experts by themselves
+            refuse_other_experts(mixtures, config.moe)
+            config = config.model_copy(update={"moe": MoEConfig()})
         refuse_what_is_not_there(model, config)
+        exchange_tokens(mixtures)
+        in_step = any(layer.ep_size > 1 for layer in mixtures.values())
+        self._agree = partial(all_ranks, device=get_accelerator().current_device()) if in_step else None
         self.module, self._config = model, config
         self.config = getattr(model, "config", None) if config.config is None else config.config
         self._group = sharing_group(config)
         self._device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
-        weights = None if config.checkpoint is None else open_weights(model, config)
+        weights = None if config.checkpoint is None else open_weights(model, config, mixtures)
         if weights is not None and config.set_empty_params:
             emptied(model)
         cast = Cast(model, floating_dtype(model, config.dtype), self._device)
@@ -271,6 +281,7 @@ class InferenceEngine(nn.Module):
             max_out_tokens=most,
             limit="max_out_tokens",
             noise=lambda rows: Noise(drawn_seed(), own_row_ids(rows, self._group.tensor.number)),
+            agree=self._agree,
             produced=self._profiler.generated,
         )
         return generate(self.module, args, kwargs, decoding)
@@ -325,11 +336,11 @@ class InferenceEngine(nn.Module):
         return coverage_of(self._containers, self._fused)
 
 
-def open_weights(model: nn.Module, config: InferenceConfig) -> Weights:
+def open_weights(model: nn.Module, config: InferenceConfig, mixtures: dict[str, MoE]) -> Weights:
     """The checkpoint's tensors by the model's names for them."""
     shapes = {name: tensor.shape for name, tensor in stored_tensors(model).items()}
     stored = open_checkpoint(config.checkpoint, config.base_dir, config.training_mp_size, shapes)
-    return Weights(model, stored, config.strict)
+    return Weights(model, own_experts(mixtures, stored), config.strict)
 
 
 def reader(model: nn.Module, weights: Weights | None, cast: Cast) -> Read:
@@ -481,6 +492,21 @@ def refuse_experts_that_are_not_there(model: nn.Module, config: InferenceConfig)
             f"moe.ep_size: {ranks} given with tp_size={tensor_ranks(config.tensor_parallel)}; together they must "
             f"divide the world size, {world_size()}"
         )
+
+
+def refuse_other_experts(mixtures: dict[str, MoE], moe: MoEConfig) -> None:
+    """Raise ValueError where DeepSpeed's layers have their experts otherwise than `moe` says."""
+    said = None if moe.moe_experts == [1] else moe.moe_experts
+    for name, layer in mixtures.items():
+        kind = "residual" if layer.use_residual else "standard"
+        if expert_ranks(moe) != layer.ep_size:
+            raise ValueError(f"moe.ep_size: {expert_ranks(moe)} given; {name} was built with ep_size={layer.ep_size}")
+        if said is not None and layer.num_experts not in said:
+            raise ValueError(f"moe.moe_experts: {said} given; {name} has {layer.num_experts} experts")
+        if moe.type != kind and values_set(moe, "type") is not None:
+            raise ValueError(f"moe.type: {moe.type!r} given; {name} is {kind}")
+        if world_size() % layer.ep_size:
+            raise ValueError(f"moe.ep_size: {layer.ep_size} given; it must divide the world size, {world_size()}")
 
 
 def refuse_what_cannot_be_quantized(model: nn.Module, config: InferenceConfig) -> None:
