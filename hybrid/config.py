@@ -84,13 +84,18 @@ def load_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     """
     if isinstance(config, dict):
         return copy.deepcopy(config)
+    if not isinstance(config, str | Path):
+        raise ValueError(f"config: a {type(config).__name__} given; give the path of a DeepSpeed JSON file or a dict")
     path = Path(config)
     if not path.is_file():
         raise ValueError(f"config: no file at {str(path)!r}; give the path of a DeepSpeed JSON file or a dict")
     try:
-        return hjson.loads(path.read_text(), object_pairs_hook=dict)
+        content = hjson.loads(path.read_text(), object_pairs_hook=dict)
     except hjson.HjsonDecodeError as error:
         raise ValueError(f"config: {str(path)!r} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"config: {str(path)!r} holds a {type(content).__name__}; it must be settings by name")
+    return content
 
 
 def read_blocks(config: dict[str, Any]) -> tuple[HybridEngineConfig, RolloutConfig]:
@@ -272,7 +277,7 @@ class InferenceConfig(Block):
     injection_policy_tuple: tuple | None = None
     config: Any = Field(None, alias="args")
     max_out_tokens: int = Field(1024, alias="max_tokens", gt=0)
-    min_out_tokens: int = Field(1, alias="min_tokens", gt=0)
+    min_out_tokens: int = Field(1, alias="min_tokens", ge=0)
     transposed_mode: bool = False
 
     @field_validator("dtype")
@@ -339,6 +344,8 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
         block, new = FORWARDED[old]
         warnings.warn(f"{old} is an old name; use {block}.{new}", FutureWarning, stacklevel=4)
         inner = values.get(block, {})
+        if not isinstance(inner, dict | bool):
+            raise ValueError(f"{block}: {inner!r} given beside {old}; it must be a dictionary of settings")
         inner = {"enabled": inner} if isinstance(inner, bool) else dict(inner)
         inner = by_name(InferenceConfig.model_fields[block].annotation, inner)
         value = values.pop(old)
@@ -380,7 +387,7 @@ def by_name(kind: type[Block], values: dict[str, Any], more: Any = ()) -> dict[s
 
 def block_of(kind: type[Block], values: dict[str, Any], where: str = "") -> Any:
     """`values` as a validated block of `kind`, and blocks within it."""
-    values = by_name(kind, values)
+    values = {name: value for name, value in by_name(kind, values).items() if value != "auto" or where == ""}
     for name, value in values.items():
         inner = kind.model_fields[name].annotation
         if isinstance(inner, type) and issubclass(inner, Block) and not isinstance(value, Block):

@@ -25,7 +25,8 @@ def prompts_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.T
 
     Raises TypeError or ValueError, in words, for prompts that cannot be decoded.
     """
-    prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    given = kwargs.get("inputs")
+    prompts = args[0] if args else kwargs.get("input_ids") if given is None else given
     if prompts is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
         return None
     # Of a sequence that goes on from a cache, the mask covers what is in the cache too.

@@ -1,13 +1,15 @@
 """`hybrid.init_inference`: DeepSpeed's engine for a model that does not train, over the containers of this one."""
 
+import os
 import warnings
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import ModelOutput
@@ -24,7 +26,7 @@ from hybrid.config import (
     values_set,
 )
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
-from hybrid.containers.injected import read_policy, require_whole_heads, share_out
+from hybrid.containers.injected import read_policy, require_whole_heads
 from hybrid.containers.shared_modules import difference, first_output
 from hybrid.containers.spread import Spread
 from hybrid.containers.window import Window
@@ -34,9 +36,11 @@ from hybrid.decoding.pages import PageStore
 from hybrid.decoding.rows import Decoder
 from hybrid.generation import TimedDecoder, drawn_seed, generate, prompts_of, require_generate, stride_on
 from hybrid.kernels.cuda_graph import GraphedForward
-from hybrid.parallel import InferenceGroup, engine_name, own_row_ids, world_size
+from hybrid.parallel import InferenceGroup, all_ranks, engine_name, own_row_ids, world_size
 from hybrid.profiling import ModelTimes, Profiler
+from hybrid.weights.as_it_was import as_it_was_on_failure
 from hybrid.weights.checkpoint import open_checkpoint, save_mp_checkpoint, some
+from hybrid.weights.deepspeed_experts import exchange_tokens, expert_layers, own_experts
 from hybrid.weights.gather import is_partitioned
 from hybrid.weights.loaded_slices import LoadedSlices
 from hybrid.weights.loading import (
@@ -69,11 +73,12 @@ def init_inference(
     model: any module; what Hugging Face models of known families can do fused, is done fused where
         `replace_with_kernel_inject` is true. It is changed: cast to `dtype`, moved to the device, in eval mode.
     config: DeepSpeed's settings of inference, a dict or the path of a JSON file; keyword arguments are more of them.
-    Raises ValueError, naming key, value and what is allowed, before anything is changed; NotImplementedError for what
-    is not available.
+    Raises ValueError, naming key, value and what is allowed, and NotImplementedError for what is not available; the
+    model is then as it was.
     """
     settings = read_inference_config(config, kwargs)
-    return InferenceEngine(model, settings.model_copy(update={"dtype": getattr(torch, settings.dtype)}))
+    with as_it_was_on_failure(model, with_values=not settings.set_empty_params):
+        return InferenceEngine(model, settings.model_copy(update={"dtype": getattr(torch, settings.dtype)}))
 
 
 class InferenceEngine(nn.Module):
@@ -82,12 +87,20 @@ class InferenceEngine(nn.Module):
     def __init__(self, model: nn.Module, config: InferenceConfig):
         super().__init__()
         initialize(model, [], torch.device("cpu"))  # what a model on the meta device makes itself
+        mixtures = expert_layers(model)
+        join_ranks(config)
+        if mixtures:  # these send tokens to experts by themselves
+            refuse_other_experts(mixtures, config)
+            config = config.model_copy(update={"moe": MoEConfig()})
         refuse_what_is_not_there(model, config)
+        exchange_tokens(mixtures)
+        in_step = any(layer.ep_size > 1 for layer in mixtures.values())
+        self._agree = partial(all_ranks, device=get_accelerator().current_device()) if in_step else None
         self.module, self._config = model, config
         self.config = getattr(model, "config", None) if config.config is None else config.config
         self._group = sharing_group(config)
         self._device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
-        weights = None if config.checkpoint is None else open_weights(model, config)
+        weights = None if config.checkpoint is None else open_weights(model, config, mixtures)
         if weights is not None and config.set_empty_params:
             emptied(model)
         cast = Cast(model, floating_dtype(model, config.dtype), self._device)
@@ -101,21 +114,14 @@ class InferenceEngine(nn.Module):
         read = reader(model, weights, cast)
         self._save(read)
         self._spread: Spread | None = None
-        if self._group.size > 1 and config.injection_policy is None:
-            self._share(read) if is_decoder(model) else self._share_automatically(read)
+        if self._group.size > 1:
+            fused = config.injection_policy is None and is_decoder(model)
+            self._share(read) if fused else self._share_modules(read)
             return
         if weights is not None or changes:
-            made = stored_tensors(model)
-            load(model, made, read, self._takers())
+            made, int8 = stored_tensors(model), config.dtype == torch.int8
+            load(model, made, read, in_int8(model, config.quant.weight.q_groups) if int8 else {})
         self._serve("" if config.replace_with_kernel_inject else "replace_with_kernel_inject=false")
-
-    def _takers(self) -> dict[str, Callable[[torch.Tensor], None]]:
-        """Layers in the place of the model's: int8 ones, or a rank's parts by the user's policy."""
-        if self._config.dtype == torch.int8:
-            return in_int8(self.module, self._config.quant.weight.q_groups)
-        if self._group.size > 1:
-            return share_out(self.module, read_policy(self.module, self._config.injection_policy), self._group)
-        return {}
 
     def _serve(self, why_not: str) -> None:
         """Containers over the weights, which are in the model.  why_not: words, where none is to be fused."""
@@ -126,6 +132,8 @@ class InferenceEngine(nn.Module):
         self._agree_on_noise()
         if self._config.enable_cuda_graph and self._fused.why_not:
             self._graphs = GraphedForward(self.module)
+        elif self._config.enable_cuda_graph and "on Triton" not in self._fused.what:
+            raise NotImplementedError(f"enable_cuda_graph: true given; {self._fused.what} has no graphs")
 
     def _share(self, read: Read) -> None:
         """This rank's slices of the weights, and a decoder that is spread over the group."""
@@ -144,7 +152,7 @@ class InferenceEngine(nn.Module):
         )
         self._agree_on_noise()
 
-    def _share_automatically(self, read: Read) -> None:
+    def _share_modules(self, read: Read) -> None:
         """The model's own modules on this rank's slices, once they are seen to make what whole weights make."""
         structure = read_structure(self.module)
         parts = [part.module for part in (*structure.outer, *structure.layers)]
@@ -153,10 +161,21 @@ class InferenceEngine(nn.Module):
         for name, buffer in stored.items():
             if not isinstance(buffer, nn.Parameter):
                 put(self.module, name, buffer, read(name))
-        self._spread = Spread(self.module, self._group.size)
-        with whole_as_they_run(parts, names, read):
-            expected = first_output(self.module, self._device)
+        self._spread = Spread(self.module, self._group.size, self._config.injection_policy)
+        expected = None
+        try:
+            with whole_as_they_run(parts, names, read):
+                expected = first_output(self.module, self._device)
+        except Unreadable as reason:  # a policy is the user's word, who may know more of what the model wants
+            if self._config.injection_policy is None:
+                raise NotImplementedError(f"tensor_parallel: {reason}; give injection_policy") from reason
         load(self.module, stored_tensors(self.module), read, self._spread.takers(self._group, names))
+        if expected is not None:
+            self._require_same(expected)
+        self._serve(f"spread over {self._group.size} ranks by {self._spread.what}")
+
+    def _require_same(self, expected: torch.Tensor) -> None:
+        """Raise NotImplementedError, on every rank of the group, where the model makes something else."""
         try:
             wrong = difference(first_output(self.module, self._device), expected)
         except Unreadable as reason:
@@ -164,9 +183,8 @@ class InferenceEngine(nn.Module):
         if self._group.sum(torch.tensor(int(bool(wrong)), device=self._device)):
             raise NotImplementedError(
                 f"tensor_parallel: {wrong or 'another rank has other numbers'}; it was spread by {self._spread.what}. "
-                "Give injection_policy, or use tp_size=1"
+                "Give another injection_policy, or use tp_size=1"
             )
-        self._serve(f"spread over {self._group.size} ranks by {self._spread.what}")
 
     def _agree_on_noise(self) -> None:
         """Give the ranks of a tensor-parallel group the first one's generator."""
@@ -229,9 +247,9 @@ class InferenceEngine(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's output, or with `return_tuple=false` its first tensor. Without gradients.
 
-        Where a fused container runs, `use_cache` is false unless it is given: the caller gets no cache back.
+        Where a fused container or a graph runs, `use_cache` is false unless it is given: the caller gets no cache back.
         """
-        if not self._fused.why_not and kwargs.get("past_key_values") is None:
+        if not (self._fused.why_not and self._graphs is None) and kwargs.get("past_key_values") is None:
             kwargs.setdefault("use_cache", False)
         if self._graphs is None:
             output = self.module(*inputs, **kwargs)
@@ -247,7 +265,8 @@ class InferenceEngine(nn.Module):
         KV cache.
 
         Sampled rows draw their noise from (seed, tensor-parallel group, row, position); the seed comes from torch's
-        generator, which is the same on the ranks of a group from the start: let them make the same calls.
+        generator, which is the same on the ranks of a group from the start: let them make the same calls. Where ranks
+        share the model's own modules, the seed is the first rank's.
         Raises ValueError and NotImplementedError, in words, before anything runs.
         """
         require_generate(self.module)
@@ -270,10 +289,17 @@ class InferenceEngine(nn.Module):
             stride=stride_on(self._device),
             max_out_tokens=most,
             limit="max_out_tokens",
-            noise=lambda rows: Noise(drawn_seed(), own_row_ids(rows, self._group.tensor.number)),
+            noise=lambda rows: Noise(self._seed(), own_row_ids(rows, self._group.tensor.number)),
+            agree=self._agree,
             produced=self._profiler.generated,
         )
         return generate(self.module, args, kwargs, decoding)
+
+    def _seed(self) -> int:
+        """A seed; where ranks call with the same inputs, the first one's, whatever their generators were set to."""
+        seed = torch.tensor(drawn_seed(), device=self._device)
+        in_step = self._group.size > 1 and self._fused.group is None
+        return int(self._group.share(seed) if in_step else seed)
 
     def _decoder(self, tokens: int) -> Decoder | None:
         decoder = self._fused.decoder(self._window.uses_adapters, tokens)
@@ -297,6 +323,7 @@ class InferenceEngine(nn.Module):
         if self._spread is not None:
             self._spread.undo.close()
         self._snapshot.release()
+        self._fused.release_pages()
         self._fused.release()
         self._kv_cache.release()
         self._pages.release()
@@ -325,17 +352,18 @@ class InferenceEngine(nn.Module):
         return coverage_of(self._containers, self._fused)
 
 
-def open_weights(model: nn.Module, config: InferenceConfig) -> Weights:
+def open_weights(model: nn.Module, config: InferenceConfig, mixtures: dict[str, MoE]) -> Weights:
     """The checkpoint's tensors by the model's names for them."""
     shapes = {name: tensor.shape for name, tensor in stored_tensors(model).items()}
     stored = open_checkpoint(config.checkpoint, config.base_dir, config.training_mp_size, shapes)
-    return Weights(model, stored, config.strict)
+    return Weights(model, own_experts(mixtures, stored), config.strict)
 
 
 def reader(model: nn.Module, weights: Weights | None, cast: Cast) -> Read:
     """Gives a tensor by its name in the model, as inference wants it: the checkpoint's, or else the model's own, which
     it keeps alive."""
-    own = {name: tensor.detach() for name, tensor in stored_tensors(model).items()}
+    kept = stored_tensors(model) if weights is None else dict.fromkeys(weights.absent)
+    own = {name: tensor.detach() for name, tensor in stored_tensors(model).items() if name in kept}
 
     def read(name: str) -> torch.Tensor:
         return cast(name, own[name] if weights is None or name in weights.absent else weights.read(name))
@@ -352,7 +380,9 @@ def first_tensor(output: Any) -> torch.Tensor:
     """A model's first output: logits of a model with a head, hidden states of one without; not its loss."""
     if isinstance(output, ModelOutput):
         return next(value for name, value in output.items() if name != "loss")
-    return output[0] if isinstance(output, tuple | list) else output
+    if isinstance(output, tuple | list):  # a loss is the only one that is a number
+        return next(value for value in output if value.dim() > 0)
+    return output
 
 
 def given_group(settings: TensorParallelConfig) -> torch.distributed.ProcessGroup | None:
@@ -386,6 +416,15 @@ def sharing_group(config: InferenceConfig) -> InferenceGroup:
     return InferenceGroup(size, group=given if size > 1 else None, tensor_size=ranks)
 
 
+def join_ranks(config: InferenceConfig) -> None:
+    """Where ranks are to work together and a launcher has started them, let them find each other and their devices."""
+    launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    wanted = config.tensor_parallel.tp_size * config.moe.ep_size > 1
+    if wanted and launched and not torch.distributed.is_initialized():
+        comm.init_distributed(get_accelerator().communication_backend_name(), auto_mpi_discovery=False)
+        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
+
+
 def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
     """Raise for settings that cannot be followed, before anything is changed."""
     floating = config.dtype
@@ -416,6 +455,10 @@ def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
         refuse_what_cannot_be_quantized(model, config)
     elif values_set(config, "quant") is not None:
         warnings.warn(f"quant: given with dtype={floating}; it has no effect, only int8 quantizes", stacklevel=4)
+    if config.checkpoint is None:
+        for key in ("training_mp_size", "base_dir"):
+            if values_set(config, key) is not None:
+                raise ValueError(f"{key}: {getattr(config, key)!r} given without checkpoint, which it tells of")
     if config.injection_policy_tuple is not None:
         raise ValueError("injection_policy_tuple: DeepSpeed makes it for itself; give injection_policy")
     if config.enable_cuda_graph and not torch.cuda.is_available():
@@ -444,11 +487,9 @@ def refuse_ranks_that_are_not_there(settings: TensorParallelConfig) -> None:
     size, group = settings.tp_size if settings.enabled else 1, given_group(settings)
     if group is not None:
         found = torch.distributed.get_world_size(group)
-        if values_set(settings, "tp_size") not in (None, found):
+        if "tp_size" in settings.model_fields_set and settings.tp_size != found:
             raise ValueError(f"tensor_parallel.tp_size: {size} given; the group that is given too has {found} ranks")
         return
-    if size > 1 and not torch.distributed.is_initialized() and torch.distributed.is_torchelastic_launched():
-        comm.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     if world_size() % size:
         raise ValueError(f"tensor_parallel.tp_size: {size} given; it must divide the world size, {world_size()}")
 
@@ -481,6 +522,25 @@ def refuse_experts_that_are_not_there(model: nn.Module, config: InferenceConfig)
             f"moe.ep_size: {ranks} given with tp_size={tensor_ranks(config.tensor_parallel)}; together they must "
             f"divide the world size, {world_size()}"
         )
+
+
+def refuse_other_experts(mixtures: dict[str, MoE], config: InferenceConfig) -> None:
+    """Raise where DeepSpeed's layers have their experts otherwise than `moe` says."""
+    moe, said = config.moe, None if config.moe.moe_experts == [1] else config.moe.moe_experts
+    if moe.ep_group is not None or moe.ep_mp_group is not None:
+        raise NotImplementedError("moe: a group given; DeepSpeed's layers make their own, leave it out")
+    if expert_ranks(moe) > 1 and config.save_mp_checkpoint_path is not None:
+        raise NotImplementedError("save_mp_checkpoint_path: given with DeepSpeed's experts over several ranks")
+    for name, layer in mixtures.items():
+        kind = "residual" if layer.use_residual else "standard"
+        if expert_ranks(moe) != layer.ep_size:
+            raise ValueError(f"moe.ep_size: {expert_ranks(moe)} given; {name} was built with ep_size={layer.ep_size}")
+        if said is not None and layer.num_experts not in said:
+            raise ValueError(f"moe.moe_experts: {said} given; {name} has {layer.num_experts} experts")
+        if moe.type != kind and values_set(moe, "type") is not None:
+            raise ValueError(f"moe.type: {moe.type!r} given; {name} is {kind}")
+        if world_size() % layer.ep_size:
+            raise ValueError(f"moe.ep_size: {layer.ep_size} given; it must divide the world size, {world_size()}")
 
 
 def refuse_what_cannot_be_quantized(model: nn.Module, config: InferenceConfig) -> None:

@@ -157,8 +157,10 @@ class ModelTimes:
         """The block is a forward; or, where it goes on, more of the one before."""
         before = self._taken() if goes_on and self.times else []
         self.begin()
-        yield
-        self.end()
+        try:
+            yield
+        finally:
+            self.end()
         if before:
             self.times = [*before[:-1], before[-1] + self._taken()[0]]
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from hybrid.parallel import InferenceGroup
+from hybrid.weights.quantize import is_linear
 from hybrid.weights.tensor_parallel import Shard, chunk
 
 Take = Callable[[torch.Tensor], None]
@@ -96,7 +97,7 @@ def read_policy(model: nn.Module, policy: Policy) -> dict[str, Shared]:
                 raise ValueError(f"injection_policy: the model has no module whose name ends in {projection!r}")
         for path, layer in modules.items():
             for name, module in layer.named_modules() if type(layer) is kind else ():
-                if isinstance(module, nn.Linear | Conv1D | nn.Embedding) and not name.endswith(one.whole):
+                if (is_linear(module) or isinstance(module, nn.Embedding)) and not name.endswith(one.whole):
                     found[f"{path}.{name}"] = Shared(name.endswith(one.sums), one.counts)
     if not found:
         raise ValueError(f"injection_policy: the model has none of {[kind.__name__ for kind in policy]}")
@@ -107,7 +108,10 @@ def layer_policy(said: str | tuple[str, ...] | LayerPolicy) -> LayerPolicy:
     """What is said of one class of layers."""
     if isinstance(said, LayerPolicy):
         return said
-    return LayerPolicy((said,) if isinstance(said, str) else tuple(said))
+    names = (said,) if isinstance(said, str) else said
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"injection_policy: {said!r} given; it must be names of projections, or a hybrid.LayerPolicy")
+    return LayerPolicy(tuple(names))
 
 
 def require_whole_heads(model: nn.Module, names: Mapping[str, Shared], size: int) -> None:

@@ -165,11 +165,16 @@ def first_output(model: nn.Module, device: torch.device) -> torch.Tensor:
     """What a model makes of a few random tokens: its logits, or hidden states.  [tokens, n]
 
     Raises Unreadable where it makes nothing of them: it wants other inputs, or slices are of sizes that do not fit."""
-    vocabulary = hugging_face_model(model).config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, CHECKED_TOKENS), generator=torch.Generator().manual_seed(0))
+    config = getattr(hugging_face_model(model), "config", None)
+    if config is None:
+        raise Unreadable(f"{type(model).__name__} is no Hugging Face model")
+    ids = torch.randint(
+        config.get_text_config().vocab_size, (1, CHECKED_TOKENS), generator=torch.Generator().manual_seed(0)
+    ).to(device)
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
     try:
         with evaluating(model), torch.no_grad():
-            return model(input_ids=ids.to(device))[0].flatten(0, -2)
+            return model(**inputs)[0].flatten(0, -2)
     except (RuntimeError, TypeError, ValueError) as error:
         raise Unreadable(f"it does not run on {CHECKED_TOKENS} token ids: {error}") from error
 

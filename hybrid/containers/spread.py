@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 from transformers import DynamicCache
-from transformers.pytorch_utils import Conv1D
 
 from hybrid.architectures.spec import Unreadable
 from hybrid.architectures.structure import read_structure
@@ -15,6 +14,7 @@ from hybrid.architectures.tp_plan import TensorPlan, read_tp_plan
 from hybrid.containers.injected import (
     PER_RANK,
     LayerPolicy,
+    Policy,
     Take,
     owned,
     read_policy,
@@ -24,6 +24,7 @@ from hybrid.containers.injected import (
 )
 from hybrid.containers.shared_modules import SharedModules
 from hybrid.parallel import InferenceGroup
+from hybrid.weights.quantize import is_linear
 from hybrid.weights.tensor_parallel import Slice, planned_slices, require_divisible
 
 # What models call the projections that end an attention or an MLP, and so add up over ranks; DeepSpeed's automatic
@@ -34,29 +35,29 @@ SUMS = ("o_proj", "out_proj", "wo", "down_proj", "fc2", "fc_out", "w2", "dense_4
 class Spread:
     """How a model is spread over a group.
 
-    plan: the model's `tp_plan`, None where it has none; `policy` is then made of its layers' names.
-    Raises Unreadable, in words, where neither is there, and ValueError where heads cannot be shared out.
+    policy: the user's, or None: the model's `tp_plan`, or, where it has none, a policy made of its layers' names.
+    Raises Unreadable, in words, where there is nothing to go by, and ValueError where heads cannot be shared out.
     """
 
-    def __init__(self, model: nn.Module, size: int):
+    def __init__(self, model: nn.Module, size: int, policy: Policy | None = None):
         self.model, self.undo = model, ExitStack()
         self.plan: TensorPlan | None = None
-        self.policy: dict[type, LayerPolicy] = {}
+        self.policy: Policy = policy or {}
+        self.what = "the injection policy" if policy else "the model's tp_plan"
+        if policy:
+            require_whole_heads(model, read_policy(model, policy), size)
+            return
         try:
             self.plan = read_tp_plan(model)
         except Unreadable as reason:
             self.policy = policy_by_names([part.module for part in read_structure(model).layers])
+            self.what = "the names of its layers' projections"
             if not self.policy:
                 raise Unreadable(f"{reason}, and its layers have no projections that are known") from reason
             require_whole_heads(model, read_policy(model, self.policy), size)
             return
         for one in self.plan.attentions:
             require_divisible(one.heads, one.kv_heads, size, "tensor_parallel.tp_size")
-
-    @property
-    def what(self) -> str:
-        """Words for it."""
-        return "the model's tp_plan" if self.plan is not None else "the names of its layers' projections"
 
     def takers(self, group: InferenceGroup, names: Mapping[torch.Tensor, str]) -> dict[str, Take]:
         """Spread the model; gives, by a weight's name, what takes the whole of it and keeps this rank's part.
@@ -92,7 +93,7 @@ def policy_by_names(layers: Iterable[nn.Module]) -> dict[type, LayerPolicy]:
     """An injection policy of what layers call their projections; {} where no name is known."""
     found: dict[type, LayerPolicy] = {}
     for layer in layers:
-        linear = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+        linear = [name for name, module in layer.named_modules() if is_linear(module)]
         sums = tuple(name for name in linear if f".{name}".endswith(tuple(f".{one}" for one in SUMS)))
         if sums:
             found[type(layer)] = LayerPolicy(sums, counts=(*PER_RANK, "embed_dim"))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 WARM_UPS = 3  # runs before a capture: kernels are compiled and libraries make their workspaces
 Step = Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]]
@@ -155,6 +155,7 @@ class GraphedForward:
         Raises NotImplementedError, in words, where the forward cannot be captured.
         """
         given, structure = tree_flatten((args, kwargs))
+        require_plain(given, "given to")
         key = (structure, *map(kind_of_input, given))
         if key not in self.graphs:
             self.graphs[key] = self._captured(given, structure)
@@ -176,6 +177,7 @@ class GraphedForward:
         def run() -> None:
             made.outputs = self.module(*args, **kwargs)
 
+        require_plain(tree_leaves(self.module(*args, **kwargs)), "made by")
         pool = next((graph.captured.pool for graph in self.graphs.values()), None)
         try:
             made.captured = self.capture(run, pool)
@@ -193,6 +195,16 @@ class CapturedForward:
     inputs: list
     captured: Captured | None = None
     outputs: object = None
+
+
+def require_plain(values: list, where: str) -> None:
+    """Raise NotImplementedError for what cannot be copied into a graph's inputs or out of it: caches, above all."""
+    odd = sorted({type(one).__name__ for one in values if not isinstance(one, torch.Tensor | int | float | str | None)})
+    if odd:
+        raise NotImplementedError(
+            f"enable_cuda_graph: {', '.join(odd)} {where} a forward; a graph has tensors and numbers alone: give "
+            "use_cache=False"
+        )
 
 
 def kind_of_input(value: object) -> object:

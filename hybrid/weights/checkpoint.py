@@ -7,6 +7,7 @@ with `weights_only=True`.
 
 import json
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from safetensors.torch import save_file
 
 # Classes that DeepSpeed's own checkpoints hold beside tensors (0.19.8).
 DEEPSPEEDS = [DynamicLossScaler, LossScaler, ZeroStageEnum]
+# What torch's reader of pickles raises for bytes that are not one.
+DAMAGED = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError)
+DAMAGED += (AssertionError, struct.error)
 JSON_NAME = "ds_inference_config.json"  # DeepSpeed's name for it
 WRAPPERS = ("module", "model", "state_dict")  # keys under which a saved dictionary has the state dict
 MODEL_FILES = "mp_rank_*_model_states.pt"
@@ -71,7 +75,7 @@ def in_directory(path: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Te
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{name}.index.json"
         if index.is_file():
-            return indexed(index, read_json(index))
+            return indexed(index, read_index(index))
         if (path / name).is_file():
             return in_file(path / name)
     if (path / "latest").is_file():
@@ -107,6 +111,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_index(path: Path) -> dict[str, Any]:
+    """The index of Hugging Face's sharded files."""
+    content = read_json(path)
+    if not isinstance(content.get("weight_map"), dict):
+        raise ValueError(f"checkpoint: {path} has no weight_map, which names the files of tensors")
+    return content
+
+
 def in_file(path: Path) -> Tensors:
     """The tensors of one file: safetensors, or a pickle of a state dict."""
     if path.suffix != ".safetensors":
@@ -125,7 +137,7 @@ def pickled(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals(DEEPSPEEDS):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError) as error:
+    except DAMAGED as error:
         raise damaged(path, error) from error
 
 
@@ -180,16 +192,18 @@ def some(names: Iterable[str], most: int = 20) -> str:
 
 def described(content: dict[str, Any], base_dir: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
     """The tensors that DeepSpeed's JSON describes: `checkpoints`, a list of files, or ranks' parts ("tp") and what all
-    ranks have ("non_tp"); `parallelization`, "pp" (files have different tensors) or "tp"; `tp_size`; `version`;
-    `base_dir`."""
+    ranks have ("non_tp"); `parallelization`, "pp" (files have different tensors) or "tp" (so where `type` is Megatron);
+    `tp_size`; `version`; `base_dir`."""
     if not isinstance(content.get("checkpoints"), list | dict):
         raise ValueError(
             f"checkpoint: DeepSpeed's JSON has `checkpoints`, a list of files; this one has {some(content)}"
         )
     base, files = base_dir / content.get("base_dir", ""), content["checkpoints"]
-    way = content.get("parallelization", "pp")
+    way = content.get("parallelization", "tp" if content.get("type") == "Megatron" else "pp")
     if way not in ("pp", "tp"):
         raise ValueError(f"checkpoint: parallelization={way!r} given; it is 'pp' or 'tp'")
+    if isinstance(files, dict) and "tp" not in files:
+        raise ValueError(f"checkpoint: checkpoints has {some(files)}; it must have `tp`, the ranks' parts")
     split, whole = (files["tp"], files.get("non_tp", [])) if isinstance(files, dict) else (files, [])
     require_files([base / name for name in (*split, *whole)])
     if way == "pp":

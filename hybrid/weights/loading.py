@@ -199,9 +199,17 @@ def put(model: nn.Module, name: str, tensor: torch.Tensor, value: torch.Tensor) 
         model.get_submodule(owner)._buffers[leaf] = value
 
 
-def give(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Let a parameter be another tensor; it stays the same object."""
-    torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=False))
+def give(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a parameter, or a buffer, be another tensor; it stays the same object.
+
+    What somebody else holds (autograd, after a forward with gradients) cannot be swapped; to and from the meta device
+    nothing else is possible.
+    """
+    if param.is_meta or value.is_meta:
+        new = nn.Parameter(value, requires_grad=False) if isinstance(param, nn.Parameter) else value
+        torch.utils.swap_tensors(param, new)
+    else:
+        param.requires_grad_(False).data = value
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., in] by a quantized weight; [..., out] in x's dtype."""
     if scale.shape[1] > 1 or x.dtype != torch.bfloat16 or x.device.type != "cpu":
-        return F.linear(x, dequantized(weight, scale), bias)
+        return F.linear(x, dequantized(weight, scale).to(x.dtype), bias)
     # Reads int8 as it goes; in float32, and elsewhere, torch's is slower than making floats first (2.13).
     y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), weight.contiguous(), scale[:, 0].contiguous())
     y = y.view(*x.shape[:-1], len(weight))
@@ -41,7 +41,7 @@ def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias
 class Int8Linear(nn.Module):
     """A linear layer in int8, in the place of nn.Linear, or of Hugging Face's Conv1D, whose weight is [in, out].
 
-    `scale` is no parameter: a decoder reads it where it finds `weight`.
+    `scale` is a buffer: a decoder reads it where it finds `weight`.
     """
 
     def __init__(self, linear: nn.Linear | Conv1D, groups: int):
@@ -53,13 +53,19 @@ class Int8Linear(nn.Module):
     def take(self, weight: torch.Tensor) -> None:
         """Quantize a weight as the layer in whose place this is has it."""
         weight = weight.T if self.turned else weight
-        values, scale = quantized(weight, self.groups, weight.dtype)
+        # float16's smallest numbers are too large for scales of small weights.
+        values, scale = quantized(weight, self.groups, torch.float32 if weight.dtype == torch.float16 else weight.dtype)
         self.weight = nn.Parameter(values, requires_grad=False)
-        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("scale", scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As nn.Linear's."""
         return int8_linear(x, self.weight, self.scale, self.bias)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer and nothing more: a subclass may compute otherwise, or be read by others."""
+    return type(module) in (nn.Linear, Conv1D)
 
 
 def quantizable(model: nn.Module) -> dict[str, nn.Module]:
@@ -69,9 +75,7 @@ def quantizable(model: nn.Module) -> dict[str, nn.Module]:
         for param in module._parameters.values():
             owners[id(param)] = owners.get(id(param), 0) + 1
     return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and owners[id(module.weight)] == 1
+        name: module for name, module in model.named_modules() if is_linear(module) and owners[id(module.weight)] == 1
     }
 
 

@@ -28,8 +28,8 @@ class StreamedSnapshot(Snapshot):
         self.phase, self.count = phase, count
         self.spare: dict[tuple, list[torch.Tensor]] = {}  # by size and dtype: memory that nobody uses now
         self.spare_bytes = 0
-        groups = {param.ds_process_group for param in self.model.parameters() if is_partitioned(param)}
-        self.host = HostMemory.shared_by(groups.pop()) if len(groups) == 1 else None
+        self.host: HostMemory | None = None
+        self.has_looked = False  # for what ranks share; a plan of memory must not wait for them
 
     def refresh(self, phase: Phase, adapters: bool) -> int:
         """Nothing to do: nothing is kept."""
@@ -44,6 +44,9 @@ class StreamedSnapshot(Snapshot):
             dict.fromkeys(param for owner in owners for param in self._sources(owner, adapters)) for owners in stretches
         ]
         last = {param: number for number, params in enumerate(needed) for param in params}  # stretch that reads it
+        if not self.has_looked:
+            groups = {param.ds_process_group for param in self.model.parameters() if is_partitioned(param)}
+            self.host, self.has_looked = HostMemory.shared_by(groups.pop()) if len(groups) == 1 else None, True
         if self.host:
             self.host.settle()  # nobody reads the last pass' weights anymore
         coming = self._fetch(needed[0])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybrid.kernels.cuda_graph import Captured, GraphedForward
-from tests.models import prompts, tiny_other
+from tests.models import prompts, tiny_model, tiny_other
 
 
 class Capture:
@@ -92,3 +92,18 @@ def test_what_cannot_be_captured_is_refused_in_words():
 def test_without_a_device_there_are_no_graphs():
     with pytest.raises(NotImplementedError, match="CUDA graphs need a CUDA device"):
         GraphedForward(tiny_other("bert"))(IDS)
+
+
+def test_caches_are_refused_in_words():
+    """A graph would go on from the cache that it was captured with."""
+    model, capture = tiny_model("llama").eval(), Capture()
+    graphed = GraphedForward(model, capture=capture)
+    with torch.no_grad():
+        with pytest.raises(NotImplementedError, match="DynamicCache made by a forward.*use_cache=False"):
+            graphed(IDS)
+        cache = model(IDS).past_key_values
+        with pytest.raises(NotImplementedError, match="DynamicCache given to a forward"):
+            graphed(IDS[:, :1], past_key_values=cache)
+    assert not capture.pools
+    assert cache.get_seq_length() == IDS.shape[1]
+    assert torch.equal(logits_of(graphed, IDS, use_cache=False), logits_of(model, IDS))

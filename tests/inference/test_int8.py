@@ -194,6 +194,46 @@ def test_experts_stay_as_they_are_and_that_is_said():
         hybrid.init_inference(tiny_model("mixtral"), dtype="int8")
 
 
+def test_float16s_small_rows_keep_their_levels():
+    """float16's smallest normal number is 6e-5: as a scale it would be too large for weights of a thousandth."""
+    model = nn.Sequential(nn.Linear(64, 9)).half()
+    torch.nn.init.uniform_(model[0].weight, -1e-3, 1e-3)
+    weight = model[0].weight.double().clone()
+    with torch.no_grad():
+        hybrid.init_inference(model, dtype="int8")
+    error = (dequantized(model[0].weight, model[0].scale).double() - weight).abs()
+    assert (error <= model[0].scale.double() / 2 * (1 + 1e-5)).all()
+    assert model[0].scale.max() < 1e-5
+
+
+class Doubled(nn.Linear):
+    """More than a linear layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_what_is_more_than_a_linear_layer_stays():
+    model = nn.Sequential(nn.Linear(8, 8), Doubled(8, 8))
+    hybrid.init_inference(model, dtype="int8")
+    assert [type(module) for module in model] == [Int8Linear, Doubled]
+
+
+def test_a_model_that_has_just_been_trained():
+    """Its parameters are held by autograd, and by others."""
+    model = tiny_model("llama")
+    reference = rounded(model, 1)
+    loss = model(IDS, attention_mask=MASK, labels=IDS).loss
+    engine = hybrid.init_inference(model, dtype="int8", kernel_inject=True)
+    assert loss.requires_grad
+    torch.testing.assert_close(logits_of(engine), logits_of(reference), atol=2e-3, rtol=1e-3)
+
+
+def test_scales_are_stored_with_the_weights():
+    engine = hybrid.init_inference(tiny_model("llama"), dtype="int8")
+    assert "model.layers.0.mlp.up_proj.scale" in engine.module.state_dict()
+
+
 def test_quant_without_int8_is_warned_of():
     with pytest.warns(match="quant: given with dtype=torch.float32; it has no effect"):
         hybrid.init_inference(tiny_model("llama"), dtype="fp32", quant={"weight": {"q_groups": 2}})

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import hybrid
-from tests.engine.test_native_tensor_parallel import FAMILIES
-from tests.models import prompts, tiny_model, twin
+from tests.engine.test_native_tensor_parallel import FAMILIES, slow_unless
+from tests.models import prompts, tiny_model, tiny_other, twin
 
 IDS, MASK = prompts(3, 7, padded=True)
 SETTINGS = {"dtype": torch.float32, "tp": {"tp_size": 2}}
@@ -58,7 +58,10 @@ def check_planned(family: str, folder: str) -> None:
     check_spread(tiny_model(family, sizes=FAMILIES[family]).eval(), folder, "the model's tp_plan")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = ("cohere", "glm", "starcoder2", "apertus")
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=slow_unless(name in QUICK)) for name in FAMILIES])
 def test_two_ranks_make_what_one_makes(ranks, tmp_path, family):
     tiny_model(family, sizes=FAMILIES[family]).save_pretrained(tmp_path)
     ranks.run(check_planned, family, str(tmp_path))
@@ -72,6 +75,54 @@ def check_named(name: str, folder: str) -> None:
 def test_models_without_a_plan_are_spread_by_names(ranks, tmp_path, name):
     named(name).save_pretrained(tmp_path)
     ranks.run(check_named, name, str(tmp_path))
+
+
+def check_given_back() -> None:
+    """What is refused once weights have moved: the model has its modules, forwards and bytes again."""
+    for model, words in ((tiny_other("t5"), "tensor_parallel: "), (PackedModel(), "differs from the whole one")):
+        before = twin(model)
+        policy = {PackedLayer: "down"} if isinstance(model, PackedModel) else None
+        with pytest.raises(NotImplementedError, match=words):
+            hybrid.init_inference(model, injection_policy=policy, **SETTINGS)
+        assert [type(module) for module in model.modules()] == [type(module) for module in before.modules()]
+        assert not any("forward" in module.__dict__ for module in model.modules())
+        state = before.state_dict()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+        more = {"decoder_input_ids": IDS} if policy is None else {}
+        with torch.no_grad():
+            assert torch.equal(model(IDS, **more)[0], before(IDS, **more)[0])
+
+
+class PackedLayer(torch.nn.Module):
+    """Gate and up in one matrix: a policy of names cuts between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up, self.down = torch.nn.Linear(32, 96), torch.nn.Linear(48, 32)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        return hidden + self.down(gate.sigmoid() * up)
+
+
+class PackedModel(PreTrainedModel):
+    """One such layer between an embedding and a head."""
+
+    config_class = LlamaConfig
+
+    def __init__(self):
+        super().__init__(LlamaConfig(vocab_size=97, hidden_size=32))
+        torch.manual_seed(0)
+        self.embedding, self.head = torch.nn.Embedding(97, 32), torch.nn.Linear(32, 97)
+        self.layers = torch.nn.ModuleList([PackedLayer()])
+        self.eval()
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.head(self.layers[0](self.embedding(input_ids))),)
+
+
+def test_a_refused_model_is_as_it_was(ranks):
+    ranks.run(check_given_back)
 
 
 def check_refusals() -> None:

@@ -1,0 +1,40 @@
+"""A model that is being changed for good, and is as it was if that fails."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from hybrid.weights.loading import give
+
+
+@contextmanager
+def as_it_was_on_failure(model: nn.Module, with_values: bool) -> Iterator[None]:
+    """Whatever is raised in the block, the model has its modules, attributes, hooks and tensors again.
+
+    with_values: with their values, which are kept alive for that long.
+    """
+    states = [(module, state_of(module)) for module in model.modules()]
+    own = (*model.parameters(), *model.buffers()) if with_values else ()
+    tensors = [(tensor, tensor.detach(), tensor.requires_grad) for tensor in own]
+    try:
+        yield
+    except BaseException:
+        for module, state in states:
+            module.__dict__.clear()
+            module.__dict__.update({name: copied(value) for name, value in state.items()})
+        for tensor, before, learns in tensors:
+            give(tensor, before)
+            tensor.requires_grad_(learns)
+        raise
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes; its dictionaries (of parameters, children, hooks) are copies."""
+    return {name: copied(value) for name, value in module.__dict__.items()}
+
+
+def copied(value: Any) -> Any:
+    """A dictionary of its own, where it is one."""
+    return value.copy() if isinstance(value, dict) else value
