@@ -13,6 +13,7 @@ NAMES = (
     "pinned, LoRA merged",
     "pinned, LoRA unmerged",
     "GatheredParameters(all) + Hugging Face",
+    "ZeRO-3 that keeps all + Hugging Face",
     "plain ZeRO-3 Hugging Face",
 )
 

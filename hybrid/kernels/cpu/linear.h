@@ -5,11 +5,11 @@
 #pragma once
 #include <algorithm>
 #include <type_traits>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 #include "bfloat16.h"
+#if LANES == 8 && defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 constexpr int ROWS = 4;
 constexpr int64_t WIDENED_ROWS = 32;
