@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 LEVELS = 127  # on each side of 0
@@ -64,8 +65,9 @@ class Int8Linear(nn.Module):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer and nothing more: a subclass may compute otherwise, or be read by others."""
-    return type(module) in (nn.Linear, Conv1D)
+    """Whether a module is a linear layer and nothing more: a subclass may compute otherwise, or be read by others.
+    Falcon's differs in rounding alone."""
+    return type(module) in (nn.Linear, Conv1D, FalconLinear)
 
 
 def quantizable(model: nn.Module) -> dict[str, nn.Module]:
