@@ -34,7 +34,7 @@ from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise
 from hybrid.decoding.pages import PageStore
 from hybrid.decoding.rows import Decoder
-from hybrid.generation import TimedDecoder, drawn_seed, generate, prompts_of, require_generate, stride_on
+from hybrid.generation import TimedDecoder, drawn_seed, generate, prompts_of, stride_on
 from hybrid.kernels.cuda_graph import GraphedForward
 from hybrid.parallel import InferenceGroup, all_ranks, engine_name, own_row_ids, world_size
 from hybrid.profiling import ModelTimes, Profiler
@@ -269,7 +269,6 @@ class InferenceEngine(nn.Module):
         share the model's own modules, the seed is the first rank's.
         Raises ValueError and NotImplementedError, in words, before anything runs.
         """
-        require_generate(self.module)
         prompts = prompts_of(self.module, args, kwargs)
         most, least = self._config.max_out_tokens, self._config.min_out_tokens
         if prompts is not None and prompts.shape[1] + least > most:

@@ -3,11 +3,12 @@
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+
+from hybrid.parallel import InferenceGroup
 
 
 class HostMemory:
@@ -17,13 +18,13 @@ class HostMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+        self.group, self.ranks = group, InferenceGroup(dist.get_world_size(group), group=group)
 
     @classmethod
     def shared_by(cls, group: dist.ProcessGroup) -> "HostMemory | None":
         """The memory that the ranks of `group` share, if they run on CPUs of one host and see each other's files."""
         host = cls(group)
-        homes = host._told(home())
+        homes = host.ranks.gather_objects(home())
         if homes[0] is None or len(set(homes)) > 1:
             return None
         return None if host._opened(1) is None else host
@@ -50,16 +51,10 @@ class HostMemory:
             memory = torch.from_file(path[0], shared=True, size=nbytes, dtype=torch.uint8)
         except RuntimeError:  # not allowed to look into /proc of the first rank
             memory = None
-        everybody = all(self._told(memory is not None))
+        everybody = all(self.ranks.gather_objects(memory is not None))
         if file is not None:
             os.close(file)  # what is mapped stays
         return memory if everybody else None
-
-    def _told(self, thing: Any) -> list[Any]:
-        """Every rank's thing."""
-        things = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(things, thing, group=self.group)
-        return things
 
 
 def home() -> tuple | None:

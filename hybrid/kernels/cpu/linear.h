@@ -90,9 +90,9 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t l
       for (int m = 0; m < M; m++) out[n].at[m] += x[m * ldx + k] * w[n * ldw + k];
 }
 
-// The two halves of a block of 2 · LANES weights, as `halved` orders x: even elements, then odd ones.
-static inline Vec even(const bf16* w) { return (Vec)(*(const VecUAny*)w << 16); }
-static inline Vec odd(const bf16* w) { return (Vec)(*(const VecUAny*)w & 0xffff0000u); }
+// A block of 2 · LANES weights in the order of x: of bfloat16 models even elements, then odd ones, as `halved` leaves x.
+static inline Vec first_half(const bf16* w) { return (Vec)(*(const VecUAny*)w << 16); }
+static inline Vec second_half(const bf16* w) { return (Vec)(*(const VecUAny*)w & 0xffff0000u); }
 #if LANES == 8 && defined(__AVX2__)
 // Bytes of a block, FIRST + STEP · lane for each lane, at the top of integers.
 template <int FIRST, int STEP> static inline Vec floats_of(const void* w) {
@@ -101,74 +101,45 @@ template <int FIRST, int STEP> static inline Vec floats_of(const void* w) {
   const __m256i top = _mm256_setr_epi8(Z, Z, Z, A, Z, Z, Z, B, Z, Z, Z, C, Z, Z, Z, D, Z, Z, Z, A + E, Z, Z, Z, B + E, Z, Z, Z, C + E, Z, Z, Z, D + E);
   return (Vec)_mm256_cvtepi32_ps(_mm256_shuffle_epi8(block, top));
 }
-static inline Vec even(const Int8<bf16>* w) { return floats_of<0, 2>(w); }
-static inline Vec odd(const Int8<bf16>* w) { return floats_of<1, 2>(w); }
-static inline Vec floats(const Int8<float>* w) { return floats_of<0, 1>(w); }
-static inline Vec next_floats(const Int8<float>* w) { return floats_of<8, 1>(w); }
+static inline Vec first_half(const Int8<bf16>* w) { return floats_of<0, 2>(w); }
+static inline Vec second_half(const Int8<bf16>* w) { return floats_of<1, 2>(w); }
+static inline Vec first_half(const Int8<float>* w) { return floats_of<0, 1>(w); }
+static inline Vec second_half(const Int8<float>* w) { return floats_of<8, 1>(w); }
 #else
 static inline VecI both(const Int8<bf16>* w) { return __builtin_convertvector(*(const VecSAny*)w, VecI); }
-static inline Vec even(const Int8<bf16>* w) { return __builtin_convertvector(both(w) << 24, Vec); }
-static inline Vec odd(const Int8<bf16>* w) { return __builtin_convertvector(both(w) >> 8 << 24, Vec); }
-static inline Vec floats(const Int8<float>* w) { return __builtin_convertvector(__builtin_convertvector(*(const VecBAny*)w, VecI) << 24, Vec); }
-static inline Vec next_floats(const Int8<float>* w) { return floats(w + LANES); }
+static inline Vec first_half(const Int8<bf16>* w) { return __builtin_convertvector(both(w) << 24, Vec); }
+static inline Vec second_half(const Int8<bf16>* w) { return __builtin_convertvector(both(w) >> 8 << 24, Vec); }
+static inline Vec first_half(const Int8<float>* w) { return __builtin_convertvector(__builtin_convertvector(*(const VecBAny*)w, VecI) << 24, Vec); }
+static inline Vec second_half(const Int8<float>* w) { return first_half(w + LANES); }
 #endif
 #if PAIRS
 static inline Vec pairs(const bf16* w) { return (Vec) * (const VecUAny*)w; }
-static inline Vec pairs(const Int8<bf16>* w) { return (Vec)((VecU)even(w) >> 16 | ((VecU)odd(w) & 0xffff0000u)); }
+static inline Vec pairs(const Int8<bf16>* w) { return (Vec)((VecU)first_half(w) >> 16 | ((VecU)second_half(w) & 0xffff0000u)); }
 #endif
 
-// x as `halved` leaves it.
+// Of weights that become floats as they are read, x as `halved` leaves it.
 template <int M, int N, typename V>
-static inline __attribute__((always_inline)) void halved_dots(const float* x, int64_t ldx, const V* w, int64_t ldw, int64_t in, Four* out) {
+static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const V* w, int64_t ldw, int64_t in, Four* out) {
   Vec acc[N][ROWS] = {};
   int64_t k = 0;
   for (; k + 2 * LANES <= in; k += 2 * LANES) {
     Vec column[N];
 #if PAIRS
-    for (int n = 0; n < N; n++) column[n] = held(pairs(w + n * ldw + k));
-    for (int m = 0; m < M; m++) {
-      Vec row = held(load(x + m * ldx + k));
-      for (int n = 0; n < N; n++) acc[n][m] = dot_pairs(acc[n][m], (VecU)row, (VecU)column[n]);
-    }
-#else
-    for (int n = 0; n < N; n++) column[n] = held(even(w + n * ldw + k));
-    for (int m = 0; m < M; m++) {
-      Vec row = held(load(x + m * ldx + k));
-      for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
-    }
-    for (int n = 0; n < N; n++) column[n] = held(odd(w + n * ldw + k));
-    for (int m = 0; m < M; m++) {
-      Vec row = held(load(x + m * ldx + k + LANES));
-      for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
+    if constexpr (!std::is_same_v<V, Int8<float>>) {
+      for (int n = 0; n < N; n++) column[n] = held(pairs(w + n * ldw + k));
+      for (int m = 0; m < M; m++) {
+        Vec row = held(load(x + m * ldx + k));
+        for (int n = 0; n < N; n++) acc[n][m] = dot_pairs(acc[n][m], (VecU)row, (VecU)column[n]);
+      }
+      continue;
     }
 #endif
-  }
-  for (int n = 0; n < N; n++) out[n] = sums(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
-  for (; k < in; k++)
-    for (int n = 0; n < N; n++)
-      for (int m = 0; m < M; m++) out[n].at[m] += x[m * ldx + k] * to_float(w[n * ldw + k]);
-}
-template <int M, int N>
-static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const bf16* w, int64_t ldw, int64_t in, Four* out) {
-  halved_dots<M, N>(x, ldx, w, ldw, in, out);
-}
-template <int M, int N>
-static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const Int8<bf16>* w, int64_t ldw, int64_t in, Four* out) {
-  halved_dots<M, N>(x, ldx, w, ldw, in, out);
-}
-
-template <int M, int N>
-static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const Int8<float>* w, int64_t ldw, int64_t in, Four* out) {
-  Vec acc[N][ROWS] = {};
-  int64_t k = 0;
-  for (; k + 2 * LANES <= in; k += 2 * LANES) {
-    Vec column[N];
-    for (int n = 0; n < N; n++) column[n] = held(floats(w + n * ldw + k));
+    for (int n = 0; n < N; n++) column[n] = held(first_half(w + n * ldw + k));
     for (int m = 0; m < M; m++) {
       Vec row = held(load(x + m * ldx + k));
       for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
     }
-    for (int n = 0; n < N; n++) column[n] = held(next_floats(w + n * ldw + k));
+    for (int n = 0; n < N; n++) column[n] = held(second_half(w + n * ldw + k));
     for (int m = 0; m < M; m++) {
       Vec row = held(load(x + m * ldx + k + LANES));
       for (int n = 0; n < N; n++) acc[n][m] += row * column[n];
@@ -273,18 +244,13 @@ static void strips(const float* x, int64_t ldx, const V* w, Scales scales, const
 }
 
 // Rows of W as floats in the order of x, so that sums are those of W itself, to the bit.
-template <typename V> static void widen_block(const V* w, float* wide) {
-  store(wide, even(w));
-  store(wide + LANES, odd(w));
-}
-static void widen_block(const Int8<float>* w, float* wide) {
-  store(wide, floats(w));
-  store(wide + LANES, next_floats(w));
-}
 template <typename V> static const float* widened(const V* w, int64_t count) {
   static thread_local std::vector<float> wide;
   if (int64_t(wide.size()) < count) wide.resize(count);
-  for (int64_t k = 0; k < count; k += 2 * LANES) widen_block(w + k, wide.data() + k);
+  for (int64_t k = 0; k < count; k += 2 * LANES) {
+    store(wide.data() + k, first_half(w + k));
+    store(wide.data() + k + LANES, second_half(w + k));
+  }
   return wide.data();
 }
 
