@@ -53,7 +53,7 @@ def members(kind: type) -> list[tuple[str, object]]:
 def entry(name: str, member: object) -> str:
     """A heading with the signature, and the docstring."""
     signature = re.sub(r"^\((self|cls)(, )?", "(", str(inspect.signature(member)))
-    return f"### `{name}`\n\n```\n{name.rpartition('.')[2]}{plain(signature)}\n```\n\n{text_of(member)}"
+    return f"### `{name}`\n\n```text\n{name.rpartition('.')[2]}{plain(signature)}\n```\n\n{text_of(member)}"
 
 
 def plain(signature: str) -> str:

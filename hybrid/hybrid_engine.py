@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Unreadable
+from hybrid.architectures.structure import generating_part
 from hybrid.architectures.tp_plan import hugging_face_model, read_tp_plan
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.batch import is_packable
@@ -62,7 +63,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     def __init__(self, args: Any, model: nn.Module, *, blocks: tuple[HybridEngineConfig, RolloutConfig], **kwargs: Any):
         read_adapters(model)  # refuses what cannot be merged before DeepSpeed partitions anything
-        refuse_heads_that_cannot_be_shared(model, blocks[0].inference_tp_size)
+        refuse_heads_that_cannot_be_shared(generating_part(model), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
         if self._rollout_settings.offload_states:
@@ -70,8 +71,9 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._in_eval = False
         self._unhooked = ExitStack()  # gives back the hooks of switched modules
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
+        self._policy = generating_part(self.module)
         self._modes = Modes(
-            self.module,
+            self._policy,
             *blocks,
             self.zero_optimization_stage(),
             self._profiler.phase,
@@ -85,7 +87,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._arrange(snapshot, fused, streams=self._modes.in_use != Mode())
         self._pages = self._make_pages()
         self._replace_refused_decoder()
-        self._routes = [Route(self.module, self.generate)] if hasattr(self.module, "generate") else []
+        self._routes = [Route(self._policy, self.generate)] if hasattr(self._policy, "generate") else []
         for route in self._routes:
             route.open()
 
@@ -99,11 +101,11 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         weights give; else whole layers, gathered as they run. why: there is no decoder of ours. A collective."""
         shard = Shard(self._group.size, self._group.index)
         try:
-            plan = read_tp_plan(self.module)
+            plan = read_tp_plan(self._policy)
             with autocast_if_enabled(self):
-                expected = first_output(self.module, self.device)
+                expected = first_output(self._policy, self.device)
             snapshot = LentSlices(*self._modes.kept, slices=planned_slices(plan, shard))
-            shared = SharedModules(self.module, plan, snapshot.adapted, self._group, self.device, self._empty_cache)
+            shared = SharedModules(self._policy, plan, snapshot.adapted, self._group, self.device, self._empty_cache)
             self._arrange(snapshot, self._modes.fused(snapshot, why), streams=False, shared=shared)
             with autocast_if_enabled(self), self._window.opened():
                 shared.require_same(expected)
@@ -114,7 +116,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     def _empty_cache(self) -> DynamicCache:
         """A cache as the model's `generate()` makes them, in storage of its own."""
-        cache = DynamicCache(config=hugging_face_model(self.module).config.get_text_config(decoder=True))
+        cache = DynamicCache(config=hugging_face_model(self._policy).config.get_text_config(decoder=True))
         KVCache(self._rollout_settings.kv_step).adopt(cache)
         return cache
 
@@ -129,7 +131,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._snapshot, self._fused, self._streams = snapshot, fused, streams
         self._meetings = None if shared is None else shared.meetings
         self._window = Window(
-            self.module,
+            self._policy,
             snapshot,
             self._refresh,
             self._training_hooks,
@@ -140,7 +142,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             finish=fused.finish,
             around=self._states_on_host if self._rollout_settings.offload_states else nullcontext,
         )
-        parts = parts_of(self.module, self._modes.structure)
+        parts = parts_of(self._policy, self._modes.structure)
         if shared is None:
             self._containers = containers_of(parts, self._window, fused)
         else:
@@ -276,7 +278,9 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """In train mode DeepSpeed's forward; in eval mode the model over the snapshot, without gradients."""
         if self._in_eval or self._window.is_open:
-            with autocast_if_enabled(self), self._window.opened():
+            # Of a wrapper, what does not generate runs as in training, and what does opens the window for itself.
+            window = self._window.opened() if self._policy is self.module else torch.no_grad()
+            with autocast_if_enabled(self), window:
                 return self.module(*inputs, **kwargs)
         with self._profiler.phase("train", wait_for_device=False):
             return super().forward(*inputs, **kwargs)
@@ -333,7 +337,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         Raises ValueError and NotImplementedError, in words, before any weight moves.
         """
         with self._company(adapters):
-            prompts_of(self.module, args, kwargs)
+            prompts_of(self._policy, args, kwargs)
             return self._generate(args, kwargs, adapters, lambda rows: Noise(drawn_seed(), own_row_ids(rows)))
 
     def rollout(
@@ -374,14 +378,14 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             one = prompt_ids.new_zeros(1, prompt_ids.shape[1])
             once = replace(sampling, max_new_tokens=1, min_new_tokens=0)
             return self._rollout(one, torch.ones_like(one), once, 1, adapters, None).first_rows(0)
-        require_generate(self.module)
+        require_generate(self._policy)
         version, before = self.weight_version, self._profiler.stats()
         log = TokenLog(sampling.temperature or 1.0)
         sequences = self._generate(
             (prompt_ids,),
             {
                 "attention_mask": prompt_mask,
-                "generation_config": sampling.generation_config(self.module, num_generations),
+                "generation_config": sampling.generation_config(self._policy, num_generations),
             },
             adapters,
             lambda rows: Noise(
@@ -395,7 +399,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             prompt_ids.repeat_interleave(num_generations, dim=0),
             prompt_mask.repeat_interleave(num_generations, dim=0),
             sequences,
-            end_token_ids(self.module, sampling.stop_token_ids),
+            end_token_ids(self._policy, sampling.stop_token_ids),
             log.sampling,
             log.raw,
             weight_version=version,
@@ -441,7 +445,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             if decoder is not None:
                 scores = score_packed(decoder, self._pages, sequences, attention_mask, temperature, rows_per_forward)
             else:
-                forward = padded_forward(self.module)
+                forward = padded_forward(self._policy)
                 scores = score_sequences(forward, sequences, attention_mask, temperature, rows_per_forward)
         return Scores(scores.per_token_logps[:rows], scores.entropies[:rows])
 
@@ -472,7 +476,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
                 sync_interval=self._rollout_settings.sync_interval,
                 produced=self._profiler.generated,
             )
-            return generate(self.module, args, kwargs, decoding)
+            return generate(self._policy, args, kwargs, decoding)
 
     def _decoder(self, tokens: int) -> Decoder | None:
         """The fused decoder over the window that is open, for sequences of up to `tokens`; None where the model must
@@ -493,15 +497,15 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._profiler.gathered(self._snapshot.refresh(self._profiler.phase, adapters))
 
     def _training_hooks(self, of: list[NativeContainer] | None = None) -> list[RemovableHandle]:
-        """Handles of the hooks that DeepSpeed put on the model, the engine's own and ZeRO-3's; or, of them, those on
-        the modules of some containers."""
+        """Handles of the hooks that DeepSpeed put on what generates, the engine's own and ZeRO-3's; or, of them, those
+        on the modules of some containers."""
         handles = [self.module_forward_pre_hook, self.module_forward_post_hook]
         offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
         if isinstance(offload, DeepSpeedZeRoOffload):
             handles += [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
-        if of is None:
+        if of is None and self._policy is self.module:
             return handles
-        modules = [container.part.module for container in of]
+        modules = self._policy.modules() if of is None else [container.part.module for container in of]
         tables = {id(table) for module in modules for table in (module._forward_pre_hooks, module._forward_hooks)}
         return [handle for handle in handles if id(handle.hooks_dict_ref()) in tables]
 

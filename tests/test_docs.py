@@ -1,6 +1,7 @@
 """The pages in docs/: code that is marked runs, keys and messages are the engine's, the reference is up to date."""
 
 import ast
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 import hybrid
 from docs.make_api import page
+from hybrid.architectures.families.llama import LLAMA
+from hybrid.architectures.families.olmo2 import OLMO2
 from hybrid.config import BLOCKS
 from tests.models import prompts, tiny_model, with_peft
 from tests.test_drop_in import no_accelerator, quietly
@@ -18,10 +21,39 @@ ROOT = Path(__file__).resolve().parents[1]
 MIGRATION, TROUBLE = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("migration", "troubleshooting"))
 
 
+def blocks_under(heading: str) -> list[str]:
+    """The code of a section of the migration page."""
+    (section,) = (part for part in MIGRATION.split("\n## ") if part.startswith(heading))
+    return re.findall(r"```python\n(.*?)```", section, re.S)
+
+
+PAGES = ["README.md", "CONTRIBUTING.md", "hybrid/architectures/README.md", *ROOT.glob("docs/*.md")]
+
+
+@pytest.mark.parametrize("page", [ROOT / page for page in PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_says_what_it_is(page):
+    """What is "python" is run by this file, `test_readme.py` and `test_trl.py`; what is "bash" by `test_launchers.py`,
+    `test_recipes.py` and, of `make`, CI; "text" is nothing that runs."""
+    fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
+    assert len(fences) % 2 == 0 and set(fences[1::2]) <= {""}
+    allowed = {
+        "README.md": {"python", "bash", "text"},
+        "launchers.md": {"bash", "text"},
+        "migration.md": {"python"},
+    }
+    assert set(fences[::2]) <= allowed.get(page.name, {"text"})
+
+
+def test_the_row_of_a_family_is_that_familys():
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "hybrid/architectures/README.md").read_text(), re.S)
+    names = {"replace": dataclasses.replace, "LLAMA": LLAMA}
+    exec(code, names)
+    assert names["OLMO2"] == OLMO2
+
+
 def check_blocks() -> None:
-    blocks = re.findall(r"```python run\n(.*?)```", MIGRATION, re.S)
-    assert len(blocks) == 2
-    for code in blocks:
+    for heading in ("From DeepSpeed's hybrid engine", "accelerate"):
+        (code,) = blocks_under(heading)
         model = with_peft(tiny_model("llama"))
         ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -33,7 +65,7 @@ def check_blocks() -> None:
         assert "same" not in names or names["same"].equal(names["tokens"])
 
 
-def test_code_that_is_marked_runs(ranks):
+def test_code_of_the_migration_page_runs(ranks):
     ranks.run(check_blocks)
 
 

@@ -1,6 +1,7 @@
 """Every command of docs/launchers.md starts ranks that roll out and train, here and between two "machines"."""
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "launchers.md").read_text()
 COMMANDS = "".join(re.findall(r"```bash run\n(.*?)```", PAGE, re.S)).splitlines()
 PORTS = {"torchrun": "--master_port", "deepspeed": "--master_port", "accelerate": "--main_process_port"}
+HOSTS = ("10.213.0.1", "10.213.0.2")  # the addresses of two machines
 TIMEOUT_S = 500  # half of it is imports, where cores are few
 
 
@@ -72,8 +74,8 @@ def test_the_page_has_a_command_for_each_launcher():
 
 
 @pytest.fixture
-def two_machines() -> Iterator[list[list[str]]]:
-    """Two network namespaces joined by a cable: for each, what to put before a command that runs there."""
+def two_machines() -> Iterator[dict[str, list[str]]]:
+    """Two network namespaces joined by a cable: for each address, what to put before a command that runs there."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("two machines: needs `ip` and root")
     names = [f"hybrid{os.getpid()}{end}" for end in "ab"]
@@ -84,7 +86,7 @@ def two_machines() -> Iterator[list[list[str]]]:
         inside = ["ip", "-n", name]
         made += [
             ["ip", "link", "set", cable, "netns", name],
-            [*inside, "addr", "add", f"10.213.0.{index + 1}/24", "dev", cable],
+            [*inside, "addr", "add", f"{HOSTS[index]}/24", "dev", cable],
             [*inside, "link", "set", cable, "name", "cable0"],
             [*inside, "link", "set", "cable0", "up"],
             [*inside, "link", "set", "lo", "up"],
@@ -96,16 +98,79 @@ def two_machines() -> Iterator[list[list[str]]]:
                 pytest.skip(f"two machines: {shlex.join(command)}: {done.stderr.strip()}")
         # A machine's name is its address, so that torchrun knows at which of them its rendezvous is.
         named = ["unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"']
-        yield [["ip", "netns", "exec", name, *named, f"10.213.0.{index}"] for index, name in enumerate(names, 1)]
+        yield {host: ["ip", "netns", "exec", name, *named, host] for name, host in zip(names, HOSTS, strict=True)}
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-@pytest.mark.slow
-def test_two_machines_meet_by_torchruns_rendezvous(tmp_path, two_machines):
+def with_one_rank_each(text: str) -> str:
+    """What the page says, for our machines."""
+    text = re.sub(r"nproc_per_node=\d+", "nproc_per_node=1", re.sub(r"slots=\d+", "slots=1", text))
+    return text.replace("host0", HOSTS[0]).replace("host1", HOSTS[1])
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Where a script and the page's hostfile are."""
     shutil.copy(ROOT / "tests" / "launched.py", tmp_path / "train.py")
-    (line,) = re.findall(r"^torchrun --nnodes=2.*$", PAGE, re.M)
-    command = shlex.split(line.replace("nproc_per_node=8", "nproc_per_node=1").replace("host0", "10.213.0.1"))
-    commands = [[*machine, *command] for machine in two_machines]
-    require_ranks(finished(commands, tmp_path, GLOO_SOCKET_IFNAME="cable0"), 2)
+    (hosts,) = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+    (tmp_path / "hostfile").write_text(with_one_rank_each(hosts))
+    return tmp_path
+
+
+def command_with(words: str) -> list[str]:
+    """The page's command that has these words."""
+    (line,) = (line for line in re.findall(r"^\w+ .*train\.py$", PAGE, re.M) if words in line)
+    return shlex.split(with_one_rank_each(line))
+
+
+@pytest.mark.slow
+def test_two_machines_meet_by_torchruns_rendezvous(folder, two_machines):
+    commands = [[*machine, *command_with("--nnodes=2")] for machine in two_machines.values()]
+    require_ranks(finished(commands, folder, GLOO_SOCKET_IFNAME="cable0"), 2)
+
+
+@pytest.mark.slow
+def test_two_machines_meet_by_deepspeeds_hostfile_without_ssh(folder, two_machines):
+    own = command_with("--node_rank=0")
+    commands = [
+        [*machine, *[part.replace("--node_rank=0", f"--node_rank={rank}") for part in own]]
+        for rank, machine in enumerate(two_machines.values())
+    ]
+    require_ranks(finished(commands, folder, GLOO_SOCKET_IFNAME="cable0"), 2)
+
+
+# In the place of `pdsh` and `ssh`: each of the machines runs the command, in an environment of its own.
+WIRE = """#!{python}
+import json, subprocess, sys
+from pathlib import Path
+machines = json.loads(Path("machines.json").read_text())
+if Path(sys.argv[0]).name == "ssh":
+    hosts, words = sys.argv[-2:-1], sys.argv[-1:]
+else:
+    at = sys.argv.index("-w")
+    hosts, words = sys.argv[at + 1].split(","), sys.argv[at + 2:]
+command = " ".join(words)
+own = ["env", "-i", "PATH=/usr/bin:/bin:/usr/sbin:/sbin", "HOME=/root"]
+started = [
+    subprocess.Popen([*machines[host], *own, "sh", "-c", command.replace("%n", str(number))])
+    for number, host in enumerate(hosts)
+]
+sys.exit(max(process.wait() for process in started))
+"""
+
+
+@pytest.mark.slow
+def test_two_machines_meet_by_deepspeeds_hostfile(folder, two_machines):
+    """The launcher runs on the first of them."""
+    (folder / "machines.json").write_text(json.dumps(two_machines))
+    (folder / "bin").mkdir()
+    for name in ("pdsh", "ssh"):
+        (folder / "bin" / name).write_text(WIRE.format(python=sys.executable))
+        (folder / "bin" / name).chmod(0o755)
+    cpu = "DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1"
+    assert all(f"`{line}`" in PAGE for line in cpu.splitlines())
+    (folder / ".deepspeed_env").write_text(f"{cpu}\nGLOO_SOCKET_IFNAME=cable0\n")
+    command = [*two_machines[HOSTS[0]], *command_with("--hostfile=hostfile --master_addr")]
+    require_ranks(finished([command], folder, PATH=f"{folder / 'bin'}:{environment()['PATH']}"), 2)

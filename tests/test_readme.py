@@ -1,9 +1,10 @@
-"""The README's ten lines run, and its table of settings is the settings."""
+"""The README's ten lines run, its pages name what is there, and the table of settings is the settings."""
 
 import os
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,6 +14,8 @@ from tests.models import prompts, tiny_model, with_peft
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+SETTINGS = (ROOT / "docs" / "settings.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 
 
 def check_ten_lines() -> None:
@@ -58,7 +61,7 @@ def test_the_lines_of_a_model_that_does_not_train_run(tmp_path):
 
 
 def test_the_table_of_settings_is_the_settings():
-    rows = dict(re.findall(r"^\| `((?:hybrid_engine|rollout)\.\w+)` \| (\w+) \|", README, re.M))
+    rows = dict(re.findall(r"^\| `((?:hybrid_engine|rollout)\.\w+)` \| (\w+) \|", SETTINGS, re.M))
     settings = {
         f"{block}.{name}": str(field.default).lower()
         for block, kind in BLOCKS.items()
@@ -67,8 +70,11 @@ def test_the_table_of_settings_is_the_settings():
     assert rows == settings
 
 
-def test_files_that_the_readme_names_are_there():
-    names = set(re.findall(r"`((?:hybrid|rlhf_examples|configs|tests|docs|benchmarks)/[\w./]+)`", README))
-    names |= set(re.findall(r"configs/\w+\.(?:yaml|json)", README))
-    assert len(names) > 8
-    assert [name for name in names if not (ROOT / name).exists() and name != "runs/demo/policy"] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page):
+    text = page.read_text()
+    names = set(re.findall(r"`((?:hybrid|rlhf_examples|configs|tests|docs|benchmarks)/[\w./]+)`", text))
+    names |= set(re.findall(r"configs/\w+\.(?:yaml|json)", text))
+    assert [name for name in names if not (ROOT / name).exists()] == []
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    assert [name for name in pictures if not (page.parent / name).exists()] == []

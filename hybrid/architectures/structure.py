@@ -22,6 +22,20 @@ class Structure:
     outer: tuple[Part, ...]
 
 
+def generating_part(model: nn.Module) -> nn.Module:
+    """What of `model` generates: itself, or the one module in it that can, as the policy of a wrapper that holds a
+    value model too. `model` where there is none, or more than one."""
+    if hasattr(model, "generate"):
+        return model
+    found: list[nn.Module] = []
+    within: set[nn.Module] = set()  # an adapter's wrapper can, and so can what it wraps: the outermost counts
+    for module in model.modules():
+        if module not in within and hasattr(module, "generate"):
+            found.append(module)
+            within.update(module.modules())
+    return found[0] if len(found) == 1 else model
+
+
 def read_structure(model: nn.Module) -> Structure:
     """The transformer layers of `model`, and every module outside them that owns parameters.
 

@@ -5,7 +5,10 @@ Face's `generate` does, and disturbed nothing.
 """
 
 import importlib.util
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import peft
@@ -26,6 +29,21 @@ from tests.test_drop_in import no_accelerator, quietly, without_ours
 
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install trl")
 STEPS, PROMPTS = 3, ["w5 w6 w7", "w8", "w9 w10 w11 w12", "w13 w14"]
+SMALL = {
+    "use_cpu": True,
+    "bf16": False,
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 4,
+    "num_generations": 2,
+    "max_completion_length": 6,
+    "learning_rate": 1e-2,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "seed": 0,
+}
+MIGRATION = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
 
 
 def words() -> PreTrainedTokenizerFast:
@@ -60,19 +78,8 @@ def trainer_of(kind: str, folder: str, hybrid_engine: dict, adapter: str, rollou
     arguments = config(
         f"{folder}/{kind}",
         deepspeed=without_ours(settings(3, train_micro_batch_size_per_gpu="auto", hybrid_engine=hybrid_engine)),
-        use_cpu=True,
-        bf16=False,
-        max_steps=STEPS,
-        per_device_train_batch_size=4,
-        num_generations=2,
-        max_completion_length=6,
-        learning_rate=1e-2,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
-        seed=0,
         generation_kwargs=generation,
+        **SMALL,
         **options,
     )
     more = {} if rollouts is None else {"rollout_func": rollouts}
@@ -209,6 +216,35 @@ def check_rollout_func(folder: str) -> list:
 def test_rollout_func_gives_the_logprobs_that_it_drew_with(ranks, tmp_path):
     first, second = ranks.run(check_rollout_func, str(tmp_path))
     assert first != second, "ranks share their noise"
+
+
+def check_the_pages_code(folder: str) -> None:
+    if dist.get_rank() == 0:
+        Path(folder, "ds.json").write_text(json.dumps(settings(3, train_micro_batch_size_per_gpu="auto")))
+    dist.barrier()
+    (section,) = (part for part in MIGRATION.read_text().split("\n## ") if part.startswith("From TRL"))
+    section = section.replace("ds.json", f"{folder}/ds.json").replace("runs/grpo", f"{folder}/run")
+    first, second = re.findall(r"```python\n(.*?)```", section, re.S)
+    for code in (first, first[: first.index("trainer = ")] + second):
+        names = {
+            "model": tiny_model("llama"),
+            "reward": reward,
+            "prompts": Dataset.from_dict({"prompt": PROMPTS}),
+            "tokenizer": words(),
+            "settings": SMALL,
+        }
+        with no_accelerator():
+            try:
+                quietly(exec, code, names)
+            finally:
+                hybrid.uninstall()
+        engine = names["trainer"].model_wrapped
+        assert engine.weight_version == STEPS and engine.stats()["tokens"] > 0
+
+
+@needs_trl
+def test_the_code_of_the_migration_page_runs(ranks, tmp_path):
+    ranks.run(check_the_pages_code, str(tmp_path))
 
 
 def stand_in(engine: object, **changes) -> SimpleNamespace:

@@ -1,12 +1,15 @@
 """The recipes in configs/: their memory figures are what `memory_plan` says, and each runs, tiny."""
 
+import json
 import re
+import shlex
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,9 +20,11 @@ from rlhf_examples import pipeline
 from rlhf_examples.actor import hybrid_blocks
 from rlhf_examples.arguments import PPOArguments, read_yaml
 from rlhf_examples.run_log import read_metrics
-from tests.rlhf_examples.scripts import small_directory
+from tests.rlhf_examples.scripts import ROLLOUTS, small_directory
+from tests.test_launchers import finished
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS, README = ROOT / "configs", ROOT / "README.md"
 LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
 QWEN = {"tie_word_embeddings": True, "vocab_size": 151936, "max_position_embeddings": 8192}
 # Recipe → ranks, sequences of a rank, tokens of a sequence, and the sizes that its figures are of.
@@ -88,6 +93,31 @@ def test_the_figures_are_the_plans(name, pretended_ranks):
     assert any(line.startswith(str(plan.in_use)) for line in told), "the mode that the recipe runs in is not told"
 
 
+def tiny_recipe(name: str, model: str) -> dict:
+    """A recipe's own settings but for sizes and data: `model`, one iteration, sets that the project makes."""
+    settings = read_yaml(CONFIGS / f"{name}.yaml")
+    data = {"sft": "synthetic:stories", "reward_model": "synthetic:preferences", "ppo": "synthetic:stories"}
+    settings["common"] |= {"report_to": [], "save_every": 1}
+    for step, own in settings["steps"].items():
+        own |= {"data_path": [data[step]], "eval_data_path": [f"{data[step]}@test"], "eval_rows": 4}
+        if "model_name_or_path" in own and not own["model_name_or_path"].startswith("step:"):
+            own["model_name_or_path"] = model
+        if step == "ppo":
+            own |= {"num_iterations": 1, "per_device_generation_batch_size": 4, "max_answer_seq_len": 8}
+            own["inference_tp_size"] = min(own.get("inference_tp_size", 1), 2)
+        else:
+            own["max_steps"] = 1
+    return settings
+
+
+def require_trained(settings: dict, directory: Path) -> None:
+    """Every step has logged its one iteration and left a model."""
+    for step in settings["steps"]:
+        (row,) = read_metrics(directory / step)
+        assert row.get("objective/scores", row.get("loss")) is not None
+        assert (directory / step / "model" / "model.safetensors").is_file()
+
+
 def run_recipe(settings: dict, directory: str) -> None:
     pipeline.run(pipeline.parse(settings, ["--output_dir", directory]))
 
@@ -95,21 +125,39 @@ def run_recipe(settings: dict, directory: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_one_step_tiny(name, ranks, tmp_path):
-    """With its own settings but for sizes and ranks: a model of 16 dimensions, one iteration, two ranks."""
-    settings, small = read_yaml(CONFIGS / f"{name}.yaml"), small_directory(tmp_path / "small")
-    data = {"sft": "synthetic:stories", "reward_model": "synthetic:preferences", "ppo": "synthetic:stories"}
-    settings["common"] |= {"report_to": [], "save_every": 1}
-    for step, own in settings["steps"].items():
-        own |= {"data_path": [data[step]], "eval_data_path": [f"{data[step]}@test"], "eval_rows": 4}
-        if "model_name_or_path" in own and not own["model_name_or_path"].startswith("step:"):
-            own["model_name_or_path"] = str(small / "model")
-        if step == "ppo":
-            own |= {"num_iterations": 1, "per_device_generation_batch_size": 4, "max_answer_seq_len": 8}
-            own["inference_tp_size"] = min(own.get("inference_tp_size", 1), 2)
-        else:
-            own["max_steps"] = 1
+    """A model of 16 dimensions, two ranks."""
+    settings = tiny_recipe(name, str(small_directory(tmp_path / "small") / "model"))
     ranks.run(run_recipe, settings, str(tmp_path / "run"))
-    for step in settings["steps"]:
-        (row,) = read_metrics(tmp_path / "run" / step)
-        assert row.get("objective/scores", row.get("loss")) is not None
-        assert (tmp_path / "run" / step / "model" / "model.safetensors").is_file()
+    require_trained(settings, tmp_path / "run")
+
+
+REWARDS = """
+def correct(prompts, completions, **columns):
+    return [len(set(completion.split())) / 4 for completion in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_the_readmes_commands_run(tmp_path):
+    """As they are written, on two ranks, over files of the names that they give."""
+    _, block = re.findall(r"```bash\n(.*?)```", README.read_text(), re.S)
+    commands = block.replace("\\\n", " ").replace("--nproc_per_node=8", "--nproc_per_node=2").splitlines()
+    (small_directory(tmp_path / "small") / "model").rename(tmp_path / "my-model")
+    settings = tiny_recipe("8gpu_7b_lora", "my-model")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "8gpu_7b_lora.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    lines = (json.dumps({"prompt": f"anna found {number} red balls ."}) for number in range(40))
+    (tmp_path / "problems.jsonl").write_text("\n".join(lines))
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    by_pipeline, by_grpo, by_report = map(shlex.split, commands)
+    small = {**ROLLOUTS, "num_iterations": 2, "num_generations": 2}
+    by_grpo += [text for name, value in small.items() if value != [] for text in (f"--{name}", str(value))]
+    path = f"{README.parent}:{tmp_path}"
+    for command in (by_pipeline, by_grpo, by_report):
+        if command is by_report:
+            (tmp_path / "runs" / "8gpu_7b_lora" / "report.html").unlink(missing_ok=True)
+        finished([command], tmp_path, PYTHONPATH=path)
+    require_trained(settings, tmp_path / "runs" / "8gpu_7b_lora")
+    assert (tmp_path / "runs" / "8gpu_7b_lora" / "report.html").stat().st_size > 10_000
+    assert len(read_metrics(tmp_path / "runs" / "grpo")) == 2

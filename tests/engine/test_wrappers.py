@@ -1,0 +1,146 @@
+"""A policy inside of a wrapper that cannot generate, beside a value model: it generates through the engine.
+
+TRL's PPO trainer (until 1.12) trains such a wrapper, and calls `wrapper.policy.generate`.
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import GatheredParameters
+from torch import nn
+from transformers import AutoModelForSequenceClassification
+
+from hybrid import SamplingParams
+from hybrid.architectures.structure import generating_part
+from tests.engines import engine_of, settings, storage_digest
+from tests.models import ADAPTERS, prompts, tiny_model, twin
+
+
+class PolicyAndValue(nn.Module):
+    """As TRL's PolicyAndValueWrapper."""
+
+    def __init__(self, policy: nn.Module, value_model: nn.Module):
+        super().__init__()
+        self.policy, self.value_model = policy, value_model
+
+    def forward(self, **kwargs):
+        return self.policy(**kwargs).logits, self.value_model.score(self.value_model.model(**kwargs)[0])
+
+
+def wrapped(adapter: str) -> PolicyAndValue:
+    """A tiny policy and a tiny value model; both train."""
+    policy = ADAPTERS[adapter](tiny_model("llama"))
+    torch.manual_seed(5)
+    config = tiny_model("qwen2").config
+    config.num_labels, config.pad_token_id = 1, 0
+    return PolicyAndValue(policy, AutoModelForSequenceClassification.from_config(config))
+
+
+def step(engine, seed: int) -> float:
+    ids = prompts(2, 9, padded=False, seed=10 * seed + dist.get_rank())[0]
+    logits, values = engine(input_ids=ids)
+    loss = logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]).mean().neg() + values.square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def check_wrapper(adapter: str, stage: int, block: dict) -> None:
+    model = wrapped(adapter)
+    reference, other = twin(model), twin(model)
+    engine = engine_of(model, settings(stage, hybrid_engine={"enabled": True, **block}))
+    undisturbed = engine_of(other, settings(stage))
+    rank = dist.get_rank()
+    ids, mask = prompts(2 + rank, 6 + rank, padded=True, seed=rank)
+    request = {"attention_mask": mask, "max_new_tokens": 5 + 3 * rank, "do_sample": False}
+    for update in range(2):
+        policy = engine.module.policy
+        expected = reference.policy.generate(ids, **request)
+        before = storage_digest(engine)
+        assert torch.equal(policy.generate(ids, **request), expected)
+        assert torch.equal(engine.generate(ids, **request), expected)
+        assert engine.stats()["tokens"] > 0
+        with engine.inference():
+            batch = engine.rollout(ids, mask, SamplingParams(max_new_tokens=5, temperature=0.0))
+            scores = engine.score(batch.sequences, batch.attention_mask)
+            logits, values = engine(input_ids=ids)
+        assert torch.equal(batch.sequences[:, : ids.shape[1]], ids) and scores.per_token_logps.isfinite().all()
+        with torch.no_grad():
+            expected_logits, expected_values = reference(input_ids=ids)
+        # float32 sums in another order
+        torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(values, expected_values, atol=1e-4, rtol=1e-4)
+        assert not logits.requires_grad and not values.requires_grad
+        assert storage_digest(engine) == before
+        engine.train()
+        assert step(engine, update) == step(undisturbed, update)
+        assert storage_digest(engine) == storage_digest(undisturbed), "generation changed the training"
+        own = list(engine.module.parameters())
+        with torch.no_grad(), GatheredParameters(own, enabled=stage == 3):
+            for copied, parameter in zip(reference.parameters(), own, strict=True):
+                copied.copy_(parameter)
+    assert engine.weight_version == 2
+
+
+@pytest.mark.parametrize(
+    ("adapter", "stage", "block"),
+    [
+        ("none", 3, {}),
+        ("peft", 3, {}),
+        ("none", 0, {}),
+        ("none", 3, {"pin_parameters": False}),
+        ("none", 3, {"inference_tp_size": 2}),
+    ],
+    ids=["whole", "adapters", "stage 0", "streaming", "tensor parallel"],
+)
+def test_a_wrapped_policy_generates_through_the_engine(ranks, adapter, stage, block):
+    ranks.run(check_wrapper, adapter, stage, block)
+
+
+def check_what_is_copied() -> None:
+    model = wrapped("none")
+    nbytes = sum(param.nbytes for param in model.policy.parameters())
+    engine = engine_of(model, settings(3))
+    with engine.inference():
+        assert engine.stats()["snapshot_bytes"] == nbytes, "the value model is in the snapshot"
+    assert {line["container"] for line in engine.coverage()} == {settings()["rollout"]["containers"]}
+
+
+def test_only_the_policy_is_gathered(ranks):
+    ranks.run(check_what_is_copied)
+
+
+def check_gathered_around() -> None:
+    """As TRL's default does it: everything is gathered, and DeepSpeed's hooks are taken away, around `generate`."""
+    utils = pytest.importorskip("trl.models.utils", reason="TRL is not installed: pip install trl")
+    model = wrapped("none")
+    reference = twin(model)
+    engine = engine_of(model, settings(3))
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    request = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    with GatheredParameters(engine.parameters()), contextlib.ExitStack() as stack:
+        utils.remove_hooks(engine)
+        stack.callback(utils.add_hooks, engine)
+        found = engine.module.policy.generate(ids, **request)
+        scored = engine.module.policy.generate(ids, **request, output_scores=True, return_dict_in_generate=True)
+    assert torch.equal(found, reference.policy.generate(ids, **request))
+    assert torch.equal(scored.sequences, found) and len(scored.scores) == found.shape[1] - ids.shape[1]
+    assert engine.stats()["gathered_bytes"] == 0
+    step(engine, 0)
+
+
+def test_what_is_gathered_already_is_read(ranks):
+    ranks.run(check_gathered_around)
+
+
+def test_what_generates():
+    policy = tiny_model("llama")
+    assert generating_part(policy) is policy
+    with_adapter = ADAPTERS["peft"](tiny_model("llama"))
+    assert generating_part(PolicyAndValue(with_adapter, nn.Linear(1, 1))) is with_adapter
+    two = nn.ModuleList([policy, tiny_model("llama")])
+    assert generating_part(two) is two, "which of the two is for nobody to guess"
+    none = nn.Linear(1, 1)
+    assert generating_part(none) is none
