@@ -90,6 +90,9 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._routes = [Route(self._policy, self.generate)] if hasattr(self._policy, "generate") else []
         for route in self._routes:
             route.open()
+        if isinstance(head := getattr(self.module, "score", None), nn.Module):
+            # A sequence classifier's: callers reach it through DeepSpeed's engine (TRL's PPO trainer does).
+            self.__dict__["score"] = head
 
     def _replace_refused_decoder(self) -> None:
         """Where the decoder that was spread over the group cannot be used, the model's own modules are."""

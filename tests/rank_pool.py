@@ -84,6 +84,7 @@ def serve(rank: int, world_size: int, port: int, pipe, output: str) -> None:
         except BaseException:
             answer = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
         gc.collect()
+        gc.freeze()  # DeepSpeed 0.19.8 keeps every engine for ever, and each collection would walk through all of them
         pipe.send_bytes(answer)
     os._exit(0)  # no interpreter shutdown: torch.distributed would wait for the other ranks
 

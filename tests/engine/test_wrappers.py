@@ -135,6 +135,22 @@ def test_what_is_gathered_already_is_read(ranks):
     ranks.run(check_gathered_around)
 
 
+def check_classifiers_head() -> None:
+    model = wrapped("none").value_model
+    reference = twin(model)
+    engine = engine_of(model, settings(3))
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    hidden = engine.model(ids, attention_mask=mask).last_hidden_state
+    with torch.no_grad():
+        expected = reference.score(reference.model(ids, attention_mask=mask).last_hidden_state)
+    torch.testing.assert_close(engine.score(hidden), expected, atol=1e-5, rtol=1e-5)  # float32 sums
+
+
+def test_a_classifiers_head_is_reached_through_the_engine(ranks):
+    """As `get_reward` of TRL's PPO trainer does; DeepSpeed's engine hands on what it lacks."""
+    ranks.run(check_classifiers_head)
+
+
 def test_what_generates():
     policy = tiny_model("llama")
     assert generating_part(policy) is policy
