@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
@@ -217,7 +217,10 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
                 self._release()
 
     def destroy(self) -> None:
-        """Give the model its forwards back and free the copies, then destroy DeepSpeed's engine."""
+        """Give the model its forwards back and free the copies, then destroy DeepSpeed's engine.
+
+        Once nobody refers to the engine, its model and its optimizer any more, their memory is free too.
+        """
         if "_containers" in self.__dict__:  # DeepSpeed calls this for an engine that failed to be built, too
             for route in self.__dict__.get("_routes", ()):
                 route.close()
@@ -225,6 +228,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._snapshot.release()
             self._free_kv()
             self._fused.release()
+            # ZeRO-3 puts every model there as its engine is built, and would keep both for ever (deepspeed 0.19.8).
+            FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not self.module]
         super().destroy()
 
     def _install(self) -> None:

@@ -5,12 +5,15 @@ torchrun --nproc_per_node=2 -m rlhf_examples.pipeline configs/demo.yaml
 torchrun --nproc_per_node=8 -m rlhf_examples.pipeline configs/8gpu_7b_lora.yaml --resume true
 """
 
+import gc
 import json
 import shutil
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
+
+from deepspeed.accelerator import get_accelerator
 
 from rlhf_examples import dpo, grpo, pairs, ppo, reward_model, sft, throughput
 from rlhf_examples.arguments import (
@@ -115,6 +118,8 @@ def run(args: PipelineArguments) -> dict[str, float]:
                 print(f"step {number} of {len(args.steps)}: {name}", flush=True)
             of_step = arguments_of_step(name, args)
             metrics = SCRIPTS[args.steps[name].get("script", name)][1](of_step)
+            gc.collect()  # an engine that was destroyed is in circles
+            get_accelerator().empty_cache()
             if is_first():
                 seconds = time.perf_counter() - start
                 done.parent.mkdir(exist_ok=True)

@@ -1,9 +1,9 @@
 """The pages in docs/: code that is marked runs, keys and messages are the engine's, the reference is up to date."""
 
 import ast
-import dataclasses
 import functools
 import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from docs.make_api import page
 from hybrid.architectures.families.llama import LLAMA
 from hybrid.architectures.families.olmo2 import OLMO2
 from hybrid.config import BLOCKS
+from rlhf_examples.arguments import PPOArguments
 from tests.models import prompts, tiny_model, with_peft
 from tests.test_drop_in import no_accelerator, quietly
 
@@ -46,7 +47,7 @@ def test_every_block_says_what_it_is(page):
 
 def test_the_row_of_a_family_is_that_familys():
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "hybrid/architectures/README.md").read_text(), re.S)
-    names = {"replace": dataclasses.replace, "LLAMA": LLAMA}
+    names = {"replace": replace, "LLAMA": LLAMA}
     exec(code, names)
     assert names["OLMO2"] == OLMO2
 
@@ -75,6 +76,35 @@ def test_keys_that_are_named_are_settings():
     assert {key for block, key in named if key not in BLOCKS[block].model_fields} == set()
     (table,) = re.findall(r"\| key of `hybrid_engine` \| here \|\n\|---\|---\|\n((?:\|.*\n)*)", MIGRATION)
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == set(BLOCKS["hybrid_engine"].model_fields)
+
+
+# Of DeepSpeed-Chat's `training/step3_rlhf_finetuning/main.py`.
+FLAGS_OF_DEEPSPEED_CHAT = """
+data_path data_split data_output_path unsupervised_dataset_name unsupervised_dataset_config_name unsup_coef
+actor_model_name_or_path critic_model_name_or_path num_padding_at_beginning per_device_generation_batch_size
+per_device_training_batch_size generation_batches ppo_epochs max_prompt_seq_len max_answer_seq_len actor_learning_rate
+critic_learning_rate actor_weight_decay critic_weight_decay num_train_epochs lr_scheduler_type
+gradient_accumulation_steps num_warmup_steps output_dir seed local_rank enable_hybrid_engine unpin_actor_parameters
+release_inference_cache inference_tp_size tp_gather_partition_size offload dtype offload_reference_model
+actor_zero_stage critic_zero_stage actor_gradient_checkpointing critic_gradient_checkpointing actor_dropout
+critic_dropout actor_lora_dim actor_lora_module_name critic_lora_dim critic_lora_module_name only_optimize_lora
+actor_lora_learning_rate critic_lora_learning_rate compute_fp32_loss enable_ema enable_mixed_precision_lora
+enable_tensorboard tensorboard_path add_eot_token print_answers print_answers_interval enable_test_mode test_stop_step
+enable_zero3_generation_gather align_overflow end_of_conversation_token
+""".split()
+
+
+def test_every_flag_of_deepspeed_chat_is_told():
+    (table,) = re.findall(r"\| DeepSpeed-Chat's flag \|.*\n\|---\|---\|\n((?:\|.*\n)*)", MIGRATION)
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    flags, ours = (
+        [name for left, _ in rows for name in re.findall(r"`(\w+)`", left)],
+        {f.name for f in fields(PPOArguments)},
+    )
+    assert sorted(flags) == sorted(FLAGS_OF_DEEPSPEED_CHAT)
+    for left, right in rows:
+        named = re.findall(r"`(\w+)`", left if right.startswith("the same") else right)
+        assert [name for name in named if name not in {*ours, "target_modules"}] == []
 
 
 @functools.cache

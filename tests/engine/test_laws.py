@@ -1,7 +1,9 @@
 """The laws: training storage is read-only, snapshots carry versions, modes are exception-safe, no collective while
 decoding."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -352,3 +354,35 @@ def check_user_hooks_stay() -> None:
 
 def test_user_hooks_stay(ranks):
     ranks.run(check_user_hooks_stay)
+
+
+def check_freed(adapter: str, stage: int, blocks: dict) -> None:
+    engine = engine_of(ADAPTERS[adapter](tiny_model("llama")), settings(stage, **blocks))
+    ids, mask = prompts(2, 5, padded=True, seed=dist.get_rank())
+    for _ in range(2):
+        engine.generate(ids, attention_mask=mask, max_new_tokens=4)
+        train_step(engine)
+    held = {"engine": engine, "model": engine.module, "optimizer": engine.optimizer}
+    held["parameter"] = next(engine.module.parameters())
+    still_there = {name: weakref.ref(one) for name, one in held.items()}
+    engine.destroy()
+    del engine, held
+    gc.collect()
+    assert [name for name, one in still_there.items() if one() is not None] == []
+
+
+@pytest.mark.parametrize(
+    ("adapter", "stage", "blocks"),
+    [
+        ("none", 0, {}),
+        ("none", 2, {}),
+        ("none", 3, {}),
+        ("peft", 3, {}),
+        ("chat", 3, {"rollout": {"lora": "unmerged"}}),
+        ("none", 3, {"hybrid_engine": {"pin_parameters": False}}),
+        ("none", 3, {"hybrid_engine": {"inference_tp_size": 2}}),
+        ("none", 3, {"rollout": {"offload_states": True}}),
+    ],
+)
+def test_a_destroyed_engine_leaves_nothing_in_memory(ranks, adapter, stage, blocks):
+    ranks.run(check_freed, adapter, stage, blocks)

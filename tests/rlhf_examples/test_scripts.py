@@ -1,5 +1,6 @@
 """Every script, tiny, on two ranks: steps of a pipeline that is ended and goes on, and what its models are good for."""
 
+import gc
 import json
 import math
 import subprocess
@@ -7,14 +8,24 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hybrid
 from rlhf_examples import chat, evaluate, pipeline
 from rlhf_examples.arguments import ChatArguments, EvaluateArguments
 from rlhf_examples.run_log import read_metrics
 from tests.rank_pool import run_script
-from tests.rlhf_examples.scripts import ROLLOUTS, TINY, TRAINING, number_of_words, whole_model
+from tests.rlhf_examples.scripts import (
+    ROLLOUTS,
+    TINY,
+    TRAINING,
+    models_of,
+    number_of_words,
+    run_here,
+    small_directory,
+    whole_model,
+)
 
 REWARD = "tests.rlhf_examples.scripts:number_of_words"
 OPENING = "anna found a red ball in the garden ."
@@ -61,7 +72,10 @@ def settings_of(*steps: str) -> dict:
 
 
 def run_pipeline(settings: dict, flags: list[str]) -> dict[str, float]:
-    return pipeline.run(pipeline.parse(settings, flags))
+    found = pipeline.run(pipeline.parse(settings, flags))
+    engines = [type(one) for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine | hybrid.InferenceEngine)]
+    assert not engines, "of steps that are done"
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +189,31 @@ def test_chat_answers_as_transformers_does(ranks, done, capfd):
     (messages, prompt, _), _ = ranks.run(run_chat, path, ["anna", "ben", "/quit", "not heard"], TEMPLATE)
     assert [message["role"] for message in messages] == ["system"] + ["user", "assistant"] * 2
     assert messages[2]["content"] in prompt, "an answer is not in the next prompt"
+
+
+@pytest.mark.parametrize("script", ["sft", "grpo"])
+def test_a_stream_in_bfloat16(ranks, tmp_path, script):
+    """Records of a file that are read as they are needed, and a model that trains and generates in bfloat16."""
+    texts = ({"prompt": f"anna found {number} red balls .", "completion": "ben was happy ."} for number in range(40))
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n".join(map(json.dumps, texts)))
+    settings = {
+        **models_of(script, small_directory(tmp_path / "small")),
+        "data_path": [str(path)],
+        "streaming": True,
+        "dtype": "bfloat16",
+        "output_dir": str(tmp_path / "run"),
+    }
+    first, second = ranks.run(run_here, script, settings)
+    assert first == second
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 4
+    assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    if script == "grpo":
+        differences = [row["sampling/sampling_logp_difference/mean"] for row in rows]
+        assert all(0 < difference < 0.1 for difference in differences), "not in bfloat16, or not the same policy"
 
 
 @pytest.mark.slow
