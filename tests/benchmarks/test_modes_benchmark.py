@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.rank_pool import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +20,7 @@ NAMES = (
 )
 
 
+@pytest.mark.slow
 def test_every_contender_has_a_row():
     flags = "--shape micro --sequences 2 --prompt_length 4 --new_tokens 3 --rounds 1"
     done = run_script(["-m", "benchmarks.modes", *flags.split()], 2, timeout_s=300, env={"PYTHONPATH": str(ROOT)})

@@ -40,6 +40,7 @@ def run(tmp_path_factory) -> tuple[str, Path]:
     return done.stdout, output
 
 
+@pytest.mark.slow
 def test_contenders_make_the_same_tokens(run):
     (case,) = json.loads(run[1].read_text())["cases"]
     assert list(case["results"]) == CONTENDERS
@@ -49,6 +50,7 @@ def test_contenders_make_the_same_tokens(run):
         assert len(made["seconds"]) == len(made["phases"]) == 2 and min(made["seconds"]) > 0
 
 
+@pytest.mark.slow
 def test_the_report_says_on_what_and_against_what(run):
     report = json.loads(run[1].read_text())
     (case,) = report["cases"]
@@ -58,12 +60,14 @@ def test_the_report_says_on_what_and_against_what(run):
     assert case["results"]["hf"]["ratio"] == 1
 
 
+@pytest.mark.slow
 def test_the_table_has_every_contender(run):
     rows = re.findall(r"^\| ([\w-]+) \| \d+ \| \d+–\d+ \| [\d.]+ \| [\d.]+ \| – \| – \| 2 \|$", run[0], re.M)
     assert rows == CONTENDERS
     assert NATURAL.name in run[0]
 
 
+@pytest.mark.slow
 def test_the_plot_is_drawn(run, tmp_path):
     plot([str(run[1]), str(run[1]), "--output", str(tmp_path / "rollout.png")])
     assert (tmp_path / "rollout.png").read_bytes().startswith(b"\x89PNG")

@@ -63,8 +63,9 @@ EVERY = [(family, adapter) for family in ALL_FAMILIES for adapter in ("none", "p
 SOME = [("llama", "none"), ("qwen3_moe", "none"), ("olmo2", "peft"), ("bloom", "chat")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # every family takes ten minutes on two cores
-@pytest.mark.parametrize("cases", [SOME, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every family"])
+@pytest.mark.parametrize("cases", [SOME, EVERY], ids=["some", "every family"])
 def test_four_ranks(cases):
     """Two groups of two, whose rows are independent; and one of four, in which two ranks have the same key head."""
     pool = RankPool(4)
