@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
@@ -228,8 +229,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._snapshot.release()
             self._free_kv()
             self._fused.release()
-            # ZeRO-3 puts every model there as its engine is built, and would keep both for ever (deepspeed 0.19.8).
-            FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not self.module]
+            forget(self.module)
         super().destroy()
 
     def _install(self) -> None:
@@ -569,3 +569,12 @@ def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int | str) -> Non
         with suppress(Unreadable):
             for attention in read_tp_plan(model).attentions:
                 require_divisible(attention.heads, attention.kv_heads, size)
+
+
+def forget(model: nn.Module) -> None:
+    """Take `model` out of what ZeRO-3 keeps for ever (deepspeed 0.19.8), and with it its engine and its optimizer: the
+    list to which every model is added as its engine is built, and a cache of which parameters a module releases."""
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not model]
+    cached = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
+    for cell in getattr(cached, "__closure__", None) or ():  # a decorator is around the cache
+        getattr(cell.cell_contents, "cache_clear", lambda: None)()

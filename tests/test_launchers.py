@@ -18,7 +18,7 @@ from tests.rank_pool import RANK_KEYS, free_port, kill_tree, rank_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "launchers.md").read_text()
-COMMANDS = "".join(re.findall(r"```bash run\n(.*?)```", PAGE, re.S)).splitlines()
+COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.S)[0].splitlines()
 PORTS = {"torchrun": "--master_port", "deepspeed": "--master_port", "accelerate": "--main_process_port"}
 HOSTS = ("10.213.0.1", "10.213.0.2")  # the addresses of two machines
 TIMEOUT_S = 500  # half of it is imports, where cores are few
