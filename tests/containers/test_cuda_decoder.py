@@ -24,8 +24,6 @@ QUICK = (
     "qwen3",
     "gemma2",
     "olmo2",
-    "granite",
-    "gptj",
     "bloom",
     "phi3, half a head turned",
     "mixtral",

@@ -26,7 +26,7 @@ def check_rollout_and_step() -> None:
         torch.testing.assert_close(batch.sampling_per_token_logps, logps, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_other_world_sizes(world_size):
     pool = RankPool(world_size)
     try:

@@ -165,7 +165,7 @@ NO_GATHER, DEFAULT, OURS = {"ds3_gather_for_generation": False}, {}, {"rollout_f
 
 
 @needs_trl
-@pytest.mark.parametrize("adapter", ["none", "peft"])
+@pytest.mark.parametrize("adapter", ["none", pytest.param("peft", marks=pytest.mark.slow)])
 def test_grpo_trains_as_without_us(ranks, tmp_path, adapter):
     ranks.run(check_ways, "grpo", adapter, str(tmp_path), [NO_GATHER, DEFAULT, OURS], beta=0.1)
 
