@@ -3,9 +3,12 @@
 import json
 import re
 
+import pytest
+
 from benchmarks.inference import CONTENDERS, main
 
 
+@pytest.mark.slow
 def test_it_runs_tiny(tmp_path, capsys):
     output = tmp_path / "out.json"
     contenders = [name for name in CONTENDERS if name != "hf-compiled"]  # takes a minute to compile

@@ -23,7 +23,6 @@ from tests.models import VOCABULARY, tiny_model, with_peft
 QUICK = (
     "qwen3",
     "gemma2",
-    "olmo2",
     "bloom",
     "phi3, half a head turned",
     "mixtral",

@@ -41,6 +41,7 @@ def check_family(family: str, adapter: str) -> None:
 # GPT-2 has no nn.Linear for DeepSpeed-Chat's LoRA to adapt.
 # Nor is its LoRA another one in every family: most of these run as slow tests.
 SLOW = [(family, "chat") for family in FAMILIES if family not in ("llama", "opt", "mixtral")]
+SLOW += [(family, "peft") for family in ("qwen2", "qwen3", "mistral", "phi3", "opt", "gptj")]
 CASES = [
     pytest.param(family, adapter, marks=[pytest.mark.slow] * ((family, adapter) in SLOW))
     for family in FAMILIES
@@ -80,6 +81,7 @@ def check_lora_settings() -> None:
         assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request)), f"{name}, trained"
 
 
+@pytest.mark.slow
 def test_every_lora_setting_under_zero_3(ranks):
     ranks.run(check_lora_settings)
 

@@ -89,6 +89,7 @@ def check_containers() -> None:
         check_family(family, adapter, 2, containers="native", sizes=SIZES)
 
 
+@pytest.mark.slow
 def test_native_containers_are_spread(ranks):
     ranks.run(check_containers)
 

@@ -80,14 +80,28 @@ def test_deepspeed_chats_adapters_run_unmerged(ranks, containers):
 
 @pytest.mark.parametrize(
     ("family", "adapter"),
-    [("llama", "peft"), ("llama", "chat"), ("gpt2", "peft"), ("phi3", "peft"), ("bloom", "peft"), ("mixtral", "peft")],
+    [
+        ("llama", "peft"),
+        ("llama", "chat"),
+        pytest.param("gpt2", "peft", marks=pytest.mark.slow),
+        pytest.param("phi3", "peft", marks=pytest.mark.slow),
+        pytest.param("bloom", "peft", marks=pytest.mark.slow),
+        ("mixtral", "peft"),
+    ],
 )
 def test_ranks_that_share_a_copy_make_what_peft_makes(ranks, family, adapter):
     """Column-parallel roles have b's rows, row-parallel ones a's columns."""
     ranks.run(check_shared, family, adapter, "unmerged")
 
 
-@pytest.mark.parametrize("name", ["plain", "dora", "lora bias", "embedding", "rank pattern"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "dora",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora bias", "embedding", "rank pattern")),
+    ],
+)
 def test_ranks_that_share_a_copy_merge_into_their_parts(ranks, name):
     ranks.run(check_shared, "opt" if name == "lora bias" else "llama", name, "merged")
 

@@ -221,6 +221,7 @@ torch.distributed.barrier()
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_a_launcher_has_started_find_each_other(tmp_path):
     """torchrun alone, and nobody has called `init_process_group`."""
     script = tmp_path / "launched.py"

@@ -175,6 +175,7 @@ def test_rloo_trains_as_without_us(ranks, tmp_path):
     ranks.run(check_ways, "rloo", "none", str(tmp_path), [NO_GATHER, DEFAULT], beta=0.05)
 
 
+@pytest.mark.slow
 @needs_trl
 def test_evaluation_in_between_changes_nothing(ranks, tmp_path):
     ranks.run(

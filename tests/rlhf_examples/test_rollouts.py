@@ -55,7 +55,10 @@ def check_bytes(directory: Path, lora_dim: int, logprob_mode: str) -> None:
         assert policy.stats()["gathered_bytes"] == expected
 
 
-@pytest.mark.parametrize(("lora_dim", "logprob_mode"), [(0, "recompute"), (4, "recompute"), (4, "sampling")])
+@pytest.mark.parametrize(
+    ("lora_dim", "logprob_mode"),
+    [(0, "recompute"), pytest.param(4, "recompute", marks=pytest.mark.slow), (4, "sampling")],
+)
 def test_an_iteration_gathers_the_policy_once(ranks, small, lora_dim, logprob_mode):
     ranks.run(check_bytes, small, lora_dim, logprob_mode)
 

@@ -248,6 +248,7 @@ def test_a_script_by_its_launcher(done, tmp_path, script):
         assert len(read_metrics(tmp_path)) == 1 and list((tmp_path / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_a_pipelines_real_entry_point(done):
     """Everything is done, so it only tells what there is, and writes the report. One rank, without a launcher."""
     path = done / "again.yaml"
