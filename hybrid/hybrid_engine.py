@@ -72,9 +72,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._in_eval = False
         self._unhooked = ExitStack()  # gives back the hooks of switched modules
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
-        self._policy = generating_part(self.module)
         self._modes = Modes(
-            self._policy,
+            generating_part(self.module),
             *blocks,
             self.zero_optimization_stage(),
             self._profiler.phase,
@@ -94,6 +93,11 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if isinstance(head := getattr(self.module, "score", None), nn.Module):
             # A sequence classifier's: callers reach it through DeepSpeed's engine (TRL's PPO trainer does).
             self.__dict__["score"] = head
+
+    @property
+    def _policy(self) -> nn.Module:
+        """What of the module generates. Not kept by the engine, whose child it would become beside the module."""
+        return self._modes.model
 
     def _replace_refused_decoder(self) -> None:
         """Where the decoder that was spread over the group cannot be used, the model's own modules are."""

@@ -28,10 +28,12 @@ def blocks_under(heading: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", section, re.S)
 
 
-PAGES = ["README.md", "CONTRIBUTING.md", "hybrid/architectures/README.md", *ROOT.glob("docs/*.md")]
+OUTSIDE = ["README.md", "CONTRIBUTING.md", "hybrid/architectures/README.md"]
+PAGES = [*(ROOT / page for page in OUTSIDE), *sorted(ROOT.glob("docs/*.md"))]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("page", [ROOT / page for page in PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+@every_page
 def test_every_block_says_what_it_is(page):
     """What is "python" is run by this file, `test_readme.py` and `test_trl.py`; what is "bash" by `test_launchers.py`,
     `test_recipes.py` and, of `make`, CI; "text" is nothing that runs."""
@@ -43,6 +45,17 @@ def test_every_block_says_what_it_is(page):
         "migration.md": {"python"},
     }
     assert set(fences[::2]) <= allowed.get(page.name, {"text"})
+
+
+@every_page
+def test_files_that_a_page_names_are_there(page):
+    text = page.read_text()
+    names = set(re.findall(r"`((?:hybrid|rlhf_examples|configs|tests|docs|benchmarks)/[\w./]+)`", text))
+    names |= set(re.findall(r"configs/\w+\.(?:yaml|json)", text))
+    assert len(names) > 8 or page != ROOT / "README.md"
+    assert [name for name in names if not (ROOT / name).exists()] == []
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    assert [name for name in pictures if not (page.parent / name).exists()] == []
 
 
 def test_the_row_of_a_family_is_that_familys():
@@ -78,7 +91,7 @@ def test_keys_that_are_named_are_settings():
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == set(BLOCKS["hybrid_engine"].model_fields)
 
 
-# Of DeepSpeed-Chat's `training/step3_rlhf_finetuning/main.py`.
+# Of DeepSpeed-Chat's `training/step3_rlhf_finetuning/main.py` (DeepSpeedExamples 6eb5247), in its `parse_args`.
 FLAGS_OF_DEEPSPEED_CHAT = """
 data_path data_split data_output_path unsupervised_dataset_name unsupervised_dataset_config_name unsup_coef
 actor_model_name_or_path critic_model_name_or_path num_padding_at_beginning per_device_generation_batch_size
@@ -90,17 +103,15 @@ actor_zero_stage critic_zero_stage actor_gradient_checkpointing critic_gradient_
 critic_dropout actor_lora_dim actor_lora_module_name critic_lora_dim critic_lora_module_name only_optimize_lora
 actor_lora_learning_rate critic_lora_learning_rate compute_fp32_loss enable_ema enable_mixed_precision_lora
 enable_tensorboard tensorboard_path add_eot_token print_answers print_answers_interval enable_test_mode test_stop_step
-enable_zero3_generation_gather align_overflow end_of_conversation_token
+align_overflow offload_reward_model preprocessing_num_workers
 """.split()
 
 
 def test_every_flag_of_deepspeed_chat_is_told():
     (table,) = re.findall(r"\| DeepSpeed-Chat's flag \|.*\n\|---\|---\|\n((?:\|.*\n)*)", MIGRATION)
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
-    flags, ours = (
-        [name for left, _ in rows for name in re.findall(r"`(\w+)`", left)],
-        {f.name for f in fields(PPOArguments)},
-    )
+    flags = [name for left, _ in rows for name in re.findall(r"`(\w+)`", left)]
+    ours = {field.name for field in fields(PPOArguments)}
     assert sorted(flags) == sorted(FLAGS_OF_DEEPSPEED_CHAT)
     for left, right in rows:
         named = re.findall(r"`(\w+)`", left if right.startswith("the same") else right)

@@ -105,6 +105,8 @@ def check_what_is_copied() -> None:
     engine = engine_of(model, settings(3))
     with engine.inference():
         assert engine.stats()["snapshot_bytes"] == nbytes, "the value model is in the snapshot"
+    assert [name for name, _ in engine.named_children()] == ["module"], "the policy is in the engine twice"
+    assert engine.state_dict().keys() == {f"module.{name}" for name in model.state_dict()}
     assert {line["container"] for line in engine.coverage()} == {settings()["rollout"]["containers"]}
 
 

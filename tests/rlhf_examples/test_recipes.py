@@ -131,12 +131,6 @@ def test_a_recipe_runs_one_step_tiny(name, ranks, tmp_path):
     require_trained(settings, tmp_path / "run")
 
 
-REWARDS = """
-def correct(prompts, completions, **columns):
-    return [len(set(completion.split())) / 4 for completion in completions]
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 def test_the_readmes_commands_run(tmp_path):
@@ -149,7 +143,7 @@ def test_the_readmes_commands_run(tmp_path):
     (tmp_path / "configs" / "8gpu_7b_lora.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
     lines = (json.dumps({"prompt": f"anna found {number} red balls ."}) for number in range(40))
     (tmp_path / "problems.jsonl").write_text("\n".join(lines))
-    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "my_rewards.py").write_text("from tests.rlhf_examples.scripts import number_of_words as correct")
     by_pipeline, by_grpo, by_report = map(shlex.split, commands)
     small = {**ROLLOUTS, "num_iterations": 2, "num_generations": 2}
     by_grpo += [text for name, value in small.items() if value != [] for text in (f"--{name}", str(value))]
