@@ -273,13 +273,32 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def _states_on_host(self) -> Iterator[None]:
         """Inside the block what training alone needs is in host memory."""
         try:
-            with self._profiler.phase("release"):
-                self.offload_states(movable_states(self.optimizer))
+            self._send_states()
             yield
         finally:
-            with self._profiler.phase("release"):
-                self.reload_states()
-                relink(self.optimizer)
+            self._bring_states()
+
+    def _send_states(self) -> None:
+        with self._profiler.phase("release"):
+            self.offload_states(movable_states(self.optimizer))
+
+    def _bring_states(self) -> None:
+        with self._profiler.phase("release"):
+            self.reload_states()
+            relink(self.optimizer)
+
+    @contextmanager
+    def _training_state(self) -> Iterator[None]:
+        """Inside the block the model has its own weights, and the device the optimizer's states, in a window too."""
+        absent = self._window.is_open and self._rollout_settings.offload_states
+        with self._window.suspended():
+            try:
+                if absent:
+                    self._bring_states()
+                yield
+            finally:
+                if absent:
+                    self._send_states()
 
     def _refuse_in_window(self, call: str) -> None:
         if self._window.is_open:
@@ -311,6 +330,26 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             super().step(*args, **kwargs)
         if self.was_step_applied():
             self._snapshot.version.steps += 1
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's save_checkpoint, of the training weights; inside `inference()` too."""
+        with self._training_state():
+            return super().save_checkpoint(*args, **kwargs)
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        """DeepSpeed's save_16bit_model, of the training weights; inside `inference()` too."""
+        with self._training_state():
+            return super().save_16bit_model(*args, **kwargs)
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's module_state_dict, of the training weights; inside `inference()` too."""
+        with self._training_state():
+            return super().module_state_dict(*args, **kwargs)
+
+    def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole weights on rank 0 under ZeRO-3, which accelerate asks for; inside `inference()` too."""
+        with self._training_state():
+            return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's load_checkpoint; afterwards the weights have a new version."""

@@ -2,12 +2,42 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from hybrid.architectures.structure import Part
 from hybrid.containers.window import Window
+
+
+class Forward:
+    """What a switched module has as its forward: its container's, without gradients.
+
+    A copy or a pickle of the module has the module's own forward again, and nothing of the engine.
+    """
+
+    def __init__(self, container: "NativeContainer", own: Callable):
+        functools.update_wrapper(self, own)  # Hugging Face reads the signature of a forward
+        self.container, self.own = container, own
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        container = self.container
+        if container.window.is_open:
+            return container.run(self.own, args, kwargs)
+        with container.window.opened():
+            return container.run(self.own, args, kwargs)
+
+    def __reduce__(self) -> tuple:
+        before = self.container.own_forward
+        # Of a module that is being copied the copy is there already, without attributes: this is its class's forward.
+        return (getattr, (self.container.part.module, "forward")) if before is None else (itself, (before,))
+
+
+def itself(forward: Callable) -> Callable:
+    """What a forward that somebody had put on the module is restored as."""
+    return forward
 
 
 class NativeContainer:
@@ -25,18 +55,8 @@ class NativeContainer:
     def install(self) -> None:
         """Switch the module's forward to this container's."""
         module: nn.Module = self.part.module
-        window, original = self.window, module.forward
         self.own_forward = module.__dict__.get("forward")
-
-        @functools.wraps(original)  # Hugging Face reads the signature of a forward
-        @torch.no_grad()
-        def forward(*args, **kwargs):
-            if window.is_open:
-                return self.run(original, args, kwargs)
-            with window.opened():
-                return self.run(original, args, kwargs)
-
-        module.forward = forward
+        module.forward = Forward(self, module.forward)
         self.installed = True
 
     def run(self, original: Callable, args: tuple, kwargs: dict):

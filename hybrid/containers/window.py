@@ -6,6 +6,7 @@ again on access and run the base weights (deepspeed 0.19.8). What belongs to the
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NoReturn
 
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -14,6 +15,33 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hybrid.weights.snapshot import Snapshot
+
+
+class InferenceOnly(dict):
+    """In the place of a lent module's `state_dict` hooks: what the module holds now is inference's, which no checkpoint
+    and no copy may have."""
+
+    def values(self) -> list[Callable]:
+        return [refuse_lent]
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        refuse_lent()
+
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        refuse_lent()
+
+
+def refuse_lent(*args: Any) -> NoReturn:
+    """Raise RuntimeError for a copy, a pickle or a `state_dict` of what inference has lent."""
+    raise RuntimeError(
+        "state_dict(), load_state_dict(), a copy or a pickle of a module inside `with engine.inference()`: there the "
+        "module holds inference's weights, adapters merged. Leave the block first; the engine's own save_checkpoint() "
+        "and save_16bit_model() work inside too"
+    )
+
+
+INFERENCE_ONLY = InferenceOnly()
+STATE_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 
 
 class Window:
@@ -52,6 +80,7 @@ class Window:
         self.sharing, self.settle, self.finish, self.around = sharing, settle, finish, around
         self.no_native = ""
         self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
+        self.replaced: list[tuple[nn.Module, str, dict]] = []  # what a module's dictionary was, in order of lending
         # The model's own dictionaries, read once: inside a window, the model's tree is another one.
         self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
         self.plains = [(one, dict(one.plain._parameters)) for one in snapshot.adapted]
@@ -91,7 +120,8 @@ class Window:
                 self.refresh(adapters)
                 if self.lends:
                     stack.enter_context(unhooked(self.hooks()))
-                    stack.enter_context(self._lent(adapters))
+                stack.enter_context(self._lent(adapters))
+                if self.lends:
                     stack.enter_context(self.sharing())
             self.adapters.append(adapters)
             stack.callback(self.adapters.pop)
@@ -102,26 +132,44 @@ class Window:
 
     @contextmanager
     def _lent(self, adapters: bool) -> Iterator[None]:
-        lent: list[tuple[nn.Module, str, dict]] = []  # module, which of its dictionaries, what takes its place
-        for module, own in self.owners:
-            tensors = {name: param if param is None else self.snapshot.tensor(param) for name, param in own.items()}
-            lent.append((module, "_parameters", tensors))
-        children: dict[nn.Module, dict] = {}
-        for one, own in self.plains:
-            beside = self.snapshot.is_beside(one, adapters)  # the wrapper runs, over what its modules are lent
-            if not beside:
-                lent.append((one.plain, "_parameters", {**own, **self.snapshot.weights_of(one, adapters)}))
-            modules = children.setdefault(one.parent, dict(one.parent._modules))
-            modules[one.child] = one.wrapper if beside else one.plain
-        lent += [(parent, "_modules", own) for parent, own in children.items()]
-        before = [module.__dict__[slot] for module, slot, _ in lent]
+        lent = [*self._lent_dictionaries(adapters)] if self.lends else []
+        # With adapters off by PEFT's flag a copy of any module would have them off for ever.
+        modules = [module for module, _, _ in lent] if adapters else [module for module, _ in self.owners]
+        lent += [(module, slot, INFERENCE_ONLY) for module in modules for slot in STATE_HOOKS]
+        count = len(self.replaced)
         try:
             for module, slot, content in lent:
+                self.replaced.append((module, slot, module.__dict__[slot]))
                 module.__dict__[slot] = content
             yield
         finally:
-            # Backwards: an adapted module's plain one was lent to twice, as an owner and as itself.
-            for (module, slot, _), content in zip(reversed(lent), reversed(before), strict=True):
+            give_back(self.replaced[count:])
+            del self.replaced[count:]
+
+    def _lent_dictionaries(self, adapters: bool) -> Iterator[tuple[nn.Module, str, dict]]:
+        """Each module whose own content is not what inference uses, which of its dictionaries, what takes its place."""
+        for module, own in self.owners:
+            tensors = {name: param if param is None else self.snapshot.tensor(param) for name, param in own.items()}
+            if any(tensors[name] is not param for name, param in own.items()):
+                yield module, "_parameters", tensors
+        children: dict[nn.Module, dict] = {}
+        for one, own in self.plains:
+            if not self.snapshot.is_beside(one, adapters):  # else the wrapper runs, over what its modules are lent
+                yield one.plain, "_parameters", {**own, **self.snapshot.weights_of(one, adapters)}
+                children.setdefault(one.parent, dict(one.parent._modules))[one.child] = one.plain
+            elif one.parent._modules[one.child] is not one.wrapper:  # in a window within one without adapters
+                children.setdefault(one.parent, dict(one.parent._modules))[one.child] = one.wrapper
+        yield from ((parent, "_modules", own) for parent, own in children.items())
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside the block the model has its own parameters and modules, in an open window too."""
+        lent = [(module, slot, module.__dict__[slot]) for module, slot, _ in self.replaced]
+        give_back(self.replaced)
+        try:
+            yield
+        finally:
+            for module, slot, content in lent:
                 module.__dict__[slot] = content
 
     @contextmanager
@@ -145,6 +193,12 @@ class Window:
                     "DeepSpeed-Chat's LoRA cannot be switched off where it runs as it is. Set pin_parameters to true, "
                     "and inference_tp_size to 1."
                 )
+
+
+def give_back(replaced: list[tuple[nn.Module, str, dict]]) -> None:
+    """Give modules the dictionaries that they had; the last first, as one may have been replaced twice."""
+    for module, slot, content in reversed(replaced):
+        module.__dict__[slot] = content
 
 
 @contextmanager

@@ -1,0 +1,223 @@
+"""What is saved or copied is the training weights, whatever mode the engine is in; and a copy is nobody's view."""
+
+import copy
+import io
+import pickle
+from contextlib import contextmanager
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import nn
+
+import hybrid
+from tests.engines import engine_of, settings, train_step
+from tests.models import ADAPTERS, prompts, tiny_model, with_peft
+
+IDS, MASK = prompts(2, 5, padded=True)
+
+
+@contextmanager
+def as_trained(engine: hybrid.HybridEngine):
+    """The engine as it comes out of a step."""
+    yield
+
+
+@contextmanager
+def in_eval_mode(engine: hybrid.HybridEngine):
+    """The engine in eval mode, after a rollout."""
+    engine.eval()
+    engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
+    yield
+    engine.train()
+
+
+@contextmanager
+def in_a_window(engine: hybrid.HybridEngine):
+    """Inside `inference()`, between two generations that must not notice."""
+    with engine.inference():
+        request = {"attention_mask": MASK, "max_new_tokens": 4}
+        before = engine.generate(IDS, **request)
+        yield
+        assert torch.equal(engine.generate(IDS, **request), before)
+
+
+@contextmanager
+def in_a_base_window(engine: hybrid.HybridEngine):
+    """Inside a window without adapters, within one with them."""
+    with engine.inference(), engine.inference(adapters=False):
+        engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
+        yield
+
+
+PLACES = {"train": as_trained, "eval": in_eval_mode, "window": in_a_window, "base window": in_a_base_window}
+
+
+def tensors_of(content: object, name: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor within something that was loaded, by where it is."""
+    if isinstance(content, torch.Tensor):
+        return {name: content}
+    if isinstance(content, dict):
+        items = content.items()
+    elif isinstance(content, list | tuple):
+        items = enumerate(content)
+    else:
+        items = vars(content).items() if hasattr(content, "__dict__") and not isinstance(content, type) else ()
+    return {path: tensor for key, one in items for path, tensor in tensors_of(one, f"{name}/{key}").items()}
+
+
+def saved(engine: hybrid.HybridEngine, folder: Path, stage: int, where: str) -> dict[str, torch.Tensor]:
+    """All that DeepSpeed's ways to save write or give, with the engine in one of PLACES."""
+    folder = folder / where.replace(" ", "-")
+    with PLACES[where](engine):
+        engine.save_checkpoint(str(folder), tag="tag")
+        engine.save_16bit_model(str(folder))
+        given = {"module": engine.module_state_dict()}
+        if stage == 3:
+            given["whole"] = engine._zero3_consolidated_16bit_state_dict()
+        given = copy.deepcopy(given)
+    dist.barrier()
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*.[pb][ti]*")}
+    found = {name: torch.load(path, weights_only=False) for name, path in files.items()}
+    assert len(found) >= 2
+    if stage:
+        found["fp32"] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="tag")
+    return tensors_of({**given, **found})
+
+
+def require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    assert list(found) == list(expected), what
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, f"{what}: {name}"
+
+
+def check_saving(stage: int, adapter: str, blocks: dict, folder: str) -> None:
+    """Every file's every tensor is the unswitched engine's."""
+    blocks = {**blocks, "zero_optimization": {**settings(stage)["zero_optimization"]}}
+    blocks["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    config = settings(stage, dtype=torch.bfloat16, **blocks)
+    unswitched, ours = (engine_of(ADAPTERS[adapter](tiny_model("llama")), config) for _ in range(2))
+    for engine in (unswitched, ours):
+        train_step(engine)
+    expected = saved(unswitched, Path(folder) / "unswitched", stage, "train")
+    assert adapter != "peft" or any("lora_A" in name for name in expected)
+    version = ours.weight_version
+    for where in PLACES if adapter == "peft" else ("eval", "window"):
+        require_equal(saved(ours, Path(folder) / "ours", stage, where), expected, where)
+        assert ours.weight_version == version
+    ours.train()
+    assert torch.equal(train_step(ours, 1), train_step(unswitched, 1))
+
+
+@pytest.mark.parametrize(
+    ("stage", "adapter", "blocks"),
+    [
+        (0, "peft", {}),
+        pytest.param(1, "none", {}, marks=pytest.mark.slow),
+        (2, "peft", {"rollout": {"offload_states": True}}),
+        pytest.param(3, "none", {}, marks=pytest.mark.slow),
+        (3, "peft", {}),
+        pytest.param(3, "chat", {"rollout": {"lora": "unmerged"}}, marks=pytest.mark.slow),
+        pytest.param(3, "peft", {"hybrid_engine": {"inference_tp_size": 2}}, marks=pytest.mark.slow),
+        (3, "peft", {"hybrid_engine": {"inference_tp_size": 2}, "rollout": {"containers": "native"}}),
+        pytest.param(3, "peft", {"hybrid_engine": {"pin_parameters": False}}, marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_are_those_of_an_engine_that_never_left_train_mode(ranks, stage, adapter, blocks, tmp_path):
+    ranks.run(check_saving, stage, adapter, blocks, str(tmp_path))
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, attention_mask=MASK, use_cache=False).logits.clone()
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    """A model through `torch.save` and back."""
+    content = io.BytesIO()
+    torch.save(model, content)
+    content.seek(0)
+    return torch.load(content, weights_only=False)
+
+
+def check_copies(stage: int, adapter: str) -> None:
+    """Copies made in eval mode have the training weights in forwards of their own, whatever becomes of the policy."""
+    engine = engine_of(ADAPTERS[adapter](tiny_model("llama")), settings(stage))
+    train_step(engine)
+    expected = copy.deepcopy(engine.module)
+    engine.eval()
+    engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
+    copies = {"a copy": copy.deepcopy(engine.module), "a copy of a copy": copy.deepcopy(copy.deepcopy(engine.module))}
+    if stage == 0:  # beyond, DeepSpeed's own attributes of parameters cannot be pickled (0.19.8)
+        copies["a pickle"] = pickled(engine.module)
+    names = [name for name, _ in engine.module.named_modules()]
+    layer = copy.deepcopy(engine.module.get_submodule(next(name for name in names if name.endswith("layers.1"))))
+    assert layer.forward.__self__ is layer
+    engine.train()
+    for step in range(3):
+        train_step(engine, step)
+        engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
+    engine.eval()
+    ours = {id(module) for module in engine.module.modules()}
+    for name, one in copies.items():
+        require_equal(dict(one.named_parameters()), dict(expected.named_parameters()), name)
+        assert ours.isdisjoint(map(id, one.modules())), name
+        assert all(module.forward.__self__ is module for module in one.modules()), name
+        assert one.generate.__self__ is one, name
+        if stage < 3:  # of a partitioned model a copy is hollow, and runs DeepSpeed's hooks on what is not there
+            assert torch.equal(logits(one), logits(expected)), name
+            assert not torch.equal(logits(one), engine(input_ids=IDS, attention_mask=MASK).logits), "it did not learn"
+            one.train()
+            one(input_ids=IDS, labels=IDS).loss.backward()
+
+
+@pytest.mark.parametrize(("stage", "adapter"), [(0, "none"), (0, "peft"), (2, "peft"), (3, "peft")])
+def test_a_copy_made_in_eval_mode_is_independent(ranks, stage, adapter):
+    ranks.run(check_copies, stage, adapter)
+
+
+def check_refused_in_a_window(blocks: dict, adapters: bool | None, folder: str) -> None:
+    """What would save or copy inference's weights is refused, and nothing is lost; after the window all of it works."""
+    engine = engine_of(with_peft(tiny_model("llama")), settings(3, **blocks))
+    module = engine.module
+    attention = module.base_model.model.model.layers[1].self_attn
+    calls = {
+        "state_dict": lambda: module.state_dict(),
+        "state_dict of a part": lambda: attention.state_dict(),
+        "the engine's state_dict": lambda: engine.state_dict(),
+        "save_pretrained": lambda: module.save_pretrained(folder),
+        "merged save_pretrained": lambda: module.base_model.model.save_pretrained(folder),
+        "adapters": lambda: peft.get_peft_model_state_dict(module),
+        "load_state_dict": lambda: attention.load_state_dict({}, strict=False),
+        "deepcopy": lambda: copy.deepcopy(module),
+        "deepcopy of a part": lambda: copy.deepcopy(attention),
+    }
+    if "hybrid_engine" not in blocks:  # with DeepSpeed's hooks on it no module can be pickled
+        calls["pickle"] = lambda: pickle.dumps(attention)
+    engine.eval()
+    with engine.inference(adapters):
+        for name, call in calls.items():
+            with pytest.raises(RuntimeError, match=r"inside `with engine.inference\(\)`"):
+                call()
+                pytest.fail(name)
+        engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
+    assert "lora_A" in "".join(peft.get_peft_model_state_dict(module))
+    copy.deepcopy(attention)
+    engine.train()
+    train_step(engine)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "adapters"),
+    [
+        ({}, None),
+        ({}, False),
+        ({"hybrid_engine": {"inference_tp_size": 2}, "rollout": {"containers": "native"}}, None),
+        ({"hybrid_engine": {"pin_parameters": False}}, False),
+    ],
+)
+def test_what_would_save_or_copy_lent_weights_is_refused(ranks, blocks, adapters, tmp_path):
+    ranks.run(check_refused_in_a_window, blocks, adapters, str(tmp_path))
