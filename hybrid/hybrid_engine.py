@@ -171,6 +171,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         """Switch forwards to the inference containers. From the second iteration on rank 0 prints DeepSpeed's line."""
         if not self._window.is_open:
             self._profiler.next_iteration()
+            self._modes.native_reasons.reset()
         self._install()
         self._in_eval = True
         super().eval()
@@ -492,6 +493,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if longest is not None:
             self._pages.require_room([longest], self._fused.page_bytes())
         with self.inference(adapters), autocast_if_enabled(self), self._profiler.phase("prefill"), torch.no_grad():
+            if longest is None:
+                self._fused.note_native("score: attention_mask has zeros between a row's ones (pad on either side)")
             decoder = None if longest is None else self._decoder(longest)
             if decoder is not None:
                 scores = score_packed(decoder, self._pages, sequences, attention_mask, temperature, rows_per_forward)
@@ -515,6 +518,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
                 window=lambda: self._window.opened(adapters),
                 cache=self._kv_cache,
                 fused=self._decoder,
+                native=self._fused.note_native,
                 store=self._pages,
                 page_bytes=self._fused.page_bytes,
                 require_memory=self._require_memory,
@@ -584,12 +588,13 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             copied = not (self._streams and self._fused.why_not_now())
             return coverage_of(self._containers, self._fused, copied)
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float | str]:
         """This rank's figures since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
         `decode_s`, `wait_s`, `release_s`, `train_s`, `elapsed_s`), `tokens` generated, `tokens_per_s` of prefill and
         decode, `gathered_bytes`; and `snapshot_bytes`, `container_bytes` (what fused containers copied
         beside it), `kv_bytes` held now and `peak_bytes`, the most that the snapshot with one gathered group, the
-        containers and the KV cache have needed."""
+        containers and the KV cache have needed. `native_reason`: why the latest request that could not run fused ran in
+        the model's own layers, and what to do about it; "" where every request ran fused."""
         others = 0 if self._meetings is None else self._meetings.nbytes()
         return {
             **self._profiler.stats(),
@@ -600,6 +605,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             + self._fused.nbytes()
             + self._kv_cache.peak_bytes
             + self._pages.peak_bytes,
+            "native_reason": self._modes.native_reasons.last,
         }
 
 

@@ -138,6 +138,7 @@ class InferenceEngine(nn.Module):
         structure, adapted = read_structure(self.module), read_adapters(self.module)
         self._build(structure, Snapshot(self.module, structure, adapted, LAYERS_PER_GROUP), lends=bool(adapted))
         self._fused.why_not = why_not or self._fused.why_not
+        self._fused.warns = self._fused.warns and self._config.replace_with_kernel_inject
         self._check()
         self._agree_on_noise()
         if self._config.enable_cuda_graph and self._fused.why_not:
@@ -308,6 +309,7 @@ class InferenceEngine(nn.Module):
             window=self._window.opened,
             cache=self._kv_cache,
             fused=self._decoder,
+            native=self._fused.note_native,
             store=self._pages,
             page_bytes=self._fused.page_bytes,
             require_memory=lambda rows, tokens: None,

@@ -17,6 +17,7 @@ from hybrid.architectures.structure import read_structure
 from hybrid.architectures.tp_plan import read_tp_plan
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.fused import FusedModel
+from hybrid.containers.native_reasons import NativeReasons
 from hybrid.decoding.pages import pages_for
 from hybrid.parallel import InferenceGroup, lowest, world_size
 from hybrid.profiling import Phase
@@ -111,6 +112,7 @@ class Modes:
         self.phase, self.count, self.own_hooks = phase, count, own_hooks
         self.structure = read_structure(model)
         self.device = torch.device(get_accelerator().current_device_name())
+        self.native_reasons = NativeReasons()  # of every decoder that the engine has had
         self.limit = rollout.memory_limit
         adapted = read_adapters(model)
         version = WeightVersion(adapters=active_adapters(adapted))
@@ -123,7 +125,7 @@ class Modes:
 
     def weights(self, mode: Mode, group: InferenceGroup) -> tuple[Snapshot, FusedModel]:
         """The snapshot and the decoder of a mode; a snapshot of whole weights where the mode has no decoder."""
-        native = "rollout.containers=native" * (self.rollout.containers == "native")
+        native = "rollout.containers=native" * self.native_by_choice
         if native or self.reading is None or mode == Mode():
             snapshot = Snapshot(*self.kept)
         elif mode.streaming:
@@ -140,9 +142,17 @@ class Modes:
         """The decoder over a snapshot.  why_not: words, where there is to be none."""
         graph_slots = self.rollout.max_slots if self.settings.enable_cuda_graph else 0
         layers = [part.module for part in self.structure.layers]
-        fused = FusedModel(self.model, layers, snapshot, graph_slots, group, self.own_hooks, self.reading)
+        fused = FusedModel(
+            self.model, layers, snapshot, graph_slots, group, self.own_hooks, self.reading, self.native_reasons
+        )
         fused.why_not = why_not or fused.why_not
+        fused.warns = fused.warns and not self.native_by_choice
         return fused
+
+    @property
+    def native_by_choice(self) -> bool:
+        """Whether the settings ask for the model's own layers."""
+        return self.rollout.containers == "native"
 
     def plan(self, rows: int, tokens: int) -> MemoryPlan:
         """For so many sequences, decoded at once, of so many tokens."""

@@ -1,6 +1,5 @@
 """The fused container: a whole decoder that stands in for the model, once it has been shown to equal it."""
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from hybrid.containers.batch import is_packable
 from hybrid.containers.cpu_decoder import CpuDecoder, reads_int8
 from hybrid.containers.int8_decoder import Int8Decoder
 from hybrid.containers.native import NativeContainer
+from hybrid.containers.native_reasons import NO_WARNING, ForeignHooks, NativeReasons
 from hybrid.containers.self_check import own_pages_batch, require_equal
 from hybrid.containers.sharded_decoder import Pool, ShardedDecoder, SharedDecoder
 from hybrid.containers.streamed_decoder import Passes, StreamedDecoder
@@ -31,6 +31,7 @@ from hybrid.weights.quantize import int8_weights
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streamed_snapshot import StreamedSnapshot
 
+DECODER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WholeDecoder = CpuDecoder | TorchDecoder  # a CudaDecoder is a TorchDecoder
 AnyDecoder = WholeDecoder | SharedDecoder | StreamedDecoder
 
@@ -51,7 +52,9 @@ class FusedModel:
     group: ranks that share the decoder (inference tensor parallelism); the snapshot is a SlicedSnapshot then.
     own_hooks: gives the training engine's hooks, which are not a wish to see the modules run.
     reading: of the model, where somebody has read it; a SlicedSnapshot's slices are of its places.
-    why_not: words where there is no decoder; "" where there is one, or may be.
+    reasons: told why a request runs natively.
+    why_not: why there is no decoder, and what the user can do about it; "" where there is one, or may be.
+    warns: whether a request that runs natively is a surprise: the model generates, and nobody asked for no decoder.
     """
 
     def __init__(
@@ -63,13 +66,15 @@ class FusedModel:
         group: InferenceGroup | None = None,
         own_hooks: Callable[[], Iterable[RemovableHandle]] = list,
         reading: Reading | None = None,
+        reasons: NativeReasons | None = None,
     ):
         self.model, self.layers, self.snapshot, self.graph_slots = model, layers, snapshot, graph_slots
         self.group, self.own_hooks, self.pool = group, own_hooks, Pool()
         self.bound: dict[bool, Bound] = {}  # with adapters, and without
         self.checked = self.checking = False
-        self.why_not = ""
-        self.modules = list(model.modules())
+        self.why_not, self.warns = "", hasattr(model, "generate")
+        self.reasons = NativeReasons() if reasons is None else reasons
+        self.modules, self.foreign_hooks = list(model.modules()), ForeignHooks(model, own_hooks)
         # Within the layers nobody of us switches a forward.
         self.inner = [module for layer in layers for module in layer.modules() if module is not layer]
         self.checked_forwards: list[tuple] = []
@@ -77,8 +82,9 @@ class FusedModel:
         self.adapted = {one.wrapper: one for one in snapshot.adapted}
         self.reading: Reading | None = None
         try:
-            self.reading = reading or read_decoder(model)
+            self.reading = reading or self._read()
             self._require_plain_wrappers()
+            self._require_decoder_dtype()
         except Unreadable as reason:
             self.why_not = str(reason)
 
@@ -102,21 +108,47 @@ class FusedModel:
         """Whether ranks run the decoder together."""
         return self.group is not None or self.streams
 
+    def _read(self) -> Reading:
+        try:
+            return read_decoder(self.model)
+        except Unreadable as reason:
+            advice = "hybrid/architectures/README.md shows how a family is added"
+            raise Unreadable(f"{reason} ({advice}; {NO_WARNING})") from reason
+
     def _require_plain_wrappers(self) -> None:
         for module in self.modules:
             if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper):
-                raise Unreadable(f"a {type(module).__name__} changes a module as it runs")
+                raise Unreadable(
+                    f"a {type(module).__name__} changes a module as it runs (train the whole module, by PEFT's "
+                    f"modules_to_save; {NO_WARNING})"
+                )
+
+    def _require_decoder_dtype(self) -> None:
+        dtype = self._embedding().dtype
+        if dtype not in DECODER_DTYPES:
+            raise Unreadable(
+                f"its weights are {dtype}, and decoders compute in float32, bfloat16 and float16 (cast the model to "
+                f"one of these; {NO_WARNING})"
+            )
 
     def why_not_now(self) -> str:
-        """Words where the model must run natively at the moment, "" where it need not. Inside an open window."""
+        """Why the model must run natively at the moment, and what the user can do about it; "" where it need not."""
         if self.why_not:
             return self.why_not
-        ours = {handle.id for handle in self.own_hooks()}
-        if any({*module._forward_hooks, *module._forward_pre_hooks} - ours for module in self.modules):
-            return "hooks on the model's modules want to see them run"
+        if hook := self.foreign_hooks.first():
+            return f"hooks on the model's modules want to see them run: {hook} (remove them before inference)"
         if torch.is_autocast_enabled(self._device().type):
-            return "autocast chooses the dtype of every operation"
+            return (
+                "autocast chooses the dtype of every operation (generate outside of torch.autocast; in DeepSpeed's "
+                "configuration take bf16 or fp16 instead of torch_autocast)"
+            )
         return ""
+
+    def note_native(self, reason: str = "") -> None:
+        """A request runs natively: warn where that is news.  reason: of the request itself, and what the user can do;
+        what holds for every request goes first."""
+        standing = self.why_not_now()
+        self.reasons.note(standing or reason, self.warns)
 
     def decoder(self, adapters: bool, tokens: int) -> AnyDecoder | None:
         """The decoder, with the weights as they are now, for sequences of up to `tokens`; None where the model must run
@@ -124,12 +156,19 @@ class FusedModel:
 
         Call it inside an open window, `adapters` as the window has them. The first call, and the first after somebody
         has replaced a forward within the layers, compares every layer with the model's own; where one differs there is
-        no decoder from then on, with a warning that says which and by how much.
+        no decoder from then on. Where there is none, a warning says why.
         """
-        if self.checking or self.why_not_now():
+        if self.checking:
+            return None
+        if self.why_not_now():
+            self.note_native()
             return None
         if 0 < self.reading.spec.max_positions < tokens:
             if not self.in_company:
+                self.note_native(
+                    f"beyond {self.reading.spec.max_positions} tokens, its max_position_embeddings, the model's tables "
+                    "depend on a sequence's length (ask for shorter sequences)"
+                )
                 return None
             raise NotImplementedError(
                 f"a sequence of {tokens} tokens given, new ones included; beyond {self.reading.spec.max_positions} a "
@@ -142,9 +181,9 @@ class FusedModel:
                 self._check(decoder)
             return decoder
         except Unreadable as reason:
-            self.why_not = str(reason)
+            self.why_not = f"{reason} (if nobody has changed the model's forwards, please report it; {NO_WARNING})"
             self.bound.clear()
-            warnings.warn(f"the model runs in native containers: {reason}", stacklevel=2)
+            self.note_native()
             return None
 
     def _check(self, decoder: AnyDecoder) -> None:
@@ -334,7 +373,14 @@ class FusedContainer(NativeContainer):
 
     def run(self, original: Callable, args: tuple, kwargs: dict):
         """Logits by the fused decoder, where it is asked for nothing else."""
-        call = None if wants_more_than_logits(self.part.module) else plain_call(args, kwargs)
+        more = wants_more_than_logits(self.part.module)
+        call = None if more else plain_call(args, kwargs)
+        by_default = more or kwargs.get("use_cache") is None
+        if call is None and by_default and plain_call(args, {**kwargs, "use_cache": False}) is not None:
+            self.fused.note_native(
+                "a forward gives more than logits back, such as a cache (pass use_cache=False; leave "
+                "output_hidden_states, output_attentions and output_router_logits of the model's configuration off)"
+            )
         decoder = None if call is None else self.fused.decoder(self.window.uses_adapters, call[0].shape[1])
         if decoder is None:
             return super().run(original, args, kwargs)
@@ -357,11 +403,12 @@ def coverage_of(containers: list[NativeContainer], fused: FusedModel, copied: bo
 
     containers: as they are installed, one of them a FusedContainer.  copied: whether anything runs on the snapshot.
     """
-    why_native = fused.why_not_now()
+    why_native, last = fused.why_not_now(), fused.reasons.last
+    what = "" if why_native else f"{fused.what}; the latest request ran natively: {last}" if last else fused.what
     container = NativeContainer.kind if why_native else FusedContainer.kind
     rows = []
     for one in containers:
-        words = f"{one.why}: {why_native}" if why_native else fused.what
+        words = f"{one.why}: {why_native}" if why_native else what
         adapters = fused.snapshot.words(one.part.module) if copied else ""
         words = f"{words}; {adapters}" if adapters else words
         rows.append({"module": one.part.name, "kind": one.part.kind, "container": container, "why": words})

@@ -96,6 +96,7 @@ class Decoding:
 
     phase: times a phase.  window: opens the snapshot for the forwards.  cache: KV storage of the native container.
     fused: inside the window, the fused decoder for sequences of so many tokens, None where the model must run natively.
+    native: told why a request that asks for it runs natively.
     store: its pages.  page_bytes: the most that one takes, 0 where the model runs natively.
     require_memory: raises where so many rows of so many tokens cannot run natively.
     max_slots, stride: of `hybrid.decoding.slots`.
@@ -111,6 +112,7 @@ class Decoding:
     window: Callable
     cache: KVCache
     fused: Callable[[int], Decoder | None]
+    native: Callable[[str], None]
     store: PageStore
     page_bytes: Callable[[], int]
     require_memory: Callable[[int, int], None]
@@ -248,7 +250,8 @@ def decode(
         keys = noise.keys(len(input_ids), input_ids.device)
 
     asked = (input_ids, logits_processor, stopping_criteria, generation_config, decoding, keys)
-    lengths = None if wanted.as_dict else packable_lengths(model, input_ids, generation_config, model_kwargs)
+    why_native = native_request(model, input_ids, generation_config, model_kwargs)
+    lengths = None if why_native else prompt_lengths(input_ids, model_kwargs.get("attention_mask"))
     request = None if lengths is None else request_for(lengths, *asked)
     if lengths is not None:
         ends = [length + generation_config.max_length - input_ids.shape[1] for length in lengths]
@@ -256,6 +259,8 @@ def decode(
     if lengths is None or not decoding.page_bytes():
         decoding.require_memory(len(input_ids), generation_config.max_length)
     with decoding.window():
+        if lengths is None:
+            decoding.native(why_native)
         decoder = None if lengths is None else decoding.fused(max(ends))
         if decoder is None:
             forward = NativeForward(model, generation_config, model_kwargs, decoding, keep=wanted.as_dict)
@@ -270,24 +275,33 @@ def decode(
 # Which way
 
 
-def packable_lengths(
-    model, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> list[int] | None:
-    """Real tokens of each prompt, where the request is one that a fused decoder computes: a decoder's, from token ids
-    alone, from the beginning, padded on the left. None otherwise."""
+def native_request(model, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str:
+    """Why a request is not one that a fused decoder computes, and what the user can do about it; "" where it is: a
+    decoder's, for sequences alone, from token ids alone, from the beginning, padded on the left."""
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
-    given = {name for name, value in model_kwargs.items() if value is not None}
-    if model.config.is_encoder_decoder or given - UNDERSTOOD or config.cache_implementation is not None:
-        return None
+    beyond = {name for name, value in model_kwargs.items() if value is not None} - UNDERSTOOD
+    if model.config.is_encoder_decoder:
+        return "generate: the model is an encoder-decoder (fused are decoders alone)"
+    if config.return_dict_in_generate:
+        return "generate: return_dict_in_generate=True (fused gives sequences; `rollout` gives logprobs with them)"
+    if beyond:
+        return f"generate: {', '.join(sorted(beyond))} given (fused takes input_ids and attention_mask)"
+    if config.cache_implementation is not None:
+        return f"generate: cache_implementation={config.cache_implementation!r} (leave it out)"
     if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() > 0):
-        return None
+        return "generate: past_key_values given (leave them out: fused keeps its own pages)"
     mask = torch.ones_like(input_ids) if mask is None else mask
     if mask.shape != input_ids.shape or not is_left_padded(mask):
-        return None
+        return "generate: attention_mask is not zeros and then ones in every row (pad prompts on the left)"
     positions = model_kwargs.get("position_ids")
     if positions is not None and not bool(((positions == mask.cumsum(dim=1) - 1) | (mask == 0)).all()):
-        return None
-    return mask.sum(dim=1).tolist()
+        return "generate: position_ids do not count from each prompt's first token (leave them out)"
+    return ""
+
+
+def prompt_lengths(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
+    """Real tokens of each prompt."""
+    return [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(dim=1).tolist()
 
 
 def is_left_padded(mask: torch.Tensor) -> bool:

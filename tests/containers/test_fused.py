@@ -2,12 +2,16 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
+from deepspeed.profiling.flops_profiler import FlopsProfiler
 from torch import nn
 from torch.nn import functional as F
+from transformers.integrations.neftune import activate_neftune
 
 from hybrid.architectures.structure import Part, read_structure
 from hybrid.containers.cpu_decoder import CpuDecoder
@@ -49,6 +53,7 @@ class Miniature:
             window=lambda: self.window.opened(adapters),
             cache=KVCache(32),
             fused=lambda tokens: self.fused.decoder(self.window.uses_adapters, tokens),
+            native=self.fused.note_native,
             store=PageStore(32),
             page_bytes=self.fused.page_bytes,
             require_memory=lambda rows, tokens: None,
@@ -290,8 +295,12 @@ def test_hooks_see_the_model_run_while_they_are_there(before, calls):
     mlp = model.model.layers[1].mlp
     register = mlp.register_forward_pre_hook if before else mlp.register_forward_hook
     handle = register(lambda *args: seen.append(1))
-    assert "hooks" in engine.fused.why_not_now()
-    require_native(engine, reference, calls)
+    with pytest.warns(UserWarning, match=r"see them run: .*<lambda> on model\.layers\.1\.mlp \(remove them") as warned:
+        require_native(engine, reference, calls)
+        engine.generate(IDS, **REQUEST)
+        del seen[6:12]
+    assert len(warned) == 1, "a reason is told once"
+    assert engine.fused.reasons.last == engine.fused.why_not_now()
     assert len(seen) == 7  # a prefill, five steps and a forward
     handle.remove()
     assert engine.fused.why_not_now() == ""
@@ -299,11 +308,105 @@ def test_hooks_see_the_model_run_while_they_are_there(before, calls):
     assert len(seen) == 7
 
 
+def input_gradients(model: nn.Module) -> None:
+    model.enable_input_require_grads()
+
+
+def checkpointed(model: nn.Module) -> None:
+    model.gradient_checkpointing_enable()
+
+
+def on_and_off_and_on(model: nn.Module) -> None:
+    """As TRL does around every `generate`, which leaves a hook behind each time (transformers 5.23)."""
+    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_disable()
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+
+
+def prepared_by_peft(model: nn.Module) -> None:
+    """PEFT's own hook, for models without the method."""
+    peft.PeftModel._prepare_model_for_gradient_checkpointing(SimpleNamespace(), Embedder(model))
+
+
+class Embedder:
+    """What PEFT puts its own hook on: a model without `enable_input_require_grads`."""
+
+    def __init__(self, model: nn.Module):
+        self.get_input_embeddings = model.get_input_embeddings
+
+
+def from_a_tutorial(model: nn.Module) -> None:
+    def make_inputs_require_grad(module, input, output):
+        output.requires_grad_(True)
+
+    model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)
+
+
+def noisy_embeddings(model: nn.Module) -> None:
+    activate_neftune(model, 5.0)
+
+
+def profiled_by_deepspeed(model: nn.Module) -> Callable[[], None]:
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    return profiler.end_profile
+
+
+TRAINING_HOOKS = (
+    input_gradients,
+    checkpointed,
+    on_and_off_and_on,
+    prepared_by_peft,
+    from_a_tutorial,
+    noisy_embeddings,
+    profiled_by_deepspeed,
+)
+
+
+@pytest.mark.parametrize("add", TRAINING_HOOKS)
+def test_hooks_that_frameworks_place_for_training_do_not_count(add, calls):
+    model, reference = tiny_model("llama"), tiny_model("llama").eval()
+    end = add(model)
+    try:
+        assert any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        engine = Miniature(model)
+        require_fused(engine, reference, calls)
+        assert engine.fused.reasons.last == ""
+        # Nor do they disturb the model's own layers, where those run.
+        engine.fused.why_not, engine.fused.warns = "the test wants it", False
+        require_native(engine, reference, calls)
+    finally:
+        if end is not None:  # DeepSpeed's profiler patches torch's functions too
+            end()
+
+
+@pytest.mark.parametrize("probe", ["does more", "has another name"])
+def test_a_hook_that_only_looks_like_one_of_theirs_counts(probe):
+    def make_inputs_require_grads(module, input, output):
+        output.requires_grad_(True).mul_(2)
+
+    def look(module, input, output):
+        output.requires_grad_(True)
+
+    model = tiny_model("llama")
+    model.get_input_embeddings().register_forward_hook(make_inputs_require_grads if probe == "does more" else look)
+    assert "hooks" in Miniature(model).fused.why_not_now()
+
+
+def test_float64_runs_natively(calls):
+    model, reference = (tiny_model("llama", dtype=torch.float64).eval() for _ in range(2))
+    engine = Miniature(model)
+    with pytest.warns(UserWarning, match=r"weights are torch\.float64, .* \(cast the model to one of these"):
+        require_native(engine, reference, calls)
+    assert engine.fused.page_bytes() == 0
+
+
 def test_autocast_runs_natively_while_it_is_on(calls):
     engine, reference = Miniature(tiny_model("llama")), tiny_model("llama").eval()
     require_fused(engine, reference, calls)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert "autocast" in engine.fused.why_not_now()
+    said = pytest.warns(UserWarning, match=r"autocast chooses .* \(generate outside of torch\.autocast")
+    with torch.autocast("cpu", torch.bfloat16), said:
         require_native(engine, reference, calls)
     require_fused(engine, reference, calls)
 
@@ -345,8 +448,8 @@ def test_trainable_tokens_run_natively(calls):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     reference = twin(model)
     engine = Miniature(model)
-    assert "TrainableTokensWrapper changes a module as it runs" in engine.fused.why_not_now()
-    require_native(engine, reference, calls, tolerance=1e-3)
+    with pytest.warns(UserWarning, match="TrainableTokensWrapper changes a module as it runs .*modules_to_save"):
+        require_native(engine, reference, calls, tolerance=1e-3)
 
 
 def test_a_sequence_beyond_the_models_tables_runs_natively(calls):
@@ -363,7 +466,9 @@ def test_a_sequence_beyond_the_models_tables_runs_natively(calls):
     assert torch.equal(engine.generate(wide, **request), reference.generate(wide, **request))
     assert calls.taken() >= 6
     request = {**REQUEST, "max_new_tokens": 60, "eos_token_id": None}
-    assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
+    with pytest.warns(UserWarning, match=r"beyond 40 tokens.* \(ask for shorter sequences\)"):
+        found = engine.generate(IDS, **request)
+    assert torch.equal(found, reference.generate(IDS, **request))
     assert calls.taken() == 0
     # A fresh reference: dynamic rope keeps what a long sequence made of it (transformers 5.23).
     require_fused(engine, tiny_model("llama", **longer).eval(), calls)
@@ -491,7 +596,8 @@ def test_other_forwards_are_the_models_own(call, calls):
     for one in (engine.model, reference):
         one.set_attn_implementation("eager")  # gives attentions
     kwargs = {"input_ids": IDS, "use_cache": False, **OTHERS[call]}
-    with torch.no_grad():
+    said = pytest.warns(UserWarning, match=r"gives more than logits back.* \(pass use_cache=False")
+    with torch.no_grad(), said if kwargs["use_cache"] is None else contextlib.nullcontext():
         ours, theirs = engine.model(**kwargs), reference(**kwargs)
     assert calls.taken() == 0
     assert type(ours) is type(theirs)
@@ -509,7 +615,7 @@ def test_other_forwards_are_the_models_own(call, calls):
 )
 def test_a_model_that_is_configured_to_give_more_gives_it(family, setting, calls):
     engine, reference = Miniature(tiny_model(family, **setting)), tiny_model(family, **setting).eval()
-    with torch.no_grad():
+    with torch.no_grad(), pytest.warns(UserWarning, match="gives more than logits back.* of the model's configuration"):
         ours, theirs = (everything(one(IDS, use_cache=False)) for one in (engine.model, reference))
     assert calls.taken() == 0
     assert len(ours) == len(theirs) > 1

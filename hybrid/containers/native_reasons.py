@@ -1,0 +1,89 @@
+"""Why a model runs in its own layers where a fused decoder was wanted: which hooks count, one warning a reason."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hybrid.parallel import rank
+
+# Hooks that frameworks place for training alone, by the module that defines them (deepspeed 0.19.8, transformers 5.23,
+# TRL 1.16): ZeRO's and the engine's, the FLOPS profiler's, NEFTune's noise (off in eval mode), activation offloading's.
+TRAINING_MODULES = (
+    "deepspeed.runtime.zero.",
+    "deepspeed.runtime.engine",
+    "deepspeed.profiling.",
+    "transformers.integrations.neftune",
+    "trl.models.activation_offloading",
+)
+# The hook that makes an embedding's output require gradients: transformers' and PEFT's name, which tutorials copy.
+INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+NO_WARNING = "rollout.containers=native, or replace_with_kernel_inject=false, runs so without this warning"
+
+
+def is_training_hook(hook: Callable) -> bool:
+    """Whether a forward hook or forward pre-hook is known to matter in training alone: no value that inference makes
+    depends on it.
+
+    The input-gradient hook is known by its name and by what its code does, for every framework has a copy of it.
+    """
+    while isinstance(hook, partial):
+        hook = hook.func
+    if (getattr(hook, "__module__", None) or "").startswith(TRAINING_MODULES):
+        return True
+    code = getattr(hook, "__code__", None)
+    return code is not None and code.co_name in INPUT_GRADIENT_HOOKS and code.co_names == ("requires_grad_",)
+
+
+class ForeignHooks:
+    """Finds a hook that wants to see the model's modules run.
+
+    model: whose modules are looked at.  own_hooks: gives the training engine's handles. A hook's number belongs to it
+    for the life of the process, so that each is classified once: a call costs a look at every module's dictionaries.
+    """
+
+    def __init__(self, model: nn.Module, own_hooks: Callable[[], Iterable[RemovableHandle]]):
+        self.modules, self.own_hooks = list(model.named_modules()), own_hooks
+        self.known: set[int] = set()  # numbers of hooks that do not count
+
+    def first(self) -> str:
+        """The first such hook, as text; "" where there is none."""
+        looked_up = False
+        for name, module in self.modules:
+            for table in (module._forward_hooks, module._forward_pre_hooks):
+                for number, hook in table.items():
+                    if number in self.known:
+                        continue
+                    if not looked_up:
+                        self.known.update(handle.id for handle in self.own_hooks())
+                        looked_up = True
+                    if number in self.known or is_training_hook(hook):
+                        self.known.add(number)
+                        continue
+                    return f"{getattr(hook, '__qualname__', type(hook).__name__)} on {name or 'the model'}"
+        return ""
+
+
+class NativeReasons:
+    """Why requests of one engine ran natively: each reason is warned about once, on rank 0.
+
+    last: the reason of the latest request that did, since `reset()`; "" where none did.
+    """
+
+    def __init__(self):
+        self.last = ""
+        self.warned: set[str] = set()
+
+    def note(self, reason: str, warns: bool = True) -> None:
+        """A request runs natively.  reason: and what the user can do about it.  warns: False where it was asked for."""
+        self.last = reason
+        if warns and reason not in self.warned:
+            self.warned.add(reason)
+            if rank() == 0:
+                warnings.warn(f"the model runs in native containers: {reason}", stacklevel=4)
+
+    def reset(self) -> None:
+        """Forget the latest reason, as a new iteration begins."""
+        self.last = ""

@@ -1,0 +1,159 @@
+"""Fast, or it says so: what frameworks leave on a model in training keeps the fused decoder on; whatever else turns it
+off is told once, with what to do about it, and is in `stats()` and `coverage()`."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid
+from tests.engines import engine_of, settings, train_step
+from tests.models import prompts, tiny_model, twin, with_chat_lora, with_peft
+
+FUSED = {"containers": "fused"}  # whatever `--containers` says
+SAMPLING = hybrid.SamplingParams(max_new_tokens=5, temperature=0.0)
+
+
+def containers(engine: hybrid.HybridEngine) -> set[str]:
+    """The containers that the engine's parts run in."""
+    return {row["container"] for row in engine.coverage()}
+
+
+def require_rollouts_of(engine: hybrid.HybridEngine, reference: torch.nn.Module) -> None:
+    """Greedy completions and their logprobs are the reference's; `score` gives them again."""
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    batch = engine.rollout(ids, mask, SAMPLING)
+    expected = reference.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    assert torch.equal(batch.sequences, expected)
+    scores = engine.score(batch.sequences, batch.attention_mask)
+    real = batch.completion_mask.bool()
+    found = scores.per_token_logps[:, -real.shape[1] :][real]
+    torch.testing.assert_close(found, batch.raw_per_token_logps[real], atol=1e-4, rtol=1e-4)
+
+
+def peft_on_a_checkpointed_model() -> torch.nn.Module:
+    model = tiny_model("qwen2")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    return with_peft(model)
+
+
+def checkpointing_on_a_peft_model() -> torch.nn.Module:
+    model = with_peft(tiny_model("qwen2"))
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def only_optimize_lora() -> torch.nn.Module:
+    """As DeepSpeed-Chat's `main.py` does with `--only_optimize_lora --gradient_checkpointing`."""
+    model = with_chat_lora(tiny_model("opt"))
+    model.get_input_embeddings().weight.requires_grad_(False)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+CHECKPOINTED = (peft_on_a_checkpointed_model, checkpointing_on_a_peft_model, only_optimize_lora)
+
+
+def check_checkpointing(make, **block) -> None:
+    model = make()
+    reference = twin(model).eval()
+    engine = engine_of(model, settings(3, rollout=FUSED, hybrid_engine=block))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the model runs in native containers")
+        require_rollouts_of(engine, reference)
+        train_step(engine)
+        # TRL turns checkpointing off and on around `generate`, each time with another hook.
+        model.gradient_checkpointing_disable()
+        model.gradient_checkpointing_enable()
+        require_fused_after_training(engine)
+
+
+def require_fused_after_training(engine: hybrid.HybridEngine) -> None:
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    with engine.inference():
+        engine.rollout(ids, mask, SAMPLING)
+        engine.score(ids, mask, adapters=False)
+        assert containers(engine) == {"fused"}
+    assert engine.stats()["native_reason"] == ""
+    assert containers(engine) == {"fused"}
+
+
+@pytest.mark.parametrize("make", CHECKPOINTED)
+def test_gradient_checkpointing_keeps_the_decoder_on(ranks, make):
+    ranks.run(check_checkpointing, make)
+
+
+@pytest.mark.parametrize("block", [{"inference_tp_size": 2}, {"pin_parameters": False}], ids=str)
+def test_gradient_checkpointing_keeps_the_decoder_on_in_every_mode(ranks, block):
+    ranks.run(check_checkpointing, peft_on_a_checkpointed_model, **block)
+
+
+def told(run) -> list[str]:
+    """What `run` warns of native containers."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(one.message) for one in caught if "runs in native containers" in str(one.message)]
+
+
+def check_telling() -> None:
+    """Once, on rank 0, with the remedy; in stats until the next eval(), in coverage."""
+    engine = engine_of(tiny_model("llama"), settings(3, rollout=FUSED))
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    first = dist.get_rank() == 0
+    request = {"attention_mask": mask, "max_new_tokens": 3}
+    cases = (
+        ({"return_dict_in_generate": True}, "return_dict_in_generate=True (fused gives sequences;"),
+        ({"cache_implementation": "dynamic"}, "cache_implementation='dynamic' (leave it out)"),
+    )
+    for more, reason in cases:
+        engine.eval()
+        assert engine.stats()["native_reason"] == ""
+        words = told(lambda more=more: [engine.generate(ids, **request, **more) for _ in range(2)])
+        assert len(words) == first and all(reason in one for one in words), (words, reason)
+        assert reason in engine.stats()["native_reason"]
+        assert containers(engine) == {"fused"}
+        assert all(reason in row["why"] for row in engine.coverage())
+        engine.train()
+        train_step(engine)
+    handle = engine.module.lm_head.register_forward_hook(lambda *args: None)
+    words = told(lambda: (engine.rollout(ids, mask, SAMPLING), engine.score(ids, mask)))
+    assert len(words) == first and all("<lambda> on lm_head (remove them before inference)" in one for one in words)
+    assert containers(engine) == {"native"} and "lm_head" in engine.stats()["native_reason"]
+    handle.remove()
+    assert containers(engine) == {"fused"}
+    numbers = {name: value for name, value in engine.stats().items() if name != "native_reason"}
+    assert all(isinstance(value, int | float) for value in numbers.values())
+
+
+def test_a_reason_is_told_once_with_its_remedy(ranks):
+    ranks.run(check_telling)
+
+
+def check_choice() -> None:
+    engine = engine_of(tiny_model("llama"), settings(3, rollout={"containers": "native"}))
+    ids, mask = prompts(2, 6, padded=False)
+    assert told(lambda: engine.rollout(ids, mask, SAMPLING)) == []
+    assert engine.stats()["native_reason"] == "rollout.containers=native"
+
+
+def test_what_was_asked_for_is_no_warning(ranks):
+    ranks.run(check_choice)
+
+
+def check_float64() -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    reference = twin(model).eval()
+    engine = engine_of(model, settings(3, rollout=FUSED))
+    words = told(lambda: require_rollouts_of(engine, reference))
+    assert len(words) == (dist.get_rank() == 0) and all("weights are torch.float64" in one for one in words)
+    assert "(cast the model" in engine.stats()["native_reason"]
+    assert containers(engine) == {"native"}
+    train_step(engine)
+
+
+def test_float64_runs_natively(ranks):
+    ranks.run(check_float64)
