@@ -39,6 +39,7 @@ from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise
 from hybrid.decoding.pages import PageStore
 from hybrid.decoding.rows import Decoder
+from hybrid.extension_lock import extension_lock_reported
 from hybrid.generation import TimedDecoder, drawn_seed, generate, prompts_of, stride_on
 from hybrid.kernels.cuda_graph import GraphedForward
 from hybrid.parallel import InferenceGroup, engine_name, first_to, own_row_ids, world_size
@@ -71,6 +72,7 @@ from hybrid.weights.tensor_parallel import Shard, require_divisible
 LAYERS_PER_GROUP = 8  # of the snapshot, which gathers nothing here
 
 
+@extension_lock_reported()
 def init_inference(
     model: nn.Module, config: str | Path | dict[str, Any] | BaseModel | None = None, **kwargs: Any
 ) -> "InferenceEngine":

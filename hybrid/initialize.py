@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
 
 from hybrid.config import HybridEngineConfig, RolloutConfig, load_config, read_blocks
+from hybrid.extension_lock import extension_lock_reported
 from hybrid.hybrid_engine import HybridEngine
 from hybrid.parallel import world_size
 from hybrid.weights.offload import require_movable
@@ -22,6 +23,7 @@ from hybrid.weights.offload import require_movable
 STARTED_BY_A_LAUNCHER = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
+@extension_lock_reported()
 def initialize(
     args: Any = None,
     model: torch.nn.Module | None = None,

@@ -27,7 +27,7 @@ LAYERS = [
     ("hybrid.kernels",),
     ("hybrid.weights",),
     ("hybrid.architectures",),
-    ("hybrid.parallel", "hybrid.config", "hybrid.profiling"),
+    ("hybrid.parallel", "hybrid.config", "hybrid.profiling", "hybrid.extension_lock"),
 ]
 
 
