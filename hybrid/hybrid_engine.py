@@ -50,6 +50,7 @@ from hybrid.weights.sliced_snapshot import LentSlices
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streamed_snapshot import StreamedSnapshot
 from hybrid.weights.tensor_parallel import Shard, planned_slices, require_divisible
+from hybrid.weights.watch import ModelWatch
 
 ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
 
@@ -81,6 +82,10 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._training_hooks,
         )
         self._kv_cache = KVCache(self._rollout_settings.kv_step)
+        self._version = self._modes.version
+        self._watch, self._outdated = ModelWatch(self._policy), False
+        if isinstance(optimizer := getattr(self, "basic_optimizer", None), torch.optim.Optimizer):
+            self._before_update = optimizer.register_step_pre_hook(self._version.begin_update)
         self._group = InferenceGroup(self._modes.in_use.tp_size)
         snapshot, fused = self._modes.weights(self._modes.in_use, self._group)
         # Where this rank has no whole copy, the model's own layers run on what ZeRO-3 gathers as they run.
@@ -149,6 +154,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             settle=(lambda: None) if shared is None else shared.meetings.finish,
             finish=fused.finish,
             around=self._states_on_host if self._rollout_settings.offload_states else nullcontext,
+            renew=self._renew,
         )
         parts = parts_of(self._policy, self._modes.structure)
         if shared is None:
@@ -172,6 +178,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if not self._window.is_open:
             self._profiler.next_iteration()
             self._modes.native_reasons.reset()
+            self._renew()
         self._install()
         self._in_eval = True
         super().eval()
@@ -204,12 +211,14 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def _company(self, adapters: bool | None) -> Iterator[None]:
         """A whole call: where ranks share the model's own modules, in a window, at whose end one whose call was refused
         keeps the others company too."""
+        self._renew()
         with nullcontext() if self._meetings is None else self.inference(adapters):
             yield
 
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
         """Eval mode for the block; afterwards every module trains or not as it did."""
+        self._renew()
         if self._in_eval or self._window.is_open:
             yield
             return
@@ -230,12 +239,49 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if "_containers" in self.__dict__:  # DeepSpeed calls this for an engine that failed to be built, too
             for route in self.__dict__.get("_routes", ()):
                 route.close()
+            if "_before_update" in self.__dict__:
+                self._before_update.remove()
+            self._watch.close()
             self._uninstall()
             self._snapshot.release()
             self._free_kv()
             self._fused.release()
             forget(self.module)
         super().destroy()
+
+    def _see_changes(self) -> None:
+        """Count what was done to the model since the last look. Not inside a window, where it holds what is lent."""
+        if self._window.is_open:
+            return
+        self._version.settle()
+        if self._watch.restructured():
+            self._watch, self._outdated = ModelWatch(self._policy), True
+            self._version.loads += 1
+        elif self._watch.written():
+            self._version.loads += 1
+
+    def _renew(self) -> bool:
+        """Before a window: count what was done to the model, and, where its modules, adapters or parameters are others
+        than they were, read it again and build what runs anew; every rank does. Gives whether it was.
+
+        Raises NotImplementedError, as `initialize` does, for an adapter that cannot be merged.
+        """
+        self._see_changes()
+        if not self._outdated:
+            return False
+        self._modes.read()
+        installed = self._containers[0].installed
+        self._uninstall()
+        self._snapshot.release()
+        self._free_kv()
+        self._fused.release()
+        snapshot, fused = self._modes.weights(self._modes.in_use, self._group)
+        self._arrange(snapshot, fused, streams=self._modes.in_use != Mode())
+        self._outdated = False
+        self._replace_refused_decoder()
+        if installed:
+            self._install()
+        return True
 
     def _install(self) -> None:
         """Switch forwards. A switched module is called without DeepSpeed's hooks: ZeRO-3's would prefetch."""
@@ -292,7 +338,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def _training_state(self) -> Iterator[None]:
         """Inside the block the model has its own weights, and the device the optimizer's states, in a window too."""
         absent = self._window.is_open and self._rollout_settings.offload_states
-        with self._window.suspended():
+        with self._window.suspended(), self._watch.ignoring():  # DeepSpeed reads with a `modifier_rank`
             try:
                 if absent:
                     self._bring_states()
@@ -310,6 +356,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """In train mode DeepSpeed's forward; in eval mode the model over the snapshot, without gradients."""
         if self._in_eval or self._window.is_open:
+            self._renew()
             # Of a wrapper, what does not generate runs as in training, and what does opens the window for itself.
             window = self._window.opened() if self._policy is self.module else torch.no_grad()
             with autocast_if_enabled(self), window:
@@ -325,12 +372,20 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             return super().backward(*args, **kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's step; where it applied an update, the weights have a new version."""
+        """DeepSpeed's step; where it applied an update, or raised where it would, the weights have a new version."""
         self._refuse_in_window("step()")
-        with self._profiler.phase("train", wait_for_device=False):
-            super().step(*args, **kwargs)
-        if self.was_step_applied():
-            self._snapshot.version.steps += 1
+        self._version.settle()  # of an optimizer's own step
+        applies, skipped = self.is_gradient_accumulation_boundary(), self.skipped_steps
+        try:
+            with self._profiler.phase("train", wait_for_device=False), self._watch.ignoring():
+                super().step(*args, **kwargs)
+            self._version.updating |= self.was_step_applied()
+        except BaseException:
+            # Also where this rank had not begun to write: other ranks may have, and all must refresh alike.
+            self._version.updating |= applies and self.skipped_steps == skipped
+            raise
+        finally:
+            self._version.settle()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's save_checkpoint, of the training weights; inside `inference()` too."""
@@ -369,15 +424,23 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self.mark_weights_changed()
 
     def mark_weights_changed(self) -> None:
-        """Say that weights were written by other means than `step()` and loading, on every rank: the next
-        generation gathers them again."""
-        self._snapshot.version.loads += 1
+        """Say, on every rank, that weights were written by means that the engine does not see: the next generation
+        reads all of them again.
+
+        Seen without it: steps of the engine and of its optimizer, loading, what `GatheredParameters` writes with a
+        `modifier_rank`, and what is written to a parameter that is whole (ZeRO 0-2): by an operation on it, or through
+        `.data` to most of its elements. Not seen: a few elements written through `.data`, and partitions written in
+        place (`param.ds_tensor.data`, `safe_set_full_fp32_param` and its kin).
+        """
+        self._version.loads += 1
 
     # ------------------------------------------------------------ inference
 
     @property
     def weight_version(self) -> int:
-        """Grows with every step that applied an update, with a load, and with a change of the active adapters."""
+        """Grows with every step that applied an update, with a load, with what else is seen to write weights
+        (`mark_weights_changed`), and with a change of adapters."""
+        self._see_changes()
         return self._snapshot.number()
 
     def generate(self, *args: Any, adapters: bool | None = None, **kwargs: Any) -> Any:

@@ -110,18 +110,27 @@ class Modes:
     ):
         self.model, self.settings, self.rollout, self.stage = model, settings, rollout, stage
         self.phase, self.count, self.own_hooks = phase, count, own_hooks
-        self.structure = read_structure(model)
         self.device = torch.device(get_accelerator().current_device_name())
         self.native_reasons = NativeReasons()  # of every decoder that the engine has had
         self.limit = rollout.memory_limit
-        adapted = read_adapters(model)
-        version = WeightVersion(adapters=active_adapters(adapted))
-        unmerged = rollout.lora == "unmerged"
-        self.kept = (model, self.structure, adapted, settings.tp_gather_partition_size, unmerged, version)  # by all
+        self.version = WeightVersion()
+        self.read()
+        self.in_use = self._chosen()
+
+    def read(self) -> None:
+        """Read the model: as it is built, and when its modules, adapters or parameters are others.
+
+        Raises NotImplementedError that names the module, where one has an adapter that cannot be merged; what was read
+        before stays.
+        """
+        self.structure, self.adapted = read_structure(self.model), read_adapters(self.model)
+        unmerged = self.rollout.lora == "unmerged"
+        layers_per_group = self.settings.tp_gather_partition_size
+        self.kept = (self.model, self.structure, self.adapted, layers_per_group, unmerged, self.version)  # by all
+        self.version.adapters = active_adapters(self.adapted)
         self.reading: Reading | None = None
         with suppress(Unreadable):
-            self.reading = read_decoder(model)
-        self.in_use = self._chosen()
+            self.reading = read_decoder(self.model)
 
     def weights(self, mode: Mode, group: InferenceGroup) -> tuple[Snapshot, FusedModel]:
         """The snapshot and the decoder of a mode; a snapshot of whole weights where the mode has no decoder."""

@@ -26,6 +26,8 @@ class Forward:
         container = self.container
         if container.window.is_open:
             return container.run(self.own, args, kwargs)
+        if container.window.renew():
+            return container.part.module.forward(*args, **kwargs)
         with container.window.opened():
             return container.run(self.own, args, kwargs)
 

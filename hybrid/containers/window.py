@@ -56,6 +56,8 @@ class Window:
         called before what is lent changes or is given back, whatever was raised: other ranks may want more of it.
     finish: called at the end of every `opened()`, whatever was raised, with whether adapters were used.
     around: what is entered first of all and left last, once for windows within each other.
+    renew: called before an outermost window is opened: brings what runs up to date with the model's modules, and gives
+        whether they were others, so that another window than this one is the model's now.
     no_native: words why the model's own modules cannot run; "" where they can.
     """
 
@@ -71,6 +73,7 @@ class Window:
         settle: Callable[[], None] = lambda: None,
         finish: Callable[[bool], None] = lambda adapters: None,
         around: Callable[[], AbstractContextManager] = nullcontext,
+        renew: Callable[[], bool] = lambda: False,
     ):
         self.model = model
         self.snapshot = snapshot
@@ -78,6 +81,7 @@ class Window:
         self.hooks = hooks
         self.lends, self.merges = lends, merges
         self.sharing, self.settle, self.finish, self.around = sharing, settle, finish, around
+        self.renew = renew
         self.no_native = ""
         self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
         self.replaced: list[tuple[nn.Module, str, dict]] = []  # what a module's dictionary was, in order of lending

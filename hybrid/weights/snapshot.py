@@ -28,11 +28,21 @@ class WeightVersion:
     loads: int = 0
     adapter_changes: int = 0
     adapters: tuple = field(default=())  # what was active when last looked
+    updating: bool = False  # an optimizer has begun to write weights since the last `settle`
 
     @property
     def number(self) -> int:
         """The version as one number that only grows."""
         return self.steps + self.loads + self.adapter_changes
+
+    def begin_update(self, *_: object) -> None:
+        """A hook of an optimizer, from which on weights may be written: also where the step then raises."""
+        self.updating = True
+
+    def settle(self) -> None:
+        """Count what an optimizer has written as a step, in however many parts it stepped."""
+        self.steps += self.updating
+        self.updating = False
 
     def see_adapters(self, adapters: tuple) -> None:
         """Count a change of the active adapters."""

@@ -1,0 +1,318 @@
+"""Whatever changes weights or adapters, by whichever way, the next rollout is of what the model is then."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed import zero
+from torch import nn
+
+import hybrid
+from tests.engines import CollectiveCount, engine_of, settings, train_step
+from tests.models import ADAPTERS, prompts, tiny_model, twin, with_peft
+
+IDS, MASK = prompts(2, 5, padded=True)
+NEW_TOKENS = 6
+
+
+class Stop(RuntimeError):
+    """Raised by a test where a step has applied, or is about to."""
+
+
+def stop(*args, **kwargs) -> None:
+    raise Stop
+
+
+def gathered(params, modifier_rank: int | None = None):
+    """DeepSpeed's block in which parameters are whole; nothing for those that are all along."""
+    params = list(params)
+    return zero.GatheredParameters(params, modifier_rank) if any(hasattr(p, "ds_id") for p in params) else nullcontext()
+
+
+def require_current(engine: hybrid.HybridEngine, what: str) -> None:
+    """Tokens and logprobs are those of Hugging Face's (and PEFT's) own forward over the weights as they are now."""
+    with gathered(engine.module.parameters()):
+        engine.train()  # DeepSpeed's hooks and the model's own forwards
+        reference = unhooked_copy(engine.module)
+    expected = reference.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert torch.equal(engine.generate(IDS, attention_mask=MASK, max_new_tokens=NEW_TOKENS), expected), what
+    seen = torch.cat([MASK, torch.ones_like(expected[:, MASK.shape[1] :])], dim=1)
+    with torch.no_grad():
+        logits = reference(input_ids=expected, attention_mask=seen).logits
+    engine.eval()
+    ours = engine(input_ids=expected, attention_mask=seen, use_cache=False).logits
+    engine.train()
+    torch.testing.assert_close(
+        ours[seen.bool()], logits[seen.bool()], atol=2e-4, rtol=1e-4, msg=lambda m: f"{what}: {m}"
+    )
+
+
+def unhooked_copy(model: nn.Module) -> nn.Module:
+    """A copy, in eval mode, without the hooks that DeepSpeed put on the model."""
+    one = copy.deepcopy(model)
+    for module in one.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return one.eval()
+
+
+def check_step_that_raises(stage: int, adapter: str, folder: str) -> None:
+    """An update that was applied is seen, whatever was raised after it, or amid it."""
+    engine = engine_of(ADAPTERS[adapter](tiny_model("llama")), settings(stage, gradient_accumulation_steps=2))
+    engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
+
+    def raises(who: tuple[int, ...]) -> None:
+        version = engine.weight_version
+        train_step(engine)
+        assert engine.weight_version == version, "a step that accumulates is no new version"
+        ids = prompts(2, 9, padded=False, seed=dist.get_rank())[0]
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        with pytest.raises(Stop) if dist.get_rank() in who else nullcontext():
+            engine.step()
+        assert engine.weight_version == version + 1
+        engine.micro_steps = 0  # where it raised, DeepSpeed did not count
+        require_current(engine, f"raised on {who}")
+
+    engine.lr_scheduler = type("Scheduler", (), {"step": stop})()  # after the update
+    raises((0, 1))
+    engine.lr_scheduler = engine.lr_scheduler if dist.get_rank() == 0 else None
+    raises((0,))
+    engine.lr_scheduler = None
+    hook = engine.basic_optimizer.register_step_post_hook(stop)  # amid it
+    raises((0, 1))
+    hook.remove()
+
+
+@pytest.mark.parametrize(("stage", "adapter"), [(0, "peft"), (2, "peft"), (3, "none"), (3, "peft")])
+def test_a_step_that_applied_and_raised_is_seen(ranks, stage, adapter, tmp_path):
+    ranks.run(check_step_that_raises, stage, adapter, str(tmp_path))
+
+
+def check_optimizers_own_step(stage: int) -> None:
+    """A step of the optimizer that goes around the engine is one version."""
+    engine = engine_of(with_peft(tiny_model("llama")), settings(stage))
+    engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
+    ids = prompts(2, 9, padded=False, seed=dist.get_rank())[0]
+    version = engine.weight_version
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.optimizer.step()
+    assert engine.weight_version > version
+    require_current(engine, "optimizer.step()")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_of_the_optimizer_itself_is_seen(ranks, stage):
+    ranks.run(check_optimizers_own_step, stage)
+
+
+class WithScale(nn.Module):
+    """A layer with one number more, of which the second rank has no part."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer, self.scale = layer, nn.Parameter(torch.ones(1))
+
+    def forward(self, *args, **kwargs):
+        return self.layer(*args, **kwargs) * self.scale
+
+
+def double(params) -> None:
+    """As others write weights: through `.data`, which torch does not count."""
+    for param in params:
+        param.data.mul_(2.0)
+
+
+def write_on_rank_0(params, write: Callable = double) -> None:
+    params = list(params)
+    partitioned = any(hasattr(param, "ds_id") for param in params)
+    with gathered(params, modifier_rank=0):
+        if dist.get_rank() == 0 or not partitioned:
+            write(params)
+
+
+def check_written(stage: int, adapter: str, blocks: dict) -> None:
+    model = ADAPTERS[adapter](tiny_model("llama"))
+    layer = next(module for name, module in model.named_modules() if name.endswith("layers.1"))
+    layer.mlp.down_proj = WithScale(layer.mlp.down_proj)
+    reference = engine_of(twin(model), settings(stage))
+    engine = engine_of(model, settings(stage, **blocks))
+    params = dict(engine.module.named_parameters())
+    norm, scale = (next(param for name, param in params.items() if end in name) for end in ("norm.weight", "scale"))
+
+    def sync(alpha: float) -> None:
+        """As TRL's reference sync (1.16): parameters of two models in one block."""
+        both = list(reference.module.parameters()) + list(engine.module.parameters())
+
+        def mix(params) -> None:
+            half = len(params) // 2
+            for target, source in zip(params[half:], params[:half], strict=True):
+                target.data.mul_(1.0 - alpha).add_(source.data, alpha=alpha)
+
+        write_on_rank_0(both, mix)
+
+    writes = {
+        "a norm": lambda: write_on_rank_0([norm]),
+        "a number of which a rank has nothing": lambda: write_on_rank_0([scale]),
+        "everything": lambda: write_on_rank_0(params.values(), lambda params: [p.data.mul_(0.9) for p in params]),
+        "a reference's sync": lambda: sync(0.6),
+    }
+    if stage < 3:
+        row = params[next(name for name in params if name.endswith("embed_tokens.weight"))]
+        writes["a row, by torch"] = lambda: torch.no_grad()(lambda: row[int(IDS[0, 1])].mul_(3.0))()
+        state = {name: value * 1.1 for name, value in engine.module.state_dict().items()}
+        writes["load_state_dict"] = lambda: engine.module.load_state_dict(state)
+    require_current(engine, "at first")
+    for what, write in writes.items():
+        version = engine.weight_version
+        write()
+        require_current(engine, what)
+        assert engine.weight_version > version, what
+    version = engine.weight_version
+    with gathered(params.values()), CollectiveCount() as collectives:
+        assert engine.weight_version == version
+    with CollectiveCount() as collectives, engine.inference():
+        assert engine.weight_version == version, "reading is no change"
+    assert collectives.count == 0 or engine.in_step
+
+
+@pytest.mark.parametrize(
+    ("stage", "adapter", "blocks"),
+    [
+        (0, "peft", {}),
+        (2, "none", {}),
+        (3, "peft", {}),
+        (3, "none", {}),
+        pytest.param(3, "peft", {"hybrid_engine": {"inference_tp_size": 2}}, marks=pytest.mark.slow),
+    ],
+)
+def test_weights_written_by_others_are_seen(ranks, stage, adapter, blocks):
+    ranks.run(check_written, stage, adapter, blocks)
+
+
+def lora(**changes) -> peft.LoraConfig:
+    return peft.LoraConfig(
+        **{"r": 3, "lora_alpha": 9, "init_lora_weights": False, "target_modules": ["q_proj"], **changes}
+    )
+
+
+def add_second(model: nn.Module, folder: str) -> None:
+    torch.manual_seed(5)
+    model.add_adapter("second", lora(target_modules=["q_proj", "down_proj", "lm_head"]))
+    model.set_adapter("second")
+
+
+def replace_second(model: nn.Module, folder: str) -> None:
+    torch.manual_seed(6)
+    model.delete_adapter("second")
+    model.add_adapter("second", lora(r=5))
+    model.set_adapter("second")
+
+
+def change_factor(model: nn.Module, folder: str) -> None:
+    torch.manual_seed(7)
+    layer = next(module for name, module in model.named_modules() if name.endswith("layers.1.self_attn.q_proj"))
+    layer.lora_A["second"] = nn.Linear(32, 5, bias=False)
+
+
+def delete_second(model: nn.Module, folder: str) -> None:
+    model.set_adapter("default")
+    model.delete_adapter("second")
+
+
+def load_third(model: nn.Module, folder: str) -> None:
+    model.load_adapter(folder, "third")
+    model.set_adapter("third")
+
+
+def unload(model: nn.Module, folder: str) -> None:
+    model.base_model.unload()
+
+
+def add_to_the_plain_model(model: nn.Module, folder: str) -> None:
+    torch.manual_seed(8)
+    peft.inject_adapter_in_model(lora(target_modules=["v_proj", "up_proj"]), model.base_model.model, "fourth")
+
+
+OPERATIONS = (
+    add_second,
+    replace_second,
+    change_factor,
+    delete_second,
+    load_third,
+    unload,
+    add_to_the_plain_model,
+)
+
+
+def check_adapters_change(stage: int, blocks: dict, in_eval: bool, folder: str) -> None:
+    """Adapters that come, go and change are read again: what runs is what PEFT makes of the same operations."""
+    if dist.get_rank() == 0:
+        torch.manual_seed(9)
+        peft.get_peft_model(tiny_model("llama"), lora(target_modules=["k_proj", "gate_proj"])).save_pretrained(folder)
+    dist.barrier()
+    model = with_peft(tiny_model("llama"))
+    reference = twin(model)
+    engine = engine_of(model, settings(stage, **blocks))
+    request = {"attention_mask": MASK, "max_new_tokens": NEW_TOKENS}
+    seen = []
+    for operation in (lambda *args: None, *OPERATIONS):
+        name = getattr(operation, "__name__", "")
+        engine.eval() if in_eval else engine.train()
+        for one in (engine.module, reference):
+            operation(one, folder)
+        reference.eval()
+        version = engine.weight_version
+        expected = reference.generate(input_ids=IDS, do_sample=False, **request)
+        assert torch.equal(engine.generate(IDS, **request), expected), name
+        with torch.no_grad():
+            logits = reference(input_ids=expected).logits
+        engine.eval()
+        ours = engine.module(input_ids=expected, use_cache=False).logits
+        torch.testing.assert_close(ours, logits, atol=2e-4, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+        seen.append(version)
+        assert engine.weight_version == version, name
+        with CollectiveCount() as collectives:
+            engine.generate(IDS, **request)
+        assert collectives.count == 0 or engine.in_step, name
+    assert seen == sorted(set(seen)), "every operation makes a new version"
+
+
+@pytest.mark.parametrize(
+    ("stage", "blocks", "in_eval"),
+    [
+        (0, {}, True),
+        (3, {}, True),
+        (3, {}, False),
+        pytest.param(3, {"rollout": {"lora": "unmerged"}}, True, marks=pytest.mark.slow),
+        pytest.param(3, {"hybrid_engine": {"pin_parameters": False}}, False, marks=pytest.mark.slow),
+        (3, {"hybrid_engine": {"inference_tp_size": 2}}, True),
+    ],
+)
+def test_adapters_that_change_are_read_again(ranks, stage, blocks, in_eval, tmp_path):
+    ranks.run(check_adapters_change, stage, blocks, in_eval, str(tmp_path))
+
+
+def check_unmergeable() -> None:
+    """An adapter that cannot be merged is refused as `initialize` refuses it, as long as it is there."""
+    engine = engine_of(with_peft(tiny_model("llama")), settings(3))
+    engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
+    engine.eval()
+    wrapped = engine.module.base_model.model.model.layers[0].self_attn
+    own = wrapped.q_proj
+    wrapped.q_proj = peft.get_peft_model(
+        tiny_model("llama"), peft.LoHaConfig(target_modules=["q_proj"], r=2)
+    ).get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    for call in (engine.eval, lambda: engine.generate(IDS, max_new_tokens=2), lambda: engine.module(input_ids=IDS)):
+        with pytest.raises(NotImplementedError, match=r"layers\.0\.self_attn\.q_proj.*cannot be merged"):
+            call()
+    wrapped.q_proj = own
+    require_current(engine, "as it was")
+    train_step(engine)
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused_when_it_comes(ranks):
+    ranks.run(check_unmergeable)
