@@ -4,7 +4,7 @@ from typing import NoReturn
 
 from torch import nn
 
-from hybrid.containers.window import Window
+from hybrid.containers.calls import Calls
 from hybrid.memory_plan import Modes
 from hybrid.weights.snapshot import Snapshot
 
@@ -15,7 +15,7 @@ class DeepSpeedSurface:
     Fusing is about inference's copy of the weights: the training weights are read, and keep their bytes.
     """
 
-    _window: Window
+    _calls: Calls
     _snapshot: Snapshot
     _modes: Modes
     is_lora_fused = False  # whether `fuse_lora_weight()` was called last; what is generated does not depend on it
@@ -25,7 +25,7 @@ class DeepSpeedSurface:
 
         Where `rollout.lora` is "unmerged", or weights are gathered as they run, there is nothing to merge.
         """
-        with self._window.opened(adapters=True):
+        with self._calls.block(adapters=True):
             self.is_lora_fused = True
 
     def unfuse_lora_weight(self) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +21,8 @@ from hybrid.architectures.structure import generating_part
 from hybrid.architectures.tp_plan import hugging_face_model, read_tp_plan
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.batch import is_packable
+from hybrid.containers.calls import Calls, SharedCalls
+from hybrid.containers.collective_forwards import ExpertForwards, LayerwiseForwards
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.shared_modules import SharedModules, evaluating, first_output
@@ -29,12 +30,11 @@ from hybrid.containers.window import Window, unhooked
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise, TokenLog
 from hybrid.decoding.pages import PageStore
-from hybrid.decoding.rows import Decoder
 from hybrid.decoding.scoring import Scores, padded_forward, score_packed, score_sequences
 from hybrid.deepspeed_surface import DeepSpeedSurface
 from hybrid.generation import Route, drawn_seed, generate, prompts_of, require_generate, stride_on
 from hybrid.memory_plan import MemoryPlan, Mode, Modes, layer_by_layer
-from hybrid.parallel import InferenceGroup, all_ranks, engine_name, own_row_ids
+from hybrid.parallel import InferenceGroup, any_rank, engine_name, lost_rank_reported, own_row_ids, world_size
 from hybrid.profiling import Profiler
 from hybrid.rollout import (
     RolloutBatch,
@@ -44,6 +44,7 @@ from hybrid.rollout import (
     end_token_ids,
     make_batch,
 )
+from hybrid.weights.deepspeed_experts import exchange_tokens, expert_layers
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.offload import movable_states, relink, require_movable_optimizer
 from hybrid.weights.sliced_snapshot import LentSlices
@@ -86,6 +87,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._watch, self._outdated = ModelWatch(self._policy), False
         if isinstance(optimizer := getattr(self, "basic_optimizer", None), torch.optim.Optimizer):
             self._before_update = optimizer.register_step_pre_hook(self._version.begin_update)
+        self._exchange = exchange_tokens(expert_layers(self._policy))
         self._group = InferenceGroup(self._modes.in_use.tp_size)
         snapshot, fused = self._modes.weights(self._modes.in_use, self._group)
         # Where this rank has no whole copy, the model's own layers run on what ZeRO-3 gathers as they run.
@@ -149,18 +151,38 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._refresh,
             self._training_hooks,
             lends=not streams,
-            merges=not streams or fused.in_company,
+            merges=not streams or fused.is_shared,
             sharing=nullcontext if shared is None else shared.lent,
-            settle=(lambda: None) if shared is None else shared.meetings.finish,
-            finish=fused.finish,
             around=self._states_on_host if self._rollout_settings.offload_states else nullcontext,
             renew=self._renew,
         )
-        parts = parts_of(self._policy, self._modes.structure)
+        self._calls = self._make_calls(shared)
+        parts = parts_of(self._policy, self._modes.structure, inner=self.in_step)
         if shared is None:
-            self._containers = containers_of(parts, self._window, fused)
+            self._containers = containers_of(parts, self._calls)
         else:
-            self._containers = shared.containers(parts, self._window)
+            self._containers = shared.containers(parts, self._calls)
+
+    def _make_calls(self, shared: SharedModules | None) -> Calls:
+        """What runs requests, of this rank alone or of the ranks that compute together."""
+        if not self.in_step:
+            return Calls(self._window, self._fused, self._join_refresh)
+        partitioned, group = self.zero_optimization_stage() == 3, self._group.group
+        native = None if shared is None else shared.meetings
+        if self._exchange is not None:
+            native, group = ExpertForwards(self._policy, self._exchange, self.device), self._exchange.group
+        elif self._streams and partitioned:
+            native = LayerwiseForwards(
+                self._modes.structure,
+                self._training_hooks,
+                self._profiler.phase,
+                self._profiler.gathered,
+                self.device,
+                self._rollout_settings.sync_interval,
+            )
+        # Where weights are partitioned, every rank takes part in gathering them.
+        group = None if partitioned else group
+        return SharedCalls(self._window, self._fused, self._join_refresh, group, native, self._profiler.phase)
 
     def _make_pages(self) -> PageStore:
         """The pages, bounded by the settings: by what the memory limit leaves, where that is less."""
@@ -204,15 +226,13 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         adapters: None as the model has them; False runs the base model (a LoRA policy's reference).
         Afterwards the engine is in the mode that it had, whatever was raised.
         """
-        with self._eval_mode(), self._window.opened(adapters):
+        with self._eval_mode(), self._calls.block(adapters):
             yield self
 
     @contextmanager
-    def _company(self, adapters: bool | None) -> Iterator[None]:
-        """A whole call: where ranks share the model's own modules, in a window, at whose end one whose call was refused
-        keeps the others company too."""
-        self._renew()
-        with nullcontext() if self._meetings is None else self.inference(adapters):
+    def _call(self, adapters: bool | None) -> Iterator[None]:
+        """The whole of a user's call, in eval mode: where it fails, other ranks do not wait for this one."""
+        with self._eval_mode(), autocast_if_enabled(self), self._calls.call(adapters):
             yield
 
     @contextmanager
@@ -288,8 +308,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if self._containers[0].installed:
             return
         self._replace_refused_decoder()
-        if not self._streams:
-            self._unhooked.enter_context(unhooked(self._training_hooks(of=self._containers)))
+        self._unhooked.enter_context(unhooked(self._training_hooks(of=self._containers)))
         for container in self._containers:
             container.install()
 
@@ -357,18 +376,22 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         """In train mode DeepSpeed's forward; in eval mode the model over the snapshot, without gradients."""
         if self._in_eval or self._window.is_open:
             self._renew()
-            # Of a wrapper, what does not generate runs as in training, and what does opens the window for itself.
-            window = self._window.opened() if self._policy is self.module else torch.no_grad()
-            with autocast_if_enabled(self), window:
+            # The containers open the window. Of a wrapper, what does not generate runs as in training.
+            with autocast_if_enabled(self), torch.no_grad():
                 return self.module(*inputs, **kwargs)
-        with self._profiler.phase("train", wait_for_device=False):
+        with self._training():
             return super().forward(*inputs, **kwargs)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        with self._profiler.phase("train", wait_for_device=False), lost_rank_reported("training"):
+            yield
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's backward. Raises RuntimeError in eval mode, whose forwards have no gradients."""
         if self._in_eval or self._window.is_open:
             raise RuntimeError("backward() in eval mode, whose forwards have no gradients; call engine.train() first")
-        with self._profiler.phase("train", wait_for_device=False):
+        with self._training():
             return super().backward(*args, **kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -377,7 +400,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._version.settle()  # of an optimizer's own step
         applies, skipped = self.is_gradient_accumulation_boundary(), self.skipped_steps
         try:
-            with self._profiler.phase("train", wait_for_device=False), self._watch.ignoring():
+            with self._training(), self._watch.ignoring():
                 super().step(*args, **kwargs)
             self._version.updating |= self.was_step_applied()
         except BaseException:
@@ -451,7 +474,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         `synced_gpus` is taken and not needed: ranks do not wait for each other.
         Raises ValueError and NotImplementedError, in words, before any weight moves.
         """
-        with self._company(adapters):
+        with self._call(adapters):
             prompts_of(self._policy, args, kwargs)
             return self._generate(args, kwargs, adapters, lambda rows: Noise(drawn_seed(), own_row_ids(rows)))
 
@@ -471,7 +494,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             the world size. None numbers this rank's rows, so that ranks share no noise.
         Raises ValueError and NotImplementedError, in words, before any weight moves.
         """
-        with self._company(adapters):
+        with self._call(adapters):
             return self._rollout(prompt_ids, prompt_mask, sampling, num_generations, adapters, row_ids)
 
     def _rollout(
@@ -534,7 +557,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         sequences, attention_mask: int64 [rows, tokens], padded on either side; a rank may have no rows. Logits are
         made for `rows_per_forward` rows at a time. adapters: None as the model has them; False judges by the base.
         """
-        with self._company(adapters):
+        with self._call(adapters):
             return self._score(sequences, attention_mask, adapters, temperature, rows_per_forward)
 
     def _score(
@@ -555,10 +578,9 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         longest = int(attention_mask.sum(dim=1).max()) if is_packable(attention_mask) else None
         if longest is not None:
             self._pages.require_room([longest], self._fused.page_bytes())
-        with self.inference(adapters), autocast_if_enabled(self), self._profiler.phase("prefill"), torch.no_grad():
-            if longest is None:
-                self._fused.note_native("score: attention_mask has zeros between a row's ones (pad on either side)")
-            decoder = None if longest is None else self._decoder(longest)
+        why_native = "score: attention_mask has zeros between a row's ones (pad on either side)"
+        request = self._calls.request(adapters, longest, why_native)
+        with self._profiler.phase("prefill"), torch.no_grad(), request as decoder:
             if decoder is not None:
                 scores = score_packed(decoder, self._pages, sequences, attention_mask, temperature, rows_per_forward)
             else:
@@ -575,31 +597,26 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         log: TokenLog | None = None,
     ) -> Any:
         """Hugging Face's `generate` with our decode loop in it."""
-        with self._eval_mode(), autocast_if_enabled(self):
-            decoding = Decoding(
-                phase=self._profiler.phase,
-                window=lambda: self._window.opened(adapters),
-                cache=self._kv_cache,
-                fused=self._decoder,
-                native=self._fused.note_native,
-                store=self._pages,
-                page_bytes=self._fused.page_bytes,
-                require_memory=self._require_memory,
-                max_slots=self._rollout_settings.max_slots,
-                stride=stride_on(self.device),
-                max_out_tokens=self._settings.max_out_tokens,
-                noise=noise,
-                token_log=log,
-                agree=partial(all_ranks, device=self.device) if self._streams else None,
-                sync_interval=self._rollout_settings.sync_interval,
-                produced=self._profiler.generated,
+        if self._streams and getattr(getattr(self._policy, "config", None), "is_encoder_decoder", False):
+            raise NotImplementedError(
+                "generate: an encoder-decoder model with hybrid_engine.pin_parameters=false, or with inference_tp_size "
+                "above 1, is not available; use true, and 1"
             )
-            return generate(self._policy, args, kwargs, decoding)
-
-    def _decoder(self, tokens: int) -> Decoder | None:
-        """The fused decoder over the window that is open, for sequences of up to `tokens`; None where the model must
-        run natively."""
-        return self._fused.decoder(self._window.uses_adapters, tokens)
+        decoding = Decoding(
+            phase=self._profiler.phase,
+            request=lambda tokens, why_native: self._calls.request(adapters, tokens, why_native),
+            cache=self._kv_cache,
+            store=self._pages,
+            page_bytes=self._fused.page_bytes,
+            require_memory=self._require_memory,
+            max_slots=self._rollout_settings.max_slots,
+            stride=stride_on(self.device),
+            max_out_tokens=self._settings.max_out_tokens,
+            noise=noise,
+            token_log=log,
+            produced=self._profiler.generated,
+        )
+        return generate(self._policy, args, kwargs, decoding)
 
     def _require_memory(self, rows: int, tokens: int) -> None:
         """Raise ValueError, with the plan, where so many sequences do not fit into the model's own cache."""
@@ -610,9 +627,28 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             )
 
     def _refresh(self, adapters: bool) -> None:
-        if self._streams and self._fused.why_not:  # nothing will run on a copy
-            return
-        self._profiler.gathered(self._snapshot.refresh(self._profiler.phase, adapters))
+        """Bring the snapshot up to date before a window opens."""
+        if self._must_gather(adapters):  # a rank whose request was refused may have to be told
+            any_rank([True], self.device)
+        self._gather(adapters)
+
+    def _join_refresh(self, adapters: bool) -> None:
+        """For a rank whose request was refused before its window opened: gather, if any other rank's was not."""
+        if self._must_gather(adapters) and any_rank([False], self.device)[0]:
+            self._gather(adapters)
+
+    def _must_gather(self, adapters: bool) -> bool:
+        """Whether bringing the snapshot up to date is a collective."""
+        partitioned = self.zero_optimization_stage() == 3 and world_size() > 1
+        return partitioned and self._runs_on_copies() and self._snapshot.must_gather(adapters)
+
+    def _runs_on_copies(self) -> bool:
+        return not (self._streams and self._fused.why_not)
+
+    def _gather(self, adapters: bool) -> None:
+        if self._runs_on_copies():
+            with lost_rank_reported("gathering the weights"):
+                self._profiler.gathered(self._snapshot.refresh(self._profiler.phase, adapters))
 
     def _training_hooks(self, of: list[NativeContainer] | None = None) -> list[RemovableHandle]:
         """Handles of the hooks that DeepSpeed put on what generates, the engine's own and ZeRO-3's; or, of them, those
@@ -632,7 +668,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     @property
     def in_step(self) -> bool:
         """Whether ranks run inference together, so that every rank must make the same calls in the same order."""
-        return self._modes.in_use != Mode()
+        return self._modes.in_use != Mode() or self._exchange is not None
 
     def memory_plan(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> MemoryPlan:
         """What each way to hold weights that this engine could run in takes for such a rollout, in bytes on this rank.

@@ -3,6 +3,8 @@
 import inspect
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from hybrid.config import (
     read_inference_config,
     values_set,
 )
+from hybrid.containers.calls import Calls, SharedCalls
+from hybrid.containers.collective_forwards import ExpertForwards
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.containers.injected import read_policy, require_whole_heads
 from hybrid.containers.shared_modules import difference, first_output
@@ -102,7 +106,7 @@ class InferenceEngine(nn.Module):
             refuse_other_experts(mixtures, config)
             config = config.model_copy(update={"moe": MoEConfig()})
         refuse_what_is_not_there(model, config)
-        self._exchange = exchange_tokens(mixtures, torch.device(get_accelerator().current_device_name()))
+        self._exchange = exchange_tokens(mixtures)
         self.module, self._config = model, config
         self.config = getattr(model, "config", None) if config.config is None else config.config
         self._group = sharing_group(config)
@@ -249,20 +253,30 @@ class InferenceEngine(nn.Module):
             list,
             lends=lends,
             merges=lends,
-            finish=lambda adapters: self._fused.finish(adapters),
         )
         layers = [part.module for part in structure.layers]
         graph_slots = self._max_slots if self._config.enable_cuda_graph else 0
         self._fused = FusedModel(self.module, layers, snapshot, graph_slots, group, lambda: self._own_hooks, reading)
-        self._containers = containers_of(parts_of(self.module, structure), self._window, self._fused)
+        self._calls = self._make_calls()
+        self._containers = containers_of(parts_of(self.module, structure), self._calls)
         for container in self._containers:
             container.install()
+
+    def _make_calls(self) -> Calls:
+        """What runs requests, of this rank alone or of the ranks that compute together."""
+        own = (self._window, self._fused, nothing_to_join)
+        if self._exchange is not None:
+            steps = ExpertForwards(self.module, self._exchange, self._device)
+            return SharedCalls(*own, self._exchange.group, steps, self._profiler.phase)
+        if self._fused.group is not None:
+            return SharedCalls(*own, self._group.group, None, self._profiler.phase)
+        return Calls(*own)
 
     @torch.no_grad()
     def _check(self) -> None:
         """Compare the decoder with the model's layers, where there is one."""
-        with self._window.opened():
-            self._fused.decoder(self._window.uses_adapters, tokens=1)
+        with self._calls.request(tokens=1):
+            pass
         if self._fused.group is not None and not self._fused.checked:
             raise NotImplementedError(f"{self._group.size} ranks share the weights, but {self._fused.why_not_now()}")
 
@@ -297,6 +311,10 @@ class InferenceEngine(nn.Module):
         share the model's own modules, the seed is the first rank's.
         Raises ValueError and NotImplementedError, in words, before anything runs.
         """
+        with self._calls.call():
+            return self._generate(args, kwargs)
+
+    def _generate(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         prompts = prompts_of(self.module, args, kwargs)
         most, least = self._config.max_out_tokens, self._config.min_out_tokens
         if prompts is not None and prompts.shape[1] + least > most:
@@ -304,14 +322,10 @@ class InferenceEngine(nn.Module):
                 f"generate: behind a prompt of {prompts.shape[1]} tokens there is no room for min_out_tokens={least} "
                 f"more in max_out_tokens={most}; raise max_out_tokens, or give a shorter prompt"
             )
-        if self._exchange is not None and prompts is not None:
-            self._exchange.require_equal(prompts)
         decoding = Decoding(
             phase=self._profiler.phase,
-            window=self._window.opened,
+            request=self._request,
             cache=self._kv_cache,
-            fused=self._decoder,
-            native=self._fused.note_native,
             store=self._pages,
             page_bytes=self._fused.page_bytes,
             require_memory=lambda rows, tokens: None,
@@ -320,7 +334,6 @@ class InferenceEngine(nn.Module):
             max_out_tokens=most,
             limit="max_out_tokens",
             noise=lambda rows: Noise(self._seed(), own_row_ids(rows, self._group.tensor.number)),
-            agree=None if self._exchange is None else self._exchange.agreed,
             produced=self._profiler.generated,
         )
         return generate(self.module, args, kwargs, decoding)
@@ -336,9 +349,10 @@ class InferenceEngine(nn.Module):
         in_step = self._group.size > 1 and self._fused.group is None
         return int(self._group.share(seed) if in_step else seed)
 
-    def _decoder(self, tokens: int) -> Decoder | None:
-        decoder = self._fused.decoder(self._window.uses_adapters, tokens)
-        return TimedDecoder(decoder, self._times) if decoder is not None and self._times.enabled else decoder
+    @contextmanager
+    def _request(self, tokens: int | None, why_native: str) -> Iterator[Decoder | None]:
+        with self._calls.request(None, tokens, why_native) as decoder:
+            yield TimedDecoder(decoder, self._times) if decoder is not None and self._times.enabled else decoder
 
     def train(self, mode: bool = True) -> "InferenceEngine":
         """`eval()`, for modules around this one. Raises RuntimeError where it is asked to train."""
@@ -429,6 +443,10 @@ def leaves_open(module: nn.Module, inputs: tuple, kwargs: dict[str, Any], name: 
 def timed_event() -> torch.cuda.Event:
     """An event of the device."""
     return torch.cuda.Event(enable_timing=True)
+
+
+def nothing_to_join(adapters: bool) -> None:
+    """Weights are whole, or slices that are there: a rank whose request was refused has nothing to gather."""
 
 
 def first_tensor(output: Any) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Ranks: who shares noise, and the few things that ranks tell each other. Knows nothing of models."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,11 +45,95 @@ def lowest(number: int, device: torch.device) -> int:
     return int(found)
 
 
-def any_rank(flags: list[bool], device: torch.device, group: dist.ProcessGroup) -> list[bool]:
+def any_rank(flags: list[bool], device: torch.device, group: dist.ProcessGroup | None = None) -> list[bool]:
     """For each flag, whether any rank of the group has it. A collective."""
     found = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(found, group=group)
     return [count > 0 for count in found.tolist()]
+
+
+def all_objects(thing: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's thing, pickled, by rank of the group. A collective. What cannot be pickled raises before anybody
+    waits."""
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, thing, group=group)
+    return found
+
+
+class LostRankError(RuntimeError):
+    """A rank that this one works with has ended, or does not answer any more."""
+
+
+# What gloo and NCCL say where a peer's process is gone, or has not answered in time (torch 2.13).
+LOST_RANK_MESSAGES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "ncclRemoteError",
+    "communicator was aborted",
+)
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has ended, or does not answer."""
+    text = str(error).partition("\n")[0]
+    said = isinstance(error, RuntimeError) and any(message in text for message in LOST_RANK_MESSAGES)
+    return said or isinstance(error, LostRankError)
+
+
+@contextmanager
+def lost_rank_reported(doing: str) -> Iterator[None]:
+    """Raise LostRankError where a collective in the block fails because another rank has ended.  doing: what for."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, LostRankError) or not is_lost_rank(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise LostRankError(
+            f"rank {rank()}: another rank has ended, or does not answer, while this one was {doing}. Its own output "
+            f"says why; nothing can be generated or trained without it: start the run again ({first_line})"
+        ) from error
+
+
+class ForwardInterrupted(RuntimeError):
+    """Another rank's part of a forward has failed."""
+
+
+class Guard:
+    """Forwards of which every rank of a group computes a part, so that one that fails on one rank ends on all.
+
+    is_on: whether ranks look before each collective within a forward if all are well: it costs a small one more.
+    failed_here: whether the last forward failed on this rank and not on all.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None):
+        self.device, self.group = device, group
+        self.is_on = self.failed_here = False
+
+    def require_all_well(self) -> None:
+        """Raise ForwardInterrupted where another rank's part has failed. Before each collective of a forward."""
+        if self.is_on and any_rank([False], self.device, self.group)[0]:
+            raise ForwardInterrupted
+
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """What the forward gives. Where it fails on one rank, all raise: its error, or RuntimeError with what it is."""
+        self.failed_here = False
+        if not self.is_on:
+            return forward()
+        try:
+            output = forward()
+            self.require_all_well()
+        except ForwardInterrupted:
+            errors = all_objects("", self.group)
+            failed = "; ".join(f"rank {index}: {error}" for index, error in enumerate(errors) if error)
+            raise RuntimeError(f"a forward that ranks run together failed on another one ({failed})") from None
+        except Exception as error:
+            any_rank([True], self.device, self.group)
+            self.failed_here = "" in all_objects(f"{type(error).__name__}: {error}", self.group)
+            raise
+        return output
 
 
 class InferenceGroup:
@@ -99,10 +185,8 @@ class InferenceGroup:
         return found
 
     def gather_objects(self, thing: Any) -> list[Any]:
-        """Every rank's thing, pickled. What cannot be pickled raises here before anybody waits."""
-        found = [None] * self.size
-        dist.all_gather_object(found, thing, group=self.group)
-        return found
+        """As `all_objects`, of this group."""
+        return all_objects(thing, self.group)
 
     def gather_rows(self, rows: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
         """Every rank's [count, ...], of which this rank has its own."""

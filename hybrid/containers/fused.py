@@ -12,7 +12,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Place, Reading, Unreadable
 from hybrid.architectures.structure import Part, Structure
+from hybrid.architectures.tp_plan import hugging_face_model
 from hybrid.containers.batch import is_packable
+from hybrid.containers.calls import Calls
 from hybrid.containers.cpu_decoder import CpuDecoder, reads_int8
 from hybrid.containers.int8_decoder import Int8Decoder
 from hybrid.containers.native import NativeContainer
@@ -21,7 +23,6 @@ from hybrid.containers.self_check import own_pages_batch, require_equal
 from hybrid.containers.sharded_decoder import Pool, ShardedDecoder, SharedDecoder
 from hybrid.containers.streamed_decoder import Passes, StreamedDecoder
 from hybrid.containers.torch_decoder import TorchDecoder, no_sides
-from hybrid.containers.window import Window
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.parallel import InferenceGroup
@@ -71,7 +72,7 @@ class FusedModel:
         self.model, self.layers, self.snapshot, self.graph_slots = model, layers, snapshot, graph_slots
         self.group, self.own_hooks, self.pool = group, own_hooks, Pool()
         self.bound: dict[bool, Bound] = {}  # with adapters, and without
-        self.checked = self.checking = False
+        self.checked = False
         self.why_not, self.warns = "", hasattr(model, "generate")
         self.reasons = NativeReasons() if reasons is None else reasons
         self.modules, self.foreign_hooks = list(model.modules()), ForeignHooks(model, own_hooks)
@@ -104,7 +105,7 @@ class FusedModel:
         return isinstance(self.snapshot, StreamedSnapshot)
 
     @property
-    def in_company(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether ranks run the decoder together."""
         return self.group is not None or self.streams
 
@@ -150,56 +151,64 @@ class FusedModel:
         standing = self.why_not_now()
         self.reasons.note(standing or reason, self.warns)
 
+    def has_foreign_hooks(self) -> bool:
+        """Whether somebody else's code runs within the model's forwards, and may raise there."""
+        return self.foreign_hooks.first() != ""
+
     def decoder(self, adapters: bool, tokens: int) -> AnyDecoder | None:
         """The decoder, with the weights as they are now, for sequences of up to `tokens`; None where the model must run
         natively: beyond `DecoderSpec.max_positions` too, where its tables depend on a sequence's length.
 
-        Call it inside an open window, `adapters` as the window has them. The first call, and the first after somebody
-        has replaced a forward within the layers, compares every layer with the model's own; where one differs there is
-        no decoder from then on. Where there is none, a warning says why.
+        Call it inside an open window, `adapters` as the window has them. For a rank that runs it by itself. Where a
+        layer differs from the model's own there is no decoder from then on. Where there is none, a warning says why.
         """
-        if self.checking:
+        if reason := self.why_not_for(tokens):
+            self.note_native(reason)
             return None
-        if self.why_not_now():
+        if self.needs_check() and (reason := self.check(adapters)):
+            self.refuse(reason)
             self.note_native()
             return None
-        if 0 < self.reading.spec.max_positions < tokens:
-            if not self.in_company:
-                self.note_native(
-                    f"beyond {self.reading.spec.max_positions} tokens, its max_position_embeddings, the model's tables "
-                    "depend on a sequence's length (ask for shorter sequences)"
-                )
-                return None
-            raise NotImplementedError(
-                f"a sequence of {tokens} tokens given, new ones included; beyond {self.reading.spec.max_positions} a "
-                f"sequence of this model runs in its own layers, and not in {self.what}, which all ranks run together. "
-                "Use inference_tp_size=1 and pin_parameters=true for longer ones"
-            )
-        try:
-            decoder = self._bound(adapters)
-            if not self.checked or self.checked_forwards != self._forwards():
-                self._check(decoder)
-            return decoder
-        except Unreadable as reason:
-            self.why_not = f"{reason} (if nobody has changed the model's forwards, please report it; {NO_WARNING})"
-            self.bound.clear()
-            self.note_native()
-            return None
+        return self.bound_decoder(adapters)
 
-    def _check(self, decoder: AnyDecoder) -> None:
-        self.checking = True  # the model's own forward must not end up here again
+    def why_not_for(self, tokens: int) -> str:
+        """Why the model must run natively now, for sequences of up to `tokens`; "" where it need not."""
+        if reason := self.why_not_now():
+            return reason
+        if 0 < self.reading.spec.max_positions < tokens:
+            return (
+                f"beyond {self.reading.spec.max_positions} tokens, its max_position_embeddings, the model's tables "
+                "depend on a sequence's length (ask for shorter sequences)"
+            )
+        return ""
+
+    def needs_check(self) -> bool:
+        """Whether the decoder must be compared with the model's own layers before it runs: the first time, and after
+        somebody has replaced a forward within the layers."""
+        return not self.checked or self.checked_forwards != self._forwards()
+
+    def check(self, adapters: bool) -> str:
+        """Compare the decoder with the model's own layers; what differs, "" where nothing does. Where ranks run the
+        decoder together, a collective that every rank goes through to its end."""
         try:
-            forwards = self._forwards()
+            decoder, forwards = self.bound_decoder(adapters), self._forwards()
             require_equal(getattr(decoder, "lockstep", decoder), self.model, self.layers)
             self.checked, self.checked_forwards = True, forwards
-        finally:
-            self.checking = False
+        except Unreadable as reason:
+            return str(reason)
+        return ""
+
+    def refuse(self, reason: str) -> None:
+        """There is no decoder from now on."""
+        self.why_not = f"{reason} (if nobody has changed the model's forwards, please report it; {NO_WARNING})"
+        self.bound.clear()
 
     def _forwards(self) -> list[tuple]:
         """What runs as the forward of every module within the layers."""
         return [(type(module).forward, module.__dict__.get("forward")) for module in self.inner]
 
-    def _bound(self, adapters: bool) -> AnyDecoder:
+    def bound_decoder(self, adapters: bool) -> AnyDecoder:
+        """The decoder, with the weights as they are now. Inside an open window, `adapters` as the window has them."""
         with_adapters = adapters and any(one.state() for one in self.snapshot.adapted)
         key = (self.snapshot.number(), self._addresses(with_adapters))
         bound = self.bound.get(with_adapters)
@@ -340,12 +349,6 @@ class FusedModel:
         """Bytes of weights that decoders hold beside the snapshot: joined and turned copies."""
         return sum(bound.decoder.nbytes() for bound in self.bound.values())
 
-    def finish(self, adapters: bool) -> None:
-        """Where ranks run the decoder together: take part in what the others still want of it, at the end of a call."""
-        decoder = self.decoder(adapters, 1) if self.in_company else None
-        if decoder is not None:
-            decoder.finish()
-
     def release_pages(self) -> None:
         """Let go of the pages that ranks have in common."""
         self.pool.release()
@@ -367,35 +370,36 @@ class FusedContainer(NativeContainer):
 
     kind = "fused"
 
-    def __init__(self, part: Part, window: Window, fused: FusedModel):
-        super().__init__(part, window)
-        self.fused = fused
-
-    def run(self, original: Callable, args: tuple, kwargs: dict):
+    def request(self, original: Callable, args: tuple, kwargs: dict):
         """Logits by the fused decoder, where it is asked for nothing else."""
         more = wants_more_than_logits(self.part.module)
         call = None if more else plain_call(args, kwargs)
         by_default = more or kwargs.get("use_cache") is None
-        if call is None and by_default and plain_call(args, {**kwargs, "use_cache": False}) is not None:
-            self.fused.note_native(
-                "a forward gives more than logits back, such as a cache (pass use_cache=False; leave "
-                "output_hidden_states, output_attentions and output_router_logits of the model's configuration off)"
-            )
-        decoder = None if call is None else self.fused.decoder(self.window.uses_adapters, call[0].shape[1])
-        if decoder is None:
-            return super().run(original, args, kwargs)
-        return CausalLMOutputWithPast(logits=padded_logits(decoder, *call))
+        is_news = call is None and by_default and plain_call(args, {**kwargs, "use_cache": False}) is not None
+        why_native = (
+            "a forward gives more than logits back, such as a cache (pass use_cache=False; leave "
+            "output_hidden_states, output_attentions and output_router_logits of the model's configuration off)"
+        )
+        tokens = None if call is None else call[0].shape[1]
+        with self.calls.request(tokens=tokens, why_native=why_native if is_news else "") as decoder:
+            if decoder is None:
+                return self.run(original, args, kwargs)
+            return CausalLMOutputWithPast(logits=padded_logits(decoder, *call))
 
 
-def parts_of(model: nn.Module, structure: Structure) -> list[Part]:
-    """The whole model, and every part of it, each once."""
+def parts_of(model: nn.Module, structure: Structure, inner: bool = False) -> list[Part]:
+    """The whole model, and every part of it, each once.  inner: of an adapted model, the Hugging Face model in it too,
+    which `generate()` calls."""
     parts = {part.module: part for part in (*structure.outer, *structure.layers) if part.module is not model}
-    return [Part("", model, "model"), *parts.values()]
+    found = [Part("", model, "model"), *parts.values()]
+    if inner and (base := hugging_face_model(model)) is not model:
+        found.append(Part(next(name for name, module in model.named_modules() if module is base), base, "model"))
+    return found
 
 
-def containers_of(parts: list[Part], window: Window, fused: FusedModel) -> list[NativeContainer]:
+def containers_of(parts: list[Part], calls: Calls) -> list[NativeContainer]:
     """A container for each of `parts_of`."""
-    return [FusedContainer(parts[0], window, fused), *(NativeContainer(part, window) for part in parts[1:])]
+    return [FusedContainer(parts[0], calls), *(NativeContainer(part, calls) for part in parts[1:])]
 
 
 def coverage_of(containers: list[NativeContainer], fused: FusedModel, copied: bool = True) -> list[dict[str, str]]:

@@ -2,7 +2,7 @@
 to bring what they want, if only company, and then everybody runs everybody's in turn."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from hybrid.parallel import InferenceGroup
+from hybrid.parallel import Guard, InferenceGroup, LostRankError, lost_rank_reported
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Meetings:
 
     def __init__(self, group: InferenceGroup, device: torch.device, new_cache: Callable[[], Cache]):
         self.group, self.device, self.new_cache = group, device, new_cache
+        self.guard = Guard(device, group.group)
         self.parts: dict[str, nn.Module] = {}
         self.running = False  # a part: what it calls runs on every rank as it is
         self.own: WeakKeyDictionary[Cache, tuple[int, int]] = WeakKeyDictionary()  # number, and tokens when last seen
@@ -67,12 +68,21 @@ class Meetings:
         """What a part makes of this rank's arguments. Returns when every rank has come, and has what it wanted."""
         autocast = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
         sent_args, sent_kwargs = tree_map(self._sent, (args, kwargs), is_leaf=is_cache)
-        return self._meet(Call(part, sent_args, sent_kwargs, autocast, next(self.numbers)), args, kwargs)[1]
+        call = Call(part, sent_args, sent_kwargs, autocast, next(self.numbers))
+        _, output, failure = self._meet(call, args, kwargs)
+        if failure is not None:
+            raise failure
+        return output
 
     def finish(self) -> None:
-        """Keep the others company until nobody wants anything."""
+        """Run the others' forwards until every rank is done. What fails in them is raised where they came from."""
         while self._meet(None)[0]:
             pass
+
+    def opened(self, guarded: bool) -> AbstractContextManager:
+        """Inside the block requests may be made.  guarded: a forward may fail in the middle on one rank alone."""
+        self.guard.is_on = guarded
+        return nullcontext()
 
     def release(self) -> None:
         """Forget every cache: whoever still holds one cannot go on from it."""
@@ -94,11 +104,14 @@ class Meetings:
         finally:
             self.running = before
 
-    def _meet(self, wanted: Call | None, args: tuple = (), kwargs: dict[str, Any] | None = None) -> tuple[bool, Any]:
-        """Whether anybody wanted anything, and what came of this rank's own call."""
+    def _meet(
+        self, wanted: Call | None, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> tuple[bool, Any, Exception | None]:
+        """Whether anybody wanted anything; the output of this rank's own call; and the error of this rank, if any."""
         leaving = self.gone.copy()
         del self.gone[: len(leaving)]
-        brought = self.group.gather_objects((wanted, leaving))
+        with lost_rank_reported("waiting for its next request"):
+            brought = self.group.gather_objects((wanted, leaving))
         outcome = failure = None
         for rank, (call, gone) in enumerate(brought):
             for number in gone:
@@ -109,18 +122,19 @@ class Meetings:
             given = (args, kwargs) if own else tree_map(partial(self._received, rank), (call.args, call.kwargs))
             try:
                 output = self._run(call, *given)
-            except Exception as error:  # on every rank alike; it is raised where the call came from
-                failure = error if own else failure
+            except LostRankError:
+                raise
+            except Exception as error:  # on every rank; it is raised where the call came from, and where it arose
+                failure = error if own or self.guard.failed_here else failure
                 continue
             self._keep_caches((*given, output), rank, call.fresh)
             outcome = output if own else outcome
-        if failure is not None:
-            raise failure
-        return any(call is not None for call, _ in brought), outcome
+        return any(call is not None for call, _ in brought), outcome, failure
 
     def _run(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
-        with self.together(), torch.autocast(self.device.type, call.autocast, enabled=call.autocast is not None):
-            return self.parts[call.part].forward(*args, **kwargs)
+        doing = lost_rank_reported("computing together with it")
+        with doing, self.together(), torch.autocast(self.device.type, call.autocast, enabled=call.autocast is not None):
+            return self.guard.run(lambda: self.parts[call.part].forward(*args, **kwargs))
 
     def _sent(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hybrid.architectures.structure import Part
-from hybrid.containers.window import Window
+from hybrid.containers.calls import Calls
 
 
 class Forward:
@@ -24,12 +24,11 @@ class Forward:
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         container = self.container
-        if container.window.is_open:
+        if container.calls.inside:
             return container.run(self.own, args, kwargs)
-        if container.window.renew():
+        if not container.window.is_open and container.window.renew():
             return container.part.module.forward(*args, **kwargs)
-        with container.window.opened():
-            return container.run(self.own, args, kwargs)
+        return container.request(self.own, args, kwargs)
 
     def __reduce__(self) -> tuple:
         before = self.container.own_forward
@@ -48,9 +47,9 @@ class NativeContainer:
     kind = "native"
     why = "the Hugging Face module itself, over the snapshot's weights"
 
-    def __init__(self, part: Part, window: Window):
+    def __init__(self, part: Part, calls: Calls):
         self.part = part
-        self.window = window
+        self.calls, self.window = calls, calls.window
         self.own_forward = None  # the forward that was on the instance, if one was
         self.installed = False
 
@@ -61,10 +60,16 @@ class NativeContainer:
         module.forward = Forward(self, module.forward)
         self.installed = True
 
+    def request(self, original: Callable, args: tuple, kwargs: dict):
+        """The module's output, where it is called by itself."""
+        name = "" if self.part.kind == "model" else self.part.name
+        with self.calls.request(module=name):
+            return self.run(original, args, kwargs)
+
     def run(self, original: Callable, args: tuple, kwargs: dict):
-        """The module's output, inside an open window."""
+        """The output of the module itself, inside a request."""
         with self.window.as_asked():
-            return original(*args, **kwargs)
+            return self.calls.native(self.part.module, functools.partial(original, *args, **kwargs))
 
     def uninstall(self) -> None:
         """Give the module the forward back that it had; nothing where it was not switched."""

@@ -13,9 +13,9 @@ from transformers.cache_utils import Cache
 from hybrid.architectures.spec import Unreadable
 from hybrid.architectures.structure import Part
 from hybrid.architectures.tp_plan import Share, TensorPlan, hugging_face_model
+from hybrid.containers.calls import Calls
 from hybrid.containers.meetings import Meetings
 from hybrid.containers.native import NativeContainer
-from hybrid.containers.window import Window
 from hybrid.parallel import InferenceGroup, all_ranks
 from hybrid.weights.lora import Adapted
 from hybrid.weights.tensor_parallel import Shard, chunk
@@ -42,13 +42,9 @@ class SharedModules:
         self.plain = {one.wrapper: one.plain for one in adapted}
         self.is_lent = False
 
-    def containers(self, parts: list[Part], window: Window) -> list["SharedContainer"]:
-        """Containers of the model's parts; and of the Hugging Face model itself, which `generate()` calls."""
-        inner = hugging_face_model(self.model)
-        if inner is not self.model:
-            name = next(name for name, module in self.model.named_modules() if module is inner)
-            parts = [*parts, Part(name, inner, "model")]
-        return [SharedContainer(part, window, self.meetings) for part in parts]
+    def containers(self, parts: list[Part], calls: Calls) -> list["SharedContainer"]:
+        """Containers of the model's parts."""
+        return [SharedContainer(part, calls, self.meetings) for part in parts]
 
     def require_same(self, expected: torch.Tensor) -> None:
         """Raise Unreadable, on every rank, where ranks with slices make something else than `expected`, [tokens, n],
@@ -104,6 +100,7 @@ class SharedModules:
             if style.before == "lookup":
                 return self._looked_up(given, share.width, own)
             output = own(given, *args)
+            self.meetings.guard.require_all_well()
             if style.after == "sum":
                 return group.sum(output)
             return group.gather(output).movedim(0, -2).flatten(-2)[..., : share.width]
@@ -116,7 +113,9 @@ class SharedModules:
         rows = -(-vocabulary // self.group.size)
         ids = ids - self.group.index * rows
         here = (ids >= 0) & (ids < rows)
-        return self.group.sum(own(ids * here) * here[..., None])
+        own_rows = own(ids * here) * here[..., None]
+        self.meetings.guard.require_all_well()
+        return self.group.sum(own_rows)
 
 
 class SharedContainer(NativeContainer):
@@ -124,13 +123,18 @@ class SharedContainer(NativeContainer):
 
     why = "the Hugging Face module itself, spread over ranks by the model's tp_plan"
 
-    def __init__(self, part: Part, window: Window, meetings: Meetings):
-        super().__init__(part, window)
+    def __init__(self, part: Part, calls: Calls, meetings: Meetings):
+        super().__init__(part, calls)
         self.meetings = meetings
         meetings.parts[part.name] = part.module
 
+    def request(self, original: Callable, args: tuple, kwargs: dict):
+        """The module's output, where it is called by itself; other ranks may call another one."""
+        with self.calls.request():
+            return self.run(original, args, kwargs)
+
     def run(self, original: Callable, args: tuple, kwargs: dict):
-        """The module's output, inside an open window."""
+        """The module's output, inside a request."""
         if self.meetings.running:
             return original(*args, **kwargs)
         if kwargs.get("output_attentions") or getattr(

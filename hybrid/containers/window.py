@@ -52,9 +52,7 @@ class Window:
     lends: false where there is nothing to lend: weights are gathered layer by layer as the model's own layers run
         (streaming), or the snapshot is a decoder's of ours alone.  merges: the snapshot has adapters, merged or
         beside what they adapt.
-    sharing: entered while the snapshot is lent: modules that are lent slices compute with other ranks there.  settle:
-        called before what is lent changes or is given back, whatever was raised: other ranks may want more of it.
-    finish: called at the end of every `opened()`, whatever was raised, with whether adapters were used.
+    sharing: entered while the snapshot is lent: modules that are lent slices compute with other ranks there.
     around: what is entered first of all and left last, once for windows within each other.
     renew: called before an outermost window is opened: brings what runs up to date with the model's modules, and gives
         whether they were others, so that another window than this one is the model's now.
@@ -70,8 +68,6 @@ class Window:
         lends: bool,
         merges: bool,
         sharing: Callable[[], AbstractContextManager] = nullcontext,
-        settle: Callable[[], None] = lambda: None,
-        finish: Callable[[bool], None] = lambda adapters: None,
         around: Callable[[], AbstractContextManager] = nullcontext,
         renew: Callable[[], bool] = lambda: False,
     ):
@@ -80,8 +76,7 @@ class Window:
         self.refresh = refresh
         self.hooks = hooks
         self.lends, self.merges = lends, merges
-        self.sharing, self.settle, self.finish, self.around = sharing, settle, finish, around
-        self.renew = renew
+        self.sharing, self.around, self.renew = sharing, around, renew
         self.no_native = ""
         self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
         self.replaced: list[tuple[nn.Module, str, dict]] = []  # what a module's dictionary was, in order of lending
@@ -103,20 +98,22 @@ class Window:
         """Whether the window that is open uses adapters."""
         return self.adapters[-1]
 
+    def resolved(self, adapters: bool | None) -> bool:
+        """Whether a window that is opened with `adapters` now uses them: None is as the one around it, or as the model
+        has them."""
+        return (self.adapters[-1] if self.adapters else True) if adapters is None else adapters
+
     @contextmanager
     def opened(self, adapters: bool | None = None) -> Iterator[None]:
         """Inside the block the model runs on the snapshot, fresh; adapters: None as the model has them, False none.
 
         Windows nest: an inner one that uses the same adapters costs nothing.
         """
-        adapters = (self.adapters[-1] if self.adapters else True) if adapters is None else adapters
+        adapters = self.resolved(adapters)
         with ExitStack() as stack:
             if not self.adapters:
                 stack.enter_context(self.around())
-            changes = not self.adapters or self.adapters[-1] != adapters
-            if changes:
-                if self.adapters:
-                    self.settle()
+            if not self.adapters or self.adapters[-1] != adapters:
                 if not adapters:
                     stack.enter_context(disabled(self.switchable))
                     if not self.merges:
@@ -129,9 +126,6 @@ class Window:
                     stack.enter_context(self.sharing())
             self.adapters.append(adapters)
             stack.callback(self.adapters.pop)
-            stack.callback(self.finish, adapters)
-            if changes:
-                stack.callback(self.settle)
             yield
 
     @contextmanager

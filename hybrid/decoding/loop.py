@@ -7,6 +7,7 @@ decoder in lockstep, where something looks at the whole batch at every step; the
 import copy
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -94,25 +95,21 @@ class TokenLog:
 class Decoding:
     """What decoding needs of the engine, and `generate()`'s decoding method.
 
-    phase: times a phase.  window: opens the snapshot for the forwards.  cache: KV storage of the native container.
-    fused: inside the window, the fused decoder for sequences of so many tokens, None where the model must run natively.
-    native: told why a request that asks for it runs natively.
+    phase: times a phase.  cache: KV storage of the native container.
+    request: opens the window for the forwards; gives the fused decoder for sequences of so many tokens, or None where
+        the model must run natively: for None tokens always, and then for which reason.
     store: its pages.  page_bytes: the most that one takes, 0 where the model runs natively.
     require_memory: raises where so many rows of so many tokens cannot run natively.
     max_slots, stride: of `hybrid.decoding.slots`.
     max_out_tokens: the most tokens of a sequence, prompt included.  limit: the setting that says so.
     noise: called once where sampling needs it.  token_log: filled where a rollout wants logprobs.
-    agree: None, or, where the model's own forwards are collectives, tells whether every rank is done; asked every
-        `sync_interval` tokens.
     streamer: gets tokens as they come; Hugging Face does not pass its own to a custom decoding method (5.23).
     produced: told at the end how many sequences and new tokens there are, padding not counted.
     """
 
     phase: Phase
-    window: Callable
+    request: Callable[[int | None, str], AbstractContextManager[Decoder | None]]
     cache: KVCache
-    fused: Callable[[int], Decoder | None]
-    native: Callable[[str], None]
     store: PageStore
     page_bytes: Callable[[], int]
     require_memory: Callable[[int, int], None]
@@ -122,8 +119,6 @@ class Decoding:
     noise: Callable[[int], Noise]
     limit: str = "hybrid_engine.max_out_tokens"
     token_log: TokenLog | None = None
-    agree: Callable[[bool], bool] | None = None
-    sync_interval: int = 1
     streamer: BaseStreamer | None = None
     produced: Callable[[int, int], None] = lambda sequences, tokens: None
 
@@ -239,10 +234,6 @@ def decode(
     """
     refuse_what_cannot_run(generation_config, input_ids.shape[1], decoding.max_out_tokens, decoding.limit)
     encoder_decoder = model.config.is_encoder_decoder
-    if encoder_decoder and decoding.agree is not None:
-        raise NotImplementedError(
-            "generate: hybrid_engine.pin_parameters=false with an encoder-decoder model is not available; use true"
-        )
     wanted = Outputs(generation_config, model_kwargs.get("encoder_outputs") if encoder_decoder else None)
     keys = None
     if generation_config.do_sample:
@@ -258,10 +249,7 @@ def decode(
         decoding.store.require_room(ends if request is None else [max(ends)], decoding.page_bytes())
     if lengths is None or not decoding.page_bytes():
         decoding.require_memory(len(input_ids), generation_config.max_length)
-    with decoding.window():
-        if lengths is None:
-            decoding.native(why_native)
-        decoder = None if lengths is None else decoding.fused(max(ends))
+    with decoding.request(None if lengths is None else max(ends), why_native) as decoder:
         if decoder is None:
             forward = NativeForward(model, generation_config, model_kwargs, decoding, keep=wanted.as_dict)
             return in_lockstep(forward, *asked, wanted)
@@ -379,8 +367,7 @@ class NativeForward:
     """The model's own forward over Hugging Face's cache, with our storage in it where nobody else will hold it."""
 
     def __init__(self, model, config: GenerationConfig, model_kwargs: dict[str, Any], decoding: Decoding, keep: bool):
-        self.model, self.config, self.kwargs, self.agree = model, config, model_kwargs, decoding.agree
-        self.sync_interval, self.forwards = decoding.sync_interval, 0
+        self.model, self.config, self.kwargs = model, config, model_kwargs
         self.encoder_decoder = model.config.is_encoder_decoder
         cache = model_kwargs.get("past_key_values")
         # What the caller will hold after the call must not live in storage that the next call overwrites.
@@ -405,16 +392,6 @@ class NativeForward:
         )
         return outputs
 
-    def agreed(self, done: bool) -> bool:
-        """Whether every rank is known to be done. Called after every forward, for only then do ranks ask together."""
-        self.forwards += 1
-        return self.forwards % self.sync_interval == 0 and self.agree(done)
-
-    def keep_company(self, input_ids: torch.Tensor) -> None:
-        """Take part in the collectives of other ranks' forwards, with as many tokens as before: DeepSpeed's experts
-        are sent messages of that size."""
-        self.model(input_ids=input_ids[:, -1:], use_cache=False)
-
     @property
     def cache(self) -> Cache | None:
         """What the caller gets as `past_key_values`."""
@@ -431,7 +408,7 @@ class StepOutput:
 class FusedForward:
     """The fused decoder, every row in it to the end."""
 
-    cache = agree = None
+    cache = None
 
     def __init__(self, decoder: Decoder, store: PageStore, lengths: list[int], longest: int):
         self.decoder, self.store, self.lengths = decoder, store, lengths
@@ -488,7 +465,7 @@ def in_lockstep(
             if decoding.streamer is not None:
                 decoding.streamer.put(tokens.cpu())
             unfinished = unfinished & ~stopping_criteria(input_ids, wanted.steps["scores"])
-            if finished(bool(unfinished.max() == 0), decoding, forward, input_ids):
+            if unfinished.max() == 0:
                 break
             outputs = forward.step(input_ids)
     if decoding.streamer is not None:
@@ -497,15 +474,3 @@ def in_lockstep(
         log.sampling, log.raw = torch.stack(sampling, dim=1), torch.stack(raw, dim=1)
     decoding.produced(len(input_ids), int(tokens_made.sum()))
     return wanted.result(input_ids, forward.cache)
-
-
-def finished(done: bool, decoding: Decoding, forward: NativeForward | FusedForward, input_ids: torch.Tensor) -> bool:
-    """Whether to stop. Where forwards are collectives, a rank that is done keeps the others company until all are."""
-    if forward.agree is None:
-        return done
-    with decoding.phase("wait"):
-        everywhere = forward.agreed(done)
-        while done and not everywhere:
-            forward.keep_company(input_ids)
-            everywhere = forward.agreed(True)
-    return everywhere

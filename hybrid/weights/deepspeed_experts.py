@@ -2,13 +2,14 @@
 which ranks run together."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import MOELayer
 from torch import nn
 
-from hybrid.parallel import all_ranks
 from hybrid.weights.stored import Tensors
 
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts"  # within a layer, the experts by number (0.19.8)
@@ -23,33 +24,39 @@ def expert_layers(model: nn.Module) -> dict[str, MoE]:
 class Exchange:
     """Ranks whose forwards send tokens to each other's experts, and so are collectives.
 
-    group: they; None is all ranks.  equal: they must bring equally many tokens, by which DeepSpeed sizes its messages
-        (0.19.8): where experts drop what is too much for them, and where each token has one expert.
+    group: they; None is all ranks.  layers: those that send tokens.
     """
 
     group: torch.distributed.ProcessGroup | None
-    equal: bool
-    device: torch.device
-
-    def agreed(self, done: bool) -> bool:
-        """Whether every rank is done."""
-        return all_ranks(done, self.device, self.group)
-
-    def require_equal(self, prompts: torch.Tensor) -> None:
-        """Raise ValueError, on every rank, where their prompts are of different shapes, which must not be."""
-        if not self.equal:
-            return
-        own = torch.tensor(prompts.shape, device=self.device)
-        shapes = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(self.group))]
-        torch.distributed.all_gather(shapes, own, group=self.group)
-        if any(not torch.equal(shape, own) for shape in shapes):
-            raise ValueError(
-                f"generate: prompts of {[tuple(shape.tolist()) for shape in shapes]} given by the ranks that share "
-                "DeepSpeed's experts; pad them to one shape, or build the layers with k=2 and drop_tokens=False"
-            )
+    layers: tuple[MOELayer, ...]
 
 
-def exchange_tokens(layers: dict[str, MoE], device: torch.device) -> Exchange | None:
+def needs_equal_messages(layer: MOELayer) -> bool:
+    """Whether ranks must bring equally many tokens to a layer, by which DeepSpeed sizes its messages (0.19.8): where
+    experts drop what is too much for them, and where each token has one expert."""
+    return layer.gate.drop_tokens or layer.gate.k == 1
+
+
+def padded_forward(layer: MOELayer) -> Callable:
+    """The forward of a layer, with as many tokens as the rank that has most: repeated behind the own ones, where they
+    displace none, and cut off again. A collective of the layer's group."""
+    own = layer.forward
+
+    def forward(hidden: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        count = len(flat)
+        most = torch.tensor(count, device=hidden.device)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=layer.ep_group)
+        rows = torch.arange(int(most), device=hidden.device)
+        used = (rows < count).to(flat.dtype)
+        if used_token is not None:
+            used[:count] = used_token.to(flat.dtype)
+        return own(flat[rows % count], used)[:count].view(hidden.shape)
+
+    return forward
+
+
+def exchange_tokens(layers: dict[str, MoE]) -> Exchange | None:
     """Give the layers the groups over which they send tokens to experts; None where nothing is sent. A collective of
     all ranks, unless the layers have their groups."""
     spread = [layer for layer in layers.values() if layer.ep_size > 1]
@@ -60,9 +67,7 @@ def exchange_tokens(layers: dict[str, MoE], device: torch.device) -> Exchange | 
         return None
     widest = max(spread, key=lambda layer: layer.ep_size)
     within = all(widest.ep_size % layer.ep_size == 0 for layer in spread)  # groups are of neighbours
-    gates = [layer.deepspeed_moe.gate for layer in spread]
-    equal = any(gate.drop_tokens or gate.k == 1 for gate in gates)
-    return Exchange(widest.deepspeed_moe.ep_group if within else None, equal, device)
+    return Exchange(widest.deepspeed_moe.ep_group if within else None, tuple(layer.deepspeed_moe for layer in spread))
 
 
 def own_experts(layers: dict[str, MoE], stored: Tensors) -> Tensors:

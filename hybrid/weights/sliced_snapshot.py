@@ -59,6 +59,10 @@ class SlicedSnapshot(Snapshot):
             factor for kept in beside for factors in kept.values() for low_rank in factors for factor in low_rank[:2]
         ]
 
+    def _is_stale(self, group: Group, adapters: bool) -> bool:
+        changed = [one for one in group.adapted if adapters and one.state()]
+        return bool(self.stale([*(param for param in group.carried if param in self.cuts), *changed]))
+
     @torch.no_grad()
     def _refresh_group(self, group: Group, phase: Phase, adapters: bool) -> int:
         copies = self.stale(param for param in group.carried if param in self.cuts)

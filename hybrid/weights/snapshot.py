@@ -116,6 +116,15 @@ class Snapshot:
         """
         return sum(self._refresh_group(group, phase, adapters) for group in self.groups)
 
+    def must_gather(self, adapters: bool) -> bool:
+        """Whether `refresh` would be a collective, where parameters are partitioned."""
+        return any(self._is_stale(group, adapters) for group in self.groups)
+
+    def _is_stale(self, group: Group, adapters: bool) -> bool:
+        unmerged = [param for one in group.adapted if self.is_beside(one, adapters) for param in one.adapter_params()]
+        merged = [one for one in group.adapted if self.is_merged(one, adapters)]
+        return bool(self.stale([*filter(is_partitioned, (*group.carried, *unmerged)), *merged]))
+
     @torch.no_grad()
     def _refresh_group(self, group: Group, phase: Phase, adapters: bool) -> int:
         unmerged = [param for one in group.adapted if self.is_beside(one, adapters) for param in one.adapter_params()]

@@ -35,6 +35,10 @@ class StreamedSnapshot(Snapshot):
         """Nothing to do: nothing is kept."""
         return 0
 
+    def must_gather(self, adapters: bool) -> bool:
+        """Never: weights are gathered as the decoder runs."""
+        return False
+
     def in_turn(self, stretches: Sequence[Sequence[Owner]], adapters: bool) -> Iterator[None]:
         """Yields once for each stretch, while its owners' weights are whole.
 

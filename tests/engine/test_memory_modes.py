@@ -137,9 +137,9 @@ def check_refusals(containers: str) -> None:
         lambda: engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=400)),
     )
     for call in calls:
-        with CollectiveCount() as collectives, pytest.raises(ValueError, match=r"(?s)memory_limit=.*MiB on a rank"):
+        with pytest.raises(ValueError, match=r"(?s)memory_limit=.*MiB on a rank"):
             call()
-        assert collectives.count == 0
+        assert engine.stats()["gathered_bytes"] == 0  # ranks ask each other if any needs the weights
     assert engine.module.training
     assert storage_digest(engine) == before
     many, mask = prompts(2 if containers == "native" else 9, 6, padded=True, seed=dist.get_rank())

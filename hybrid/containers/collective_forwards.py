@@ -1,0 +1,183 @@
+"""The model's own forwards where they are collectives: whoever runs one waits for the others, which run dummy steps."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hybrid.architectures.structure import Structure
+from hybrid.containers.shared_modules import attribute
+from hybrid.containers.window import unhooked
+from hybrid.parallel import Guard, any_rank
+from hybrid.profiling import Phase
+from hybrid.weights.deepspeed_experts import Exchange, needs_equal_messages, padded_forward
+from hybrid.weights.gather import gathered
+
+
+class CollectiveForwards:
+    """Forwards of a whole model, equally many on every rank of `group`: None is all ranks.
+
+    interval: forwards between two looks at whether every rank is done.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, interval: int = 1):
+        self.device, self.group, self.interval = device, group, interval
+        self.running = False  # a forward: what it calls is part of it
+        self.count = 0
+
+    @contextmanager
+    def opened(self, guarded: bool) -> Iterator[None]:
+        """Inside the block forwards run by `run`."""
+        self.count = 0
+        yield
+
+    def run(self, module: nn.Module, forward: Callable) -> Any:
+        """A forward of the model or, within that, of one of its parts."""
+        if self.running:
+            return forward()
+        self._is_wanted(True)
+        return self._run(module, forward)
+
+    def finish(self) -> None:
+        """Run dummy steps until every rank is done."""
+        while self._is_wanted(False):
+            self._dummy_step()
+
+    def _is_wanted(self, wants: bool) -> bool:
+        """Whether a forward comes: in between two looks one always does."""
+        self.count += 1
+        return (self.count - 1) % self.interval > 0 or any_rank([wants], self.device, self.group)[0]
+
+    @contextmanager
+    def _in_forward(self) -> Iterator[None]:
+        self.running = True
+        try:
+            yield
+        finally:
+            self.running = False
+
+    def _run(self, module: nn.Module, forward: Callable) -> Any:
+        raise NotImplementedError
+
+    def _dummy_step(self) -> None:
+        raise NotImplementedError
+
+
+class LayerwiseForwards(CollectiveForwards):
+    """Of a model whose weights ZeRO-3 has partitioned: what is outside the layers is whole for the length of a forward,
+    and each layer while it runs. A rank whose forward fails, or which has none, gathers the layers with the others.
+
+    hooks: gives ZeRO-3's, which would gather by themselves.  phase, gathered_bytes: time and count the gathering.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        hooks: Callable[[], list[RemovableHandle]],
+        phase: Phase,
+        gathered_bytes: Callable[[int], None],
+        device: torch.device,
+        interval: int,
+    ):
+        super().__init__(device, None, interval)
+        self.hooks, self.phase, self.gathered_bytes = hooks, phase, gathered_bytes
+        self.outer = list(dict.fromkeys(param for part in structure.outer for param in part.module.parameters()))
+        self.layers = [part.module for part in structure.layers]
+        self.index = {layer: index for index, layer in enumerate(self.layers)}
+        self.passed = 0  # layers that this forward has gathered
+
+    @contextmanager
+    def opened(self, guarded: bool) -> Iterator[None]:
+        with super().opened(guarded), unhooked(self.hooks()):
+            yield
+
+    def run(self, module: nn.Module, forward: Callable) -> Any:
+        """As CollectiveForwards'; a part of the model may be called by itself, on every rank."""
+        if self.running and module in self.index:
+            return self._layer(self.index[module], forward)
+        return super().run(module, forward)
+
+    def _run(self, module: nn.Module, forward: Callable) -> Any:
+        if module in self.index or not any(child in self.index for child in module.modules()):
+            with self._in_forward(), self._whole(list(module.parameters())):
+                return forward()
+        return self._pass(forward)
+
+    def _dummy_step(self) -> None:
+        self._pass(lambda: None)
+
+    def _pass(self, forward: Callable) -> Any:
+        """A forward of the whole model; at its end every layer has been gathered, whatever was raised."""
+        self.passed = 0
+        with self._in_forward(), self._whole(self.outer):
+            try:
+                return forward()
+            finally:
+                self._skip_to(len(self.layers))
+
+    def _layer(self, index: int, forward: Callable) -> Any:
+        if index < self.passed:
+            raise NotImplementedError(
+                f"layer {index} runs after layer {self.passed - 1}: weights that are gathered layer by layer need "
+                "layers that run in their order; use hybrid_engine.pin_parameters=true and inference_tp_size=1"
+            )
+        self._skip_to(index)
+        self.passed += 1
+        with self._whole(list(self.layers[index].parameters())):
+            return forward()
+
+    def _skip_to(self, index: int) -> None:
+        """Gather, with the others, the layers before `index` that this rank does not run."""
+        while self.passed < index:
+            self.passed += 1
+            with self._whole(list(self.layers[self.passed - 1].parameters())):
+                pass
+
+    @contextmanager
+    def _whole(self, params: list[nn.Parameter]) -> Iterator[None]:
+        with ExitStack() as whole:
+            with self.phase("gather"):
+                self.gathered_bytes(whole.enter_context(gathered(params)))
+            yield
+
+
+class ExpertForwards(CollectiveForwards):
+    """Of a model whose experts DeepSpeed has spread over ranks: each forward sends tokens to all of them.
+
+    Random numbers that the gates draw (deepspeed 0.19.8: `use_rts`, `top2_2nd_expert_sampling`) are not training's.
+    """
+
+    def __init__(self, model: nn.Module, exchange: Exchange, device: torch.device):
+        super().__init__(device, exchange.group)
+        self.model, self.exchange, self.guard = model, exchange, Guard(device, exchange.group)
+
+    @contextmanager
+    def opened(self, guarded: bool) -> Iterator[None]:
+        self.guard.is_on = guarded
+        with super().opened(guarded), ExitStack() as stack:
+            for layer in self.exchange.layers:
+                own = padded_forward(layer) if needs_equal_messages(layer) else layer.forward
+                stack.enter_context(attribute(layer, "forward", self._guarded(own)))
+            yield
+
+    def _guarded(self, own: Callable) -> Callable:
+        def forward(*args: Any) -> torch.Tensor:
+            self.guard.require_all_well()
+            return own(*args)
+
+        return forward
+
+    def _run(self, module: nn.Module, forward: Callable) -> Any:
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with self._in_forward(), torch.random.fork_rng(devices, device_type=self.device.type):
+            return self.guard.run(forward)
+
+    def _dummy_step(self) -> None:
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        decodes = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if decodes else {})
+        self._run(self.model, lambda: self.model(**inputs))

@@ -1,0 +1,427 @@
+"""One rank differs: a hook, a verdict, an error, no rows, an early end, a death. Nobody hangs: every rank has an answer
+or a clear error within LIMIT_S, and the engine generates and trains on as if nothing had been."""
+
+import contextlib
+import datetime
+import json
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+import hybrid
+from hybrid.architectures.spec import Unreadable
+from hybrid.containers import fused, shared_modules
+from tests.engines import engine_of, settings, storage_digest, train_step
+from tests.models import SIZES, prompts, tiny_model, twin
+from tests.rank_pool import free_port, rank_environment
+
+LIMIT_S = 30
+
+# How weights are held: the model's family, and the engine's blocks.
+TENSOR_PARALLEL = {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}}
+MODES = {
+    "pinned": ("llama", 3, {}),
+    "tp 2": ("llama", 3, TENSOR_PARALLEL),
+    "tp 2, whole weights": ("llama", 0, TENSOR_PARALLEL),
+    "streaming": ("llama", 3, {"hybrid_engine": {"enabled": True, "pin_parameters": False}}),
+    "tp 2, own modules": ("starcoder2", 3, TENSOR_PARALLEL),
+    "streaming, own modules": ("starcoder2", 3, {"hybrid_engine": {"enabled": True, "pin_parameters": False}}),
+}
+
+
+QUICK_KILLS = ("pinned", "tp 2", "streaming")
+
+
+def slow_unless(quick: bool) -> list:
+    """Marks of a case that a default run can do without."""
+    return [] if quick else [pytest.mark.slow]
+
+
+class Fault(ArithmeticError):
+    """What goes wrong on one rank."""
+
+
+def model_of(mode: str) -> torch.nn.Module:
+    family = MODES[mode][0]
+    return tiny_model(family, sizes=None if family == "llama" else SIZES)
+
+
+def engine_in(mode: str) -> hybrid.HybridEngine:
+    _, stage, blocks = MODES[mode]
+    return engine_of(model_of(mode), settings(stage, rollout={"containers": "fused"}, **blocks))
+
+
+class Case:
+    """An engine that is hit, one that is not, and what this rank asks of them; ranks differ in all of it."""
+
+    def __init__(self, mode: str, compared: bool = True):
+        self.rank, self.mode = dist.get_rank(), mode
+        self.reference, self.hit = twin(model_of(mode)), engine_in(mode)
+        self.calm = engine_in(mode) if compared else None
+        self.ids, self.mask = prompts(2, 6, padded=True, seed=self.rank)
+        self.request = {"attention_mask": self.mask, "max_new_tokens": 8 + 4 * self.rank, "do_sample": False}
+        self.expected = self.reference.generate(self.ids, **self.request)
+
+    def generate(self, **changes) -> torch.Tensor:
+        return self.hit.generate(**{"input_ids": self.ids, **self.request, **changes})
+
+    def score(self) -> torch.Tensor:
+        return self.hit.score(self.ids, self.mask).per_token_logps
+
+    def expected_score(self) -> torch.Tensor:
+        found = hybrid.padded_forward(self.reference)(self.ids, self.mask).logits[:, :-1].log_softmax(-1)
+        found = found.gather(2, self.ids[:, 1:, None])[..., 0]
+        return found * self.mask[:, 1:] * self.mask[:, :-1]
+
+    def forward(self) -> torch.Tensor:
+        self.hit.eval()
+        try:
+            return self.hit(self.ids, attention_mask=self.mask, use_cache=False).logits[self.mask.bool()]
+        finally:
+            self.hit.train()
+
+    def expected_forward(self) -> torch.Tensor:
+        return self.reference(self.ids, attention_mask=self.mask).logits[self.mask.bool()]
+
+    def require_all(self) -> None:
+        """Every kind of call gives what Hugging Face's model gives."""
+        assert torch.equal(self.generate(), self.expected)
+        with torch.no_grad():
+            torch.testing.assert_close(self.score(), self.expected_score(), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(self.forward(), self.expected_forward(), atol=1e-3, rtol=1e-4)
+
+    def require_goes_on(self) -> None:
+        """The engine that was hit generates, and is as the other one is."""
+        assert torch.equal(self.generate(), self.expected)
+        assert self.hit.module.training
+        assert storage_digest(self.hit) == storage_digest(self.calm)
+
+    def require_trains_on(self) -> None:
+        losses = [train_step(engine) for engine in (self.hit, self.calm)]
+        assert torch.equal(*losses), losses
+        assert storage_digest(self.hit) == storage_digest(self.calm)
+        assert torch.equal(self.generate(), self.calm.generate(self.ids, **self.request))
+
+
+@contextlib.contextmanager
+def hooked(case: Case, hook: Callable, on: int) -> Iterator[None]:
+    """Inside the block one rank has a hook on a module in the second layer."""
+    modules = [module for name, module in case.hit.module.named_modules() if name.endswith("layers.1.mlp")]
+    handles = [modules[0].register_forward_hook(hook)] if case.rank == on else []
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def hook_on_one_rank(case: Case, on: int) -> None:
+    seen = []
+    with hooked(case, lambda *_: seen.append(1), on):
+        case.require_all()
+        with case.hit.inference():
+            found, score = case.generate(), case.score()
+        assert torch.equal(found, case.expected)
+        torch.testing.assert_close(score, case.expected_score(), atol=1e-4, rtol=1e-4)
+    assert bool(seen) == (case.rank == on)
+
+
+def verdict_differs(case: Case, on: int) -> None:
+    """One rank's self-check finds a difference, after all of it has run; nobody else's does. Of the model's own modules
+    too, where these are what ranks share."""
+    verdict, own, own_difference = "a verdict of one rank", fused.require_equal, shared_modules.difference
+
+    def differs(*args) -> None:
+        own(*args)
+        raise Unreadable(verdict)
+
+    usual = case.hit
+    if case.rank == on:
+        fused.require_equal, shared_modules.difference = differs, lambda *args: own_difference(*args) or verdict
+    try:
+        case.hit = engine_in(case.mode)
+        case.require_all()
+    finally:
+        fused.require_equal, shared_modules.difference = own, own_difference
+    case.require_all()
+    why = case.hit.coverage()[0]["why"]
+    if case.mode in ("tp 2", "tp 2, whole weights", "streaming") or (case.mode == "pinned" and case.rank == on):
+        assert verdict in why, why
+    if case.mode == "tp 2, own modules":
+        assert "gathered layer by layer" in why, why
+    case.require_goes_on()
+    case.hit = usual
+
+
+def fails_on(case: Case, on: int, error: type, call: Callable, others: Callable) -> None:
+    """`call` raises on one rank; the others have their answer."""
+    started = time.monotonic()
+    if case.rank == on:
+        with pytest.raises(error):
+            call()
+    else:
+        others()
+    assert time.monotonic() - started < LIMIT_S
+    case.require_goes_on()
+
+
+def answers(case: Case) -> Callable:
+    return lambda: torch.testing.assert_close(case.generate(), case.expected, atol=0, rtol=0)
+
+
+def refused_before_weights_move(case: Case, on: int) -> None:
+    """A request that is refused early, with weights that the others have to gather."""
+    for wrong, error in (
+        ({"num_beams": 2}, NotImplementedError),
+        ({"input_ids": case.ids.float()}, ValueError),
+        ({"max_new_tokens": 10**6}, ValueError),
+    ):
+        case.hit.mark_weights_changed()
+        fails_on(case, on, error, lambda wrong=wrong: case.generate(**wrong), answers(case))
+    case.hit.mark_weights_changed()
+    started = time.monotonic()
+    sampling = hybrid.SamplingParams(max_new_tokens=3, temperature=0)
+    with pytest.raises(ValueError, match="not left padded") if case.rank == on else contextlib.nullcontext():
+        case.hit.rollout(case.ids, case.mask.flip(1) if case.rank == on else case.mask, sampling)
+    case.hit.mark_weights_changed()
+    with pytest.raises(ValueError, match="temperature") if case.rank == on else contextlib.nullcontext():
+        case.hit.score(case.ids, case.mask, temperature=-1.0 if case.rank == on else 1.0)
+    assert time.monotonic() - started < LIMIT_S
+    case.require_goes_on()
+
+
+def exception_in_prefill(case: Case, on: int) -> None:
+    if case.mode != "tp 2" and case.mode != "tp 2, whole weights":
+        fails_on(case, on, IndexError, lambda: case.generate(input_ids=case.ids + 1000), answers(case))
+    fails_in_a_hook(case, on, 1)
+
+
+def exception_in_decode(case: Case, on: int) -> None:
+    raising = StoppingCriteriaList([RaiseAt(9)])
+    fails_on(case, on, Fault, lambda: case.generate(stopping_criteria=raising), answers(case))
+    fails_on(case, on, Fault, lambda: case.generate(streamer=RaisingStreamer()), answers(case))
+    fails_in_a_hook(case, on, 4)
+
+
+def fails_in_a_hook(case: Case, on: int, at: int) -> None:
+    """A hook raises in the middle of one rank's forward, the `at`-th. Where ranks run each other's requests, the others
+    get an error that names it; everywhere else their answer."""
+    count = []
+
+    def hook(*_) -> None:
+        count.append(1)
+        if len(count) == at:
+            raise Fault("in a hook")
+
+    started = time.monotonic()
+    with hooked(case, hook, on):
+        if case.rank == on:
+            with pytest.raises(Fault):
+                case.generate()
+        elif case.mode == "tp 2, own modules":
+            with contextlib.suppress(RuntimeError):  # whose request it was, if it came first
+                assert torch.equal(case.generate(), case.expected)
+        else:
+            assert torch.equal(case.generate(), case.expected)
+    assert time.monotonic() - started < LIMIT_S
+    case.require_goes_on()
+    with hooked(case, raise_always, on):
+        for call in (case.score, case.forward):
+            if case.rank == on:
+                with pytest.raises(Fault):
+                    call()
+            elif case.mode == "tp 2, own modules":
+                with pytest.raises(RuntimeError, match="Fault: in a hook"):
+                    call()
+            else:
+                call()
+    case.require_goes_on()
+
+
+def raise_always(*_) -> None:
+    raise Fault("in a hook")
+
+
+class RaiseAt(StoppingCriteria):
+    """Raises once the sequences have `length` tokens."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= self.length:
+            raise Fault
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class RaisingProcessor(LogitsProcessor):
+    """Raises at the second token.  rowwise: whether it may run where rows are apart."""
+
+    def __init__(self, rowwise: bool):
+        self.rowwise, self.length = rowwise, 0
+
+    def __call__(self, input_ids, scores):
+        self.length = self.length or input_ids.shape[1]
+        if input_ids.shape[1] > self.length:
+            raise Fault
+        return scores
+
+
+class RaisingStreamer(BaseStreamer):
+    """Raises at the third token."""
+
+    def __init__(self):
+        self.count = 0
+
+    def put(self, value):
+        self.count += 1
+        if self.count > 3:
+            raise Fault
+
+    def end(self):
+        pass
+
+
+def exception_in_a_processor(case: Case, on: int) -> None:
+    for rowwise in (True, False):
+        processors = LogitsProcessorList([RaisingProcessor(rowwise)])
+        fails_on(case, on, Fault, lambda given=processors: case.generate(logits_processor=given), answers(case))
+    # In a window of several calls, too: the others' next call is told of it, or has its answer.
+    with contextlib.suppress(Fault), case.hit.inference():
+        request = {"logits_processor": LogitsProcessorList([RaisingProcessor(True)])} if case.rank == on else {}
+        found = case.generate(**request)
+        assert case.rank != on
+        again, score = case.generate(), case.score()
+        assert torch.equal(found, case.expected)
+        assert torch.equal(again, case.expected)
+        assert score.shape == (2, 5)
+    case.require_goes_on()
+
+
+def empty_rank(case: Case, on: int) -> None:
+    rows = 0 if case.rank == on else 2
+    sampling = hybrid.SamplingParams(max_new_tokens=5, temperature=0)
+    batch = case.hit.rollout(case.ids[:rows], case.mask[:rows], sampling)
+    assert batch.completion_ids.shape[0] == rows
+    assert len(case.hit.score(case.ids[:rows], case.mask[:rows]).per_token_logps) == rows
+    case.require_goes_on()
+
+
+def one_rank_stops_early(case: Case, on: int) -> None:
+    new = 1 if case.rank == on else 24
+    found = case.generate(max_new_tokens=new)
+    expected = case.reference.generate(case.ids, **{**case.request, "max_new_tokens": new})
+    assert torch.equal(found, expected)
+    with case.hit.inference():  # and one leaves its window before the others
+        for _ in range(1 if case.rank == on else 3):
+            assert torch.equal(case.generate(), case.expected)
+    case.require_goes_on()
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        hook_on_one_rank,
+        verdict_differs,
+        refused_before_weights_move,
+        exception_in_prefill,
+        exception_in_decode,
+        exception_in_a_processor,
+        empty_rank,
+        one_rank_stops_early,
+    )
+}
+
+
+def check_fault(mode: str, names: list[str], ons: tuple[int, ...]) -> None:
+    """Faults of one rank, one after the other, on the same engine; it trains on in the end."""
+    case = Case(mode)
+    for name in names:
+        for on in ons:
+            started = time.monotonic()
+            FAULTS[name](case, on)
+            took = time.monotonic() - started
+            print(f"{mode}: {name} on rank {on}: {took:.1f} s", flush=True)
+    case.require_trains_on()
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "tp 2, whole weights"])
+def test_one_rank_differs(ranks, mode):
+    """Every fault, on the second rank."""
+    ranks.run(check_fault, mode, list(FAULTS), (1,), timeout_s=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", list(MODES))
+def test_either_rank_differs(ranks, mode):
+    ranks.run(check_fault, mode, list(FAULTS), (0, 1))
+
+
+# A rank that is killed: it ends the ranks for good, so these have processes of their own.
+
+
+class KillsItself(LogitsProcessor):
+    """Ends its process at the third token, as a kernel does that runs out of memory."""
+
+    rowwise = True
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return scores
+
+
+def outlive(rank: int, port: int, mode: str, where: str) -> None:
+    """The life of a rank, of which the last one is killed; the others write down what they see, and how soon."""
+    os.environ.update(rank_environment(rank, 2, port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10 * LIMIT_S))
+    case = Case(mode, compared=False)
+    assert torch.equal(case.generate(), case.expected)
+    path, killed = Path(where), case.rank == 1
+    request = {"logits_processor": LogitsProcessorList([KillsItself()])} if killed else {}
+    started, seen = time.monotonic(), []
+    for call in (lambda: case.generate(max_new_tokens=12, **request), lambda: train_step(case.hit), case.score):
+        try:
+            call()
+            seen.append("an answer")
+        except RuntimeError as error:
+            seen.append(f"{type(error).__name__}: {error}")
+    (path / f"rank{rank}").write_text(json.dumps([time.monotonic() - started, seen]))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=slow_unless(mode in QUICK_KILLS)) for mode in MODES])
+def test_a_rank_is_killed(mode, tmp_path):
+    """The survivor says so, within the limit, in generating and in training; by itself it still generates."""
+    context, port = mp.get_context("spawn"), free_port()
+    processes = [context.Process(target=outlive, args=(rank, port, mode, str(tmp_path))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(300)
+        assert processes[1].exitcode == -signal.SIGKILL
+        took_s, seen = json.loads((tmp_path / "rank0").read_text())
+    finally:
+        for process in processes:
+            process.kill()
+    assert took_s < LIMIT_S
+    generated, trained, _ = seen
+    assert (
+        generated == "an answer" if mode == "pinned" else "LostRankError: rank 0: another rank has ended" in generated
+    )
+    assert "LostRankError: rank 0: another rank has ended" in trained
