@@ -74,6 +74,7 @@ def initialize(
         shared["args"] = None if from_args is not None else args
         return deepspeed.initialize(**shared, distributed_port=distributed_port, config=settings, mesh_param=mesh_param)
 
+    refuse_shared_training(settings, mpu, mesh_param)
     partition_parameters.shutdown_init_context()
     try:
         be_a_world_of_one()
@@ -109,10 +110,39 @@ def be_a_world_of_one() -> None:
 
 
 def make_mesh(settings: dict[str, Any], mesh_param: Any) -> Any:
-    """DeepSpeed's mesh of data and sequence parallel ranks, where one is asked for."""
+    """DeepSpeed's mesh of data and sequence parallel ranks (one, the second), where one is asked for."""
     if not mesh_param and "sequence_parallel_size" in settings and "data_parallel_size" in settings:
         mesh_param = (settings["data_parallel_size"], settings["sequence_parallel_size"])
     return comm.initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel")) if mesh_param else None
+
+
+# How an `mpu` says that ranks share a model or a sequence.
+SHARING_SIZES = (
+    "get_tensor_model_parallel_world_size",
+    "get_model_parallel_world_size",
+    "get_pipeline_model_parallel_world_size",
+    "get_sequence_parallel_world_size",
+)
+
+
+def refuse_shared_training(settings: dict[str, Any], mpu: Any, mesh_param: Any) -> None:
+    """Raise NotImplementedError, naming key and value, where ranks are to share a model's layers or a sequence.
+
+    The engine takes every rank of ZeRO for one that trains the whole model on rows of its own.
+    """
+    sizes = {
+        "tensor_parallel.autotp_size": (settings.get("tensor_parallel") or {}).get("autotp_size"),
+        "sequence_parallel_size": settings.get("sequence_parallel_size"),
+        "mesh_param[1] (sequence parallel ranks)": mesh_param[1] if mesh_param else None,
+    }
+    sizes |= {f"mpu.{name}()": getattr(mpu, name)() for name in SHARING_SIZES if hasattr(mpu, name)}
+    for key, size in sizes.items():
+        if size is not None and size > 1:
+            raise NotImplementedError(
+                f"{key}: {size} given; tensor, pipeline and sequence parallel training are not available with the "
+                "hybrid engine. Use 1, with ZeRO to spread the model over ranks and hybrid_engine.inference_tp_size to "
+                "share it during generation; or deepspeed.initialize without hybrid_engine"
+            )
 
 
 def refuse_streaming_of_whole_weights(settings: HybridEngineConfig, config: DeepSpeedConfig) -> None:
