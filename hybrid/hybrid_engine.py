@@ -254,9 +254,11 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def destroy(self) -> None:
         """Give the model its forwards back and free the copies, then destroy DeepSpeed's engine.
 
-        Once nobody refers to the engine, its model and its optimizer any more, their memory is free too.
+        Once nobody refers to the engine, its model and its optimizer any more, their memory is free too. Raises
+        RuntimeError inside `inference()`, where the model holds what is lent.
         """
         if "_containers" in self.__dict__:  # DeepSpeed calls this for an engine that failed to be built, too
+            self._refuse_in_window("destroy()")
             for route in self.__dict__.get("_routes", ()):
                 route.close()
             if "_before_update" in self.__dict__:
@@ -368,7 +370,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     def _refuse_in_window(self, call: str) -> None:
         if self._window.is_open:
-            raise RuntimeError(f"{call} inside `with engine.inference()`: leave the block first, then train")
+            raise RuntimeError(f"{call} inside `with engine.inference()`: leave the block first")
 
     # ------------------------------------------------------------- training
 

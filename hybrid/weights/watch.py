@@ -67,7 +67,8 @@ class ModelWatch:
 
     def close(self) -> None:
         """Leave nothing on the parameters."""
-        for param in self.uneven:
+        while self.uneven:
+            param = self.uneven.pop()
             param.partition = param.partition.own
 
     def _content(self) -> list:

@@ -10,12 +10,13 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
 import hybrid
 from tests.engines import engine_of, settings, train_step
-from tests.models import ADAPTERS, prompts, tiny_model, with_peft
+from tests.models import ADAPTERS, prompts, tiny_model, twin, with_peft
 
 IDS, MASK = prompts(2, 5, padded=True)
 
@@ -221,3 +222,34 @@ def check_refused_in_a_window(blocks: dict, adapters: bool | None, folder: str) 
 )
 def test_what_would_save_or_copy_lent_weights_is_refused(ranks, blocks, adapters, tmp_path):
     ranks.run(check_refused_in_a_window, blocks, adapters, str(tmp_path))
+
+
+def check_destroyed(stage: int, adapter: str, blocks: dict) -> None:
+    """A destroyed engine's model runs as it did before there was one; under ZeRO-3 where it is gathered."""
+    model = ADAPTERS[adapter](tiny_model("llama"))
+    reference = twin(model)
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    engine = engine_of(model, settings(stage, **blocks))
+    with engine.inference():
+        engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
+        with pytest.raises(
+            RuntimeError, match=r"destroy\(\) inside `with engine.inference\(\)`: leave the block first"
+        ):
+            engine.destroy()
+    engine.eval()
+    engine.destroy()
+    for name, module in model.named_modules():
+        assert {"forward", "generate", "padding_idx"} & (set(vars(module)) - attributes[name]) == set(), name
+    params = list(model.parameters())
+    with GatheredParameters(params, enabled=stage == 3):
+        assert torch.equal(logits(model), logits(reference))
+        request = {"attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(model.generate(input_ids=IDS, **request), reference.generate(input_ids=IDS, **request))
+
+
+@pytest.mark.parametrize(
+    ("stage", "adapter", "containers"), [(0, "peft", "native"), (2, "none", "fused"), (3, "none", "native")]
+)
+def test_the_model_of_a_destroyed_engine_runs_by_itself(ranks, stage, adapter, containers):
+    blocks = {"hybrid_engine": {"inference_tp_size": 2}, "rollout": {"containers": containers}}
+    ranks.run(check_destroyed, stage, adapter, blocks)
