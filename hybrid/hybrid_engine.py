@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from hybrid.rollout import (
     make_batch,
 )
 from hybrid.weights.deepspeed_experts import exchange_tokens, expert_layers
+from hybrid.weights.export import save_pretrained
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.offload import movable_states, relink, require_movable_optimizer
 from hybrid.weights.sliced_snapshot import LentSlices
@@ -447,6 +449,29 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             return super().load_module_state_dict(*args, **kwargs)
         finally:
             self.mark_weights_changed()
+
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        part: nn.Module | None = None,
+        merged: bool = True,
+        max_shard_bytes: int = 5 * 10**9,
+        instead: Callable[[nn.Parameter], torch.Tensor | None] | None = None,
+    ) -> None:
+        """Write the model as a directory that Hugging Face's `from_pretrained` loads. Every rank takes part.
+
+        Weights are gathered a layer at a time and written in files of `max_shard_bytes`: host memory is a file and a
+        layer on the first rank, and a parameter on others.
+
+        part: what of the engine's module is written, where that is a wrapper.
+        merged: adapters are merged into the weights, in float32 and rounded once; False writes PEFT's adapter alone.
+        instead: gives a parameter's whole values that are written in its place, float32, or None where it has no
+            others, such as averages; every rank calls it, in the same order. The whole model is in float32 then.
+        Raises RuntimeError inside `inference()`; ValueError for what Hugging Face cannot load; NotImplementedError for
+        adapters that cannot be merged; on every rank what writing raised.
+        """
+        self._refuse_in_window("save_pretrained()")
+        save_pretrained(part or self.module, directory, merged, max_shard_bytes, instead)
 
     def mark_weights_changed(self) -> None:
         """Say, on every rank, that weights were written by means that the engine does not see: the next generation

@@ -47,8 +47,8 @@ class Actor:
         training = Training.of(args, "actor_", args.per_device_training_batch_size, total_steps)
         reference = None
         if needs_reference and not args.actor_lora_dim:
-            reference = judge(load_policy(name), args.dtype, args.offload_reference_model)
-        model = load_policy(name, training.lora, training.gradient_checkpointing)
+            reference = judge(load_policy, name, args.dtype, args.offload_reference_model)
+        model = load_policy(name, training.config(args), training.lora, training.gradient_checkpointing)
         policy = trained_policy(model, args, training, **hybrid_blocks(args))
         return cls(policy, reference, MovingAverage(policy, args.ema_beta) if args.enable_ema else None, args)
 
@@ -94,7 +94,7 @@ def export_trained(
     """Write a trained model as `model` in `directory`, and its average, where there is one, as `model_ema`."""
     export(engine, tokenizer, directory / "model", merged)
     if average is not None:
-        export(engine, tokenizer, directory / "model_ema", merged, average.whole())
+        export(engine, tokenizer, directory / "model_ema", merged, average)
 
 
 def kept_before(directory: Path, resumed: bool, find: Callable[[], dict]) -> dict:
@@ -179,7 +179,7 @@ class Scorer:
         rows: of a reward model's forward.  offload: as `judge`.
         """
         if is_reward_model(reward):
-            return cls("reward_model", model=judge(load_value_model(reward), dtype, offload), rows=rows)
+            return cls("reward_model", model=judge(load_value_model, reward, dtype, offload), rows=rows)
         return cls(reward.rpartition(":")[2], function=load_reward(reward))
 
     def __call__(self, batch: hybrid.RolloutBatch, prompts: list[Row], completions: list[str]) -> torch.Tensor:

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 import hybrid
 from rlhf_examples.arguments import ChatArguments, parse_arguments
-from rlhf_examples.models import load_exported, load_tokenizer, require_model
+from rlhf_examples.engines import deepspeed_config
+from rlhf_examples.models import load_exported, load_tokenizer, merged, require_model
 from rlhf_examples.ranks import device, seed_everything, start_ranks
 
 Messages = list[dict[str, str]]
@@ -27,8 +28,8 @@ def main() -> None:
     start_ranks()
     seed_everything(args.seed)
     tokenizer = load_tokenizer(args.path)
-    dtype = torch.float32 if args.dtype == "int8" else getattr(torch, args.dtype)
-    model = load_exported(args.path, dtype)
+    dtype = "float32" if args.dtype == "int8" else args.dtype
+    model = merged(load_exported(args.path, deepspeed_config(dtype, zero_stage=0)))
     most = min(getattr(model.config, "max_position_embeddings", 0) or 4096, 4096)
     engine = hybrid.init_inference(model, dtype=args.dtype, replace_with_kernel_inject=True, max_out_tokens=most)
     print(f"{args.path}: {HELP}", file=sys.stderr)

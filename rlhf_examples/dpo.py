@@ -42,8 +42,9 @@ def run(args: DPOArguments) -> Metrics:
     training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
     reference = None
     if not args.lora_dim:
-        reference = judge(load_policy(args.model_name_or_path), args.dtype, args.offload_reference_model)
-    model = load_policy(args.model_name_or_path, training.lora, training.gradient_checkpointing)
+        reference = judge(load_policy, args.model_name_or_path, args.dtype, args.offload_reference_model)
+    config = training.config(args)
+    model = load_policy(args.model_name_or_path, config, training.lora, training.gradient_checkpointing)
     engine = trained_policy(model, args, training)
 
     def loss_of(rows: list[Row], denominator: float) -> Loss:

@@ -15,13 +15,13 @@ class MovingAverage:
     """
 
     def __init__(self, engine: hybrid.HybridEngine, beta: float):
-        self.engine, self.beta = engine, beta
+        self.beta = beta
+        self.names = {p: name for name, p in engine.module.named_parameters() if p.requires_grad}
         self.parts = {name: part.clone() for name, part in self._own_parts().items()}
 
     def _own_parts(self) -> dict[str, torch.Tensor]:
         """This rank's float32 weights, flat, by the parameter that they are of."""
-        trained = {name: p for name, p in self.engine.module.named_parameters() if p.requires_grad}
-        parts = {name: own_part(parameter) for name, parameter in trained.items()}
+        parts = {name: own_part(parameter) for parameter, name in self.names.items()}
         return {name: part.detach() for name, part in parts.items() if part is not None}
 
     @torch.no_grad()
@@ -31,13 +31,10 @@ class MovingAverage:
             self.parts[name].lerp_(part, 1 - self.beta)
 
     @torch.no_grad()
-    def whole(self) -> dict[str, torch.Tensor]:
-        """The averages by the parameter's name, in its shape and in float32, on the host. Every rank takes part."""
-        return {
-            name: whole_tensor(parameter, self.parts.get(name)).cpu()
-            for name, parameter in self.engine.module.named_parameters()
-            if parameter.requires_grad
-        }
+    def whole(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """The average of a parameter in its shape, float32; None of what is not trained. Every rank takes part."""
+        name = self.names.get(parameter)
+        return None if name is None else whole_tensor(parameter, self.parts.get(name))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Of this rank."""

@@ -1,10 +1,11 @@
 """Engines around models: what trains, what only judges, and what is written at the end."""
 
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,9 +14,12 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 import hybrid
 from rlhf_examples.arguments import RunArguments
 from rlhf_examples.batches import require_exact
-from rlhf_examples.models import LoRA, ValueModel, merge_adapter
+from rlhf_examples.ema import MovingAverage
+from rlhf_examples.models import LoRA, ValueModel
 
 Judge = hybrid.InferenceEngine | hybrid.HybridEngine
+# Gives the model in a directory or of a hub name, for an engine of a DeepSpeed configuration.
+Load = Callable[[str, dict[str, Any]], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -47,27 +51,26 @@ class Training:
             lora=LoRA(getattr(args, f"{role}lora_dim"), args.lora_alpha, getattr(args, f"{role}lora_module_name")),
         )
 
+    def config(self, args: RunArguments) -> dict[str, Any]:
+        """DeepSpeed's, of the engine; backwards of an optimizer step are counted by `step_on`, as many as there are."""
+        zero = args.dtype, self.zero_stage, args.offload, args.stage3_param_persistence_threshold
+        optimizer = {"lr": self.learning_rate, "weight_decay": self.weight_decay, "torch_adam": True}
+        return {
+            **deepspeed_config(*zero, self.micro_batch_size),
+            "optimizer": {"type": "AdamW", "params": optimizer},
+            "gradient_clipping": args.max_grad_norm,
+        }
+
 
 def trained(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:
-    """`model` in an engine that trains what requires gradients.  blocks: `hybrid_engine` and `rollout`.
-
-    Backwards of an optimizer step are counted by `step_on`, as many as there are.
-    """
-    optimizer = {"lr": training.learning_rate, "weight_decay": training.weight_decay, "torch_adam": True}
-    config = {
-        **deepspeed_config(args.dtype, training.zero_stage, args.offload, args.stage3_param_persistence_threshold),
-        "train_micro_batch_size_per_gpu": training.micro_batch_size,
-        "optimizer": {"type": "AdamW", "params": optimizer},
-        "gradient_clipping": args.max_grad_norm,
-        **blocks,
-    }
+    """`model` in an engine that trains what requires gradients.  blocks: `hybrid_engine` and `rollout`."""
     return hybrid.initialize(
         model=model,
         model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
         lr_scheduler=lambda optimizer: get_scheduler(
             training.lr_scheduler_type, optimizer, training.num_warmup_steps, training.total_steps
         ),
-        config=config,
+        config={**training.config(args), **blocks},
     )[0]
 
 
@@ -82,26 +85,29 @@ def trained_policy(model: nn.Module, args: RunArguments, training: Training, **b
     return engine
 
 
-def judge(model: nn.Module, dtype: str, offload: bool = False) -> Judge:
-    """`model`, which does not train, in an InferenceEngine, whole on every rank.
+def judge(load: Load, name: str, dtype: str, offload: bool = False) -> Judge:
+    """A model that does not train in an InferenceEngine, whole on every rank.
 
     offload: partitioned by ZeRO-3 in host memory instead, and gathered layer by layer.
     """
     if not offload:
+        model = load(name, deepspeed_config(dtype, 0))
         return hybrid.init_inference(model, dtype=dtype, replace_with_kernel_inject=True)
-    return frozen(model, dtype, zero_stage=3, offload=True, hybrid_engine={"pin_parameters": False})
+    return frozen(load, name, dtype, zero_stage=3, offload=True, hybrid_engine={"pin_parameters": False})
 
 
 def frozen(
-    model: nn.Module, dtype: str, zero_stage: int = 0, offload: bool = False, **blocks: Any
+    load: Load, name: str, dtype: str, zero_stage: int = 0, offload: bool = False, **blocks: Any
 ) -> hybrid.HybridEngine:
-    """`model`, which does not train, in an engine with rollouts."""
-    config = {**deepspeed_config(dtype, zero_stage, offload), "train_micro_batch_size_per_gpu": 1, **blocks}
-    return hybrid.initialize(model=model.requires_grad_(False), config=config)[0]
+    """A model that does not train in an engine with rollouts."""
+    config = deepspeed_config(dtype, zero_stage, offload)
+    return hybrid.initialize(model=load(name, config).requires_grad_(False), config={**config, **blocks})[0]
 
 
-def deepspeed_config(dtype: str, zero_stage: int, offload: bool, persistence_threshold: int = 0) -> dict[str, Any]:
-    """What every engine of a run shares."""
+def deepspeed_config(
+    dtype: str, zero_stage: int, offload: bool = False, persistence_threshold: int = 0, micro_batch_size: int = 1
+) -> dict[str, Any]:
+    """What every engine of a run shares, and every model is loaded by."""
     zero = {"stage": zero_stage, "stage3_param_persistence_threshold": persistence_threshold}
     if offload and zero_stage:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -111,6 +117,7 @@ def deepspeed_config(dtype: str, zero_stage: int, offload: bool, persistence_thr
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs on offloaded states too
         "bf16": {"enabled": dtype == "bfloat16"},
+        "train_micro_batch_size_per_gpu": micro_batch_size,
         "steps_per_print": 10**9,
     }
 
@@ -130,30 +137,27 @@ def export(
     tokenizer: PreTrainedTokenizerBase,
     directory: str | Path,
     merged: bool = True,
-    weights: dict[str, torch.Tensor] | None = None,
+    average: MovingAverage | None = None,
 ) -> None:
-    """Write the engine's model as a directory that Hugging Face loads. Every rank takes part.
+    """Write the engine's model as a directory that Hugging Face loads, a layer at a time. Every rank takes part.
 
-    merged: a LoRA as a whole model; else as an adapter, which PEFT loads.  weights: trained tensors by name, on rank 0,
-    that take the places of the engine's own, such as averages.
+    A kill at any moment leaves the directory that was there before, a whole new one, or none.
+
+    merged: a LoRA as a whole model; else as an adapter, which PEFT loads.  average: of the trained weights, written in
+    their place.
     """
-    state = whole_state(engine)
+    directory, model = Path(directory), engine.module
+    unfinished = directory.with_name(f"{directory.name}.unfinished")
     if dist.get_rank() == 0:
-        state |= weights or {}
-        model = engine.module
-        if isinstance(model, ValueModel):
-            model = model.classifier
-            state = {name.removeprefix("classifier."): tensor for name, tensor in state.items()}
-        model.save_pretrained(directory, state_dict=state)
-        if merged and isinstance(model, peft.PeftModel):
-            scores = model.peft_config["default"].task_type == "SEQ_CLS"
-            merge_adapter(directory, scores)
-        tokenizer.save_pretrained(directory)
+        shutil.rmtree(unfinished, ignore_errors=True)
+    engine.save_pretrained(
+        unfinished,
+        part=model.classifier if isinstance(model, ValueModel) else model,
+        merged=merged,
+        instead=None if average is None else average.whole,
+    )
+    if dist.get_rank() == 0:
+        tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(directory, ignore_errors=True)
+        unfinished.rename(directory)
     dist.barrier()
-
-
-def whole_state(engine: hybrid.HybridEngine) -> dict[str, torch.Tensor]:
-    """The engine's tensors by name, on rank 0; others have nothing where they are partitioned."""
-    if engine.zero_optimization_stage() == 3:
-        return engine._zero3_consolidated_16bit_state_dict() or {}  # as accelerate gathers it
-    return dict(engine.module.state_dict())

@@ -11,7 +11,6 @@ import statistics
 from itertools import islice
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -47,8 +46,7 @@ def run(args: EvaluateArguments) -> list[dict]:
     scorer = Scorer.load(args.reward, args.dtype, args.per_device_eval_batch_size)
     found = []
     for name in args.model_name_or_path:
-        model = load_exported(name, getattr(torch, args.dtype))
-        engine = frozen(model, args.dtype, args.zero_stage)
+        engine = frozen(load_exported, name, args.dtype, args.zero_stage)
         _, completions, scores = Evaluation(engine, tokenizer, prompts, [scorer], args)()
         engine.destroy()
         columns = {"prompt": [row["prompt"] for row in prompts], "completion": completions, "score": scores}

@@ -3,9 +3,12 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
+from deepspeed import zero
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -17,9 +20,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import HfDeepSpeedConfig
 from transformers.modeling_outputs import TokenClassifierOutput
 
 import hybrid
+from rlhf_examples.ranks import from_all_ranks
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -48,7 +53,8 @@ class LoRA:
             return model
         names = self.modules if self.modules == "all-linear" else self.modules.split(",")
         config = peft.LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=names, task_type=task)
-        return peft.get_peft_model(model, config)
+        # Factors in the weights' dtype: DeepSpeed refuses a partitioned model with parameters of two (0.19.8).
+        return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def small_model(hidden_size: int, num_hidden_layers: int, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -68,9 +74,38 @@ def small_model(hidden_size: int, num_hidden_layers: int, tokenizer: PreTrainedT
     return LlamaForCausalLM(config)
 
 
-def load_policy(name: str, lora: LoRA | None = None, gradient_checkpointing: bool = False) -> nn.Module:
-    """A language model from a directory or hub name, in float32: engines cast."""
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+def load(kind: type, name: str, engine: dict[str, Any], new: str = "", **kwargs: Any) -> PreTrainedModel:
+    """A model from a directory or hub name, in the dtype of the engine that it is for. Every rank takes part.
+
+    Under ZeRO-3 parameters are partitioned from the start, and the first rank maps the files and hands out a module's
+    weights at a time: no rank ever holds the model. Under ZeRO 0 to 2 every rank holds it, as it will in training.
+
+    kind: one of Hugging Face's Auto classes.  engine: the engine's DeepSpeed configuration.
+    new: beginning of the names of weights that the files need not have; they are initialized, alike on every rank.
+    Raises ValueError on every rank where weights are missing, do not fit or cannot be read.
+    """
+    dtype = torch.bfloat16 if engine["bf16"]["enabled"] else torch.float32
+    partitioned = HfDeepSpeedConfig(engine)  # transformers looks for it as long as it lives
+    error, model = "", None
+    try:
+        model, report = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **kwargs)
+        if missing := sorted(key for key in report["missing_keys"] if not new or not key.startswith(new)):
+            error = f"it has no {', '.join(missing[:20])}; give the checkpoint of a {type(model).__name__}"
+    except (OSError, RuntimeError, ValueError, SafetensorError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    finally:
+        del partitioned
+    # A weight that does not fit shows on the rank that reads it alone, and the others would wait for it.
+    if error := next(filter(None, from_all_ranks(error)), ""):
+        raise ValueError(f"{name!r} cannot be loaded: {error}")
+    return model
+
+
+def load_policy(
+    name: str, engine: dict[str, Any], lora: LoRA | None = None, gradient_checkpointing: bool = False
+) -> nn.Module:
+    """A language model from a directory or hub name, as `load`."""
+    model = load(AutoModelForCausalLM, name, engine)
     checkpoint_gradients(model, gradient_checkpointing)
     return model if lora is None else lora.on(model, "CAUSAL_LM")
 
@@ -102,9 +137,14 @@ class ValueModel(nn.Module):
 
 
 def load_value_model(
-    name: str, lora: LoRA | None = None, gradient_checkpointing: bool = False, new_head: bool = False
+    name: str,
+    engine: dict[str, Any],
+    lora: LoRA | None = None,
+    gradient_checkpointing: bool = False,
+    new_head: bool = False,
 ) -> ValueModel:
-    """The reward model in a directory or of a hub name; or any language model, whose head then begins at zero.
+    """The reward model in a directory or of a hub name, as `load`; or any language model, whose head then begins at
+    zero.
 
     new_head: begin at zero where there is a head, too.
     """
@@ -113,11 +153,12 @@ def load_value_model(
         if getattr(config, dropout, None):
             setattr(config, dropout, 0.0)
     has_head = any("SequenceClassification" in kind for kind in config.architectures or [])
-    model = AutoModelForSequenceClassification.from_pretrained(name, config=config, dtype=torch.float32)
+    model = load(AutoModelForSequenceClassification, name, engine, new="" if has_head else "score.", config=config)
     value_model = ValueModel(model)
     if new_head or not has_head:
-        for parameter in model.score.parameters():
-            nn.init.zeros_(parameter)
+        with zero.GatheredParameters(list(model.score.parameters()), modifier_rank=0):
+            for parameter in model.score.parameters():
+                nn.init.zeros_(parameter)
     checkpoint_gradients(model, gradient_checkpointing)
     return value_model if lora is None else ValueModel(lora.on(model, "SEQ_CLS"))
 
@@ -141,28 +182,17 @@ def require_model(argument: str, name: str) -> None:
         raise ValueError(f"{argument}: nothing given; give the directory or hub name of a model")
 
 
-def load_exported(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A language model for inference: a whole one, or the base of an adapter's directory with it merged."""
-    if not (Path(name) / ADAPTER_CONFIG).is_file():
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return adapted(name, AutoModelForCausalLM, dtype=dtype).merge_and_unload()
-
-
-def adapted(directory: str | Path, kind: type, **kwargs) -> peft.PeftModel:
-    """The base model of an adapter's directory with the adapter on it.  kind: of Hugging Face's Auto classes.
+def load_exported(name: str, engine: dict[str, Any]) -> nn.Module:
+    """A language model for inference, as `load`: a whole one, or the base of an adapter's directory under the adapter.
 
     PEFT's own Auto classes also resize the embeddings to the tokenizer that lies there (0.21).
     """
-    base = peft.PeftConfig.from_pretrained(directory).base_model_name_or_path
-    return peft.PeftModel.from_pretrained(kind.from_pretrained(base, **kwargs), directory)
+    if not (Path(name) / ADAPTER_CONFIG).is_file():
+        return load(AutoModelForCausalLM, name, engine)
+    base = load(AutoModelForCausalLM, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, engine)
+    return peft.PeftModel.from_pretrained(base, name, autocast_adapter_dtype=False)
 
 
-def merge_adapter(directory: str | Path, scores: bool) -> None:
-    """Replace a PEFT adapter in `directory` by the whole model, of scores or of language. On one rank alone."""
-    if scores:
-        adapter = adapted(directory, AutoModelForSequenceClassification, dtype=torch.float32, num_labels=1)
-    else:
-        adapter = adapted(directory, AutoModelForCausalLM, dtype=torch.float32)
-    adapter.merge_and_unload().save_pretrained(directory)
-    for path in Path(directory).glob("adapter_*"):
-        path.unlink()
+def merged(model: nn.Module) -> PreTrainedModel:
+    """`model` with the adapter that it is under in its weights, which must be whole; or `model` where it has none."""
+    return model.merge_and_unload() if isinstance(model, peft.PeftModel) else model

@@ -11,8 +11,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from rlhf_examples.actor import Evaluation, Scorer
 from rlhf_examples.arguments import PairsArguments, parse_arguments
 from rlhf_examples.data import tokenised
@@ -44,7 +42,7 @@ def run(args: PairsArguments) -> Metrics:
     examples = tokenised(load_records(args.data_path), tokenizer, "prompt", args.max_prompt_seq_len)
     rows, texts = list(examples.rows), [row["prompt"] for row in examples.rows]
     scorer = Scorer.load(args.reward, args.dtype, args.per_device_eval_batch_size)
-    engine = frozen(load_exported(args.model_name_or_path, getattr(torch, args.dtype)), args.dtype, args.zero_stage)
+    engine = frozen(load_exported, args.model_name_or_path, args.dtype, args.zero_stage)
     pairs = []
     for round_number in range(args.rounds):
         both = []

@@ -121,7 +121,11 @@ class Models:
         actor = Actor.load(args, total_steps, needs_reference=True)
         training = Training.of(args, "critic_", args.per_device_training_batch_size, total_steps)
         critic = load_value_model(
-            rewarding or args.actor_model_name_or_path, training.lora, training.gradient_checkpointing, new_head=True
+            rewarding or args.actor_model_name_or_path,
+            training.config(args),
+            training.lora,
+            training.gradient_checkpointing,
+            new_head=True,
         )
         rows = args.per_device_training_batch_size
         scorer = Scorer.load(args.reward or rewarding, args.dtype, rows, args.offload_reference_model)

@@ -36,7 +36,8 @@ def run(args: RewardModelArguments) -> Metrics:
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
     examples, held_out = examples_of("reward_model", EMBEDDED, "preference", args.max_seq_len, tokenizer, args)
     training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
-    model = load_value_model(args.model_name_or_path, training.lora, training.gradient_checkpointing)
+    config = training.config(args)
+    model = load_value_model(args.model_name_or_path, config, training.lora, training.gradient_checkpointing)
     engine = trained(model, args, training)
 
     def loss_of(rows: list[Row], denominator: float) -> Loss:

@@ -38,7 +38,8 @@ def run(args: SFTArguments) -> Metrics:
     examples, held_out = examples_of("sft", EMBEDDED, "supervised", args.max_seq_len, tokenizer, args)
     training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
     if args.model_name_or_path:
-        model = load_policy(args.model_name_or_path, training.lora, training.gradient_checkpointing)
+        config = training.config(args)
+        model = load_policy(args.model_name_or_path, config, training.lora, training.gradient_checkpointing)
     else:
         model = small_model(args.hidden_size, args.num_hidden_layers, tokenizer)
     engine = trained_policy(model, args, training)

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 import hybrid
 from rlhf_examples.arguments import ThroughputArguments, parse_arguments
 from rlhf_examples.data import collate_prompts, tokenised
-from rlhf_examples.engines import frozen
-from rlhf_examples.models import load_exported, load_tokenizer, require_model
+from rlhf_examples.engines import deepspeed_config, frozen
+from rlhf_examples.models import load_exported, load_tokenizer, merged, require_model
 from rlhf_examples.ranks import device, end_ranks, is_first, over_ranks, own_share, rendezvous, start_ranks
 from rlhf_examples.records import load_records
 from rlhf_examples.rollouts import sampling
@@ -48,8 +48,9 @@ def run(args: ThroughputArguments) -> Metrics:
     count = args.per_device_generation_batch_size * dist.get_world_size()
     rows = own_share(list(islice(examples.ordered(args.seed), count)))
     ids, mask = (tensor.to(device()) for tensor in collate_prompts(rows, tokenizer.pad_token_id).values())
-    whole = load_exported(args.model_name_or_path, getattr(torch, args.dtype)).to(device()).eval()
-    engine = frozen(load_exported(args.model_name_or_path, getattr(torch, args.dtype)), args.dtype, zero_stage=3)
+    whole = load_exported(args.model_name_or_path, deepspeed_config(args.dtype, zero_stage=0))
+    whole = merged(whole).to(device()).eval()
+    engine = frozen(load_exported, args.model_name_or_path, args.dtype, zero_stage=3)
 
     def ours(seed: int) -> int:
         engine.mark_weights_changed()

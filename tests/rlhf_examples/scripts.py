@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 
 from rlhf_examples import checkpoint, dpo, grpo, ppo, reward_model, sft
 from rlhf_examples.arguments import (
@@ -17,7 +17,7 @@ from rlhf_examples.arguments import (
     SFTArguments,
     arguments_of,
 )
-from rlhf_examples.models import load_value_model, small_model
+from rlhf_examples.models import small_model
 from rlhf_examples.run_log import read_metrics
 from rlhf_examples.synthetic import synthetic_tokenizer
 
@@ -64,9 +64,9 @@ def small_directory(directory: Path, seed: int = 0) -> Path:
     for name in ("model", "reward_model"):
         model.save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
-    value_model = load_value_model(str(directory / "model"))
-    torch.nn.init.normal_(value_model.classifier.score.weight, std=0.5)
-    value_model.classifier.save_pretrained(directory / "reward_model")
+    reward_model = AutoModelForSequenceClassification.from_pretrained(directory / "model", num_labels=1)
+    torch.nn.init.normal_(reward_model.score.weight, std=0.5)
+    reward_model.save_pretrained(directory / "reward_model")
     return directory
 
 

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_examples.actor import Actor
 from rlhf_examples.arguments import PPOArguments, SFTArguments
 from rlhf_examples.ema import MovingAverage
-from rlhf_examples.engines import Training, export, judge, trained
+from rlhf_examples.engines import Training, deepspeed_config, export, judge, trained
 from rlhf_examples.forwards import judged_values, token_values
 from rlhf_examples.losses import last_token_values
 from rlhf_examples.models import LoRA, ValueModel, load_exported, load_policy, load_value_model
+from rlhf_examples.models import merged as merged_adapter
 from rlhf_examples.rollouts import own_numbers, roll_out, sampling
 from rlhf_examples.synthetic import synthetic_tokenizer
 from tests.engines import train_step
@@ -34,7 +35,7 @@ def on_first_rank(make) -> None:
 def check_export(folder: str, stage: int, lora_rank: int, merged: bool) -> None:
     base, out, settings = f"{folder}/base", f"{folder}/policy", training(stage, lora_rank)
     on_first_rank(lambda: tiny_model("llama").save_pretrained(base))
-    engine = trained(load_policy(base, settings.lora), SFTArguments(), settings)
+    engine = trained(load_policy(base, settings.config(SFTArguments()), settings.lora), SFTArguments(), settings)
     ids, mask = prompts(2, 7, padded=False, seed=dist.get_rank())
     untrained = engine(ids, attention_mask=mask).logits.detach()
     for step in range(2):
@@ -48,7 +49,7 @@ def check_export(folder: str, stage: int, lora_rank: int, merged: bool) -> None:
     else:
         loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
         assert not (Path(out) / "model.safetensors").exists()
-    for model in (loaded, load_exported(out, torch.float32)):
+    for model in (loaded, merged_adapter(load_exported(out, deepspeed_config("float32", 0)))):
         with torch.no_grad():
             # Of a LoRA the engine has merged what PEFT adds on the side.
             torch.testing.assert_close(model.eval()(ids).logits, expected, atol=1e-3, rtol=1e-4)
@@ -64,7 +65,7 @@ def test_the_exported_policy_is_the_trained_one(ranks, tmp_path, stage, lora_ran
 def check_values(folder: str, family: str, lora_rank: int) -> None:
     base, out, settings = f"{folder}/base", f"{folder}/reward", training(3, lora_rank)
     on_first_rank(lambda: tiny_model(family).save_pretrained(base))
-    critic = trained(load_value_model(base, settings.lora), SFTArguments(), settings)
+    critic = trained(load_value_model(base, settings.config(SFTArguments()), settings.lora), SFTArguments(), settings)
     ids, mask = prompts(2, 7, padded=True, seed=dist.get_rank())
     with critic.inference():
         assert (judged_values(critic, ids, mask, 1) == 0).all(), "values begin at zero"
@@ -78,7 +79,7 @@ def check_values(folder: str, family: str, lora_rank: int) -> None:
     export(critic, synthetic_tokenizer(), out)
     # Hugging Face's own classifier judges the last token that is not padding: rows of real tokens alone.
     classifier = AutoModelForSequenceClassification.from_pretrained(out, num_labels=1).eval()
-    engine = judge(load_value_model(out), "float32")
+    engine = judge(load_value_model, out, "float32")
     again = last_token_values(judged_values(engine, ids, mask, 2), mask)
     for row, kept, value, judged in zip(ids, mask.bool(), last_token_values(values, mask), again, strict=True):
         with torch.no_grad():
@@ -136,14 +137,18 @@ def test_the_reference_is_the_model_before_training(ranks, tmp_path, lora_rank, 
     ranks.run(check_reference, str(tmp_path), lora_rank, offload)
 
 
+def whole(average: MovingAverage, engine) -> dict[str, torch.Tensor]:
+    return {name: average.whole(parameter).clone() for name, parameter in engine.module.named_parameters()}
+
+
 def check_average(folder: str, stage: int) -> None:
     """Against float64, over weights that were read whole after every step."""
     base, out, settings, beta = f"{folder}/base", f"{folder}/average", training(stage), 0.75
     on_first_rank(lambda: tiny_model("llama").save_pretrained(base))
-    engine = trained(load_policy(base), SFTArguments(), settings)
+    engine = trained(load_policy(base, settings.config(SFTArguments())), SFTArguments(), settings)
     average = MovingAverage(engine, beta)
     shadow = MovingAverage(engine, 0.0)  # the weights themselves
-    expected = {name: values.double() for name, values in shadow.whole().items()}
+    expected = {name: values.double() for name, values in whole(shadow, engine).items()}
     model = AutoModelForCausalLM.from_pretrained(base)
     for name, values in expected.items():
         assert torch.equal(values, model.get_parameter(name).double())
@@ -151,15 +156,15 @@ def check_average(folder: str, stage: int) -> None:
         train_step(engine, step)
         average.update()
         shadow.update()
-        weights = shadow.whole()
+        weights = whole(shadow, engine)
         expected = {name: beta * old + (1 - beta) * weights[name].double() for name, old in expected.items()}
-    for name, values in average.whole().items():
+    for name, values in whole(average, engine).items():
         torch.testing.assert_close(values.double(), expected[name], atol=1e-6, rtol=1e-6)
     assert max((weights[name] - values).abs().max() for name, values in expected.items()) > 1e-3
     if stage == 3:  # a rank keeps its partitions alone
         kept = sum(part.numel() for part in average.parts.values())
         assert kept <= 0.6 * sum(values.numel() for values in expected.values())
-    export(engine, synthetic_tokenizer(), out, weights=average.whole())
+    export(engine, synthetic_tokenizer(), out, average=average)
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     for name, values in expected.items():
         torch.testing.assert_close(loaded.get_parameter(name).double(), values, atol=1e-6, rtol=1e-6)

@@ -162,7 +162,7 @@ def run_chat(path: str, said: list[str], template: str) -> tuple[list, str, list
     tokenizer = chat.load_tokenizer(path)
     tokenizer.chat_template = template or None
     engine = hybrid.init_inference(
-        chat.load_exported(path, torch.float32), dtype="float32", replace_with_kernel_inject=True
+        chat.load_exported(path, chat.deepspeed_config("float32", 0)), dtype="float32", replace_with_kernel_inject=True
     )
     lines, args = iter(said), ChatArguments(path=path, temperature=0.0, max_new_tokens=6, system="be brief")
 
