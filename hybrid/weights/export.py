@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -24,6 +25,7 @@ WEIGHTS = "model.safetensors"
 Instead = Callable[[nn.Parameter], torch.Tensor | None]
 # Names and tensors on the host: on the first rank; others take part in what gathers them, and get nothing.
 Tensors = dict[str, torch.Tensor]
+Values = dict[nn.Parameter, torch.Tensor]
 
 
 def save_pretrained(
@@ -65,7 +67,7 @@ def save_pretrained(
 
 def write_model(
     model: PreTrainedModel,
-    layers: Iterator[Tensors],
+    layers: Iterator[list[Callable[[], Tensors]]],
     directory: Path,
     max_shard_bytes: int,
     instead: Instead | None,
@@ -77,7 +79,8 @@ def write_model(
         config.dtype = torch.float32
         config.save_pretrained(directory)
     shards = Shards(directory, max_shard_bytes)
-    for tensors in layers:
+    for modules in layers:
+        tensors = {name: tensor for module in modules for name, tensor in module().items()}
         shards.add(revert_weight_conversion(model, tensors))
     shards.close()
 
@@ -132,37 +135,42 @@ Wrappers = dict[nn.Module, Adapted]
 Plain = tuple[str, nn.Module, Adapted | None]
 
 
-def merged_layers(model: PreTrainedModel, instead: Instead | None) -> Iterator[Tensors]:
-    """The tensors of a model, adapters merged: of a layer at a time, and of one module at a time outside the layers. A
-    parameter that modules share comes once, by the name that Hugging Face gives it."""
+def merged_layers(model: PreTrainedModel, instead: Instead | None) -> Iterator[list[Callable[[], Tensors]]]:
+    """The tensors of a model, adapters merged, a layer at a time, and one module at a time outside the layers: for each
+    module what makes its tensors of gathered ones, which the first rank calls. A parameter that modules share comes
+    once, by the name that Hugging Face gives it."""
     wrappers = {one.wrapper: one for one in read_adapters(model)}
     require_mergeable(model)
     layers = list(layers_of("", model, wrappers))
     owners = owners_of(layers, set(getattr(model, "all_tied_weights_keys", None) or ()))
     ignored = set(model._keys_to_ignore_on_save or ())
-
-    def gathered_layers() -> Iterator[Tensors]:
-        for layer in layers:
-            tensors: Tensors = {}
-            for place in layer:
-                tensors |= tensors_of(place, owners, instead)
-            yield {name: tensor for name, tensor in tensors.items() if name not in ignored}
-
-    return gathered_layers()
+    return (
+        [partial(tensors_of, place, gather(place, owners, instead), ignored) for place in layer] for layer in layers
+    )
 
 
-def tensors_of(place: Plain, owners: dict[nn.Parameter, str], instead: Instead | None) -> Tensors:
-    """A module's own tensors by their names in the model, but for parameters that another one owns."""
+def gather(place: Plain, owners: dict[nn.Parameter, str], instead: Instead | None) -> Values:
+    """What a module's tensors are made of, but for parameters that another one owns. A collective."""
     name, module, one = place
     if is_merged(one):
-        found = merged_tensors(one, instead)
+        params = dict.fromkeys((*one.sources.values(), *one.adapter_params()))
     else:
-        own = {key: param for key, param in own_params(module, one).items() if owners[param] == joined(name, key)}
-        found = {key: value for key, param in own.items() if (value := read(param, instead)) is not None}
-    if dist.get_rank() == 0:
-        kept = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
-        found |= {key: on_host(b) for key, b in kept.items() if key not in module._non_persistent_buffers_set}
-    return {joined(name, key): tensor for key, tensor in found.items()}
+        params = [param for key, param in own_params(module, one).items() if owners[param] == joined(name, key)]
+    return {param: value for param in params if (value := read(param, instead)) is not None}
+
+
+@torch.no_grad()
+def tensors_of(place: Plain, values: Values, ignored: set[str]) -> Tensors:
+    """A module's tensors by their names in the model."""
+    name, module, one = place
+    if is_merged(one):
+        found = merged_tensors(one, values)
+    else:
+        found = {key: values[param] for key, param in own_params(module, one).items() if param in values}
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            found[key] = on_host(buffer)
+    return {path: tensor for key, tensor in found.items() if (path := joined(name, key)) not in ignored}
 
 
 def owners_of(layers: list[list[Plain]], tied: set[str]) -> dict[nn.Parameter, str]:
@@ -253,13 +261,9 @@ def on_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Ten
     return tensor.detach().to("cpu", dtype if floating else tensor.dtype, copy=True)
 
 
-@torch.no_grad()
-def merged_tensors(one: Adapted, instead: Instead | None) -> Tensors:
-    """An adapted module's tensors with its active adapters in them: summed in float32 and rounded once to the weight's
-    dtype, or, with `instead`, not at all."""
-    values = {param: read(param, instead) for param in dict.fromkeys((*one.sources.values(), *one.adapter_params()))}
-    if dist.get_rank():
-        return {}
+def merged_tensors(one: Adapted, values: Values) -> Tensors:
+    """An adapted module's tensors with its active adapters in them: summed in float32, and rounded once to the dtype
+    that the weight has in `values`."""
     base = {key: values[param] for key, param in one.sources.items()}
     with lent(one, values):
         changed = one.merged(base)
@@ -267,15 +271,17 @@ def merged_tensors(one: Adapted, instead: Instead | None) -> Tensors:
 
 
 @contextmanager
-def lent(one: Adapted, values: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+def lent(one: Adapted, values: Values) -> Iterator[None]:
     """Inside the block the adapter's modules have the tensors given for their parameters. Their dictionaries are
     replaced: ZeRO-3's would gather on access (deepspeed 0.19.8)."""
-    before = {module: module._parameters for module in one.own}
+    own, before = one.own, {module: module._parameters for module in one.own}
     try:
-        for module, params in one.own.items():
-            module._parameters = {key: values.get(param, param) for key, param in params.items()}
+        one.own = {m: {key: values.get(param, param) for key, param in params.items()} for m, params in own.items()}
+        for module, tensors in one.own.items():
+            module._parameters = tensors
         yield
     finally:
+        one.own = own
         for module, params in before.items():
             module._parameters = params
 
