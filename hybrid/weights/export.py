@@ -80,7 +80,9 @@ def write_model(
         config.save_pretrained(directory)
     shards = Shards(directory, max_shard_bytes)
     for modules in layers:
-        tensors = {name: tensor for module in modules for name, tensor in module().items()}
+        tensors: Tensors = {}
+        while modules:  # what a module's tensors were made of is free before the next one's are made
+            tensors |= modules.pop(0)()
         shards.add(revert_weight_conversion(model, tensors))
     shards.close()
 
@@ -110,11 +112,13 @@ class Shards:
         names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         for number, name in enumerate(names):
             os.replace(self._unfinished(number), self.directory / name)
+        index = self.directory / f"{WEIGHTS}.index.json"
+        index.unlink(missing_ok=True)  # of a model that was there before
         if count > 1:
             metadata = {"total_parameters": self.total_parameters, "total_size": self.total_bytes}
             files = {name: file for file, of_file in zip(names, self.files, strict=True) for name in of_file}
-            index = {"metadata": metadata, "weight_map": files}
-            (self.directory / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            content = {"metadata": metadata, "weight_map": files}
+            index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     def _write(self) -> None:
         save_file(self.pending, self._unfinished(len(self.files)), metadata={"format": "pt"})

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import yaml
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.memory_plan import Modes
@@ -91,6 +91,38 @@ def test_the_figures_are_the_plans(name, pretended_ranks):
     assert len(told) >= 2
     assert told <= expected, told - expected
     assert any(line.startswith(str(plan.in_use)) for line in told), "the mode that the recipe runs in is not told"
+
+
+def meta_bytes(kind: type, sizes: tuple, **more) -> tuple[int, int, int]:
+    """Bytes in bfloat16 of a Llama, of one of its layers, and of the largest matrix in a layer."""
+    config = AutoConfig.for_model("llama", **dict(zip(SIZE_NAMES, sizes, strict=True)), **LLAMA, **more)
+    with torch.device("meta"):
+        model = kind.from_config(config, dtype=torch.bfloat16)
+    layer = [parameter.nbytes for parameter in model.model.layers[0].parameters()]
+    return sum(parameter.nbytes for parameter in model.parameters()), sum(layer), max(layer)
+
+
+def test_the_70b_recipe_tells_its_host_memory():
+    """By what loading and saving hold, which `test_loading.py` measures: mapped files on the first rank and a module's
+    weights on the device under ZeRO-3; a whole model in the engine's dtype on each rank without; a file and a layer."""
+    settings = read_yaml(CONFIGS / "16gpu_70b_lora.yaml")
+    assert settings["common"]["dtype"] == "bfloat16"
+    assert not settings["common"].get("offload")
+    args, ranks, nodes = ppo_of("16gpu_70b_lora"), 8, 2
+    assert args.actor_zero_stage == args.critic_zero_stage == 3
+    assert not args.offload_reference_model
+    policy, layer, matrix = meta_bytes(AutoModelForCausalLM, RECIPES["16gpu_70b_lora"][4])
+    value, *_ = meta_bytes(AutoModelForSequenceClassification, RECIPES["8gpu_7b_lora"][4], num_labels=1)
+    saving = 5 * 10**9 + layer + 2 * (2 * matrix)  # a matrix in float32, and its sum with the adapter's product
+    told = {
+        f"policy {policy / 1e9:.1f}, critic {value / 1e9:.1f}:",
+        f"on every rank was {2 * policy * ranks / 1e9:.1f}.",
+        f"reward model {(ranks + 1) * value / 1e9:.1f}:",
+        f"(offload_reference_model: true) {(1 + 1 / nodes) * value / 1e9:.1f}.",
+        f"written: {saving / 1e9:.1f} on the first rank",
+    }
+    text = (CONFIGS / "16gpu_70b_lora.yaml").read_text()
+    assert not [line for line in told if line not in text], told
 
 
 def tiny_recipe(name: str, model: str) -> dict:
