@@ -243,7 +243,7 @@ def test_what_cannot_be_loaded_is_refused_on_every_rank(ranks, tmp_path, stage):
 
 SIZES = {  # hidden size, intermediate size, layers, vocabulary
     "120 MiB": (768, 2048, 8, 4096),
-    "1 GiB": (4096, 8192, 3, 4096),
+    "1 GiB": (2048, 5632, 10, 4096),  # TinyLlama-1.1B's layers
 }
 
 
@@ -296,8 +296,9 @@ def memory_of_a_life(directory: str, size: str, max_shard_bytes: int) -> tuple[i
 
 def require_bounded(found: list[tuple], max_shard_bytes: int, size: str) -> None:
     """Of the ranks together. What a process allocates itself (anonymous) while it loads is the partitions and what is
-    whole for a moment: under 1.3 models. With pages of the files, which the kernel may drop and which count once for
-    all who map them: under 1.3 models and the partitions. Saving: a file and a layer, and of others a parameter."""
+    whole for a moment, some two of the largest parameter on a rank (on a GPU they are not in host memory): under 1.3
+    models. With pages of the files, which the kernel may drop and which count once for all who map them: under 1.3
+    models and the partitions. Saving: a file and a layer, and of others a parameter."""
     (nbytes, *_), ranks = found[0], len(found)
     loading, saving = ([figures[i] for figures in found] for i in (1, 2))
     for what, figures in (("loading", loading), ("saving", saving)):
