@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 
 import hybrid
 from hybrid.containers.cpu_decoder import CpuDecoder
-from tests.engines import CollectiveCount, engine_of, settings
+from tests.engines import engine_of, settings
 from tests.models import prompts, tiny_model, twin
 
 # Fused whatever `--containers` says: slots are theirs. Heads of 16, which pages hold without padding.
@@ -207,17 +207,15 @@ def check_refusals() -> None:
         lambda: engine.rollout(ids, mask, hybrid.SamplingParams(25)),
         lambda: engine.score(torch.cat([ids, ids[:, :25]], 1), torch.ones(3, 65, dtype=torch.long)),
     ]
-    with CollectiveCount() as collectives:
-        for call in refused:
-            with pytest.raises(
-                ValueError,
-                match=rf"kv_cache_bytes leaves {3 * PAGE_BYTES} bytes.*a row of 65 .*may need {4 * PAGE_BYTES};",
-            ):
-                call()
-        with pytest.raises(ValueError, match=r"3 rows that have to be in the cache together, the longest of 50 tokens"):
-            engine.generate(ids, attention_mask=mask, max_new_tokens=10, logits_processor=[Favourite()])
-    assert collectives.count == 0
-    assert engine.stats()["gathered_bytes"] == 0
+    for call in refused:
+        with pytest.raises(
+            ValueError,
+            match=rf"kv_cache_bytes leaves {3 * PAGE_BYTES} bytes.*a row of 65 .*may need {4 * PAGE_BYTES};",
+        ):
+            call()
+    with pytest.raises(ValueError, match=r"3 rows that have to be in the cache together, the longest of 50 tokens"):
+        engine.generate(ids, attention_mask=mask, max_new_tokens=10, logits_processor=[Favourite()])
+    assert engine.stats()["gathered_bytes"] == 0  # ranks only ask each other if any of them needs the weights
     assert engine.module.training
     # Just what fits runs, a row at a time; prompts count without their padding.
     assert engine.generate(ids, attention_mask=mask, max_new_tokens=24, min_new_tokens=24).shape == (3, 64)
@@ -298,7 +296,8 @@ def check_unlike() -> None:
     with warnings.catch_warnings(record=True) as said, decodes() as rows:
         warnings.simplefilter("always")
         assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
-    assert any("layer 1 of the fused container differs" in str(one.message) for one in said)
+    warned = any("layer 1 of the fused container differs" in str(one.message) for one in said)
+    assert warned == (dist.get_rank() == 0)
     assert {part["container"] for part in engine.coverage()} == {"native"}
     assert all("layer 1 of the fused container differs" in part["why"] for part in engine.coverage())
     assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
