@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=2 -m benchmarks.trl_step --shape 10M --rounds 5
 
 Contenders train from the same weights on the same prompts, in turns in one process group: a round is a short training
-of each. Needs TRL 1.16 (`pip install trl`). All completions are as long as they may be.
+of each, by TRL's defaults (gradient checkpointing is on). Needs TRL 1.16 (`pip install trl`). All completions are as
+long as they may be. Below the table: what this engine's rollouts ran in.
 """
 
 import argparse
@@ -38,11 +39,12 @@ END, WORDS_A_PROMPT = 2, 32
 
 @dataclass
 class Contender:
-    """A way to train.  ours: by this engine.  gathers: TRL gathers everything around `generate`."""
+    """A way to train.  ours: by this engine.  gathers: TRL gathers everything around `generate`.  coverage: of ours."""
 
     ours: bool
     gathers: bool
     rollouts: bool = False
+    coverage: str = ""
     step_s: list[float] = field(default_factory=list)
     generate_s: list[float] = field(default_factory=list)
 
@@ -103,7 +105,6 @@ def train(contender: Contender, model: torch.nn.Module, args: argparse.Namespace
                 max_completion_length=args.new_tokens,
                 generation_kwargs={"min_new_tokens": args.new_tokens},
                 ds3_gather_for_generation=contender.gathers,
-                gradient_checkpointing=False,
                 learning_rate=1e-6,
                 report_to=[],
                 save_strategy="no",
@@ -117,9 +118,17 @@ def train(contender: Contender, model: torch.nn.Module, args: argparse.Namespace
         )
         times.around(trainer)
         trainer.train()
+        if contender.ours:
+            contender.coverage = coverage_of(trainer.model_wrapped)
         trainer.model_wrapped.destroy()
     contender.step_s += times.step_s[1:]
     contender.generate_s += times.generate_s[1:]
+
+
+def coverage_of(engine: hybrid.HybridEngine) -> str:
+    """The containers that an engine's parts run in, and why its latest native request was one."""
+    containers = sorted({row["container"] for row in engine.coverage()})
+    return ", ".join([*containers, *filter(None, [engine.stats()["native_reason"]])])
 
 
 class StepTimes(transformers.TrainerCallback):
@@ -203,6 +212,9 @@ def print_table(contenders: dict[str, Contender]) -> None:
             for base, times in ((first.step_s, one.step_s), (first.generate_s, one.generate_s))
         ]
         print(f"| {name} | {' | '.join(columns)} |")
+    for name, one in contenders.items():
+        if one.ours:
+            print(f"coverage of {name}: {one.coverage}")
 
 
 def parse() -> argparse.Namespace:

@@ -30,8 +30,9 @@ from hybrid.containers.shared_modules import SharedModules, evaluating, first_ou
 from hybrid.containers.window import Window, unhooked
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise, TokenLog
+from hybrid.decoding.native_scoring import score_natively
 from hybrid.decoding.pages import PageStore
-from hybrid.decoding.scoring import Scores, padded_forward, score_packed, score_sequences
+from hybrid.decoding.scoring import Scores, score_packed
 from hybrid.deepspeed_surface import DeepSpeedSurface
 from hybrid.generation import Route, drawn_seed, generate, prompts_of, require_generate, stride_on
 from hybrid.memory_plan import MemoryPlan, Mode, Modes, layer_by_layer
@@ -611,8 +612,14 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             if decoder is not None:
                 scores = score_packed(decoder, self._pages, sequences, attention_mask, temperature, rows_per_forward)
             else:
-                forward = padded_forward(self._policy)
-                scores = score_sequences(forward, sequences, attention_mask, temperature, rows_per_forward)
+                scores = score_natively(
+                    self._policy,
+                    sequences,
+                    attention_mask,
+                    temperature,
+                    rows_per_forward,
+                    in_parts=not isinstance(self._calls, SharedCalls),
+                )
         return Scores(scores.per_token_logps[:rows], scores.entropies[:rows])
 
     def _generate(
@@ -641,6 +648,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             max_out_tokens=self._settings.max_out_tokens,
             noise=noise,
             token_log=log,
+            expands=self._meetings is None and self._exchange is None,
             produced=self._profiler.generated,
         )
         return generate(self._policy, args, kwargs, decoding)

@@ -334,6 +334,7 @@ class InferenceEngine(nn.Module):
             max_out_tokens=most,
             limit="max_out_tokens",
             noise=lambda rows: Noise(self._seed(), own_row_ids(rows, self._group.tensor.number)),
+            expands=self._exchange is None,
             produced=self._profiler.generated,
         )
         return generate(self.module, args, kwargs, decoding)

@@ -87,10 +87,24 @@ class GrowingLayer(DynamicLayer):
             and (length == 0 or filled.data_ptr() == buffer.data_ptr())
         )
         if not in_place:
-            capacity = -(-end // self.owner.step) * self.owner.step
             old = filled.clone() if length else None  # the buffer may be the one that `filled` is a view of
-            buffer = self.buffers[name] = self.owner.buffer((self.index, name), (rows, heads, capacity, size), new)
+            buffer = self._new_buffer(name, (rows, heads, end, size), new)
             if old is not None:
                 buffer[:, :, :length] = old
         buffer[:, :, length:end] = new
         return buffer[:, :, :end]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Rows of what there is, in this order, each as often as it is named: at once in a buffer with room to grow."""
+        for name in ("keys", "values"):
+            filled = getattr(self, name)
+            if filled is not None and filled.numel():
+                rows = filled[indices]
+                setattr(self, name, self._new_buffer(name, rows.shape, rows)[:, :, : rows.shape[2]].copy_(rows))
+
+    def _new_buffer(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """A buffer for [rows, heads, tokens, head size] with room to grow. Its content is undefined."""
+        rows, heads, tokens, size = shape
+        capacity = -(-tokens // self.owner.step) * self.owner.step
+        self.buffers[name] = self.owner.buffer((self.index, name), (rows, heads, capacity, size), like)
+        return self.buffers[name]

@@ -22,12 +22,12 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, GenerationMode
 from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
 
-from hybrid.decoding.kv_cache import KVCache
+from hybrid.decoding.kv_cache import GrowingLayer, KVCache
 from hybrid.decoding.pages import PageStore
 from hybrid.decoding.rows import Decoder, Rows, prefill
 from hybrid.decoding.sampling import Draw, draw_tokens, selective_log_softmax, split_warpers, stream_keys
@@ -100,6 +100,8 @@ class Decoding:
         the model must run natively: for None tokens always, and then for which reason.
     store: its pages.  page_bytes: the most that one takes, 0 where the model runs natively.
     require_memory: raises where so many rows of so many tokens cannot run natively.
+    expands: whether equal prompts may be computed once natively: not where other ranks have a part of each cache, or
+        count on messages of one size.
     max_slots, stride: of `hybrid.decoding.slots`.
     max_out_tokens: the most tokens of a sequence, prompt included.  limit: the setting that says so.
     noise: called once where sampling needs it.  token_log: filled where a rollout wants logprobs.
@@ -117,6 +119,7 @@ class Decoding:
     stride: int
     max_out_tokens: int
     noise: Callable[[int], Noise]
+    expands: bool = True
     limit: str = "hybrid_engine.max_out_tokens"
     token_log: TokenLog | None = None
     streamer: BaseStreamer | None = None
@@ -374,10 +377,27 @@ class NativeForward:
         ours = isinstance(cache, Cache) and not getattr(cache, "_is_user_defined", False) and not keep
         if ours and not self.encoder_decoder:
             decoding.cache.adopt(cache)
+        given = {name for name, value in model_kwargs.items() if value is not None}
+        plain = given <= UNDERSTOOD and model_kwargs.get("use_cache") and config.prefill_chunk_size is None
+        # What sees images too keeps numbers of each row beside the cache (Qwen2-VL, transformers 5.23).
+        text_alone = model.config.get_text_config() is model.config and not self.encoder_decoder
+        self.expands = decoding.expands and ours and plain and text_alone and can_be_expanded(cache)
 
     def prefill(self, input_ids: torch.Tensor):
-        """The model's outputs for the prompts; logits [sequences, ·, vocab]."""
-        return self._noted(self.model._prefill(input_ids, self.config, self.kwargs))
+        """The model's outputs for the prompts; logits [sequences, ·, vocab]. Equal prompts are computed once, and their
+        part of the cache repeated, where the cache is one whose rows are independent of each other."""
+        mask = self.kwargs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        by_rows = self.expands and mask.shape == input_ids.shape
+        first, source = distinct(input_ids, mask) if by_rows else (input_ids, None)
+        if len(first) == len(input_ids):
+            return self._noted(self.model._prefill(input_ids, self.config, self.kwargs))
+        given = {name: self.kwargs.get(name) for name in ("attention_mask", "position_ids")}
+        own = {name: value[first] for name, value in given.items() if value is not None and len(value) == len(source)}
+        outputs = self.model._prefill(input_ids[first], self.config, {**self.kwargs, **own})
+        outputs.logits = outputs.logits[:, -1:][source]
+        outputs.past_key_values.batch_select_indices(source)
+        return self._noted(outputs)
 
     def step(self, input_ids: torch.Tensor):
         """The model's outputs for the newest token of each row."""
@@ -396,6 +416,27 @@ class NativeForward:
     def cache(self) -> Cache | None:
         """What the caller gets as `past_key_values`."""
         return self.kwargs.get("past_key_values")
+
+
+def distinct(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each distinct prompt the first row that has it, and for each row the number of its prompt.  int64 each
+
+    ids, mask: int64 [rows, tokens]; what is masked does not count.
+    """
+    _, source = torch.cat([ids * mask, mask], dim=1).unique(dim=0, return_inverse=True)
+    rows = torch.arange(len(ids), device=ids.device)
+    first = torch.full_like(rows, len(ids)).scatter_reduce_(0, source, rows, "amin")
+    return first[first < len(ids)], source
+
+
+def can_be_expanded(cache: Cache) -> bool:
+    """Whether a cache is empty, and holds keys and values by row and nothing else."""
+    kinds = {type(layer) for layer in cache.layers}
+    return (
+        type(cache) is DynamicCache
+        and kinds <= {GrowingLayer, DynamicSlidingWindowLayer}
+        and not cache.get_seq_length()
+    )
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch import nn
 
 from hybrid.decoding.pages import PageStore, pages_for
 from hybrid.decoding.rows import Decoder, hidden_states
-from hybrid.decoding.sampling import entropy, judge_tokens, selective_log_softmax
+from hybrid.decoding.sampling import judge_tokens
 
 LOGIT_ROWS = 256  # tokens whose logits exist at once
 
@@ -78,22 +78,6 @@ def together(lengths: list[int], most: int, limit: int | None) -> Iterator[range
             start, pages = row, 0
         pages += needed
     yield range(start, len(lengths))
-
-
-def score_sequences(
-    forward: Callable, sequences: torch.Tensor, attention_mask: torch.Tensor, temperature: float, rows_per_forward: int
-) -> Scores:
-    """Scores of `sequences` by the model whose own forward is given, `rows_per_forward` rows at a time.
-
-    sequences, attention_mask int64 [rows, tokens], rows at least 1.
-    """
-    logps, entropies = [], []
-    for ids, mask in zip(sequences.split(rows_per_forward), attention_mask.split(rows_per_forward), strict=True):
-        logits = forward(ids, mask).logits[:, :-1] / temperature
-        judged = mask[:, 1:] * mask[:, :-1]
-        logps.append(selective_log_softmax(logits, ids[:, 1:]) * judged)
-        entropies.append(entropy(logits) * judged)
-    return Scores(torch.cat(logps), torch.cat(entropies))
 
 
 def padded_forward(model: nn.Module, call: Callable | None = None) -> Callable:

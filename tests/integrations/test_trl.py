@@ -6,6 +6,7 @@ Face's `generate` does, and disturbed nothing.
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import hybrid
 from hybrid.integrations import trl as integration
-from tests.engines import settings, storage_digest
+from tests.engines import CONTAINERS, settings, storage_digest
 from tests.models import END, VOCABULARY, tiny_model
 from tests.test_drop_in import no_accelerator, quietly, without_ours
 
@@ -110,6 +111,9 @@ def run_of(engine_class: type, kind: str, folder: str, adapter: str, rollouts: C
         if enabled:
             stats = engine.stats()
             assert engine.weight_version == STEPS and stats["tokens"] > 0, "the engine generated nothing"
+            assert trainer.args.gradient_checkpointing, "TRL's default, whose hook on the embedding is for training"
+            assert {row["container"] for row in engine.coverage()} == {os.environ.get(CONTAINERS, "fused")}
+            assert os.environ.get(CONTAINERS) or stats["native_reason"] == ""
             # What TRL's default has gathered around `generate` is read there, and not gathered again.
             nested = rollouts is None and options.get("ds3_gather_for_generation", True)
             assert (stats["gathered_bytes"] == 0) == nested

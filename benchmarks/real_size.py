@@ -1,0 +1,297 @@
+"""A GRPO step at a real size: Qwen2.5-0.5B's shape, random weights, LoRA on every linear layer, checkpointing, ZeRO-3.
+
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 -m benchmarks.real_size
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 -m benchmarks.real_size --containers native
+
+Prints tokens a second, seconds by phase, what ran where, and `memory_plan`'s figure with what the phases of inference
+needed. `--sequences` are the completions of all ranks, in groups of `--num_generations`. A rollout of two tokens comes
+first: it compiles kernels and checks the decoder; weights are gathered again in the step that counts. Memory is the
+process's (resident set) on CPUs, and of torch's allocator on a device; 0.5B takes about 8 GB of it on two ranks.
+"""
+
+import argparse
+import ctypes
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import deepspeed
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.accelerator import get_accelerator
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import hybrid
+from benchmarks.cases import DTYPES
+from benchmarks.modes import machine
+
+SHAPES = {
+    "0.5B": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+    },
+    "micro": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    },
+}
+LORA_RANK, CLIP, KL_COEFFICIENT = 16, 0.2, 0.04
+SAMPLE_EVERY_S = 0.01  # of the resident set
+
+
+def main() -> None:
+    """Measure a step, print it."""
+    args = parse()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    transformers.logging.set_verbosity_error()
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    engine = make_engine(args)
+    prompts = own_prompts(args)
+    engine.rollout(*prompts, sampling(2), args.num_generations)
+    engine.mark_weights_changed()
+    report = step(engine, prompts, args)
+    reports: list[Report] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report)
+    if dist.get_rank() == 0:
+        show(engine, reports, args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make_engine(args: argparse.Namespace) -> hybrid.HybridEngine:
+    """A policy under ZeRO-3 whose adapters alone train. Its base is made in the dtype that it stays in."""
+    torch.manual_seed(0)
+    config = Qwen2Config(**SHAPES[args.shape], tie_word_embeddings=True, eos_token_id=None, use_cache=False)
+    with torch.device(get_accelerator().current_device_name()):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[args.dtype])
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    lora = peft.LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+    rows = args.sequences // dist.get_world_size()
+    return hybrid.initialize(
+        model=model,
+        model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+        config={
+            "train_micro_batch_size_per_gpu": args.micro_batch,
+            "gradient_accumulation_steps": rows // args.micro_batch,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "bf16": {"enabled": args.dtype == "bf16"},
+            "steps_per_print": 10**9,
+            "hybrid_engine": {
+                "enabled": True,
+                "max_out_tokens": args.prompt_length + args.new_tokens,
+                "release_inference_cache": True,
+            },
+            # Nothing of the first rollout is left, so that what the step needs is measured from training's own on.
+            "rollout": {"containers": args.containers, "lora": args.lora, "keep_snapshot": False},
+        },
+    )[0]
+
+
+def own_prompts(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's prompts and their mask.  int64 [prompts, tokens] each"""
+    groups = args.sequences // args.num_generations // dist.get_world_size()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    ids = torch.randint(3, SHAPES[args.shape]["vocab_size"], (groups, args.prompt_length), generator=generator)
+    ids = ids.to(get_accelerator().current_device_name())
+    return ids, torch.ones_like(ids)
+
+
+def sampling(new_tokens: int) -> hybrid.SamplingParams:
+    """All completions are as long as they may be."""
+    return hybrid.SamplingParams(max_new_tokens=new_tokens, min_new_tokens=new_tokens, temperature=1.0, seed=0)
+
+
+# The step
+
+
+@dataclass
+class Report:
+    """A rank's measurements.  seconds: by phase, ranks waited for.  tokens: that it generated.
+
+    planned, measured: bytes that inference adds to training's own.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    stats: dict = field(default_factory=dict)
+    tokens: int = 0
+    planned: int = 0
+    measured: int = 0
+    loss: float = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block."""
+        start = now()
+        yield
+        self.seconds[name] = now() - start
+
+
+def step(engine: hybrid.HybridEngine, prompts: tuple[torch.Tensor, torch.Tensor], args: argparse.Namespace) -> Report:
+    """Rollout, the policy's and the base's logprobs, an update: GRPO's loss with a KL term to the base."""
+    report = Report()
+    rows = prompts[0].shape[0] * args.num_generations
+    plan = engine.memory_plan(rows, args.prompt_length, args.new_tokens)
+    report.planned = plan.needs[plan.in_use].total
+    if not torch.cuda.is_available():
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed, and it would not be measured
+    with peak_memory() as peak:
+        engine.eval()
+        with engine.inference():
+            with report.phase("rollout"):
+                batch = engine.rollout(*prompts, sampling(args.new_tokens), args.num_generations)
+            with report.phase("score, policy"):
+                old = engine.score(batch.sequences, batch.attention_mask)
+            with report.phase("score, base"):
+                base = engine.score(batch.sequences, batch.attention_mask, adapters=False)
+    report.measured = peak.bytes
+    report.stats, report.tokens = engine.stats(), int(batch.completion_mask.sum())
+    engine.train()
+    width = batch.completion_ids.shape[1]
+    old, base = (scores.per_token_logps[:, -width:] for scores in (old, base))
+    advantages = group_advantages(batch.completion_ids, args.num_generations)
+    with report.phase("train"):
+        for some in torch.arange(rows, device=old.device).split(args.micro_batch):
+            loss = grpo_loss(engine, batch, some, old[some], base[some], advantages[some])
+            engine.backward(loss)
+            engine.step()
+        report.loss = loss.item()
+    return report
+
+
+def group_advantages(completion_ids: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """Of a reward that differs from completion to completion, within each group.  float32 [rows]"""
+    rewards = (completion_ids.sum(dim=1) % 97 / 97).view(-1, num_generations)
+    spread = rewards - rewards.mean(dim=1, keepdim=True)
+    return (spread / (rewards.std(dim=1, keepdim=True) + 1e-4)).flatten()
+
+
+def grpo_loss(
+    engine: hybrid.HybridEngine,
+    batch: hybrid.RolloutBatch,
+    rows: torch.Tensor,
+    old: torch.Tensor,
+    base: torch.Tensor,
+    advantages: torch.Tensor,
+) -> torch.Tensor:
+    """GRPO's loss of some rows (arXiv:2402.03300).  old, base float32 [rows, completion]; advantages float32 [rows]."""
+    ids, mask, kept = batch.sequences[rows], batch.attention_mask[rows], batch.completion_mask[rows]
+    width = kept.shape[1]
+    output = engine(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=width + 1)
+    logps = hybrid.selective_log_softmax(output.logits[:, :-1], ids[:, -width:])
+    ratio, advantages = (logps - old).exp(), advantages[:, None]
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    divergence = (base - logps).exp() - (base - logps) - 1
+    return -((gain - KL_COEFFICIENT * divergence) * kept).sum() / kept.sum()
+
+
+def now() -> float:
+    """The time, once every rank and its device has come here."""
+    get_accelerator().synchronize()
+    dist.barrier()
+    return time.perf_counter()
+
+
+# Memory
+
+
+@dataclass
+class Peak:
+    """The most bytes beyond those at the beginning."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def peak_memory() -> Iterator[Peak]:
+    """Gives, at its end, the most memory that the block has needed beyond what was held at its beginning."""
+    peak, ended = Peak(), threading.Event()
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        yield peak
+        peak.bytes = torch.cuda.max_memory_allocated() - before
+        return
+    before = resident_bytes()
+
+    def sample() -> None:
+        while not ended.wait(SAMPLE_EVERY_S):
+            peak.bytes = max(peak.bytes, resident_bytes() - before)
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        sampler.join()
+
+
+def resident_bytes() -> int:
+    """The resident set of this process (Linux)."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def show(engine: hybrid.HybridEngine, reports: list[Report], args: argparse.Namespace) -> None:
+    """The figures."""
+    first = reports[0]
+    size = sum(parameter.ds_numel for parameter in engine.module.parameters())
+    print(
+        f"{size / 1e6:.0f}M parameters, {args.dtype}, LoRA {args.lora}, {len(reports)} ranks on {machine()}; "
+        f"{args.sequences} sequences in groups of {args.num_generations}, {args.prompt_length} + {args.new_tokens} "
+        "tokens"
+    )
+    containers = sorted({row["container"] for row in engine.coverage()})
+    print(f"coverage: {', '.join(containers)}; native_reason: {first.stats['native_reason'] or 'none'}")
+    print(f"coverage of the model: {engine.coverage()[0]['why']}")
+    tokens = sum(report.tokens for report in reports)
+    print(f"tokens/s of the rollout: {tokens / first.seconds['rollout']:.1f}; loss {first.loss:.4f}")
+    print("\n| phase | seconds |\n|---|---|")
+    for name, seconds in first.seconds.items():
+        print(f"| {name} | {seconds:.1f} |")
+    for name in ("gather_s", "merge_s", "prefill_s", "decode_s"):
+        print(f"| of inference, {name[:-2]} | {first.stats[name]:.1f} |")
+    print("\n| rank | planned for inference, MiB | measured, MiB | measured / planned |\n|---|---|---|---|")
+    for rank, report in enumerate(reports):
+        ratio = report.measured / report.planned
+        print(f"| {rank} | {report.planned / 2**20:.0f} | {report.measured / 2**20:.0f} | {ratio:.2f} |")
+
+
+def parse() -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.5B")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--containers", choices=("fused", "native"), default="fused")
+    parser.add_argument("--lora", choices=("merged", "unmerged"), default="merged")
+    parser.add_argument("--sequences", type=int, default=16, help="completions of all ranks together")
+    parser.add_argument("--num_generations", type=int, default=4)
+    parser.add_argument("--prompt_length", type=int, default=128)
+    parser.add_argument("--new_tokens", type=int, default=64)
+    parser.add_argument("--micro_batch", type=int, default=2, help="sequences of a training forward")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

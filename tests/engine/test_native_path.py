@@ -1,0 +1,150 @@
+"""The model's own layers, where no decoder of ours runs: equal prompts once, the last token's logits alone, scores on
+ranks with other numbers of rows."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hybrid
+from tests.decoding.test_native_scoring import Largest
+from tests.engines import engine_of, settings
+from tests.models import prompts, tiny_model, twin, with_peft
+
+NATIVE = {"containers": "native"}
+GREEDY = {
+    "temperature": 1.0,
+    "top_k": 1,
+    "seed": 0,
+}  # a draw from one token: Hugging Face's greedy search has no groups
+
+
+class Seen:
+    """How many rows and tokens the first layer was given, at each of its forwards."""
+
+    def __init__(self, model: nn.Module):
+        layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+        layers[0].register_forward_pre_hook(self.note, with_kwargs=True)
+        self.shapes: list[tuple[int, int]] = []
+
+    def note(self, module, args, kwargs) -> None:
+        self.shapes.append(tuple((args[0] if args else kwargs["hidden_states"]).shape[:2]))
+
+    def taken(self) -> list[tuple[int, int]]:
+        shapes, self.shapes = self.shapes, []
+        return shapes
+
+
+def check_equal_prompts(family: str) -> None:
+    """Groups of four, two prompts of them equal: prefilled once each. Tokens are Hugging Face's, whatever is asked for,
+    and a sampled row's noise is its own."""
+    model = with_peft(tiny_model(family))
+    reference = twin(model).eval()
+    engine = engine_of(model, settings(3, rollout=NATIVE))
+    seen, rank = Seen(engine.module), dist.get_rank()
+    ids, mask = prompts(3 + rank, 7, padded=True, seed=rank)
+    ids, mask = torch.cat([ids, ids[:1]]), torch.cat([mask, mask[:1]])  # the first prompt once more, at the end
+    for sampling in (
+        hybrid.SamplingParams(max_new_tokens=6, repetition_penalty=1.3, **GREEDY),
+        hybrid.SamplingParams(max_new_tokens=6, temperature=0.9, top_k=40, seed=5, min_new_tokens=3),
+    ):
+        batch = engine.rollout(ids, mask, sampling, num_generations=4)
+        first, *steps = seen.taken()
+        assert first == (3 + rank, 7)
+        assert set(steps) == {(4 * (4 + rank), 1)}
+        require_own_logprobs(reference, batch)
+        if sampling.top_k == 1:
+            group, of_group = (tensor.repeat_interleave(4, dim=0) for tensor in (ids, mask))
+            request = {"max_new_tokens": 6, "do_sample": False, "repetition_penalty": 1.3}
+            assert torch.equal(batch.sequences, reference.generate(group, attention_mask=of_group, **request))
+    own = batch.completion_ids.view(-1, 4, batch.completion_ids.shape[1])
+    assert not all(torch.equal(rows[0], rows[1]) for rows in own), "a group's completions share their noise"
+    # A row's tokens do not depend on whom it shares its prompt with.
+    alone = engine.rollout(ids[:1], mask[:1], sampling, num_generations=2)
+    width = min(alone.completion_ids.shape[1], own.shape[2])
+    assert torch.equal(alone.completion_ids[:, :width], own[0, :2, :width])
+
+
+def require_own_logprobs(reference: nn.Module, batch: hybrid.RolloutBatch) -> None:
+    """A rollout's raw logprobs are those of Hugging Face's forward over its sequences."""
+    with torch.no_grad():
+        logits = hybrid.padded_forward(reference)(batch.sequences, batch.attention_mask).logits
+    real = batch.completion_mask.bool()
+    logps = logits.log_softmax(-1)[:, :-1].gather(-1, batch.sequences[:, 1:, None])[..., 0][:, -real.shape[1] :]
+    torch.testing.assert_close(batch.raw_per_token_logps[real], logps[real], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt2"])
+def test_equal_prompts_are_prefilled_once(ranks, family):
+    ranks.run(check_equal_prompts, family)
+
+
+def check_what_stays_apart() -> None:
+    """A prompt with other padding in it is another prompt; what hands out its cache, or uses none, runs every row."""
+    model = tiny_model("llama")
+    reference = twin(model).eval()
+    engine = engine_of(model, settings(3, rollout=NATIVE))
+    seen = Seen(engine.module)
+    ids, mask = prompts(2, 6, padded=False)
+    ids[1], mask[1, 0] = ids[0], 0  # the same tokens, the first of one masked
+    request = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    assert seen.taken()[0] == (2, 6)
+    request = {"max_new_tokens": 4, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    for more in ({"return_dict_in_generate": True}, {"use_cache": False}):
+        ours, theirs = engine.generate(ids, **request, **more), reference.generate(ids, **request, **more)
+        if "return_dict_in_generate" in more:
+            assert ours.past_key_values.layers[0].keys.shape == theirs.past_key_values.layers[0].keys.shape
+            ours, theirs = ours.sequences, theirs.sequences
+        assert torch.equal(ours, theirs), more
+        assert seen.taken()[0] == (6, 6), more
+    # What is repeated lies in storage that the next call uses again, with room for what comes: 6 rows, 3 layers.
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    assert seen.taken()[0] == (1, 6)
+    assert engine.stats()["kv_bytes"] == 6 * 3 * 2 * 2 * 8 * 128 * 4
+
+
+def test_prompts_that_are_not_the_same_stay_apart(ranks):
+    ranks.run(check_what_stays_apart)
+
+
+def check_streaming_scores() -> None:
+    """Layers are gathered as they run: ranks with other numbers of rows, forwards and parts come to the same end."""
+    rank = dist.get_rank()
+    model = with_peft(tiny_model("llama"))
+    reference = twin(model).eval()
+    block = {"hybrid_engine": {"pin_parameters": False}, "rollout": NATIVE}
+    engine = engine_of(model, settings(3, **block))
+    for rows, length, together in ((2 + 5 * rank, 90 - 60 * rank, 8 - 6 * rank), (3 * rank, 20, 1)):
+        ids, mask = prompts(rows, length, padded=True, seed=rank) if rows else (torch.zeros(2, 0, 9, dtype=torch.long))
+        found = engine.score(ids, mask, rows_per_forward=together)
+        assert found.per_token_logps.shape == (rows, ids.shape[1] - 1)
+        if rows:
+            with torch.no_grad():
+                logits = hybrid.padded_forward(reference)(ids, mask).logits[:, :-1]
+            judged = mask[:, 1:] * mask[:, :-1]
+            expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0] * judged
+            torch.testing.assert_close(found.per_token_logps, expected, atol=1e-4, rtol=1e-4)
+    # And groups of equal prompts.
+    ids, mask = prompts(1 + rank, 6, padded=False, seed=rank)
+    batch = engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=3 + 2 * rank, **GREEDY), 3)
+    expected = reference.generate(ids, attention_mask=mask, max_new_tokens=3 + 2 * rank, do_sample=False)
+    assert torch.equal(batch.sequences, expected.repeat_interleave(3, dim=0))
+
+
+def test_streamed_layers_score_rows_of_any_number(ranks):
+    ranks.run(check_streaming_scores)
+
+
+def check_prefill_logits() -> None:
+    model = tiny_model("qwen2", vocab_size=501)
+    engine = engine_of(model, settings(3, rollout=NATIVE))
+    ids, mask = prompts(3, 40, padded=True)
+    with engine.inference(), Largest(501) as largest:
+        engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=2, **GREEDY), 2)
+    # Of 3 prompts of 40 tokens. The head's matrix, turned, is [32, 501].
+    assert largest.logits <= 32 * 501
+
+
+def test_prefill_makes_the_last_tokens_logits_alone(ranks):
+    ranks.run(check_prefill_logits)
