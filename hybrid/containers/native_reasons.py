@@ -9,13 +9,16 @@ from torch.utils.hooks import RemovableHandle
 
 from hybrid.parallel import rank
 
-# Hooks that frameworks place for training alone, by the module that defines them (deepspeed 0.19.8, transformers 5.23,
-# TRL 1.16): ZeRO's and the engine's, the FLOPS profiler's, NEFTune's noise (off in eval mode), activation offloading's.
-TRAINING_MODULES = (
+# Hooks of frameworks that change nothing in what a fused decoder computes, by the module that defines them (deepspeed
+# 0.19.8, transformers 5.23, TRL 1.16): ZeRO's and the engine's, the FLOPS profiler's, NEFTune's noise (off in eval
+# mode), activation offloading's, and those that collect hidden states for the forwards that ask for them, which stay on
+# the layers after the first that did.
+KNOWN_MODULES = (
     "deepspeed.runtime.zero.",
     "deepspeed.runtime.engine",
     "deepspeed.profiling.",
     "transformers.integrations.neftune",
+    "transformers.utils.output_capturing",
     "trl.models.activation_offloading",
 )
 # The hook that makes an embedding's output require gradients: transformers' and PEFT's name, which tutorials copy.
@@ -23,15 +26,14 @@ INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 NO_WARNING = "rollout.containers=native, or replace_with_kernel_inject=false, runs so without this warning"
 
 
-def is_training_hook(hook: Callable) -> bool:
-    """Whether a forward hook or forward pre-hook is known to matter in training alone: no value that inference makes
-    depends on it.
+def is_known_hook(hook: Callable) -> bool:
+    """Whether a forward hook or forward pre-hook is a framework's of which nothing depends that a fused decoder gives.
 
     The input-gradient hook is known by its name and by what its code does, for every framework has a copy of it.
     """
     while isinstance(hook, partial):
         hook = hook.func
-    if (getattr(hook, "__module__", None) or "").startswith(TRAINING_MODULES):
+    if (getattr(hook, "__module__", None) or "").startswith(KNOWN_MODULES):
         return True
     code = getattr(hook, "__code__", None)
     return code is not None and code.co_name in INPUT_GRADIENT_HOOKS and code.co_names == ("requires_grad_",)
@@ -59,7 +61,7 @@ class ForeignHooks:
                     if not looked_up:
                         self.known.update(handle.id for handle in self.own_hooks())
                         looked_up = True
-                    if number in self.known or is_training_hook(hook):
+                    if number in self.known or is_known_hook(hook):
                         self.known.add(number)
                         continue
                     return f"{getattr(hook, '__qualname__', type(hook).__name__)} on {name or 'the model'}"
