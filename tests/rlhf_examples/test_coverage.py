@@ -1,6 +1,7 @@
 """Every recipe in configs/ and every script that generates runs fused with its own flags: adapters, checkpointing,
 dtype, the way weights are held. Models are tiny, of the recipe's architecture, and partitioned for real."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 
 import hybrid
 from rlhf_examples import chat, evaluate, pairs, pipeline, throughput
@@ -124,7 +124,7 @@ def test_a_recipe_runs_fused(ranks, tmp_path, name):
 
 def check_the_readmes_configuration() -> None:
     """As README.md passes it, but for the threshold, which would keep a tiny model whole."""
-    config = yaml.safe_load((CONFIGS / "zero3_hybrid.json").read_text())
+    config = json.loads((CONFIGS / "zero3_hybrid.json").read_text())
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     model = tiny_model("qwen2")
     model.gradient_checkpointing_enable()
