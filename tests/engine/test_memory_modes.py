@@ -11,18 +11,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid
+from hybrid.kernels.cpu_library import FLAGS, built, cpu_library, opened
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
 from tests.models import ADAPTERS, prompts, tiny_model, twin
 
+PORTABLE = tuple(flag for flag in FLAGS if not flag.startswith("-march"))  # any machine runs it
 MODES = {
     "pinned": {},
     "tensor parallel 2": {"inference_tp_size": 2},
     "streaming": {"pin_parameters": False},
 }
-# Keys and values count: heads that fill the kernels' vectors.
+# Keys and values count: heads of 16, which fill vectors of 8 lanes and of 16, so that plans are the same everywhere.
 SIZES = {
-    "llama": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 6},
-    "gpt2": {"n_layer": 6},
+    "llama": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "num_hidden_layers": 6,
+    },
+    "gpt2": {"n_embd": 64, "n_layer": 6},
 }
 
 
@@ -33,7 +41,15 @@ def engine_with(block: dict, family: str = "llama", adapter: str = "none", stage
     return engine_of(model, settings(stage, hybrid_engine={"tp_gather_partition_size": 1, **block}, rollout=rollout))
 
 
-def check_plan(family: str, adapter: str, stage: int) -> None:
+def check_plan(family: str, adapter: str, stage: int, lanes: int | None = None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if lanes is not None:
+            library = opened(built((*PORTABLE, f"-DLANES={lanes}")))
+            patch.setattr("hybrid.containers.fused.cpu_library", lambda: library)
+        require_plan(family, adapter, stage)
+
+
+def require_plan(family: str, adapter: str, stage: int) -> None:
     tables = []
     rows, length, new = 3, 40, 20
     ids, mask = prompts(rows, length, padded=False, seed=dist.get_rank())
@@ -69,6 +85,13 @@ def check_plan(family: str, adapter: str, stage: int) -> None:
 )
 def test_a_plan_says_what_will_be_held(ranks, family, adapter, stage):
     ranks.run(check_plan, family, adapter, stage)
+
+
+@pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_a_plan_holds_on_machines_of_any_vectors(ranks, lanes):
+    """Pages have whole vectors: of 8 lanes with AVX2, of 16 with AVX-512 and AMX."""
+    ranks.run(check_plan, "gpt2", "none", 3, lanes)
 
 
 class Lines(logging.Handler):

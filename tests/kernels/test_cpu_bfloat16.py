@@ -1,5 +1,10 @@
-"""Products of bfloat16 in pairs and in tiles, on machines that have no such instructions: they are emulated, so what is
-tested is the code around them. What the instructions themselves do is Intel's word."""
+"""The builds of the CPU kernels that there are, whatever machine this is: vectors of 8 and of 16 lanes, products of
+bfloat16 in pairs and in tiles. Instructions that the machine lacks are emulated, so what is tested is the code around
+them; what the instructions themselves do is Intel's word."""
+
+import platform
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -7,7 +12,9 @@ import torch
 from hybrid.architectures.reading import read_decoder
 from hybrid.containers.batch import PackedBatch
 from hybrid.containers.cpu_decoder import CpuDecoder
-from hybrid.kernels.cpu_library import FLAGS, built, cpu_library, opened
+from hybrid.kernels.cpu_library import FLAGS, SOURCES, built, cpu_library, opened
+from tests.containers.test_cpu_decoder import CpuRun
+from tests.containers.test_torch_decoder import average, distance, hugging_face, own_weights, sequences
 from tests.models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
@@ -35,10 +42,81 @@ def logits_of(library, model, sequences: list[torch.Tensor]) -> torch.Tensor:
     return decoder.logits(decoder.forward(batch, decoder.kv(1 + len(sequences) * 3)))
 
 
+PORTABLE = tuple(flag for flag in FLAGS if not flag.startswith("-march"))
+X86 = platform.machine() == "x86_64"
+AVX2 = (*PORTABLE, "-march=x86-64-v3") if X86 else PORTABLE
+# What is compiled for which machine, so that any machine runs it: 16 lanes are split into what it has.
+BUILDS = {
+    "8 lanes without AVX": (*PORTABLE, "-DLANES=8"),
+    "AVX2": (*AVX2, "-DLANES=8"),
+    "AVX-512": (*AVX2, "-DLANES=16"),
+    "AVX-512 with bfloat16": (*AVX2, "-DLANES=16", "-DEMULATE_BF16=1"),
+    "AMX": (*AVX2, "-DLANES=16", "-DEMULATE_BF16=2"),
+}
+# The same as a compiler sees them for the machines themselves, and AMX's processor with 8 lanes, as below.
+MACHINES = {
+    "AVX2": ("-march=haswell",),
+    "AVX-512": ("-march=skylake-avx512",),
+    "AVX-512 with bfloat16": ("-march=cooperlake",),
+    "AMX": ("-march=sapphirerapids",),
+    "AMX, 8 lanes": ("-march=sapphirerapids", "-DLANES=8", "-mno-avx"),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.skipif(not X86, reason="a compiler for x86-64 is needed")
+def test_every_machines_build_compiles(machine):
+    """With the real instructions, though this machine may have none of them."""
+    require_compiles("g++" if shutil.which("g++") else "c++", *MACHINES[machine])
+
+
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="no compiler for aarch64 here")
+def test_aarch64s_build_compiles():
+    require_compiles("aarch64-linux-gnu-g++")
+
+
+def require_compiles(compiler: str, *flags: str) -> None:
+    """Fails with what the compiler says; nothing is written."""
+    flags = (*(flag for flag in PORTABLE if "param" not in flag), *flags)
+    ran = subprocess.run(
+        [compiler, *flags, "-fsyntax-only", str(SOURCES / "decoder.cpp")], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(("family", "dtype"), [("gemma3_text", torch.float32), ("qwen3", torch.bfloat16)])
+def test_every_build_computes_what_hugging_face_does(family, dtype, build):
+    library = opened(built(BUILDS[build]))
+    assert library.lanes() == (8 if "8 lanes" in build or build == "AVX2" else 16)
+    model = tiny_model(family).eval()
+    exact = hugging_face(model)
+    model = model.to(dtype)
+    decoder = CpuDecoder(read_decoder(model), own_weights, dtype, library)
+    decoder.bind()
+    ours = CpuRun(decoder, sequences()).every_logit()
+    if dtype == torch.float32:
+        assert distance(ours, exact) < 2e-6  # as in test_cpu_decoder.py
+    else:
+        theirs = hugging_face(model)
+        assert average(ours, theirs) < average(theirs, exact)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_large_negative_gate_is_zero(build):
+    """e^89 is no float32; gates of massive activations are that large (OLMo 2 norms behind its MLPs)."""
+    model = tiny_model("olmo2").eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 3] = 1000.0
+    decoder = CpuDecoder(read_decoder(model), own_weights, torch.float32, opened(built(BUILDS[build])))
+    decoder.bind()
+    assert distance(CpuRun(decoder, sequences()).every_logit(), hugging_face(model)) < 2e-6
+
+
 @pytest.mark.parametrize("level", [1, 2], ids=["pairs", "tiles"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_emulated_products_equal_vectors_own(family, level):
-    library = opened(built((*FLAGS, f"-DEMULATE_BF16={level}", "-DLANES=16")))
+    library = opened(built(BUILDS["AVX-512 with bfloat16" if level == 1 else "AMX"]))
     model = tiny_model(family, dtype=torch.bfloat16, **(SHAPE if family == "llama" else {})).eval()
     generator = torch.Generator().manual_seed(0)
     # More rows than tiles are made for at once, and fewer than one tile.

@@ -19,8 +19,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hybrid.architectures.reading import read_decoder
-from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.decoding.sampling import (
     Draw,
     draw_tokens,
@@ -33,9 +31,6 @@ from hybrid.decoding.sampling import (
     uniform,
 )
 from hybrid.kernels import cpu_library as kernels
-from tests.containers.test_cpu_decoder import CpuRun
-from tests.containers.test_torch_decoder import distance, hugging_face, own_weights, sequences
-from tests.models import tiny_model
 
 DRAWERS = {"kernels": draw_tokens, "torch": draw_tokens_in_torch}
 DRAWS = {
@@ -372,25 +367,6 @@ def test_a_temporary_directory_of_somebody_else_is_not_used(compiled, tmp_path, 
     (tmp_path / f"hybrid-engine-{os.getuid()}").chmod(0o777)
     with pytest.warns(UserWarning, match="others can write"):
         assert kernels.cpu_library.__wrapped__() is None
-
-
-def test_other_vectors_than_this_machines_compute_the_same():
-    """16 lanes where the processor has 8: AVX-512's code, which the compiler splits. Or 8 where it has 16."""
-    lanes = 24 - kernels.cpu_library().lanes()
-    library = kernels.opened(kernels.built((*kernels.FLAGS, f"-DLANES={lanes}", "-mno-avx")))
-    assert library.lanes() == lanes
-    for family, dtype in (("gemma3_text", torch.float32), ("qwen3", torch.bfloat16)):
-        model = tiny_model(family, dtype=dtype).eval()
-        decoders = [
-            CpuDecoder(read_decoder(model), own_weights, dtype, one) for one in (library, kernels.cpu_library())
-        ]
-        for decoder in decoders:
-            decoder.bind()
-        wide, own = (CpuRun(decoder, sequences()).every_logit() for decoder in decoders)
-        if dtype == torch.float32:
-            assert distance(wide, hugging_face(model)) < 2e-6  # as in test_cpu_decoder.py
-        else:
-            assert distance(wide, own) < 0.01  # a unit in the last place of bfloat16 is 0.004
 
 
 def test_a_real_build_leaves_only_the_library(cache):

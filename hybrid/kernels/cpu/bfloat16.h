@@ -39,7 +39,7 @@ static inline void paired(float* block) {
 #define PAIRS 0
 #endif
 
-#if defined(__AMX_BF16__) || EMULATE_BF16 > 1
+#if PAIRS && (defined(__AMX_BF16__) || EMULATE_BF16 > 1)  // tiles are made of pairs
 #define TILES 1
 constexpr int64_t TILE = 16;         // rows of W, and rows of x, in a tile
 constexpr int64_t TILE_ROWS = 64;    // rows of x whose tiles are made at once

@@ -146,7 +146,7 @@ struct Run {
   }
   Vec activated(Vec x) const {
     switch (d.activation) {
-      case SILU: return x / (1.0f + exp(-x));
+      case SILU: return x / (1.0f + exp(-max(x, splat(-88.0f))));  // e^89 is no float
       case GELU: return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f));
       case GELU_TANH: return d.stepwise ? gelu_stepwise(x) : 0.5f * x * (1.0f + tanh(0.79788456080286536f * (x + 0.044715f * x * x * x)));
       default: return max(x, Vec{});
