@@ -36,7 +36,7 @@ from hybrid.containers.calls import Calls, SharedCalls
 from hybrid.containers.collective_forwards import ExpertForwards
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.containers.injected import read_policy, require_whole_heads
-from hybrid.containers.shared_modules import difference, first_output
+from hybrid.containers.shared_modules import first_output, whole_difference
 from hybrid.containers.spread import Spread
 from hybrid.containers.window import Window
 from hybrid.decoding.kv_cache import KVCache
@@ -209,7 +209,7 @@ class InferenceEngine(nn.Module):
         """
         try:
             found = first_output(self.module, self._device)
-            wrong = difference(found, expected.to(self._device), self._config.dtype)
+            wrong = whole_difference(found, expected.to(self._device), self._config.dtype)
         except Unreadable as reason:
             wrong = str(reason)
         if self._group.sum(torch.tensor(int(bool(wrong)), device=self._device)):

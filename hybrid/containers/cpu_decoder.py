@@ -33,6 +33,8 @@ class CpuDecoder:
     Raises Unreadable for a dtype, or a mixture of them, that there are no kernels for.
     """
 
+    context_block = PAGE  # softmax is computed page by page
+
     def __init__(
         self,
         reading: Reading,
@@ -158,6 +160,12 @@ class CpuDecoder:
     def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
         """Layers `first` to `last` over `hidden` [tokens, hidden]; gives a new tensor, float32."""
         return self._run(hidden.float().clone(), batch, kv, first, last)
+
+    def decode_layers(
+        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int
+    ) -> torch.Tensor:
+        """`layers` for one new token of each sequence, as `decode` runs them."""
+        return self.layers(hidden, batch, kv, first, last)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits after the last layer's output [n, hidden], as the model rounds them.  float32 [n, vocab]"""

@@ -13,7 +13,7 @@ from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
 from hybrid.containers.torch_decoder import TorchDecoder, no_sides
 from hybrid.kernels import torch_ops
 from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
-from hybrid.kernels.triton_attention import decode_attention, prefill_attention
+from hybrid.kernels.triton_attention import SPLIT, decode_attention, prefill_attention
 from hybrid.kernels.triton_experts import mixture
 from hybrid.kernels.triton_fused import HeadNorm, add_layer_norm, add_rms_norm, gated_activation, rope_and_write
 from hybrid.weights.lora import LowRank
@@ -40,6 +40,8 @@ class CudaDecoder(TorchDecoder):
 
     PAGE 0 OF THE CACHE IS RESERVED: surplus slots of a graph write there, so no sequence may have it.
     """
+
+    context_block = SPLIT
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class CudaDecoder(TorchDecoder):
         assert slots == len(batch.lengths), f"{slots} new tokens for {len(batch.lengths)} sequences in a decode step"
         self.reserve(batch.tables.shape[1] * PAGE)
         if slots > self.max_slots:
-            return self._decode(batch, kv)
+            return self.eager_decode(batch, kv)
         graphed = self._graphed()
         addresses = tuple(pages.data_ptr() for pages in (*kv.keys, *kv.values))
         if addresses != self.lent_addresses:
@@ -131,13 +133,18 @@ class CudaDecoder(TorchDecoder):
     def _slots_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor]:
         """What a graph captures."""
         starts = torch.arange(len(inputs["ids"]) + 1, dtype=torch.int32, device=inputs["ids"].device)
-        return (self._decode(PackedBatch(starts=starts, **inputs), self.lent),)
+        return (self.eager_decode(PackedBatch(starts=starts, **inputs), self.lent),)
 
-    def _decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The decode step itself."""
+    def eager_decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """The decode step itself, without a graph."""
         hidden = self.embed(batch.ids, batch.positions)
-        step = self._step(batch, decoding=True)
-        return self.logits(self._layers(hidden, step, kv, range(len(self.blocks))))
+        return self.logits(self.decode_layers(hidden, batch, kv, 0, len(self.blocks)))
+
+    def decode_layers(
+        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int
+    ) -> torch.Tensor:
+        """`layers` for one new token of each sequence, as `decode` runs them."""
+        return self._layers(hidden, self._step(batch, decoding=True), kv, range(first, last))
 
     def _step(self, batch: PackedBatch, decoding: bool = False) -> Step:
         """What the layers of this forward share."""

@@ -1,5 +1,12 @@
-"""The self-check: a decoder's embedding, layers and head, compared with the model's own on a few random tokens."""
+"""The self-check: what a decoder will run, compared with the model's own modules on a few random tokens.
 
+Prefill with and without a prefix, decode steps, eager and from graphs, in the dtype in use, over more context than one
+page and one split of decode attention. Every layer is given what the model's own layer was given, so that a difference
+is of that layer; then whole steps are compared by their logits.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,18 +14,26 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hybrid.architectures.spec import DecoderSpec, Unreadable
+from hybrid.architectures.spec import DecoderSpec, Reading, Unreadable
+from hybrid.architectures.tp_plan import hugging_face_model
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV, packed
+from hybrid.containers.comparison import difference, output_difference, spread_apart
+from hybrid.containers.streamed_decoder import Passes
 
-CHECKED_TOKENS = (PAGE + 5, 7)  # tokens of its sequences: one that is longer than a page, and a short one
+STEPS = 3  # decode steps of each sequence
+SHORT = (PAGE + 2, STEPS + 1)  # tokens of two sequences: one is decoded over the end of its page, one from one token on
+
+DIFFERS = "of the fused container differs from the model's own"
 
 
 class Checked(Protocol):
     """What the self-check asks of a decoder; one that ranks share is its lockstep form."""
 
     spec: DecoderSpec
+    reading: Reading
     dtype: torch.dtype
     device: torch.device
+    context_block: int  # tokens of context that one program, or pass, of its decode attention reads
 
     def reserve(self, tokens: int) -> None:
         """Make tables for so many positions."""
@@ -32,13 +47,68 @@ class Checked(Protocol):
     def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
         """Layers `first` to `last`."""
 
+    def decode_layers(
+        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int
+    ) -> torch.Tensor:
+        """Layers `first` to `last` for one new token of each sequence, as `decode` runs them."""
+
+    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """The last layer's output."""
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits after the last layer's output."""
+
+    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """Logits after one new token for each sequence."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward of the check.  rows: int64 [tokens], where its tokens are among those of all sequences."""
+
+    rows: torch.Tensor
+    batch: PackedBatch
+
+
+class Sequences:
+    """The random sequences of a check, the longest first, and the forwards that they are put into the cache by.
+
+    pages: of each sequence, in no order.  prefills: of all but the last STEPS tokens, the longest sequence in two
+    pieces.  steps: a token of each.
+    """
+
+    def __init__(self, lengths: list[int], vocabulary: int, device: torch.device):
+        generator = torch.Generator().manual_seed(0)
+        self.ids = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
+        self.lengths, self.device = lengths, device
+        self.first_rows = [sum(lengths[:index]) for index in range(len(lengths))]
+        each = -(-max(lengths) // PAGE)  # page 0 is reserved, and every sequence has as many as the longest
+        self.pages = (1 + torch.randperm(each * len(lengths), generator=generator)).view(-1, each).tolist()
+        ends = [length - STEPS for length in lengths]
+        half = ends[0] // 2
+        pieces = [[(0, 0, half), (1, 0, ends[1])], [(0, half, ends[0]), (2, 0, ends[2])]]
+        self.prefills = [self.forward(spans) for spans in pieces]
+        self.steps = [
+            self.forward([(index, end + step, end + step + 1) for index, end in enumerate(ends)])
+            for step in range(STEPS)
+        ]
+        self.whole = self.forward([(index, 0, length) for index, length in enumerate(lengths)])
+
+    def forward(self, spans: list[tuple[int, int, int]]) -> Forward:
+        """Of tokens of sequences: index, begin and stop of each."""
+        rows = [torch.arange(begin, stop) + self.first_rows[index] for index, begin, stop in spans]
+        ids = [self.ids[index][begin:stop] for index, begin, stop in spans]
+        pages = [self.pages[index] for index, _, _ in spans]
+        batch = packed(ids, [begin for _, begin, _ in spans], pages, self.device)
+        return Forward(torch.cat(rows).to(self.device), batch)
 
 
 @dataclass
 class Seen:
-    """What the model's own layers were given and gave, on one padded batch.  [rows, tokens, hidden] each."""
+    """What the model's own layers were given and gave, and its logits after the last STEPS tokens of each sequence.
+
+    inputs, outputs: of each layer, [tokens, hidden].  logits: float32 [STEPS, sequences, vocabulary].
+    """
 
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -46,62 +116,122 @@ class Seen:
 
 
 def require_equal(decoder: Checked, model: nn.Module, layers: list[nn.Module]) -> None:
-    """Raises Unreadable where the embedding, a layer or the logits of `decoder` differ from the model's own.
+    """Raises Unreadable where the embedding, a layer, the logits or a decode step of `decoder` differ from the model's.
 
-    Every layer is given what the model's layer is given, for a whole sequence and for its last token over a cache.
+    All of it is run whatever is found on the way, so that ranks that run a decoder together stay together.
     """
-    spec, device = decoder.spec, decoder.device
-    longest = min(max(CHECKED_TOKENS), spec.max_positions or max(CHECKED_TOKENS))
-    lengths = [min(length, longest) for length in CHECKED_TOKENS]
-    generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(spec.vocab_size, (length,), generator=generator) for length in lengths]
-    seen = native_run(model, layers, sequences, longest, device)
-    real = torch.cat([torch.arange(n * longest, n * longest + length) for n, length in enumerate(lengths)]).to(device)
-
-    def flat(padded: torch.Tensor) -> torch.Tensor:
-        return padded.flatten(0, 1)[real].float()
-
-    decoder.reserve(longest)
-    whole = own_pages_batch(sequences, device)
-    compare("the embedding", decoder.embed(whole.ids, whole.positions), flat(seen.inputs[0]), decoder.dtype)
-    kv = decoder.kv(1 + whole.tables.numel())
-    shortened = own_pages_batch([ids[:-1] for ids in sequences], device, longest=longest)
-    last = own_pages_batch([ids[-1:] for ids in sequences], device, [length - 1 for length in lengths], longest)
-    ends = torch.tensor(lengths, device=device).cumsum(0) - 1
-    not_ends = torch.ones(len(real), dtype=torch.bool, device=device)
-    not_ends[ends] = False
-    for index, layer in enumerate(spec.layers):
-        given, expected = flat(seen.inputs[index]), flat(seen.outputs[index])
-        exact = given.to(decoder.dtype)
-        found = decoder.layers(exact, whole, kv, index, index + 1)
-        compare(f"layer {index}", found, expected, decoder.dtype, given, layer.experts)
-        decoder.layers(exact[not_ends], shortened, kv, index, index + 1)
-        found = decoder.layers(exact[ends], last, kv, index, index + 1)
-        compare(f"layer {index}, over a cache,", found, expected[ends], decoder.dtype, given[ends], layer.experts)
-    found = decoder.logits(flat(seen.outputs[-1]).to(decoder.dtype))
-    compare("the head", found, flat(seen.logits), decoder.dtype)
+    sequences = Sequences(checked_lengths(decoder, model), decoder.spec.vocab_size, decoder.device)
+    seen = native_run(model, layers, sequences)
+    decoder.reserve(max(sequences.lengths))
+    kv = decoder.kv(1 + sequences.whole.batch.tables.numel())
+    reasons = [*layer_differences(decoder, sequences, seen, kv), *step_differences(decoder, sequences, seen, kv)]
+    if any(reasons):
+        raise Unreadable(next(filter(None, reasons)))
 
 
-def native_run(
-    model: nn.Module, layers: list[nn.Module], sequences: list[torch.Tensor], width: int, device: torch.device
-) -> Seen:
-    """The model's own forward over sequences, padded on the right."""
-    ids = torch.zeros(len(sequences), width, dtype=torch.int64)
+def checked_lengths(decoder: Checked, model: nn.Module) -> list[int]:
+    """Tokens of the check's sequences: the first is longer than a page and a block of context by more than a page."""
+    longest = max(decoder.context_block, PAGE) + PAGE + STEPS + 2
+    limit = decoder.spec.max_positions or longest
+    if "positions.weight" in decoder.reading.outer:
+        limit = min(limit, getattr(hugging_face_model(model).config, "max_position_embeddings", limit))
+    return [min(length, limit) for length in (longest, *SHORT)]
+
+
+def layer_differences(decoder: Checked, sequences: Sequences, seen: Seen, kv: PagedKV) -> Iterator[str]:
+    """What is wrong with the embedding, with each layer and with the head; "" where nothing is."""
+    dtype, whole = decoder.dtype, sequences.whole.batch
+    prefilled, steps = (torch.cat([one.rows for one in part]) for part in (sequences.prefills, sequences.steps))
+    found = decoder.embed(whole.ids, whole.positions).float()
+    yield difference(f"the embedding {DIFFERS}", found, seen.inputs[0].float(), dtype)
+    for index, layer in enumerate(decoder.spec.layers):
+        given, expected = seen.inputs[index].float(), seen.outputs[index].float()
+        found = layer_run(decoder, index, given.to(dtype), sequences, kv)
+        for what, rows in ((f"layer {index}", prefilled), (f"layer {index}, in decode steps,", steps)):
+            yield difference(f"{what} {DIFFERS}", found[rows], expected[rows], dtype, given[rows], layer.experts)
+    found = decoder.logits(seen.outputs[-1][steps].to(dtype))
+    yield difference(f"the head {DIFFERS}", found, seen.logits.flatten(0, 1), dtype)
+
+
+def layer_run(decoder: Checked, index: int, given: torch.Tensor, sequences: Sequences, kv: PagedKV) -> torch.Tensor:
+    """A layer over `given` [tokens, hidden], in prefills and then in decode steps. Streamed weights are gathered once
+    for all of them."""
+
+    def run(layers: Callable, decode_layers: Callable) -> torch.Tensor:
+        found = torch.full_like(given, torch.nan, dtype=torch.float32)
+        for one in sequences.prefills:
+            found[one.rows] = layers(given[one.rows], one.batch, kv, index, index + 1).float()
+        for one in sequences.steps:
+            found[one.rows] = decode_layers(given[one.rows], one.batch, kv, index, index + 1).float()
+        return found
+
+    if isinstance(decoder, Passes):  # a streamed decoder's steps are forwards of its layers
+        layers = decoder.inner.layers
+        return decoder.run([index], {index: lambda _: run(layers, layers)})
+    return run(decoder.layers, decoder.decode_layers)
+
+
+def step_differences(decoder: Checked, sequences: Sequences, seen: Seen, kv: PagedKV) -> Iterator[str]:
+    """What is wrong with the logits of whole forwards, over the keys and values that `layer_differences` left; "" where
+    nothing is."""
+    dtype, experts = decoder.dtype, any(layer.experts for layer in decoder.spec.layers)
+    graph_slots = getattr(decoder, "max_slots", 0)
+
+    def compared(what: str, found: torch.Tensor, expected: torch.Tensor, limit: float = torch.inf) -> str:
+        excused = len(expected) // 5 if experts else 0  # tokens that go to other experts
+        return output_difference(f"{what} {DIFFERS}", found, expected, dtype, excused, limit)
+
+    decode = decoder.eager_decode if graph_slots else decoder.decode
+    eager = torch.cat([decode(step.batch, kv).clone() for step in sequences.steps])
+    expected = seen.logits.flatten(0, 1)
+    yield compared("a decode step", eager, expected)
+    if graph_slots:
+        count = min(graph_slots, len(sequences.lengths))
+        graphed = torch.cat([decoder.decode(first_of(step.batch, count), kv).clone() for step in sequences.steps])
+        # As far from the model's own as the eager step, which rounds as the graph does: twice that is allowed.
+        limit = 2 * float(spread_apart(eager, expected).mean(dim=1).max())
+        yield compared("a decode step from a graph", graphed, seen.logits[:, :count].flatten(0, 1), limit)
+    # The short sequences anew and in one piece: from the embedding through all layers at once.
+    again = sequences.forward([(index, 0, sequences.lengths[index]) for index in (1, 2)])
+    hidden = decoder.forward(again.batch, kv)
+    ends = again.batch.starts[1:].long() - 1
+    yield compared("a forward", decoder.logits(hidden[ends]), seen.logits[-1, 1:])
+
+
+def first_of(batch: PackedBatch, count: int) -> PackedBatch:
+    """The first `count` sequences of a decode step's batch."""
+    rows = (tensor[:count] for tensor in (batch.ids, batch.positions))
+    return PackedBatch(*rows, batch.starts[: count + 1], batch.lengths[:count], batch.tables[:count])
+
+
+def native_run(model: nn.Module, layers: list[nn.Module], sequences: Sequences) -> Seen:
+    """The model's own forward over the sequences, padded on the right."""
+    lengths, device = sequences.lengths, sequences.device
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    for row, sequence in enumerate(sequences):
+    for row, sequence in enumerate(sequences.ids):
         ids[row, : len(sequence)], mask[row, : len(sequence)] = sequence, 1
-    inputs, outputs = [], []
+    real, inputs, outputs = mask.bool().to(device), [], []
 
     def note(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-        inputs.append((args[0] if args else kwargs["hidden_states"]).clone())
-        outputs.append((output[0] if isinstance(output, tuple) else output).clone())
+        given = (args[0] if args else kwargs["hidden_states"])[real]
+        inputs.append(outputs[-1] if outputs and torch.equal(outputs[-1], given) else given)
+        outputs.append((output[0] if isinstance(output, tuple) else output)[real])
 
+    # Logits of a few positions alone: all of them would be [tokens, vocabulary], gigabytes at a real size.
+    places = torch.tensor([[length - STEPS + step for length in lengths] for step in range(STEPS)])
+    kept, columns = places.unique(return_inverse=True)
+    arguments = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
+    keeps = "logits_to_keep" in inspect.signature(type(hugging_face_model(model)).forward).parameters
+    if keeps:
+        arguments["logits_to_keep"] = kept.to(device)
     with ExitStack() as hooks:
         for layer in layers:
             handle = layer.register_forward_hook(note, with_kwargs=True)
             hooks.callback(handle.remove)
-        logits = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
-    return Seen(inputs, outputs, logits)
+        logits = model(**arguments).logits
+    rows = torch.arange(len(lengths)).expand_as(places)
+    return Seen(inputs, outputs, logits[rows, columns if keeps else places].float())
 
 
 def own_pages_batch(
@@ -111,34 +241,3 @@ def own_pages_batch(
     each = -(-max(longest, *map(len, pieces)) // PAGE)
     pages = [list(range(1 + n * each, 1 + (n + 1) * each)) for n in range(len(pieces))]
     return packed(pieces, begins or [0] * len(pieces), pages, device)
-
-
-# Of what a layer adds, and of the size of what it adds to: sums in another order, and rounding at every operation.
-TOLERANCES = {torch.float32: (1e-4, 4e-6), torch.bfloat16: (0.05, 0.016), torch.float16: (0.01, 0.002)}
-
-
-def compare(
-    what: str,
-    found: torch.Tensor,
-    expected: torch.Tensor,
-    dtype: torch.dtype,
-    given: torch.Tensor | None = None,
-    experts: bool = False,
-) -> None:
-    """Raises Unreadable where `found` is not `expected` [tokens, n]; `given`: what a layer adds to.
-
-    Half precision may send a token to other experts, where two of them are nearly as likely: a tenth of the tokens of
-    a mixture may differ then.
-    """
-    found = found.float()
-    added = expected if given is None else expected - given
-    of_added, of_size = TOLERANCES[dtype]
-    allowed = of_added * added.abs().max() + of_size * expected.abs().max()
-    error = (found - expected).abs().amax(dim=1)
-    wrong = ~(error <= allowed)
-    excused = len(error) // 10 + 1 if experts and dtype != torch.float32 else 0
-    if wrong.sum() > excused:
-        raise Unreadable(
-            f"{what} of the fused container differs from the model's own by {error.max():.3g}, where {allowed:.3g} is "
-            f"allowed ({int(wrong.sum())} of {len(wrong)} tokens)"
-        )

@@ -14,6 +14,7 @@ from hybrid.architectures.spec import Unreadable
 from hybrid.architectures.structure import Part
 from hybrid.architectures.tp_plan import Share, TensorPlan, hugging_face_model
 from hybrid.containers.calls import Calls
+from hybrid.containers.comparison import output_difference
 from hybrid.containers.meetings import Meetings
 from hybrid.containers.native import NativeContainer
 from hybrid.parallel import InferenceGroup, all_ranks
@@ -51,7 +52,7 @@ class SharedModules:
         which is what `first_output` was with whole weights. Inside an open window, before containers are installed."""
         try:
             with self.meetings.together():
-                reason = difference(first_output(self.model, self.device), expected)
+                reason = whole_difference(first_output(self.model, self.device), expected)
         except Unreadable as error:
             reason = str(error)
         if not all_ranks(not reason, self.device):
@@ -159,10 +160,6 @@ def attribute(owner: object, name: str, value: object) -> Iterator[None]:
         owner.__dict__.update(before)
 
 
-# Of the largest number, for one token out of many: a part that is cut or put together wrongly is of that order. Half
-# precision rounds at every operation of every layer, and may send a token to other experts; int8 rounds weights, and
-# in an untrained model that can come to a tenth.
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1, torch.int8: 0.3}
 CHECKED_TOKENS = 16
 
 
@@ -184,15 +181,13 @@ def first_output(model: nn.Module, device: torch.device) -> torch.Tensor:
         raise Unreadable(f"it does not run on {CHECKED_TOKENS} token ids: {error}") from error
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor, weights: torch.dtype | None = None) -> str:
-    """Words where `found` is not `expected`, [tokens, n] each.  weights: their dtype, where it is another."""
+def whole_difference(found: torch.Tensor, expected: torch.Tensor, weights: torch.dtype | None = None) -> str:
+    """Why `found` is not `expected`, what whole weights make, "" where it is. [tokens, n] each.
+
+    weights: their dtype, where it is another. Half precision and int8 may send a few tokens to other experts.
+    """
     dtype = weights or expected.dtype
-    error = (found.float() - expected.float()).abs().amax(dim=1)
-    allowed = TOLERANCES[dtype] * expected.float().abs().max()
-    worst = error.max() if dtype == torch.float32 else error.median()
-    if worst <= allowed:
-        return ""
-    return f"the model differs from the whole one in floats by {worst:.3g}, where {allowed:.3g} is allowed"
+    return output_difference("the model differs from the whole one", found, expected, dtype, excused=len(expected) // 4)
 
 
 @contextmanager

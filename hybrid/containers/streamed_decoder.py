@@ -42,6 +42,7 @@ class Passes:
         self.spec, self.reading, self.dtype = reading.spec, self.inner.reading, self.inner.dtype
         self.snapshot, self.owner, self.adapters = snapshot, owner, adapters
         self.kv, self.reserve = self.inner.kv, self.inner.reserve
+        self.context_block = self.inner.context_block
 
     @property
     def device(self) -> torch.device:
@@ -60,6 +61,14 @@ class Passes:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As the decoders'."""
         return self.run([BEHIND], {BEHIND: self.inner.logits}, hidden)
+
+    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """As the decoders'."""
+        return self.layers(self.embed(batch.ids, batch.positions), batch, kv, 0, len(self.spec.layers))
+
+    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """As the decoders'."""
+        return self.logits(self.forward(batch, kv))
 
     def layer(self, index: int, batch: PackedBatch, kv: PagedKV) -> Callable[[torch.Tensor], torch.Tensor]:
         """One layer, as a function of what goes into it."""

@@ -66,6 +66,8 @@ class TorchDecoder:
     sides: a weight's place to what adapters add beside it, b's rows being those of the place.
     """
 
+    context_block = PAGE  # attention reads whole pages
+
     def __init__(
         self,
         reading: Reading,
@@ -179,6 +181,12 @@ class TorchDecoder:
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
         return self.logits(self.forward(batch, kv))
+
+    def decode_layers(
+        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int
+    ) -> torch.Tensor:
+        """`layers` for one new token of each sequence, as `decode` runs them."""
+        return self.layers(hidden, batch, kv, first, last)
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """What goes into the first layer, [tokens, hidden].  ids int64 [tokens], positions int [tokens]."""

@@ -4,6 +4,7 @@ Without a GPU the kernels run in Triton's interpreter, which takes seconds for w
 few tokens, and a capture that only remembers the run. What needs a device is in tests/gpu.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -15,6 +16,8 @@ from hybrid.architectures.reading import read_decoder
 from hybrid.containers.batch import PAGE, PackedBatch
 from hybrid.containers.cuda_decoder import CudaDecoder
 from hybrid.kernels.cuda_graph import Captured
+from hybrid.kernels.triton_attention import SPLIT, decode_attention
+from tests.containers.test_self_check import refusal
 from tests.containers.test_side_paths import fused_of
 from tests.containers.test_torch_decoder import VARIANTS, average, distance, own_weights
 from tests.models import VOCABULARY, tiny_model, with_peft
@@ -232,3 +235,86 @@ def test_a_batch_of_as_many_tokens_as_sequences_need_not_be_a_decode_step():
         expected = alone.decode([4, 2])
     torch.testing.assert_close(ours.decode([4, 2]), expected)
     assert [len(rows) for rows in found] == [2, 0]
+
+
+# The self-check, over a context of two splits
+
+
+def checked_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """As small as can be: the interpreter goes through 290 tokens."""
+    return small("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).to(dtype)
+
+
+@pytest.mark.parametrize("max_slots", [0, 1, 4], ids=["eager", "a graph of one", "graphs"])
+def test_the_self_check_accepts_the_decoder(max_slots):
+    """Decode steps too, from graphs where they are on: of as many sequences as fit."""
+    model = checked_model(HALF if max_slots else torch.float32)
+    decoder = cuda_decoder(model, max_slots)
+    assert refusal(decoder, model) == ""
+    assert (decoder.graphed is not None) == (max_slots > 0)
+
+
+class AveragedSplits:
+    """In the join kernel's place: splits are averaged, whatever each of them has of the softmax."""
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        def join(parts, log_totals, lengths, out, window, splits, **sizes):
+            for row, length in enumerate(lengths.tolist()):
+                out[row] = parts[row, :, : -(-length // SPLIT)].mean(1)
+
+        return join
+
+
+def no_attention(q, *args):
+    return torch.zeros_like(q)
+
+
+def of_others_pages(q, keys, values, lengths, tables, *features):
+    return decode_attention(q, keys, values, lengths, tables.flip(0).contiguous(), *features)
+
+
+def of_the_first_split(q, keys, values, lengths, tables, *features):
+    return decode_attention(q, keys, values, lengths.clamp(max=SPLIT), tables, *features)
+
+
+@pytest.mark.parametrize("wrong", [no_attention, of_others_pages, of_the_first_split, AveragedSplits])
+def test_the_self_check_refuses_wrong_decode_attention(wrong, monkeypatch):
+    """Prefill is right, and so are the layers of a prefill."""
+    if wrong is AveragedSplits:
+        monkeypatch.setattr("hybrid.kernels.triton_attention._join_kernel", AveragedSplits())
+    else:
+        monkeypatch.setattr("hybrid.containers.cuda_decoder.decode_attention", wrong)
+    model = checked_model()
+    reason = refusal(cuda_decoder(model), model)
+    assert reason.startswith("layer 0, in decode steps, of the fused container differs"), reason
+
+
+def with_stale_inputs(decoder: CudaDecoder, names: tuple[str, ...]) -> Callable:
+    """A capture whose replays see these inputs as they were when it was captured."""
+
+    def capture(run, pool) -> Captured:
+        run()
+        captured = {name: decoder.graphed.inputs[name].clone() for name in names}
+
+        def replay() -> None:
+            inputs = decoder.graphed.inputs
+            now = {name: inputs[name].clone() for name in names}
+            for name in names:
+                inputs[name].copy_(captured[name])
+            run()
+            for name in names:
+                inputs[name].copy_(now[name])
+
+        return Captured(replay, pool)
+
+    return capture
+
+
+@pytest.mark.parametrize("stale", [("lengths",), ("tables",), ("positions",), ("ids",), ()], ids=str)
+def test_the_self_check_refuses_graphs_that_replay_something_else(stale):
+    """The step itself is right; (): a replay does nothing."""
+    model = checked_model()
+    decoder = cuda_decoder(model, max_slots=4)
+    decoder.capture = with_stale_inputs(decoder, stale) if stale else lambda run, pool: Captured(lambda: None, pool)
+    reason = refusal(decoder, model)
+    assert reason.startswith("a decode step from a graph of the fused container differs"), reason

@@ -16,6 +16,7 @@ from transformers.integrations.neftune import activate_neftune
 from hybrid.architectures.structure import Part, read_structure
 from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.fused import FusedContainer, FusedModel, plain_call
+from hybrid.containers.self_check import STEPS, require_equal
 from hybrid.containers.torch_decoder import TorchDecoder
 from hybrid.containers.window import Window
 from hybrid.decoding.kv_cache import KVCache
@@ -69,7 +70,7 @@ class Calls:
     """How often a decoder's forward has run since it was last asked."""
 
     def __init__(self):
-        self.count = 0
+        self.count, self.checking = 0, False
 
     def taken(self) -> int:
         count, self.count = self.count, 0
@@ -83,10 +84,19 @@ def calls(monkeypatch) -> Calls:
     for kind in (CpuDecoder, TorchDecoder):
 
         def counted(self, *args, _own=kind.forward):
-            counter.count += 1
+            counter.count += not counter.checking
             return _own(self, *args)
 
         monkeypatch.setattr(kind, "forward", counted)
+
+    def checked(*args):
+        counter.checking = True
+        try:
+            require_equal(*args)
+        finally:
+            counter.checking = False
+
+    monkeypatch.setattr("hybrid.containers.fused.require_equal", checked)
     return counter
 
 
@@ -194,7 +204,7 @@ def test_a_decoder_that_is_wrong_over_its_cache_is_found(calls, monkeypatch):
 
     monkeypatch.setattr(CpuDecoder, "layers", wrong)
     engine = Miniature(tiny_model("llama"))
-    with pytest.warns(UserWarning, match="layer 2, over a cache, of the fused container differs"):
+    with pytest.warns(UserWarning, match="layer 2, in decode steps, of the fused container differs"):
         engine.generate(IDS, **REQUEST)
     require_native(engine, tiny_model("llama").eval(), calls)
 
@@ -209,7 +219,7 @@ def test_the_check_is_made_once(calls, monkeypatch):
     monkeypatch.setattr(CpuDecoder, "layers", counted)
     engine = Miniature(tiny_model("llama"))
     require_fused(engine, tiny_model("llama").eval(), calls)
-    assert counter.taken() == 3 * 3
+    assert counter.taken() == 3 * (2 + STEPS), "two prefills and the decode steps of three layers"
     engine.snapshot.version.loads += 1
     require_fused(engine, tiny_model("llama").eval(), calls)
     assert counter.taken() == 0

@@ -1,0 +1,346 @@
+"""The self-check runs what will run; it refuses what is wrong, massive activations or not, and never what is right."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hybrid.architectures.reading import read_decoder
+from hybrid.architectures.spec import Unreadable
+from hybrid.architectures.structure import read_structure
+from hybrid.containers import self_check, torch_decoder
+from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
+from hybrid.containers.cpu_decoder import CpuDecoder
+from hybrid.containers.int8_decoder import Int8Decoder
+from hybrid.containers.self_check import require_equal
+from hybrid.containers.sharded_decoder import ShardedDecoder
+from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.kernels import torch_ops
+from hybrid.kernels.cpu_library import cpu_library
+from hybrid.weights.quantize import in_int8
+from tests.containers.test_torch_decoder import own_weights
+from tests.engines import engine_of, settings
+from tests.models import ALL_FAMILIES, prompts, tiny_model, twin
+
+CHANNEL, MASSIVE = 5, 1000.0
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+by_name = {"ids": lambda value: str(value).removeprefix("torch.")}
+
+
+def cases(families: Iterable[str]) -> list:
+    """Families and dtypes: all in bfloat16, and Llama in every dtype; the others are slow tests."""
+    return [
+        pytest.param(family, dtype, marks=[] if "llama" in family or dtype == torch.bfloat16 else pytest.mark.slow)
+        for family in families
+        for dtype in DTYPES
+    ]
+
+
+def decoder_of(model: nn.Module, kind: type | None = None) -> CpuDecoder | TorchDecoder:
+    """A bound decoder in the model's dtype; kind: None for what an engine takes on this machine's CPU."""
+    kind = kind or (TorchDecoder if model.dtype == torch.float16 or cpu_library() is None else CpuDecoder)
+    more = (cpu_library(),) if kind is CpuDecoder else ()
+    decoder = kind(read_decoder(model), own_weights, model.dtype, *more)
+    decoder.bind()
+    return decoder
+
+
+@torch.no_grad()
+def refusal(decoder: object, model: nn.Module) -> str:
+    """Why the self-check refuses a decoder of `model`; "" where it does not."""
+    try:
+        require_equal(decoder, model, [part.module for part in read_structure(model).layers])
+    except Unreadable as reason:
+        return str(reason)
+    return ""
+
+
+@torch.no_grad()
+def with_massive_channel(model: nn.Module, family: str, tokens: str) -> nn.Module:
+    """`model` with a channel of the residual stream near MASSIVE, as real models have it, from the embedding on.
+
+    tokens: "every", or "some", of which there are several in every sequence.
+    """
+    rows = slice(None) if tokens == "every" else slice(0, 20)
+    embedding = model.get_input_embeddings().weight
+    if model.config.tie_word_embeddings:  # logits of MASSIVE times a channel of the last norm would be all alike
+        model.get_output_embeddings().weight = nn.Parameter(embedding.clone())
+    if family == "bloom":
+        model.transformer.word_embeddings_layernorm.bias[CHANNEL] = MASSIVE
+    elif family in ("gpt2", "opt"):
+        table = model.transformer.wpe if family == "gpt2" else model.model.decoder.embed_positions
+        table.weight[rows, CHANNEL] = MASSIVE
+    else:
+        multiplier = {"gemma2": 32**0.5, "gemma3_text": 32**0.5, "granite": 3.0}.get(family, 1.0)
+        embedding[rows, CHANNEL] = MASSIVE / multiplier
+    return model
+
+
+# A right decoder is accepted
+
+
+@pytest.mark.parametrize(("family", "dtype"), cases(ALL_FAMILIES), **by_name)
+def test_a_right_decoder_is_accepted(family, dtype):
+    """Of every family, without massive activations, with some, and with one at every token."""
+    for seed, tokens in enumerate(("no", "some", "every")):
+        model = tiny_model(family, seed=seed, dtype=dtype).eval()
+        if tokens != "no":
+            with_massive_channel(model, family, tokens)
+        assert refusal(decoder_of(model), model) == "", tokens
+
+
+@pytest.mark.parametrize("kind", [CpuDecoder, TorchDecoder])
+def test_no_seed_makes_a_right_decoder_refused(kind):
+    """50 models with massive activations."""
+    for seed in range(50):
+        model = tiny_model("llama", seed=seed, dtype=torch.bfloat16).eval()
+        with_massive_channel(model, "llama", "some" if seed % 2 else "every")
+        assert refusal(decoder_of(model, kind), model) == "", seed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, **by_name)
+def test_a_pretrained_model_is_accepted(dtype, stories260k):
+    model = AutoModelForCausalLM.from_pretrained(stories260k, dtype=dtype).eval()
+    assert refusal(decoder_of(model), model) == ""
+
+
+def test_eighty_layers_are_accepted():
+    """What layers may differ by adds up over a step."""
+    model = tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=80).eval()
+    assert refusal(decoder_of(model), model) == ""
+
+
+# A wrong layer is refused
+
+MLPS = {"gemma2": "post_feedforward_layernorm", "opt": "fc2", "bloom": "mlp.dense_4h_to_h"}
+ATTENTIONS = {"gemma2": "post_attention_layernorm", "gpt2": "attn", "bloom": "self_attention.dense"}
+OUTPUTS = {"gpt2": "attn.c_proj", "opt": "self_attn.out_proj", "bloom": "self_attention.dense"}
+NORMS = {"gpt2": "ln_2", "opt": "final_layer_norm", "gemma2": "pre_feedforward_layernorm"}
+
+
+def scaled(module: nn.Module, factor: float) -> None:
+    """Make a module give `factor` times what it gave."""
+
+    def hook(module: nn.Module, args: tuple, output: object) -> object:
+        return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
+
+    module.register_forward_hook(hook)
+
+
+def without_head(module: nn.Module) -> None:
+    """Give the projection behind attention zeros from the last of four heads."""
+
+    def hook(module: nn.Module, args: tuple) -> tuple:
+        kept = args[0].clone()
+        kept[..., -(kept.shape[-1] // 4) :] = 0
+        return (kept,)
+
+    module.register_forward_pre_hook(hook)
+
+
+@torch.no_grad()
+def without_weight(norm: nn.Module) -> None:
+    """Make a norm's weight one."""
+    norm.weight.fill_(0.0 if "Gemma" in type(norm).__name__ else 1.0)
+
+
+DEFECTS: dict[str, Callable[[nn.Module, str], None]] = {
+    "MLP doubled": lambda layer, family: scaled(layer.get_submodule(MLPS.get(family, "mlp")), 2.0),
+    "MLP dropped": lambda layer, family: scaled(layer.get_submodule(MLPS.get(family, "mlp")), 0.0),
+    "MLP negated": lambda layer, family: scaled(layer.get_submodule(MLPS.get(family, "mlp")), -1.0),
+    "attention dropped": lambda layer, family: scaled(layer.get_submodule(ATTENTIONS.get(family, "self_attn")), 0.0),
+    "a head dropped": lambda layer, family: without_head(layer.get_submodule(OUTPUTS.get(family, "self_attn.o_proj"))),
+    "a norm's weight ignored": lambda layer, family: without_weight(
+        layer.get_submodule(NORMS.get(family, "post_attention_layernorm"))
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), cases(["llama", "qwen2", "mistral", "mixtral", "gemma2", "gpt2", "opt", "bloom"]), **by_name
+)
+@pytest.mark.parametrize("tokens", ["no", "some", "every"])
+def test_every_defect_of_a_layer_is_refused(tokens, family, dtype):
+    """With massive activations as without; the same decoder is accepted as long as the model is right."""
+    model = tiny_model(family, dtype=dtype).eval()
+    if tokens != "no":
+        with_massive_channel(model, family, tokens)
+    with torch.no_grad():  # a trained model's norms are not near one
+        norm = read_structure(model).layers[1].module.get_submodule(NORMS.get(family, "post_attention_layernorm"))
+        norm.weight.add_(torch.randn_like(norm.weight), alpha=0.5)
+    decoder = decoder_of(model)
+    assert refusal(decoder, model) == ""
+    for what, apply in DEFECTS.items():
+        wrong = copy.deepcopy(model)
+        apply(read_structure(wrong).layers[1].module, family)
+        assert refusal(decoder, wrong).startswith("layer 1 of the fused container differs"), what
+
+
+@pytest.mark.parametrize("defect", ["MLP doubled", "MLP dropped", "MLP negated", "attention dropped"])
+def test_what_is_small_beside_the_residual_stream_is_seen(defect):
+    """The residual stream is thirty times as large: most of what is missing is less than a unit in the last place."""
+    model = tiny_model("llama", dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        embedding.mul_(30 / embedding.float().square().mean().sqrt())
+    decoder, wrong = decoder_of(model), copy.deepcopy(model)
+    assert refusal(decoder, model) == ""
+    DEFECTS[defect](wrong.model.layers[1], "llama")
+    assert refusal(decoder, wrong).startswith("layer 1 of the fused container differs")
+
+
+# What runs is checked: decode steps
+
+
+def is_decoding(groups: tuple[torch_ops.Group, ...]) -> bool:
+    """Whether attention is that of a decode step."""
+    return all(group.rows.shape[1] == 1 for group in groups)
+
+
+def zeros(q, keys, values, groups, *args, **kwargs):
+    """Attention of the right shape."""
+    return torch.zeros_like(q)
+
+
+def others_pages(q, keys, values, groups, *args, **kwargs):
+    """Attention over the pages of another sequence."""
+    turned = tuple(dataclasses.replace(group, slots=group.slots.flip(0)) for group in groups)
+    return torch_ops.paged_attention(q, keys, values, turned, *args, **kwargs)
+
+
+def wrong_in_steps(monkeypatch, wrong: Callable) -> None:
+    """Break the attention of torch's decoders, in decode steps alone."""
+
+    class Patched:
+        def __getattr__(self, name: str) -> object:
+            return getattr(torch_ops, name)
+
+        @staticmethod
+        def paged_attention(q, keys, values, groups, *args, **kwargs):
+            attend = wrong if is_decoding(groups) else torch_ops.paged_attention
+            return attend(q, keys, values, groups, *args, **kwargs)
+
+    monkeypatch.setattr(torch_decoder, "torch_ops", Patched())
+
+
+@pytest.mark.parametrize("wrong", [zeros, others_pages])
+@pytest.mark.parametrize("kind", [TorchDecoder, Int8Decoder])
+def test_decode_attention_alone_is_refused(kind, wrong, monkeypatch):
+    model = tiny_model("llama", dtype=torch.bfloat16).eval()
+    if kind is Int8Decoder:
+        stored = dict(model.named_parameters())
+        for name, take in in_int8(model, 1).items():
+            take(stored[name])
+    decoder = decoder_of(model, kind)
+    assert refusal(decoder, model) == ""
+    wrong_in_steps(monkeypatch, wrong)
+    assert refusal(decoder, model).startswith("layer 0, in decode steps, of the fused container differs")
+
+
+def wrong_cpu_steps(own: Callable, wrong: str) -> Callable:
+    """CpuDecoder._run whose decode steps read zeros, or the pages of other sequences."""
+
+    def run(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV | None, first: int, last: int):
+        if kv is not None and len(batch.ids) == len(batch.lengths) > 1:
+            if wrong == "zeros":
+                kv = PagedKV(kv.keys, [torch.zeros_like(values) for values in kv.values])
+            else:
+                batch = dataclasses.replace(batch, tables=batch.tables.flip(0).contiguous())
+        return own(self, hidden, batch, kv, first, last)
+
+    return run
+
+
+@pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
+@pytest.mark.parametrize("wrong", ["zeros", "other pages"])
+def test_decode_attention_of_the_cpu_kernels_alone_is_refused(wrong, monkeypatch):
+    model = tiny_model("llama", dtype=torch.bfloat16).eval()
+    decoder = decoder_of(model, CpuDecoder)
+    assert refusal(decoder, model) == ""
+    monkeypatch.setattr(CpuDecoder, "_run", wrong_cpu_steps(CpuDecoder._run, wrong))
+    assert refusal(decoder, model).startswith("layer 0, in decode steps, of the fused container differs")
+
+
+@pytest.mark.parametrize(("steps", "what"), [(True, "a decode step"), (False, "a forward")])
+def test_a_step_that_is_put_together_wrongly_is_refused(steps, what, monkeypatch):
+    """Every layer is right, and whole decode steps, or whole forwards of several tokens, leave the last one out."""
+    model = tiny_model("llama").eval()
+    decoder = decoder_of(model, TorchDecoder)
+
+    def forward(batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        last = 2 if (len(batch.ids) == len(batch.lengths)) == steps else 3
+        return decoder.layers(decoder.embed(batch.ids, batch.positions), batch, kv, 0, last)
+
+    monkeypatch.setattr(decoder, "forward", forward)
+    assert refusal(decoder, model).startswith(f"{what} of the fused container differs")
+
+
+def check_steps(kind: str) -> None:
+    """A decoder that ranks run together, whose decode attention is wrong, is refused on every rank."""
+    block = {"inference_tp_size": 2} if kind == "tensor parallel" else {"pin_parameters": False}
+    model = tiny_model("llama")
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    expected = twin(model).generate(ids, attention_mask=mask, max_new_tokens=4)
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "tensor parallel":
+            own = ShardedDecoder._attention
+
+            def attention(self, index, read, step, kv):
+                return own(self, index, read, step, kv) * (0.0 if is_decoding(step.groups) else 1.0)
+
+            patch.setattr(ShardedDecoder, "_attention", attention)
+        else:
+            patch.setattr(CpuDecoder, "_run", wrong_cpu_steps(CpuDecoder._run, "zeros"))
+        engine = engine_of(model, settings(3, hybrid_engine=block, rollout={"containers": "fused"}))
+        engine.eval()
+        assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=4), expected)
+        assert "layer 0, in decode steps, of the fused container differs" in engine.coverage()[0]["why"]
+        engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["tensor parallel", "streaming"])
+def test_decode_attention_of_decoders_that_ranks_share_is_refused(ranks, kind):
+    ranks.run(check_steps, kind)
+
+
+# What it costs
+
+
+def test_contexts_are_longer_than_a_page_and_a_split():
+    model = tiny_model("llama").eval()
+    decoder = decoder_of(model, TorchDecoder)
+    for block in (PAGE, 256):
+        decoder.context_block = block
+        lengths = self_check.checked_lengths(decoder, model)
+        sequences = self_check.Sequences(lengths, 97, torch.device("cpu"))
+        assert min(step.batch.lengths.max() for step in sequences.steps) > block + PAGE
+        for step in sequences.steps:
+            assert len(set(step.batch.lengths.tolist())) == len(lengths) == len(step.batch.ids)
+        ends = {int(length) for step in sequences.steps for length in step.batch.lengths}
+        assert {PAGE, PAGE + 1} <= ends, "no sequence is decoded over the end of a page"
+        assert any(
+            begin > 0 for one in sequences.prefills for begin in one.batch.positions[one.batch.starts[:-1].long()]
+        )
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_logits_are_made_of_few_tokens(family):
+    """At a real size those of all tokens would be gigabytes."""
+    model = tiny_model(family).eval()
+    rows: list[int] = []
+    model.get_output_embeddings().register_forward_hook(lambda module, args, out: rows.append(out[..., 0].numel()))
+    decoder = decoder_of(model)
+    own = decoder.logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return own(hidden)
+
+    decoder.logits = counted
+    assert refusal(decoder, model) == ""
+    assert max(rows) <= 3 * 3 * self_check.STEPS
