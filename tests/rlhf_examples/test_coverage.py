@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import hybrid
@@ -24,7 +23,7 @@ from rlhf_examples.arguments import (
     arguments_of,
     read_yaml,
 )
-from rlhf_examples.engines import frozen
+from rlhf_examples.engines import deepspeed_config, frozen
 from rlhf_examples.models import load_exported
 from rlhf_examples.rollouts import sampling
 from tests.engines import engine_of, train_step
@@ -81,7 +80,7 @@ def check_recipe(name: str, folder: str) -> None:
         if isinstance(args, RolloutArguments):
             check_actor(args, folder)
         else:
-            engine = frozen(load_exported(folder, torch.float32), args.dtype, zero_stage=3)
+            engine = frozen(load_exported, folder, args.dtype, zero_stage=3)
             roll_out_and_score(engine, sampling(replace(args, max_answer_seq_len=6), seed=0))
             require_fused(engine)
             engine.destroy()
@@ -208,9 +207,8 @@ def run_script(script: str, folder: str) -> None:
         throughput.run(ThroughputArguments(model_name_or_path=model, rounds=1, **generating))
     else:
         tokenizer, args = chat.load_tokenizer(model), ChatArguments(path=model, max_new_tokens=6)
-        engine = hybrid.init_inference(
-            load_exported(model, torch.float32), dtype=args.dtype, replace_with_kernel_inject=True
-        )
+        policy = load_exported(model, deepspeed_config(args.dtype, zero_stage=0))
+        engine = hybrid.init_inference(policy, dtype=args.dtype, replace_with_kernel_inject=True)
         lines = iter(["Once upon a time"])
         chat.talk(engine, tokenizer, lambda: next(lines, "/quit"), args)
 
