@@ -31,6 +31,8 @@ def prompts_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.T
     prompts = args[0] if args else kwargs.get("input_ids") if given is None else given
     if prompts is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
         return None
+    if kwargs.get("inputs_embeds") is not None:  # these are the prompts, and the mask is theirs
+        return None
     # Of a sequence that goes on from a cache, the mask covers what is in the cache too.
     mask = None if kwargs.get("past_key_values") is not None else kwargs.get("attention_mask")
     check_prompts(prompts, mask, "input_ids")
@@ -45,6 +47,24 @@ def require_generate(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} has no generate(): generation needs a Hugging Face model with a "
             "language-modelling head. eval(), train() and forward work with any model."
+        )
+
+
+def require_decoder(model: nn.Module, call: str) -> None:
+    """Raise NotImplementedError for an encoder-decoder, whose prompt and completion are not one sequence."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise NotImplementedError(
+            f"{call}: {type(model).__name__} is an encoder-decoder; {call} takes decoders, whose prompt and completion "
+            "are one sequence. engine.generate() and forwards in eval mode run with encoder-decoders"
+        )
+
+
+def refuse_model_inputs(model_inputs: dict[str, Any], call: str) -> None:
+    """Raise NotImplementedError for inputs of a model besides token ids and their mask, such as images."""
+    if model_inputs:
+        raise NotImplementedError(
+            f"{call}: {', '.join(model_inputs)} given; {call} takes token ids and their mask alone. engine.generate() "
+            "and forwards in eval mode take what the model takes"
         )
 
 
@@ -101,11 +121,6 @@ def generate(model: nn.Module, args: tuple, kwargs: dict[str, Any], decoding: De
 def stride_on(device: torch.device) -> int:
     """Steps between two looks at which rows have ended."""
     return 1 if device.type == "cpu" else STRIDE_ON_DEVICES
-
-
-def drawn_seed() -> int:
-    """A seed from torch's generator, so that `torch.manual_seed` decides."""
-    return int(torch.randint(2**63 - 1, ()))
 
 
 class TimedDecoder:

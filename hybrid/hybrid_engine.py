@@ -32,9 +32,19 @@ from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise, TokenLog
 from hybrid.decoding.native_scoring import score_natively
 from hybrid.decoding.pages import PageStore
+from hybrid.decoding.sampling import Seeds
 from hybrid.decoding.scoring import Scores, score_packed
 from hybrid.deepspeed_surface import DeepSpeedSurface
-from hybrid.generation import Route, drawn_seed, generate, prompts_of, require_generate, stride_on
+from hybrid.generation import (
+    Route,
+    generate,
+    prompts_of,
+    refuse_model_inputs,
+    require_decoder,
+    require_generate,
+    stride_on,
+)
+from hybrid.inputs import as_ids, as_mask, as_model_inputs
 from hybrid.memory_plan import MemoryPlan, Mode, Modes, layer_by_layer
 from hybrid.parallel import InferenceGroup, any_rank, engine_name, lost_rank_reported, own_row_ids, world_size
 from hybrid.profiling import Profiler
@@ -43,6 +53,7 @@ from hybrid.rollout import (
     SamplingParams,
     check_left_padded,
     check_prompts,
+    check_row_ids,
     end_token_ids,
     make_batch,
 )
@@ -75,6 +86,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if self._rollout_settings.offload_states:
             require_movable_optimizer(self.optimizer)
         self._in_eval = False
+        self._seeds = Seeds()
         self._unhooked = ExitStack()  # gives back the hooks of switched modules
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
         self._modes = Modes(
@@ -158,6 +170,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             sharing=nullcontext if shared is None else shared.lent,
             around=self._states_on_host if self._rollout_settings.offload_states else nullcontext,
             renew=self._renew,
+            device=self.device,
         )
         self._calls = self._make_calls(shared)
         parts = parts_of(self._policy, self._modes.structure, inner=self.in_step)
@@ -494,17 +507,26 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._see_changes()
         return self._snapshot.number()
 
-    def generate(self, *args: Any, adapters: bool | None = None, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, adapters: bool | None = None, seed: int | None = None, **kwargs: Any) -> Any:
         """Hugging Face's `generate`: takes what it takes and returns what it returns.
 
+        Inputs may be on any device, ids of any integer dtype; what comes back is on the model's device.
         adapters: None as the model has them; False generates from the base model.
-        Sampled rows draw their noise from (seed, rank, row, position); the seed comes from torch's generator.
+        seed: of the noise of sampled rows, which is a function of (seed, rank, row, position); None takes
+            `next_seed()`. torch's generators are not drawn from.
         `synced_gpus` is taken and not needed: ranks do not wait for each other.
         Raises ValueError and NotImplementedError, in words, before any weight moves.
         """
         with self._call(adapters):
             prompts_of(self._policy, args, kwargs)
-            return self._generate(args, kwargs, adapters, lambda rows: Noise(drawn_seed(), own_row_ids(rows)))
+            args, kwargs = as_model_inputs(args, kwargs, self.device)
+            noise = lambda rows: Noise(self.next_seed() if seed is None else seed, own_row_ids(rows))  # noqa: E731
+            return self._generate(args, kwargs, adapters, noise)
+
+    def next_seed(self) -> int:
+        """The seed of the next call that is given none: of torch's initial seed (`torch.manual_seed`) and of the number
+        of such calls. The sequence starts again where the initial seed has changed."""
+        return self._seeds.next()
 
     def rollout(
         self,
@@ -514,14 +536,18 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         num_generations: int = 1,
         adapters: bool | None = None,
         row_ids: torch.Tensor | None = None,
+        **model_inputs: Any,
     ) -> RolloutBatch:
         """Completions of prompts, with the logprobs that they were drawn with.
 
-        prompt_ids, prompt_mask: int64 [rows, prompt_len], left padded. A rank may have no rows at all.
-        row_ids: int64 [rows], the prompts' numbers among all ranks'; the same number draws the same noise, whatever
+        prompt_ids, prompt_mask: [rows, prompt_len], left padded; ids of any integer dtype, a mask of any dtype, on any
+            device. A rank may have no rows at all. The batch is int64, on the model's device.
+        row_ids: integers [rows], the prompts' numbers among all ranks'; the same number draws the same noise, whatever
             the world size. None numbers this rank's rows, so that ranks share no noise.
         Raises ValueError and NotImplementedError, in words, before any weight moves.
         """
+        refuse_model_inputs(model_inputs, "rollout")
+        require_decoder(self._policy, "rollout")
         with self._call(adapters):
             return self._rollout(prompt_ids, prompt_mask, sampling, num_generations, adapters, row_ids)
 
@@ -538,8 +564,9 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         check_left_padded(prompt_mask)
         if num_generations < 1:
             raise ValueError(f"num_generations: {num_generations} given; it must be at least 1")
-        if row_ids is not None and row_ids.shape != prompt_ids.shape[:1]:
-            raise ValueError(f"row_ids: shape {tuple(row_ids.shape)} given; it must be [{len(prompt_ids)}]")
+        if row_ids is not None:
+            check_row_ids(row_ids, len(prompt_ids))
+        prompt_ids, prompt_mask = as_ids(prompt_ids, self.device), as_mask(prompt_mask, self.device)
         if len(prompt_ids) == 0:  # other ranks may be gathering, so this one draws a token and gives nothing back
             one = prompt_ids.new_zeros(1, prompt_ids.shape[1])
             once = replace(sampling, max_new_tokens=1, min_new_tokens=0)
@@ -555,8 +582,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             },
             adapters,
             lambda rows: Noise(
-                drawn_seed() if sampling.seed is None else sampling.seed,
-                own_row_ids(rows) if row_ids is None else row_ids.cpu(),
+                self.next_seed() if sampling.seed is None else sampling.seed,
+                own_row_ids(rows) if row_ids is None else as_ids(row_ids, torch.device("cpu")),
             ),
             log,
         )
@@ -567,6 +594,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             sequences,
             end_token_ids(self._policy, sampling.stop_token_ids),
             log.sampling,
+            log.old,
             log.raw,
             weight_version=version,
             timings={name: after[name] - before[name] for name in ROLLOUT_TIMINGS},
@@ -579,12 +607,16 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         adapters: bool | None = None,
         temperature: float = 1.0,
         rows_per_forward: int = 16,
+        **model_inputs: Any,
     ) -> Scores:
         """Logprob and entropy of every token of given sequences but the first.
 
-        sequences, attention_mask: int64 [rows, tokens], padded on either side; a rank may have no rows. Logits are
-        made for `rows_per_forward` rows at a time. adapters: None as the model has them; False judges by the base.
+        sequences, attention_mask: [rows, tokens], padded on either side, dtypes and device as `rollout`'s; a rank may
+        have no rows. Logits are made for `rows_per_forward` rows at a time. adapters: None as the model has them; False
+        scores with the base model.
         """
+        refuse_model_inputs(model_inputs, "score")
+        require_decoder(self._policy, "score")
         with self._call(adapters):
             return self._score(sequences, attention_mask, adapters, temperature, rows_per_forward)
 
@@ -599,7 +631,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         check_prompts(sequences, attention_mask, "sequences")
         if temperature <= 0:
             raise ValueError(f"temperature: {temperature} given; it must be above 0")
-        rows, attention_mask = len(sequences), attention_mask.long()
+        rows = len(sequences)
+        sequences, attention_mask = as_ids(sequences, self.device), as_mask(attention_mask, self.device)
         if rows == 0:  # as in `rollout`
             sequences = sequences.new_zeros(1, sequences.shape[1])
             attention_mask = torch.ones_like(sequences)

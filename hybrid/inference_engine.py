@@ -43,8 +43,10 @@ from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise
 from hybrid.decoding.pages import PageStore
 from hybrid.decoding.rows import Decoder
+from hybrid.decoding.sampling import Seeds, wrapped
 from hybrid.extension_lock import extension_lock_reported
-from hybrid.generation import TimedDecoder, drawn_seed, generate, prompts_of, stride_on
+from hybrid.generation import TimedDecoder, generate, prompts_of, stride_on
+from hybrid.inputs import as_model_inputs
 from hybrid.kernels.cuda_graph import GraphedForward
 from hybrid.parallel import InferenceGroup, engine_name, first_to, own_row_ids, world_size
 from hybrid.profiling import ModelTimes, Profiler
@@ -216,10 +218,9 @@ class InferenceEngine(nn.Module):
             raise NotImplementedError(words.format(wrong or "another rank has other numbers"))
 
     def _agree_on_noise(self) -> None:
-        """Give the ranks of a tensor-parallel group the first one's generator."""
-        if self._group.tensor.size > 1:
-            state = torch.get_rng_state().to(self._device)
-            torch.set_rng_state(self._group.tensor.share(state).cpu())
+        """Give the ranks of a tensor-parallel group the first one's seeds."""
+        initial = torch.tensor(wrapped(torch.initial_seed()), device=self._device)
+        self._seeds = Seeds(int(self._group.tensor.share(initial)))
 
     def _save(self, read: Read) -> None:
         """Write this rank's part of the weights, where that is asked for: the group that comes first does."""
@@ -253,6 +254,7 @@ class InferenceEngine(nn.Module):
             list,
             lends=lends,
             merges=lends,
+            device=self._device,
         )
         layers = [part.module for part in structure.layers]
         graph_slots = self._max_slots if self._config.enable_cuda_graph else 0
@@ -291,6 +293,7 @@ class InferenceEngine(nn.Module):
 
         Where a fused container or a graph runs, `use_cache` is false unless it is given: the caller gets no cache back.
         """
+        inputs, kwargs = as_model_inputs(inputs, kwargs, self._device)
         if not (self._fused.why_not and self._graphs is None) and leaves_open(self.module, inputs, kwargs, "use_cache"):
             kwargs["use_cache"] = False
         if self._graphs is None:
@@ -302,20 +305,23 @@ class InferenceEngine(nn.Module):
             output = self._graphs(*inputs, **kwargs)
         return output if self._config.return_tuple else first_tensor(output)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
         """Hugging Face's `generate`: takes what it takes and returns what it returns. Every call starts with an empty
-        KV cache.
+        KV cache. Inputs may be on any device, ids of any integer dtype; what comes back is on the model's device.
 
-        Sampled rows draw their noise from (seed, tensor-parallel group, row, position); the seed comes from torch's
-        generator, which is the same on the ranks of a group from the start: let them make the same calls. Where ranks
-        share the model's own modules, the seed is the first rank's.
+        seed: of the noise of sampled rows, which is a function of (seed, tensor-parallel group, row, position). None
+            takes the next of a sequence that torch's initial seed (`torch.manual_seed`) starts, and starts again where
+            it changes; torch's generators are not drawn from. The ranks of a group have the first one's initial seed:
+            let them make the same calls. Where they share the model's own modules, the seed is the first rank's.
         Raises ValueError and NotImplementedError, in words, before anything runs.
         """
+        following = self._seeds.next()  # at every call, so that ranks count alike
         with self._calls.call():
-            return self._generate(args, kwargs)
+            return self._generate(args, kwargs, following if seed is None else seed)
 
-    def _generate(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _generate(self, args: tuple, kwargs: dict[str, Any], seed: int) -> Any:
         prompts = prompts_of(self.module, args, kwargs)
+        args, kwargs = as_model_inputs(args, kwargs, self._device)
         most, least = self._config.max_out_tokens, self._config.min_out_tokens
         if prompts is not None and prompts.shape[1] + least > most:
             raise ValueError(
@@ -333,7 +339,7 @@ class InferenceEngine(nn.Module):
             stride=stride_on(self._device),
             max_out_tokens=most,
             limit="max_out_tokens",
-            noise=lambda rows: Noise(self._seed(), own_row_ids(rows, self._group.tensor.number)),
+            noise=lambda rows: Noise(self._shared_seed(seed), own_row_ids(rows, self._group.tensor.number)),
             expands=self._exchange is None,
             produced=self._profiler.generated,
         )
@@ -344,11 +350,11 @@ class InferenceEngine(nn.Module):
         """The model's; transformers' pipelines ask the engine for it."""
         return self.module.generation_config
 
-    def _seed(self) -> int:
-        """A seed; where ranks call with the same inputs, the first one's, whatever their generators were set to."""
-        seed = torch.tensor(drawn_seed(), device=self._device)
-        in_step = self._group.size > 1 and self._fused.group is None
-        return int(self._group.share(seed) if in_step else seed)
+    def _shared_seed(self, seed: int) -> int:
+        """This rank's seed; where ranks call with the same inputs, the first one's."""
+        if self._group.size == 1 or self._fused.group is not None:
+            return seed
+        return int(self._group.share(torch.tensor(wrapped(seed), device=self._device)))
 
     @contextmanager
     def _request(self, tokens: int | None, why_native: str) -> Iterator[Decoder | None]:

@@ -6,18 +6,21 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-# Off, whatever a checkpoint's generation configuration says.
-NEUTRAL = {
-    "num_beams": 1,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "no_repeat_ngram_size": 0,
-    "return_dict_in_generate": False,
-    "output_scores": False,
-    "output_logits": False,
-    "use_cache": True,
-}
+from hybrid.inputs import is_integer
+
+# `generate` logs a warning where these are set beside max_new_tokens and min_new_tokens, which decide.
+DECIDED_BY_NEW_TOKENS = ("max_length", "min_length")
+
+
+class WholeGenerationConfig(GenerationConfig):
+    """A generation configuration that decides every field: `generate` takes nothing from the model's own.
+
+    `generate` fills what is None, here what is off, by `update(defaults_only=True)` (transformers 5.23).
+    """
+
+    def update(self, defaults_only: bool = False, **kwargs: Any) -> dict[str, Any]:
+        """As Hugging Face's; with `defaults_only` nothing changes."""
+        return {} if defaults_only else super().update(**kwargs)
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,10 @@ class SamplingParams:
 
     max_new_tokens: the longest completion, its end token included.
     temperature: logits are divided by it; 0 is greedy.
-    top_p, top_k, min_p: truncations; 1.0, 0 and 0.0 are off. Logprobs are reported before truncation.
+    top_p, top_k, min_p: truncations; 1.0, 0 and 0.0 are off.
     min_new_tokens: no end token before this many.
     repetition_penalty: as Hugging Face's; 1.0 is off.
-    seed: of the noise; None draws one from torch's generator.
+    seed: of the noise; None takes `engine.next_seed()`.
     stop_token_ids: end tokens besides those of the model's configurations.
     """
 
@@ -58,30 +61,30 @@ class SamplingParams:
                 raise ValueError(f"SamplingParams.{name}: {getattr(self, name)!r} given; it must be {allowed}")
 
     def generation_config(self, model: Any, num_generations: int) -> GenerationConfig:
-        """Hugging Face's configuration of the same draw. Of the model's own only its special tokens are taken: a
-        rollout must not inherit a temperature or top_k that a checkpoint was published with."""
+        """Hugging Face's configuration of the same draw. Of the model's own it has the special tokens alone: a
+        checkpoint's temperature, suppressed tokens or penalties are not the rollout's."""
         ends = end_token_ids(model, self.stop_token_ids)
         own = model.generation_config
         pad = own.pad_token_id if own.pad_token_id is not None else getattr(model.config, "pad_token_id", None)
         if pad is None:
             pad = ends[0] if ends else 0
-        draw = {}
+        off = {
+            name: value
+            for name, value in GenerationConfig._get_default_generation_params().items()
+            if name not in DECIDED_BY_NEW_TOKENS
+        }
+        draw = {"do_sample": False, "top_k": None}
         if self.temperature > 0:
-            draw = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-            if self.min_p or own.min_p is not None:
-                draw["min_p"] = self.min_p
-        return GenerationConfig(
-            max_new_tokens=self.max_new_tokens,
-            min_new_tokens=self.min_new_tokens or None,
-            do_sample=self.temperature > 0,
-            repetition_penalty=self.repetition_penalty,
-            num_return_sequences=num_generations,
-            eos_token_id=ends or None,
-            pad_token_id=pad,
-            bos_token_id=own.bos_token_id,
-            **draw,
-            **NEUTRAL,
-        )
+            draw = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+            draw["min_p"] = self.min_p or None
+        asked = {
+            "max_new_tokens": self.max_new_tokens,
+            "min_new_tokens": self.min_new_tokens or None,
+            "repetition_penalty": self.repetition_penalty,
+            "num_return_sequences": num_generations,
+        }
+        special = {"eos_token_id": ends or None, "pad_token_id": pad, "bos_token_id": own.bos_token_id}
+        return WholeGenerationConfig(**{**off, **draw, **asked, **special})
 
 
 def end_token_ids(model: Any, more: tuple[int, ...] = ()) -> list[int]:
@@ -99,9 +102,12 @@ class RolloutBatch:
     prompt_ids, prompt_mask: int64 [rows, prompt_len], left padded, as they were given.
     completion_ids, completion_mask: int64 [rows, completion_len], right padded. The first end token belongs to the
         completion; the mask comes from lengths.
-    sampling_per_token_logps: float32 [rows, completion_len], at the sampling temperature and before truncation;
-        0 where masked.
-    raw_per_token_logps: the same at temperature 1.
+    sampling_per_token_logps: float32 [rows, completion_len], 0 where masked: of the distribution that the token was
+        drawn from, after temperature, repetition_penalty, min_new_tokens and truncation, normalised again; what vLLM
+        calls "processed_logprobs". Importance sampling divides by these. A greedy token's are at temperature 1.
+    old_per_token_logps: the same of softmax(logits / temperature), without penalty or truncation: what TRL's trainer
+        computes under this name, the policy in PPO's ratio. `engine.score` gives it again.
+    raw_per_token_logps: the same of softmax(logits), the model itself; vLLM's "raw_logprobs".
     finish_reason: "stop" where an end token came, else "length".
     weight_version: of the weights that sampled.
     timings: seconds by phase and the number of tokens, of this rank.
@@ -112,6 +118,7 @@ class RolloutBatch:
     completion_ids: torch.Tensor
     completion_mask: torch.Tensor
     sampling_per_token_logps: torch.Tensor
+    old_per_token_logps: torch.Tensor
     raw_per_token_logps: torch.Tensor
     finish_reason: list[str]
     weight_version: int
@@ -137,8 +144,8 @@ def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids") -
     """Raise TypeError or ValueError, in words, for prompts that cannot be decoded; prompt_mask may be None."""
     if not isinstance(prompt_ids, torch.Tensor):
         raise TypeError(f"{name}: {type(prompt_ids).__name__} given; it must be an integer tensor [rows, tokens]")
-    if prompt_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{name}: dtype {prompt_ids.dtype} given; token ids are torch.int64 (or int32)")
+    if not is_integer(prompt_ids):
+        raise ValueError(f"{name}: dtype {prompt_ids.dtype} given; token ids are integers, such as torch.int64")
     if prompt_ids.dim() != 2:
         raise ValueError(f"{name}: shape {tuple(prompt_ids.shape)} given; it must be [rows, tokens]")
     if prompt_ids.shape[1] == 0:
@@ -148,9 +155,19 @@ def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids") -
     if not isinstance(prompt_mask, torch.Tensor) or prompt_mask.shape != prompt_ids.shape:
         given = tuple(prompt_mask.shape) if isinstance(prompt_mask, torch.Tensor) else type(prompt_mask).__name__
         raise ValueError(f"attention mask: {given} given; it must have the shape of {name}, {tuple(prompt_ids.shape)}")
-    empty = (prompt_mask.sum(dim=1) == 0).nonzero().flatten().tolist()
+    empty = (prompt_mask != 0).any(dim=1).logical_not().nonzero().flatten().tolist()
     if empty:
         raise ValueError(f"attention mask: rows {empty} are empty prompts, all masked; a prompt needs a token")
+
+
+def check_row_ids(row_ids: Any, rows: int) -> None:
+    """Raise TypeError or ValueError where `row_ids` is not an integer tensor [rows]."""
+    if not isinstance(row_ids, torch.Tensor):
+        raise TypeError(f"row_ids: {type(row_ids).__name__} given; it must be an integer tensor [{rows}]")
+    if row_ids.shape != (rows,):
+        raise ValueError(f"row_ids: shape {tuple(row_ids.shape)} given; it must be [{rows}]")
+    if not is_integer(row_ids):
+        raise ValueError(f"row_ids: dtype {row_ids.dtype} given; row numbers are integers, such as torch.int64")
 
 
 def check_left_padded(prompt_mask: torch.Tensor) -> None:
@@ -179,6 +196,7 @@ def make_batch(
     sequences: torch.Tensor,
     ends: list[int],
     sampling_logps: torch.Tensor,
+    old_logps: torch.Tensor,
     raw_logps: torch.Tensor,
     **about,
 ) -> RolloutBatch:
@@ -196,6 +214,7 @@ def make_batch(
         completion_ids=completions,
         completion_mask=mask,
         sampling_per_token_logps=sampling_logps * mask,
+        old_per_token_logps=old_logps * mask,
         raw_per_token_logps=raw_logps * mask,
         finish_reason=["stop" if end else "length" for end in ended.tolist()],
         **about,

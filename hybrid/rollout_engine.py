@@ -58,7 +58,7 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> HybridRolloutBatch:
         """Completions of left-padded prompts; a prompt's samples are neighbours.
 
-        Sampling takes one seed from torch's generator; a temperature of 0 or less is greedy. Where
+        Sampling takes one `engine.next_seed()`; a temperature of 0 or less is greedy. Where
         `continuous_batch_size` is given, as many rows at most are decoded together, which changes no token. A rank
         may have no prompts.
         """
@@ -70,7 +70,7 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
             temperature=max(sampling.temperature, 0.0),
             top_p=sampling.top_p,
             top_k=max(sampling.top_k, 0),
-            seed=int(torch.randint(2**63 - 1, ())) if sampling.temperature > 0 else None,
+            seed=self.engine.next_seed() if sampling.temperature > 0 else None,
             stop_token_ids=self.end_token_ids,
         )
         parts = zip(

@@ -64,7 +64,7 @@ class Actor:
     def old_logps(self, batch: hybrid.RolloutBatch) -> torch.Tensor:
         """The policy's own in eval mode, or as sampled: `logprob_mode`.  float32 [rows, completion]"""
         if self.args.logprob_mode == "sampling":
-            return batch.sampling_per_token_logps
+            return batch.old_per_token_logps
         scores = self.policy.score(batch.sequences, batch.attention_mask, temperature=self.args.temperature)
         return scores.per_token_logps[:, -batch.completion_mask.shape[1] :]
 

@@ -149,7 +149,7 @@ def judged(
         sequences=batch.sequences,
         attention_mask=batch.attention_mask,
         mask=mask * learned[:, None],
-        sampling_logps=batch.sampling_per_token_logps,
+        sampling_logps=batch.old_per_token_logps,
         old_logps=old_logps,
         weights=weights,
         advantages=advantages,

@@ -29,7 +29,8 @@ class Experience:
     """Rows of completions.  sequences, attention_mask [rows, prompt + completion]; the others [rows, completion], but
     for GRPO's advantages [rows].
 
-    mask: of the tokens that are learned from.  weights: factors of the tokens' policy loss.
+    mask: of the tokens that are learned from.  sampling_logps: the sampler's, of the policy at the temperature.
+    weights: factors of the tokens' policy loss.
     """
 
     sequences: torch.Tensor
@@ -133,9 +134,8 @@ def of_one_width(batch: hybrid.RolloutBatch, pad_token_id: int) -> hybrid.Rollou
     widths = torch.tensor([batch.prompt_ids.shape[1], batch.completion_ids.shape[1]], device=batch.prompt_ids.device)
     left, right = (over_ranks(widths, dist.ReduceOp.MAX) - widths).tolist()
     ids = {"prompt_ids": (left, 0), "completion_ids": (0, right)}
-    zeros = {"prompt_mask": (left, 0)} | dict.fromkeys(
-        ("completion_mask", "sampling_per_token_logps", "raw_per_token_logps"), (0, right)
-    )
+    logps = ("sampling_per_token_logps", "old_per_token_logps", "raw_per_token_logps")
+    zeros = {"prompt_mask": (left, 0)} | dict.fromkeys(("completion_mask", *logps), (0, right))
     wider = {name: functional.pad(getattr(batch, name), amount, value=pad_token_id) for name, amount in ids.items()}
     return replace(
         batch, **wider, **{name: functional.pad(getattr(batch, name), amount) for name, amount in zeros.items()}
@@ -208,6 +208,8 @@ def loss_weights(
     """The weights of the tokens in the policy loss, and their metrics; 1, and none, without a correction.
 
     old_logps, sampling_logps, mask [rows, completion]; the weights are [rows, completion]. Names are TRL's.
+    sampling_logps: of the distribution that the tokens were drawn from, truncation included: what importance sampling
+    divides by.
     """
     if not args.importance_sampling_correction:
         return torch.ones_like(old_logps), {}

@@ -69,7 +69,8 @@ def require_same_rollouts(
             assert storage_digest(engine) == before
             assert batch.weight_version == step
             judged = (values for one_of in (scores, base) for values in (one_of.per_token_logps, one_of.entropies))
-            outputs.append((batch.sampling_per_token_logps, *judged, batch.completion_ids))
+            logps = (batch.sampling_per_token_logps, batch.old_per_token_logps)
+            outputs.append((*logps, *judged, batch.completion_ids))
         *expected, expected_ids = outputs[0]
         *found, found_ids = outputs[1]
         assert torch.equal(found_ids, expected_ids)

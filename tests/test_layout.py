@@ -27,7 +27,7 @@ LAYERS = [
     ("hybrid.kernels",),
     ("hybrid.weights",),
     ("hybrid.architectures",),
-    ("hybrid.parallel", "hybrid.config", "hybrid.profiling", "hybrid.extension_lock"),
+    ("hybrid.parallel", "hybrid.config", "hybrid.profiling", "hybrid.extension_lock", "hybrid.inputs"),
 ]
 
 

@@ -89,7 +89,7 @@ class CpuDecoder:
             embedding_multiplier=spec.embedding_multiplier,
             residual_multiplier=spec.residual_multiplier,
             logits_divisor=spec.logits_divisor,
-            slopes=None if self.slopes is None else address(self.slopes),
+            slopes=None if self.slopes is None else address(self.slopes, torch.float32),
             layers=ctypes.addressof(self.layer_records),
         )
 
@@ -104,9 +104,9 @@ class CpuDecoder:
         places = {name: place for name, place in self.reading.outer.items() if name.partition(".")[0] in outer}
         if "embedding.weight" in places:
             embedding = self._matrix(places["embedding.weight"])
-            self.record.embedding, self.record.embedding_rows = self._keep(embedding), len(embedding)
+            self.record.embedding, self.record.embedding_rows = self._keep(embedding, self.dtype), len(embedding)
         if "positions.weight" in places:
-            self.record.positions = self._keep(self._matrix(places["positions.weight"]))
+            self.record.positions = self._keep(self._matrix(places["positions.weight"]), self.dtype)
         for role in OUTER_NORMS.intersection(outer):
             setattr(self.record, role, self._norm(places, role))
         matrices = {role: (role,) for role in OUTER_MATRICES if role in outer}
@@ -144,7 +144,7 @@ class CpuDecoder:
             self.tables[key] = tuple(part.contiguous() for part in table(torch.arange(tokens), rounding))
             for record, layer in zip(self.layer_records, self.spec.layers, strict=True):
                 if layer.rotary == key:
-                    record.cos, record.sin = map(address, self.tables[key])
+                    record.cos, record.sin = (address(part, torch.float32) for part in self.tables[key])
 
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """The last layer's output for every token.  float32 [tokens, hidden]; keys and values go into `kv`."""
@@ -173,7 +173,8 @@ class CpuDecoder:
         threads = torch.get_num_threads()
         work = self._work(len(hidden), threads)
         hidden = hidden.float().contiguous()
-        self.library.logits(self._self(), address(hidden), len(hidden), address(out), address(work), threads)
+        pointers = [address(tensor, torch.float32) for tensor in (hidden, out, work)]
+        self.library.logits(self._self(), pointers[0], len(hidden), *pointers[1:], threads)
         return out
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
@@ -191,16 +192,15 @@ class CpuDecoder:
             tokens=len(batch.ids),
             sequences=len(batch.lengths),
             table_width=batch.tables.shape[1],
-            ids=address(batch.ids),
-            positions=address(batch.positions),
-            starts=address(batch.starts),
-            tables=address(batch.tables),
+            ids=address(batch.ids, torch.int64),
+            positions=address(batch.positions, torch.int32),
+            starts=address(batch.starts, torch.int32),
+            tables=address(batch.tables, torch.int32),
         )
         threads = torch.get_num_threads()
         work = self._work(len(batch.ids), threads)
-        unknown = self.library.forward(
-            self._self(), ctypes.addressof(record), first, last, address(hidden), address(work), threads
-        )
+        pointers = [address(tensor, torch.float32) for tensor in (hidden, work)]
+        unknown = self.library.forward(self._self(), ctypes.addressof(record), first, last, *pointers, threads)
         if unknown:
             given = f"{int(batch.ids.min())} to {int(batch.ids.max())}"
             raise IndexError(
@@ -222,7 +222,7 @@ class CpuDecoder:
         if self.lent is not None and self.lent() is kv:
             return
         for record, keys, values in zip(self.layer_records, kv.keys, kv.values, strict=True):
-            record.keys, record.values = address(keys), address(values)
+            record.keys, record.values = address(keys, self.dtype), address(values, self.dtype)
         self.lent = weakref.ref(kv)
 
     # ------------------------------------------------------------- weights
@@ -265,18 +265,22 @@ class CpuDecoder:
                 continue
             place, part = places[f"{role}.weight"], record.parts
             weight = self._matrix(place).flatten(0, -2)  # experts' rows above each other
+            stored = self.dtype
             if weight.dtype == torch.int8:
-                scale = scale_of(place).flatten(0, -2)
-                record.scale[part], record.groups = self._keep(scale.float().contiguous()), scale.shape[1]
+                stored, scale = torch.int8, scale_of(place).flatten(0, -2)
+                record.scale[part] = self._keep(scale.float().contiguous(), torch.float32)
+                record.groups = scale.shape[1]
             bias = self._selected(places.get(f"{role}.bias"))
-            record.weight[part], record.rows[part], record.inputs = self._keep(weight), *weight.shape
-            record.bias[part] = None if bias is None else self._keep(bias.float().contiguous())
+            record.weight[part], record.rows[part], record.inputs = self._keep(weight, stored), *weight.shape
+            record.bias[part] = None if bias is None else self._keep(bias.float().contiguous(), torch.float32)
             record.parts = part + 1
         return record
 
     def _norm(self, places: dict[str, Place], role: str) -> ctypes.Structure:
         parts = (self._selected(places.get(f"{role}.{name}")) for name in ("weight", "bias"))
-        return kernels.Norm(*(None if part is None else self._keep(part.float().contiguous()) for part in parts))
+        return kernels.Norm(
+            *(None if part is None else self._keep(part.float().contiguous(), torch.float32) for part in parts)
+        )
 
     def _matrix(self, place: Place) -> torch.Tensor:
         """A role's matrix, in the decoder's dtype or int8, contiguous: a copy only where it lies otherwise."""
@@ -284,7 +288,7 @@ class CpuDecoder:
 
     def _factor(self, factor: torch.Tensor) -> int:
         self._note_source(factor)
-        return self._keep(self._contiguous(factor.detach()))
+        return self._keep(self._contiguous(factor.detach()), self.dtype)
 
     def _contiguous(self, matrix: torch.Tensor) -> torch.Tensor:
         if matrix.dtype not in (self.dtype, torch.int8):
@@ -302,9 +306,9 @@ class CpuDecoder:
         storage = tensor.untyped_storage()
         self.sources[storage._cdata] = storage
 
-    def _keep(self, tensor: torch.Tensor) -> int:
+    def _keep(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
         self.tensors.append(tensor)
-        return address(tensor)
+        return address(tensor, dtype)
 
 
 def reads_int8(weights: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 
 from hybrid.architectures.structure import Part
 from hybrid.containers.calls import Calls
+from hybrid.inputs import as_model_inputs
 
 
 class Forward:
@@ -24,6 +25,8 @@ class Forward:
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         container = self.container
+        if container.part.kind == "model":
+            args, kwargs = as_model_inputs(args, kwargs, container.window.device)
         if container.calls.inside:
             return container.run(self.own, args, kwargs)
         if not container.window.is_open and container.window.renew():

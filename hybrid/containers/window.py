@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
+import torch
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -56,6 +57,7 @@ class Window:
     around: what is entered first of all and left last, once for windows within each other.
     renew: called before an outermost window is opened: brings what runs up to date with the model's modules, and gives
         whether they were others, so that another window than this one is the model's now.
+    device: where calls of the model are to have their inputs; None: where they are.
     no_native: words why the model's own modules cannot run; "" where they can.
     """
 
@@ -70,13 +72,14 @@ class Window:
         sharing: Callable[[], AbstractContextManager] = nullcontext,
         around: Callable[[], AbstractContextManager] = nullcontext,
         renew: Callable[[], bool] = lambda: False,
+        device: torch.device | None = None,
     ):
         self.model = model
         self.snapshot = snapshot
         self.refresh = refresh
         self.hooks = hooks
         self.lends, self.merges = lends, merges
-        self.sharing, self.around, self.renew = sharing, around, renew
+        self.sharing, self.around, self.renew, self.device = sharing, around, renew, device
         self.no_native = ""
         self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
         self.replaced: list[tuple[nn.Module, str, dict]] = []  # what a module's dictionary was, in order of lending

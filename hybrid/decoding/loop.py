@@ -82,12 +82,13 @@ class Noise:
 class TokenLog:
     """Logprobs of the tokens that were chosen, for a rollout; the loop fills them in.  float32 [sequences, new tokens]
 
-    sampling: under softmax(logits / temperature).  raw: under softmax(logits). Logits are the model's, before
-    processors.
+    sampling: in the distribution drawn from, after processors and truncation.  old: under softmax(logits /
+    temperature).  raw: under softmax(logits). These logits are the model's, before processors.
     """
 
     temperature: float
     sampling: torch.Tensor | None = None
+    old: torch.Tensor | None = None
     raw: torch.Tensor | None = None
 
 
@@ -136,7 +137,9 @@ class Decoding:
         return decoding_method
 
 
-def refuse_what_cannot_run(config: GenerationConfig, prompt_len: int, max_out_tokens: int, limit: str) -> None:
+def refuse_what_cannot_run(
+    config: GenerationConfig, prompt_len: int, new_tokens: int, max_out_tokens: int, limit: str
+) -> None:
     """Raise NotImplementedError or ValueError, in words, for a request that the loop cannot do."""
     mode = config.get_generation_mode()
     if mode not in MODES:
@@ -144,10 +147,9 @@ def refuse_what_cannot_run(config: GenerationConfig, prompt_len: int, max_out_to
             f"generate: {mode.value} (num_beams={config.num_beams}) is not available; "
             "the decode loop does greedy search and sampling (num_beams=1)"
         )
-    new_tokens = config.max_length - prompt_len
-    if config.max_length > max_out_tokens:
+    if prompt_len + new_tokens > max_out_tokens:
         raise ValueError(
-            f"generate: a prompt of {prompt_len} tokens + {new_tokens} new tokens = {config.max_length} is over "
+            f"generate: a prompt of {prompt_len} tokens + {new_tokens} new tokens = {prompt_len + new_tokens} is over "
             f"{limit}={max_out_tokens}; ask for at most {max(max_out_tokens - prompt_len, 0)} "
             "new tokens, or raise max_out_tokens"
         )
@@ -233,9 +235,12 @@ def decode(
     """Prompts to sequences, as Hugging Face's `_sample` (transformers 5.23), with our cache, sampler and window.
 
     input_ids int64 [sequences, prompt_len], left padded; gives int64 [sequences, length], or Hugging Face's output
-    object where the configuration says so.
+    object where the configuration says so. Where `inputs_embeds` are the prompts, input_ids are what processors and the
+    caller see of them, and may have no tokens.
     """
-    refuse_what_cannot_run(generation_config, input_ids.shape[1], decoding.max_out_tokens, decoding.limit)
+    embeds, new_tokens = model_kwargs.get("inputs_embeds"), generation_config.max_length - input_ids.shape[1]
+    prompt_len = input_ids.shape[1] if embeds is None else embeds.shape[1]
+    refuse_what_cannot_run(generation_config, prompt_len, new_tokens, decoding.max_out_tokens, decoding.limit)
     encoder_decoder = model.config.is_encoder_decoder
     wanted = Outputs(generation_config, model_kwargs.get("encoder_outputs") if encoder_decoder else None)
     keys = None
@@ -248,10 +253,10 @@ def decode(
     lengths = None if why_native else prompt_lengths(input_ids, model_kwargs.get("attention_mask"))
     request = None if lengths is None else request_for(lengths, *asked)
     if lengths is not None:
-        ends = [length + generation_config.max_length - input_ids.shape[1] for length in lengths]
+        ends = [length + new_tokens for length in lengths]
         decoding.store.require_room(ends if request is None else [max(ends)], decoding.page_bytes())
     if lengths is None or not decoding.page_bytes():
-        decoding.require_memory(len(input_ids), generation_config.max_length)
+        decoding.require_memory(len(input_ids), prompt_len + new_tokens)
     with decoding.request(None if lengths is None else max(ends), why_native) as decoder:
         if decoder is None:
             forward = NativeForward(model, generation_config, model_kwargs, decoding, keep=wanted.as_dict)
@@ -358,6 +363,7 @@ def sequences_of(done: Completions, input_ids: torch.Tensor, decoding: Decoding)
     width = int(done.lengths.max())
     if decoding.token_log is not None:
         decoding.token_log.sampling = done.sampling_logps[:, :width]
+        decoding.token_log.old = done.old_logps[:, :width]
         decoding.token_log.raw = done.raw_logps[:, :width]
     decoding.produced(len(input_ids), int(done.lengths.sum()))
     return torch.cat([input_ids, done.tokens[:, :width]], dim=1)
@@ -482,8 +488,8 @@ def in_lockstep(
     """Every row at every step, to the end of the last; rows that have ended are padded, as Hugging Face pads them."""
     pad = generation_config._pad_token_tensor
     has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    log, sampling, raw = decoding.token_log, [], []
-    draw, keys = (Draw(temperature=0), torch.zeros_like(input_ids[:, 0])) if keys is None else (Draw(), keys)
+    log, sampling, old, raw = decoding.token_log, [], [], []
+    draw, keys = (Draw(temperature=0), input_ids.new_zeros(len(input_ids))) if keys is None else (Draw(), keys)
     with decoding.phase("prefill"):
         outputs = forward.prefill(input_ids)
     with decoding.phase("decode"):
@@ -494,11 +500,13 @@ def in_lockstep(
             scores = logits_processor(input_ids, logits)
             wanted.add(outputs, scores, logits)
             outputs = None  # freed: the prefill's may be large
-            tokens = draw_tokens(scores, keys, torch.full_like(keys, position), draw).tokens
+            drawn = draw_tokens(scores, keys, torch.full_like(keys, position), draw)
+            tokens = drawn.tokens
             if log is not None:
+                sampling.append(drawn.sampling_logps)
                 raw.append(selective_log_softmax(logits, tokens))
                 same = log.temperature == 1.0
-                sampling.append(raw[-1] if same else selective_log_softmax(logits / log.temperature, tokens))
+                old.append(raw[-1] if same else selective_log_softmax(logits / log.temperature, tokens))
             tokens_made += unfinished
             if has_end:
                 tokens = tokens * unfinished + pad * (1 - unfinished)
@@ -512,6 +520,6 @@ def in_lockstep(
     if decoding.streamer is not None:
         decoding.streamer.end()
     if log is not None:
-        log.sampling, log.raw = torch.stack(sampling, dim=1), torch.stack(raw, dim=1)
+        log.sampling, log.old, log.raw = (torch.stack(steps, dim=1) for steps in (sampling, old, raw))
     decoding.produced(len(input_ids), int(tokens_made.sum()))
     return wanted.result(input_ids, forward.cache)

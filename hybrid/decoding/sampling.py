@@ -12,6 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hybrid.inputs import as_ids
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import Draw as DrawRecord
 from hybrid.kernels.cpu_library import address, cpu_library
@@ -46,6 +47,28 @@ def wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
+class Seeds:
+    """Seeds for calls that were given none: a function of torch's initial seed and of how many came before.
+
+    Nothing is drawn from torch's generators, so that a run that samples trains to the same bits as one that does not.
+    `torch.manual_seed` with another seed starts the sequence again.
+    initial: in place of torch's initial seed until that changes, for ranks that must draw alike.
+    """
+
+    def __init__(self, initial: int | None = None):
+        self.of_torch = torch.initial_seed()
+        self.initial = self.of_torch if initial is None else initial
+        self.count = 0
+
+    def next(self) -> int:
+        """The next seed."""
+        if torch.initial_seed() != self.of_torch:
+            self.of_torch = self.initial = torch.initial_seed()
+            self.count = 0
+        self.count += 1
+        return int(stream_keys(self.initial, torch.tensor([self.count]), torch.tensor([0])))
+
+
 def uniform(keys: torch.Tensor, positions: torch.Tensor | int) -> torch.Tensor:
     """A number in [0, 1) for each key at its position, a pure function of both.
 
@@ -73,9 +96,9 @@ def inverse_cdf(scores: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 def selective_log_softmax(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """log softmax(logits) at `ids`, without keeping it for the whole vocabulary.
 
-    logits [..., vocab] of any floating dtype, ids int64 [...]; gives float32 [...], differentiable.
+    logits [..., vocab] of any floating dtype, ids integers [...] of any dtype; gives float32 [...], differentiable.
     """
-    chosen = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1).float()
+    chosen = logits.gather(-1, as_ids(ids, logits.device).unsqueeze(-1)).squeeze(-1).float()
     return chosen - torch.logsumexp(logits.float(), dim=-1)
 
 
@@ -101,6 +124,11 @@ class Draw:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are left out."""
+        return self.temperature > 0 and bool(self.top_k or self.top_p < 1.0 or self.min_p)
 
     def warpers(self) -> LogitsProcessorList:
         """Hugging Face's processors that do the same to logits."""
@@ -147,11 +175,15 @@ def split_warpers(processors: LogitsProcessorList, do_sample: bool) -> tuple[Log
 
 @dataclass(frozen=True)
 class Drawn:
-    """Tokens and what they were drawn with.  tokens int64 [n]; logps, raw_logps float32 [n]: of softmax(logits / T) and
-    softmax(logits), both before truncation (T = 1 where it is greedy)."""
+    """Tokens and their logprobs.  tokens int64 [n]; the others float32 [n].
+
+    sampling_logps: of the distribution drawn from: softmax(logits / T), truncated and normalised again.  old_logps: of
+    softmax(logits / T).  raw_logps: of softmax(logits). T = 1 where it is greedy.
+    """
 
     tokens: torch.Tensor
-    logps: torch.Tensor
+    sampling_logps: torch.Tensor
+    old_logps: torch.Tensor
     raw_logps: torch.Tensor
 
 
@@ -163,18 +195,20 @@ def draw_tokens(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tenso
     if library is None:
         return draw_tokens_in_torch(logits, keys, positions, how)
     rows, vocab = logits.shape
-    logits = logits.contiguous()
-    drawn = Drawn(torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows))
+    logits, keys, positions = logits.contiguous(), keys.contiguous(), positions.contiguous()
+    drawn = Drawn(torch.empty(rows, dtype=torch.int64), *torch.empty(3, rows))
     record = DrawRecord(temperature=how.temperature, top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
-    outputs = (address(drawn.tokens), address(drawn.logps), address(drawn.raw_logps))
     library.sample(
-        address(logits),
+        address(logits, torch.float32),
         rows,
         vocab,
-        address(keys),
-        address(positions),
+        address(keys, torch.int64),
+        address(positions, torch.int64),
         ctypes.addressof(record),
-        *outputs,
+        address(drawn.tokens, torch.int64),
+        address(drawn.sampling_logps, torch.float32),
+        address(drawn.old_logps, torch.float32),
+        address(drawn.raw_logps, torch.float32),
         torch.get_num_threads(),
     )
     return drawn
@@ -190,13 +224,12 @@ def draw_tokens_in_triton(logits: torch.Tensor, keys: torch.Tensor, positions: t
 
 def draw_tokens_in_torch(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, how: Draw) -> Drawn:
     """`draw_tokens` in torch's operations, on any device, without waiting for it."""
-    if how.temperature == 0:
-        tokens = logits.argmax(dim=-1)
-    else:
-        tokens = inverse_cdf(how.warpers()(None, logits), uniform(keys, positions))
+    greedy = how.temperature == 0
+    scores = logits if greedy else how.warpers()(None, logits)
+    tokens = logits.argmax(dim=-1) if greedy else inverse_cdf(scores, uniform(keys, positions))
     raw = selective_log_softmax(logits, tokens)
-    same = how.temperature in (0, 1.0)
-    return Drawn(tokens, raw if same else selective_log_softmax(logits / how.temperature, tokens), raw)
+    old = raw if how.temperature in (0, 1.0) else selective_log_softmax(logits / how.temperature, tokens)
+    return Drawn(tokens, selective_log_softmax(scores, tokens) if how.truncates else old, old, raw)
 
 
 def judge_tokens(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,13 +245,13 @@ def judge_tokens(logits: torch.Tensor, targets: torch.Tensor, temperature: float
     logits, targets = logits.contiguous(), targets.contiguous()
     logps, entropies = torch.empty(rows), torch.empty(rows)
     library.score(
-        address(logits),
+        address(logits, torch.float32),
         rows,
         vocab,
-        address(targets),
+        address(targets, torch.int64),
         temperature,
-        address(logps),
-        address(entropies),
+        address(logps, torch.float32),
+        address(entropies, torch.float32),
         torch.get_num_threads(),
     )
     return logps, entropies

@@ -10,6 +10,7 @@ from torch import nn
 from hybrid.decoding.pages import PageStore, pages_for
 from hybrid.decoding.rows import Decoder, hidden_states
 from hybrid.decoding.sampling import judge_tokens
+from hybrid.inputs import as_ids, as_mask
 
 LOGIT_ROWS = 256  # tokens whose logits exist at once
 
@@ -81,7 +82,7 @@ def together(lengths: list[int], most: int, limit: int | None) -> Iterator[range
 
 
 def padded_forward(model: nn.Module, call: Callable | None = None) -> Callable:
-    """A forward that takes (ids, mask), int64 [rows, tokens], for rows padded on the left, the right or both.
+    """A forward that takes (ids, mask), [rows, tokens], for rows padded on the left, the right or both.
 
     model: the Hugging Face model; call: what is called with its keyword arguments, such as an engine around it; the
     model itself where None. Positions start at each row's first real token, as they do in generation; a model that
@@ -92,6 +93,7 @@ def padded_forward(model: nn.Module, call: Callable | None = None) -> Callable:
     takes_positions = "position_ids" in inspect.signature(owner.forward).parameters
 
     def forward(ids: torch.Tensor, mask: torch.Tensor):
+        ids, mask = as_ids(ids), as_mask(mask)
         more = {"position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)} if takes_positions else {}
         return call(input_ids=ids, attention_mask=mask, use_cache=False, **more)
 

@@ -25,7 +25,7 @@ class Request:
     pad: fills what is behind a row's end.  draw: how tokens are drawn.
     processors: change scores [n, vocab] before the draw, of rows int64 [n] of the request whose ids [n, tokens] are of
         one length; None: nothing does.
-    logprob_temperature: of `Completions.sampling_logps`.
+    logprob_temperature: of `Completions.old_logps`.
     """
 
     padded: torch.Tensor
@@ -42,12 +42,14 @@ class Request:
 @dataclass(frozen=True)
 class Completions:
     """What was decoded.  tokens int64 [rows, max_new_tokens], padded behind each row's length; lengths int64 [rows],
-    the end token included; sampling_logps, raw_logps float32 [rows, max_new_tokens], of the model's own logits before
-    processors and truncation, at the request's temperature and at 1; 0 behind the length."""
+    the end token included; the logprobs float32 [rows, max_new_tokens], 0 behind the length: sampling_logps of the
+    distribution drawn from, after processors and truncation; old_logps and raw_logps of the model's own logits at the
+    request's temperature and at 1."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor
     sampling_logps: torch.Tensor
+    old_logps: torch.Tensor
     raw_logps: torch.Tensor
 
 
@@ -94,7 +96,7 @@ class Slots:
         # Prompts and what follows, as processors see them; what the steps write, for all rows of the request.
         self.ids = torch.full((count, self.prompt_len + new), request.pad, dtype=torch.int64, device=device)
         self.ids[:, : self.prompt_len] = request.padded
-        self.sampling_logps, self.raw_logps = torch.zeros(2, count, new, device=device)
+        self.logps = torch.zeros(3, count, new, device=device)  # sampling, old, raw
         self.lengths = torch.zeros(count, dtype=torch.int64)
         # Of each slot: the row of the request, tokens made, and the last of them.
         self.row = torch.zeros(0, dtype=torch.int64, device=device)
@@ -114,7 +116,7 @@ class Slots:
                 if len(self.rows):
                     self.advance()
         tokens = self.ids[:, self.prompt_len :]
-        return Completions(tokens, self.lengths.to(tokens.device), self.sampling_logps, self.raw_logps)
+        return Completions(tokens, self.lengths.to(tokens.device), *self.logps)
 
     # ------------------------------------------------------------- admitting
 
@@ -228,14 +230,13 @@ class Slots:
         row, made = self.row[-count:], self.made[-count:]
         if request.processors is None:
             drawn = draw_tokens(logits, request.keys[row], made, request.draw)
-            logps, raw_logps = drawn.logps, drawn.raw_logps
+            old, raw = drawn.old_logps, drawn.raw_logps
         else:
             drawn = self.draw_processed(logits, row, made)
-            raw_logps = selective_log_softmax(logits, drawn.tokens)
-            logps = selective_log_softmax(logits / request.logprob_temperature, drawn.tokens)
+            raw = selective_log_softmax(logits, drawn.tokens)
+            old = selective_log_softmax(logits / request.logprob_temperature, drawn.tokens)
         self.ids[row, self.prompt_len + made] = drawn.tokens
-        self.sampling_logps[row, made] = logps
-        self.raw_logps[row, made] = raw_logps
+        self.logps[:, row, made] = torch.stack([drawn.sampling_logps, old, raw])
         self.last[-count:] = drawn.tokens
         made += 1
 
@@ -268,8 +269,7 @@ class Slots:
         if steps > 1:  # what was drawn behind an end
             behind = torch.arange(self.request.max_new_tokens, device=row.device) >= length[:, None]
             self.ids[row, self.prompt_len :] = self.ids[row, self.prompt_len :].masked_fill(behind, self.request.pad)
-            for logps in (self.sampling_logps, self.raw_logps):
-                logps[row] = logps[row].masked_fill(behind, 0.0)
+            self.logps[:, row] = self.logps[:, row].masked_fill(behind, 0.0)
         stay = ~done
         self.rows.leave(stay)
         self.row, self.made, self.last = self.row[stay], self.made[stay], self.last[stay]

@@ -22,7 +22,8 @@ def rollout_func(prompts: list, trainer: Any) -> dict[str, list]:
 
     prompts: texts or conversations, as the trainer's dataset has them.  trainer: a GRPOTrainer.
     Gives, for each prompt, lists without padding: `prompt_ids`; `completion_ids`, the first end token included;
-    `logprobs` of these, in float32, at the sampling temperature and before truncation.
+    `logprobs` of these, in float32, in the distribution that they were drawn from (temperature, penalty, truncation),
+    as TRL asks of vLLM ("processed_logprobs").
     Raises ValueError and NotImplementedError, in words, for what cannot be followed.
     """
     engine, sampling = engine_of(trainer), sampling_of(trainer)

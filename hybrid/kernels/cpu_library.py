@@ -84,7 +84,7 @@ SIGNATURES = {
     "work_floats": ([_pointer, _int, _int], _int),
     "forward": ([_pointer, _pointer, _int, _int, _pointer, _pointer, _int], _int),
     "logits": ([_pointer, _pointer, _int, _pointer, _pointer, _int], None),
-    "sample": ([_pointer, _int, _int, *[_pointer] * 6, _int], None),
+    "sample": ([_pointer, _int, _int, *[_pointer] * 7, _int], None),
     "score": ([_pointer, _int, _int, _pointer, _double, _pointer, _pointer, _int], None),
 }
 
@@ -168,9 +168,9 @@ def processor() -> str:
     return platform.machine() + "".join(told)
 
 
-def address(tensor: torch.Tensor | None) -> int | None:
-    """Where a contiguous tensor's data is; None for none."""
-    if tensor is None:
-        return None
-    assert tensor.is_contiguous(), "kernels read contiguous tensors"
+def address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Where the data of a tensor is that a kernel reads as `dtype`: contiguous, in host memory."""
+    assert tensor.dtype == dtype, f"the kernel reads {dtype}, not {tensor.dtype}"
+    assert tensor.device.type == "cpu", f"the kernel reads host memory, not {tensor.device}"
+    assert tensor.is_contiguous(), "the kernel reads contiguous tensors"
     return tensor.data_ptr()

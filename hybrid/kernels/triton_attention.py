@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hybrid.kernels import require_contiguous
 from hybrid.kernels.triton_fused import tanh
 
 # Tokens of the cache that one program of a decode step reads. Fixed, so that the order of a row's sums depends on its
@@ -185,7 +186,8 @@ def decode_attention(
     rounded: scores are rounded to q's dtype step by step, as Hugging Face's "eager" attention does.
     Gives [sequences, heads, head_dim].
     """
-    sizes = _sizes(q, keys, values)
+    sizes = _sizes(q, keys, values, bias)
+    require_contiguous(q.device, torch.int32, lengths, *tables[:1])
     sequences, heads, head_dim = q.shape
     out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
     splits = triton.cdiv(tables.shape[1] * keys.shape[1], SPLIT)
@@ -230,13 +232,15 @@ def decode_attention(
     return out
 
 
-def _sizes(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> dict[str, int]:
+def _sizes(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None
+) -> dict[str, int]:
     """What both kernels are compiled for, from q [n, heads, head_dim] and pages [pages, PAGE, kv_heads, head_dim]."""
     heads, head_dim = q.shape[1:]
     page, kv_heads = keys.shape[1:3]
-    assert keys.is_contiguous() and values.is_contiguous(), "pages of keys and values must be contiguous"
+    require_contiguous(q.device, q.dtype, keys, values)
+    assert bias is None or (bias.device == q.device and bias.stride(1) == 1), "the bias of a head must be contiguous"
     assert q.stride()[1:] == (head_dim, 1), "the heads of a token must be contiguous"
-    assert keys.dtype == values.dtype == q.dtype, f"queries are {q.dtype}, keys {keys.dtype}, values {values.dtype}"
     return {
         "KV_HEADS": kv_heads,
         "GROUP": heads // kv_heads,
@@ -358,7 +362,8 @@ def prefill_attention(
     lengths int32 [sequences]: tokens in the cache, the new ones included; the rest as `decode_attention`'s.
     Gives [tokens, heads, head_dim].
     """
-    sizes = _sizes(q, keys, values)
+    sizes = _sizes(q, keys, values, bias)
+    require_contiguous(q.device, torch.int32, starts, lengths, *tables[:1])
     (tokens, heads, head_dim), sequences = q.shape, len(lengths)
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     block = 64 if q.dtype.itemsize == 2 else 32

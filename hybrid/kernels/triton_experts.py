@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
+from hybrid.kernels import require_contiguous
 from hybrid.kernels.triton_attention import owner_of_block
 
 BLOCK_OUT = 64  # columns that one program makes
@@ -66,6 +67,9 @@ def grouped_linear(
     x [rows, inputs], rows may be strided; weight [groups, outputs, inputs]; order int32 [items]: the items, group by
     group; starts int32 [groups + 1]: where each group begins in `order`, and the end.  Gives [items, outputs].
     """
+    require_contiguous(x.device, torch.int32, order, starts)
+    assert weight.dtype == x.dtype and weight.device == x.device, f"weights are {weight.dtype}, their inputs {x.dtype}"
+    assert x.stride(1) == 1, "rows must be contiguous"
     items, (groups, outputs, inputs) = len(order), weight.shape
     out = torch.empty((items, outputs), dtype=x.dtype, device=x.device)
     full = x.dtype.itemsize == 4

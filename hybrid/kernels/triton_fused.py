@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hybrid.kernels import require_contiguous
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 ACTIVATION_BLOCK = 1024  # elements of a row that one program of the gated activation takes
 HEAD_BLOCK = 8  # heads of a token that one program turns and writes
@@ -108,6 +110,11 @@ def _add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What both norms have in common."""
     rows, width = x.shape
+    others = [x] if residual is None else [x, residual]
+    assert all(one.dtype == x.dtype and one.device == x.device for one in others), "the sum is of one dtype and device"
+    assert all(one.stride(1) == 1 for one in others), "rows must be contiguous"
+    for of_channels in [weight] if bias is None else [weight, bias]:
+        require_contiguous(x.device, of_channels.dtype, of_channels)
     normed = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normed)
     block = triton.next_power_of_2(width)
@@ -160,6 +167,7 @@ def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     gate_up [rows, 2 * width], gate before up, rows may be strided; gives [rows, width]. activation: of ACTIVATIONS.
     """
     assert activation in ACTIVATIONS, f"activation {activation!r} is not one of {ACTIVATIONS}"
+    assert gate_up.stride(1) == 1, "rows must be contiguous"
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(ACTIVATION_BLOCK, triton.next_power_of_2(width))
@@ -292,7 +300,14 @@ def rope_and_write(
     interleaved: pairs are neighbours, not halves.  norm: of the heads, before turning.
     """
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
-    assert keys.is_contiguous() and values.is_contiguous(), "pages of keys and values must be contiguous"
+    require_contiguous(q.device, q.dtype, keys, values)
+    require_contiguous(q.device, torch.int64, slots)
+    require_contiguous(q.device, rows.dtype, rows)
+    if cos is not None:
+        require_contiguous(q.device, cos.dtype, cos, sin)
+    if norm is not None:
+        require_contiguous(q.device, norm.q.dtype, norm.q, norm.k)
+    assert k.dtype == v.dtype == q.dtype, f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}"
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q, k, v)), "the heads of a token must be contiguous"
     rotary = 0 if cos is None else 2 * cos.shape[1]
     changes = rotary > 0 or norm is not None

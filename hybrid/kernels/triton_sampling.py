@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hybrid.kernels import require_contiguous
+
 CHUNK = 2048  # logits that one program reads; fixed, as the order of a row's sums follows from it
 # splitmix64's constants (Steele, Lea, Flood 2014), as in `hybrid/decoding/sampling.py`.
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -75,6 +77,7 @@ def _pick_kernel(
     min_p,
     tokens,
     sampling_logprobs,
+    old_logprobs,
     raw_logprobs,
     logits_stride,
     vocab,
@@ -110,30 +113,37 @@ def _pick_kernel(
     chosen = tl.sum(tl.where(places == place, x, 0.0), 0)
 
     everything = masses + rows * chunks + cells
-    sampling_total = tl.sum(tl.load(everything, mask=there, other=0.0), 0)
+    sampling_total = tl.sum(tl.load(masses + cells, mask=there, other=0.0), 0)
+    old_total = tl.sum(tl.load(everything, mask=there, other=0.0), 0)
     raw_total = tl.sum(tl.load(everything + rows * chunks, mask=there, other=0.0), 0)
     tl.store(tokens + row, (chunk * CHUNK + place).to(tl.int64))
     tl.store(sampling_logprobs + row, chosen / divisor - tl.log(sampling_total))
+    tl.store(old_logprobs + row, chosen / divisor - tl.log(old_total))
     tl.store(raw_logprobs + row, chosen - tl.log(raw_total))
 
 
 def sample(
     logits: torch.Tensor, keys: torch.Tensor, steps: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A token for each row, and its logprobs at the row's temperature and at 1, both before min-p.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A token for each row, and its logprobs: at the row's temperature among what min-p keeps; among everything; and
+    among everything at temperature 1.
 
     logits float32 [rows, vocab], rows may be strided; keys int64 [rows]: of `stream_keys`; steps int32 or int64 [rows]:
     index of the new token in its completion; temperature, min_p [rows]: on the device, so that a captured graph is good
-    for any. Temperature 0 takes the highest logit, the first among equals, and reports both logprobs at 1.
-    Gives int64 [rows], float32 [rows], float32 [rows].
+    for any. Temperature 0 takes the highest logit, the first among equals, and reports every logprob at 1.
+    Gives int64 [rows], and float32 [rows] three times.
     """
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1, "logits are float32, their rows contiguous"
+    assert not (steps.is_floating_point() or temperature.device != logits.device or min_p.device != logits.device)
+    require_contiguous(logits.device, torch.int64, keys)
+    require_contiguous(logits.device, steps.dtype, steps)
     (rows, vocab), temperature, min_p = logits.shape, temperature.float(), min_p.float()
     chunks = triton.cdiv(vocab, CHUNK)
     sizes = {"CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(chunks)}
     maxima = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
     masses = torch.empty((3, rows, chunks), dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    sampling, raw = torch.empty((2, rows), dtype=torch.float32, device=logits.device)
+    logprobs = torch.empty((3, rows), dtype=torch.float32, device=logits.device).unbind()
     _maxima_kernel[(rows, chunks)](logits, maxima, logits.stride(0), vocab, CHUNK=CHUNK)
     _masses_kernel[(rows, chunks)](logits, maxima, masses, temperature, min_p, logits.stride(0), vocab, **sizes)
     _pick_kernel[(rows,)](
@@ -145,11 +155,10 @@ def sample(
         temperature,
         min_p,
         tokens,
-        sampling,
-        raw,
+        *logprobs,
         logits.stride(0),
         vocab,
         chunks,
         **sizes,
     )
-    return tokens, sampling, raw
+    return tokens, *logprobs

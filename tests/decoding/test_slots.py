@@ -133,19 +133,22 @@ def expected(request: Request) -> Completions:
     """Every row alone: no pages, no slots, no batch."""
     rows_of = [alone(request, row) for row in range(len(request.padded))]
     tokens = torch.full((len(rows_of), request.max_new_tokens), request.pad)
-    sampling, raw = torch.zeros(2, *tokens.shape)
+    sampling, old, raw = torch.zeros(3, *tokens.shape)
+    greedy = request.draw.temperature == 0
     for row, made in enumerate(rows_of):
-        for column, (token, logits) in enumerate(made):
+        for column, (token, logits, scores) in enumerate(made):
             tokens[row, column] = token
-            sampling[row, column] = (logits / request.logprob_temperature).log_softmax(-1)[token]
+            drawn_from = scores if greedy else request.draw.warpers()(None, scores)[0]
+            sampling[row, column] = drawn_from.log_softmax(-1).flatten()[token]
+            old[row, column] = (logits / request.logprob_temperature).log_softmax(-1)[token]
             raw[row, column] = logits.log_softmax(-1)[token]
-    return Completions(tokens, torch.tensor([len(made) for made in rows_of]), sampling, raw)
+    return Completions(tokens, torch.tensor([len(made) for made in rows_of]), sampling, old, raw)
 
 
-def alone(request: Request, row: int) -> list[tuple[int, torch.Tensor]]:
-    """A row's tokens and the logits of each, float32 [vocab]."""
+def alone(request: Request, row: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """A row's tokens, the logits of each, float32 [vocab], and its scores after processors, [1, vocab]."""
     ids = request.padded[row].tolist()
-    made: list[tuple[int, torch.Tensor]] = []
+    made: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     while len(made) < request.max_new_tokens and not (made and made[-1][0] in request.ends.tolist()):
         real = torch.tensor(ids[len(request.padded[row]) - request.lengths[row] :])
         logits = logits_of(digests(real)[-1:])
@@ -154,7 +157,7 @@ def alone(request: Request, row: int) -> list[tuple[int, torch.Tensor]]:
             scores = request.processors(torch.tensor([ids]), scores, torch.tensor([row]))
         position = torch.tensor([len(made)])
         token = int(draw_tokens_in_torch(scores, request.keys[row : row + 1], position, request.draw).tokens)
-        made.append((token, logits[0]))
+        made.append((token, logits[0], scores))
         ids.append(token)
     return made
 
@@ -164,6 +167,7 @@ def require_same(found: Completions, wanted: Completions) -> None:
     assert torch.equal(found.lengths, wanted.lengths)
     # float32 logprobs, by the kernels and by torch
     torch.testing.assert_close(found.sampling_logps, wanted.sampling_logps, atol=2e-6, rtol=0)
+    torch.testing.assert_close(found.old_logps, wanted.old_logps, atol=2e-6, rtol=0)
     torch.testing.assert_close(found.raw_logps, wanted.raw_logps, atol=2e-6, rtol=0)
 
 

@@ -1,6 +1,7 @@
 """The laws: training storage is read-only, snapshots carry versions, modes are exception-safe, no collective while
 decoding."""
 
+import contextlib
 import gc
 import itertools
 import weakref
@@ -180,6 +181,74 @@ def check_gradients(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_are_bitwise_those_of_an_engine_that_never_left_train_mode(ranks, stage):
     ranks.run(check_gradients, stage)
+
+
+def check_undisturbed(stage: int, containers: str, blocks: dict) -> None:
+    """With dropout on and nothing seeded between the steps, as trainers run: rollouts draw from nobody's generator."""
+    shape = {"num_hidden_layers": 2, "attention_dropout": 0.3}
+    device_draws = []
+    states = []
+    for rolls_out in (False, True):
+        engine = engine_of(
+            with_peft(tiny_model("llama", **shape), lora_dropout=0.4),
+            settings(stage, rollout={"containers": containers}, **blocks),
+        )
+        ids, mask = prompts(2, 5, padded=True, seed=dist.get_rank())
+        torch.manual_seed(11 + dist.get_rank())
+        losses, seen, tokens = [], [], []
+        with mock_device_generator(device_draws):
+            for step in range(3):
+                if rolls_out:
+                    before = torch.get_rng_state()
+                    request = {"do_sample": True, "max_new_tokens": 4, "top_k": 0, "min_new_tokens": 4}
+                    tokens.append(engine.generate(ids, attention_mask=mask, **request))
+                    engine.generate(ids, attention_mask=mask, repetition_penalty=1.3, **request)
+                    with engine.inference():
+                        batch = engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=4), num_generations=2)
+                        engine.score(batch.sequences, batch.attention_mask)
+                        engine.score(batch.sequences, batch.attention_mask, adapters=False)
+                    assert torch.equal(torch.get_rng_state(), before)
+                losses.append(train_step(engine, step))
+                seen.append(torch.get_rng_state())
+        assert not torch.equal(seen[0], seen[1]), "there is no dropout, and nothing was tested"
+        states.append((losses, seen, storage_digest(engine)))
+    assert not torch.equal(tokens[0], tokens[1]), "unseeded calls draw the same noise"
+    assert device_draws == []
+    (losses, seen, digest), (other_losses, other_seen, other_digest) = states
+    assert all(torch.equal(*pair) for pair in zip(losses + seen, other_losses + other_seen, strict=True))
+    assert digest == other_digest
+
+
+@contextlib.contextmanager
+def mock_device_generator(draws: list):
+    """In place of a device, which this machine may lack: every draw from a generator that names none is noted."""
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        NAMES = ("rand", "randn", "randint", "multinomial", "bernoulli", "randperm", "normal", "rand_like")
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            if getattr(function, "__name__", "") in self.NAMES and kwargs.get("generator") is None:
+                draws.append(function.__name__)
+            return function(*args, **kwargs)
+
+    with Watch():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("stage", "containers", "blocks"),
+    [
+        (0, "fused", {}),
+        (3, "fused", {}),
+        (0, "native", {}),
+        (3, "native", {}),
+        (3, "fused", {"hybrid_engine": {"inference_tp_size": 2}}),
+        (3, "fused", {"hybrid_engine": {"pin_parameters": False}}),
+    ],
+)
+def test_a_run_that_rolled_out_trains_to_the_same_bits_with_dropout(ranks, stage, containers, blocks):
+    ranks.run(check_undisturbed, stage, containers, blocks)
 
 
 def check_versions(stage: int, threshold: int, folder: str) -> None:

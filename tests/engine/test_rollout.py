@@ -30,7 +30,7 @@ def check_logprobs(family: str, adapter: str) -> None:
     train = hybrid.selective_log_softmax(logits, batch.sequences[:, 1:])[:, -width:] * batch.completion_mask
     # float32: attention over a cache sums in another order than over a whole sequence.
     for name, found, expected in (
-        ("sampled", batch.sampling_per_token_logps, train),
+        ("old", batch.old_per_token_logps, train),
         ("scored", scores.per_token_logps[:, -width:] * batch.completion_mask, train),
         ("raw", batch.raw_per_token_logps, raw.per_token_logps[:, -width:] * batch.completion_mask),
     ):
@@ -97,15 +97,20 @@ def check_noise() -> dict:
     assert len({str(row.tolist()) for row in several}) == 4, "samples share their noise"
 
     torch.manual_seed(3)
+    state = torch.get_rng_state()
     unseeded = [hybrid.SamplingParams(max_new_tokens=8, min_new_tokens=8)] * 2
     first, second = (engine.rollout(ids, mask, params).completion_ids for params in unseeded)
     assert not torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), state), "torch's generator was drawn from"
+    torch.manual_seed(4)
+    assert not torch.equal(engine.rollout(ids, mask, unseeded[0]).completion_ids, first)
     torch.manual_seed(3)
-    assert torch.equal(engine.rollout(ids, mask, unseeded[0]).completion_ids, first)
-    torch.manual_seed(3)
+    for expected in (first, second):
+        assert torch.equal(engine.rollout(ids, mask, unseeded[0]).completion_ids, expected)
     request = {"do_sample": True, "max_new_tokens": 8, "min_new_tokens": 8, "top_k": 0}
-    sampled = engine.generate(ids, attention_mask=mask, **request)[:, 5:]
-    assert torch.equal(sampled, first), "generate and rollout draw alike"
+    sampled = engine.generate(ids, attention_mask=mask, seed=5, **request)[:, 5:]
+    params = hybrid.SamplingParams(max_new_tokens=8, min_new_tokens=8, seed=5)
+    assert torch.equal(sampled, engine.rollout(ids, mask, params).completion_ids), "generate and rollout draw alike"
     own = engine.rollout(ids, mask, sampling).completion_ids
     return {"whole": whole.tolist(), "rows": draw([rank * 2, rank * 2 + 1]).tolist(), "own": own.tolist()}
 

@@ -42,7 +42,8 @@ def decodes() -> Iterator[list[int]]:
 
 
 def same(one: hybrid.RolloutBatch, other: hybrid.RolloutBatch) -> bool:
-    names = ("completion_ids", "completion_mask", "sampling_per_token_logps", "raw_per_token_logps")
+    logps = ("sampling_per_token_logps", "old_per_token_logps", "raw_per_token_logps")
+    names = ("completion_ids", "completion_mask", *logps)
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
@@ -150,9 +151,10 @@ def check_processors() -> None:
         outputs, seen = [], []
         for kind in (RowwiseFavourite, Favourite):
             processor = kind()
-            torch.manual_seed(6)
             with decodes() as rows:
-                outputs.append(engine.generate(ids, logits_processor=LogitsProcessorList([processor]), **request))
+                outputs.append(
+                    engine.generate(ids, seed=6, logits_processor=LogitsProcessorList([processor]), **request)
+                )
             seen.append((max(rows), set(processor.rows)))
         assert torch.equal(*outputs)
         assert seen[0][0] == 2, "a processor that goes row by row is not decoded in slots"
@@ -245,7 +247,7 @@ def check_scores() -> None:
         completions = raw.per_token_logps[:, -width:] * batch.completion_mask
         assert torch.equal(completions, batch.raw_per_token_logps)
         completions = at_temperature.per_token_logps[:, -width:] * batch.completion_mask
-        assert torch.equal(completions, batch.sampling_per_token_logps)
+        assert torch.equal(completions, batch.old_per_token_logps)
         for rows in (1, 2, 5):
             found = engine.score(batch.sequences, batch.attention_mask, rows_per_forward=rows)
             assert torch.equal(found.per_token_logps, raw.per_token_logps), rows

@@ -128,11 +128,12 @@ def test_tokens_are_those_of_torch_on_the_cpu(temperature, min_p):
     theirs = draw_tokens_in_torch(logits, keys, steps, Draw(temperature, min_p=min_p))
     ones = torch.ones(256)
     inputs = (logits, keys, steps.int(), ones * temperature, ones * min_p)
-    tokens, logps, raw = (out.cpu() for out in sample(*(tensor.cuda() for tensor in inputs)))
+    tokens, *logps = (out.cpu() for out in sample(*(tensor.cuda() for tensor in inputs)))
     same = tokens == theirs.tokens
     assert (~same).sum() <= 1
-    torch.testing.assert_close(logps[same], theirs.logps[same], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(raw[same], theirs.raw_logps[same], rtol=1e-5, atol=1e-5)
+    expected = (theirs.sampling_logps, theirs.old_logps, theirs.raw_logps)
+    for ours, on_the_cpu in zip(logps, expected, strict=True):
+        torch.testing.assert_close(ours[same], on_the_cpu[same], rtol=1e-5, atol=1e-5)
 
 
 def check_switch_on_a_device() -> None:

@@ -260,16 +260,24 @@ def test_several_engines_do_not_know_of_each_other():
 
 
 def test_samples_are_those_of_torchs_seed():
-    """Same seed, same tokens, whatever ran before; another seed, other tokens; and the distribution is the model's."""
-    engine = engine_of(tiny_model("llama"))
+    """Same seed, same tokens; another seed, other tokens. Of torch's, which nobody draws from, in every run; given, in
+    every call."""
     request = {"attention_mask": MASK, "max_new_tokens": 9, "do_sample": True, "top_k": 0}
-    torch.manual_seed(5)
-    first = engine.generate(IDS, **request)
-    engine.generate(IDS, max_new_tokens=2)
-    torch.manual_seed(5)
-    assert torch.equal(engine.generate(IDS, **request), first)
-    torch.manual_seed(6)
-    assert not torch.equal(engine.generate(IDS, **request), first)
+    model = tiny_model("llama")
+    runs = []
+    for seed in (5, 6, 5):
+        torch.manual_seed(seed)
+        engine, state = engine_of(twin(model)), torch.get_rng_state()
+        runs.append([engine.generate(IDS, **request) for _ in range(2)])
+        assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(*pair) for pair in zip(runs[0], runs[2], strict=True))
+    assert not torch.equal(*runs[0])
+    assert not torch.equal(runs[0][0], runs[1][0])
+    torch.manual_seed(6)  # of an engine that has drawn before
+    assert torch.equal(engine.generate(IDS, **request), runs[1][0])
+    given = [engine.generate(IDS, seed=seed, **request) for seed in (3, 4, 3)]
+    assert torch.equal(given[0], given[2])
+    assert not torch.equal(given[0], given[1])
 
 
 # Profiling: DeepSpeed's tests/unit/inference/test_model_profiling.py asks for these

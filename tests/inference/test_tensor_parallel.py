@@ -138,7 +138,7 @@ def check_samples() -> None:
     request = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": True, "top_k": 0}
     state = torch.get_rng_state()
     own = alone.generate(ids, **request)
-    assert not torch.equal(state, torch.get_rng_state())
+    assert torch.equal(state, torch.get_rng_state())
     torch.manual_seed(100 + dist.get_rank())
     together = spread(tiny_model("llama"))
     drawn = together.generate(ids, **request)

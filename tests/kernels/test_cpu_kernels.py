@@ -127,8 +127,10 @@ def test_draws_are_the_inverse_cdf_of_what_hugging_face_keeps(how, vocabulary, d
         assert torch.equal(found.tokens, expected)
         temperature = how.temperature or 1.0
         at = found.tokens[:, None]
-        for logps, scale in ((found.logps, temperature), (found.raw_logps, 1.0)):
-            exact = (row.double() / scale).log_softmax(0)[at[:, 0]]
+        drawn_from = kept if how.temperature else row  # a greedy token's logprob is not 0
+        distributions = (drawn_from, row.double() / temperature, row.double())
+        for logps, scores in zip((found.sampling_logps, found.old_logps, found.raw_logps), distributions, strict=True):
+            exact = scores.double().log_softmax(0)[at[:, 0]]
             torch.testing.assert_close(logps.double(), exact, atol=1e-5, rtol=1e-6)
 
 
@@ -166,8 +168,8 @@ def test_both_draw_alike():
     for name, how in DRAWS.items():
         ours, theirs = (draw(logits, keys, positions, how) for draw in DRAWERS.values())
         assert torch.equal(ours.tokens, theirs.tokens), name
-        torch.testing.assert_close(ours.logps, theirs.logps, atol=1e-5, rtol=1e-6)
-        torch.testing.assert_close(ours.raw_logps, theirs.raw_logps, atol=1e-5, rtol=1e-6)
+        for kind in ("sampling_logps", "old_logps", "raw_logps"):
+            torch.testing.assert_close(getattr(ours, kind), getattr(theirs, kind), atol=1e-5, rtol=1e-6)
 
 
 def test_a_draw_does_not_depend_on_its_batch_bit_for_bit():
@@ -191,7 +193,8 @@ def test_logits_that_are_no_numbers_harm_nobody(how):
     broken[1], broken[3, ::7] = torch.nan, torch.nan
     found = draw_tokens(broken, keys, positions, DRAWS[how])
     assert ((found.tokens >= 0) & (found.tokens < 1000)).all()
-    assert found.logps[1].isnan()
+    assert found.sampling_logps[1].isnan()
+    assert found.old_logps[1].isnan()
     for row in (0, 2, 4):
         assert found.tokens[row] == expected.tokens[row]
 

@@ -359,7 +359,7 @@ def test_a_token_is_where_the_cumulative_softmax_passes_u(vocab, temperature, mi
     for step in (0, 4095):
         u = uniform(keys, step)
         steps = torch.full((8,), step, dtype=torch.int32, device=DEVICE)
-        tokens, sampling, raw = drawn(logits, keys, steps, temperature, min_p)
+        tokens, sampling, old, raw = drawn(logits, keys, steps, temperature, min_p)
         scaled = (logits.double() / temperature).softmax(-1)
         kept = scaled.where(scaled >= min_p * scaled.max(-1, keepdim=True).values, 0.0)
         cdf = (kept / kept.sum(-1, keepdim=True)).cumsum(-1)
@@ -368,7 +368,8 @@ def test_a_token_is_where_the_cumulative_softmax_passes_u(vocab, temperature, mi
         # float32's sums over a row leave its boundaries within 1e-6.
         assert (cdf.gather(1, at)[:, 0] > u - 1e-6).all()
         assert ((cdf - kept / kept.sum(-1, keepdim=True)).gather(1, at)[:, 0] <= u + 1e-6).all()
-        close(sampling, scaled.log().gather(1, at)[:, 0])
+        close(sampling, (kept / kept.sum(-1, keepdim=True)).log().gather(1, at)[:, 0])
+        close(old, scaled.log().gather(1, at)[:, 0])
         close(raw, logits.double().log_softmax(-1).gather(1, at)[:, 0])
 
 
@@ -378,7 +379,7 @@ def test_the_uniform_numbers_are_those_of_the_host():
     keys = stream_keys(-3, torch.arange(64), torch.arange(64)).to(DEVICE)
     assert (keys < 0).any() and (keys > 0).any()
     steps = (torch.arange(64, device=DEVICE) * 37).int()
-    tokens, _, _ = drawn(torch.zeros(64, vocab, device=DEVICE), keys, steps)
+    tokens, *_ = drawn(torch.zeros(64, vocab, device=DEVICE), keys, steps)
     u = torch.stack([uniform(keys[row], int(step)) for row, step in enumerate(steps)])
     assert torch.equal(tokens, (u * vocab).long())
 
@@ -388,7 +389,8 @@ def test_temperature_zero_takes_the_first_of_the_highest_logits():
     logits[0, [5, CHUNK + 3]] = 9.0
     logits[1, [CHUNK + 7, CHUNK + 9]] = 9.0
     keys = torch.arange(4, device=DEVICE)
-    tokens, sampling, raw = drawn(logits, keys, keys.int(), temperature=0.0)
+    tokens, sampling, old, raw = drawn(logits, keys, keys.int(), temperature=0.0)
+    assert torch.equal(old, raw)
     assert tokens.tolist() == [5, CHUNK + 7, int(logits[2].argmax()), int(logits[3].argmax())]
     assert torch.equal(sampling, raw)
     close(raw, logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0])

@@ -1,5 +1,6 @@
 """An iteration's experience: one gather, whatever is asked of the policy in the window; every rank learns its part."""
 
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +10,22 @@ import torch
 import torch.distributed as dist
 
 from rlhf_examples import rollouts
+from rlhf_examples.actor import Actor
 from rlhf_examples.arguments import PPOArguments, RolloutArguments
 from rlhf_examples.forwards import token_logps, token_logps_alone
 from rlhf_examples.losses import FixedKLController
 from rlhf_examples.models import load_tokenizer
 from rlhf_examples.ppo import Models, judged, ppo_iteration
-from rlhf_examples.rollouts import Experience, in_order, optimizer_steps, own_numbers, roll_out, sampling
+from rlhf_examples.rollouts import (
+    Experience,
+    in_order,
+    loss_weights,
+    optimizer_steps,
+    own_numbers,
+    roll_out,
+    sampling,
+    training_logps,
+)
 from rlhf_examples.synthetic import synthetic_tokenizer
 from tests.engines import CollectiveCount, engine_of, settings
 from tests.models import prompts, tiny_model
@@ -180,3 +191,37 @@ def test_a_sequence_that_does_not_fit_is_refused(monkeypatch):
         args = RolloutArguments(per_device_training_batch_size=2, max_tokens_per_batch=budget)
         with pytest.raises(ValueError, match=words):
             optimizer_steps(experience_of(lengths), 1, 1, args)
+
+
+def check_truncated(directory: Path) -> None:
+    """Old logprobs are the policy's, in both modes; importance sampling divides by what the tokens were drawn with."""
+    engine, tokenizer = engine_of(tiny_model("llama"), settings(3)), synthetic_tokenizer()
+    args = RolloutArguments(
+        actor_model_name_or_path=str(directory / "model"),
+        reward=REWARD,
+        temperature=0.7,
+        top_k=5,
+        max_answer_seq_len=6,
+        importance_sampling_correction=True,
+        importance_sampling_cap=10.0,
+    )
+    batch = roll_out(engine, tokenizer, rows_of(tokenizer), own_numbers(4), sampling(args, seed=1))
+    mask = batch.completion_mask
+    recomputed, sampled = (
+        Actor(engine, None, None, replace(args, importance_sampling_correction=False, logprob_mode=mode)).old_logps(
+            batch
+        )
+        for mode in ("recompute", "sampling")
+    )
+    torch.testing.assert_close(sampled * mask, recomputed * mask, atol=1e-5, rtol=1e-5)
+    trained = training_logps(engine, batch, args)
+    weights, metrics = loss_weights(trained, batch.sampling_per_token_logps, mask, args)
+    # Of the policy's mass a draw among five keeps a part, which is each token's weight.
+    expected = (trained - batch.sampling_per_token_logps).double().exp()
+    torch.testing.assert_close(weights[mask.bool()].double(), expected[mask.bool()], atol=1e-5, rtol=1e-5)
+    assert (weights <= 1 + 1e-4).all()
+    assert metrics["sampling/importance_sampling_ratio/mean"] < 0.99
+
+
+def test_importance_sampling_knows_of_truncation(ranks, small):
+    ranks.run(check_truncated, small)

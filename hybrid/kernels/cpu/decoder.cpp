@@ -521,23 +521,26 @@ void logits(const Decoder* d, const float* hidden, int64_t count, float* out, fl
   in_dtype(*d, batch, work, threads, [&](const auto& run) { run.logits(hidden, out); });
 }
 
-// For each row of logits [rows, vocabulary]: a token, its logprob at the temperature and at 1, both before truncation.
+// For each row of logits [rows, vocabulary]: a token, and its logprobs in the distribution that it was drawn from, before
+// truncation, and before truncation at temperature 1. A greedy row's are all of softmax(logits).
 void sample(const float* logits, int64_t rows, int64_t vocabulary, const int64_t* keys, const int64_t* positions, const Draw* draw,
-            int64_t* tokens, float* logps, float* raw_logps, int64_t threads) {
+            int64_t* tokens, float* sampling_logps, float* old_logps, float* raw_logps, int64_t threads) {
   const float inverse = draw->temperature > 0 ? float(1.0 / draw->temperature) : 1.0f;
   const bool truncated = draw->top_k > 0 || draw->top_p < 1 || draw->min_p > 0;
   team(threads, [&](int thread, int count) {
     const Part mine = part(rows, 1, thread, count);
     for (int64_t r = mine.first; r < mine.last; r++) {
       const Row row(logits + r * vocabulary, vocabulary, inverse);
+      double mass = row.mass;
       if (draw->temperature == 0) {
         tokens[r] = row.argmax();
       } else {
         const double u = uniform(keys[r], positions[r]);
-        tokens[r] = truncated ? truncated_draw(row, *draw, u) : row.inverse_cdf(u, inverse);
+        tokens[r] = truncated ? truncated_draw(row, *draw, u, mass) : row.inverse_cdf(u, inverse);
       }
       const double gap = double(row.logits[tokens[r]]) - row.most;
-      logps[r] = float(gap * inverse - std::log(row.mass));
+      sampling_logps[r] = float(gap * inverse - std::log(mass));
+      old_logps[r] = float(gap * inverse - std::log(row.mass));
       raw_logps[r] = float(gap - std::log(row.raw));
     }
   });

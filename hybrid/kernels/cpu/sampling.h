@@ -151,7 +151,8 @@ static float kth_largest(const Row& row, int64_t k, std::vector<Candidate>& foun
 
 // Hugging Face's truncations in its order: top_k keeps ties of the k-th; top_p keeps the likeliest until those before
 // a token weigh top_p of what top_k left; min_p keeps what has that share of the likeliest.
-static int64_t truncated_draw(const Row& row, const Draw& draw, double u) {
+// `mass` becomes the sum of exp((x - most) / T) of what was kept.
+static int64_t truncated_draw(const Row& row, const Draw& draw, double u, double& mass) {
   const float inverse = float(1.0 / draw.temperature);
   std::vector<Candidate> kept, within;
   auto weight = [&](float logit) { return std::exp((double(logit) - row.most) * inverse); };
@@ -163,21 +164,21 @@ static int64_t truncated_draw(const Row& row, const Draw& draw, double u) {
   float least = draw.top_k && draw.top_k < row.vocabulary ? kth_largest(row, draw.top_k, kept) : -INFINITY;
   const float floor = draw.min_p > 0 ? float(row.most + std::log(draw.min_p) * draw.temperature) : -INFINITY;
   if (draw.top_p < 1) {
-    double mass = row.mass;
+    double before_top_p = row.mass;
     if (least > -INFINITY) {
       candidates(row, least, kept);
-      mass = total(kept);
+      before_top_p = total(kept);
     }
     // The nucleus is among the likeliest: look at ever more of them until they weigh enough.
     for (float depth = 4;; depth *= 2) {
       const float from = std::max(least, float(row.most - depth * draw.temperature));
       candidates(row, from, within);
-      if (from == least || depth > 1e30f || total(within) >= draw.top_p * mass * (1 + 1e-9)) break;
+      if (from == least || depth > 1e30f || total(within) >= draw.top_p * before_top_p * (1 + 1e-9)) break;
     }
     std::sort(within.begin(), within.end(), std::greater<Candidate>());
     double before = 0;
     size_t count = 0;
-    while (count < within.size() && (count == 0 || before < draw.top_p * mass)) before += weight(within[count++].first);
+    while (count < within.size() && (count == 0 || before < draw.top_p * before_top_p)) before += weight(within[count++].first);
     within.resize(count);
     std::sort(within.begin(), within.end(), [](const Candidate& a, const Candidate& b) { return a.second < b.second; });
     kept.clear();
@@ -186,7 +187,8 @@ static int64_t truncated_draw(const Row& row, const Draw& draw, double u) {
   } else {
     candidates(row, std::max(least, floor), kept);
   }
-  double target = u * total(kept);
+  mass = total(kept);
+  double target = u * mass;
   int64_t token = row.argmax();
   for (const Candidate& one : kept) {
     const double p = weight(one.first);

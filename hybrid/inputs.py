@@ -1,0 +1,46 @@
+"""What callers pass, in the types that everything inside relies on: ids int64, masks int64 of 0 and 1, one device."""
+
+from typing import Any
+
+import torch
+
+MASKS = ("attention_mask", "decoder_attention_mask", "prompt_attention_mask")
+IDS = ("inputs", "labels", "cache_position")  # and every name that ends in "_ids"
+
+
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has an integer dtype; bool is none."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def as_ids(ids: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Integers of any width as int64, on `device` where one is given."""
+    assert is_integer(ids), f"ids are integers, not {ids.dtype}"
+    return ids.to(device=device, dtype=torch.int64)
+
+
+def as_mask(mask: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A padding mask of any dtype as int64, 1 where it is not 0, on `device` where one is given.
+
+    int64, not bool: Hugging Face's models compute with it.
+    """
+    return (mask != 0).to(device=device, dtype=torch.int64)
+
+
+def as_model_inputs(
+    args: tuple, kwargs: dict[str, Any], device: torch.device | None = None
+) -> tuple[tuple, dict[str, Any]]:
+    """Arguments of a model's `forward` or `generate`: ids and [rows, tokens] masks in their types, every tensor on
+    `device`. Positional integers [rows, tokens] are ids; everything else keeps its dtype."""
+
+    def settled(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if name in MASKS and value.dim() == 2:
+            return as_mask(value, device)
+        if is_integer(value) and (name in IDS or name.endswith("_ids")):
+            return as_ids(value, device)
+        return value if device is None else value.to(device)
+
+    settled_args = tuple(settled("inputs" if getattr(value, "ndim", 0) == 2 else "", value) for value in args)
+    return settled_args, {name: settled(name, value) for name, value in kwargs.items()}

@@ -1,0 +1,140 @@
+"""Logprobs say what they are of: the raw model, the policy at its temperature, and the distribution drawn from."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid
+from tests.engines import engine_of, settings
+from tests.models import prompts, tiny_model, twin
+
+DRAWS = {
+    "temperature": {"temperature": 0.7},
+    "everything": {
+        "temperature": 1.3,
+        "top_k": 30,
+        "top_p": 0.8,
+        "min_p": 0.02,
+        "repetition_penalty": 1.3,
+        "min_new_tokens": 4,
+    },
+    "top_p": {"top_p": 0.6},
+    "top_k": {"temperature": 0.9, "top_k": 5},
+    "min_p": {"temperature": 1.5, "min_p": 0.1},
+    "greedy": {"temperature": 0.0, "repetition_penalty": 1.5, "min_new_tokens": 3},
+}
+ENDS = [2, 9, 14, 23, 37]
+
+
+def hugging_faces(
+    reference, ids, mask, completions, params: hybrid.SamplingParams, ends: list
+) -> dict[str, torch.Tensor]:
+    """Logprobs of given completions by Hugging Face's own loop, which is made to draw them.  float64 [rows, new]"""
+    draw = {"do_sample": False}
+    if params.temperature:
+        draw = {"do_sample": True, "top_k": params.top_k, "top_p": params.top_p, "temperature": params.temperature}
+        draw |= {"min_p": params.min_p} if params.min_p else {}
+    columns = iter(completions.unbind(dim=1))
+    with patch("torch.multinomial", lambda probs, num_samples: next(columns)[:, None]):
+        made = reference.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=params.max_new_tokens,
+            min_new_tokens=params.min_new_tokens or None,
+            repetition_penalty=params.repetition_penalty,
+            eos_token_id=ends,
+            pad_token_id=0,
+            output_scores=True,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **draw,
+        )
+    assert torch.equal(made.sequences[:, ids.shape[1] :], completions)
+    scores, logits = (torch.stack(of, dim=1).double() for of in (made.scores, made.logits))
+    distributions = {"sampling": scores, "old": logits / (params.temperature or 1.0), "raw": logits}
+    return {name: of.log_softmax(-1).gather(2, completions[:, :, None])[:, :, 0] for name, of in distributions.items()}
+
+
+def check_logprobs(blocks: dict) -> None:
+    model = tiny_model("llama")
+    reference = twin(model)
+    engine = engine_of(model, settings(3, **blocks))
+    rank = dist.get_rank()
+    ids, mask = prompts(3 + rank, 6, padded=True, seed=rank)
+    ids, mask = (tensor.repeat_interleave(2, dim=0) for tensor in (ids, mask))  # equal prompts
+    gains = {}
+    for name, draw in DRAWS.items():
+        params = hybrid.SamplingParams(max_new_tokens=9, seed=7, stop_token_ids=tuple(ENDS), **draw)
+        batch = engine.rollout(ids, mask, params)
+        real = batch.completion_mask.bool()
+        expected = hugging_faces(reference, ids, mask, batch.completion_ids, params, ENDS)
+        for kind, logps in expected.items():
+            found = getattr(batch, f"{kind}_per_token_logps")
+            assert found.dtype == torch.float32
+            assert (found[~real] == 0).all()
+            # float32, and attention over a cache sums in another order than Hugging Face's.
+            what = f"{name}, {kind}: "
+            torch.testing.assert_close(
+                found[real].double(), logps[real], atol=1e-5, rtol=1e-5, msg=lambda m, w=what: w + m
+            )
+        gains[name] = (batch.sampling_per_token_logps - batch.old_per_token_logps)[real].abs().max().item()
+        scores = engine.score(batch.sequences, batch.attention_mask, temperature=params.temperature or 1.0)
+        scored = scores.per_token_logps[:, -real.shape[1] :]
+        torch.testing.assert_close(batch.old_per_token_logps[real], scored[real], atol=1e-5, rtol=1e-5)
+    assert gains["temperature"] < 1e-5
+    assert sum(gain > 1e-3 for gain in gains.values()) >= 3, gains  # what is left out makes the rest likelier
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {},
+        {"rollout": {"containers": "native"}},
+        {"rollout": {"max_slots": 2}},
+        {"hybrid_engine": {"inference_tp_size": 2}},
+        {"hybrid_engine": {"pin_parameters": False}},
+    ],
+    ids=["fused", "native", "two slots", "tp 2", "streaming"],
+)
+def test_logprobs_are_of_what_their_names_say(ranks, blocks):
+    ranks.run(check_logprobs, blocks)
+
+
+def check_in_torch() -> None:
+    """The same where there are no kernels."""
+    with patch("hybrid.decoding.sampling.cpu_library", lambda: None):
+        check_logprobs({})
+
+
+def test_logprobs_by_torchs_operations(ranks):
+    ranks.run(check_in_torch)
+
+
+def check_lockstep_in_the_fused_decoder() -> None:
+    """Where something sees the whole batch at every step the scores are already processed as they are drawn from."""
+    from transformers import LogitsProcessorList
+
+    from hybrid.decoding.loop import TokenLog
+
+    model = tiny_model("llama")
+    reference = twin(model)
+    engine = engine_of(model, settings(3))
+    ids, mask = prompts(3, 6, padded=True, seed=dist.get_rank())
+    log = TokenLog(0.8)
+    own = engine._generate
+    engine._generate = lambda args, kwargs, adapters, noise: own(args, kwargs, adapters, noise, log)
+    request = {"do_sample": True, "temperature": 0.8, "top_k": 9, "min_new_tokens": 5, "max_new_tokens": 5}
+    seen = []
+    watching = LogitsProcessorList([lambda ids, scores: seen.append(ids.shape) or scores])  # not known to go by row
+    sequences = engine.generate(ids, attention_mask=mask, seed=3, logits_processor=watching, **request)
+    assert seen == [(3, 6 + step) for step in range(5)]
+    params = hybrid.SamplingParams(5, temperature=0.8, top_k=9, min_new_tokens=5)
+    expected = hugging_faces(reference, ids, mask, sequences[:, 6:], params, [2])
+    for kind, logps in expected.items():
+        torch.testing.assert_close(getattr(log, kind).double(), logps, atol=1e-5, rtol=1e-5)
+
+
+def test_logprobs_in_lockstep(ranks):
+    ranks.run(check_lockstep_in_the_fused_decoder)

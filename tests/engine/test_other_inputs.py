@@ -1,0 +1,154 @@
+"""What is not token ids alone: embeddings and images in `generate`, as Hugging Face's; clear errors elsewhere."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, LlavaConfig, LlavaForConditionalGeneration
+
+import hybrid
+from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
+from tests.models import END, SIZES, VOCABULARY, prompts, tiny_model, tiny_other, twin, varied
+
+SAMPLING = hybrid.SamplingParams(max_new_tokens=3)
+
+
+def check_embeddings(family: str, blocks: dict) -> None:
+    model = tiny_model(family)
+    reference = twin(model)
+    engine = engine_of(model, settings(3, **blocks))
+    rank = dist.get_rank()
+    ids, mask = prompts(2 + rank, 5 + rank, padded=True, seed=rank)
+    embeddings = reference.get_input_embeddings()(ids).detach()
+    request = {"attention_mask": mask, "max_new_tokens": 4 + 2 * rank, "pad_token_id": 0}
+    cases = [
+        {"inputs_embeds": embeddings},
+        {"inputs_embeds": embeddings, "input_ids": ids},
+        {"inputs_embeds": embeddings, "input_ids": ids[:, -2:]},
+        {"inputs_embeds": embeddings, "repetition_penalty": 1.3},
+        {"inputs_embeds": embeddings, "return_dict_in_generate": True, "output_logits": True},
+    ]
+    for case in cases:
+        expected, found = (one.generate(**case, **request) for one in (reference, engine))
+        if "output_logits" in case:
+            torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-4)
+            expected, found = expected.sequences, found.sequences
+        assert torch.equal(found, expected), case.keys()
+        with_ids = case.get("input_ids", ids[:, :0]).shape[1]
+        assert found.shape[1] <= with_ids + request["max_new_tokens"]
+    # Several samples of a row, drawn; the embeddings' tokens are those of the ids.
+    draw = {**request, "do_sample": True, "num_return_sequences": 2, "seed": 3}
+    sampled = engine.generate(inputs_embeds=embeddings, **draw)
+    assert torch.equal(sampled, engine.generate(ids, **draw)[:, ids.shape[1] :])
+    with pytest.raises(ValueError, match=r"a prompt of 5[0-9]* tokens \+ 600 new tokens"):
+        engine.generate(inputs_embeds=embeddings.repeat(1, 10, 1)[:, :50], max_new_tokens=600)
+    train_step(engine)
+
+
+@pytest.mark.parametrize(
+    ("family", "blocks"),
+    [
+        ("gpt2", {}),
+        ("llama", {}),
+        ("gpt2", {"rollout": {"containers": "native"}}),
+        ("llama", {"hybrid_engine": {"pin_parameters": False}}),
+    ],
+)
+def test_embeddings_generate_as_hugging_faces(ranks, family, blocks):
+    ranks.run(check_embeddings, family, blocks)
+
+
+def test_embeddings_in_an_inference_engine():
+    model = tiny_model("llama").eval()
+    reference = twin(model)
+    engine = hybrid.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
+    ids, mask = prompts(3, 6, padded=True)
+    request = {"inputs_embeds": reference.get_input_embeddings()(ids), "attention_mask": mask, "max_new_tokens": 5}
+    assert torch.equal(engine.generate(**request), reference.generate(**request))
+
+
+def encoder_decoder(kind: str):
+    """A tiny random encoder-decoder."""
+    if kind == "t5":
+        return tiny_other("t5")
+    torch.manual_seed(0)
+    special = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0, "decoder_start_token_id": 1}
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    config = AutoConfig.for_model("bart", vocab_size=VOCABULARY, **special, **sizes, **heads, forced_eos_token_id=None)
+    return varied(AutoModelForSeq2SeqLM.from_config(config)).eval()
+
+
+def check_encoder_decoder(kind: str) -> None:
+    model = encoder_decoder(kind)
+    reference = twin(model)
+    engine = engine_of(model, settings(3))
+    ids, mask = prompts(2, 6, padded=False, seed=dist.get_rank())
+    before, training = storage_digest(engine), engine.module.training
+    with CollectiveCount() as collectives:
+        for call, refused in (
+            ("rollout", lambda: engine.rollout(ids, mask, SAMPLING)),
+            ("score", lambda: engine.score(ids, mask)),
+        ):
+            with pytest.raises(NotImplementedError, match=rf"{call}: {type(model).__name__} is an encoder-decoder"):
+                refused()
+    assert collectives.count == 0, "weights moved before the refusal"
+    assert storage_digest(engine) == before
+    assert engine.module.training == training
+    request = {"attention_mask": mask.bool(), "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(engine.generate(ids.int(), **request), reference.generate(ids, **request))
+    embeds = {"inputs_embeds": torch.randn(2, 6, 32), "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(engine.generate(**embeds), reference.generate(**embeds))
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_encoder_decoders_generate_and_are_refused_elsewhere(ranks, kind):
+    ranks.run(check_encoder_decoder, kind)
+
+
+IMAGE = VOCABULARY - 1  # the token in an image's place
+
+
+def llava():
+    """A tiny random model of text and images: an image of 8 x 8 in patches of 4 is 4 tokens."""
+    torch.manual_seed(0)
+    vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 16}
+    special = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
+    text = {"model_type": "llama", "vocab_size": VOCABULARY, **SIZES, **special}
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, image_seq_length=4)
+    return varied(LlavaForConditionalGeneration(config))
+
+
+def check_images() -> None:
+    model = llava()
+    reference = twin(model)
+    engine = engine_of(model, settings(3))
+    rank = dist.get_rank()
+    ids, mask = prompts(2, 9, padded=False, seed=rank)
+    ids[ids == IMAGE] = 5
+    ids[:, 1:5] = IMAGE
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
+    request = {"attention_mask": mask, "pixel_values": pixels, "max_new_tokens": 5, "do_sample": False}
+    expected = reference.generate(ids, **request)
+    assert torch.equal(engine.generate(ids, **request), expected)
+    other = reference.generate(ids, **{**request, "pixel_values": pixels.flip(0)})
+    assert not torch.equal(other, expected), "the images change nothing, and nothing was tested"
+    with CollectiveCount() as collectives:
+        with pytest.raises(NotImplementedError, match="rollout: pixel_values given; rollout takes token ids"):
+            engine.rollout(ids, mask, SAMPLING, pixel_values=pixels)
+        with pytest.raises(NotImplementedError, match="score: pixel_values given; score takes token ids"):
+            engine.score(ids, mask, pixel_values=pixels)
+    assert collectives.count == 0
+    text = prompts(2, 6, padded=True, seed=rank)
+    text[0][text[0] == IMAGE] = 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it runs natively
+        batch = engine.rollout(*text, hybrid.SamplingParams(max_new_tokens=4, temperature=0.0))
+    made = reference.generate(text[0], attention_mask=text[1], max_new_tokens=4, do_sample=False)
+    assert torch.equal(batch.sequences[:, : made.shape[1]], made)
+
+
+def test_images_generate_as_hugging_faces_and_are_refused_elsewhere(ranks):
+    ranks.run(check_images)
