@@ -245,7 +245,7 @@ def checked_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return small("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).to(dtype)
 
 
-@pytest.mark.parametrize("max_slots", [0, 1, 4], ids=["eager", "a graph of one", "graphs"])
+@pytest.mark.parametrize("max_slots", [0, pytest.param(1, marks=pytest.mark.slow), 4], ids="no one several".split())
 def test_the_self_check_accepts_the_decoder(max_slots):
     """Decode steps too, from graphs where they are on: of as many sequences as fit."""
     model = checked_model(HALF if max_slots else torch.float32)
@@ -277,7 +277,10 @@ def of_the_first_split(q, keys, values, lengths, tables, *features):
     return decode_attention(q, keys, values, lengths.clamp(max=SPLIT), tables, *features)
 
 
-@pytest.mark.parametrize("wrong", [no_attention, of_others_pages, of_the_first_split, AveragedSplits])
+slow = partial(pytest.param, marks=pytest.mark.slow)  # they take seconds in the interpreter
+
+
+@pytest.mark.parametrize("wrong", [no_attention, slow(of_others_pages), slow(of_the_first_split), AveragedSplits])
 def test_the_self_check_refuses_wrong_decode_attention(wrong, monkeypatch):
     """Prefill is right, and so are the layers of a prefill."""
     if wrong is AveragedSplits:
@@ -310,7 +313,7 @@ def with_stale_inputs(decoder: CudaDecoder, names: tuple[str, ...]) -> Callable:
     return capture
 
 
-@pytest.mark.parametrize("stale", [("lengths",), ("tables",), ("positions",), ("ids",), ()], ids=str)
+@pytest.mark.parametrize("stale", [("lengths",), slow(("tables",)), slow(("positions",)), slow(("ids",)), ()], ids=str)
 def test_the_self_check_refuses_graphs_that_replay_something_else(stale):
     """The step itself is right; (): a replay does nothing."""
     model = checked_model()

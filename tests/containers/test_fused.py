@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers.integrations.neftune import activate_neftune
 
 from hybrid.architectures.structure import Part, read_structure
+from hybrid.containers.calls import Calls as Requests
 from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.fused import FusedContainer, FusedModel, plain_call
 from hybrid.containers.self_check import STEPS, require_equal
@@ -44,17 +45,16 @@ class Miniature:
             model, self.snapshot, lambda adapters: self.snapshot.refresh(unmeasured, adapters), list, True, True
         )
         self.fused = FusedModel(model, [part.module for part in structure.layers], self.snapshot)
-        self.container = FusedContainer(Part("", model, "model"), self.window, self.fused)
+        self.requests = Requests(self.window, self.fused, lambda adapters: None)
+        self.container = FusedContainer(Part("", model, "model"), self.requests)
         self.container.install()
 
     def generate(self, ids: torch.Tensor, adapters: bool | None = None, **kwargs) -> torch.Tensor:
         """Hugging Face's `generate` with our decoding."""
         decoding = Decoding(
             phase=unmeasured,
-            window=lambda: self.window.opened(adapters),
+            request=lambda tokens, why_native: self.requests.request(adapters, tokens, why_native),
             cache=KVCache(32),
-            fused=lambda tokens: self.fused.decoder(self.window.uses_adapters, tokens),
-            native=self.fused.note_native,
             store=PageStore(32),
             page_bytes=self.fused.page_bytes,
             require_memory=lambda rows, tokens: None,
