@@ -66,8 +66,14 @@ MACHINES = {
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.skipif(not X86, reason="a compiler for x86-64 is needed")
 def test_every_machines_build_compiles(machine):
-    """With the real instructions, though this machine may have none of them."""
-    require_compiles("g++" if shutil.which("g++") else "c++", *MACHINES[machine])
+    """With the real instructions, though this machine may have none of them. Tiles are made of pairs: AMX's processor
+    computed nonsense in vectors of 8 lanes, where it had tiles alone."""
+    compiler = "g++" if shutil.which("g++") else "c++"
+    require_compiles(compiler, *MACHINES[machine])
+    command = [compiler, "-std=c++20", *MACHINES[machine], "-dM", "-E", str(SOURCES / "decoder.cpp")]
+    macros = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert ("#define PAIRS 1" in macros) == (machine in ("AVX-512 with bfloat16", "AMX"))
+    assert ("#define TILES 1" in macros) == (machine == "AMX")
 
 
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="no compiler for aarch64 here")
