@@ -25,9 +25,9 @@ from hybrid.containers.batch import is_packable
 from hybrid.containers.calls import Calls, SharedCalls
 from hybrid.containers.collective_forwards import ExpertForwards, LayerwiseForwards
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
-from hybrid.containers.native import NativeContainer
-from hybrid.containers.shared_modules import SharedModules, evaluating, first_output
-from hybrid.containers.window import Window, unhooked
+from hybrid.containers.module_tables import EngineHooks, ModuleTree
+from hybrid.containers.shared_modules import SharedModules, first_output
+from hybrid.containers.window import Window
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise, TokenLog
 from hybrid.decoding.native_scoring import score_natively
@@ -45,7 +45,7 @@ from hybrid.generation import (
     stride_on,
 )
 from hybrid.inputs import as_ids, as_mask, as_model_inputs
-from hybrid.memory_plan import MemoryPlan, Mode, Modes, layer_by_layer
+from hybrid.memory_plan import MemoryPlan, Mode, Modes, free_bytes, layer_by_layer
 from hybrid.parallel import InferenceGroup, any_rank, engine_name, lost_rank_reported, own_row_ids, world_size
 from hybrid.profiling import Profiler
 from hybrid.rollout import (
@@ -88,6 +88,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._in_eval = False
         self._seeds = Seeds()
         self._unhooked = ExitStack()  # gives back the hooks of switched modules
+        self._tree = ModuleTree(self.module)
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
         self._modes = Modes(
             generating_part(self.module),
@@ -164,7 +165,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._policy,
             snapshot,
             self._refresh,
-            self._training_hooks,
+            self._hooks_off,
             lends=not streams,
             merges=not streams or fused.is_shared,
             sharing=nullcontext if shared is None else shared.lent,
@@ -178,6 +179,11 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._containers = containers_of(parts, self._calls)
         else:
             self._containers = shared.containers(parts, self._calls)
+        switched = {container.part.module for container in self._containers}
+        self._switched_hooks = EngineHooks(lambda: switched, self._training_hooks)
+        self._other_hooks = EngineHooks(
+            lambda: [module for module in self._policy.modules() if module not in switched], self._training_hooks
+        )
 
     def _make_calls(self, shared: SharedModules | None) -> Calls:
         """What runs requests, of this rank alone or of the ranks that compute together."""
@@ -205,9 +211,11 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         step, kv_cache_bytes = self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes
         left = self._modes.kv_limit()
         if left is None or (kv_cache_bytes is not None and kv_cache_bytes <= left):
-            return PageStore(step, kv_cache_bytes)
+            return PageStore(step, kv_cache_bytes, free_bytes=free_bytes)
         name = f"rollout.memory_limit={self._modes.limit}"
-        return PageStore(step, left, name, lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}")
+        return PageStore(
+            step, left, name, lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}", free_bytes
+        )
 
     # ---------------------------------------------------------------- modes
 
@@ -258,7 +266,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if self._in_eval or self._window.is_open:
             yield
             return
-        with evaluating(self.module):
+        with self._tree.evaluating():
             try:
                 self._install()
                 yield
@@ -326,7 +334,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if self._containers[0].installed:
             return
         self._replace_refused_decoder()
-        self._unhooked.enter_context(unhooked(self._training_hooks(of=self._containers)))
+        self._unhooked.enter_context(self._switched_hooks.off())
         for container in self._containers:
             container.install()
 
@@ -718,18 +726,19 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             with lost_rank_reported("gathering the weights"):
                 self._profiler.gathered(self._snapshot.refresh(self._profiler.phase, adapters))
 
-    def _training_hooks(self, of: list[NativeContainer] | None = None) -> list[RemovableHandle]:
-        """Handles of the hooks that DeepSpeed put on what generates, the engine's own and ZeRO-3's; or, of them, those
-        on the modules of some containers."""
+    def _training_hooks(self) -> list[RemovableHandle]:
+        """Handles of the hooks that DeepSpeed put on the module, the engine's own and ZeRO-3's."""
         handles = [self.module_forward_pre_hook, self.module_forward_post_hook]
         offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
         if isinstance(offload, DeepSpeedZeRoOffload):
             handles += [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
-        if of is None and self._policy is self.module:
-            return handles
-        modules = self._policy.modules() if of is None else [container.part.module for container in of]
-        tables = {id(table) for module in modules for table in (module._forward_pre_hooks, module._forward_hooks)}
-        return [handle for handle in handles if id(handle.hooks_dict_ref()) in tables]
+        return handles
+
+    @contextmanager
+    def _hooks_off(self) -> Iterator[None]:
+        """Inside the block DeepSpeed's hooks are off what generates."""
+        with self._switched_hooks.off(), self._other_hooks.off():
+            yield
 
     # ----------------------------------------------------------- inspection
 
@@ -771,7 +780,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             "peak_bytes": self._snapshot.peak_bytes
             + self._fused.nbytes()
             + self._kv_cache.peak_bytes
-            + self._pages.peak_bytes,
+            + self._pages.peak_bytes
+            + self._fused.peak_activation_bytes(),
             "native_reason": self._modes.native_reasons.last,
         }
 

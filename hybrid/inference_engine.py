@@ -4,7 +4,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +251,7 @@ class InferenceEngine(nn.Module):
             self.module,
             snapshot,
             self._refresh,
-            list,
+            nullcontext,
             lends=lends,
             merges=lends,
             device=self._device,

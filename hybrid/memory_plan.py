@@ -12,16 +12,21 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hybrid.architectures.reading import read_decoder
-from hybrid.architectures.spec import Reading, Unreadable
+from hybrid.architectures.spec import Place, Reading, Unreadable
 from hybrid.architectures.structure import read_structure
 from hybrid.architectures.tp_plan import read_tp_plan
 from hybrid.config import HybridEngineConfig, RolloutConfig
-from hybrid.containers.fused import FusedModel
+from hybrid.containers.cpu_decoder import CpuDecoder
+from hybrid.containers.fused import FusedModel, kernels_of
 from hybrid.containers.native_reasons import NativeReasons
+from hybrid.containers.self_check import checked_lengths
 from hybrid.decoding.pages import pages_for
+from hybrid.decoding.rows import PREFILL_TOKENS
+from hybrid.decoding.scoring import LOGIT_ROWS
 from hybrid.parallel import InferenceGroup, lowest, world_size
 from hybrid.profiling import Phase
 from hybrid.weights.gather import is_partitioned
+from hybrid.weights.joined import joined_places
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.sliced_snapshot import LentSlices, SlicedSnapshot
 from hybrid.weights.snapshot import Snapshot, WeightVersion, active_adapters
@@ -47,8 +52,9 @@ class Need:
     """Bytes on one rank.
 
     parameters: at rest, which training holds whatever the mode.  gather: whole beside the snapshot while weights are
-    brought together.  snapshot.  containers: joined and turned copies that decoders hold.  kv: of all rows that
-    decode at once.  logits: float32, of one step.
+    brought together, and what merging computes with.  snapshot.  containers: copies that decoders hold.  kv: of all
+    rows that decode at once.  logits: float32, of a step, or of the tokens that are scored at once.  activations: of
+    the largest forward, beside its logits.
     """
 
     parameters: int
@@ -57,16 +63,17 @@ class Need:
     containers: int
     kv: int
     logits: int
+    activations: int
 
     @property
     def total(self) -> int:
         """What inference adds to training's own memory, at the worst moment."""
-        return self.gather + self.snapshot + self.containers + self.kv + self.logits
+        return self.gather + self.snapshot + self.containers + self.kv + self.logits + self.activations
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The needs of every mode that this engine could run in, the fastest first; activations are not in them.
+    """The needs of every mode that this engine could run in, the fastest first.
 
     in_use: the mode that the engine runs in.  limit: bytes that inference may add; None: no limit is set.
     """
@@ -136,16 +143,25 @@ class Modes:
         """The snapshot and the decoder of a mode; a snapshot of whole weights where the mode has no decoder."""
         native = "rollout.containers=native" * self.native_by_choice
         if native or self.reading is None or mode == Mode():
-            snapshot = Snapshot(*self.kept)
+            snapshot = Snapshot(*self.kept, joined=self._joined(mode))
         elif mode.streaming:
             snapshot = StreamedSnapshot(*self.kept, phase=self.phase, count=self.count)
         else:
             slices = slices_of(self.reading, Shard(group.size, group.index))
-            snapshot = SlicedSnapshot(*self.kept, slices=slices)
+            snapshot = SlicedSnapshot(*self.kept, slices=slices, joined=self._joined(mode))
         fused = self.fused(snapshot, native, group if mode.tp_size > 1 else None)
         if fused.why_not and mode.streaming:
             fused.why_not = layer_by_layer(fused.why_not)
         return snapshot, fused
+
+    def _joined(self, mode: Mode) -> list[tuple[Place, ...]]:
+        """What the decoder of a mode reads as one. The CPU kernels read matrices where they lie."""
+        first = next(self.model.parameters())
+        on_cpu_kernels = kernels_of(first.device) == "CPU kernels" and first.dtype in (torch.float32, torch.bfloat16)
+        reads_parts = mode.tp_size == 1 and on_cpu_kernels
+        if self.reading is None or self.native_by_choice or reads_parts:
+            return []
+        return joined_places(self.reading)
 
     def fused(self, snapshot: Snapshot, why_not: str = "", group: InferenceGroup | None = None) -> FusedModel:
         """The decoder over a snapshot.  why_not: words, where there is to be none."""
@@ -234,7 +250,8 @@ class Modes:
                 slices = planned_slices(read_tp_plan(self.model), Shard(group.size, group.index))
                 snapshot = LentSlices(*self.kept, slices=slices)
         kept, beside = snapshot.planned()
-        copies = fused.planned_bytes()
+        decoder = fused.planned()
+        copies = 0 if decoder is None else decoder.nbytes()
         if mode.streaming:  # a layer at a time has them
             copies, beside = 0, beside + copies // max(len(fused.layers), 1)
         at_rest = sum(map(bytes_at_rest, self.model.parameters()))
@@ -243,9 +260,35 @@ class Modes:
         def need(rows: int, tokens: int) -> Need:
             kv = kv_bytes(fused, self.rollout.kv_step, rows, tokens) if rows else 0
             kv = min(kv, self.rollout.kv_cache_bytes or kv)
-            return Need(at_rest, beside, kept, copies, kv, rows * vocabulary * 4)
+            logits = logit_rows(decoder, max(rows, 1), tokens) * vocabulary * 4
+            if decoder is None:
+                # A head's logits come when the layers' products are gone.
+                activations = max(native_activation_bytes(self.model, rows * tokens) - logits, 0)
+            else:
+                ranks = 1 if mode.tp_size == 1 else mode.tp_size  # whose tokens a forward has
+                checked = sum(checked_lengths(decoder, self.model))
+                at_once = max(ranks * min(rows * tokens, PREFILL_TOKENS), checked)
+                activations = decoder.activation_bytes(at_once)
+            return Need(at_rest, beside, kept, copies, kv, logits, activations)
 
         return need
+
+
+def logit_rows(decoder: object, rows: int, tokens: int) -> int:
+    """Tokens whose logits are there at once, copies counted: of a step (the prompts' and all rows'), or of scoring.
+
+    The CPU kernels draw and score without a copy; in torch's operations there are temporaries of the same size.
+    """
+    in_torch = not isinstance(decoder, CpuDecoder)
+    return max((5 if in_torch else 3) * rows, (5 if in_torch else 1) * min(rows * tokens, LOGIT_ROWS))
+
+
+def native_activation_bytes(model: nn.Module, tokens: int) -> int:
+    """Bytes of a forward of the model's own layers over so many tokens, about: the residual stream, as it is, normed,
+    attended and in float32; and the MLP's products."""
+    config = text_config(model)
+    hidden, inner = (getattr(config, name, 0) or 0 for name in ("hidden_size", "intermediate_size"))
+    return tokens * (4 * hidden + 3 * (inner or 4 * hidden)) * next(model.parameters()).element_size()
 
 
 def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:

@@ -102,6 +102,8 @@ LAYER_ROLES = (
     "attention_norm q k v q_norm k_norm o attention_post_norm "
     "mlp_norm gate up down mlp_post_norm router experts_gate_up experts_down"
 ).split()
+# Matrices that read the same input: a decoder may hold them as one, in this order.
+JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 OUTER_ROLES = "embedding positions embedding_norm project_in final_norm project_out head".split()
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hybrid.architectures.structure import Structure
+from hybrid.containers.module_tables import unhooked
 from hybrid.containers.shared_modules import attribute
-from hybrid.containers.window import unhooked
 from hybrid.parallel import Guard, any_rank
 from hybrid.profiling import Phase
 from hybrid.weights.deepspeed_experts import Exchange, needs_equal_messages, padded_forward

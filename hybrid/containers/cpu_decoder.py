@@ -3,12 +3,13 @@
 import ctypes
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from weakref import WeakValueDictionary
 
 import torch
 
 from hybrid.architectures.spec import OUTER_ROLES, LayerSpec, Place, Reading, Unreadable
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
-from hybrid.containers.torch_decoder import no_sides
+from hybrid.containers.torch_decoder import Copies, no_sides
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
 from hybrid.weights.lora import LowRank
@@ -42,17 +43,20 @@ class CpuDecoder:
         dtype: torch.dtype,
         library: ctypes.CDLL,
         sides: Callable[[Place], list[LowRank]] = no_sides,
+        copies: Copies | None = None,
+        workspace: "Workspace | None" = None,
     ):
+        self.copies: Copies = WeakValueDictionary() if copies is None else copies
         if dtype not in (torch.float32, torch.bfloat16):
             raise Unreadable(f"the CPU kernels compute float32 and bfloat16, not {dtype}")
         self.reading, self.spec, self.weights, self.dtype = reading, reading.spec, weights, dtype
         self.library, self.sides = library, sides
         self.device = torch.device("cpu")
-        self.work = torch.empty(0)
+        self.workspace = Workspace() if workspace is None else workspace
+        self.most_tokens = self.most_logits = 0  # of any forward
         self.tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.lent: weakref.ref[PagedKV] | None = None  # whose addresses the layers have now
         self.tensors: list[torch.Tensor] = []  # what the records below point to, kept alive
-        self.sources: dict[int, torch.UntypedStorage] = {}  # that weights were read from; kept, for identity
         self.side_records: list[ctypes.Array] = []  # what linears' records point to, kept alive
         spec = reading.spec
         self.slopes = torch.tensor(spec.alibi) if spec.alibi else None
@@ -123,7 +127,7 @@ class CpuDecoder:
 
     def unbind(self) -> None:
         """Let go of the weights: what has not been bound again must not run."""
-        self.tensors, self.sources, self.side_records = [], {}, []
+        self.tensors, self.side_records = [], []
 
     def kv(self, pages: int) -> PagedKV:
         """New pages, their content undefined.  keys [pages, kv_heads, head_dim, PAGE], values [pages, kv_heads, PAGE,
@@ -169,6 +173,7 @@ class CpuDecoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits after the last layer's output [n, hidden], as the model rounds them.  float32 [n, vocab]"""
+        self.most_logits = max(self.most_logits, len(hidden))
         out = torch.empty(len(hidden), self.spec.vocab_size)
         threads = torch.get_num_threads()
         work = self._work(len(hidden), threads)
@@ -182,8 +187,14 @@ class CpuDecoder:
         return self.logits(self.forward(batch, kv))
 
     def nbytes(self) -> int:
-        """Bytes of weights that are copies: turned matrices, and biases and norms in float32."""
-        return sum(t.nbytes for t in self.tensors if t.untyped_storage()._cdata not in self.sources)
+        """Bytes of weights that are copies, of this decoder and of those that it shares them with: transposed matrices,
+        and biases and norms in float32."""
+        return sum(copy.nbytes for copy in self.copies.values())
+
+    def activation_bytes(self, tokens: int) -> int:
+        """Bytes that a forward over so many tokens takes: working memory, which is kept, and the hidden states."""
+        floats = self.library.work_floats(self._self(), tokens, torch.get_num_threads())
+        return 4 * (floats + tokens * self.spec.hidden_size)
 
     def _run(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV | None, first: int, last: int) -> torch.Tensor:
         if kv is not None:
@@ -198,6 +209,7 @@ class CpuDecoder:
             tables=address(batch.tables, torch.int32),
         )
         threads = torch.get_num_threads()
+        self.most_tokens = max(self.most_tokens, len(batch.ids))
         work = self._work(len(batch.ids), threads)
         pointers = [address(tensor, torch.float32) for tensor in (hidden, work)]
         unknown = self.library.forward(self._self(), ctypes.addressof(record), first, last, *pointers, threads)
@@ -212,10 +224,7 @@ class CpuDecoder:
         return ctypes.addressof(self.record)
 
     def _work(self, tokens: int, threads: int) -> torch.Tensor:
-        floats = self.library.work_floats(self._self(), tokens, threads)
-        if len(self.work) < floats:
-            self.work = torch.empty(floats)
-        return self.work
+        return self.workspace.of(self.library.work_floats(self._self(), tokens, threads))
 
     def _lend(self, kv: PagedKV) -> None:
         """Give the layers' records the addresses of these pages."""
@@ -270,45 +279,68 @@ class CpuDecoder:
                 stored, scale = torch.int8, scale_of(place).flatten(0, -2)
                 record.scale[part] = self._keep(scale.float().contiguous(), torch.float32)
                 record.groups = scale.shape[1]
-            bias = self._selected(places.get(f"{role}.bias"))
+            bias = self._float(places.get(f"{role}.bias"))
             record.weight[part], record.rows[part], record.inputs = self._keep(weight, stored), *weight.shape
-            record.bias[part] = None if bias is None else self._keep(bias.float().contiguous(), torch.float32)
+            record.bias[part] = None if bias is None else self._keep(bias, torch.float32)
             record.parts = part + 1
         return record
 
     def _norm(self, places: dict[str, Place], role: str) -> ctypes.Structure:
-        parts = (self._selected(places.get(f"{role}.{name}")) for name in ("weight", "bias"))
-        return kernels.Norm(
-            *(None if part is None else self._keep(part.float().contiguous(), torch.float32) for part in parts)
-        )
+        parts = (self._float(places.get(f"{role}.{name}")) for name in ("weight", "bias"))
+        return kernels.Norm(*(None if part is None else self._keep(part, torch.float32) for part in parts))
 
     def _matrix(self, place: Place) -> torch.Tensor:
         """A role's matrix, in the decoder's dtype or int8, contiguous: a copy only where it lies otherwise."""
-        return self._contiguous(self._selected(place))
+        dtype = self.weights(place).dtype
+        if dtype not in (self.dtype, torch.int8):
+            raise Unreadable(f"a matrix is {dtype} where the embedding is {self.dtype}")
+        return self._contiguous(place, dtype)
+
+    def _float(self, place: Place | None) -> torch.Tensor | None:
+        """A bias or a norm's weight in float32, None where there is none."""
+        return None if place is None or self.weights(place) is None else self._contiguous(place, torch.float32)
+
+    def _contiguous(self, place: Place, dtype: torch.dtype) -> torch.Tensor:
+        """What is at a place: where it lies, or a copy, refreshed where there is one."""
+        source = self.weights(place).detach()
+        selected = source if place.select is None else place.select(source)
+        lies_there = selected.untyped_storage()._cdata == source.untyped_storage()._cdata
+        if lies_there and selected.is_contiguous() and selected.dtype == dtype:
+            return selected
+        key = (dtype, place, source.data_ptr())
+        copy = self.copies.get(key)
+        if copy is None:
+            copy = self.copies[key] = selected.to(dtype).contiguous()
+        else:
+            copy.copy_(selected)
+        return copy
 
     def _factor(self, factor: torch.Tensor) -> int:
-        self._note_source(factor)
-        return self._keep(self._contiguous(factor.detach()), self.dtype)
-
-    def _contiguous(self, matrix: torch.Tensor) -> torch.Tensor:
-        if matrix.dtype not in (self.dtype, torch.int8):
-            raise Unreadable(f"a matrix is {matrix.dtype} where the embedding is {self.dtype}")
-        return matrix.contiguous()
-
-    def _selected(self, place: Place | None) -> torch.Tensor | None:
-        tensor = None if place is None else self.weights(place)
-        if tensor is None:
-            return None
-        self._note_source(tensor)
-        return tensor.detach() if place.select is None else place.select(tensor.detach())
-
-    def _note_source(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.sources[storage._cdata] = storage
+        factor = factor.detach()
+        if factor.dtype != self.dtype:
+            raise Unreadable(f"a matrix is {factor.dtype} where the embedding is {self.dtype}")
+        if not factor.is_contiguous():
+            key = (factor.data_ptr(), factor.shape)
+            factor = self.copies[key] = factor.contiguous()
+        return self._keep(factor, self.dtype)
 
     def _keep(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
         self.tensors.append(tensor)
         return address(tensor, dtype)
+
+
+class Workspace:
+    """Memory that a forward computes in; decoders that never run at once share it."""
+
+    def __init__(self):
+        self.memory = torch.empty(0)
+
+    def of(self, floats: int) -> torch.Tensor:
+        """At least so many floats, their content undefined."""
+        if len(self.memory) < floats:
+            self.memory = torch.empty(0)  # not both at once
+            self.memory = torch.empty(floats)
+        return self.memory
 
 
 def reads_int8(weights: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from hybrid.architectures.spec import Place, Reading
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
-from hybrid.containers.torch_decoder import TorchDecoder, no_sides
+from hybrid.containers.torch_decoder import Copies, TorchDecoder, no_sides
 from hybrid.kernels import torch_ops
 from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
 from hybrid.kernels.triton_attention import SPLIT, decode_attention, prefill_attention
@@ -51,8 +51,9 @@ class CudaDecoder(TorchDecoder):
         max_slots: int = 0,
         capture: Callable = capture_on_device,
         sides: Callable[[Place], list[LowRank]] = no_sides,
+        copies: Copies | None = None,
     ):
-        super().__init__(reading, weights, dtype, sides)
+        super().__init__(reading, weights, dtype, sides, copies)
         self.max_slots = max_slots
         self.capture = capture
         self.positions = 0  # that there are tables for

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
@@ -15,18 +16,19 @@ from hybrid.architectures.structure import Part, Structure
 from hybrid.architectures.tp_plan import hugging_face_model
 from hybrid.containers.batch import is_packable
 from hybrid.containers.calls import Calls
-from hybrid.containers.cpu_decoder import CpuDecoder, reads_int8
+from hybrid.containers.cpu_decoder import CpuDecoder, Workspace, reads_int8
 from hybrid.containers.int8_decoder import Int8Decoder
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.native_reasons import NO_WARNING, ForeignHooks, NativeReasons
 from hybrid.containers.self_check import own_pages_batch, require_equal
 from hybrid.containers.sharded_decoder import Pool, ShardedDecoder, SharedDecoder
 from hybrid.containers.streamed_decoder import Passes, StreamedDecoder
-from hybrid.containers.torch_decoder import TorchDecoder, no_sides
+from hybrid.containers.torch_decoder import Copies, TorchDecoder, no_sides
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.gather import whole_shape
+from hybrid.weights.joined import JoinedBuffers
 from hybrid.weights.lora import Adapted, LowRank
 from hybrid.weights.quantize import int8_weights
 from hybrid.weights.snapshot import Snapshot
@@ -72,6 +74,8 @@ class FusedModel:
         self.model, self.layers, self.snapshot, self.graph_slots = model, layers, snapshot, graph_slots
         self.group, self.own_hooks, self.pool = group, own_hooks, Pool()
         self.bound: dict[bool, Bound] = {}  # with adapters, and without
+        self.copies: Copies = WeakValueDictionary()  # that these hold
+        self.workspace = Workspace()  # that these compute in, where they have one
         self.checked = False
         self.why_not, self.warns = "", hasattr(model, "generate")
         self.reasons = NativeReasons() if reasons is None else reasons
@@ -228,9 +232,10 @@ class FusedModel:
 
         dtype = self._embedding().dtype
         if self.group is not None:
-            return SharedDecoder(ShardedDecoder(self.reading, weights, dtype, self.group, sides), self.pool)
+            sharded = ShardedDecoder(self.reading, weights, dtype, self.group, sides, self.copies)
+            return SharedDecoder(sharded, self.pool)
         if not self.streams:
-            return self._make_whole(self.reading, weights, dtype, sides)
+            return self._make_whole(self.reading, weights, dtype, sides, self.copies)
         passes = Passes(
             self.reading,
             lambda reading: self._make_whole(reading, weights, dtype, sides),
@@ -246,18 +251,19 @@ class FusedModel:
         weights: Callable[[Place], torch.Tensor | None],
         dtype: torch.dtype,
         sides: Callable[[Place], list[LowRank]],
+        copies: Copies | None = None,
     ) -> WholeDecoder:
         """A decoder over whole weights, on the fastest kernels that there are."""
         kernels = self._kernels()
         if kernels == "CPU kernels":
-            return CpuDecoder(reading, weights, dtype, cpu_library(), sides)
+            return CpuDecoder(reading, weights, dtype, cpu_library(), sides, copies, self.workspace)
         if kernels == "Triton":
             from hybrid.containers.cuda_decoder import CudaDecoder  # needs triton, which a CPU install has not
 
-            return CudaDecoder(reading, weights, dtype, self.graph_slots, sides=sides)
+            return CudaDecoder(reading, weights, dtype, self.graph_slots, sides=sides, copies=copies)
         if self._int8_weights():
             return Int8Decoder(reading, weights, dtype)
-        return TorchDecoder(reading, weights, dtype, sides)
+        return TorchDecoder(reading, weights, dtype, sides, copies)
 
     def _int8_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [pair for module in self.modules for pair in int8_weights(module)]
@@ -285,14 +291,7 @@ class FusedModel:
 
     def tensor(self, place: Place, adapters: bool) -> torch.Tensor | None:
         """The snapshot's tensor at a place, whole or this rank's slice; None where there is none."""
-        one, param = self._owner(place)
-        if self.group is not None:
-            if one is not None:
-                return self.snapshot.part_of(place, one, adapters)
-            return None if param is None else self.snapshot.part(place, param)
-        if one is not None:
-            return self.snapshot.weights_of(one, adapters).get(place.parameter)
-        return None if param is None else self.snapshot.tensor(param)
+        return self.snapshot.at(place, *self._owner(place), adapters)
 
     def sides(self, place: Place, adapters: bool) -> list[LowRank]:
         """What the snapshot has beside the weight at a place."""
@@ -322,32 +321,53 @@ class FusedModel:
             self.one_page = self._planned().kv(1).nbytes * ranks
         return self.one_page
 
-    def planned_bytes(self) -> int:
-        """Bytes that the decoder with adapters will hold beside the snapshot."""
+    def planned(self) -> WholeDecoder | None:
+        """The decoder with adapters over weights that take no memory, to be asked what it will hold; None where there
+        is none."""
         if self.why_not:
-            return 0
+            return None
         decoder = self._planned()
         decoder.bind()
-        return decoder.nbytes()
+        return decoder
+
+    def peak_activation_bytes(self) -> int:
+        """Bytes that the largest forward so far took, and the most logits."""
+        peaks = [0]
+        for bound in self.bound.values():
+            decoder = getattr(bound.decoder, "lockstep", bound.decoder)
+            decoder = getattr(decoder, "inner", decoder)
+            logits = decoder.most_logits * decoder.spec.vocab_size * 4
+            peaks.append((decoder.activation_bytes(decoder.most_tokens) if decoder.most_tokens else 0) + logits)
+        return max(peaks)
 
     def _planned(self) -> WholeDecoder:
         """The decoder, over weights that take no memory."""
-        dtype = self._embedding().dtype
+        dtype, blank = self._embedding().dtype, self._blank()
         if self.group is not None:
-            return ShardedDecoder(self.reading, self._blank, dtype, self.group, no_sides)
-        return self._make_whole(self.reading, self._blank, dtype, no_sides)
+            return ShardedDecoder(self.reading, blank, dtype, self.group, no_sides)
+        return self._make_whole(self.reading, blank, dtype, no_sides)
 
-    def _blank(self, place: Place) -> torch.Tensor | None:
-        """A tensor without memory, as the snapshot's will be at a place."""
-        param = self._owner(place)[1]
-        if param is None:
-            return None
-        blank = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
-        return blank if self.group is None else self.snapshot.slices[place].of(blank)
+    def _blank(self) -> Callable[[Place], torch.Tensor | None]:
+        """Gives tensors without memory, laid out as the snapshot's will be."""
+        meta, joined = torch.device("meta"), JoinedBuffers(set(self.snapshot.joined.sets.values()))
+
+        def alone(place: Place) -> torch.Tensor | None:
+            param = self._owner(place)[1]
+            if param is None:
+                return None
+            blank = torch.empty(whole_shape(param), dtype=param.dtype, device=meta)
+            return blank if self.group is None else self.snapshot.slices[place].of(blank)
+
+        def blank(place: Place) -> torch.Tensor | None:
+            return joined.part(place, False, alone, meta) if self.snapshot.keeps_joined(place) else alone(place)
+
+        return blank
 
     def nbytes(self) -> int:
-        """Bytes of weights that decoders hold beside the snapshot: joined and turned copies."""
-        return sum(bound.decoder.nbytes() for bound in self.bound.values())
+        """Bytes of weights that decoders hold beside the snapshot: what does not lie as they read it."""
+        if self.streams:
+            return 0
+        return sum(copy.nbytes for copy in self.copies.values())
 
     def release_pages(self) -> None:
         """Let go of the pages that ranks have in common."""
@@ -356,6 +376,7 @@ class FusedModel:
     def release(self) -> None:
         """Let go of the decoders and what they copied."""
         self.bound.clear()
+        self.workspace = Workspace()
 
 
 def kernels_of(device: torch.device) -> str:

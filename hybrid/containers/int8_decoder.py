@@ -4,15 +4,15 @@ from collections.abc import Mapping
 
 import torch
 
-from hybrid.architectures.spec import Place
-from hybrid.containers.torch_decoder import JOINED, Tensors, TorchDecoder
+from hybrid.architectures.spec import JOINED, Place
+from hybrid.containers.torch_decoder import Tensors, TorchDecoder
 from hybrid.weights.quantize import dequantized, int8_linear, scale_of
 
 
 class Int8Decoder(TorchDecoder):
     """TorchDecoder over a model with int8 weights. Matrices of one input stay apart: nothing is copied."""
 
-    def _bound(self, places: Mapping[str, Place], before: Tensors) -> Tensors:
+    def _bound(self, places: Mapping[str, Place]) -> Tensors:
         bound = Tensors()
         for role, place in places.items():
             tensor = self._read(place)

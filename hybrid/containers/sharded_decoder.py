@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hybrid.architectures.spec import Place, Reading
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
-from hybrid.containers.torch_decoder import Step, TorchDecoder, no_sides
+from hybrid.containers.torch_decoder import Copies, Step, TorchDecoder, no_sides
 from hybrid.kernels import torch_ops
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.lora import LowRank
@@ -32,10 +32,11 @@ class ShardedDecoder(TorchDecoder):
         dtype: torch.dtype,
         group: InferenceGroup,
         sides: Callable[[Place], list[LowRank]] = no_sides,
+        copies: Copies | None = None,
     ):
         self.group, self.tensor = group, group.tensor
         local = shard_spec(reading.spec, Shard(self.tensor.size, self.tensor.index))
-        super().__init__(replace(reading, spec=local), weights, dtype, sides)
+        super().__init__(replace(reading, spec=local), weights, dtype, sides, copies)
         ranks = group.size // self.tensor.size  # that share out the experts
         self.first_expert = group.index // self.tensor.size * -(-local.num_experts // ranks)
 
@@ -106,21 +107,26 @@ class Pool:
         self.kv: PagedKV | None = None
         self.capacity = 0
         self.copies: list[tuple[int, int]] = []  # that this rank wants of its own pages
+        self.is_read = False  # some rank's call may read what is in the pages
 
     def grow(self, make: Callable[[int], PagedKV], capacity: int, ranks: int) -> PagedKV:
-        """The pages, at least `capacity` for each rank; content stays."""
+        """The pages, at least `capacity` for each rank. Content stays within the ranks' calls; between them, storage
+        that is too small is let go of before there is more."""
         if self.kv is None or capacity > self.capacity:
+            if not self.is_read:
+                self.kv = None
             grown = make(capacity * ranks)
             if self.kv is not None:
                 tensors = zip((*grown.keys, *grown.values), (*self.kv.keys, *self.kv.values), strict=True)
                 for new, old in tensors:
                     new.unflatten(0, (ranks, capacity))[:, : self.capacity] = old.unflatten(0, (ranks, self.capacity))
             self.kv, self.capacity = grown, capacity
+        self.is_read = True
         return self.kv
 
     def release(self) -> None:
         """Let go of the storage."""
-        self.kv, self.capacity, self.copies = None, 0, []
+        self.kv, self.capacity, self.copies, self.is_read = None, 0, [], False
 
 
 class Brought(NamedTuple):
@@ -198,6 +204,7 @@ class SharedDecoder:
         self.pool.copies = []
         while self._meet() is not None:
             pass
+        self.pool.is_read = False  # all calls are over
 
     def _meet(
         self,

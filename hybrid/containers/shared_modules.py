@@ -16,6 +16,7 @@ from hybrid.architectures.tp_plan import Share, TensorPlan, hugging_face_model
 from hybrid.containers.calls import Calls
 from hybrid.containers.comparison import output_difference
 from hybrid.containers.meetings import Meetings
+from hybrid.containers.module_tables import ModuleTree
 from hybrid.containers.native import NativeContainer
 from hybrid.parallel import InferenceGroup, all_ranks
 from hybrid.weights.lora import Adapted
@@ -175,7 +176,7 @@ def first_output(model: nn.Module, device: torch.device) -> torch.Tensor:
     ).to(device)
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
     try:
-        with evaluating(model), torch.no_grad():
+        with ModuleTree(model).evaluating(), torch.no_grad():
             return model(**inputs)[0].flatten(0, -2)
     except (RuntimeError, TypeError, ValueError) as error:
         raise Unreadable(f"it does not run on {CHECKED_TOKENS} token ids: {error}") from error
@@ -188,15 +189,3 @@ def whole_difference(found: torch.Tensor, expected: torch.Tensor, weights: torch
     """
     dtype = weights or expected.dtype
     return output_difference("the model differs from the whole one", found, expected, dtype, excused=len(expected) // 4)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model does not train; afterwards every module trains or not as it did."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.train(False)
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -1,18 +1,21 @@
 """A whole decoder in torch operations, on any device: the reference, and what runs where nothing faster does."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch.nn import functional as F
 
-from hybrid.architectures.spec import OUTER_ROLES, Place, Reading
+from hybrid.architectures.spec import JOINED, OUTER_ROLES, Place, Reading
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
 from hybrid.kernels import torch_ops
+from hybrid.weights.joined import as_one
 from hybrid.weights.lora import LowRank
 
-# Matrices that read the same input, and so become one.
-JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+# Copies of weights, by what they are copied from: decoders of one model share what is the same in both, and let go of
+# what neither reads any more.
+Copies = MutableMapping[tuple, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,9 @@ class TorchDecoder:
     """The decoder that `reading` describes, in `dtype`. Call its functions under `torch.no_grad()`, `bind` first.
 
     weights: a place to its whole tensor, before `select`; None for a bias that is not there. Tensors that need no
-    change are used where they are; joined or cast ones are copies.
+    change are used where they are, joined ones where they lie one behind the other; the rest is copied.
     sides: a weight's place to what adapters add beside it, b's rows being those of the place.
+    copies: shared with other decoders of the model; held by who reads them.
     """
 
     context_block = PAGE  # attention reads whole pages
@@ -74,13 +78,17 @@ class TorchDecoder:
         weights: Callable[[Place], torch.Tensor | None],
         dtype: torch.dtype,
         sides: Callable[[Place], list[LowRank]] = no_sides,
+        copies: Copies | None = None,
     ):
+        self.copies: Copies = WeakValueDictionary() if copies is None else copies
         self.reading = reading
         self.spec = reading.spec
         self.weights = weights
         self.sides = sides
         self.dtype = dtype
         self.first_expert = 0  # of those whose weights are here
+        self.widest = 0  # elements for each token at the widest moment of a layer
+        self.most_tokens = self.most_logits = 0  # of any forward
         stepwise = self.spec.activation_stepwise
         self.activation = torch_ops.gelu_new if stepwise else torch_ops.ACTIVATIONS[self.spec.activation]
         self.outer = Tensors()
@@ -94,17 +102,18 @@ class TorchDecoder:
     def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
         """Read the weights of these roles outside the layers, and of these layers."""
         places = {name: place for name, place in self.reading.outer.items() if name.partition(".")[0] in outer}
-        bound = self._bound(places, self.outer)
+        bound = self._bound(places)
         sides = {role: added for role, added in self.outer.sides.items() if role not in outer} | bound.sides
         self.outer = Tensors(sides, {**self.outer, **bound})
         for index in layers:
-            self.blocks[index] = self._bound(self.reading.layers[index], self.blocks[index])
+            self.blocks[index] = self._bound(self.reading.layers[index])
+            self.widest = max(self.widest, self._width(self.blocks[index]))
 
     def unbind(self) -> None:
         """Let go of the weights: what has not been bound again cannot run."""
         self.outer, self.blocks = Tensors(), [Tensors() for _ in self.blocks]
 
-    def _bound(self, places: Mapping[str, Place], before: Tensors) -> Tensors:
+    def _bound(self, places: Mapping[str, Place]) -> Tensors:
         """The tensors of these places by role, with joined ones in the place of their parts."""
         read = {role: found for role, place in places.items() if (found := self._read(place)) is not None}
         bound = Tensors(self._sides(places, {role: len(tensor) for role, tensor in read.items()}))
@@ -113,13 +122,13 @@ class TorchDecoder:
                 continue
             weights = [read.pop(f"{role}.weight") for role in roles]
             biases = [read.pop(f"{role}.bias", None) for role in roles]
-            bound[f"{name}.weight"] = self._copied(before.get(f"{name}.weight"), weights)
+            bound[f"{name}.weight"] = self._joined([places[f"{role}.weight"] for role in roles], weights)
             if any(bias is not None for bias in biases):
                 pairs = zip(biases, weights, strict=True)
                 biases = [weight.new_zeros(len(weight)) if bias is None else bias for bias, weight in pairs]
-                bound[f"{name}.bias"] = self._copied(before.get(f"{name}.bias"), biases)
+                bound[f"{name}.bias"] = self._joined([places.get(f"{role}.bias") for role in roles], biases)
         for role, tensor in read.items():
-            bound[role] = tensor if tensor.dtype == self.dtype else self._copied(before.get(role), [tensor])
+            bound[role] = self._joined([places[role]], [tensor])
         return bound
 
     def _sides(self, places: Mapping[str, Place], rows: Mapping[str, int]) -> dict[str, list[Side]]:
@@ -142,12 +151,18 @@ class TorchDecoder:
         whole = self.weights(place)
         return whole if whole is None or place.select is None else place.select(whole)
 
-    def _copied(self, buffer: torch.Tensor | None, pieces: list[torch.Tensor]) -> torch.Tensor:
-        """The pieces, one above the other, in `buffer` where it has the right shape."""
+    def _joined(self, places: Sequence[Place | None], pieces: list[torch.Tensor]) -> torch.Tensor:
+        """What is at these places, one above the other: where it lies, or a copy, refreshed where there is one."""
+        if pieces[0].dtype == self.dtype and (where_they_lie := as_one(pieces)) is not None:
+            return where_they_lie
+        sources = (None if place is None else self.weights(place) for place in places)
+        addresses = (0 if source is None else source.data_ptr() for source in sources)
+        key = (self.dtype, *zip(places, addresses, strict=True))
         sizes = [len(piece) for piece in pieces]
-        shape = (sum(sizes), *pieces[0].shape[1:])
-        if buffer is None or buffer.shape != shape or buffer.device != pieces[0].device:
-            buffer = torch.empty(shape, dtype=self.dtype, device=pieces[0].device)
+        buffer = self.copies.get(key)
+        if buffer is None:
+            shape = (sum(sizes), *pieces[0].shape[1:])
+            buffer = self.copies[key] = torch.empty(shape, dtype=self.dtype, device=pieces[0].device)
         for part, piece in zip(buffer.split(sizes), pieces, strict=True):
             part.copy_(piece)
         return buffer
@@ -167,9 +182,23 @@ class TorchDecoder:
         return self.weights(self.reading.outer["embedding.weight"]).device
 
     def nbytes(self) -> int:
-        """Bytes of weights that are copies: joined matrices."""
-        names = {f"{name}.{kind}" for name in JOINED for kind in ("weight", "bias")}
-        return sum(tensor.nbytes for block in self.blocks for name, tensor in block.items() if name in names)
+        """Bytes of weights that are copies, of this decoder and of those that it shares them with."""
+        return sum(copy.nbytes for copy in self.copies.values())
+
+    def _width(self, block: Tensors) -> int:
+        """Elements that a layer needs for each token: the residual stream, as it is, normed and in float32; with the
+        MLP's products, or with queries, keys and values before and after they are rotated."""
+        spec, experts = self.spec, max(self.spec.experts_per_token, 1)
+        up, inner = (
+            next((block[f"{role}.weight"].shape[dim] for role in roles if f"{role}.weight" in block), 0)
+            for roles, dim in ((("gate_up", "up", "experts_gate_up"), -2), (("down", "experts_down"), -1))
+        )
+        heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        return 4 * spec.hidden_size + max(experts * (up + 2 * inner), 2 * heads)
+
+    def activation_bytes(self, tokens: int) -> int:
+        """Bytes that a forward over so many tokens takes, about; attention in torch's operations takes more."""
+        return tokens * self.widest * self.dtype.itemsize
 
     def reserve(self, tokens: int) -> None:
         """Nothing to do: the rotary module is asked at every forward."""
@@ -190,6 +219,7 @@ class TorchDecoder:
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """What goes into the first layer, [tokens, hidden].  ids int64 [tokens], positions int [tokens]."""
+        self.most_tokens = max(self.most_tokens, len(ids))
         hidden = self._looked_up(ids)
         if self.spec.embedding_multiplier != 1.0:
             hidden = hidden * self.spec.embedding_multiplier
@@ -216,6 +246,7 @@ class TorchDecoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of the last layer's output [n, hidden], float32 [n, vocabulary]."""
+        self.most_logits = max(self.most_logits, len(hidden))
         hidden = self._norm(self.outer, "final_norm", hidden)
         if "project_out.weight" in self.outer:
             hidden = self._linear(self.outer, "project_out", hidden)

@@ -6,6 +6,7 @@ again on access and run the base weights (deepspeed 0.19.8). What belongs to the
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import getitem
 from typing import Any, NoReturn
 
 import torch
@@ -13,9 +14,9 @@ from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from hybrid.weights.snapshot import Snapshot
+from hybrid.containers.module_tables import set_all
+from hybrid.weights.snapshot import Snapshot, active_adapters
 
 
 class InferenceOnly(dict):
@@ -49,7 +50,7 @@ class Window:
     """Opens the snapshot to a model: inside `opened()`, the model computes with the snapshot's tensors.
 
     refresh: brings the snapshot up to date before it is used; called with whether adapters will be.
-    hooks: gives the hook handles of the training engine, which are off while the snapshot is lent.
+    hooks_off: entered while the snapshot is lent: the training engine's hooks are off.
     lends: false where there is nothing to lend: weights are gathered layer by layer as the model's own layers run
         (streaming), or the snapshot is a decoder's of ours alone.  merges: the snapshot has adapters, merged or
         beside what they adapt.
@@ -66,7 +67,7 @@ class Window:
         model: nn.Module,
         snapshot: Snapshot,
         refresh: Callable[[bool], None],
-        hooks: Callable[[], Iterable[RemovableHandle]],
+        hooks_off: Callable[[], AbstractContextManager],
         lends: bool,
         merges: bool,
         sharing: Callable[[], AbstractContextManager] = nullcontext,
@@ -77,12 +78,12 @@ class Window:
         self.model = model
         self.snapshot = snapshot
         self.refresh = refresh
-        self.hooks = hooks
+        self.hooks_off = hooks_off
         self.lends, self.merges = lends, merges
         self.sharing, self.around, self.renew, self.device = sharing, around, renew, device
         self.no_native = ""
         self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
-        self.replaced: list[tuple[nn.Module, str, dict]] = []  # what a module's dictionary was, in order of lending
+        self.replaced: list[tuple[dict, str, dict]] = []  # what a dictionary of a module's `__dict__` was, in order
         # The model's own dictionaries, read once: inside a window, the model's tree is another one.
         self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
         self.plains = [(one, dict(one.plain._parameters)) for one in snapshot.adapted]
@@ -123,7 +124,7 @@ class Window:
                         self._require_switchable()
                 self.refresh(adapters)
                 if self.lends:
-                    stack.enter_context(unhooked(self.hooks()))
+                    stack.enter_context(self.hooks_off())
                 stack.enter_context(self._lent(adapters))
                 if self.lends:
                     stack.enter_context(self.sharing())
@@ -133,19 +134,34 @@ class Window:
 
     @contextmanager
     def _lent(self, adapters: bool) -> Iterator[None]:
-        lent = [*self._lent_dictionaries(adapters)] if self.lends else []
-        # With adapters off by PEFT's flag a copy of any module would have them off for ever.
-        modules = [module for module, _, _ in lent] if adapters else [module for module, _ in self.owners]
-        lent += [(module, slot, INFERENCE_ONLY) for module in modules for slot in STATE_HOOKS]
+        lent = self._to_lend(adapters)
+        owners, names = [owner for owner, _, _ in lent], [name for _, name, _ in lent]
+        # A dictionary that was lent may have been changed by who it was lent to.
+        content = [table if table is INFERENCE_ONLY else table.copy() for _, _, table in lent]
         count = len(self.replaced)
+        self.replaced += zip(owners, names, map(getitem, owners, names), strict=True)
         try:
-            for module, slot, content in lent:
-                self.replaced.append((module, slot, module.__dict__[slot]))
-                module.__dict__[slot] = content
+            set_all(owners, names, content)
             yield
         finally:
             give_back(self.replaced[count:])
             del self.replaced[count:]
+
+    def _to_lend(self, adapters: bool) -> list[tuple[dict, str, dict]]:
+        """Of each module whose own content is not what inference uses its `__dict__`, the name of one of its
+        dictionaries, and what takes that one's place: made once for each layout of the snapshot and active adapters."""
+        key = (self.snapshot.layout, adapters, active_adapters(self.snapshot.adapted))
+        known_for, lent = self.snapshot.lent.get(adapters, (None, []))
+        # Within another window the model's tree is another one.
+        if self.adapters or key != known_for:
+            lent = list(self._lent_dictionaries(adapters)) if self.lends else []
+            # With adapters off by PEFT's flag a copy of any module would have them off for ever.
+            modules = [module for module, _, _ in lent] if adapters else [module for module, _ in self.owners]
+            lent += [(module, name, INFERENCE_ONLY) for module in modules for name in STATE_HOOKS]
+            lent = distinct([(module.__dict__, name, content) for module, name, content in lent])
+            if not self.adapters:
+                self.snapshot.lent[adapters] = key, lent
+        return lent
 
     def _lent_dictionaries(self, adapters: bool) -> Iterator[tuple[nn.Module, str, dict]]:
         """Each module whose own content is not what inference uses, which of its dictionaries, what takes its place."""
@@ -165,13 +181,13 @@ class Window:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside the block the model has its own parameters and modules, in an open window too."""
-        lent = [(module, slot, module.__dict__[slot]) for module, slot, _ in self.replaced]
+        lent = [(owner, name, owner[name]) for owner, name, _ in self.replaced]
         give_back(self.replaced)
         try:
             yield
         finally:
-            for module, slot, content in lent:
-                module.__dict__[slot] = content
+            for owner, name, content in lent:
+                owner[name] = content
 
     @contextmanager
     def as_asked(self) -> Iterator[None]:
@@ -196,33 +212,16 @@ class Window:
                 )
 
 
-def give_back(replaced: list[tuple[nn.Module, str, dict]]) -> None:
+def distinct(lent: list[tuple[dict, str, dict]]) -> list[tuple[dict, str, dict]]:
+    """Of what takes the place of one dictionary twice the last: an adapted module's plain one is lent to as an owner of
+    parameters, and as itself."""
+    return list({(id(owner), name): (owner, name, content) for owner, name, content in lent}.values())
+
+
+def give_back(replaced: list[tuple[dict, str, dict]]) -> None:
     """Give modules the dictionaries that they had; the last first, as one may have been replaced twice."""
-    for module, slot, content in reversed(replaced):
-        module.__dict__[slot] = content
-
-
-@contextmanager
-def unhooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Inside the block the hooks behind `handles` do not run; afterwards they are back in their order.
-
-    Other hooks on the same modules stay, and may come and go meanwhile.
-    """
-    taken: dict[int, tuple[dict, dict, set]] = {}  # by dictionary: the dictionary, what it held, whose hooks left
-    try:
-        for handle in handles:
-            hooks = handle.hooks_dict_ref()
-            if hooks is not None and handle.id in hooks:
-                _, _, gone = taken.setdefault(id(hooks), (hooks, dict(hooks), set()))
-                gone.add(handle.id)
-                del hooks[handle.id]
-        yield
-    finally:
-        for hooks, before, gone in taken.values():
-            kept = {key: hook for key, hook in before.items() if key in gone or key in hooks}
-            after = {**kept, **hooks}
-            hooks.clear()
-            hooks.update(after)
+    for owner, name, content in reversed(replaced):
+        owner[name] = content
 
 
 @contextmanager

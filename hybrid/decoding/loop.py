@@ -28,7 +28,7 @@ from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
 
 from hybrid.decoding.kv_cache import GrowingLayer, KVCache
-from hybrid.decoding.pages import PageStore
+from hybrid.decoding.pages import PageStore, pages_for
 from hybrid.decoding.rows import Decoder, Rows, prefill
 from hybrid.decoding.sampling import Draw, draw_tokens, selective_log_softmax, split_warpers, stream_keys
 from hybrid.decoding.slots import Completions, Request, complete
@@ -263,6 +263,7 @@ def decode(
             return in_lockstep(forward, *asked, wanted)
         decoding.store.begin(decoder.kv)
         if request is None:
+            decoding.store.expect(sum(map(pages_for, ends)))
             return in_lockstep(FusedForward(decoder, decoding.store, lengths, max(ends)), *asked, wanted)
         done = complete(request, decoder, decoding.store, decoding.max_slots, decoding.stride, decoding.phase)
     return sequences_of(done, input_ids, decoding)
@@ -459,7 +460,7 @@ class FusedForward:
 
     def __init__(self, decoder: Decoder, store: PageStore, lengths: list[int], longest: int):
         self.decoder, self.store, self.lengths = decoder, store, lengths
-        self.rows = Rows(decoder, store)
+        self.rows = Rows(decoder, store, longest)
         decoder.reserve(longest)
 
     def prefill(self, input_ids: torch.Tensor) -> StepOutput:

@@ -1,8 +1,11 @@
-"""Pages of the KV cache: storage that outlives a call and grows in steps, and who holds which page."""
+"""Pages of the KV cache: storage that outlives a call, reserved when a call begins, and who holds which page."""
 
+import math
 from collections.abc import Callable
 
 from hybrid.containers.batch import PAGE, PagedKV
+
+RESERVED_SHARE = 0.9  # of free memory, at most, for what a call may come to need: activations need some too
 
 
 def pages_for(tokens: int) -> int:
@@ -15,6 +18,7 @@ class PageStore:
 
     step: tokens by which the storage grows, at least.  limit_bytes: the most that it may hold; None: no end.
     limit_name: the setting that says so.  explain: words behind a refusal.
+    free_bytes: memory that is free now, which bounds what `begin` reserves.
     Page 0 is never given out: what computes rows that are not there writes there.
     """
 
@@ -24,10 +28,11 @@ class PageStore:
         limit_bytes: int | None = None,
         limit_name: str = "rollout.kv_cache_bytes",
         explain: Callable[[], str] = str,
+        free_bytes: Callable[[], float] = lambda: math.inf,
     ):
         self.step = step
         self.limit_bytes = limit_bytes
-        self.limit_name, self.explain = limit_name, explain
+        self.limit_name, self.explain, self.free_bytes = limit_name, explain, free_bytes
         self.kv: PagedKV | None = None
         self.free: list[int] = []
         self.holders: list[int] = []  # by page: how many sequences hold it
@@ -42,8 +47,35 @@ class PageStore:
         if self.kv is not None and self.kv.kind != one.kind:
             self.release()
         self.make, self.page_bytes = make, one.nbytes
+        self._all_free()
+
+    def expect(self, pages: int) -> None:
+        """Reserve storage for a call that holds at most so many pages at once, before it takes the first one.
+
+        Storage that is too small is let go of before new storage is made: for all pages, or for as many as the limit
+        and free memory allow. More than those are made when they are needed; old and new are then held together while
+        the content is copied.
+        """
+        assert not self.held, "pages are held, and their content would be lost"
+        wanted = self._rounded(pages + 1)
+        if wanted > self.capacity:
+            free_pages = (self.free_bytes() + self.nbytes()) * RESERVED_SHARE / self.page_bytes
+            wanted = self._rounded(int(min(pages + 1, max(free_pages, 1))))
+        if wanted > self.capacity:
+            self.release()
+            self.kv = self.make(wanted)
+            self.peak_bytes = max(self.peak_bytes, self.nbytes())
+            self._all_free()
+
+    def _all_free(self) -> None:
         self.holders = [0] * self.capacity
         self.free = list(range(self.capacity - 1, 0, -1))
+
+    def _rounded(self, capacity: int) -> int:
+        """Whole steps, within the limit."""
+        steps = pages_for(self.step)
+        capacity = -(-capacity // steps) * steps
+        return capacity if self.limit is None else min(capacity, self.limit + 1)
 
     @property
     def capacity(self) -> int:
@@ -79,17 +111,14 @@ class PageStore:
         if len(self.free) >= pages:
             return
         old, needed = self.capacity, self.capacity + pages - len(self.free) + (self.capacity == 0)
-        steps = pages_for(self.step)
-        capacity = max(-(-needed // steps) * steps, old + old // 2)
-        if self.limit is not None:
-            capacity = max(min(capacity, self.limit + 1), needed)
+        capacity = max(self._rounded(max(needed, old + old // 2)), needed)
         grown = self.make(capacity)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes() + grown.nbytes)
         if self.kv is not None:
             grown.take_over(self.kv)
         self.kv = grown
         self.free = list(range(capacity - 1, max(old, 1) - 1, -1)) + self.free
         self.holders += [0] * (capacity - old)
-        self.peak_bytes = max(self.peak_bytes, self.nbytes())
 
     def take(self, pages: int) -> list[int]:
         """So many pages, held once each; their content is undefined."""

@@ -84,21 +84,28 @@ def forwards(lengths: list[int]) -> list[list[Piece]]:
 
 
 class Rows:
-    """Rows that get a token at each step. A row's place changes when others leave."""
+    """Rows that get a token at each step. A row's place changes when others leave.
 
-    def __init__(self, decoder: Decoder, store: PageStore):
+    longest: tokens that a row may come to have.
+    """
+
+    def __init__(self, decoder: Decoder, store: PageStore, longest: int):
         self.decoder, self.store, self.device = decoder, store, decoder.device
         self.pages: list[list[int]] = []
         self.lengths = torch.zeros(0, dtype=torch.int32, device=self.device)  # tokens in the cache, by row
+        self.steps = 0
+        self.before: list[int] = []  # of each row: tokens in the cache, less the steps made
         self.room = 0  # tokens that every row has pages for, beyond its length
-        self.tables: torch.Tensor | None = None  # made anew where pages have changed
+        self.table = PageTable(pages_for(longest), self.device)
 
     def __len__(self) -> int:
         return len(self.pages)
 
     def add(self, pages: list[list[int]], lengths: list[int]) -> None:
         """New rows behind the others, with what is in their pages; the pages are theirs from now on."""
+        self.table.add(pages)
         self.pages += pages
+        self.before += [length - self.steps for length in lengths]
         more = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         self.lengths = torch.cat([self.lengths, more])
         self._look()
@@ -107,24 +114,29 @@ class Rows:
         """See to it that every row's pages have room for `tokens` more."""
         if self.room >= tokens:
             return
-        for pages, length in zip(self.pages, self.lengths.tolist(), strict=True):
-            pages += self.store.take(pages_for(length + tokens) - len(pages))
+        entries = []
+        for row, (pages, before) in enumerate(zip(self.pages, self.before, strict=True)):
+            missing = pages_for(before + self.steps + tokens) - len(pages)
+            if missing > 0:
+                more = self.store.take(missing)
+                entries += ((row, column, page) for column, page in enumerate(more, len(pages)))
+                pages += more
+        self.table.write(entries)
         self._look()
 
     def _look(self) -> None:
-        """Note what pages the rows have now."""
-        spare = (len(own) * PAGE - n for own, n in zip(self.pages, self.lengths.tolist(), strict=True))
-        self.room = min(spare, default=0)
-        self.tables = table_of(self.pages, self.device) if self.pages else None
+        """Note how much room the rows have now."""
+        spare = (len(own) * PAGE - before for own, before in zip(self.pages, self.before, strict=True))
+        self.room = min(spare, default=0) - self.steps
         self.starts = torch.arange(len(self) + 1, dtype=torch.int32, device=self.device)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token, int64 [rows], to each row; gives the logits after it, float32 [rows, vocab]."""
         positions, self.lengths = self.lengths, self.lengths + 1
+        self.steps += 1
         self.room -= 1
-        return self.decoder.decode(
-            PackedBatch(tokens, positions, self.starts, self.lengths, self.tables), self.store.kv
-        )
+        batch = PackedBatch(tokens, positions, self.starts, self.lengths, self.table.rows())
+        return self.decoder.decode(batch, self.store.kv)
 
     def leave(self, stay: torch.Tensor) -> None:
         """Let go of the rows that do not stay, bool [rows], and of their pages."""
@@ -133,5 +145,57 @@ class Rows:
             if not kept:
                 self.store.give_back(pages)
         self.pages = [pages for kept, pages in zip(staying, self.pages, strict=True) if kept]
+        self.before = [before for kept, before in zip(staying, self.before, strict=True) if kept]
         self.lengths = self.lengths[stay]
+        self.table.keep(stay)
         self._look()
+
+
+class PageTable:
+    """The page tables of rows, in memory that is written in place: a step writes the pages that it adds.
+
+    most: pages that a row may come to have.
+    """
+
+    def __init__(self, most: int, device: torch.device):
+        self.count, self.most = 0, most
+        self.memory = torch.zeros(0, 0, dtype=torch.int32, device=device)  # [rows, pages], what is not used undefined
+
+    def rows(self) -> torch.Tensor:
+        """The tables.  int32 [rows, pages], contiguous; what is behind a row's last page is undefined"""
+        return self.memory[: self.count]
+
+    def add(self, pages: list[list[int]]) -> None:
+        """New rows behind the others, of given pages."""
+        self._make_room(self.count + len(pages), max(map(len, pages), default=0))
+        first, self.count = self.count, self.count + len(pages)
+        own = table_of(pages, self.memory.device)
+        self.memory[first : self.count, : own.shape[1]] = own
+
+    def write(self, entries: list[tuple[int, int, int]]) -> None:
+        """Pages at given rows and columns: (row, column, page) each."""
+        if not entries:
+            return
+        rows, columns, pages = zip(*entries, strict=True)
+        self._make_room(self.count, max(columns) + 1)
+        at = torch.tensor([rows, columns], device=self.memory.device)
+        self.memory[at[0], at[1]] = torch.tensor(pages, dtype=torch.int32, device=self.memory.device)
+
+    def keep(self, stay: torch.Tensor) -> None:
+        """The rows that stay, bool [rows], move up."""
+        kept = self.rows()[stay]
+        self.count = len(kept)
+        self.memory[: self.count] = kept
+
+    def _make_room(self, rows: int, pages: int) -> None:
+        """Memory that doubles where it does not suffice."""
+        height, width = self.memory.shape
+        if rows <= height and pages <= width:
+            return
+        assert pages <= self.most, f"{pages} pages in a row of at most {self.most}"
+        larger = self.memory.new_zeros(
+            height if rows <= height else max(rows, 2 * height),
+            width if pages <= width else max(pages, min(2 * width, self.most)),
+        )
+        larger[:height, :width] = self.memory
+        self.memory = larger

@@ -45,7 +45,9 @@ def score_packed(
     entropies = torch.zeros_like(logps)
     first, length = attention_mask.argmax(dim=1).tolist(), attention_mask.sum(dim=1).tolist()
     decoder.reserve(max(length))
-    for rows in together(length, rows_at_once, store.limit):
+    runs = list(together(length, rows_at_once, store.limit))
+    store.expect(max(sum(pages_for(length[row]) for row in rows) for rows in runs))
+    for rows in runs:
         real = [sequences[row, first[row] : first[row] + length[row]] for row in rows]
         pages = [store.take(pages_for(len(ids))) for ids in real]
         for pieces, hidden in hidden_states(decoder, store, real, pages):

@@ -90,7 +90,7 @@ class Slots:
         self.request, self.decoder, self.store = request, decoder, store
         self.max_slots, self.stride, self.phase = max_slots, stride, phase
         self.queue = equal_prompts(request.padded, request.lengths)
-        self.rows = Rows(decoder, store)
+        self.rows = Rows(decoder, store, max(request.lengths) + request.max_new_tokens)
         count, self.prompt_len = request.padded.shape
         device, new = decoder.device, request.max_new_tokens
         # Prompts and what follows, as processors see them; what the steps write, for all rows of the request.
@@ -107,6 +107,7 @@ class Slots:
 
     def run(self) -> Completions:
         """Decode everything."""
+        self.store.expect(self.pages_at_once())
         self.decoder.reserve(max(self.request.lengths) + self.request.max_new_tokens)
         with self.phase("decode"):
             while self.queue or len(self.rows):
@@ -117,6 +118,14 @@ class Slots:
                     self.advance()
         tokens = self.ids[:, self.prompt_len :]
         return Completions(tokens, self.lengths.to(tokens.device), *self.logps)
+
+    def pages_at_once(self) -> int:
+        """The most pages that are held at once, whatever ends when: of each row in a slot those that it has alone, of
+        each prompt there those that its rows share; and, where rows wait, those that their group keeps for them."""
+        own = [self.pages_of_row(group) - len(group.prompt) // PAGE for group in self.queue for _ in group.waiting]
+        shared = sorted((len(group.prompt) // PAGE for group in self.queue), reverse=True)
+        waits = len(own) > self.max_slots
+        return sum(sorted(own, reverse=True)[: self.max_slots]) + sum(shared[: self.max_slots + waits]) + waits
 
     # ------------------------------------------------------------- admitting
 

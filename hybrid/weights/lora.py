@@ -5,7 +5,7 @@ a formula that gives that module's weights with the active adapters in them. Tra
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,9 @@ MERGEABLE = (
     "LoRA, rsLoRA and DoRA on Linear, Conv1D and Embedding, LoRA on expert parameters, modules_to_save, trainable "
     "tokens, and DeepSpeed-Chat's LoRA"
 )
+
+
+MERGE_ELEMENTS = 2**22  # of a weight that are float32 at once while adapters are merged into it
 
 
 class LowRank(NamedTuple):
@@ -58,6 +61,22 @@ def dora_weight(
     return (magnitude.float() / norm).unsqueeze(1) * merged_weight(weight, lora_a, lora_b, scale)
 
 
+def row_blocks(weight: torch.Tensor) -> Iterator[slice]:
+    """The rows of a weight [out, in], as many at a time as MERGE_ELEMENTS allows."""
+    rows, columns = weight.shape
+    step = max(MERGE_ELEMENTS // max(columns, 1), 1)
+    yield from (slice(start, start + step) for start in range(0, rows, step))
+
+
+def merge_low_rank(weight: torch.Tensor, products: list[LowRank], into: torch.Tensor) -> None:
+    """Write W + Σ scale · b · a to `into`, summed in float32 and rounded once.  weight, into [out, in]"""
+    for rows in row_blocks(weight):
+        total = weight[rows]
+        for a, b, scale in products:
+            total = merged_weight(total, a, b[rows], scale)
+        into[rows] = total
+
+
 class Adapted(ABC):
     """One adapted module of a model.
 
@@ -91,8 +110,32 @@ class Adapted(ABC):
         """The parameters that `merged` reads besides the base."""
 
     @abstractmethod
+    def changed(self) -> dict[str, torch.Size]:
+        """Whole shapes of those tensors of `plain` that the active adapters change, by parameter name."""
+
+    @abstractmethod
+    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
+        """Write the tensors of `changed` to `into`, from whole `base` tensors: summed in float32 and rounded once.
+
+        Beside the factors, MERGE_ELEMENTS (at least a row) of one weight are in float32 at once.
+        """
+
     def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those tensors of `plain` that the active adapters change, float32, from whole `base` tensors."""
+        """As `merge`, in new tensors of the module's dtype."""
+        weight = next(iter(base.values()))
+        into = {name: weight.new_empty(shape) for name, shape in self.changed().items()}
+        self.merge(base, into)
+        return into
+
+    def merge_temporary_bytes(self) -> int:
+        """Bytes that `merge` takes beside the factors and what it writes: a block of rows, and their sum in float32."""
+        sizes = [(whole_shape(param), self._per_element(param)) for param in self.sources.values()]
+        blocks = [min(shape.numel(), max(MERGE_ELEMENTS, shape[-1])) * each for shape, each in sizes if len(shape) > 1]
+        return max(blocks, default=0)
+
+    def _per_element(self, param: torch.Tensor) -> int:
+        """Bytes of `merge_temporary_bytes` for each element of a block."""
+        return 4 if param.dtype == torch.float32 else 8
 
     def is_low_rank(self) -> bool:
         """Whether the active adapters add products of two factors to `weight`, and change nothing else."""
@@ -123,15 +166,17 @@ class PeftAdapted(Adapted):
     def state(self) -> tuple:
         if self.wrapper.disable_adapters or self.wrapper.merged:
             return ()
-        return tuple((adapter, self.wrapper.scaling[adapter]) for adapter in self.active())
+        scaling = self.wrapper.scaling
+        return tuple([(adapter, scaling[adapter]) for adapter in self.active()])
 
     def active(self) -> list[str]:
         """Names of the active adapters that this module has.
 
         Raises NotImplementedError where one is of a variant that cannot be merged.
         """
-        names = [adapter for adapter in self.wrapper.active_adapters if adapter in self.wrapper.scaling]
-        for adapter in names:
+        scaling = self.wrapper.scaling
+        names = [adapter for adapter in self.wrapper.active_adapters if adapter in scaling]
+        for adapter in names if self.wrapper.lora_variant else ():
             variant = self.wrapper.lora_variant.get(adapter)
             if variant is not None and not isinstance(variant, DoraLinearVariant | DoraEmbeddingVariant):
                 raise NotImplementedError(
@@ -140,12 +185,21 @@ class PeftAdapted(Adapted):
                 )
         return names
 
-    def with_adapter(self, weight: torch.Tensor, base: torch.Tensor, adapter: str, a, b) -> torch.Tensor:
-        """`weight` [out, in] with one more adapter, of factors a [r, in] and b [out, r], in it."""
-        scale = self.wrapper.scaling[adapter]
-        if adapter in self.wrapper.lora_variant:
-            return dora_weight(weight, base, a, b, scale, self.wrapper.lora_magnitude_vector[adapter].weight)
-        return merged_weight(weight, a, b, scale)
+    def merge_rows(self, weight: torch.Tensor, factors: dict[str, tuple], into: torch.Tensor) -> None:
+        """Write `weight` [out, in] with adapters in it, by name of factors a [r, in] and b [out, r], to `into`."""
+        for rows in row_blocks(weight):
+            total = weight[rows]
+            for adapter, (a, b) in factors.items():
+                scale = self.wrapper.scaling[adapter]
+                if adapter in self.wrapper.lora_variant:
+                    magnitude = self.wrapper.lora_magnitude_vector[adapter].weight
+                    total = dora_weight(total, weight[rows], a, b[rows], scale, magnitude[rows])
+                else:
+                    total = merged_weight(total, a, b[rows], scale)
+            into[rows] = total
+
+    def _per_element(self, param: torch.Tensor) -> int:
+        return super()._per_element(param) + 4 * bool(self.magnitudes())
 
     def is_low_rank(self) -> bool:
         return not any(adapter in self.wrapper.lora_variant for adapter in self.active())
@@ -167,18 +221,22 @@ class PeftLinear(PeftAdapted):
         found = [param for factor in factors for param in self.own[factor].values() if param is not None]
         return found + self.magnitudes()
 
-    def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        transposed = self.wrapper.fan_in_fan_out
-        base_weight = base["weight"].T if transposed else base["weight"]
-        weight, bias = base_weight, base.get("bias")
-        for adapter in self.active():
-            a, b = self.wrapper.lora_A[adapter], self.wrapper.lora_B[adapter]
-            weight = self.with_adapter(weight, base_weight, adapter, a.weight, b.weight)
-            if b.bias is not None:
-                extra = self.wrapper.scaling[adapter] * b.bias.float()
-                bias = extra if bias is None else bias.float() + extra
-        changed = {"weight": weight.T if transposed else weight}
-        return changed if bias is base.get("bias") else {**changed, "bias": bias}
+    def changed(self) -> dict[str, torch.Size]:
+        weight = whole_shape(self.sources["weight"])
+        biased = any(self.wrapper.lora_B[adapter].bias is not None for adapter in self.active())
+        outputs = weight[1] if self.wrapper.fan_in_fan_out else weight[0]
+        return {"weight": weight} | ({"bias": torch.Size([outputs])} if biased else {})
+
+    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
+        wrapper, active = self.wrapper, self.active()
+        factors = {adapter: (wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight) for adapter in active}
+        self.merge_rows(self.stored(base["weight"]), factors, self.stored(into["weight"]))
+        if "bias" in into:
+            bias = base["bias"].float() if "bias" in base else 0.0
+            for adapter in active:
+                if wrapper.lora_B[adapter].bias is not None:
+                    bias = bias + wrapper.scaling[adapter] * wrapper.lora_B[adapter].bias.float()
+            into["bias"].copy_(bias)
 
     def is_low_rank(self) -> bool:
         return super().is_low_rank() and all(self.wrapper.lora_B[a].bias is None for a in self.active())
@@ -199,13 +257,13 @@ class PeftEmbedding(PeftAdapted):
         factors = (self.wrapper.lora_embedding_A, self.wrapper.lora_embedding_B)
         return [factor[adapter] for adapter in self.active() for factor in factors] + self.magnitudes()
 
-    def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        base_weight = base["weight"].T
-        weight = base_weight
-        for adapter in self.active():
-            a, b = self.wrapper.lora_embedding_A[adapter], self.wrapper.lora_embedding_B[adapter]
-            weight = self.with_adapter(weight, base_weight, adapter, a, b)
-        return {"weight": weight.T}
+    def changed(self) -> dict[str, torch.Size]:
+        return {"weight": whole_shape(self.sources["weight"])}
+
+    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
+        a, b = self.wrapper.lora_embedding_A, self.wrapper.lora_embedding_B
+        factors = {adapter: (a[adapter], b[adapter]) for adapter in self.active()}
+        self.merge_rows(base["weight"].T, factors, into["weight"].T)  # DoRA's norms are over the vocabulary
 
     def low_rank(self, whole: Callable[[nn.Parameter], torch.Tensor]) -> list[LowRank]:
         wrapper = self.wrapper
@@ -234,31 +292,38 @@ class PeftExperts(PeftAdapted):
             for factor in (wrapper.lora_A, wrapper.lora_B)
         ]
 
-    def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        changed = {}
+    def changed(self) -> dict[str, torch.Size]:
+        names = [wrapper.parameter_name for wrapper in self.wrappers()]
+        return {name: whole_shape(self.sources[name]) for name in names}
+
+    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
         for wrapper in self.wrappers():
-            weight = base[wrapper.parameter_name].float()
-            for adapter in self.active():
-                a, b = wrapper.lora_A[adapter].weight.float(), wrapper.lora_B[adapter].weight.float()
-                weight = weight + wrapper.scaling[adapter] * expert_delta(wrapper, a, b)
-            changed[wrapper.parameter_name] = weight
-        return changed
+            weight, merged = base[wrapper.parameter_name], into[wrapper.parameter_name]
+            factors = [(wrapper.lora_A[one].weight, wrapper.lora_B[one].weight, one) for one in self.active()]
+            for expert in range(wrapper.num_experts):
+                products = [
+                    LowRank(*expert_factors(wrapper, a, b, expert), wrapper.scaling[one]) for a, b, one in factors
+                ]
+                merge_low_rank(expert_matrix(wrapper, weight, expert), products, expert_matrix(wrapper, merged, expert))
 
     def is_low_rank(self) -> bool:
         return False  # a product for each expert, of several parameters
 
 
-def expert_delta(wrapper: lora.ParamWrapper, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """B·A for each expert, in the layout of the parameter (PEFT 0.21, ParamWrapper.get_delta_weight).
+def expert_factors(
+    wrapper: lora.ParamWrapper, a: torch.Tensor, b: torch.Tensor, expert: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An expert's a [r, in] and b [out, r], of a [experts·r, in] and b [out, r·experts] (PEFT 0.21,
+    ParamWrapper.get_delta_weight)."""
+    experts = wrapper.num_experts
+    return a.view(experts, -1, a.shape[-1])[expert], b.view(b.shape[0], -1, experts)[..., expert]
 
-    a [experts·r, in], b [out, r·experts]; gives [experts, in, out], or [experts, out, in] where PEFT swapped them.
-    """
+
+def expert_matrix(wrapper: lora.ParamWrapper, weight: torch.Tensor, expert: int) -> torch.Tensor:
+    """An expert's matrix [out, in], of a parameter [experts, in, out] ([experts, out, in] where PEFT swapped them)."""
     if wrapper.num_experts == 1:
-        return b @ a
-    a = a.reshape(wrapper.num_experts, -1, a.shape[-1])  # [experts, r, in]
-    b = b.reshape(b.shape[0], -1, wrapper.num_experts)  # [out, r, experts]
-    layout = "o r e, e r i -> e o i" if wrapper._did_swap_in_out_features else "o r e, e r i -> e i o"
-    return torch.einsum(layout, b, a)
+        return weight
+    return weight[expert] if wrapper._did_swap_in_out_features else weight[expert].T
 
 
 class ChatLinear(Adapted):
@@ -271,9 +336,12 @@ class ChatLinear(Adapted):
         own = self.own[self.wrapper]
         return [own["lora_right_weight"], own["lora_left_weight"]]
 
-    def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def changed(self) -> dict[str, torch.Size]:
+        return {"weight": whole_shape(self.sources["weight"])}
+
+    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
         right, left = self.adapter_params()
-        return {"weight": merged_weight(base["weight"], right.T, left.T, self.wrapper.lora_scaling)}
+        merge_low_rank(base["weight"], [LowRank(right.T, left.T, self.wrapper.lora_scaling)], into["weight"])
 
     def is_low_rank(self) -> bool:
         return True

@@ -10,8 +10,8 @@ from torch import nn
 from hybrid.architectures.spec import Place
 from hybrid.profiling import Phase
 from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_bytes, whole_in, whole_shape
-from hybrid.weights.lora import Adapted, LowRank, merged_weight
-from hybrid.weights.snapshot import Group, Snapshot, copied, gathered_bytes, selected
+from hybrid.weights.lora import Adapted, LowRank, merge_low_rank
+from hybrid.weights.snapshot import Group, Snapshot, gathered_bytes, selected
 from hybrid.weights.tensor_parallel import Slice
 
 Owner = nn.Parameter | tuple[Adapted, str]  # whose slices: a parameter's, or those of what an adapted module merges
@@ -20,7 +20,7 @@ Owner = nn.Parameter | tuple[Adapted, str]  # whose slices: a parameter's, or th
 class SlicedSnapshot(Snapshot):
     """For a decoder that ranks share.
 
-    kept: what Snapshot is made of.  slices: what is this rank's.
+    kept, joined: what Snapshot is made of.  slices: what is this rank's.
 
     A parameter without a place is not kept: the model's own forward alone runs on it. There is nothing whole here, so
     `tensor` and `weights_of` have no meaning; `part` takes their place.
@@ -31,8 +31,8 @@ class SlicedSnapshot(Snapshot):
     bias that an adapter brings may have a base of which this rank has nothing.
     """
 
-    def __init__(self, *kept: Any, slices: dict[Place, Slice]):
-        super().__init__(*kept)
+    def __init__(self, *kept: Any, slices: dict[Place, Slice], joined: Iterable[tuple[Place, ...]] = ()):
+        super().__init__(*kept, joined=joined)
         self.slices = slices
         self.cuts = cuts_by_owner(self.slices, self.adapted)
         self.parts: dict[Owner, dict[tuple, torch.Tensor | None]] = {}  # by owner and slice key
@@ -72,6 +72,7 @@ class SlicedSnapshot(Snapshot):
         read = self._read(changed)
         with ExitStack() as whole, phase("gather"):
             fetch = Fetch({param: storage_for(param) for param in copies if is_partitioned(param)})
+            temporary = fetch.staging_nbytes
             moved = whole.enter_context(gathered(read)) + fetch.nbytes
             fetch.wait()
             for param in copies:
@@ -81,7 +82,8 @@ class SlicedSnapshot(Snapshot):
             for one in changed:
                 self._take(one)
                 self.stamps[one] = self.wanted(one)
-        self.peak_bytes = max(self.peak_bytes, self.nbytes() + moved)
+        temporary = max((temporary, *(one.merge_temporary_bytes() for one in changed)))
+        self.peak_bytes = max(self.peak_bytes, self.nbytes() + moved + temporary)
         return moved
 
     def merges_parts(self, one: Adapted) -> bool:
@@ -92,7 +94,7 @@ class SlicedSnapshot(Snapshot):
         """This rank's part of what the adapters in `one` are or make, of whole parameters."""
         if not self.merges_parts(one):
             for name, tensor in one.merged(one.sources).items():
-                self._cut((one, name), tensor.to(one.sources.get(name, tensor).dtype))
+                self._cut((one, name), tensor)
             return
         beside = self.is_beside(one, adapters=True)
         for part in self.cuts.get((one, "weight"), ()):
@@ -108,17 +110,48 @@ class SlicedSnapshot(Snapshot):
 
     def _merge_part(self, one: Adapted, part: Slice, factors: list[LowRank]) -> None:
         base = self.part(part.place, one.sources["weight"])
-        merged = base
-        for low_rank in factors:
-            merged = merged_weight(merged, *low_rank)
-        parts = self.parts.setdefault((one, "weight"), {})
-        parts[part.key] = copied(merged.to(base.dtype), parts.get(part.key))
+        merge_low_rank(base, factors, self._buffer((one, "weight"), part, base))
 
     def _cut(self, owner: Owner, whole: torch.Tensor) -> None:
         parts = self.parts.setdefault(owner, {})
         for one in self.cuts.get(owner, ()):
             part = one.of(whole)
-            parts[one.key] = None if part is None else copied(part, parts.get(one.key))
+            if part is None:
+                self.layout += one.key not in parts
+                parts[one.key] = None
+            else:
+                self._buffer(owner, one, part).copy_(part)
+
+    def _buffer(self, owner: Owner, one: Slice, like: torch.Tensor) -> torch.Tensor:
+        """Where a part of an owner's is kept, from now on if it was not; `like` it in shape and dtype."""
+        parts, merged = self.parts.setdefault(owner, {}), isinstance(owner, tuple)
+        if merged and one.place in self.joined.sets:
+            self.fills.pop(one.place, None)
+            self.stamps.pop(one.place, None)
+        if one.key not in parts:
+            if one.place in self.joined.sets:
+                data = self._joined_part(one.place, merged)
+            else:
+                data = torch.empty_like(like, memory_format=torch.contiguous_format)
+            parts[one.key] = nn.Parameter(data, requires_grad=False)
+            self.layout += 1
+        return parts[one.key].data
+
+    def _blank(self, place: Place) -> torch.Tensor:
+        return self.slices[place].of(super()._blank(place))
+
+    def _unmerged_at(self, place: Place) -> torch.Tensor:
+        return self.part(place, self.owners[place][1])
+
+    def keeps_joined(self, place: Place) -> bool:
+        return place in self.joined.sets
+
+    def at(self, place: Place, one: Adapted | None, param: nn.Parameter | None, adapters: bool) -> torch.Tensor | None:
+        if adapters and place in self.fills:
+            return self.fills[place]
+        if one is not None:
+            return self.part_of(place, one, adapters)
+        return None if param is None else self.part(place, param)
 
     def planned(self) -> tuple[int, int]:
         """Bytes that the slices will take; and the largest group, which is whole while it is cut."""
@@ -133,7 +166,10 @@ class SlicedSnapshot(Snapshot):
         # An upper bound: a rank keeps one of two factors whole, and its part of the other.
         beside = [param for one in self.adapted if self.is_beside(one, True) for param in one.adapter_params()]
         groups = [[*group.carried, *self._read(group.adapted)] for group in self.groups]
-        return kept + sum(map(whole_bytes, beside)), max(sum(map(gathered_bytes, group)) for group in groups)
+        fills = sum(self._blank(place).nbytes for place in self._joined_to_merged())
+        gathered = max(sum(map(gathered_bytes, group)) for group in groups)
+        merging = max((one.merge_temporary_bytes() for one in self.adapted if self.is_merged(one, True)), default=0)
+        return kept + fills + sum(map(whole_bytes, beside)), gathered + merging
 
     def _read(self, adapted: Iterable[Adapted]) -> list[nn.Parameter]:
         """What is read of active adapters, and of what they adapt where that is merged whole."""
@@ -148,7 +184,13 @@ class SlicedSnapshot(Snapshot):
     def nbytes(self) -> int:
         """Bytes that the slices hold."""
         parts = [part for parts in self.parts.values() for part in parts.values() if part is not None]
-        return sum(tensor.nbytes for tensor in (*parts, *self.factors_beside(adapters=True)))
+        return sum(tensor.nbytes for tensor in (*parts, *self.fills.values(), *self.factors_beside(adapters=True)))
+
+    def drop_merged(self) -> None:
+        for owner in [owner for owner in self.parts if isinstance(owner, tuple)]:
+            del self.parts[owner]
+            self.stamps.pop(owner[0], None)
+        super().drop_merged()
 
     def release(self) -> None:
         """Free the slices; the next refresh makes them anew."""

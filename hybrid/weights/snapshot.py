@@ -2,7 +2,8 @@
 
 A parameter that is whole and needs no merge is not copied: the model's own is used. Partitioned parameters (ZeRO-3)
 are gathered in groups, straight into the copies; adapted weights are merged out of place, or, unmerged, adapters'
-factors are kept beside the weights. Buffers keep their addresses while they live.
+factors are kept beside the weights. What a decoder reads as one matrix lies in one buffer: q, k and v; gate and up.
+Buffers keep their addresses while they live.
 """
 
 from collections.abc import Iterable
@@ -10,13 +11,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from hybrid.architectures.spec import Place
 from hybrid.architectures.structure import Structure
 from hybrid.profiling import Phase
-from hybrid.weights.gather import Fetch, gathered, is_partitioned, padded_bytes, storage_for, whole_bytes, whole_in
+from hybrid.weights.gather import (
+    Fetch,
+    gathered,
+    is_partitioned,
+    staging_bytes,
+    storage_for,
+    whole_bytes,
+    whole_in,
+    whole_shape,
+)
+from hybrid.weights.joined import JoinedBuffers
 from hybrid.weights.lora import Adapted, LowRank
 
 
@@ -63,6 +75,7 @@ class Snapshot:
 
     unmerged: adapters that have a side path are kept beside the weights, and not merged.
     version: of the weights, where somebody has counted before.
+    joined: places of matrices, or of biases, that a decoder reads as one: copies of them lie one behind the other.
     """
 
     def __init__(
@@ -73,6 +86,7 @@ class Snapshot:
         layers_per_group: int,
         unmerged: bool = False,
         version: WeightVersion | None = None,
+        joined: Iterable[tuple[Place, ...]] = (),
     ):
         self.model, self.structure = model, structure
         self.adapted, self.unmerged = adapted, unmerged
@@ -83,6 +97,13 @@ class Snapshot:
         self.storage: dict[nn.Parameter, torch.Tensor] = {}  # where they lie
         self.merged: dict[Adapted, dict[str, nn.Parameter]] = {}
         self.stamps: dict[nn.Parameter | Adapted, tuple] = {}  # of which version each copy is
+        self.owners = owners_of_joined(joined, adapted)
+        self.joined = JoinedBuffers(places for places in joined if self.owners.keys() >= set(places))
+        self.place_of = {param: place for place, (_, param) in self.owners.items()}
+        self.fills: dict[Place, torch.Tensor] = {}  # copies of what is not merged, among what is
+        self.layout = 0  # grows where `tensor` and `weights_of` give other tensors than before
+        self.lent: dict[bool, tuple[tuple, list]] = {}  # what a window has made of the copies, until these are freed
+        self.fresh: dict[bool, tuple] = {}  # with adapters, and without: of which version every copy is
         self.peak_bytes = 0  # the most that copies and the group being gathered have held
 
     def number(self) -> int:
@@ -114,11 +135,24 @@ class Snapshot:
 
         Gives the bytes gathered. Performs no collective where nothing is stale.
         """
-        return sum(self._refresh_group(group, phase, adapters) for group in self.groups)
+        version = self._wanted_version(adapters)
+        if self.fresh.get(adapters) == version:
+            return 0
+        nbytes = sum(self._refresh_group(group, phase, adapters) for group in self.groups)
+        if adapters:
+            self._fill()
+        self.fresh[adapters] = version
+        return nbytes
 
     def must_gather(self, adapters: bool) -> bool:
         """Whether `refresh` would be a collective, where parameters are partitioned."""
+        if self.fresh.get(adapters) == self._wanted_version(adapters):
+            return False
         return any(self._is_stale(group, adapters) for group in self.groups)
+
+    def _wanted_version(self, adapters: bool) -> tuple:
+        """What `fresh` has where nothing is stale."""
+        return (self.version.loads, self.version.steps, *(active_adapters(self.adapted) if adapters else ()))
 
     def _is_stale(self, group: Group, adapters: bool) -> bool:
         unmerged = [param for one in group.adapted if self.is_beside(one, adapters) for param in one.adapter_params()]
@@ -136,6 +170,7 @@ class Snapshot:
         with ExitStack() as whole:
             with phase("gather"):
                 fetch = Fetch({param: self._storage(param) for param in copies})
+                staging = fetch.staging_nbytes
                 beside = whole.enter_context(gathered(factors))
                 fetch.wait()
                 self.stamps.update((param, self.wanted(param)) for param in copies)
@@ -143,13 +178,16 @@ class Snapshot:
                 with phase("merge"):
                     for one in merges:
                         self._merge(one)
-        self.peak_bytes = max(self.peak_bytes, self.nbytes() + beside)
+        temporary = max((one.merge_temporary_bytes() for one in merges), default=0)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes() + beside + max(staging, temporary))
         return beside + fetch.nbytes
 
     def _storage(self, param: nn.Parameter) -> torch.Tensor:
         """Where the copy of a partitioned parameter lies, from now on if there was none."""
         if param not in self.storage:
-            self.storage[param] = storage_for(param)
+            place = self.place_of.get(param)
+            self.storage[param] = storage_for(param) if place is None else self._joined_part(place, False).view(-1)
+            self.layout += 1
             self.base[param] = nn.Parameter(whole_in(self.storage[param], param), requires_grad=False)
             # A forward may look whether it must gather a weight that it reads directly (TRL 1.16: a fused head).
             self.base[param].ds_status = ZeroParamStatus.AVAILABLE
@@ -157,11 +195,63 @@ class Snapshot:
 
     def _merge(self, one: Adapted) -> None:
         buffers = self.merged.setdefault(one, {})
-        base = {name: self.tensor(param) for name, param in one.sources.items()}
-        for name, tensor in one.merged(base).items():
-            dtype = one.sources.get(name, tensor).dtype
-            buffers[name] = copied(tensor.to(dtype), buffers.get(name))
+        for name, shape in one.changed().items():
+            place = self.place_of.get(one.sources.get(name))
+            if place is not None:  # what a decoder reads among merged weights is merged from here on
+                self.fills.pop(place, None)
+                self.stamps.pop(place, None)
+            if name not in buffers:
+                like = next(iter(one.sources.values()))
+                data = like.new_empty(shape) if place is None else self._joined_part(place, True)
+                buffers[name] = nn.Parameter(data, requires_grad=False)
+                self.layout += 1
+        one.merge({name: self.tensor(param) for name, param in one.sources.items()}, buffers)
         self.stamps[one] = self.wanted(one)
+
+    def _joined_part(self, place: Place, merged: bool) -> torch.Tensor:
+        """A place's part of the buffer that it has in common with what is read as one with it."""
+        return self.joined.part(place, merged, self._blank, torch.device(get_accelerator().current_device_name()))
+
+    def _blank(self, place: Place) -> torch.Tensor:
+        """As what is kept at a place, without memory."""
+        _, param = self.owners[place]
+        return torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
+
+    def _is_merged_at(self, place: Place) -> bool:
+        one, _ = self.owners[place]
+        return one is not None and self.is_merged(one, True) and place.parameter in one.changed()
+
+    def keeps_joined(self, place: Place) -> bool:
+        """Whether what is read as one with a place's weights lies there, with adapters."""
+        if place not in self.joined.sets:
+            return False
+        places = self.joined.sets[place]
+        return any(map(self._is_merged_at, places)) or is_partitioned(self.owners[place][1])
+
+    def _joined_to_merged(self) -> list[Place]:
+        """Places of what is not merged, and is read as one with what is."""
+        found = []
+        for places in set(self.joined.sets.values()):
+            unmerged = [place for place in places if not self._is_merged_at(place)]
+            found += unmerged if len(unmerged) < len(places) else []
+        return found
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        """Copy what is not merged to where a decoder reads it as one with what is."""
+        needed = self._joined_to_merged()
+        for place in needed:
+            one, param = self.owners[place]
+            if self.stamps.get(place) != self.wanted(param):
+                self.fills[place] = self._joined_part(place, True).copy_(self._unmerged_at(place))
+                self.stamps[place] = self.wanted(param)
+                self.stamps.pop(one, None)  # what was merged here is overwritten
+        for place in self.fills.keys() - set(needed):
+            del self.fills[place], self.stamps[place]
+        self.peak_bytes = max(self.peak_bytes, self.nbytes())
+
+    def _unmerged_at(self, place: Place) -> torch.Tensor:
+        return self.tensor(self.owners[place][1])
 
     def tensor(self, param: nn.Parameter) -> nn.Parameter:
         """The whole tensor that inference uses for `param`: its copy, or itself where it was whole all along."""
@@ -171,6 +261,15 @@ class Snapshot:
         """The tensors for `one.plain`, by parameter name."""
         base = {name: self.tensor(param) for name, param in one.sources.items()}
         return {**base, **self.merged[one]} if self.is_merged(one, adapters) else base
+
+    def at(self, place: Place, one: Adapted | None, param: nn.Parameter | None, adapters: bool) -> torch.Tensor | None:
+        """What a decoder reads at a place: of an adapted module `one`, or of the model's own parameter there; None
+        where there is neither."""
+        if adapters and place in self.fills:
+            return self.fills[place]
+        if one is not None:
+            return self.weights_of(one, adapters).get(place.parameter)
+        return None if param is None else self.tensor(param)
 
     def sides(self, place: Place, one: Adapted, adapters: bool) -> list[LowRank]:
         """What is computed beside the weight at a place of `one`: b's rows are the place's."""
@@ -197,40 +296,69 @@ class Snapshot:
     def nbytes(self) -> int:
         """Bytes that the copies hold."""
         merged = (buffer for buffers in self.merged.values() for buffer in buffers.values())
-        return sum(buffer.nbytes for buffer in (*self.storage.values(), *merged))
+        return sum(buffer.nbytes for buffer in (*self.storage.values(), *merged, *self.fills.values()))
 
     def planned(self) -> tuple[int, int]:
-        """Bytes that the copies will take, and the most that is whole beside them while they are made."""
+        """Bytes that the copies will take, and the most that is needed beside them while they are made."""
         carried = [param for group in self.groups for param in group.carried]
         beside = [param for one in self.adapted if self.is_beside(one, True) for param in one.adapter_params()]
-        kept = sum(padded_bytes(param) for param in (*carried, *beside) if is_partitioned(param))
+        kept = sum(whole_bytes(param) for param in (*carried, *beside) if is_partitioned(param))
         merged = sum(merged_bytes(one) for one in self.adapted if self.is_merged(one, True))
-        return kept + merged, max((sum(map(gathered_bytes, self._merging(group))) for group in self.groups), default=0)
+        fills = sum(self._blank(place).nbytes for place in self._joined_to_merged())
+        return kept + merged + fills, max(map(self._planned_beside, self.groups), default=0)
 
-    def _merging(self, group: Group) -> list[nn.Parameter]:
-        """Factors that merging a group reads."""
-        return [param for one in group.adapted if self.is_merged(one, True) for param in one.adapter_params()]
+    def _planned_beside(self, group: Group) -> int:
+        """Bytes of factors, and of what is staged or computed with, while a group is gathered and merged."""
+        merged = [one for one in group.adapted if self.is_merged(one, True)]
+        factors = sum(gathered_bytes(param) for one in merged for param in one.adapter_params())
+        staged = sum(staging_bytes(param) for param in group.carried if is_partitioned(param))
+        return factors + max(staged, *(one.merge_temporary_bytes() for one in merged), 0)
 
     def drop_merged(self) -> None:
         """Free the merged weights; the next refresh merges anew."""
-        for one in self.merged:
-            self.stamps.pop(one, None)
+        for owner in (*self.merged, *self.fills):
+            self.stamps.pop(owner, None)
         self.merged.clear()
+        self.fills.clear()
+        self.joined.release(merged=True)
+        self._forget()
 
     def release(self) -> None:
         """Free the copies; the next refresh makes them anew."""
         self.base.clear()
         self.storage.clear()
         self.merged.clear()
+        self.fills.clear()
+        self.joined.release()
         self.stamps.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.fresh.clear()
+        self.lent.clear()
+        self.layout += 1
 
 
-def copied(source: torch.Tensor, buffer: nn.Parameter | None) -> nn.Parameter:
-    """`buffer`, or a new one where there is none yet, with the values of `source`."""
-    if buffer is None:
-        buffer = nn.Parameter(torch.empty_like(source, memory_format=torch.contiguous_format), requires_grad=False)
-    buffer.data.copy_(source)
-    return buffer
+def owners_of_joined(
+    joined: Iterable[tuple[Place, ...]], adapted: Iterable[Adapted]
+) -> dict[Place, tuple[Adapted | None, nn.Parameter]]:
+    """For each place of the sets that can lie in one buffer, the adapted module there, None where there is no adapter,
+    and the training parameter. A parameter that layers share is in the first one's set."""
+    wrapped = {one.wrapper: one for one in adapted}
+    found: dict[Place, tuple[Adapted | None, nn.Parameter]] = {}
+    taken: set[nn.Parameter] = set()
+    for places in joined:
+        ones = [wrapped.get(place.module) for place in places]
+        params = [
+            (place.module._parameters if one is None else one.sources).get(place.parameter)
+            for place, one in zip(places, ones, strict=True)
+        ]
+        if None in params or len({*params} - taken) < len(places):
+            continue
+        if len({(param.dtype, whole_shape(param)[1:]) for param in params}) == 1:
+            found |= zip(places, zip(ones, params, strict=True), strict=True)
+            taken.update(params)
+    return found
 
 
 def gathered_bytes(param: nn.Parameter) -> int:

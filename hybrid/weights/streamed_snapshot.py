@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hybrid.profiling import Phase
-from hybrid.weights.gather import Fetch, gathered, is_partitioned, padded_bytes, storage_for, whole_in
+from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_bytes, whole_in
 from hybrid.weights.host_memory import HostMemory
 from hybrid.weights.lora import Adapted
 from hybrid.weights.snapshot import Snapshot, merged_bytes
@@ -120,10 +120,10 @@ class StreamedSnapshot(Snapshot):
 
     def planned(self) -> tuple[int, int]:
         """Nothing is kept. Whole are a layer and the next one, and what is outside the layers."""
-        layers = [sum(padded_bytes(p) for p in part.module.parameters()) for part in self.structure.layers]
+        layers = [sum(whole_bytes(p) for p in part.module.parameters()) for part in self.structure.layers]
         outer = {param for part in self.structure.outer for param in part.module.parameters()}
         merges = (sum(merged_bytes(one) for one in group.adapted if self.is_merged(one, True)) for group in self.groups)
-        return 0, 2 * max(layers, default=0) + sum(map(padded_bytes, outer)) + max(merges, default=0)
+        return 0, 2 * max(layers, default=0) + sum(map(whole_bytes, outer)) + max(merges, default=0)
 
     def release(self) -> None:
         """Let go of the memory."""

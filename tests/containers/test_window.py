@@ -1,12 +1,15 @@
 """Lending gives everything back: hooks in their order, flags as they were, the model's own parameters."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
 from hybrid.architectures.structure import read_structure
+from hybrid.containers.module_tables import unhooked
 from hybrid.containers.native import NativeContainer
-from hybrid.containers.window import Window, disabled, unhooked
+from hybrid.containers.window import Window, disabled
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.snapshot import Snapshot
 from tests.models import prompts, tiny_model, with_chat_lora, with_peft
@@ -53,7 +56,7 @@ def window_of(model: nn.Module) -> Window:
     def refresh(adapters: bool) -> None:
         snapshot.refresh(phase, adapters)
 
-    return Window(model, snapshot, refresh, list, lends=True, merges=True)
+    return Window(model, snapshot, refresh, nullcontext, lends=True, merges=True)
 
 
 @pytest.mark.parametrize("make", [with_peft, with_chat_lora])

@@ -94,7 +94,7 @@ def test_growing_keeps_numbers_and_content():
 
 
 def test_it_grows_in_steps_and_never_by_little():
-    """So that a token at a time does not copy the cache a token at a time."""
+    """Where nobody knew how much it would be: a token at a time does not copy the cache a token at a time."""
     maker = Maker()
     store = store_of(step=4 * PAGE, maker=maker)
     for _ in range(200):
@@ -177,3 +177,46 @@ def test_what_cannot_be_in_the_cache_together_is_refused_in_words():
         store.require_room([30] + [1] * 10, PAGE_BYTES)
     PageStore(PAGE, None).require_room([10**9], PAGE_BYTES)
     store.require_room([10**9], 0)  # the model runs natively
+
+
+def test_what_a_call_expects_is_reserved_once():
+    """Nothing grows in the call, and storage that is too small is gone before the new one is there."""
+    maker = Maker()
+    store = store_of(step=4 * PAGE, maker=maker)
+    store.expect(9)
+    assert maker.made == [1, 12]
+    for _ in range(9):
+        store.take(1)
+    assert maker.made == [1, 12]
+    assert store.peak_bytes == 12 * PAGE_BYTES
+    store.begin(maker)
+    store.expect(5)
+    assert maker.made == [1, 12, 1], "storage that is large enough is used again"
+    alive = []
+
+    def watched(pages: int) -> PagedKV:
+        alive.append(store.nbytes())
+        return maker(pages)
+
+    store.begin(watched)
+    alive.clear()
+    store.expect(30)
+    assert alive == [0], "the storage before was held beside the new one"
+    assert store.peak_bytes == store.nbytes() == 32 * PAGE_BYTES
+    store.take(1)
+    with pytest.raises(AssertionError, match="content"):
+        store.expect(40)
+
+
+def test_what_is_expected_is_bounded_by_the_limit_and_by_free_memory():
+    store = store_of(limit_pages=6)
+    store.expect(100)
+    assert store.capacity == 7
+    store = PageStore(PAGE, free_bytes=lambda: 20 * PAGE_BYTES)
+    store.begin(Maker())
+    store.expect(100)
+    assert store.capacity == 18
+    store.take(17)
+    peak = store.nbytes()
+    store.take(1)  # more than was free when the call began
+    assert store.peak_bytes == peak + store.nbytes()

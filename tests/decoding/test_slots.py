@@ -44,8 +44,10 @@ class PagedMock:
         self.forwards: list[int] = []  # tokens of each prefill
         self.steps: list[int] = []  # rows of each decode step
         self.reserved = 0
+        self.made: list[int] = []  # pages, each time that some were asked for
 
     def kv(self, pages: int) -> PagedKV:
+        self.made.append(pages)
         return PagedKV([torch.full((pages, PAGE), 10**6)], [torch.full((pages, PAGE), -1)])
 
     def reserve(self, tokens: int) -> None:
@@ -126,6 +128,7 @@ def run(
     store.begin(decoder.kv)
     done = complete(request, decoder, store, max_slots, stride, lambda name: contextlib.nullcontext())
     assert store.held == 0, "pages are still held when everything is done"
+    assert len(decoder.made) == 2, "storage has grown: only the page that tells its kind comes before what is reserved"
     return done, decoder, store
 
 

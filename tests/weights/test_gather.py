@@ -1,12 +1,14 @@
 """Parameters brought together in memory of ours: what GatheredParameters gives, and the model's own are as before."""
 
+import types
+
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from hybrid.weights.gather import Fetch, padded_bytes, storage_for, whole_in
+from hybrid.weights.gather import Fetch, storage_for, whole_bytes, whole_in
 from hybrid.weights.host_memory import HostMemory
 from tests.engines import LARGE, CollectiveCount, engine_of, settings, storage_digest
 from tests.models import tiny_model
@@ -33,7 +35,7 @@ def check_fetch(threshold: int, dtype: torch.dtype) -> None:
             engine(torch.ones(()) if isinstance(model, Odd) else torch.ones(1, 2, dtype=torch.int64))
         before, status = storage_digest(engine), [param.ds_status for param in params]
         storage = {param: storage_for(param) for param in params}
-        assert [memory.nbytes for memory in storage.values()] == [padded_bytes(param) for param in params]
+        assert [memory.nbytes for memory in storage.values()] == [whole_bytes(param) for param in params]
         with CollectiveCount() as collectives:
             fetch = Fetch(storage)
             fetch.wait()
@@ -66,3 +68,27 @@ def test_a_fetch_is_what_gathered_parameters_gives(ranks):
     for threshold in (0, 50, LARGE):
         ranks.run(check_fetch, threshold, torch.float32)
     ranks.run(check_fetch, 0, torch.bfloat16)
+
+
+class Partitioned:
+    """As a parameter of ZeRO-3 to a Fetch; counts how often it is looked up."""
+
+    ds_id, ds_status, ds_shape, ds_process_group = 0, ZeroParamStatus.NOT_AVAILABLE, torch.Size([4]), None
+    ds_tensor = types.SimpleNamespace(final_location=None)
+    looked_up = 0
+
+    def __hash__(self) -> int:
+        Partitioned.looked_up += 1
+        return id(self)
+
+    def element_size(self) -> int:
+        return 4
+
+
+def test_a_fetch_is_linear_in_its_parameters(monkeypatch):
+    monkeypatch.setattr(Fetch, "_bring", lambda self, param: [])
+    params = [Partitioned() for _ in range(500)]
+    fetch = Fetch(dict.fromkeys(params))
+    assert fetch.nbytes == 500 * 16
+    assert fetch.others == []
+    assert Partitioned.looked_up < 20 * 500

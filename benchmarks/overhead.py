@@ -1,0 +1,215 @@
+"""What a call costs beside its tokens, and whether `memory_plan` is the peak. ZeRO-3.
+
+    torchrun --nproc_per_node=2 -m benchmarks.overhead
+    torchrun --nproc_per_node=2 -m benchmarks.overhead --layers 8 80 --shapes 7M 125M
+
+Seconds are the least of a few turns. Bytes are those of tensors that are made in a rollout and its scoring and are
+alive at once, counted at every operation; what a kernel or a library takes inside of itself is not among them.
+"""
+
+import argparse
+import contextlib
+import io
+import logging
+import time
+import warnings
+from collections.abc import Callable
+
+import deepspeed
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.accelerator import get_accelerator
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hybrid
+from hybrid.containers.batch import PAGE, PagedKV
+from hybrid.decoding.pages import PageStore, pages_for
+from hybrid.decoding.rows import Rows
+
+# hidden, intermediate, layers, heads, key heads, vocabulary
+SHAPES = {
+    "tiny": (64, 128, 2, 4, 2, 512),
+    "7M": (256, 768, 6, 8, 4, 4096),
+    "125M": (768, 2048, 12, 12, 12, 32000),
+}
+WAYS = {
+    "all weights learn": {},
+    "LoRA, merged": {"lora": "merged"},
+    "LoRA, unmerged": {"lora": "unmerged"},
+    "native, LoRA": {"lora": "merged", "containers": "native"},
+}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of tensors that are made in the block and are alive, counted at every operation.  peak: the most."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        own = (tensor for param in model.parameters() for tensor in (param, getattr(param, "ds_tensor", param)))
+        self.before = {StorageWeakRef(tensor.untyped_storage()) for tensor in own}
+        self.made: dict[StorageWeakRef, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                self.made[StorageWeakRef(storage)] = storage.nbytes()
+        self.made = {ref: nbytes for ref, nbytes in self.made.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(nbytes for ref, nbytes in self.made.items() if ref not in self.before))
+        return out
+
+
+def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> LlamaForCausalLM:
+    """A model of random weights."""
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=4096))
+
+
+def engine_of(model: torch.nn.Module, lora: str = "", containers: str = "fused") -> hybrid.HybridEngine:
+    """An engine under ZeRO-3 that partitions every parameter.  lora: "", "merged" or "unmerged"."""
+    if lora:
+        adapters = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(model, adapters)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "hybrid_engine": {"enabled": True, "tp_gather_partition_size": 2},
+        "rollout": {"containers": containers, "lora": lora or "merged"},
+    }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return hybrid.initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def least_ms(call: Callable, turns: int) -> tuple[float, float]:
+    """Milliseconds of the fastest call: by the clock, and of this process' processor time."""
+    call()
+    clocks, processor = [], []
+    for _ in range(turns):
+        clock, own = time.perf_counter(), time.process_time()
+        call()
+        clocks.append(time.perf_counter() - clock)
+        processor.append(time.process_time() - own)
+    return min(clocks) * 1e3, min(processor) * 1e3
+
+
+def measure_windows(layers: int, turns: int) -> None:
+    """An empty window, and one whose weights are all stale."""
+    engine = engine_of(llama(16, 32, layers, 2, 2, 64), lora="merged")
+    modules, parameters = (len(list(one)) for one in (engine.module.modules(), engine.module.parameters()))
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.module.modules())
+
+    def empty() -> None:
+        with engine.inference():
+            pass
+
+    def refresh() -> None:
+        engine.mark_weights_changed()
+        empty()
+
+    said(f"{layers} layers with LoRA: {modules} modules, {hooks} hooks, {parameters} parameters")
+    for name, call in (("an empty inference()", empty), ("one that gathers everything", refresh)):
+        said("  {:30} {:8.1f} ms ({:.1f} ms of processor time)".format(name, *least_ms(call, turns)))
+    engine.destroy()
+
+
+class NoDecoder:
+    """A decoder that computes nothing: what is left of a step is what is done around it."""
+
+    device = torch.device("cpu")
+
+    def kv(self, pages: int) -> PagedKV:
+        return PagedKV([torch.zeros(pages, 1)], [torch.zeros(pages, 1)])
+
+    def decode(self, batch: object, kv: PagedKV) -> torch.Tensor:
+        return batch.ids
+
+
+def measure_tables(count: int, tokens: int, steps: int = 64) -> None:
+    """Page tables of `count` rows near `tokens` tokens, whose pages end at different steps."""
+    lengths = [tokens - steps - 1 - row % PAGE for row in range(count)]
+    decoder, store = NoDecoder(), PageStore(PAGE)
+    store.begin(decoder.kv)
+    store.expect(count * pages_for(tokens))
+    rows = Rows(decoder, store, tokens)
+    rows.add([store.take(pages_for(length)) for length in lengths], lengths)
+    ids = torch.zeros(count, dtype=torch.int64)
+    start = time.process_time()
+    for _ in range(steps):
+        rows.make_room(1)
+        rows.step(ids)
+    spent_ms = (time.process_time() - start) / steps * 1e3
+    said(f"page tables of {count} rows of {tokens} tokens: {spent_ms:.2f} ms of processor time a step")
+
+
+def measure_plan(shape: str, way: str, rows: int, prompt: int, new: int) -> float:
+    """Prints and gives the plan as a share of the peak, of a rollout that is scored, by the base too where there is
+    an adapter."""
+    engine = engine_of(llama(*SHAPES[shape]), **WAYS[way])
+    vocabulary = SHAPES[shape][-1]
+    ids = torch.randint(vocabulary, (rows, prompt)).to(engine.device)
+    plan = engine.memory_plan(rows, prompt, new)
+    request = hybrid.SamplingParams(max_new_tokens=new, min_new_tokens=new, seed=0)
+    with torch.no_grad(), LiveBytes(engine.module) as live:
+        engine.eval()
+        with engine.inference():
+            done = engine.rollout(ids, torch.ones_like(ids), request)
+            sequences = torch.cat([ids, done.completion_ids], dim=1)
+            engine.score(sequences, torch.ones_like(sequences))
+            if "LoRA" in way:
+                engine.score(sequences, torch.ones_like(sequences), adapters=False)
+    planned, told = plan.needs[plan.in_use].total, engine.stats()["peak_bytes"]
+    in_mib = [f"{nbytes / 2**20:8.1f} MiB" for nbytes in (planned, live.peak, told)]
+    said("{:5} {:20} plan {}, peak {}, stats {}: {:.2f}".format(shape, way, *in_mib, planned / live.peak))
+    engine.destroy()
+    return planned / live.peak
+
+
+def said(line: str) -> None:
+    """Print a line, on rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def main() -> None:
+    """Measure what the flags ask for."""
+    args = parse()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    transformers.logging.set_verbosity_error()
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    torch.manual_seed(0)
+    for layers in args.layers:
+        measure_windows(layers, args.turns)
+    measure_tables(args.rows, args.tokens)
+    for shape in args.shapes:
+        for way in args.ways:
+            measure_plan(shape, way, args.sequences, args.prompt_length, args.new_tokens)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="*", default=[8, 80], help="models whose windows are timed")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=256, help="of the page tables")
+    parser.add_argument("--tokens", type=int, default=32768, help="of each of these rows")
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["7M", "125M"], help="whose plan is checked")
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS)[:3])
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--prompt_length", type=int, default=128)
+    parser.add_argument("--new_tokens", type=int, default=64)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Buffers that several tensors have in common: what a decoder reads as one matrix is gathered and merged as one."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from hybrid.architectures.spec import JOINED, Place, Reading
+
+
+class JoinedBuffers:
+    """Memory in which the tensors of a set of places lie one above the other; made on first use.
+
+    sets: places of matrices, or of biases, in the order in which a decoder reads them. Each has two buffers: of the
+    base's weights, and of weights with adapters merged into them.
+    """
+
+    def __init__(self, sets: Iterable[tuple[Place, ...]] = ()):
+        self.sets = {place: places for places in sets for place in places}
+        self.parts: dict[tuple[bool, Place], torch.Tensor] = {}
+
+    def part(
+        self, place: Place, merged: bool, blank: Callable[[Place], torch.Tensor], device: torch.device
+    ) -> torch.Tensor:
+        """The part of a place, [rows, ...].  blank: a tensor of the shape and dtype that each place's part has."""
+        if (merged, place) not in self.parts:
+            places = self.sets[place]
+            parts = one_above_another([blank(member) for member in places], device)
+            self.parts |= {(merged, member): part for member, part in zip(places, parts, strict=True)}
+        return self.parts[merged, place]
+
+    def release(self, merged: bool | None = None) -> None:
+        """Let go of the memory; merged: of merged weights alone."""
+        self.parts = {key: part for key, part in self.parts.items() if merged is not None and key[0] != merged}
+
+
+def one_above_another(blanks: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Views of one new tensor, like `blanks` in shape and dtype."""
+    rows = [len(blank) for blank in blanks]
+    whole = torch.empty(sum(rows), *blanks[0].shape[1:], dtype=blanks[0].dtype, device=device)
+    return whole.split(rows)
+
+
+def as_one(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A view of all rows of `pieces`, where each lies behind the one before it in the same memory; else None."""
+    first = pieces[0]
+    end = first.storage_offset()
+    for piece in pieces:
+        if (
+            piece.untyped_storage()._cdata != first.untyped_storage()._cdata
+            or piece.dtype != first.dtype
+            or piece.stride() != first.stride()
+            or piece.shape[1:] != first.shape[1:]
+            or piece.storage_offset() != end
+        ):
+            return None
+        end += len(piece) * piece.stride(0)
+    shape = (sum(map(len, pieces)), *first.shape[1:])
+    return first.as_strided(shape, first.stride(), first.storage_offset())
+
+
+def joined_places(reading: Reading) -> list[tuple[Place, ...]]:
+    """The sets of places that a decoder reads as one and that are whole parameters, of every layer."""
+    found = []
+    for layer in reading.layers:
+        for roles in JOINED.values():
+            for kind in ("weight", "bias"):
+                places = tuple(layer.get(f"{role}.{kind}") for role in roles)
+                if all(place is not None and place.select is None for place in places):
+                    found.append(places)
+    return found

@@ -1,0 +1,86 @@
+"""Page tables that are written in place: what rows hold, however they grow and leave; and how little is written."""
+
+import pytest
+import torch
+
+from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoding import rows
+from hybrid.decoding.pages import PageStore, pages_for
+from hybrid.decoding.rows import PageTable, Rows
+
+
+class TableReader:
+    """A decoder that keeps the last batch that it was given."""
+
+    device = torch.device("cpu")
+
+    def kv(self, pages: int) -> PagedKV:
+        return PagedKV([torch.zeros(pages, 1)], [torch.zeros(pages, 1)])
+
+    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        self.batch = batch
+        return torch.zeros(len(batch.ids), 3)
+
+
+def rows_of(lengths: list[int], longest: int) -> tuple[Rows, TableReader, PageStore]:
+    decoder, store = TableReader(), PageStore(PAGE)
+    store.begin(decoder.kv)
+    store.expect(len(lengths) * pages_for(longest))
+    made = Rows(decoder, store, longest)
+    made.add([store.take(pages_for(length)) for length in lengths], lengths)
+    return made, decoder, store
+
+
+def require_table(made: Rows, decoder: TableReader, lengths: list[int]) -> None:
+    """The table that the decoder was given is the lists of pages, with room for every token."""
+    tables = decoder.batch.tables
+    assert tables.is_contiguous()
+    assert tables.dtype == torch.int32
+    assert decoder.batch.lengths.tolist() == lengths
+    for table, own, length in zip(tables.tolist(), made.pages, lengths, strict=True):
+        assert table[: len(own)] == own
+        assert len(own) * PAGE >= length
+    assert len({page for own in made.pages for page in own}) == sum(map(len, made.pages))
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_tables_are_the_rows_pages(stride):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 90, (9,), generator=generator).tolist()
+    made, decoder, store = rows_of(lengths, 1000)
+    for turn in range(60):
+        made.make_room(stride)
+        for _ in range(stride):
+            made.step(torch.zeros(len(made), dtype=torch.int64))
+            lengths = [length + 1 for length in lengths]
+            require_table(made, decoder, lengths)
+        if turn % 7 == 3:
+            stay = torch.rand(len(lengths), generator=generator) > 0.3
+            made.leave(stay)
+            lengths = [length for length, kept in zip(lengths, stay.tolist(), strict=True) if kept]
+            more = torch.randint(1, 200, (3,), generator=generator).tolist()
+            made.add([store.take(pages_for(length)) for length in more], more)
+            lengths += more
+
+
+def test_a_step_writes_the_pages_that_it_adds(monkeypatch):
+    """256 rows of up to 32k tokens at different places of their pages: a table is not made again for a step."""
+    lengths = [31_000 + row for row in range(256)]
+    made, _, _ = rows_of(lengths, 32_768)
+    monkeypatch.setattr(rows, "table_of", lambda *_: pytest.fail("the whole table was made"))
+    written = []
+    write = PageTable.write
+    monkeypatch.setattr(PageTable, "write", lambda self, entries: (written.append(len(entries)), write(self, entries)))
+    memory = made.table.memory.data_ptr()
+    tokens = torch.zeros(256, dtype=torch.int64)
+    for _ in range(PAGE):
+        made.make_room(1)
+        made.step(tokens)
+    assert sum(written) == 256, "a row crosses the end of a page once in PAGE steps"
+    assert len(written) == PAGE, "some row does at every step"
+    assert made.table.memory.data_ptr() != memory, "the table was as wide as could be from the start"
+    memory = made.table.memory.data_ptr()
+    for _ in range(PAGE):
+        made.make_room(1)
+        made.step(tokens)
+    assert made.table.memory.data_ptr() == memory
