@@ -1,0 +1,22 @@
+"""The benchmark of overhead, tiny: it prints every figure, and the plan is the peak."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.rank_pool import run_script
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_every_figure_is_printed():
+    flags = "--layers 2 --turns 1 --rows 40 --tokens 300 --shapes tiny 7M --prompt_length 128 --new_tokens 8"
+    done = run_script(["-m", "benchmarks.overhead", *flags.split()], 2, timeout_s=300, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert re.search(r"2 layers with LoRA: \d+ modules, \d+ hooks, \d+ parameters", done.stdout)
+    assert len(re.findall(r"ms of processor time", done.stdout)) == 3
+    shares = [float(share) for share in re.findall(r"^7M .*: ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert len(shares) == 3, done.stdout[-4000:]
+    assert all(0.9 <= share <= 1.1 for share in shares), done.stdout[-4000:]
