@@ -42,7 +42,12 @@ class Miniature:
         structure = read_structure(model)
         self.snapshot = Snapshot(model, structure, read_adapters(model), layers_per_group=2)
         self.window = Window(
-            model, self.snapshot, lambda adapters: self.snapshot.refresh(unmeasured, adapters), list, True, True
+            model,
+            self.snapshot,
+            lambda adapters: self.snapshot.refresh(unmeasured, adapters),
+            contextlib.nullcontext,
+            True,
+            True,
         )
         self.fused = FusedModel(model, [part.module for part in structure.layers], self.snapshot)
         self.requests = Requests(self.window, self.fused, lambda adapters: None)
