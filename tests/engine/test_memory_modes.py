@@ -28,7 +28,7 @@ SIZES = {
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 16,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 20,  # the weights must count beside what a forward needs
     },
     "gpt2": {"n_embd": 64, "n_layer": 6},
 }
@@ -68,7 +68,7 @@ def require_plan(family: str, adapter: str, stage: int) -> None:
         stats = engine.stats()
         assert stats["snapshot_bytes"] == need.snapshot if name != "streaming" else need.snapshot == 0
         assert stats["container_bytes"] == need.containers, (name, stats["container_bytes"], need.containers)
-        assert need.kv / 1.5 <= stats["kv_bytes"] <= need.kv, (stats["kv_bytes"], need.kv)
+        assert stats["kv_bytes"] == need.kv, "what the call may come to need is not reserved"
         assert stats["peak_bytes"] <= need.total
         assert 2 * stats["peak_bytes"] >= need.total - need.logits
         shards = sum((p.ds_tensor if stage == 3 else p).nbytes for p in engine.module.parameters())
@@ -76,7 +76,8 @@ def require_plan(family: str, adapter: str, stage: int) -> None:
         engine.destroy()
     assert all(table == tables[0] for table in tables), "a plan depends on the mode that the engine is in"
     if stage == 3:
-        assert tables[0]["streaming"].total < tables[0]["tensor parallel 2"].total < tables[0]["pinned"].total
+        weights = {name: need.gather + need.snapshot + need.containers for name, need in tables[0].items()}
+        assert weights["streaming"] < weights["tensor parallel 2"] < weights["pinned"]
 
 
 @pytest.mark.parametrize(
@@ -107,8 +108,8 @@ class Lines(logging.Handler):
 
 def check_auto() -> None:
     """With less and less memory; tokens are Hugging Face's in every mode."""
-    auto = {"inference_tp_size": "auto", "pin_parameters": "auto", "max_out_tokens": 64}
-    plan = engine_with({"max_out_tokens": 64}).memory_plan(8, 32, 32)
+    auto = {"inference_tp_size": "auto", "pin_parameters": "auto", "max_out_tokens": 16}
+    plan = engine_with({"max_out_tokens": 16}).memory_plan(8, 8, 8)
     needs = {str(mode): need.total for mode, need in plan.needs.items()}
     model = tiny_model("llama", **SIZES["llama"])
     ids, mask = prompts(3, 9, padded=True, seed=dist.get_rank())
@@ -124,7 +125,7 @@ def check_auto() -> None:
         finally:
             logger.removeHandler(lines)
             logger.setLevel(level)
-        plan = engine.memory_plan(8, 32, 32)
+        plan = engine.memory_plan(8, 8, 8)
         assert str(plan.in_use) == name
         assert all(fits == (needs[str(mode)] <= limit) for mode in plan.needs for fits in [plan.fits(mode)])
         chosen = [line for line in lines.lines if f"held {name}: 8 of max_slots=8" in line]
@@ -133,13 +134,14 @@ def check_auto() -> None:
         engine.train()
         engine.destroy()
     # Fewer rows at once rather than nothing; of what fits as many, the faster.
-    some = engine_with(auto, max_slots=8, memory_limit=needs["streaming"] - 1)
+    fewer = next(need.total for mode, need in engine_with({}).memory_plan(2, 8, 8).needs.items() if mode.streaming)
+    some = engine_with(auto, max_slots=8, memory_limit=fewer)
     assert str(some.memory_plan(1, 1, 1).in_use) == "streaming"
     fixed = {**auto, "pin_parameters": True}
     assert str(
         engine_with(fixed, max_slots=8, memory_limit=needs["tensor parallel 2"]).memory_plan(1, 1, 1).in_use
     ) == ("tensor parallel 2")
-    with pytest.raises(ValueError, match=r"(?s)max_out_tokens=64; allow more.*mode.*pinned .*too much.*streaming.*too"):
+    with pytest.raises(ValueError, match=r"(?s)max_out_tokens=16; allow more.*mode.*pinned .*too much.*streaming.*too"):
         engine_with(auto, max_slots=8, memory_limit=1000)
     assert str(engine_with(auto, max_slots=8).memory_plan(1, 1, 1).in_use) == "pinned"  # by what is free
 
@@ -150,8 +152,11 @@ def test_auto_takes_the_fastest_that_fits(ranks):
 
 def check_refusals(containers: str) -> None:
     """What cannot fit is refused with the plan before any weight moves; what can waits for room."""
-    plan = engine_with({}, containers=containers).memory_plan(2, 32, 96)
-    limit = next(iter(plan.needs.values())).total
+    engine = engine_with({}, containers=containers)
+    need, smallest = (engine.memory_plan(*of).needs[engine.memory_plan(*of).in_use] for of in ((2, 32, 96), (1, 32, 0)))
+    limit = need.total
+    if containers == "fused":  # what the largest forward of such a request needs would do for more pages
+        limit -= need.activations + need.logits - smallest.activations - smallest.logits
     engine = engine_with({}, containers=containers, memory_limit=limit)
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     before = storage_digest(engine)
