@@ -138,7 +138,7 @@ def hook_on_one_rank(case: Case, on: int) -> None:
 def verdict_differs(case: Case, on: int) -> None:
     """One rank's self-check finds a difference, after all of it has run; nobody else's does. Of the model's own modules
     too, where these are what ranks share."""
-    verdict, own, own_difference = "a verdict of one rank", fused.require_equal, shared_modules.difference
+    verdict, own, own_difference = "a verdict of one rank", fused.require_equal, shared_modules.whole_difference
 
     def differs(*args) -> None:
         own(*args)
@@ -146,12 +146,12 @@ def verdict_differs(case: Case, on: int) -> None:
 
     usual = case.hit
     if case.rank == on:
-        fused.require_equal, shared_modules.difference = differs, lambda *args: own_difference(*args) or verdict
+        fused.require_equal, shared_modules.whole_difference = differs, lambda *args: own_difference(*args) or verdict
     try:
         case.hit = engine_in(case.mode)
         case.require_all()
     finally:
-        fused.require_equal, shared_modules.difference = own, own_difference
+        fused.require_equal, shared_modules.whole_difference = own, own_difference
     case.require_all()
     why = case.hit.coverage()[0]["why"]
     if case.mode in ("tp 2", "tp 2, whole weights", "streaming") or (case.mode == "pinned" and case.rank == on):
