@@ -150,7 +150,10 @@ class Window:
     def _to_lend(self, adapters: bool) -> list[tuple[dict, str, dict]]:
         """Of each module whose own content is not what inference uses its `__dict__`, the name of one of its
         dictionaries, and what takes that one's place: made once for each layout of the snapshot and active adapters."""
-        key = (self.snapshot.layout, adapters, active_adapters(self.snapshot.adapted))
+        # The refresh before has looked at what is active; without adapters nothing depends on it.
+        fresh = self.snapshot.fresh.get(adapters)
+        active = active_adapters(self.snapshot.adapted) if fresh is None else fresh[2:]
+        key = (self.snapshot.layout, adapters, active)
         known_for, lent = self.snapshot.lent.get(adapters, (None, []))
         # Within another window the model's tree is another one.
         if self.adapters or key != known_for:

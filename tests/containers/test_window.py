@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from hybrid.architectures.structure import read_structure
+from hybrid.containers.calls import Calls
+from hybrid.containers.fused import FusedModel
 from hybrid.containers.module_tables import unhooked
 from hybrid.containers.native import NativeContainer
 from hybrid.containers.window import Window, disabled
@@ -88,7 +90,9 @@ def test_a_container_keeps_a_forward_that_was_already_replaced():
     model.forward = lambda *args, **kwargs: own(*args, **kwargs)  # as accelerate does
     replaced = model.forward
     part = next(iter(read_structure(model).layers))
-    container = NativeContainer(type(part)("", model, "model"), window_of(model))
+    window = window_of(model)
+    calls = Calls(window, FusedModel(model, [], window.snapshot), lambda adapters: None)
+    container = NativeContainer(type(part)("", model, "model"), calls)
     container.install()
     assert model.forward is not replaced
     ids = prompts(1, 4, padded=False)[0]
