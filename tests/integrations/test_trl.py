@@ -20,7 +20,14 @@ from datasets import Dataset
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import hybrid
 from hybrid.integrations import trl as integration
@@ -188,8 +195,9 @@ def test_evaluation_in_between_changes_nothing(ranks, tmp_path):
 
 
 def check_rollout_func(folder: str) -> list:
-    """Sampled: logprobs are those of Hugging Face's forward at the trainer's temperature; equal prompts differ."""
+    """Sampled: logprobs are those of Hugging Face's forward and warpers, as TRL asks of vLLM; equal prompts differ."""
     make_model(folder)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(1.3), TopKLogitsWarper(50), TopPLogitsWarper(0.95)])
     reference, checked, drawn = tiny_model("llama").eval(), [], []
 
     def recorded(prompts, trainer):
@@ -202,8 +210,8 @@ def check_rollout_func(folder: str) -> list:
         assert [row.split() for row in prompts] == [words().convert_ids_to_tokens(row) for row in output["prompt_ids"]]
         for prompt, completion, logps in zip(*output.values(), strict=True):
             with torch.no_grad():
-                logits = reference(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 1.3
-            expected = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+                logits = reference(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+            expected = warpers(None, logits).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
             # float32 sums over other batch shapes
             torch.testing.assert_close(torch.tensor(logps), expected, atol=1e-4, rtol=1e-4)
             checked.append(len(logps))
