@@ -769,8 +769,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         `decode_s`, `wait_s`, `release_s`, `train_s`, `elapsed_s`), `tokens` generated, `tokens_per_s` of prefill and
         decode, `gathered_bytes`; and `snapshot_bytes`, `container_bytes` (what fused containers copied beside it),
         `kv_bytes` held now and `peak_bytes`, the most that the snapshot with one gathered group, the containers, the KV
-        cache and the fused decoder's largest forward have needed. `native_reason`: why the latest request that could not
-        run fused ran in the model's own layers, and what to do about it; "" where every request ran fused."""
+        cache and the fused decoder's largest forward have needed. `native_reason`: why the latest request that could
+        not run fused ran in the model's own layers, and what to do about it; "" where every request ran fused."""
         others = 0 if self._meetings is None else self._meetings.nbytes()
         return {
             **self._profiler.stats(),
