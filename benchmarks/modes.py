@@ -45,13 +45,18 @@ class Contender:
     gathered_mib: float = 0.0  # by the switch and the rollout, on this rank
 
 
-def main() -> None:
-    """Measure, print two tables."""
-    args = parse()
+def start_ranks() -> None:
+    """Join the process group, with libraries that print warnings and errors alone."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.logging.set_verbosity_error()
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+
+
+def main() -> None:
+    """Measure, print two tables."""
+    args = parse()
+    start_ranks()
     contenders = make_contenders(args)
     engine = next(iter(contenders.values())).engine
     ids = torch.randint(1, SHAPES[args.shape]["vocab"], (args.sequences, args.prompt_length)).to(engine.device)

@@ -10,22 +10,18 @@ alive at once, counted at every operation; what a kernel or a library takes insi
 import argparse
 import contextlib
 import io
-import logging
 import time
-import warnings
 from collections.abc import Callable
 
-import deepspeed
 import peft
 import torch
 import torch.distributed as dist
-import transformers
-from deepspeed.accelerator import get_accelerator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid
+from benchmarks.modes import start_ranks
 from hybrid.containers.batch import PAGE, PagedKV
 from hybrid.decoding.pages import PageStore, pages_for
 from hybrid.decoding.rows import Rows
@@ -115,9 +111,9 @@ def measure_windows(layers: int, turns: int) -> None:
         engine.mark_weights_changed()
         empty()
 
-    said(f"{layers} layers with LoRA: {modules} modules, {hooks} hooks, {parameters} parameters")
+    print_on_rank_0(f"{layers} layers with LoRA: {modules} modules, {hooks} hooks, {parameters} parameters")
     for name, call in (("an empty inference()", empty), ("one that gathers everything", refresh)):
-        said("  {:30} {:8.1f} ms ({:.1f} ms of processor time)".format(name, *least_ms(call, turns)))
+        print_on_rank_0("  {:30} {:8.1f} ms ({:.1f} ms of processor time)".format(name, *least_ms(call, turns)))
     engine.destroy()
 
 
@@ -147,7 +143,7 @@ def measure_tables(count: int, tokens: int, steps: int = 64) -> None:
         rows.make_room(1)
         rows.step(ids)
     spent_ms = (time.process_time() - start) / steps * 1e3
-    said(f"page tables of {count} rows of {tokens} tokens: {spent_ms:.2f} ms of processor time a step")
+    print_on_rank_0(f"page tables of {count} rows of {tokens} tokens: {spent_ms:.2f} ms of processor time a step")
 
 
 def measure_plan(shape: str, way: str, rows: int, prompt: int, new: int) -> float:
@@ -168,12 +164,12 @@ def measure_plan(shape: str, way: str, rows: int, prompt: int, new: int) -> floa
                 engine.score(sequences, torch.ones_like(sequences), adapters=False)
     planned, told = plan.needs[plan.in_use].total, engine.stats()["peak_bytes"]
     in_mib = [f"{nbytes / 2**20:8.1f} MiB" for nbytes in (planned, live.peak, told)]
-    said("{:5} {:20} plan {}, peak {}, stats {}: {:.2f}".format(shape, way, *in_mib, planned / live.peak))
+    print_on_rank_0("{:5} {:20} plan {}, peak {}, stats {}: {:.2f}".format(shape, way, *in_mib, planned / live.peak))
     engine.destroy()
     return planned / live.peak
 
 
-def said(line: str) -> None:
+def print_on_rank_0(line: str) -> None:
     """Print a line, on rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)
@@ -182,10 +178,7 @@ def said(line: str) -> None:
 def main() -> None:
     """Measure what the flags ask for."""
     args = parse()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    transformers.logging.set_verbosity_error()
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    start_ranks()
     torch.manual_seed(0)
     for layers in args.layers:
         measure_windows(layers, args.turns)

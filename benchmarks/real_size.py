@@ -11,26 +11,22 @@ process's (resident set) on CPUs, and of torch's allocator on a device; 0.5B tak
 
 import argparse
 import ctypes
-import logging
 import os
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import deepspeed
 import peft
 import torch
 import torch.distributed as dist
-import transformers
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import hybrid
 from benchmarks.cases import DTYPES
-from benchmarks.modes import machine
+from benchmarks.modes import machine, start_ranks
 
 SHAPES = {
     "0.5B": {
@@ -59,10 +55,7 @@ SAMPLE_EVERY_S = 0.01  # of the resident set
 def main() -> None:
     """Measure a step, print it."""
     args = parse()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    transformers.logging.set_verbosity_error()
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    start_ranks()
     engine = make_engine(args)
     prompts = own_prompts(args)
     engine.rollout(*prompts, sampling(2), args.num_generations)
