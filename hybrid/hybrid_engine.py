@@ -65,7 +65,7 @@ from hybrid.weights.sliced_snapshot import LentSlices
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streamed_snapshot import StreamedSnapshot
 from hybrid.weights.tensor_parallel import Shard, planned_slices, require_divisible
-from hybrid.weights.watch import ModelWatch
+from hybrid.weights.watch import WeightWatch
 
 ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
 
@@ -100,7 +100,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         )
         self._kv_cache = KVCache(self._rollout_settings.kv_step)
         self._version = self._modes.version
-        self._watch, self._outdated = ModelWatch(self._policy), False
+        self._watch, self._outdated = WeightWatch(self._policy), False
         if isinstance(optimizer := getattr(self, "basic_optimizer", None), torch.optim.Optimizer):
             self._before_update = optimizer.register_step_pre_hook(self._version.begin_update)
         self._exchange = exchange_tokens(expert_layers(self._policy))
@@ -300,8 +300,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if self._window.is_open:
             return
         self._version.settle()
-        if self._watch.restructured():
-            self._watch, self._outdated = ModelWatch(self._policy), True
+        if self._tree.changed():
+            self._watch, self._outdated = WeightWatch(self._policy), True
             self._version.loads += 1
         elif self._watch.written():
             self._version.loads += 1
@@ -704,6 +704,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     def _refresh(self, adapters: bool) -> None:
         """Bring the snapshot up to date before a window opens."""
+        if self._runs_on_copies() and self._snapshot.is_fresh(adapters):
+            return
         if self._must_gather(adapters):  # a rank whose request was refused may have to be told
             any_rank([True], self.device)
         self._gather(adapters)

@@ -5,13 +5,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
-from operator import getitem, is_, methodcaller, setitem
+from operator import getitem, is_, setitem
 from weakref import ref
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+END = object()  # of a list that is compared with a longer or shorter one
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -21,38 +22,37 @@ def set_all(owners: Iterable[dict], names: Iterable[str], values: Iterable) -> N
 
 
 def all_the_same(these: Iterable, those: Iterable) -> bool:
-    """Whether two sequences of one length hold the same objects."""
+    """Whether two sequences of one length, or that end with END, hold the same objects."""
     return all(map(is_, these, those))
 
 
 class ModuleTree:
-    """The modules of a model, listed again where a child has come, gone or been replaced."""
+    """The modules of a model, listed once, until `changed` says that the model has others."""
 
     def __init__(self, model: nn.Module):
         self.model = model
         self._list()
 
     def _list(self) -> None:
-        self.listed = list(self.model.modules())
-        self.states = [module.__dict__ for module in self.listed]
-        self.tables = [module._modules for module in self.listed]
-        self.children = self._children()
-        self.switchers = [module for module in self.listed if type(module).train is not nn.Module.train]
+        self.modules = list(self.model.modules())
+        self.states = [module.__dict__ for module in self.modules]
+        self.tables = [table for module in self.modules for table in (module._modules, module._parameters)]
+        self.content = list(self._content())
+        self.switchers = [module for module in self.modules if type(module).train is not nn.Module.train]
 
-    def _children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(methodcaller("values"), self.tables)))
+    def _content(self) -> Iterator[object]:
+        return chain(chain.from_iterable(map(dict.values, self.tables)), (END,))
 
-    def modules(self) -> list[nn.Module]:
-        """As `model.modules()`."""
-        children = self._children()
-        if len(children) != len(self.children) or not all_the_same(children, self.children):
-            self._list()
-        return self.listed
+    def changed(self) -> bool:
+        """Whether modules or parameters were added, removed or replaced since the last look. They are listed again."""
+        if all_the_same(self._content(), self.content):
+            return False
+        self._list()
+        return True
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside the block the model does not train; afterwards every module trains or not as it did."""
-        self.modules()
+        """Inside the block the listed modules do not train; afterwards each of them trains or not as it did."""
         states = self.states
         before = list(map(getitem, states, repeat("training")))
         try:
@@ -105,13 +105,20 @@ class EngineHooks:
                     self.names.append(name)
                     self.tables.append(table)
                     self.own.append(own)
-        self.counts = list(map(len, self.tables))
+        self.counts, self.next_id = list(map(len, self.tables)), RemovableHandle.next_id
         self.empty = [OrderedDict() for _ in self.tables]
 
     def _is_current(self) -> bool:
-        if self.counts is None or list(map(len, self.tables)) != self.counts:
+        if self.counts is None:
             return False
-        return all_the_same(map(getitem, self.owners, self.names), self.tables)
+        if RemovableHandle.next_id != self.next_id:  # of hooks of all kinds, anywhere
+            if list(map(len, self.tables)) != self.counts:
+                return False
+            self.next_id = RemovableHandle.next_id
+        return self._have(self.tables)
+
+    def _have(self, tables: list[dict]) -> bool:
+        return all_the_same(map(getitem, self.owners, self.names), tables)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -132,7 +139,7 @@ class EngineHooks:
                 self.is_off = False
 
     def _put_back(self) -> None:
-        if not any(self.empty) and all_the_same(map(getitem, self.owners, self.names), self.empty):
+        if RemovableHandle.next_id == self.next_id or (not any(self.empty) and self._have(self.empty)):
             set_all(self.owners, self.names, self.tables)
             return
         entries = zip(self.owners, self.names, self.tables, self.empty, self.own, strict=True)

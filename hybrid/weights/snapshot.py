@@ -135,9 +135,9 @@ class Snapshot:
 
         Gives the bytes gathered. Performs no collective where nothing is stale.
         """
-        version = self._wanted_version(adapters)
-        if self.fresh.get(adapters) == version:
+        if self.is_fresh(adapters):
             return 0
+        version = self._wanted_version(adapters)
         nbytes = sum(self._refresh_group(group, phase, adapters) for group in self.groups)
         if adapters:
             self._fill()
@@ -146,9 +146,13 @@ class Snapshot:
 
     def must_gather(self, adapters: bool) -> bool:
         """Whether `refresh` would be a collective, where parameters are partitioned."""
-        if self.fresh.get(adapters) == self._wanted_version(adapters):
+        if self.is_fresh(adapters):
             return False
         return any(self._is_stale(group, adapters) for group in self.groups)
+
+    def is_fresh(self, adapters: bool) -> bool:
+        """Whether nothing that a window uses is stale."""
+        return self.fresh.get(adapters) == self._wanted_version(adapters)
 
     def _wanted_version(self, adapters: bool) -> tuple:
         """What `fresh` has where nothing is stale."""

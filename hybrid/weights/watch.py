@@ -1,4 +1,4 @@
-"""What others than the engine do to a model: weights that they write, modules and parameters that they exchange.
+"""What others than the engine do to a model's weights.
 
 Seen without a collective, and the same on every rank: of a partitioned parameter by the counter that torch keeps of
 writes to this rank's partition, which DeepSpeed writes on all ranks where `GatheredParameters` has a `modifier_rank`;
@@ -7,7 +7,6 @@ of a whole one by that counter, its address, and a sample of its elements, as a 
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,13 +18,10 @@ from hybrid.weights.gather import is_partitioned
 SAMPLED = 16  # elements of a parameter: a copy, a moving average or a merge changes nearly all of them
 
 
-class ModelWatch:
-    """Whether a model has the modules, parameters and weights that it had when last looked at."""
+class WeightWatch:
+    """Whether a model's weights are those that they were when last looked at."""
 
     def __init__(self, model: nn.Module):
-        self.tables = [table for module in model.modules() for table in (module._modules, module._parameters)]
-        self.content = self._content()  # kept, so that nothing new gets the address of what has gone
-        self.addresses = list(map(id, self.content))
         params = list(model.parameters())
         self.whole = [param for param in params if not is_partitioned(param)]
         partitioned = [param for param in params if is_partitioned(param)]
@@ -36,10 +32,6 @@ class ModelWatch:
         self.even = [param for param in partitioned if not isinstance(param.partition, CountedPartition)]
         self.unreported = False
         self._note()
-
-    def restructured(self) -> bool:
-        """Whether modules or parameters were added, removed or replaced."""
-        return list(map(id, self._content())) != self.addresses
 
     def written(self) -> bool:
         """Whether weights were written since the last call, other than in an `ignoring` block."""
@@ -70,9 +62,6 @@ class ModelWatch:
         while self.uneven:
             param = self.uneven.pop()
             param.partition = param.partition.own
-
-    def _content(self) -> list:
-        return list(chain.from_iterable(map(dict.values, self.tables)))
 
 
 class CountedPartition:

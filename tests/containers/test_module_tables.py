@@ -99,8 +99,10 @@ def test_training_modes_are_as_they_were():
         assert [module.training for module in model.modules()] == modes
     model.add_module("late", nn.Dropout())
     frozen.gate_proj = nn.Linear(2, 2)
+    assert tree.changed()
+    assert not tree.changed()
     with tree.evaluating():
-        assert tree.modules() == list(model.modules())
+        assert tree.modules == list(model.modules())
         assert not model.late.training
         assert not frozen.gate_proj.training
     assert model.late.training
@@ -135,3 +137,23 @@ def test_a_pass_is_made_of_what_was_listed_once(monkeypatch):
         with tree.evaluating(), engine.off():
             assert calls.of(model) == []
     assert looked == [1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.add_module("last", nn.ReLU()),
+        lambda model: delattr(model, "2"),
+        lambda model: setattr(model[0], "bias", nn.Parameter(torch.zeros(2))),
+        lambda model: model[0].register_parameter("bias", None),
+        lambda model: model[1].register_parameter("late", nn.Parameter(torch.zeros(2))),
+        lambda model: model._modules.update({"0": nn.Linear(2, 2)}),
+    ],
+)
+def test_other_modules_and_parameters_are_seen(change):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    tree = ModuleTree(model)
+    assert not tree.changed()
+    change(model)
+    assert tree.changed()
+    assert not tree.changed()
