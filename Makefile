@@ -24,7 +24,7 @@ help: ## list the targets
 	@touch $@
 
 demo: .venv/.installed ## supervised tuning, reward model, PPO, GRPO on small sets: runs/demo/report.html (5 minutes)
-	$(LAUNCH) -m rlhf_examples.pipeline configs/demo.yaml
+	$(LAUNCH) -m rlhf_examples.pipeline configs/demo.yaml --overwrite true
 
 test: .venv/.installed ## the test suite but for what is slow
 	$(BIN)/python -m pytest -m "not slow"

@@ -22,6 +22,7 @@ def run(kind: str, model: str, seed: int, directory: Path) -> list[dict[str, flo
     """One run on two ranks; gives its metrics."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "rlhf_examples.ppo"]
     flags = ["--actor_model_name_or_path", model, "--seed", str(seed), "--output_dir", str(directory)]
+    flags += ["--overwrite", "true"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
     log = directory.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -21,10 +21,9 @@ from rlhf_examples.models import is_reward_model, load_policy, load_value_model,
 from rlhf_examples.ranks import device, from_all_ranks, interleaved, is_first, own_share, sums_over_ranks
 from rlhf_examples.rewards import load_reward
 from rlhf_examples.rollouts import Row, decode_completions, own_numbers, roll_out, sampling
+from rlhf_examples.run_directory import AVERAGE, BEFORE, MODEL
 from rlhf_examples.run_log import RunLog, read_metrics
 from rlhf_examples.trackers import Metrics
-
-BEFORE = "before.json"
 
 
 @dataclass
@@ -92,9 +91,9 @@ def export_trained(
     merged: bool,
 ) -> None:
     """Write a trained model as `model` in `directory`, and its average, where there is one, as `model_ema`."""
-    export(engine, tokenizer, directory / "model", merged)
+    export(engine, tokenizer, directory / MODEL, merged)
     if average is not None:
-        export(engine, tokenizer, directory / "model_ema", merged, average)
+        export(engine, tokenizer, directory / AVERAGE, merged, average)
 
 
 def kept_before(directory: Path, resumed: bool, find: Callable[[], dict]) -> dict:

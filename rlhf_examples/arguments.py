@@ -61,6 +61,7 @@ class RunArguments:
     save_every: int = about(0, "iterations between checkpoints; 0 saves none")
     keep_last: int = about(2, "checkpoints kept")
     resume: bool = about(False, "go on from the newest checkpoint in output_dir")
+    overwrite: bool = about(False, "delete the run that output_dir holds; without this and resume it is an error")
     print_every: int = about(10, "iterations between tables in the terminal; 0 prints none")
     report_to: list[str] = listed(["tensorboard"], "tensorboard, trackio, wandb; JSON lines are always written")
 
@@ -70,6 +71,7 @@ class RunArguments:
             dtype=("float32", "bfloat16"),
             lora_export=("merged", "adapter"),
         )
+        require_resume_or_overwrite(self)
         if self.padding_free and not self.logit_chunk:
             raise ValueError("padding_free: true given with logit_chunk: 0; give a logit_chunk")
         require_range(
@@ -352,9 +354,13 @@ class PipelineArguments:
 
     output_dir: str = about("runs/pipeline", "each step has a directory in it")
     resume: bool = about(False, "go on where a run was ended: steps that are done are not run again")
+    overwrite: bool = about(False, "delete what the steps' directories hold; without this and resume it is an error")
     common: dict = field(default_factory=dict, init=False)
     steps: dict = field(default_factory=dict, init=False)
     summary: dict = field(default_factory=dict, init=False)
+
+    def __post_init__(self):
+        require_resume_or_overwrite(self)
 
 
 @dataclass
@@ -379,6 +385,12 @@ def require_one_of(args: Any, **allowed: tuple) -> None:
     for name, values in allowed.items():
         if getattr(args, name) not in values:
             raise ValueError(f"{name}: {getattr(args, name)!r} given; allowed: {', '.join(map(str, values))}")
+
+
+def require_resume_or_overwrite(args: Any) -> None:
+    """Raise ValueError where both are asked for."""
+    if args.resume and args.overwrite:
+        raise ValueError("overwrite: true given with resume: true; give one: to delete the run there, or to go on")
 
 
 def require_range(args: Any, **limits: tuple[float, float | None]) -> None:

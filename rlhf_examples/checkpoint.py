@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 import hybrid
 from rlhf_examples.files import write_atomically
 
-LATEST = "latest"
+LATEST, PREFIX = "latest", "iteration-"
 
 
 class Stateful(Protocol):
@@ -46,7 +46,7 @@ class Checkpoints:
 
         Written under a temporary name; `latest` names it only when it is whole.
         """
-        name = f"iteration-{iteration:06d}"
+        name = f"{PREFIX}{iteration:06d}"
         unfinished = self.directory / f"{name}.unfinished"
         if dist.get_rank() == 0:
             for old in self.directory.glob("*.unfinished"):
@@ -64,9 +64,17 @@ class Checkpoints:
             shutil.rmtree(self.directory / name, ignore_errors=True)
             unfinished.rename(self.directory / name)
             write_atomically(self.directory / LATEST, name)
-            for old in sorted(self.directory.glob("iteration-??????"))[: -self.keep_last]:
-                shutil.rmtree(old)
+            self._prune(iteration)
         dist.barrier()
+
+    def _prune(self, iteration: int) -> None:
+        """Delete all but the newest checkpoints up to `iteration`, which is there and stays.
+
+        Later ones are left: a run that went on from an earlier iteration has not come to them.
+        """
+        found = {int(path.name.removeprefix(PREFIX)): path for path in self.directory.glob(f"{PREFIX}*[0-9]")}
+        for number in sorted(number for number in found if number <= iteration)[: -self.keep_last]:
+            shutil.rmtree(found[number])
 
     def load_latest(self) -> int:
         """Restore the newest checkpoint on every rank; gives the iteration after which it was saved, 0 where there is

@@ -37,6 +37,7 @@ from rlhf_examples.rollouts import (
     sampling,
     training_logps,
 )
+from rlhf_examples.run_directory import CHECKPOINTS, begin_run
 from rlhf_examples.trackers import Metrics
 
 EMBEDDED = "synthetic:arithmetic"
@@ -53,6 +54,7 @@ def main() -> None:
 
 def run(args: GRPOArguments) -> Metrics:
     """Train a policy; gives what evaluation found before and after, and the last iteration's metrics."""
+    begin_run(args)
     seed_everything(args.seed)
     directory = Path(args.output_dir)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.actor_model_name_or_path, args.chat_template)
@@ -62,7 +64,7 @@ def run(args: GRPOArguments) -> Metrics:
     scorer = Scorer.load(args.reward, args.dtype, args.per_device_training_batch_size)
 
     checkpoints = Checkpoints(
-        directory / "checkpoints", {"policy": actor.policy}, {"average": actor.average}, args.keep_last
+        directory / CHECKPOINTS, {"policy": actor.policy}, {"average": actor.average}, args.keep_last
     )
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(actor.policy, tokenizer, held_out, scorer, args)

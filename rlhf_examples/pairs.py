@@ -19,10 +19,9 @@ from rlhf_examples.files import write_atomically
 from rlhf_examples.models import load_exported, load_tokenizer, require_model
 from rlhf_examples.ranks import end_ranks, is_first, rendezvous, start_ranks
 from rlhf_examples.records import load_records
+from rlhf_examples.run_directory import PAIRS
 from rlhf_examples.synthetic import preference_pairs
 from rlhf_examples.trackers import Metrics
-
-PAIRS = "pairs.jsonl"
 
 
 def main() -> None:

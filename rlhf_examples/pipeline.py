@@ -7,7 +7,6 @@ torchrun --nproc_per_node=8 -m rlhf_examples.pipeline configs/8gpu_7b_lora.yaml 
 
 import gc
 import json
-import shutil
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -32,6 +31,7 @@ from rlhf_examples.arguments import (
 from rlhf_examples.files import write_atomically
 from rlhf_examples.ranks import end_ranks, is_first, rendezvous, start_ranks
 from rlhf_examples.report import write_report
+from rlhf_examples.run_directory import DONE, begin_run
 
 SCRIPTS = {
     "sft": (SFTArguments, sft.run),
@@ -43,7 +43,7 @@ SCRIPTS = {
     "throughput": (ThroughputArguments, throughput.run),
 }
 STEP = "step:"  # before a path in another step's directory
-DONE, PIPELINE, SUMMARY = "done.json", "pipeline.json", "summary.json"
+PIPELINE, SUMMARY = "pipeline.json", "summary.json"
 
 
 def main() -> None:
@@ -103,10 +103,8 @@ def placed(value: Any, args: PipelineArguments) -> Any:
 def run(args: PipelineArguments) -> dict[str, float]:
     """Every step that is not done yet; gives the summary."""
     directory, found = Path(args.output_dir), {}
+    begin_run(args, args.steps)
     if is_first():
-        if not args.resume:
-            for name in args.steps:
-                shutil.rmtree(directory / name, ignore_errors=True)
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / PIPELINE, json.dumps(asdict(args), indent=1))
     rendezvous()

@@ -51,6 +51,7 @@ from rlhf_examples.rollouts import (
     sampling,
     training_logps,
 )
+from rlhf_examples.run_directory import CHECKPOINTS, begin_run
 from rlhf_examples.trackers import Metrics
 
 EMBEDDED = "synthetic:stories"
@@ -67,6 +68,7 @@ def main() -> None:
 
 def run(args: PPOArguments) -> Metrics:
     """Train a policy; gives what evaluation found before and after, and the last iteration's metrics."""
+    begin_run(args)
     seed_everything(args.seed)
     directory = Path(args.output_dir)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.actor_model_name_or_path, args.chat_template)
@@ -76,7 +78,7 @@ def run(args: PPOArguments) -> Metrics:
     kl_ctl = kl_controller(args)
 
     parts = {"kl_ctl": kl_ctl, "average": models.actor.average, "ptx": ptx}
-    checkpoints = Checkpoints(directory / "checkpoints", models.trained(), parts, args.keep_last)
+    checkpoints = Checkpoints(directory / CHECKPOINTS, models.trained(), parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(models.actor.policy, tokenizer, held_out, models.scorer, args)
     before = evaluation.before(directory, resumed=done > 0)

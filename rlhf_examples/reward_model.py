@@ -14,6 +14,7 @@ from rlhf_examples.losses import Loss, last_token_values, pairwise_reward_loss, 
 from rlhf_examples.models import load_tokenizer, load_value_model, require_model
 from rlhf_examples.ranks import device, end_ranks, seed_everything, start_ranks
 from rlhf_examples.rollouts import Row
+from rlhf_examples.run_directory import begin_run
 from rlhf_examples.trackers import Metrics
 from rlhf_examples.training import fit, total_steps
 
@@ -31,6 +32,7 @@ def main() -> None:
 
 def run(args: RewardModelArguments) -> Metrics:
     """Train; gives the last metrics."""
+    begin_run(args)
     seed_everything(args.seed)
     require_model("model_name_or_path", args.model_name_or_path)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)

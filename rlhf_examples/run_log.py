@@ -14,9 +14,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 from rlhf_examples.files import printable, write_atomically
+from rlhf_examples.run_directory import METRICS, SAMPLES, SETTINGS
 from rlhf_examples.trackers import Histogram, Metrics, check_report_to, start_trackers
-
-METRICS, SAMPLES, SETTINGS = "metrics.jsonl", "samples.json", "settings.json"
 
 
 class RunLog:

@@ -14,6 +14,7 @@ from rlhf_examples.losses import Loss, language_model_loss
 from rlhf_examples.models import load_policy, load_tokenizer, small_model
 from rlhf_examples.ranks import device, end_ranks, seed_everything, start_ranks
 from rlhf_examples.rollouts import Row
+from rlhf_examples.run_directory import begin_run
 from rlhf_examples.synthetic import synthetic_tokenizer
 from rlhf_examples.trackers import Metrics
 from rlhf_examples.training import fit, total_steps
@@ -32,6 +33,7 @@ def main() -> None:
 
 def run(args: SFTArguments) -> Metrics:
     """Train; gives the last metrics."""
+    begin_run(args)
     seed_everything(args.seed)
     name = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = load_tokenizer(name, args.chat_template) if name else synthetic_tokenizer()

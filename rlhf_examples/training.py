@@ -21,6 +21,7 @@ from rlhf_examples.engines import step_on
 from rlhf_examples.losses import Loss, figure_means
 from rlhf_examples.ranks import device, over_ranks, own_share
 from rlhf_examples.rollouts import Row
+from rlhf_examples.run_directory import CHECKPOINTS
 from rlhf_examples.trackers import Metrics
 
 # The loss of some rows, over a denominator; and how many tokens or pairs of rows a loss is a mean over.
@@ -53,7 +54,7 @@ def fit(
     among them, and those before the first step under `before_`."""
     average = MovingAverage(engine, args.ema_beta) if args.enable_ema else None
     checkpoints = Checkpoints(
-        Path(args.output_dir) / "checkpoints", {"model": engine}, {"average": average}, args.keep_last
+        Path(args.output_dir) / CHECKPOINTS, {"model": engine}, {"average": average}, args.keep_last
     )
     done, total = checkpoints.load_latest() if args.resume else 0, total_steps(examples, args)
     log = start_log(args, description, bar_metrics, total, done)

@@ -1,0 +1,55 @@
+"""A run's directory: what a run writes there, and that no other run's is in it."""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from rlhf_examples.arguments import PipelineArguments, RunArguments
+from rlhf_examples.ranks import from_all_ranks, is_first, rendezvous
+
+CHECKPOINTS, MODEL, AVERAGE = "checkpoints", "model", "model_ema"
+BEFORE, METRICS, SAMPLES, SETTINGS = "before.json", "metrics.jsonl", "samples.json", "settings.json"
+DONE, PAIRS = "done.json", "pairs.jsonl"
+WRITTEN = (CHECKPOINTS, MODEL, AVERAGE, BEFORE, METRICS, SAMPLES, SETTINGS, DONE, PAIRS, "tensorboard", "report.html")
+RESULTS = (MODEL, AVERAGE, METRICS, DONE, PAIRS)  # what a run is kept for, beside its checkpoints
+
+
+def begin_run(args: RunArguments | PipelineArguments, steps: Iterable[str] = ("",)) -> None:
+    """Make sure that a run begins in an `output_dir` that holds no other run's results. Every rank takes part.
+
+    steps: the directories in it that are looked at.  args.resume: what is there is the run that goes on.
+    args.overwrite: what another run has written is deleted, and nothing else that lies beside it.
+    Raises ValueError on every rank where there is another run and neither is given.
+    """
+    if args.resume:
+        return
+    directories = [Path(args.output_dir) / step for step in steps]
+    # The first rank alone looks: others would find what it has already written.
+    found = [str(path) for directory in directories for path in results_in(directory)] if is_first() else []
+    found = from_all_ranks(found)[0]
+    if found and not args.overwrite:
+        raise ValueError(
+            f"output_dir: {args.output_dir!r} holds another run ({', '.join(found[:4])}); give another directory, "
+            "--resume true to go on with that run, or --overwrite true to delete it"
+        )
+    if is_first():
+        for directory in directories:
+            clear(directory)
+    rendezvous()
+
+
+def results_in(directory: Path) -> list[Path]:
+    """What a run has left in `directory` that the next one would delete or mix with its own."""
+    checkpoints = sorted((directory / CHECKPOINTS).glob("iteration-*"))[:1]
+    results = [directory / name for name in RESULTS]
+    return checkpoints + [path for path in results if path.is_dir() or (path.is_file() and path.stat().st_size)]
+
+
+def clear(directory: Path) -> None:
+    """Delete what a run writes."""
+    for name in WRITTEN:
+        path = directory / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

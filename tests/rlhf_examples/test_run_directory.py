@@ -1,0 +1,116 @@
+"""A run neither deletes another's results without being told to, nor its own checkpoints."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rlhf_examples import pipeline
+from rlhf_examples.arguments import PairsArguments, SFTArguments
+from rlhf_examples.checkpoint import Checkpoints
+from rlhf_examples.run_directory import begin_run
+from tests.rlhf_examples.scripts import SCRIPTS
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path):
+    """This process is the only rank."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+    yield
+    dist.destroy_process_group()
+
+
+class Counter:
+    """A part of a run that can be saved."""
+
+    value = 0
+
+    def state_dict(self) -> int:
+        return self.value
+
+    def load_state_dict(self, state: int) -> None:
+        self.value = state
+
+
+def checkpoints_of(directory: Path, keep_last: int = 2) -> tuple[Checkpoints, Counter]:
+    counter = Counter()
+    return Checkpoints(directory, {}, {"counter": counter}, keep_last), counter
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_run_behind_a_longer_one_keeps_its_own_checkpoints(tmp_path, keep_last):
+    """As a run that goes on from an earlier iteration than others have come to."""
+    directory = tmp_path / "checkpoints"
+    longer, counter = checkpoints_of(directory)
+    for iteration in (100, 200):
+        longer.save(iteration)
+    shorter, counter = checkpoints_of(directory, keep_last)
+    for iteration in (1, 2, 3):
+        counter.value = iteration
+        shorter.save(iteration)
+        fresh, found = checkpoints_of(directory)
+        assert fresh.load_latest() == found.value == iteration
+    kept = [f"iteration-{iteration:06d}" for iteration in (*range(4 - keep_last, 4), 100, 200)]
+    assert names(directory) == [*kept, "latest"]
+
+
+def test_checkpoints_are_in_the_order_of_their_iterations(tmp_path):
+    checkpoints, _ = checkpoints_of(tmp_path / "checkpoints")
+    for iteration in (999_998, 999_999, 1_000_000, 1_000_001):
+        checkpoints.save(iteration)
+    assert names(tmp_path / "checkpoints") == ["iteration-1000000", "iteration-1000001", "latest"]
+    assert checkpoints.load_latest() == 1_000_001
+
+
+def with_a_run(directory: Path) -> Path:
+    """A directory in which a run and its user have left something."""
+    (directory / "model").mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    (directory / "notes.txt").write_text("mine")
+    return directory
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_directory_that_holds_another_run_is_refused(script, tmp_path):
+    directory = with_a_run(tmp_path / "run")
+    module, kind = SCRIPTS[script]
+    with pytest.raises(ValueError, match=r"output_dir: .*run' holds another run .*model.*--resume.*--overwrite"):
+        module.run(kind(output_dir=str(directory)))
+    assert names(directory) == ["metrics.jsonl", "model", "notes.txt"]
+
+
+@pytest.mark.parametrize("left", ["checkpoints/iteration-000004", "model", "metrics.jsonl"])
+def test_each_thing_that_a_run_leaves_is_one(left, tmp_path):
+    path = tmp_path / "run" / left
+    path.parent.mkdir(parents=True)
+    path.write_text("{}\n") if left.endswith("jsonl") else path.mkdir()
+    args = SFTArguments(output_dir=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="holds another run"):
+        begin_run(args)
+    assert path.exists()
+
+
+def test_only_what_a_run_writes_is_overwritten(tmp_path):
+    directory = with_a_run(tmp_path / "run")
+    begin_run(SFTArguments(output_dir=str(directory), resume=True))
+    assert names(directory) == ["metrics.jsonl", "model", "notes.txt"]
+    begin_run(SFTArguments(output_dir=str(directory), overwrite=True))
+    assert names(directory) == ["notes.txt"]
+    begin_run(SFTArguments(output_dir=str(directory)))  # nothing that another run would miss
+    with pytest.raises(ValueError, match="overwrite: true given with resume: true"):
+        SFTArguments(resume=True, overwrite=True)
+
+
+def test_a_pipeline_does_not_delete_the_steps_of_another(tmp_path, monkeypatch):
+    monkeypatch.setitem(pipeline.SCRIPTS, "pairs", (PairsArguments, lambda args: {"pairs": 1}))
+    sft = with_a_run(tmp_path / "run" / "sft")
+    settings = {"output_dir": str(tmp_path / "run"), "steps": {"sft": {"script": "pairs"}, "pairs": {}}}
+    with pytest.raises(ValueError, match="output_dir: .* holds another run"):
+        pipeline.run(pipeline.parse(dict(settings), []))
+    assert names(tmp_path / "run") == ["sft"] and names(sft) == ["metrics.jsonl", "model", "notes.txt"]
+    pipeline.run(pipeline.parse(dict(settings), ["--overwrite", "true"]))
+    assert names(sft) == ["done.json", "notes.txt"]
