@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 import hybrid
 from rlhf_examples.arguments import ChatArguments, parse_arguments
+from rlhf_examples.conversations import turn_end
 from rlhf_examples.engines import deepspeed_config
 from rlhf_examples.models import load_exported, load_tokenizer, merged, require_model
 from rlhf_examples.ranks import device, seed_everything, start_ranks
@@ -64,7 +65,8 @@ def answer(
 ) -> str:
     """The model's answer to the last message, printed as it is made."""
     ids = prompt_of(tokenizer, messages)
-    ends = [*args.stop_token_ids, *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])]
+    ends = [*args.stop_token_ids, tokenizer.eos_token_id, turn_end(tokenizer)]
+    ends = [token for token in dict.fromkeys(ends) if token is not None]
     drawn = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {}
     tokens = engine.generate(
         ids,

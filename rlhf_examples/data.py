@@ -15,7 +15,8 @@ from datasets import Features, IterableDataset, List, Value
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_examples import texts
+from rlhf_examples import conversations, texts
+from rlhf_examples.conversations import through_end
 from rlhf_examples.records import Rows
 from rlhf_examples.texts import BadRecord, LeftOut, Texts, texts_of
 
@@ -24,7 +25,15 @@ PLACE = {"source": Value("string"), "number": Value("int64"), "reason": Value("s
 FEATURES = {
     "supervised": Features(PLACE | {"prompt_ids": TOKENS, "completion_ids": TOKENS}),
     "preference": Features(PLACE | {"prompt_ids": TOKENS, "chosen_ids": TOKENS, "rejected_ids": TOKENS}),
-    "prompt": Features(PLACE | {"prompt_ids": TOKENS, "prompt": Value("string"), "columns": Value("string")}),
+    "prompt": Features(
+        PLACE
+        | {
+            "prompt_ids": TOKENS,
+            "prompt": Value("string"),
+            "messages": Value("string"),
+            "columns": Value("string"),
+        }
+    ),
 }
 NOT_COLUMNS = ("prompt", "messages", "completion")  # of a record, to a reward function
 SHUFFLE_BUFFER = 1024  # rows of a stream among which the next is drawn
@@ -34,7 +43,8 @@ SHUFFLE_BUFFER = 1024  # rows of a stream among which the next is drawn
 class Examples:
     """Tokenised records without those that cannot be used.
 
-    rows: FEATURES by form; `columns` is what else a prompt's record has, as JSON. A stream's rows are not sifted yet.
+    rows: FEATURES by form. Of a prompt's record, as JSON: `messages`, the conversation that `prompt` is, or nothing
+    where it is a text; `columns`, what else it has. A stream's rows are not sifted yet.
     left_out: of a stream, as far as its first pass has come.
     """
 
@@ -120,7 +130,7 @@ def refuse_empty(left_out: LeftOut) -> None:
 def cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, form: str, max_length: int) -> str:
     """A name that changes with all that the tokens depend on, the files that make them among it."""
     digest = hashlib.sha256(repr((form, max_length, tokenizer_state(tokenizer))).encode())
-    for file in (__file__, texts.__file__):
+    for file in (__file__, conversations.__file__, texts.__file__):
         digest.update(Path(file).read_bytes())
     for batch in rows.iter(batch_size=1000):
         digest.update(repr(batch).encode())
@@ -160,29 +170,35 @@ def example(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, 
     if form == "prompt":
         record = {} if reason else json.loads(row["record"])
         columns = {name: value for name, value in record.items() if name not in NOT_COLUMNS}
-        found |= {"prompt": known.prompt, "columns": json.dumps(columns)}
+        messages = json.dumps(known.messages) if known.messages else ""
+        found |= {"prompt": known.prompt, "messages": messages, "columns": json.dumps(columns)}
     return found
 
 
 def tokens_of(known: Texts, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The tokens of a prompt and of each of its completions.
 
-    A prompt begins with the start token and a completion ends with the end token, where the tokenizer has them and no
-    chat template has written them. A completion is what follows the prompt's tokens in those of both together; where
-    a token spans the border, it is tokenised alone: the prompt is always as a rollout sees it.
+    A prompt begins with the start token and a completion ends with the end token, where the tokenizer has them and
+    neither a chat template nor the text itself has written them; a conversation's completion ends where the
+    assistant's turn does. A completion is what follows the prompt's tokens in those of both together; where a token
+    spans the border, it is tokenised alone: the prompt is always as a rollout sees it.
     """
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    before = [] if known.templated or start is None else [start]
-    after = [] if known.templated or end is None else [end]
     prompt = encode(known.prompt)
+    before = [] if known.templated or start is None or prompt[:1] == [start] else [start]
     rows = [before + prompt]
     for completion in known.completions:
         whole = encode(known.prompt + completion)
-        rows.append((whole[len(prompt) :] if whole[: len(prompt)] == prompt else encode(completion)) + after)
+        tokens = whole[len(prompt) :] if whole[: len(prompt)] == prompt else encode(completion)
+        if known.templated:
+            tokens = through_end(tokens, tokenizer)
+        elif end is not None and tokens[-1:] != [end]:
+            tokens = [*tokens, end]
+        rows.append(tokens)
     return rows
 
 

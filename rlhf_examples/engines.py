@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 import hybrid
 from rlhf_examples.arguments import RunArguments
 from rlhf_examples.batches import require_exact
+from rlhf_examples.conversations import end_with_turns
 from rlhf_examples.ema import MovingAverage
 from rlhf_examples.models import LoRA, ValueModel
 
@@ -141,12 +142,14 @@ def export(
 ) -> None:
     """Write the engine's model as a directory that Hugging Face loads, a layer at a time. Every rank takes part.
 
+    Its generation configuration names the token that ends a turn in the tokenizer's chat template among the end tokens.
     A kill at any moment leaves the directory that was there before, a whole new one, or none.
 
     merged: a LoRA as a whole model; else as an adapter, which PEFT loads.  average: of the trained weights, written in
     their place.
     """
     directory, model = Path(directory), engine.module
+    end_with_turns(model, tokenizer)
     unfinished = directory.with_name(f"{directory.name}.unfinished")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -10,6 +10,7 @@ torchrun --nproc_per_node=8 -m rlhf_examples.pairs --model_name_or_path my-model
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rlhf_examples.actor import Evaluation, Scorer
 from rlhf_examples.arguments import PairsArguments, parse_arguments
@@ -55,6 +56,8 @@ def run(args: PairsArguments) -> Metrics:
             return [scores[key] for key in zip(prompts, completions, strict=True)]
 
         pairs += preference_pairs(texts, one, other, score)
+    conversations = {row["prompt"]: row["messages"] for row in rows}
+    pairs = [as_record(pair, conversations[pair["prompt"]]) for pair in pairs]
     engine.destroy()
     scorer.destroy()
     if is_first():
@@ -63,6 +66,17 @@ def run(args: PairsArguments) -> Metrics:
         write_atomically(directory / PAIRS, "".join(json.dumps(pair) + "\n" for pair in pairs))
     rendezvous()
     return {"pairs": len(pairs), "completions": 2 * args.rounds * len(rows)}
+
+
+def as_record(pair: dict[str, str], messages: str) -> dict[str, Any]:
+    """A pair of texts in the form of its prompt's record.  messages: the prompt as JSON, where it is a conversation.
+
+    The text that a chat template has made is none to write: read again, it would get a second start token.
+    """
+    if not messages:
+        return pair
+    answers = {name: [{"role": "assistant", "content": pair[name]}] for name in ("chosen", "rejected")}
+    return {"prompt": json.loads(messages), **answers}
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 import hybrid
 from rlhf_examples.arguments import EvaluateArguments, RolloutArguments
 from rlhf_examples.batches import balanced
+from rlhf_examples.conversations import turn_end
 from rlhf_examples.data import collate_prompts
 from rlhf_examples.forwards import token_logps, token_logps_alone
 from rlhf_examples.losses import importance_sampling_weights, loss_denominator
@@ -123,9 +124,13 @@ def roll_out(
 ) -> hybrid.RolloutBatch:
     """Completions of this rank's prompts, padded to one width on all ranks.
 
+    They end with the token that ends a turn in the tokenizer's chat template, too.
+
     row_ids int64 [prompts]: their numbers among all ranks', of which the noise is a function.
     """
     ids, mask = (tensor.to(policy.device) for tensor in collate_prompts(prompts, tokenizer.pad_token_id).values())
+    if (end := turn_end(tokenizer)) is not None:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
     return of_one_width(policy.rollout(ids, mask, params, num_generations, row_ids=row_ids), tokenizer.pad_token_id)
 
 

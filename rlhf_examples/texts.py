@@ -48,11 +48,19 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Texts:
-    """A prompt and what may follow it.  templated: by a chat template, which writes its own special tokens."""
+    """A prompt and what may follow it.
+
+    messages: the prompt as a conversation, where a chat template has made the texts and written its special tokens.
+    """
 
     prompt: str
     completions: tuple[str, ...]
-    templated: bool = False
+    messages: Messages | None = None
+
+    @property
+    def templated(self) -> bool:
+        """Whether a chat template has made the texts."""
+        return self.messages is not None
 
 
 def texts_of(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase) -> Texts:
@@ -177,4 +185,4 @@ def templated(prompt: Messages, completions: list[Messages], tokenizer: PreTrain
         raise BadRecord(f"the chat template refuses it: {error}") from error
     if not all(whole.startswith(start) for whole in wholes):
         raise BadRecord("the chat template writes the prompt in another way where an answer follows")
-    return Texts(start, tuple(whole[len(start) :] for whole in wholes), templated=True)
+    return Texts(start, tuple(whole[len(start) :] for whole in wholes), prompt)
