@@ -171,6 +171,13 @@ class Scorer:
     model: Judge | None = None
     rows: int = 16
 
+    @staticmethod
+    def check(*rewards: str) -> None:
+        """Raise ValueError for a name, as `load` takes them, of nothing."""
+        for name in rewards:
+            if not is_reward_model(name):
+                load_reward(name)
+
     @classmethod
     def load(cls, reward: str, dtype: str, rows: int, offload: bool = False) -> "Scorer":
         """reward: module:function, or the directory of a reward model that shares the policy's tokens.

@@ -9,10 +9,12 @@ import difflib
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
+
+from rlhf_examples.trackers import check_report_to
 
 Arguments = TypeVar("Arguments")
 
@@ -66,6 +68,7 @@ class RunArguments:
     report_to: list[str] = listed(["tensorboard"], "tensorboard, trackio, wandb; JSON lines are always written")
 
     def __post_init__(self):
+        check_report_to(self.report_to)
         require_one_of(
             self,
             dtype=("float32", "bfloat16"),
@@ -429,14 +432,34 @@ def arguments_of(kind: type[Arguments], settings: dict[str, Any], flags: list[st
     known = [field.name for field in fields(kind)]
     for key in settings:
         require_known(key, known)
+    require_types(kind, settings)
     for flag in flags or []:
         if flag.startswith("--"):
             # The parser takes both spellings, and `--no_flag` for what is true by default.
             require_known(flag[2:].partition("=")[0].replace("-", "_"), [*known, *(f"no_{name}" for name in known)])
-    parser = HfArgumentParser(kind)
+    parser = Parser(kind)
     parser.set_defaults(**settings)
     (arguments,) = parser.parse_args_into_dataclasses(args=flags or [])
     return arguments
+
+
+class Parser(HfArgumentParser):
+    """Raises ValueError in words where argparse would print all flags, on every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def require_types(kind: type, settings: dict[str, Any]) -> None:
+    """Raise ValueError for a setting of another type than its field; the parser reads text as what the field is."""
+    hints = get_type_hints(kind)
+    for name, value in settings.items():
+        inner = get_args(hints[name])
+        wanted = inner[0] if inner else hints[name]
+        allowed = {float: (float, int, str), int: (int, str), bool: (bool, str)}.get(wanted, (wanted,))
+        values = value if inner and isinstance(value, list) else [value]
+        if isinstance(value, list) != bool(inner) or not all(isinstance(one, allowed) for one in values):
+            raise ValueError(f"{name}: {value!r} given; it must be {'a list of ' * bool(inner)}{wanted.__name__}")
 
 
 def require_known(key: str, known: list[str], where: str = "") -> None:

@@ -12,26 +12,31 @@ import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 import hybrid
-from rlhf_examples.arguments import ChatArguments, parse_arguments
+from rlhf_examples.arguments import ChatArguments
+from rlhf_examples.command_line import run_command
 from rlhf_examples.conversations import turn_end
 from rlhf_examples.engines import deepspeed_config
 from rlhf_examples.models import load_exported, load_tokenizer, merged, require_model
-from rlhf_examples.ranks import device, seed_everything, start_ranks
+from rlhf_examples.ranks import device, preparation_is_over, seed_everything
 
 Messages = list[dict[str, str]]
 HELP = "Write, and end with Enter. /new begins a new conversation, /quit (or Ctrl-D) ends."
 
 
 def main() -> None:
+    """A conversation from the command line."""
+    run_command(ChatArguments, run)
+
+
+def run(args: ChatArguments) -> None:
     """Load the model and talk until there is nothing more to read."""
-    args = parse_arguments(ChatArguments)
     require_model("path", args.path)
-    start_ranks()
     seed_everything(args.seed)
     tokenizer = load_tokenizer(args.path)
     dtype = "float32" if args.dtype == "int8" else args.dtype
     model = merged(load_exported(args.path, deepspeed_config(dtype, zero_stage=0)))
     most = min(getattr(model.config, "max_position_embeddings", 0) or 4096, 4096)
+    preparation_is_over()
     engine = hybrid.init_inference(model, dtype=args.dtype, replace_with_kernel_inject=True, max_out_tokens=most)
     print(f"{args.path}: {HELP}", file=sys.stderr)
     talk(engine, tokenizer, lambda: input("\n> "), args)

@@ -9,14 +9,15 @@ torchrun --nproc_per_node=8 -m rlhf_examples.dpo --model_name_or_path my-sft-mod
 import torch
 
 import hybrid
-from rlhf_examples.arguments import DPOArguments, parse_arguments
+from rlhf_examples.arguments import DPOArguments
+from rlhf_examples.command_line import run_command
 from rlhf_examples.data import collate_preference
 from rlhf_examples.engines import Judge, Training, judge, trained_policy
 from rlhf_examples.forwards import judged_logps, token_logps
 from rlhf_examples.held_out import examples_of
 from rlhf_examples.losses import Loss, dpo_loss
 from rlhf_examples.models import load_policy, load_tokenizer, require_model
-from rlhf_examples.ranks import device, end_ranks, seed_everything, start_ranks
+from rlhf_examples.ranks import device, seed_everything
 from rlhf_examples.rollouts import Row
 from rlhf_examples.run_directory import begin_run
 from rlhf_examples.trackers import Metrics
@@ -28,20 +29,17 @@ BAR = {"loss": "loss", "accuracy": "rewards/accuracies", "held out": "eval_rewar
 
 def main() -> None:
     """A run from its arguments to the exported policy."""
-    args = parse_arguments(DPOArguments)
-    start_ranks()
-    run(args)
-    end_ranks()
+    run_command(DPOArguments, run)
 
 
 def run(args: DPOArguments) -> Metrics:
     """Train; gives the last metrics."""
-    begin_run(args)
     seed_everything(args.seed)
     require_model("model_name_or_path", args.model_name_or_path)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
     examples, held_out = examples_of("dpo", EMBEDDED, "preference", args.max_seq_len, tokenizer, args)
     training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
+    begin_run(args)
     reference = None
     if not args.lora_dim:
         reference = judge(load_policy, args.model_name_or_path, args.dtype, args.offload_reference_model)

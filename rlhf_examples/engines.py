@@ -17,6 +17,7 @@ from rlhf_examples.batches import require_exact
 from rlhf_examples.conversations import end_with_turns
 from rlhf_examples.ema import MovingAverage
 from rlhf_examples.models import LoRA, ValueModel
+from rlhf_examples.ranks import preparation_is_over
 
 Judge = hybrid.InferenceEngine | hybrid.HybridEngine
 # Gives the model in a directory or of a hub name, for an engine of a DeepSpeed configuration.
@@ -65,6 +66,7 @@ class Training:
 
 def trained(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:
     """`model` in an engine that trains what requires gradients.  blocks: `hybrid_engine` and `rollout`."""
+    preparation_is_over()
     return hybrid.initialize(
         model=model,
         model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -93,6 +95,7 @@ def judge(load: Load, name: str, dtype: str, offload: bool = False) -> Judge:
     """
     if not offload:
         model = load(name, deepspeed_config(dtype, 0))
+        preparation_is_over()
         return hybrid.init_inference(model, dtype=dtype, replace_with_kernel_inject=True)
     return frozen(load, name, dtype, zero_stage=3, offload=True, hybrid_engine={"pin_parameters": False})
 
@@ -102,7 +105,9 @@ def frozen(
 ) -> hybrid.HybridEngine:
     """A model that does not train in an engine with rollouts."""
     config = deepspeed_config(dtype, zero_stage, offload)
-    return hybrid.initialize(model=load(name, config).requires_grad_(False), config={**config, **blocks})[0]
+    model = load(name, config).requires_grad_(False)
+    preparation_is_over()
+    return hybrid.initialize(model=model, config={**config, **blocks})[0]
 
 
 def deepspeed_config(

@@ -16,30 +16,31 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_examples.actor import Evaluation, Scorer
-from rlhf_examples.arguments import EvaluateArguments, parse_arguments
+from rlhf_examples.arguments import EvaluateArguments
+from rlhf_examples.command_line import run_command
 from rlhf_examples.data import tokenised
 from rlhf_examples.engines import frozen
 from rlhf_examples.files import printable, write_atomically
 from rlhf_examples.models import load_exported, load_tokenizer, require_model
-from rlhf_examples.ranks import end_ranks, is_first, start_ranks
 from rlhf_examples.records import load_records
 
 
 def main() -> None:
     """Evaluate, print, and write what was found."""
-    args = parse_arguments(EvaluateArguments)
-    start_ranks()
-    found = run(args)
-    if is_first():
-        show(found, args.num_samples)
-        if args.output_file:
-            write_atomically(Path(args.output_file), json.dumps(found, indent=1))
-    end_ranks()
+    run_command(EvaluateArguments, run, report)
+
+
+def report(args: EvaluateArguments, found: list[dict]) -> None:
+    """Print, and write what was found."""
+    show(found, args.num_samples)
+    if args.output_file:
+        write_atomically(Path(args.output_file), json.dumps(found, indent=1))
 
 
 def run(args: EvaluateArguments) -> list[dict]:
     """For each model: its name, mean score and the standard error of that, and prompts with completions and scores."""
-    require_model("model_name_or_path", "".join(args.model_name_or_path))
+    for name in args.model_name_or_path or [""]:
+        require_model("model_name_or_path", name)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path[0], args.chat_template)
     examples = tokenised(load_records(args.data_path, "test"), tokenizer, "prompt", args.max_prompt_seq_len)
     prompts = list(islice(examples.ordered(args.seed), min(args.eval_rows, len(examples.rows))))

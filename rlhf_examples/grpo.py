@@ -16,14 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 import hybrid
 from rlhf_examples.actor import Actor, Evaluation, Scorer, last_logged, start_log, time_metrics
-from rlhf_examples.arguments import GRPOArguments, parse_arguments
+from rlhf_examples.arguments import GRPOArguments
 from rlhf_examples.checkpoint import Checkpoints
+from rlhf_examples.command_line import run_command
 from rlhf_examples.engines import step_on
 from rlhf_examples.forwards import token_logps
 from rlhf_examples.held_out import examples_of
 from rlhf_examples.losses import figure_means, group_advantages, grpo_loss, masked_sum, rloo_advantages
-from rlhf_examples.models import load_tokenizer
-from rlhf_examples.ranks import end_ranks, over_ranks, seed_everything, start_ranks, sums_over_ranks
+from rlhf_examples.models import load_tokenizer, require_model
+from rlhf_examples.ranks import over_ranks, seed_everything, sums_over_ranks
 from rlhf_examples.rollouts import (
     Experience,
     Numerics,
@@ -46,19 +47,18 @@ BAR = {"reward": "reward", "length": "completions/mean_length", "tokens/s": "tim
 
 def main() -> None:
     """A run from its arguments to the exported policy."""
-    args = parse_arguments(GRPOArguments)
-    start_ranks()
-    run(args)
-    end_ranks()
+    run_command(GRPOArguments, run)
 
 
 def run(args: GRPOArguments) -> Metrics:
     """Train a policy; gives what evaluation found before and after, and the last iteration's metrics."""
-    begin_run(args)
     seed_everything(args.seed)
     directory = Path(args.output_dir)
+    require_model("actor_model_name_or_path", args.actor_model_name_or_path)
+    Scorer.check(args.reward, *filter(None, [args.eval_reward]))
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.actor_model_name_or_path, args.chat_template)
     prompts, held_out = examples_of("grpo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
+    begin_run(args)
     total_steps = args.num_iterations * args.num_grpo_iterations * args.num_mini_batches
     actor = Actor.load(args, total_steps, needs_reference=args.beta > 0)
     scorer = Scorer.load(args.reward, args.dtype, args.per_device_training_batch_size)
@@ -75,7 +75,7 @@ def run(args: GRPOArguments) -> Metrics:
 
     metrics = last_logged(directory) if done == args.num_iterations else {}
     for iteration in range(done + 1, args.num_iterations + 1):
-        with log.room_for_output():
+        with log.room_for_engine():
             actor.policy.eval()  # prints DeepSpeed's line about the iteration before
         metrics = grpo_iteration(actor, scorer, tokenizer, next(batches), iteration, args)
         if args.eval_every and iteration % args.eval_every == 0:

@@ -35,6 +35,8 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template:
+        if not Path(chat_template).is_file():
+            raise ValueError(f"chat_template: no file at {chat_template!r}")
         tokenizer.chat_template = Path(chat_template).read_text()
     return tokenizer
 
@@ -177,9 +179,15 @@ def is_reward_model(name: str) -> bool:
 
 
 def require_model(argument: str, name: str) -> None:
-    """Raise ValueError where no model is named."""
+    """Raise ValueError where no model is named, or where the name is of none."""
     if not name:
         raise ValueError(f"{argument}: nothing given; give the directory or hub name of a model")
+    if (Path(name) / ADAPTER_CONFIG).is_file():
+        return
+    try:
+        AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{argument}: {name!r} given, and there is no model ({error})") from error
 
 
 def load_exported(name: str, engine: dict[str, Any]) -> nn.Module:

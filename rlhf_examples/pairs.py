@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_examples.actor import Evaluation, Scorer
-from rlhf_examples.arguments import PairsArguments, parse_arguments
+from rlhf_examples.arguments import PairsArguments
+from rlhf_examples.command_line import run_command
 from rlhf_examples.data import tokenised
 from rlhf_examples.engines import frozen
 from rlhf_examples.files import write_atomically
 from rlhf_examples.models import load_exported, load_tokenizer, require_model
-from rlhf_examples.ranks import end_ranks, is_first, rendezvous, start_ranks
+from rlhf_examples.ranks import is_first, rendezvous
 from rlhf_examples.records import load_records
 from rlhf_examples.run_directory import PAIRS
 from rlhf_examples.synthetic import preference_pairs
@@ -27,12 +28,7 @@ from rlhf_examples.trackers import Metrics
 
 def main() -> None:
     """Make the pairs."""
-    args = parse_arguments(PairsArguments)
-    start_ranks()
-    found = run(args)
-    if is_first():
-        print(json.dumps(found))
-    end_ranks()
+    run_command(PairsArguments, run, lambda args, found: print(json.dumps(found)))
 
 
 def run(args: PairsArguments) -> Metrics:

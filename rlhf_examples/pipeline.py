@@ -28,8 +28,9 @@ from rlhf_examples.arguments import (
     require_known,
     split_command_line,
 )
+from rlhf_examples.command_line import input_errors_reported
 from rlhf_examples.files import write_atomically
-from rlhf_examples.ranks import end_ranks, is_first, rendezvous, start_ranks
+from rlhf_examples.ranks import end_ranks, is_first, preparing, rendezvous, start_ranks
 from rlhf_examples.report import write_report
 from rlhf_examples.run_directory import DONE, begin_run
 
@@ -48,9 +49,10 @@ PIPELINE, SUMMARY = "pipeline.json", "summary.json"
 
 def main() -> None:
     """Run the steps, and write what came of them."""
-    args = parse(*split_command_line())
-    start_ranks()
-    summary = run(args)
+    with input_errors_reported():
+        args = parse(*split_command_line())
+        start_ranks()
+        summary = run(args)
     if is_first():
         print(json.dumps(summary, indent=1))
         print(f"report: {write_report(Path(args.output_dir))}")
@@ -115,7 +117,8 @@ def run(args: PipelineArguments) -> dict[str, float]:
             if is_first():
                 print(f"step {number} of {len(args.steps)}: {name}", flush=True)
             of_step = arguments_of_step(name, args)
-            metrics = SCRIPTS[args.steps[name].get("script", name)][1](of_step)
+            with preparing():
+                metrics = SCRIPTS[args.steps[name].get("script", name)][1](of_step)
             gc.collect()  # an engine that was destroyed is in circles
             get_accelerator().empty_cache()
             if is_first():

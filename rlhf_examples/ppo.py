@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 import hybrid
 from rlhf_examples.actor import Actor, Evaluation, Scorer, last_logged, start_log, time_metrics
-from rlhf_examples.arguments import PPOArguments, parse_arguments
+from rlhf_examples.arguments import PPOArguments
 from rlhf_examples.checkpoint import Checkpoints
+from rlhf_examples.command_line import run_command
 from rlhf_examples.engines import Training, step_on, trained
 from rlhf_examples.forwards import judged_values, token_logps, token_values
 from rlhf_examples.held_out import examples_of
@@ -35,9 +36,9 @@ from rlhf_examples.losses import (
     shaped_rewards,
     value_loss,
 )
-from rlhf_examples.models import load_tokenizer, load_value_model
+from rlhf_examples.models import load_tokenizer, load_value_model, require_model
 from rlhf_examples.pretraining import PretrainingTexts
-from rlhf_examples.ranks import end_ranks, over_ranks, seed_everything, start_ranks, sums_over_ranks
+from rlhf_examples.ranks import over_ranks, seed_everything, sums_over_ranks
 from rlhf_examples.rollouts import (
     Experience,
     Numerics,
@@ -60,20 +61,18 @@ BAR = {"score": "objective/scores", "kl": "objective/kl", "tokens/s": "time/toke
 
 def main() -> None:
     """A run from its arguments to the exported policy."""
-    args = parse_arguments(PPOArguments)
-    start_ranks()
-    run(args)
-    end_ranks()
+    run_command(PPOArguments, run)
 
 
 def run(args: PPOArguments) -> Metrics:
     """Train a policy; gives what evaluation found before and after, and the last iteration's metrics."""
-    begin_run(args)
     seed_everything(args.seed)
     directory = Path(args.output_dir)
+    check(args)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.actor_model_name_or_path, args.chat_template)
     prompts, held_out = examples_of("ppo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
     ptx = PretrainingTexts.load(tokenizer, args)
+    begin_run(args)
     models = Models.load(args)
     kl_ctl = kl_controller(args)
 
@@ -89,7 +88,7 @@ def run(args: PPOArguments) -> Metrics:
 
     metrics = last_logged(directory) if done == args.num_iterations else {}
     for iteration in range(done + 1, args.num_iterations + 1):
-        with log.room_for_output():
+        with log.room_for_engine():
             models.actor.policy.eval()  # prints DeepSpeed's line about the iteration before
         metrics = ppo_iteration(models, tokenizer, next(batches), ptx, kl_ctl, iteration, args)
         if args.eval_every and iteration % args.eval_every == 0:
@@ -105,6 +104,16 @@ def run(args: PPOArguments) -> Metrics:
     return {**metrics, **after}
 
 
+def check(args: PPOArguments) -> None:
+    """Raise ValueError where there is nothing that a setting names."""
+    require_model("actor_model_name_or_path", args.actor_model_name_or_path)
+    if args.critic_model_name_or_path:
+        require_model("critic_model_name_or_path", args.critic_model_name_or_path)
+    elif not args.reward:
+        raise ValueError("reward: nothing given; give a function, or a reward model as critic_model_name_or_path")
+    Scorer.check(*filter(None, [args.reward, args.eval_reward]))
+
+
 @dataclass
 class Models:
     """The engines of a run."""
@@ -117,8 +126,6 @@ class Models:
     def load(cls, args: PPOArguments) -> "Models":
         """Policy and reference, the critic from the reward model, and what scores."""
         rewarding = args.critic_model_name_or_path
-        if not (args.reward or rewarding):
-            raise ValueError("reward: nothing given; give a function, or a reward model as critic_model_name_or_path")
         total_steps = args.num_iterations * args.ppo_epochs * args.num_mini_batches
         actor = Actor.load(args, total_steps, needs_reference=True)
         training = Training.of(args, "critic_", args.per_device_training_batch_size, total_steps)

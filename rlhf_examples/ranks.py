@@ -5,7 +5,9 @@ import os
 import random
 import socket
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import datasets
 import deepspeed
@@ -14,6 +16,37 @@ import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
+
+
+@dataclass
+class Preparation:
+    """Arguments, tokenizers and records are read.  is_over: an engine has been built since."""
+
+    is_over: bool = False
+
+
+_preparations: list[Preparation] = []
+
+
+@contextmanager
+def preparing() -> Iterator[Preparation]:
+    """A block that begins with reading what the user gave, and goes on with what comes of it."""
+    preparation = Preparation()
+    _preparations.append(preparation)
+    try:
+        yield preparation
+    except Exception:
+        for around in _preparations:  # of a pipeline, whose earlier steps have had engines
+            around.is_over = preparation.is_over
+        raise
+    finally:
+        _preparations.pop()
+
+
+def preparation_is_over() -> None:
+    """To be called before an engine is built: from here on an error is not what was given."""
+    for preparation in _preparations:
+        preparation.is_over = True
 
 
 def start_ranks() -> None:

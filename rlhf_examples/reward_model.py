@@ -6,13 +6,14 @@ torchrun --nproc_per_node=8 -m rlhf_examples.reward_model --model_name_or_path m
     --dtype bfloat16
 """
 
-from rlhf_examples.arguments import RewardModelArguments, parse_arguments
+from rlhf_examples.arguments import RewardModelArguments
+from rlhf_examples.command_line import run_command
 from rlhf_examples.data import collate_preference
 from rlhf_examples.engines import Training, trained
 from rlhf_examples.held_out import examples_of
 from rlhf_examples.losses import Loss, last_token_values, pairwise_reward_loss, tokenwise_pairwise_reward_loss
 from rlhf_examples.models import load_tokenizer, load_value_model, require_model
-from rlhf_examples.ranks import device, end_ranks, seed_everything, start_ranks
+from rlhf_examples.ranks import device, seed_everything
 from rlhf_examples.rollouts import Row
 from rlhf_examples.run_directory import begin_run
 from rlhf_examples.trackers import Metrics
@@ -24,20 +25,17 @@ BAR = {"loss": "loss", "accuracy": "accuracy", "held out": "eval_accuracy"}
 
 def main() -> None:
     """A run from its arguments to the exported model."""
-    args = parse_arguments(RewardModelArguments)
-    start_ranks()
-    run(args)
-    end_ranks()
+    run_command(RewardModelArguments, run)
 
 
 def run(args: RewardModelArguments) -> Metrics:
     """Train; gives the last metrics."""
-    begin_run(args)
     seed_everything(args.seed)
     require_model("model_name_or_path", args.model_name_or_path)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
     examples, held_out = examples_of("reward_model", EMBEDDED, "preference", args.max_seq_len, tokenizer, args)
     training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
+    begin_run(args)
     config = training.config(args)
     model = load_value_model(args.model_name_or_path, config, training.lora, training.gradient_checkpointing)
     engine = trained(model, args, training)

@@ -1,10 +1,13 @@
 """What a run shows: a progress bar, tables, JSONL, trackers, sample texts. On rank 0 alone."""
 
+import io
 import json
 import math
+import sys
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 
 import torch.distributed as dist
@@ -62,7 +65,8 @@ class RunLog:
         for tracker in self.trackers:
             for row in rows if tracker.replays else []:
                 tracker.add(row["iteration"], {name: value for name, value in row.items() if name != "iteration"})
-        self.bar = tqdm(total=total, initial=start, desc=description)
+        progress = tqdm if sys.stderr.isatty() else ProgressLines
+        self.bar = progress(total=total, initial=start, desc=description)
         self.console = Console(width=110)
 
     def add(self, iteration: int, metrics: Metrics) -> None:
@@ -101,6 +105,14 @@ class RunLog:
         yield
         if self.leads:
             self.bar.refresh()
+
+    @contextmanager
+    def room_for_engine(self) -> Iterator[None]:
+        """Inside the block DeepSpeed's engine prints its line of the iteration before; in a file it comes where that
+        iteration has a line of progress."""
+        hidden = self.leads and isinstance(self.bar, ProgressLines) and self.bar.printed != self.bar.done
+        with self.room_for_output(), redirect_stdout(io.StringIO()) if hidden else nullcontext():
+            yield
 
     def _print_table(self, iteration: int, numbers: dict[str, float]) -> None:
         table = Table("metric", "value", "metric", "value", title=f"iteration {iteration}")
@@ -145,6 +157,51 @@ class RunLog:
         for tracker in self.trackers:
             tracker.close()
         self.console.print(f"metrics: {self.directory / METRICS}", soft_wrap=True)
+
+
+class ProgressLines:
+    """What tqdm's bar says, for a log that is no terminal: a line every few seconds, and one at the end."""
+
+    def __init__(self, total: int, initial: int, desc: str, every_s: float = 10.0):
+        self.total, self.initial, self.description, self.every_s = total, initial, desc, every_s
+        self.done, self.values = initial, {}
+        self.began = time.monotonic()
+        self.printed_at, self.printed = self.began, None  # when there was a line last, and of which iteration
+
+    def set_postfix(self, values: dict[str, str], refresh: bool = False) -> None:
+        """What stands behind the progress."""
+        self.values = values
+
+    def update(self) -> None:
+        """Count an iteration."""
+        self.done += 1
+        if self.printed is None or time.monotonic() - self.printed_at >= self.every_s:
+            self._print()
+
+    def clear(self) -> None:
+        """A line is in nobody's way."""
+
+    refresh = clear
+
+    def close(self) -> None:
+        """Say how far it came."""
+        if self.done not in (self.printed, self.initial):
+            self._print()
+
+    def _print(self) -> None:
+        now = time.monotonic()
+        self.printed_at, self.printed = now, self.done
+        values = ", ".join(f"{name}={value}" for name, value in self.values.items())
+        line = tqdm.format_meter(
+            self.done,
+            self.total,
+            now - self.began,
+            prefix=self.description,
+            postfix=values,
+            initial=self.initial,
+            bar_format="{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
+        )
+        print(line, file=sys.stderr, flush=True)
 
 
 def read_metrics(directory: Path) -> list[dict[str, "float | Histogram"]]:

@@ -5,14 +5,15 @@ torchrun --nproc_per_node=2 -m rlhf_examples.sft --num_train_epochs 1
 torchrun --nproc_per_node=8 -m rlhf_examples.sft --model_name_or_path my-model --data_path my.jsonl --dtype bfloat16
 """
 
-from rlhf_examples.arguments import SFTArguments, parse_arguments
+from rlhf_examples.arguments import SFTArguments
+from rlhf_examples.command_line import run_command
 from rlhf_examples.data import collate_supervised
 from rlhf_examples.engines import Training, trained_policy
 from rlhf_examples.forwards import token_logps
 from rlhf_examples.held_out import examples_of
 from rlhf_examples.losses import Loss, language_model_loss
-from rlhf_examples.models import load_policy, load_tokenizer, small_model
-from rlhf_examples.ranks import device, end_ranks, seed_everything, start_ranks
+from rlhf_examples.models import load_policy, load_tokenizer, require_model, small_model
+from rlhf_examples.ranks import device, seed_everything
 from rlhf_examples.rollouts import Row
 from rlhf_examples.run_directory import begin_run
 from rlhf_examples.synthetic import synthetic_tokenizer
@@ -25,20 +26,19 @@ BAR = {"loss": "loss", "held out": "eval_loss"}
 
 def main() -> None:
     """A run from its arguments to the exported model."""
-    args = parse_arguments(SFTArguments)
-    start_ranks()
-    run(args)
-    end_ranks()
+    run_command(SFTArguments, run)
 
 
 def run(args: SFTArguments) -> Metrics:
     """Train; gives the last metrics."""
-    begin_run(args)
     seed_everything(args.seed)
+    if args.model_name_or_path:
+        require_model("model_name_or_path", args.model_name_or_path)
     name = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = load_tokenizer(name, args.chat_template) if name else synthetic_tokenizer()
     examples, held_out = examples_of("sft", EMBEDDED, "supervised", args.max_seq_len, tokenizer, args)
     training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
+    begin_run(args)
     if args.model_name_or_path:
         config = training.config(args)
         model = load_policy(args.model_name_or_path, config, training.lora, training.gradient_checkpointing)

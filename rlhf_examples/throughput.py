@@ -16,11 +16,12 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 import hybrid
-from rlhf_examples.arguments import ThroughputArguments, parse_arguments
+from rlhf_examples.arguments import ThroughputArguments
+from rlhf_examples.command_line import run_command
 from rlhf_examples.data import collate_prompts, tokenised
 from rlhf_examples.engines import deepspeed_config, frozen
 from rlhf_examples.models import load_exported, load_tokenizer, merged, require_model
-from rlhf_examples.ranks import device, end_ranks, is_first, over_ranks, own_share, rendezvous, start_ranks
+from rlhf_examples.ranks import device, over_ranks, own_share, rendezvous
 from rlhf_examples.records import load_records
 from rlhf_examples.rollouts import sampling
 from rlhf_examples.trackers import Metrics
@@ -28,12 +29,7 @@ from rlhf_examples.trackers import Metrics
 
 def main() -> None:
     """Measure and print."""
-    args = parse_arguments(ThroughputArguments)
-    start_ranks()
-    found = run(args)
-    if is_first():
-        print(json.dumps(found, indent=1))
-    end_ranks()
+    run_command(ThroughputArguments, run, lambda args, found: print(json.dumps(found, indent=1)))
 
 
 def run(args: ThroughputArguments) -> Metrics:

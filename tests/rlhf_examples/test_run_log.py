@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import rlhf_examples.run_log as module
 from rlhf_examples import files
 from rlhf_examples.run_log import RunLog, read_metrics, short
 from rlhf_examples.trackers import LOGP_DIFFERENCE_EDGES, Histogram, check_report_to
@@ -127,7 +128,8 @@ def test_histograms_count_as_numpy_does(tmp_path):
     assert list(LOGP_DIFFERENCE_EDGES) == sorted(set(LOGP_DIFFERENCE_EDGES))
 
 
-def test_the_bar_and_the_tables_show_what_was_asked_for(tmp_path, capfd):
+def test_the_bar_and_the_tables_show_what_was_asked_for(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True, raising=False)
     log = run_log(
         tmp_path, print_every=2, description="GRPO", bar_metrics={"KL": "kl", "reward": "score", "eval": "eval"}
     )
@@ -226,3 +228,29 @@ def test_one_rank_logs(ranks, tmp_path):
 def test_short_numbers():
     figures = (None, 0.0, -0.0, 0.012345, 1.0, 999.9, 12345.6, -1e6, math.nan, math.inf)
     assert [short(x) for x in figures] == "– 0 0 0.0123 1 1,000 12,346 -1,000,000 nan inf".split()
+
+
+def test_progress_in_a_file_is_a_line_every_few_seconds(tmp_path, monkeypatch, capsys):
+    """Without a terminal no bar is drawn again and again, and DeepSpeed's line comes as often as the progress."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    log = RunLog(tmp_path, total=40, bar_metrics={"reward": "reward"}, description="PPO", print_every=0, report_to=[])
+    for iteration in range(1, 26):
+        with log.room_for_engine():
+            print(f"|E2E latency={iteration}")
+        now[0] += 1
+        log.add(iteration, {"reward": iteration / 2})
+    log.close()
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert [line.split(" [")[0] for line in lines] == ["PPO: 1/40", "PPO: 11/40", "PPO: 21/40", "PPO: 25/40"]
+    assert lines[1] == "PPO: 11/40 [00:11<00:29,  1.00it/s, reward=5.5]"
+    assert "\r" not in err
+    assert [line for line in out.splitlines() if line.startswith("|E2E")] == [f"|E2E latency={n}" for n in (2, 12, 22)]
+
+
+def test_a_terminal_has_a_bar(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True, raising=False)
+    log = RunLog(tmp_path, total=2, report_to=[])
+    assert isinstance(log.bar, module.tqdm)
+    log.close()
