@@ -4,6 +4,7 @@ from typing import NoReturn
 
 from torch import nn
 
+from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.containers.calls import Calls
 from hybrid.memory_plan import Modes
 from hybrid.weights.snapshot import Snapshot
@@ -15,11 +16,13 @@ class DeepSpeedSurface:
     Fusing is about inference's copy of the weights: the training weights are read, and keep their bytes.
     """
 
+    call_lock: CallLock
     _calls: Calls
     _snapshot: Snapshot
     _modes: Modes
     is_lora_fused = False  # whether `fuse_lora_weight()` was called last; what is generated does not depend on it
 
+    @one_at_a_time
     def fuse_lora_weight(self) -> None:
         """Merge the adapters into inference's copy now, and not with the next `generate()`. Under ZeRO-3 a collective.
 
@@ -28,6 +31,7 @@ class DeepSpeedSurface:
         with self._calls.block(adapters=True):
             self.is_lora_fused = True
 
+    @one_at_a_time
     def unfuse_lora_weight(self) -> None:
         """Drop what was merged. The next `generate()` merges again: the policy always has its adapters
         (`adapters=False` generates without)."""
@@ -40,6 +44,7 @@ class DeepSpeedSurface:
     def retake_inference_cache(self) -> None:
         """Nothing to do: the KV cache grows as sequences need it."""
 
+    @one_at_a_time
     def release_inference_cache(self) -> None:
         """Free the KV cache; the next `generate()` makes a new one.
 

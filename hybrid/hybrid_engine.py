@@ -20,6 +20,7 @@ from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Unreadable
 from hybrid.architectures.structure import generating_part
 from hybrid.architectures.tp_plan import hugging_face_model, read_tp_plan
+from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.batch import is_packable
 from hybrid.containers.calls import Calls, SharedCalls
@@ -76,9 +77,15 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     In train mode it is DeepSpeed's engine. In eval mode forwards run without gradients over a snapshot of the
     weights: gathered once for each version of them, adapters merged, training storage only read. Built by
     `hybrid.initialize`.
+
+    Threads may share it: their calls run one at a time, in the order in which they came, and `with inference()` keeps
+    other threads out until it ends. What spans several calls (forward, backward, step) is the caller's to keep
+    together. Calls that are collectives (all, where `in_step`; under ZeRO-3 the first one after a step) must come in
+    the same order on every rank.
     """
 
     def __init__(self, args: Any, model: nn.Module, *, blocks: tuple[HybridEngineConfig, RolloutConfig], **kwargs: Any):
+        self.call_lock = CallLock()
         read_adapters(model)  # refuses what cannot be merged before DeepSpeed partitions anything
         refuse_heads_that_cannot_be_shared(generating_part(model), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
@@ -188,7 +195,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def _make_calls(self, shared: SharedModules | None) -> Calls:
         """What runs requests, of this rank alone or of the ranks that compute together."""
         if not self.in_step:
-            return Calls(self._window, self._fused, self._join_refresh)
+            return Calls(self._window, self._fused, self._join_refresh, self.call_lock)
         partitioned, group = self.zero_optimization_stage() == 3, self._group.group
         native = None if shared is None else shared.meetings
         if self._exchange is not None:
@@ -204,7 +211,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             )
         # Where weights are partitioned, every rank takes part in gathering them.
         group = None if partitioned else group
-        return SharedCalls(self._window, self._fused, self._join_refresh, group, native, self._profiler.phase)
+        own = (self._window, self._fused, self._join_refresh, self.call_lock)
+        return SharedCalls(*own, group, native, self._profiler.phase)
 
     def _make_pages(self) -> PageStore:
         """The pages, bounded by the settings: by what the memory limit leaves, where that is less."""
@@ -219,6 +227,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     # ---------------------------------------------------------------- modes
 
+    @one_at_a_time
     def eval(self) -> None:
         """Switch forwards to the inference containers. From the second iteration on rank 0 prints DeepSpeed's line."""
         if not self._window.is_open:
@@ -229,6 +238,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._in_eval = True
         super().eval()
 
+    @one_at_a_time
     def train(self, mode: bool = True) -> None:
         """Give the forwards back: from here on this is DeepSpeed's engine.
 
@@ -250,13 +260,13 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         adapters: None as the model has them; False runs the base model (a LoRA policy's reference).
         Afterwards the engine is in the mode that it had, whatever was raised.
         """
-        with self._eval_mode(), self._calls.block(adapters):
+        with self.call_lock, self._eval_mode(), self._calls.block(adapters):
             yield self
 
     @contextmanager
     def _call(self, adapters: bool | None) -> Iterator[None]:
         """The whole of a user's call, in eval mode: where it fails, other ranks do not wait for this one."""
-        with self._eval_mode(), autocast_if_enabled(self), self._calls.call(adapters):
+        with self.call_lock, self._eval_mode(), autocast_if_enabled(self), self._calls.call(adapters):
             yield
 
     @contextmanager
@@ -275,6 +285,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
                 self._uninstall()
                 self._release()
 
+    @one_at_a_time
     def destroy(self) -> None:
         """Give the model its forwards back and free the copies, then destroy DeepSpeed's engine.
 
@@ -382,6 +393,11 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     @contextmanager
     def _training_state(self) -> Iterator[None]:
         """Inside the block the model has its own weights, and the device the optimizer's states, in a window too."""
+        with self.call_lock, self._own_weights():
+            yield
+
+    @contextmanager
+    def _own_weights(self) -> Iterator[None]:
         absent = self._window.is_open and self._rollout_settings.offload_states
         with self._window.suspended(), self._watch.ignoring():  # DeepSpeed reads with a `modifier_rank`
             try:
@@ -398,6 +414,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     # ------------------------------------------------------------- training
 
+    @one_at_a_time
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """In train mode DeepSpeed's forward; in eval mode the model over the snapshot, without gradients."""
         if self._in_eval or self._window.is_open:
@@ -413,6 +430,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         with self._profiler.phase("train", wait_for_device=False), lost_rank_reported("training"):
             yield
 
+    @one_at_a_time
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's backward. Raises RuntimeError in eval mode, whose forwards have no gradients."""
         if self._in_eval or self._window.is_open:
@@ -420,6 +438,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         with self._training():
             return super().backward(*args, **kwargs)
 
+    @one_at_a_time
     def step(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's step; where it applied an update, or raised where it would, the weights have a new version."""
         self._refuse_in_window("step()")
@@ -456,6 +475,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         with self._training_state():
             return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
 
+    @one_at_a_time
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's load_checkpoint; afterwards the weights have a new version."""
         self._refuse_in_window("load_checkpoint()")
@@ -464,6 +484,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         finally:
             self.mark_weights_changed()
 
+    @one_at_a_time
     def load_module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's load_module_state_dict; afterwards the weights have a new version."""
         self._refuse_in_window("load_module_state_dict()")
@@ -472,6 +493,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         finally:
             self.mark_weights_changed()
 
+    @one_at_a_time
     def save_pretrained(
         self,
         directory: str | Path,
@@ -509,6 +531,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     # ------------------------------------------------------------ inference
 
     @property
+    @one_at_a_time
     def weight_version(self) -> int:
         """Grows with every step that applied an update, with a load, with what else is seen to write weights
         (`mark_weights_changed`), and with a change of adapters."""
@@ -531,6 +554,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             noise = lambda rows: Noise(self.next_seed() if seed is None else seed, own_row_ids(rows))  # noqa: E731
             return self._generate(args, kwargs, adapters, noise)
 
+    @one_at_a_time
     def next_seed(self) -> int:
         """The seed of the next call that is given none: of torch's initial seed (`torch.manual_seed`) and of the number
         of such calls. The sequence starts again where the initial seed has changed."""

@@ -24,6 +24,7 @@ from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Reading, Unreadable
 from hybrid.architectures.structure import Structure, read_structure
 from hybrid.architectures.tp_plan import read_tp_plan
+from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import (
     InferenceConfig,
     MoEConfig,
@@ -97,10 +98,14 @@ def init_inference(
 
 
 class InferenceEngine(nn.Module):
-    """A model that runs forwards and generates, and does not train. Built by `hybrid.init_inference`."""
+    """A model that runs forwards and generates, and does not train. Built by `hybrid.init_inference`.
+
+    Threads may share it: their calls run one at a time, in the order in which they came.
+    """
 
     def __init__(self, model: nn.Module, config: InferenceConfig):
         super().__init__()
+        self.call_lock = CallLock()
         initialize(model, [], torch.device("cpu"))  # what a model on the meta device makes itself
         mixtures = expert_layers(model)
         join_ranks(config)
@@ -266,7 +271,7 @@ class InferenceEngine(nn.Module):
 
     def _make_calls(self) -> Calls:
         """What runs requests, of this rank alone or of the ranks that compute together."""
-        own = (self._window, self._fused, nothing_to_join)
+        own = (self._window, self._fused, nothing_to_join, self.call_lock)
         if self._exchange is not None:
             steps = ExpertForwards(self.module, self._exchange, self._device)
             return SharedCalls(*own, self._exchange.group, steps, self._profiler.phase)
@@ -287,6 +292,7 @@ class InferenceEngine(nn.Module):
 
     # ------------------------------------------------------------ inference
 
+    @one_at_a_time
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's output, or with `return_tuple=false` its first tensor. Without gradients.
@@ -305,6 +311,7 @@ class InferenceEngine(nn.Module):
             output = self._graphs(*inputs, **kwargs)
         return output if self._config.return_tuple else first_tensor(output)
 
+    @one_at_a_time
     def generate(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
         """Hugging Face's `generate`: takes what it takes and returns what it returns. Every call starts with an empty
         KV cache. Inputs may be on any device, ids of any integer dtype; what comes back is on the model's device.
@@ -369,6 +376,7 @@ class InferenceEngine(nn.Module):
             )
         return super().train(False)
 
+    @one_at_a_time
     def destroy(self) -> None:
         """Give the model its own forwards back, and free what was made beside its weights."""
         for container in self._containers:
@@ -386,6 +394,7 @@ class InferenceEngine(nn.Module):
 
     # ----------------------------------------------------------- inspection
 
+    @one_at_a_time
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Time every forward from now on, in `generate` too, for `model_times`.
 
@@ -399,6 +408,7 @@ class InferenceEngine(nn.Module):
             self._own_hooks += hooks
         self._times.enable(use_cuda_events)
 
+    @one_at_a_time
     def model_times(self) -> list[float]:
         """Milliseconds of each forward since the last call. AssertionError where profiling is not enabled."""
         return self._times.taken()

@@ -27,7 +27,14 @@ LAYERS = [
     ("hybrid.kernels",),
     ("hybrid.weights",),
     ("hybrid.architectures",),
-    ("hybrid.parallel", "hybrid.config", "hybrid.profiling", "hybrid.extension_lock", "hybrid.inputs"),
+    (
+        "hybrid.parallel",
+        "hybrid.config",
+        "hybrid.profiling",
+        "hybrid.extension_lock",
+        "hybrid.inputs",
+        "hybrid.call_lock",
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from hybrid.call_lock import CallLock
 from hybrid.containers.window import Window
 from hybrid.parallel import LostRankError, all_objects, is_lost_rank, lost_rank_reported
 from hybrid.profiling import Phase
@@ -67,10 +68,14 @@ class Calls:
 
     Gathering partitioned weights is a collective all the same.  join_refresh: called where a request failed before the
     window opened, with whether it would have used adapters: takes part if the other ranks gather.
+    lock: the engine's, which the thread that runs a request holds.
     """
 
-    def __init__(self, window: Window, fused: Fused, join_refresh: Callable[[bool], None]):
+    def __init__(
+        self, window: Window, fused: Fused, join_refresh: Callable[[bool], None], lock: CallLock | None = None
+    ):
         self.window, self.fused, self.join_refresh = window, fused, join_refresh
+        self.lock = CallLock() if lock is None else lock
         self.inside = False  # a request runs: forwards of the model are part of it
         self.has_begun = False  # the call that runs has come to the point where ranks meet
 
@@ -175,11 +180,12 @@ class SharedCalls(Calls):
         window: Window,
         fused: Fused,
         join_refresh: Callable[[bool], None],
+        lock: CallLock | None,
         group: dist.ProcessGroup | None,
         native: NativeSteps | None,
         phase: Phase,
     ):
-        super().__init__(window, fused, join_refresh)
+        super().__init__(window, fused, join_refresh, lock)
         self.group, self.native_steps, self.phase = group, native, phase
         self.steps: Steps | None = None  # of the request that runs
         self.decoder: Any = None

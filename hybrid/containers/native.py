@@ -24,7 +24,10 @@ class Forward:
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        container = self.container
+        with self.container.calls.lock:
+            return self._output(self.container, args, kwargs)
+
+    def _output(self, container: "NativeContainer", args: tuple, kwargs: dict[str, Any]) -> Any:
         if container.part.kind == "model":
             args, kwargs = as_model_inputs(args, kwargs, container.window.device)
         if container.calls.inside:

@@ -1,0 +1,121 @@
+"""One call of an engine at a time: a lock for threads that share an engine, in the order in which they came."""
+
+import asyncio
+import functools
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+REPORT_AFTER_S = 60.0  # of waiting: longer than most calls, shorter than anybody's patience
+
+
+class CallLock:
+    """A lock that a thread may take again while it holds it, and that others get in the order in which they asked.
+
+    `threading.RLock` is not fair (CPython 3.11): a thread that releases and takes it in a loop keeps others waiting.
+    Raises RuntimeError where an asyncio task asks while another task of the same thread holds it: the thread cannot
+    wait for itself, and the two calls would mix.
+    report_after_s: a thread that has waited so long warns, once a wait, and says for whom.
+    """
+
+    def __init__(self, report_after_s: float = REPORT_AFTER_S):
+        self.report_after_s = report_after_s
+        self._mutex = threading.Lock()  # guards what follows
+        self._owner: threading.Thread | None = None
+        self._task: asyncio.Task | None = None
+        self._depth = 0
+        self._waiting: deque[Waiter] = deque()
+
+    def __enter__(self) -> "CallLock":
+        me, task = threading.current_thread(), current_task()
+        with self._mutex:
+            if self._owner is me:
+                self._require_same_task(task)
+                self._depth += 1
+                return self
+            if self._owner is None:
+                self._hand_to(me, task)
+                return self
+            waiter = Waiter(me, task)
+            self._waiting.append(waiter)
+        try:
+            self._wait(waiter)
+        except BaseException:
+            self._give_up(waiter)
+            raise
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        with self._mutex:
+            if self._owner is not threading.current_thread():
+                raise RuntimeError(
+                    "`with engine.inference()` ends in another thread than it began in; open and close it in one thread"
+                )
+            self._depth -= 1
+            if self._depth == 0:
+                self._hand_on()
+
+    def _hand_to(self, thread: threading.Thread | None, task: asyncio.Task | None) -> None:
+        self._owner, self._task, self._depth = thread, task, 1
+
+    def _hand_on(self) -> None:
+        self._owner = self._task = None
+        if self._waiting:
+            waiter = self._waiting.popleft()
+            self._hand_to(waiter.thread, waiter.task)
+            waiter.turn.set()
+
+    def _wait(self, waiter: "Waiter") -> None:
+        if waiter.turn.wait(self.report_after_s):
+            return
+        holder = self._owner
+        warnings.warn(
+            f"thread {waiter.thread.name!r} has waited {self.report_after_s:.0f} s for an engine that thread "
+            f"{getattr(holder, 'name', None)!r} uses: calls of one engine run one at a time, and `with "
+            "engine.inference()` keeps other threads out until it ends",
+            stacklevel=4,
+        )
+        waiter.turn.wait()
+
+    def _give_up(self, waiter: "Waiter") -> None:
+        """An exception has ended the waiting; the turn may have come all the same."""
+        with self._mutex:
+            if waiter.turn.is_set():
+                self._hand_on()
+            else:
+                self._waiting.remove(waiter)
+
+    def _require_same_task(self, task: asyncio.Task | None) -> None:
+        if self._task is not None and task is not self._task:
+            raise RuntimeError(
+                "another asyncio task of this thread is within `with engine.inference()`, at an await; end the block "
+                "before you await, or make each call in a thread of its own (asyncio.to_thread)"
+            )
+
+
+class Waiter:
+    """A thread that waits for its turn."""
+
+    def __init__(self, thread: threading.Thread, task: asyncio.Task | None):
+        self.thread, self.task, self.turn = thread, task, threading.Event()
+
+
+def current_task() -> asyncio.Task | None:
+    """The asyncio task that runs in this thread; None outside of an event loop."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
+def one_at_a_time(method: Callable) -> Callable:
+    """A method of an engine that runs while no other thread's call does; `self.call_lock` is the engine's CallLock."""
+
+    @functools.wraps(method)
+    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.call_lock:
+            return method(self, *args, **kwargs)
+
+    return locked

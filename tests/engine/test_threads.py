@@ -1,0 +1,102 @@
+"""Threads that share an engine, as in threaded Ray actors and asyncio servers: each gets the answer to its own call."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import hybrid
+from tests.engines import engine_of, settings, train_step
+from tests.models import prompts, tiny_model, twin, with_peft
+
+THREADS, ROUNDS = 3, 2
+PROMPTS = [prompts(2 + index, 5 + 2 * index, padded=True, seed=index) for index in range(THREADS)]
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+SAMPLING = hybrid.SamplingParams(max_new_tokens=6, temperature=0.8, seed=7)
+
+
+def in_threads(call) -> list:
+    """What `call(index)` gives in each of THREADS threads, which begin together and call ROUNDS times."""
+    barrier = threading.Barrier(THREADS, timeout=30)
+
+    def rounds(index: int) -> list:
+        barrier.wait()
+        return [call(index) for _ in range(ROUNDS)]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(rounds, range(THREADS)))
+
+
+def require_each_its_own(call) -> None:
+    """What threads get of `call(index)` at once is what it gives alone."""
+    alone = [call(index) for index in range(THREADS)]
+    for index, answers in enumerate(in_threads(call)):
+        for answer in answers:
+            assert torch.equal(answer, alone[index]), f"thread {index}"
+
+
+def generated(engine, index: int, **changes) -> torch.Tensor:
+    ids, mask = PROMPTS[index]
+    return engine.generate(ids, attention_mask=mask, **GREEDY, **changes)
+
+
+@pytest.mark.parametrize("inject", [True, False], ids=["fused", "native"])
+def test_threads_of_an_inference_engine(inject):
+    model = tiny_model("llama")
+    reference = twin(model)
+    engine = hybrid.init_inference(model, dtype="fp32", kernel_inject=inject)
+    assert torch.equal(generated(engine, 0), generated(reference, 0))
+    require_each_its_own(lambda index: generated(engine, index))
+    require_each_its_own(lambda index: engine(PROMPTS[index][0], attention_mask=PROMPTS[index][1]).logits)
+    require_each_its_own(lambda index: engine.module(PROMPTS[index][0], attention_mask=PROMPTS[index][1]).logits)
+
+
+def test_an_asyncio_server():
+    model = tiny_model("llama")
+    reference = twin(model)
+    engine = hybrid.init_inference(model, dtype="fp32", kernel_inject=True)
+
+    async def serve() -> list[torch.Tensor]:
+        return await asyncio.gather(*(asyncio.to_thread(generated, engine, index % THREADS) for index in range(6)))
+
+    for index, answer in enumerate(asyncio.run(serve())):
+        assert torch.equal(answer, generated(reference, index % THREADS))
+
+
+def threads_of_a_hybrid_engine(stage: int, containers: str) -> None:
+    engine = engine_of(with_peft(tiny_model("llama")), settings(stage, rollout={"containers": containers}))
+    generated(engine, 0), generated(engine, 0, adapters=False)  # gathers, in the same order on every rank
+
+    def in_turns(index: int) -> torch.Tensor:
+        """Every thread another call, the reference's without adapters among them."""
+        ids, mask = PROMPTS[index]
+        if index == 0:
+            return generated(engine, index)
+        if index == 1:
+            return engine.rollout(ids, mask, SAMPLING, num_generations=2).sampling_per_token_logps
+        with engine.inference(adapters=False):
+            sequences = generated(engine, index)
+            return engine.score(sequences, torch.ones_like(sequences)).per_token_logps
+
+    def switching(index: int) -> torch.Tensor:
+        """One thread switches to eval mode and back; the others' calls come in whatever mode it is."""
+        if index > 0:
+            return generated(engine, index)
+        engine.eval()
+        engine.train()
+        return torch.zeros(0)
+
+    require_each_its_own(lambda index: generated(engine, index))
+    require_each_its_own(in_turns)
+    require_each_its_own(switching)
+    engine.eval()
+    require_each_its_own(lambda index: engine(PROMPTS[index][0], attention_mask=PROMPTS[index][1]).logits)
+    engine.train()
+    train_step(engine)
+
+
+@pytest.mark.parametrize(("stage", "containers"), [(3, "fused"), (0, "native")])
+def test_threads_of_a_hybrid_engine(ranks, stage, containers):
+    ranks.run(threads_of_a_hybrid_engine, stage, containers)
