@@ -180,7 +180,7 @@ class Scorer:
 
     @classmethod
     def load(cls, reward: str, dtype: str, rows: int, offload: bool = False) -> "Scorer":
-        """reward: module:function, or the directory of a reward model that shares the policy's tokens.
+        """reward: module:function, or the directory or hub name of a reward model that shares the policy's tokens.
 
         rows: of a reward model's forward.  offload: as `judge`.
         """
@@ -231,7 +231,10 @@ class Evaluation:
         return cls(policy, tokenizer, prompts, scorers, args)
 
     def __call__(self) -> tuple[Metrics, list[str], list[float]]:
-        """The scorers' means as metrics; completions of all prompts, and the first scorer's scores of them."""
+        """The scorers' means as metrics; completions of all prompts, and the first scorer's scores of them. All are
+        empty without prompts."""
+        if not self.prompts:
+            return {}, [], []
         ranks = dist.get_world_size()
         padded = [*self.prompts, *self.prompts[:1] * (-len(self.prompts) % ranks)]  # as many on each rank
         own = own_share(padded)
@@ -254,5 +257,6 @@ class Evaluation:
         metrics, texts, scores = self()
         few = slice(0, self.args.num_samples)
         prompts = [row["prompt"] for row in self.prompts]
-        log.show_samples(prompts[few], before["texts"][few], texts[few], before["scores"][few], scores[few])
+        if prompts[few]:
+            log.show_samples(prompts[few], before["texts"][few], texts[few], before["scores"][few], scores[few])
         return {**{f"before_{name}": value for name, value in before["metrics"].items()}, **metrics}

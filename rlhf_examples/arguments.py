@@ -45,7 +45,7 @@ class RunArguments:
     data_output_path: str = about("", "where tokens are kept by content; empty: datasets' cache")
     streaming: bool = about(False, "read records as they are needed, and count and keep none")
     eval_data_path: list[str] = listed([], "held-out records; empty: a share of data_path")
-    eval_fraction: float = about(0.05, "that share")
+    eval_fraction: float = about(0.05, "that share; 0 holds none out")
     eval_every: int = about(0, "iterations between evaluations; 0 evaluates at the end alone")
     eval_rows: int = about(256, "most held-out records in an evaluation")
 
@@ -75,11 +75,14 @@ class RunArguments:
             lora_export=("merged", "adapter"),
         )
         require_resume_or_overwrite(self)
+        if self.eval_fraction == 1:
+            raise ValueError("eval_fraction: 1 given, which leaves nothing to learn from; it must be below 1")
         if self.padding_free and not self.logit_chunk:
             raise ValueError("padding_free: true given with logit_chunk: 0; give a logit_chunk")
         require_range(
             self,
             eval_fraction=(0, 1),
+            eval_rows=(0, None),
             ema_beta=(0, 1),
             logit_chunk=(0, None),
             keep_last=(1, None),
@@ -313,7 +316,7 @@ class EvaluateArguments(GenerationArguments):
     eval_rows: int = about(128, "most prompts")
     reward: str = about(
         "rlhf_examples.synthetic:gold_score",
-        "module:function over (prompts, completions, columns of records), or the directory of a reward model",
+        "module:function over (prompts, completions, columns of records), or a reward model's directory or hub name",
     )
     per_device_eval_batch_size: int = about(16, "completions in a reward model's forward")
     zero_stage: int = about(0, "3 partitions the models")
@@ -330,7 +333,7 @@ class PairsArguments(GenerationArguments):
     data_path: list[str] = listed(["synthetic:openings"], "prompts: hub names, files or synthetic:… sets")
     reward: str = about(
         "rlhf_examples.rewards:joyful_story",
-        "module:function over (prompts, completions, columns of records), or the directory of a reward model",
+        "module:function over (prompts, completions, columns of records), or a reward model's directory or hub name",
     )
     rounds: int = about(4, "pairs of each prompt; two completions that are equally good give none")
     per_device_eval_batch_size: int = about(16, "completions in a reward model's forward")

@@ -50,7 +50,12 @@ class Training:
             num_warmup_steps=args.num_warmup_steps,
             total_steps=total_steps,
             gradient_checkpointing=getattr(args, f"{role}gradient_checkpointing"),
-            lora=LoRA(getattr(args, f"{role}lora_dim"), args.lora_alpha, getattr(args, f"{role}lora_module_name")),
+            lora=LoRA(
+                getattr(args, f"{role}lora_dim"),
+                args.lora_alpha,
+                getattr(args, f"{role}lora_module_name"),
+                alone=args.lora_export == "adapter" and role != "critic_",  # a critic is not written
+            ),
         )
 
     def config(self, args: RunArguments) -> dict[str, Any]:

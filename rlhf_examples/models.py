@@ -1,6 +1,5 @@
 """What is trained and what judges, as Hugging Face modules."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import peft
 import torch
 from deepspeed import zero
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -22,11 +22,10 @@ from transformers import (
 )
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.modeling_outputs import TokenClassifierOutput
+from transformers.utils import find_adapter_config_file
 
 import hybrid
 from rlhf_examples.ranks import from_all_ranks
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBase:
@@ -43,11 +42,13 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
 
 @dataclass(frozen=True)
 class LoRA:
-    """A PEFT LoRA.  rank: 0 is none.  modules: PEFT's `target_modules`, names with commas between."""
+    """A PEFT LoRA.  rank: 0 is none.  modules: PEFT's `target_modules`, names with commas between.  alone: written as
+    an adapter over the model that it begins from."""
 
     rank: int
     alpha: int
     modules: str
+    alone: bool = False
 
     def on(self, model: nn.Module, task: str) -> nn.Module:
         """`model`, frozen under the adapter; or as it is, where the rank is 0.  task: PEFT's `task_type`."""
@@ -103,11 +104,73 @@ def load(kind: type, name: str, engine: dict[str, Any], new: str = "", **kwargs:
     return model
 
 
+def load_merged(kind: type, name: str, engine: dict[str, Any], new: str = "", **kwargs: Any) -> PreTrainedModel:
+    """`load`, of a whole model or of PEFT's adapter, which is then merged into its base. What is `new` begins at zero,
+    but for what the adapter has of it."""
+    base = base_of(name)
+    model = load(kind, base, engine, new, **kwargs)
+    zero_(model, new)
+    return model if base == name else with_adapter(model, name)
+
+
+def base_of(name: str) -> str:
+    """The model that the adapter in a directory or of a hub name is over; `name` where it holds none."""
+    if find_adapter_config_file(name) is None:
+        return name
+    return peft.PeftConfig.from_pretrained(name).base_model_name_or_path
+
+
+def zero_(model: PreTrainedModel, new: str) -> None:
+    """Set the parameters whose names begin with `new` to zero; none where that is empty."""
+    parameters = [parameter for name, parameter in model.named_parameters() if new and name.startswith(new)]
+    with zero.GatheredParameters(parameters, modifier_rank=0):
+        for parameter in parameters:
+            nn.init.zeros_(parameter)
+
+
+@torch.no_grad()
+def with_adapter(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """`model`, whole or partitioned, with an adapter merged into its weights, a module at a time, and the weights that
+    were trained beside the adapter (`modules_to_save`) in the place of its own. Every rank takes part.
+
+    Raises ValueError where the adapter is one of another model.
+    """
+    config = peft.PeftConfig.from_pretrained(name)
+    # A language model's adapter fits its classifier too; what was trained beside it is copied below.
+    config.task_type, config.modules_to_save, config.inference_mode = None, None, False
+    tensors = {key.removeprefix("base_model.model."): value for key, value in peft.load_peft_weights(name).items()}
+    own = dict(model.named_parameters())
+    beside = {own[key]: tensors.pop(key) for key in sorted(tensors.keys() & own.keys())}
+    adapted = peft.get_peft_model(model, config)
+    tensors = {f"base_model.model.{key}": value for key, value in tensors.items()}
+    unexpected = peft.set_peft_model_state_dict(adapted, tensors).unexpected_keys
+    if unexpected or not tensors:
+        raise ValueError(
+            f"{name!r} is no adapter of a {type(model).__name__}: it has {', '.join(unexpected[:4]) or 'no weights'}"
+        )
+    for parameter, values in beside.items():
+        with zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.copy_(values)
+    for module in adapted.modules():
+        if isinstance(module, BaseTunerLayer):
+            with zero.GatheredParameters([*module.get_base_layer().parameters()], modifier_rank=0):
+                module.merge()
+    return adapted.unload().requires_grad_(True)
+
+
 def load_policy(
     name: str, engine: dict[str, Any], lora: LoRA | None = None, gradient_checkpointing: bool = False
 ) -> nn.Module:
-    """A language model from a directory or hub name, as `load`."""
-    model = load(AutoModelForCausalLM, name, engine)
+    """A language model from a directory or hub name, an adapter's too, as `load_merged`.
+
+    Raises ValueError for a LoRA on an adapter that is to be written alone: its base would lack the first one.
+    """
+    if lora is not None and lora.rank and lora.alone and base_of(name) != name:
+        raise ValueError(
+            f"lora_export: adapter given, and {name!r} is an adapter itself, over which the new one would stand; give "
+            "merged, or a whole model"
+        )
+    model = load_merged(AutoModelForCausalLM, name, engine)
     checkpoint_gradients(model, gradient_checkpointing)
     return model if lora is None else lora.on(model, "CAUSAL_LM")
 
@@ -143,24 +206,17 @@ def load_value_model(
     engine: dict[str, Any],
     lora: LoRA | None = None,
     gradient_checkpointing: bool = False,
-    new_head: bool = False,
 ) -> ValueModel:
-    """The reward model in a directory or of a hub name, as `load`; or any language model, whose head then begins at
-    zero.
-
-    new_head: begin at zero where there is a head, too.
-    """
-    config = AutoConfig.from_pretrained(name, num_labels=1)
+    """The reward model in a directory or of a hub name, an adapter's too, as `load_merged`; or any language model,
+    whose head then begins at zero."""
+    config = AutoConfig.from_pretrained(base_of(name), num_labels=1)
     for dropout in ("classifier_dropout", "classifier_hidden_dropout"):  # values in eval and train mode must agree
         if getattr(config, dropout, None):
             setattr(config, dropout, 0.0)
     has_head = any("SequenceClassification" in kind for kind in config.architectures or [])
-    model = load(AutoModelForSequenceClassification, name, engine, new="" if has_head else "score.", config=config)
+    new = "" if has_head else "score."
+    model = load_merged(AutoModelForSequenceClassification, name, engine, new, config=config)
     value_model = ValueModel(model)
-    if new_head or not has_head:
-        with zero.GatheredParameters(list(model.score.parameters()), modifier_rank=0):
-            for parameter in model.score.parameters():
-                nn.init.zeros_(parameter)
     checkpoint_gradients(model, gradient_checkpointing)
     return value_model if lora is None else ValueModel(lora.on(model, "SEQ_CLS"))
 
@@ -173,9 +229,18 @@ def checkpoint_gradients(model: PreTrainedModel, enabled: bool) -> None:
 
 
 def is_reward_model(name: str) -> bool:
-    """Whether a directory holds a sequence classifier."""
-    path = Path(name) / "config.json"
-    return path.is_file() and any("SequenceClassification" in k for k in json.loads(path.read_text())["architectures"])
+    """Whether a directory or hub name is a sequence classifier's, or its adapter's; a function's name is neither."""
+    if not name or ":" in name:
+        return False
+    try:
+        if base_of(name) != name:
+            return peft.PeftConfig.from_pretrained(name).task_type == "SEQ_CLS"
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} given; it must be module:function, or the directory or hub name of a reward model ({error})"
+        ) from error
+    return any("SequenceClassification" in kind for kind in config.architectures or [])
 
 
 def require_model(argument: str, name: str) -> None:
@@ -195,9 +260,9 @@ def load_exported(name: str, engine: dict[str, Any]) -> nn.Module:
 
     PEFT's own Auto classes also resize the embeddings to the tokenizer that lies there (0.21).
     """
-    if not (Path(name) / ADAPTER_CONFIG).is_file():
-        return load(AutoModelForCausalLM, name, engine)
-    base = load(AutoModelForCausalLM, peft.PeftConfig.from_pretrained(name).base_model_name_or_path, engine)
+    base = load(AutoModelForCausalLM, base_of(name), engine)
+    if base_of(name) == name:
+        return base
     return peft.PeftModel.from_pretrained(base, name, autocast_adapter_dtype=False)
 
 

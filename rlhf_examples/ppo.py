@@ -134,7 +134,6 @@ class Models:
             training.config(args),
             training.lora,
             training.gradient_checkpointing,
-            new_head=True,
         )
         rows = args.per_device_training_batch_size
         scorer = Scorer.load(args.reward or rewarding, args.dtype, rows, args.offload_reference_model)

@@ -224,19 +224,20 @@ def read_parquet(path: str) -> Iterator[Read]:
 READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".txt": read_text, ".parquet": read_parquet}
 
 
-def share(records: Rows, data_split: str, step: int, seed: int = 0) -> Rows:
+def share(records: Rows, data_split: str, step: int, seed: int = 0, purpose: str = "") -> Rows:
     """The share of step 0, 1, … where `data_split`, such as DeepSpeed-Chat's "2,4,4", weighs the shares.
 
     A record's share is a function of its content and the seed: of neither world size, nor order, nor the other records.
     Equal records are in the same share, so no share knows another's.
+    purpose: shares of another one are drawn independently of these: a share of a share has records of all of them.
     Raises ValueError for weights that are none, a step that has none, or a share without records.
     """
     weights = share_weights(data_split)
     if not 0 <= step < len(weights):
         raise ValueError(f"data_split: {data_split!r} has {len(weights)} shares; there is none of step {step}")
     if isinstance(records, IterableDataset):
-        return records.filter(lambda row: share_of(row["record"], weights, seed) == step)
-    numbers = [i for i, record in enumerate(records["record"]) if share_of(record, weights, seed) == step]
+        return records.filter(lambda row: share_of(row["record"], weights, seed, purpose) == step)
+    numbers = [i for i, record in enumerate(records["record"]) if share_of(record, weights, seed, purpose) == step]
     if not numbers:
         raise ValueError(f"data_split: {data_split!r} leaves step {step} none of the {len(records)} records")
     return records.select(numbers)
@@ -253,8 +254,8 @@ def share_weights(data_split: str) -> list[float]:
     return weights
 
 
-def share_of(record: str, weights: list[float], seed: int) -> int:
+def share_of(record: str, weights: list[float], seed: int, purpose: str = "") -> int:
     """The number of the share that a record is in."""
-    drawn = hashlib.sha256(f"{seed} {record}".encode()).digest()[:8]
+    drawn = hashlib.sha256(f"{purpose}{seed} {record}".encode()).digest()[:8]
     point = int.from_bytes(drawn, "big") / 2**64 * sum(weights)
     return min(bisect(list(accumulate(weights)), point), len(weights) - 1)

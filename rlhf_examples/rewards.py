@@ -82,7 +82,7 @@ def load_reward(name: str) -> Reward:
     Raises ValueError, naming what was given and what is allowed.
     """
     module, _, function = name.partition(":")
-    refusal = f"reward: {name!r} given; it must be module:function, or the directory of a reward model"
+    refusal = f"reward: {name!r} given; it must be module:function, or the directory or hub name of a reward model"
     try:
         reward = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:

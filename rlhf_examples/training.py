@@ -93,7 +93,9 @@ def train_step(
 
 
 def evaluate(engine: hybrid.HybridEngine, rows: list[Row], loss_of: LossOf, args: TrainArguments) -> Metrics:
-    """The figures of held-out rows, all ranks', under names that begin with eval_."""
+    """The figures of held-out rows, all ranks', under names that begin with eval_; none without rows."""
+    if not rows:
+        return {}
     own, size = own_share(rows), args.per_device_eval_batch_size
     forwards = -(-len(rows) // (size * dist.get_world_size()))  # as many on each rank, as ZeRO-3 needs them
     losses = []

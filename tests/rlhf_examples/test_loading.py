@@ -2,8 +2,10 @@
 rank ever holds one."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -15,11 +17,21 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 import hybrid
+from rlhf_examples import models
 from rlhf_examples.arguments import SFTArguments
-from rlhf_examples.engines import Training, deepspeed_config, frozen, judge, trained
+from rlhf_examples.engines import Training, deepspeed_config, export, frozen, judge, trained
 from rlhf_examples.forwards import token_values
-from rlhf_examples.models import LoRA, ValueModel, load_exported, load_policy, load_value_model
+from rlhf_examples.models import (
+    LoRA,
+    ValueModel,
+    is_reward_model,
+    load_exported,
+    load_policy,
+    load_value_model,
+    with_adapter,
+)
 from rlhf_examples.ranks import seed_everything
+from rlhf_examples.synthetic import synthetic_tokenizer
 from tests.engines import storage_digest, train_step
 from tests.host_memory import MIB, PeakMemory, returning_memory, summed
 from tests.models import prompts, tiny_model
@@ -145,16 +157,15 @@ def random_reward_model() -> nn.Module:
     return model
 
 
-def check_value_model(folder: str, lora: LoRA, has_head: bool, new_head: bool, dtype: str) -> None:
+def check_value_model(folder: str, lora: LoRA, has_head: bool, dtype: str) -> None:
     def make() -> nn.Module:
         return random_reward_model() if has_head else tiny_model("llama")
 
     args, settings = SFTArguments(dtype=dtype), training(3, lora)
     base, engines = saved(f"{folder}/base", make), []
-    zero = new_head or not has_head
     for load in (
-        lambda: whole_value_model(base, lora, zero),
-        lambda: load_value_model(base, settings.config(args), lora, new_head=new_head),
+        lambda: whole_value_model(base, lora, not has_head),
+        lambda: load_value_model(base, settings.config(args), lora),
     ):
         seed_everything(7)
         engines.append(trained(load(), args, settings))
@@ -162,15 +173,108 @@ def check_value_model(folder: str, lora: LoRA, has_head: bool, new_head: bool, d
 
 
 @pytest.mark.parametrize(
-    ("lora", "has_head", "new_head", "dtype"),
+    ("lora", "has_head", "dtype"),
     [
-        (NO_LORA, False, False, "float32"),  # a reward model from a language model
-        (WITH_LORA, True, False, "bfloat16"),  # a reward model from a reward model
-        (WITH_LORA, True, True, "float32"),  # a critic from a reward model
+        (NO_LORA, False, "float32"),  # a reward model from a language model
+        (WITH_LORA, True, "bfloat16"),  # a reward model, or a critic, from a reward model
     ],
 )
-def test_a_value_model_trains_to_the_bits_that_a_whole_one_does(ranks, tmp_path, lora, has_head, new_head, dtype):
-    ranks.run(check_value_model, str(tmp_path), lora, has_head, new_head, dtype)
+def test_a_value_model_trains_to_the_bits_that_a_whole_one_does(ranks, tmp_path, lora, has_head, dtype):
+    ranks.run(check_value_model, str(tmp_path), lora, has_head, dtype)
+
+
+def with_adapters(folder: str) -> dict[str, nn.Module]:
+    """A language model in base/, an adapter over it in policy/, and one in reward/, with a head that was trained beside
+    it; gives the adapted two, by PEFT."""
+    base = saved(f"{folder}/base", partial(tiny_model, "llama"), "sharded")
+    kinds = {"policy": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
+    if dist.get_rank() == 0:
+        torch.manual_seed(3)
+        for name, kind in kinds.items():
+            task = "CAUSAL_LM" if name == "policy" else "SEQ_CLS"
+            config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type=task)
+            adapted = peft.get_peft_model(kind.from_pretrained(base, num_labels=1), config)
+            if name == "reward":
+                nn.init.normal_(adapted.get_base_model().score.weight)
+            adapted.save_pretrained(f"{folder}/{name}")
+    dist.barrier()
+    return {
+        name: peft.PeftModel.from_pretrained(kind.from_pretrained(base, num_labels=1), f"{folder}/{name}").eval()
+        for name, kind in kinds.items()
+    }
+
+
+def check_begins_from_adapter(folder: str, stage: int, lora: LoRA) -> None:
+    """A policy that is loaded from an adapter's directory is the adapted model, in training and under a LoRA of its
+    own; the critic and the judge are the adapted classifier, or the adapted language model under a new head."""
+    expected = with_adapters(folder)
+    args, settings = SFTArguments(), training(stage, lora)
+    ids, mask = prompts(2, 7, padded=False, seed=dist.get_rank())
+    with torch.no_grad():
+        logits = expected["policy"](ids, attention_mask=mask).logits
+        hidden = expected["reward"].get_base_model().base_model(ids, attention_mask=mask).last_hidden_state
+        values = expected["reward"].get_base_model().score(hidden)
+    policy = trained(load_policy(f"{folder}/policy", settings.config(args), lora), args, settings)
+    torch.testing.assert_close(policy(ids, attention_mask=mask).logits.detach(), logits, atol=1e-4, rtol=1e-4)
+    for number in range(2):
+        train_step(policy, number)
+    now = policy(ids, attention_mask=mask).logits.detach()
+    assert (now - logits).abs().max() > 1e-2, "nothing was trained"
+    if lora.rank:
+        scores = policy.score(ids, mask, adapters=False).per_token_logps
+        of_reference = logits[:, :-1].log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
+        torch.testing.assert_close(scores, of_reference, atol=1e-4, rtol=1e-4)
+        policy.train()
+    else:
+        assert all(parameter.requires_grad for parameter in policy.module.parameters())
+    export(policy, synthetic_tokenizer(), f"{folder}/out")
+    with torch.no_grad():
+        written = AutoModelForCausalLM.from_pretrained(f"{folder}/out")(ids, attention_mask=mask).logits
+    torch.testing.assert_close(written, now, atol=1e-3, rtol=1e-4)
+    critic = trained(load_value_model(f"{folder}/reward", settings.config(args), lora), args, settings)
+    judging = judge(load_value_model, f"{folder}/reward", "float32", offload=stage == 3)
+    for engine in (critic, judging):
+        with torch.no_grad():
+            found = engine(input_ids=ids, attention_mask=mask).logits
+        torch.testing.assert_close(found, values, atol=1e-4, rtol=1e-4)
+    headless = load_value_model(f"{folder}/policy", settings.config(args))
+    assert all((p.ds_tensor if stage == 3 else p).abs().sum() == 0 for p in headless.classifier.score.parameters())
+
+
+@pytest.mark.parametrize(("stage", "lora"), [(0, WITH_LORA), (3, WITH_LORA), (3, NO_LORA)])
+def test_training_begins_from_an_adapters_directory(ranks, tmp_path, stage, lora):
+    ranks.run(check_begins_from_adapter, str(tmp_path), stage, lora)
+
+
+def check_adapters_kinds(folder: str) -> None:
+    with_adapters(folder)
+    assert is_reward_model(f"{folder}/reward") and not is_reward_model(f"{folder}/policy")
+    alone = replace(WITH_LORA, alone=True)
+    with pytest.raises(ValueError, match=r"lora_export: adapter given, and '.*policy' is an adapter itself"):
+        load_policy(f"{folder}/policy", training(3, alone).config(SFTArguments()), alone)
+    with pytest.raises(ValueError, match=r"'.*policy' is no adapter of a LlamaForCausalLM: it has .*layers.2"):
+        with_adapter(tiny_model("llama", num_hidden_layers=2), f"{folder}/policy")
+
+
+def test_what_an_adapter_is_good_for(ranks, tmp_path):
+    ranks.run(check_adapters_kinds, str(tmp_path))
+
+
+def test_a_reward_model_may_have_a_hub_name(monkeypatch):
+    """Of what transformers finds under a name, wherever that is."""
+    known = {"somebody/rewarding": "LlamaForSequenceClassification", "somebody/talking": "LlamaForCausalLM"}
+
+    def found(name: str):
+        if name not in known:
+            raise OSError(f"{name} is not a local folder and is not a valid model identifier")
+        return SimpleNamespace(architectures=[known[name]])
+
+    monkeypatch.setattr(models, "find_adapter_config_file", lambda name: None)
+    monkeypatch.setattr(models.AutoConfig, "from_pretrained", found)
+    assert is_reward_model("somebody/rewarding")
+    assert not is_reward_model("somebody/talking") and not is_reward_model("rlhf_examples.rewards:exact_match")
+    with pytest.raises(ValueError, match="'exact_match' given; it must be module:function, or the directory or hub"):
+        is_reward_model("exact_match")
 
 
 def check_frozen(folder: str, offload: bool) -> None:

@@ -75,6 +75,8 @@ def test_a_missing_answer_is_named(reward):
 
 def test_a_reward_that_is_not_there():
     for name in ("rlhf_examples.rewards:nothing", "rlhf_examples.rewards:HAPPY", "no.such.module:f", "nothing", ""):
-        with pytest.raises(ValueError, match="it must be module:function, or the directory of a reward model"):
+        with pytest.raises(
+            ValueError, match="it must be module:function, or the directory or hub name of a reward model"
+        ):
             load_reward(name)
     assert load_reward("rlhf_examples.rewards:cheerful") is cheerful

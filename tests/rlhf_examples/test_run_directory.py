@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from rlhf_examples import pipeline
 from rlhf_examples.arguments import PairsArguments, SFTArguments
@@ -11,13 +10,7 @@ from rlhf_examples.checkpoint import Checkpoints
 from rlhf_examples.run_directory import begin_run
 from tests.rlhf_examples.scripts import SCRIPTS
 
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path):
-    """This process is the only rank."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Counter:
