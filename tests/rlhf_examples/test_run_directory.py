@@ -8,7 +8,7 @@ from rlhf_examples import pipeline
 from rlhf_examples.arguments import PairsArguments, SFTArguments
 from rlhf_examples.checkpoint import Checkpoints
 from rlhf_examples.run_directory import begin_run
-from tests.rlhf_examples.scripts import SCRIPTS
+from tests.rlhf_examples.scripts import SCRIPTS, models_of, run_here, small_directory
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -70,9 +70,16 @@ def with_a_run(directory: Path) -> Path:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_directory_that_holds_another_run_is_refused(script, tmp_path):
     directory = with_a_run(tmp_path / "run")
-    module, kind = SCRIPTS[script]
+    settings = {**models_of(script, small_directory(tmp_path / "small")), "output_dir": str(directory)}
     with pytest.raises(ValueError, match=r"output_dir: .*run' holds another run .*model.*--resume.*--overwrite"):
-        module.run(kind(output_dir=str(directory)))
+        run_here(script, settings)
+    assert names(directory) == ["metrics.jsonl", "model", "notes.txt"]
+
+
+def test_what_does_not_fit_is_refused_before_a_directory_is_cleared(tmp_path):
+    directory = with_a_run(tmp_path / "run")
+    with pytest.raises(ValueError, match="actor_model_name_or_path"):
+        run_here("grpo", {"output_dir": str(directory), "overwrite": True, "actor_model_name_or_path": "/none"})
     assert names(directory) == ["metrics.jsonl", "model", "notes.txt"]
 
 
