@@ -247,10 +247,8 @@ def require_model(argument: str, name: str) -> None:
     """Raise ValueError where no model is named, or where the name is of none."""
     if not name:
         raise ValueError(f"{argument}: nothing given; give the directory or hub name of a model")
-    if (Path(name) / ADAPTER_CONFIG).is_file():
-        return
     try:
-        AutoConfig.from_pretrained(name)
+        AutoConfig.from_pretrained(base_of(name))
     except (OSError, ValueError) as error:
         raise ValueError(f"{argument}: {name!r} given, and there is no model ({error})") from error
 
