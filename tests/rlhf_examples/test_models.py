@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_examples.actor import Actor
@@ -141,10 +142,10 @@ def whole(average: MovingAverage, engine) -> dict[str, torch.Tensor]:
     return {name: average.whole(parameter).clone() for name, parameter in engine.module.named_parameters()}
 
 
-def check_average(folder: str, stage: int) -> None:
+def check_average(folder: str, stage: int, family: str, tied: bool) -> None:
     """Against float64, over weights that were read whole after every step."""
     base, out, settings, beta = f"{folder}/base", f"{folder}/average", training(stage), 0.75
-    on_first_rank(lambda: tiny_model("llama").save_pretrained(base))
+    on_first_rank(lambda: tiny_model(family, tie_word_embeddings=tied).save_pretrained(base))
     engine = trained(load_policy(base, settings.config(SFTArguments())), SFTArguments(), settings)
     average = MovingAverage(engine, beta)
     shadow = MovingAverage(engine, 0.0)  # the weights themselves
@@ -168,11 +169,20 @@ def check_average(folder: str, stage: int) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     for name, values in expected.items():
         torch.testing.assert_close(loaded.get_parameter(name).double(), values, atol=1e-6, rtol=1e-6)
+    with safe_open(f"{out}/model.safetensors", "pt") as file:  # a head there would be read as such
+        heads = [file.get_tensor(name) for name in file.keys() if name.startswith("lm_head")]  # noqa: SIM118
+    assert len(heads) == (not tied)
+    head = average.whole(engine.module.get_output_embeddings().weight)
+    for written in (*heads, loaded.get_output_embeddings().weight):
+        assert torch.equal(written, head)
     other = MovingAverage(engine, beta)
     other.load_state_dict(average.state_dict())
     assert all(torch.equal(other.parts[name], part) for name, part in average.parts.items())
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_moving_average_is_the_formula(ranks, tmp_path, stage):
-    ranks.run(check_average, str(tmp_path), stage)
+@pytest.mark.parametrize(
+    ("stage", "family", "tied"),
+    [(0, "qwen2", True), (2, "llama", False), (2, "llama", True), (3, "llama", False), (3, "gpt2", True)],
+)
+def test_the_moving_average_is_the_formula(ranks, tmp_path, stage, family, tied):
+    ranks.run(check_average, str(tmp_path), stage, family, tied)
