@@ -47,7 +47,8 @@ class Actor:
         reference = None
         if needs_reference and not args.actor_lora_dim:
             reference = judge(load_policy, name, args.dtype, args.offload_reference_model)
-        model = load_policy(name, training.config(args), training.lora, training.gradient_checkpointing)
+        loading = training.lora, training.gradient_checkpointing
+        model = load_policy(name, training.config(args), *loading, disable_dropout=args.disable_dropout)
         policy = trained_policy(model, args, training, **hybrid_blocks(args))
         return cls(policy, reference, MovingAverage(policy, args.ema_beta) if args.enable_ema else None, args)
 

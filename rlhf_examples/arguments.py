@@ -17,6 +17,7 @@ from transformers import HfArgumentParser
 from rlhf_examples.trackers import check_report_to
 
 Arguments = TypeVar("Arguments")
+NO_DROPOUT = "no dropout in training: policies that are compared, and scores, are the model's and not the noise's"
 
 
 def about(default: Any, text: str) -> Any:
@@ -138,6 +139,7 @@ class RewardModelArguments(TrainArguments):
     """A reward model from preference pairs."""
 
     output_dir: str = about("runs/reward_model", "where logs, checkpoints and the trained model go")
+    disable_dropout: bool = about(True, NO_DROPOUT)
     loss_form: str = about("last", "pairwise loss of the last token's score (last), or DeepSpeed-Chat's of every token")
 
     def __post_init__(self):
@@ -150,6 +152,7 @@ class DPOArguments(TrainArguments):
     """Direct preference optimization."""
 
     output_dir: str = about("runs/dpo", "where logs, checkpoints and the trained model go")
+    disable_dropout: bool = about(True, NO_DROPOUT)
     beta: float = about(0.1, "how strongly the policy is held to the reference")
     label_smoothing: float = about(0.0, "probability that a pair's labels are the wrong way round")
     offload_reference_model: bool = about(False, "the reference is partitioned by ZeRO-3, in host memory")
@@ -160,6 +163,7 @@ class RolloutArguments(RunArguments):
     """Of a script that trains a policy on its own completions."""
 
     actor_model_name_or_path: str = about("", "directory or hub name of the policy")
+    disable_dropout: bool = about(True, NO_DROPOUT)
     reward: str = about("", "module:function over (prompts, completions, records), where no reward model judges")
     eval_reward: str = about("", "module:function that held-out completions are judged by, and training is not")
     stop_token_ids: list[int] = listed([], "end tokens besides the model's own")

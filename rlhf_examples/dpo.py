@@ -44,7 +44,8 @@ def run(args: DPOArguments) -> Metrics:
     if not args.lora_dim:
         reference = judge(load_policy, args.model_name_or_path, args.dtype, args.offload_reference_model)
     config = training.config(args)
-    model = load_policy(args.model_name_or_path, config, training.lora, training.gradient_checkpointing)
+    loading = training.lora, training.gradient_checkpointing
+    model = load_policy(args.model_name_or_path, config, *loading, disable_dropout=args.disable_dropout)
     engine = trained_policy(model, args, training)
 
     def loss_of(rows: list[Row], denominator: float) -> Loss:

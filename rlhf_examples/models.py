@@ -17,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -77,7 +78,14 @@ def small_model(hidden_size: int, num_hidden_layers: int, tokenizer: PreTrainedT
     return LlamaForCausalLM(config)
 
 
-def load(kind: type, name: str, engine: dict[str, Any], new: str = "", **kwargs: Any) -> PreTrainedModel:
+def load(
+    kind: type,
+    name: str,
+    engine: dict[str, Any],
+    new: str = "",
+    config: PretrainedConfig | None = None,
+    disable_dropout: bool = False,
+) -> PreTrainedModel:
     """A model from a directory or hub name, in the dtype of the engine that it is for. Every rank takes part.
 
     Under ZeRO-3 parameters are partitioned from the start, and the first rank maps the files and hands out a module's
@@ -85,13 +93,16 @@ def load(kind: type, name: str, engine: dict[str, Any], new: str = "", **kwargs:
 
     kind: one of Hugging Face's Auto classes.  engine: the engine's DeepSpeed configuration.
     new: beginning of the names of weights that the files need not have; they are initialized, alike on every rank.
+    config: in place of the one that lies there.  disable_dropout: `without_dropout`.
     Raises ValueError on every rank where weights are missing, do not fit or cannot be read.
     """
     dtype = torch.bfloat16 if engine["bf16"]["enabled"] else torch.float32
     partitioned = HfDeepSpeedConfig(engine)  # transformers looks for it as long as it lives
     error, model = "", None
     try:
-        model, report = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **kwargs)
+        config = config or AutoConfig.from_pretrained(name)
+        config = without_dropout(config) if disable_dropout else config
+        model, report = kind.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
         if missing := sorted(key for key in report["missing_keys"] if not new or not key.startswith(new)):
             error = f"it has no {', '.join(missing[:20])}; give the checkpoint of a {type(model).__name__}"
     except (OSError, RuntimeError, ValueError, SafetensorError) as raised:
@@ -158,8 +169,24 @@ def with_adapter(model: PreTrainedModel, name: str) -> PreTrainedModel:
     return adapted.unload().requires_grad_(True)
 
 
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration, in which every probability of dropout and every width of a router's noise is 0.
+
+    Not only `nn.Dropout` modules read these: OPT, BLOOM and Llama's attention give them to functions.
+    """
+    for part in (config, config.get_text_config()):
+        for name, value in vars(part).items():
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return config
+
+
 def load_policy(
-    name: str, engine: dict[str, Any], lora: LoRA | None = None, gradient_checkpointing: bool = False
+    name: str,
+    engine: dict[str, Any],
+    lora: LoRA | None = None,
+    gradient_checkpointing: bool = False,
+    disable_dropout: bool = False,
 ) -> nn.Module:
     """A language model from a directory or hub name, an adapter's too, as `load_merged`.
 
@@ -170,7 +197,7 @@ def load_policy(
             f"lora_export: adapter given, and {name!r} is an adapter itself, over which the new one would stand; give "
             "merged, or a whole model"
         )
-    model = load_merged(AutoModelForCausalLM, name, engine)
+    model = load_merged(AutoModelForCausalLM, name, engine, disable_dropout=disable_dropout)
     checkpoint_gradients(model, gradient_checkpointing)
     return model if lora is None else lora.on(model, "CAUSAL_LM")
 
@@ -206,16 +233,14 @@ def load_value_model(
     engine: dict[str, Any],
     lora: LoRA | None = None,
     gradient_checkpointing: bool = False,
+    disable_dropout: bool = False,
 ) -> ValueModel:
     """The reward model in a directory or of a hub name, an adapter's too, as `load_merged`; or any language model,
     whose head then begins at zero."""
     config = AutoConfig.from_pretrained(base_of(name), num_labels=1)
-    for dropout in ("classifier_dropout", "classifier_hidden_dropout"):  # values in eval and train mode must agree
-        if getattr(config, dropout, None):
-            setattr(config, dropout, 0.0)
     has_head = any("SequenceClassification" in kind for kind in config.architectures or [])
-    new = "" if has_head else "score."
-    model = load_merged(AutoModelForSequenceClassification, name, engine, new, config=config)
+    settings = {"config": config, "disable_dropout": disable_dropout}
+    model = load_merged(AutoModelForSequenceClassification, name, engine, "" if has_head else "score.", **settings)
     value_model = ValueModel(model)
     checkpoint_gradients(model, gradient_checkpointing)
     return value_model if lora is None else ValueModel(lora.on(model, "SEQ_CLS"))

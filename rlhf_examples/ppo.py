@@ -134,6 +134,7 @@ class Models:
             training.config(args),
             training.lora,
             training.gradient_checkpointing,
+            disable_dropout=args.disable_dropout,
         )
         rows = args.per_device_training_batch_size
         scorer = Scorer.load(args.reward or rewarding, args.dtype, rows, args.offload_reference_model)

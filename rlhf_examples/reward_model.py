@@ -37,7 +37,8 @@ def run(args: RewardModelArguments) -> Metrics:
     training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
     begin_run(args)
     config = training.config(args)
-    model = load_value_model(args.model_name_or_path, config, training.lora, training.gradient_checkpointing)
+    loading = training.lora, training.gradient_checkpointing
+    model = load_value_model(args.model_name_or_path, config, *loading, disable_dropout=args.disable_dropout)
     engine = trained(model, args, training)
 
     def loss_of(rows: list[Row], denominator: float) -> Loss:
