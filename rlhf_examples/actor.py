@@ -1,6 +1,8 @@
 """What PPO and GRPO share beside rollouts: the policy with its reference, what scores completions, evaluation."""
 
 import json
+import math
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from rlhf_examples.forwards import judged_logps, judged_values
 from rlhf_examples.losses import last_token_values
 from rlhf_examples.models import is_reward_model, load_policy, load_value_model, require_model
 from rlhf_examples.ranks import device, from_all_ranks, interleaved, is_first, own_share, sums_over_ranks
-from rlhf_examples.rewards import load_reward
+from rlhf_examples.rewards import judged, load_reward
 from rlhf_examples.rollouts import Row, decode_completions, own_numbers, roll_out, sampling
 from rlhf_examples.run_directory import AVERAGE, BEFORE, MODEL
 from rlhf_examples.run_log import RunLog, read_metrics
@@ -196,9 +198,10 @@ class Scorer:
         """
         if self.model is not None:
             values = judged_values(self.model, batch.sequences, batch.attention_mask, self.rows)
-            return last_token_values(values, batch.attention_mask)
+            scores = last_token_values(values, batch.attention_mask)
+            return torch.where(scores.isfinite(), scores, torch.nan)
         texts = [row["prompt"] for row in prompts]
-        scores = self.function(texts, completions, **reward_columns(prompts))
+        scores = judged(self.function, self.name, texts, completions, reward_columns(prompts))
         return torch.tensor(scores, dtype=torch.float32, device=device())
 
     def destroy(self) -> None:
@@ -232,8 +235,8 @@ class Evaluation:
         return cls(policy, tokenizer, prompts, scorers, args)
 
     def __call__(self) -> tuple[Metrics, list[str], list[float]]:
-        """The scorers' means as metrics; completions of all prompts, and the first scorer's scores of them. All are
-        empty without prompts."""
+        """The scorers' means, of what they could judge, as metrics; completions of all prompts, and the first scorer's
+        scores of them. All are empty without prompts."""
         if not self.prompts:
             return {}, [], []
         ranks = dist.get_world_size()
@@ -246,7 +249,7 @@ class Evaluation:
         found = [completions, *(scorer(batch, own, completions).tolist() for scorer in self.scorers)]
         together = zip(*from_all_ranks(found), strict=True)
         texts, *scores = (interleaved(parts)[: len(self.prompts)] for parts in together)
-        means = {f"eval_{s.name}": sum(of) / len(of) for s, of in zip(self.scorers, scores, strict=True)}
+        means = {f"eval_{s.name}": mean_of_judged(of) for s, of in zip(self.scorers, scores, strict=True)}
         return means, texts, scores[0]
 
     def before(self, directory: Path, resumed: bool) -> dict:
@@ -261,3 +264,9 @@ class Evaluation:
         if prompts[few]:
             log.show_samples(prompts[few], before["texts"][few], texts[few], before["scores"][few], scores[few])
         return {**{f"before_{name}": value for name, value in before["metrics"].items()}, **metrics}
+
+
+def mean_of_judged(scores: list[float]) -> float:
+    """The mean of the scores that are not NaN; NaN where none is left."""
+    kept = [score for score in scores if not math.isnan(score)]
+    return statistics.fmean(kept) if kept else math.nan

@@ -7,6 +7,7 @@ torchrun --nproc_per_node=8 -m rlhf_examples.evaluate --model_name_or_path one o
 """
 
 import json
+import math
 import statistics
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_examples.actor import Evaluation, Scorer
+from rlhf_examples.actor import Evaluation, Scorer, mean_of_judged
 from rlhf_examples.arguments import EvaluateArguments
 from rlhf_examples.command_line import run_command
 from rlhf_examples.data import tokenised
@@ -23,6 +24,7 @@ from rlhf_examples.engines import frozen
 from rlhf_examples.files import printable, write_atomically
 from rlhf_examples.models import load_exported, load_tokenizer, require_model
 from rlhf_examples.records import load_records
+from rlhf_examples.run_log import without_nan
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def report(args: EvaluateArguments, found: list[dict]) -> None:
     """Print, and write what was found."""
     show(found, args.num_samples)
     if args.output_file:
-        write_atomically(Path(args.output_file), json.dumps(found, indent=1))
+        write_atomically(Path(args.output_file), json.dumps(without_nan(found), indent=1))
 
 
 def run(args: EvaluateArguments) -> list[dict]:
@@ -51,11 +53,12 @@ def run(args: EvaluateArguments) -> list[dict]:
         _, completions, scores = Evaluation(engine, tokenizer, prompts, [scorer], args)()
         engine.destroy()
         columns = {"prompt": [row["prompt"] for row in prompts], "completion": completions, "score": scores}
+        known = [score for score in scores if not math.isnan(score)]  # those that could be judged
         found.append(
             {
                 "model": name,
-                scorer.name: statistics.fmean(scores),
-                "standard_error": statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else 0.0,
+                scorer.name: mean_of_judged(scores),
+                "standard_error": statistics.stdev(known) / len(known) ** 0.5 if len(known) > 1 else 0.0,
                 "samples": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
             }
         )

@@ -198,20 +198,22 @@ def judged(
 ) -> tuple[Experience, Metrics]:
     """What every token of this rank's completions is worth; gives the experience and the metrics of all ranks.
 
-    old_logps, ref_logps [rows, completion].
+    old_logps, ref_logps [rows, completion]. A completion that could not be judged trains nothing.
     """
-    mask, width = batch.completion_mask, batch.completion_mask.shape[1]
+    completed, width = batch.completion_mask, batch.completion_mask.shape[1]
     with models.critic.inference():
         rows = args.per_device_training_batch_size
         values = judged_values(models.critic, batch.sequences, batch.attention_mask, rows)[:, -width - 1 : -1]
     raw_scores = models.scorer(batch, prompts, decode_completions(tokenizer, batch))
+    learned = ~raw_scores.isnan()
+    mask = completed * learned[:, None]
     ended = torch.tensor([reason == "stop" for reason in batch.finish_reason], device=values.device)
     scores = raw_scores.clamp(-args.clip_reward, args.clip_reward) - args.missing_eos_penalty * ~ended
     rewards = shaped_rewards(scores, old_logps, ref_logps, mask, kl_coef)
     if args.whiten_rewards:
         rewards = masked_whiten(rewards, mask, shift_mean=False, over_ranks=over_ranks)
     advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, args.lam)
-    weights, weight_metrics = loss_weights(old_logps, batch.sampling_per_token_logps, mask, args)
+    weights, weight_metrics = loss_weights(old_logps, batch.sampling_per_token_logps, completed, args)
     experience = Experience(
         sequences=batch.sequences,
         attention_mask=batch.attention_mask,
@@ -226,22 +228,25 @@ def judged(
     sums = sums_over_ranks(
         {
             "rows": len(mask),
-            "tokens": mask.sum(),
-            "kl": masked_sum(old_logps - ref_logps, mask),
-            "entropy": -masked_sum(old_logps, mask),
-            "scores": raw_scores.sum(),
-            "clipped_scores": scores.sum(),
+            "learned": learned.sum(),
+            "tokens": completed.sum(),
+            "kl": masked_sum(old_logps - ref_logps, completed),
+            "entropy": -masked_sum(old_logps, completed),
+            "scores": raw_scores.nansum(),
+            "clipped_scores": scores.nansum(),
             "ended": ended.sum(),
-            "ref_nll": -masked_sum(ref_logps, mask),
+            "ref_nll": -masked_sum(ref_logps, completed),
         }
     )
     by_row = {name: value / sums["rows"] for name, value in sums.items()}
+    by_judged = {name: sums[name] / max(sums["learned"], 1) for name in ("scores", "clipped_scores")}
     return experience, {
         "objective/kl": by_row["kl"],
         "objective/entropy": by_row["entropy"],
-        "objective/scores": by_row["scores"],
+        "objective/scores": by_judged["scores"],
         "objective/non_score_reward": -kl_coef * by_row["kl"],
-        "objective/rlhf_reward": by_row["clipped_scores"] - kl_coef * by_row["kl"],
+        "objective/rlhf_reward": by_judged["clipped_scores"] - kl_coef * by_row["kl"],
+        "completions/learned": by_row["learned"],
         "val/num_eos_tokens": sums["ended"],
         "completions/ref_nll": sums["ref_nll"] / sums["tokens"],  # of a token; low while text stays language
         **completion_metrics(batch),

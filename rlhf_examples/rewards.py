@@ -4,11 +4,14 @@ They get the records' other columns by name, each a list with an entry for every
 """
 
 import importlib
+import math
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from numbers import Real
 
-Reward = Callable[..., list[float]]
+# A number for each completion, NaN or None where one cannot be judged: it trains nothing.
+Reward = Callable[..., list[float | None]]
 
 HAPPY = set("laughed danced joy warm happy smiled loved wonderful fun".split())
 SAD = set("cried sad broken lost lonely gloomy angry afraid dark".split())
@@ -90,3 +93,24 @@ def load_reward(name: str) -> Reward:
     if not callable(reward):
         raise ValueError(f"{refusal} ({function} is no function)")
     return reward
+
+
+def judged(
+    reward: Reward, name: str, prompts: list[str], completions: list[str], columns: dict[str, list]
+) -> list[float]:
+    """What a reward function gives: a number for each completion, NaN for None, NaN and infinities.
+
+    name: of the function, for errors. Raises ValueError where it gives something else.
+    """
+    given = reward(prompts, completions, **columns)
+    given = given.tolist() if hasattr(given, "tolist") else given  # of torch, numpy
+    wanted = f"reward: {name} must give a list of {len(completions)} numbers, one for each completion, with None where "
+    wanted += "one cannot be judged"
+    if not isinstance(given, list | tuple) or len(given) != len(completions):
+        size = f" of {len(given)}" if hasattr(given, "__len__") else ""
+        raise ValueError(f"{wanted}; it gave a {type(given).__name__}{size}")
+    scores = [score.item() if getattr(score, "shape", None) == () else score for score in given]
+    for score in scores:
+        if not (score is None or isinstance(score, Real)):
+            raise ValueError(f"{wanted}; among them is {score!r}, a {type(score).__name__}")
+    return [float(score) if score is not None and math.isfinite(score) else math.nan for score in scores]

@@ -195,11 +195,12 @@ def preference_pairs(
     completions_b: Sequence[str],
     score: Callable[[list[str], list[str]], list[float]],
 ) -> Records:
-    """The better of two completions of each prompt as `chosen`, by a reward function; equally good ones are no pair."""
+    """The better of two completions of each prompt as `chosen`, by a reward function; equally good ones, and those
+    of which one could not be judged (NaN), are no pair."""
     scores = [score(list(prompts), list(completions)) for completions in (completions_a, completions_b)]
     pairs = []
     for prompt, *texts, a, b in zip(prompts, completions_a, completions_b, *scores, strict=True):
-        if a != b:
+        if a < b or a > b:
             chosen, rejected = texts if a > b else reversed(texts)
             pairs.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     return pairs

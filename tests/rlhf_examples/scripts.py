@@ -56,6 +56,11 @@ def number_of_words(prompts: list[str], completions: list[str], **columns: list)
     return [len(set(completion.split())) / 4 for completion in completions]
 
 
+def words_but_of_the_first(prompts: list[str], completions: list[str], **columns: list) -> list[float | None]:
+    """`number_of_words`, where the first completion cannot be judged."""
+    return [None, *number_of_words(prompts[1:], completions[1:])]
+
+
 def small_directory(directory: Path, seed: int = 0) -> Path:
     """A random language model with its tokenizer, and a reward model beside it."""
     torch.manual_seed(seed)

@@ -1,8 +1,20 @@
 """Rewards prefer what they should, and one that is not there is named."""
 
-import pytest
+import math
 
-from rlhf_examples.rewards import cheerful, exact_match, format_reward, joyful_story, load_reward, number_match
+import numpy as np
+import pytest
+import torch
+
+from rlhf_examples.rewards import (
+    cheerful,
+    exact_match,
+    format_reward,
+    joyful_story,
+    judged,
+    load_reward,
+    number_match,
+)
 
 
 def test_rewards_prefer_cheer_and_not_repetition():
@@ -80,3 +92,39 @@ def test_a_reward_that_is_not_there():
         ):
             load_reward(name)
     assert load_reward("rlhf_examples.rewards:cheerful") is cheerful
+
+
+def gives(found):
+    return lambda prompts, completions, **columns: found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[1, None, True, math.inf], (1.0, math.nan, 1.0, -math.inf), torch.tensor([1.0, math.nan, 1.0, math.inf])],
+)
+def test_what_cannot_be_judged_is_nan(given):
+    found = judged(gives(given), "f", [""] * 4, [""] * 4, {})
+    assert found[0] == found[2] == 1.0 and math.isnan(found[1]) and math.isnan(found[3])
+
+
+def test_numbers_of_any_library_are_numbers():
+    for given in (np.array([1, 2]), torch.tensor([1, 2]), [np.float32(1), torch.tensor(2.0)]):
+        assert judged(gives(given), "f", ["", ""], ["", ""], {}) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([1.0], "it gave a list of 1"),
+        ([1.0, 2.0, 3.0], "it gave a list of 3"),
+        (1.0, "it gave a float"),
+        (None, "it gave a NoneType"),
+        ({"a": 1, "b": 2}, "it gave a dict of 2"),
+        ([1.0, "2"], "among them is '2', a str"),
+        ([[1.0], [2.0]], r"among them is \[1.0\], a list"),
+        (np.ones((2, 1)), r"among them is \[1.0\], a list"),
+    ],
+)
+def test_what_is_no_list_of_scores_is_refused_by_name(given, words):
+    with pytest.raises(ValueError, match=f"reward: mine must give a list of 2 numbers, .*; {words}"):
+        judged(gives(given), "mine", ["", ""], ["", ""], {})

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +17,10 @@ from rlhf_examples.forwards import token_logps, token_logps_alone
 from rlhf_examples.losses import FixedKLController
 from rlhf_examples.models import load_tokenizer
 from rlhf_examples.ppo import Models, judged, ppo_iteration
+from rlhf_examples.ranks import from_all_ranks, over_ranks
 from rlhf_examples.rollouts import (
     Experience,
+    decode_completions,
     in_order,
     loss_weights,
     optimizer_steps,
@@ -27,9 +30,9 @@ from rlhf_examples.rollouts import (
     training_logps,
 )
 from rlhf_examples.synthetic import synthetic_tokenizer
-from tests.engines import CollectiveCount, engine_of, settings
+from tests.engines import CollectiveCount, engine_of, settings, storage_digest
 from tests.models import prompts, tiny_model
-from tests.rlhf_examples.scripts import small_directory
+from tests.rlhf_examples.scripts import number_of_words, small_directory
 
 REWARD = "tests.rlhf_examples.scripts:number_of_words"
 TEXTS = ["anna found a red ball", "ben laughed", "the sun was warm and", "it was"]
@@ -72,6 +75,38 @@ def check_bytes(directory: Path, lora_dim: int, logprob_mode: str) -> None:
 )
 def test_an_iteration_gathers_the_policy_once(ranks, small, lora_dim, logprob_mode):
     ranks.run(check_bytes, small, lora_dim, logprob_mode)
+
+
+def check_unjudged(directory: Path, zero_stage: int) -> None:
+    """A completion without a score trains nothing: the others train as if it had not been there."""
+    reward = "tests.rlhf_examples.scripts:words_but_of_the_first"
+    args = arguments(directory, actor_zero_stage=zero_stage, critic_zero_stage=zero_stage)
+    models = Models.load(replace(args, reward=reward, whiten_rewards=True))
+    tokenizer, policy = load_tokenizer(args.actor_model_name_or_path), models.actor.policy
+    rows, before = rows_of(tokenizer), storage_digest(policy)
+    with policy.inference():
+        batch = roll_out(policy, tokenizer, rows, own_numbers(4), sampling(args, 1))
+        logps = models.actor.old_logps(batch), models.actor.reference_logps(batch)
+    own, metrics = judged(models, tokenizer, batch, rows, *logps, 0.1, args)
+    scores = number_of_words([""] * 4, decode_completions(tokenizer, batch))
+    scored = sum(chain(*from_all_ranks(scores[1:]))) / (3 * dist.get_world_size())
+    assert own.mask[0].sum() == 0 and torch.equal(own.mask[1:], batch.completion_mask[1:])
+    learned = own.mask.bool()
+    assert own.advantages.isfinite().all() and (own.advantages[~learned] == 0).all()
+    assert over_ranks(own.advantages[learned].sum()) / over_ranks(learned.sum()) == pytest.approx(0, abs=1e-5)
+    assert metrics["objective/scores"] == pytest.approx(scored) and metrics["completions/learned"] == 0.75
+    policy.eval()
+    metrics = ppo_iteration(models, tokenizer, rows, None, FixedKLController(0.1), 1, args)
+    assert all(isfinite(value) for value in metrics.values() if isinstance(value, float))
+    assert storage_digest(policy) != before, "nothing was trained"
+    for engine in (policy, models.critic):
+        for parameter in engine.module.parameters():
+            assert getattr(parameter, "ds_tensor", parameter).isfinite().all()
+
+
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_completion_without_a_score_trains_nothing(ranks, small, zero_stage):
+    ranks.run(check_unjudged, small, zero_stage)
 
 
 def count_collectives(directory: Path, zero_stage: int, lora_dim: int) -> list[int]:

@@ -116,3 +116,10 @@ def test_sums_are_right_and_supervised_answers_seldom():
     # A fifth is told right, and saying a number again is right too where the other one is 0.
     assert 0.2 < right / len(records) < 0.35
     assert all(record["completion"].strip() == record["answer"] for record in arithmetic("train", wrong=0.0))
+
+
+def test_a_completion_that_could_not_be_judged_is_in_no_pair():
+    scores = {"good": 1.0, "bad": 0.0, "unknown": float("nan")}
+    sides = ["good", "unknown", "bad", "unknown"], ["unknown", "bad", "good", "unknown"]
+    pairs = preference_pairs(["a", "b", "c", "d"], *sides, lambda prompts, texts: [scores[text] for text in texts])
+    assert pairs == [{"prompt": "c", "chosen": "good", "rejected": "bad"}]
