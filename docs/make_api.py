@@ -1,15 +1,17 @@
 """Writes docs/api.md from the docstrings of what `hybrid` exports:  python docs/make_api.py"""
 
 import inspect
+import json
 import re
 from pathlib import Path
 
 import hybrid
-from hybrid.config import BLOCKS
+from hybrid.config import BLOCKS, FORWARDED, Block, InferenceConfig
 from hybrid.deepspeed_surface import DeepSpeedSurface
 from hybrid.integrations.trl import rollout_func
 
-PAGE = Path(__file__).parent / "api.md"
+PAGE, INFERENCE_PAGE = (Path(__file__).parent / name for name in ("api.md", "inference.md"))
+TABLE_BEGINS, TABLE_ENDS = "<!-- written by docs/make_api.py -->\n", "<!-- to here -->\n"
 HEAD = """# API
 
 Written by `python docs/make_api.py` from the docstrings; a test holds that it is up to date. Shapes are
@@ -18,8 +20,11 @@ Written by `python docs/make_api.py` from the docstrings; a test holds that it i
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page, and the table of another."""
     PAGE.write_text(page())
+    before, _, rest = INFERENCE_PAGE.read_text().partition(TABLE_BEGINS)
+    _, _, after = rest.partition(TABLE_ENDS)
+    INFERENCE_PAGE.write_text(f"{before}{TABLE_BEGINS}{inference_table()}{TABLE_ENDS}{after}")
 
 
 def page() -> str:
@@ -36,6 +41,35 @@ def page() -> str:
     for name, block in BLOCKS.items():
         parts += [f"### `{name}`\n", text_of(block)]
     return "\n".join(parts)
+
+
+def inference_table() -> str:
+    """Every key of `init_inference` with its default, its meaning and what differs from DeepSpeed, from the models."""
+    rows = ["| key | default | meaning | other than in DeepSpeed |", "|---|---|---|---|", *rows_of(InferenceConfig)]
+    old = "; ".join(f"`{name}` is `{block}.{key}`" for name, (block, key) in FORWARDED.items())
+    return "\n".join([*rows, "", f"Old names, taken with a warning: {old}.", ""])
+
+
+def rows_of(block: type[Block], path: str = "") -> list[str]:
+    """A table's row for each key of a block, and of the blocks in it."""
+    texts, rows = key_texts(block), []
+    for name, field in block.model_fields.items():
+        inner = field.annotation
+        is_block = isinstance(inner, type) and issubclass(inner, Block)
+        default = "" if is_block else f"`{json.dumps(field.default)}`"
+        also = f", `{path}{field.alias}`" if field.alias else ""
+        meaning, _, differs = texts[name].partition(" Here: ")
+        rows.append(f"| `{path}{name}`{also} | {default} | {meaning.rstrip('.')} | {differs.rstrip('.')} |")
+        rows += rows_of(inner, f"{path}{name}.") if is_block else []
+    return rows
+
+
+def key_texts(block: type[Block]) -> dict[str, str]:
+    """What a block's docstring says of each key, on one line."""
+    texts: dict[str, str] = {}
+    for names, text in re.findall(r"^(\w+(?:, \w+)*): (.*(?:\n    .*)*)", inspect.cleandoc(block.__doc__), re.M):
+        texts |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return texts
 
 
 def members(kind: type) -> list[tuple[str, object]]:
@@ -60,7 +94,7 @@ def plain(signature: str) -> str:
     """A signature without the modules that its types come from."""
     signature = re.sub(r"<class '([\w.]+)'>", r"\1", signature)
     signature = re.sub(r"<function .*? at 0x\w+>", "...", signature)
-    return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", signature)
+    return re.sub(r"\b(?:[A-Za-z_]\w*\.)+(\w+)", r"\1", signature)
 
 
 def text_of(documented: object) -> str:

@@ -27,9 +27,9 @@ class HybridEngineConfig(Block):
     enabled: absent means yes, because `hybrid.initialize` was called; an explicit false gives DeepSpeed's own engine.
     max_out_tokens: the most tokens of a sequence, prompt included.
     inference_tp_size: ranks that share one copy of the weights during generation; or "auto".
-    release_inference_cache: free the KV cache on `train()`.
+    release_inference_cache: free the KV cache after every call, within `inference()` at its end.
     pin_parameters: keep a gathered snapshot for generation; false gathers layer by layer, as ZeRO-3 does in training;
-        or "auto".
+        or "auto". Without an effect at ZeRO 0 to 2, where nothing is partitioned.
     tp_gather_partition_size: transformer layers gathered together.
     enable_cuda_graph: capture the decode step.
     """
@@ -152,10 +152,11 @@ class TensorParallelConfig(Block):
     """Tensor parallelism.
 
     enabled: false is a tp_size of 1.
-    tp_size: ranks that share one copy of the weights; neighbours, unless a group says which.
-    tp_grain_size: DeepSpeed's granularity of parts, without an effect here: parts may be of any size.
+    tp_size: ranks that share one copy of the weights. Here: neighbours, of as many groups as there are, unless a group
+        says which; DeepSpeed has one group, of the first ranks.
+    tp_grain_size: granularity of parts. Here: no effect, parts may be of any size.
     mpu: an object with `get_model_parallel_group()`, whose ranks share the weights.
-    tp_group: the process group whose ranks share the weights.
+    tp_group: the process group whose ranks share the weights. Here: a tp_size given with it must be its size.
     """
 
     enabled: bool = True
@@ -169,10 +170,12 @@ class MoEConfig(Block):
     """Expert parallelism.
 
     enabled: false is an ep_size of 1.
-    ep_size: ranks that share out the experts of a layer.
-    moe_experts: experts in a layer, as a check of the model; [1] says nothing.
-    type: DeepSpeed's kind of layer.
-    ep_mp_group, ep_group: DeepSpeed's process groups of experts.
+    ep_size: ranks that share out the experts of a layer. Here: of Hugging Face's models too; DeepSpeed's own layers
+        keep the ep_size that they were built with, which this must be.
+    moe_experts: experts in a layer. Here: a check of the model; [1] says nothing.
+    type: of DeepSpeed's layers. Here: a check of the model.
+    ep_mp_group: ranks that share an expert. Here: refused, use tensor_parallel.
+    ep_group: ranks that share out experts. Here: with tp_size=1 alone; DeepSpeed makes its own groups all the same.
     """
 
     enabled: bool = True
@@ -186,11 +189,11 @@ class MoEConfig(Block):
 class WeightQuantConfig(Block):
     """Weights in int8.
 
-    enabled: false leaves them as they are.
-    num_bits: 8.
-    q_type: symmetric.
-    q_groups: parts of a row that have a scale each; 1: one scale for each output channel.
-    quantized_initialization, post_init_quant: DeepSpeed's, for ZeRO-Inference.
+    enabled: whether weights are quantized. Here: false is refused with int8.
+    num_bits: bits of a weight. Here: 8.
+    q_type: how values are mapped. Here: symmetric.
+    q_groups: parts that have a scale each. Here: of each output channel's row; DeepSpeed's are of a whole matrix.
+    quantized_initialization, post_init_quant: ZeRO-Inference's. Here: refused with int8.
     """
 
     enabled: bool = True
@@ -204,8 +207,9 @@ class WeightQuantConfig(Block):
 class QuantConfig(Block):
     """How `dtype=int8` quantizes.
 
-    enabled: false is refused with int8.
-    activation, qkv: DeepSpeed's, without an effect here: activations stay as they are.
+    enabled: whether anything is quantized. Here: false is refused with int8.
+    activation: of activations. Here: no effect, they stay as they are.
+    qkv: of queries, keys and values. Here: no effect, they are quantized as all other weights are.
     weight: of weights.
     """
 
@@ -218,8 +222,8 @@ class QuantConfig(Block):
 class CheckpointConfig(Block):
     """The checkpoint's keys in a block of their own.
 
-    checkpoint_dir: as `checkpoint`.
-    save_mp_checkpoint_path, base_dir: as outside the block.
+    checkpoint_dir: as `checkpoint`. Here: followed; DeepSpeed reads nothing of this block.
+    save_mp_checkpoint_path, base_dir: as outside the block. Here: as checkpoint_dir.
     """
 
     checkpoint_dir: str | None = None
@@ -239,33 +243,39 @@ class InferenceConfig(Block):
     """What `deepspeed.init_inference` takes: the same keys, aliases and defaults.
 
     replace_with_kernel_inject: fused containers, where there is one for the model; false runs the model's own layers.
-    dtype: of the weights; int8 quantizes them, and activations keep the model's dtype. A torch dtype, or a name of one.
+        Here: a model without one runs in its own layers, with a warning.
+    dtype: of the weights; a torch dtype, or a name of one. Here: int8 quantizes them, and activations keep the model's
+        dtype.
     tensor_parallel: who shares the weights.
-    enable_cuda_graph: capture forwards and replay them.
-    use_triton: Triton's kernels, which fused containers use on CUDA; refused where they are not there.
-    triton_autotune: without an effect, there is nothing to be tuned.
-    zero: DeepSpeed's ZeRO; stage 3 is refused, a model that it partitions is `hybrid.initialize`'s. Else without an
-        effect.
-    triangular_masking: false is refused for decoders, which look back only.
+    enable_cuda_graph: capture forwards and replay them. Here: refused without a CUDA device.
+    use_triton: Triton's kernels. Here: those that fused containers use on CUDA; refused where they are not there.
+    triton_autotune: tune them. Here: no effect, there is nothing to be tuned.
+    zero: ZeRO. Here: stage 3 is refused, a model that it partitions is `hybrid.initialize`'s; else no effect.
+    triangular_masking: attention looks back only. Here: false is refused for decoders.
     moe: who shares out the experts; a bool is `enabled`.
     keep_module_on_host: leave the weights where they are, or load them there.
     quant: how int8 quantizes.
-    checkpoint: a directory, a file, or DeepSpeed's JSON (a path or a dict), from which the weights are read.
-    base_dir: where its relative paths begin.
-    strict: false loads what a checkpoint has and the model can take, with a warning; not DeepSpeed's.
+    checkpoint: from which the weights are read: DeepSpeed's JSON, a path from the working directory or a dict. Here:
+        also a directory or a file of weights, in any form.
+    base_dir: where the files that the JSON names begin, unless it has its own. Here: also directories and files of
+        weights; and a JSON that is not in the working directory.
+    strict: whether checkpoint and model must have the same tensors. Here: not a key of DeepSpeed's; false loads what a
+        checkpoint has and the model can take, with a warning.
     set_empty_params: let go of the model's own weights before the checkpoint's are read.
-    save_mp_checkpoint_path: a directory that the weights are written to, a part by each rank.
+    save_mp_checkpoint_path: a directory that the weights are written to, a part by each rank. Here: in parts that this
+        engine reads at any number of ranks, and DeepSpeed does not read.
     checkpoint_config: the three in a block.
-    return_tuple: the model's output; false gives its first tensor alone (logits, or hidden states).
-    training_mp_size: parts that the checkpoint must be in, where it is not 1; refused for one that is whole.
-    replace_method: without an effect, as in DeepSpeed.
-    injection_policy: layer class to names of the projections whose outputs are summed over the ranks, or to a
+    return_tuple: what transformer layers return. Here: what the engine returns: the model's output, or with false its
+        first tensor (logits, or hidden states).
+    training_mp_size: parts that the checkpoint is in. Here: a check, where it is not 1.
+    replace_method: no effect, as in DeepSpeed.
+    injection_policy: layer class to names of the projections whose outputs are summed over the ranks. Here: or to a
         `hybrid.LayerPolicy`.
-    injection_policy_tuple: DeepSpeed's own use; refused.
+    injection_policy_tuple: DeepSpeed's own use. Here: refused.
     config: takes the place of the model's configuration as `engine.config`.
     max_out_tokens: the most tokens of a sequence, prompt included.
-    min_out_tokens: new tokens that must fit behind every prompt.
-    transposed_mode: without an effect: weights are read as the model has them.
+    min_out_tokens: new tokens that must fit behind every prompt. Here: must be less than max_out_tokens.
+    transposed_mode: how weights lie. Here: no effect, they are read as the model has them.
     """
 
     replace_with_kernel_inject: bool = Field(False, alias="kernel_inject")

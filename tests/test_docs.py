@@ -7,13 +7,32 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from deepspeed.inference.config import (
+    DeepSpeedInferenceConfig,
+    DeepSpeedMoEConfig,
+    DeepSpeedTPConfig,
+    InferenceCheckpointConfig,
+    QuantizationConfig,
+)
+from deepspeed.inference.config import WeightQuantConfig as DeepSpeedWeightQuantConfig
 
 import hybrid
-from docs.make_api import page
+from docs.make_api import TABLE_BEGINS, TABLE_ENDS, entry, inference_table, key_texts, page
 from hybrid.architectures.families.llama import LLAMA
 from hybrid.architectures.families.olmo2 import OLMO2
-from hybrid.config import BLOCKS
+from hybrid.config import (
+    BLOCKS,
+    FORWARDED,
+    Block,
+    CheckpointConfig,
+    InferenceConfig,
+    MoEConfig,
+    QuantConfig,
+    TensorParallelConfig,
+    WeightQuantConfig,
+)
 from rlhf_examples.arguments import PPOArguments
 from tests.models import prompts, tiny_model, with_peft
 from tests.test_drop_in import no_accelerator, quietly
@@ -81,6 +100,44 @@ def check_blocks() -> None:
 
 def test_code_of_the_migration_page_runs(ranks):
     ranks.run(check_blocks)
+
+
+def test_the_table_of_inference_is_the_models():
+    text = (ROOT / "docs" / "inference.md").read_text()
+    table = text.partition(TABLE_BEGINS)[2].partition(TABLE_ENDS)[0]
+    assert table == inference_table(), "run: python docs/make_api.py"
+    assert "| `tensor_parallel.tp_size` | `1` | ranks that share one copy of the weights | neighbours" in table
+    assert "| `max_out_tokens`, `max_tokens` | `1024` |" in table
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (InferenceConfig, DeepSpeedInferenceConfig),
+        (TensorParallelConfig, DeepSpeedTPConfig),
+        (MoEConfig, DeepSpeedMoEConfig),
+        (WeightQuantConfig, DeepSpeedWeightQuantConfig),
+        (QuantConfig, QuantizationConfig),
+        (CheckpointConfig, InferenceCheckpointConfig),
+    ],
+)
+def test_keys_of_inference_have_deepspeeds_defaults(ours, theirs):
+    """And each is told of."""
+    own = {"strict"} if ours is InferenceConfig else set()
+    old = FORWARDED.keys() if ours is InferenceConfig else set()
+    assert ours.model_fields.keys() - own == theirs.model_fields.keys() - old
+    assert key_texts(ours).keys() == ours.model_fields.keys()
+    for name in ours.model_fields.keys() - own - {"dtype"}:
+        default, expected = ours.model_fields[name].default, theirs.model_fields[name].default
+        if not isinstance(default, Block | dict):
+            assert default == getattr(expected, "value", expected), name
+
+
+def test_numbers_in_signatures_are_whole():
+    def one(share: float = 1.0, small: float = 2.5e-3, kind: torch.dtype = torch.float32) -> None:
+        """Text."""
+
+    assert "one(share: float = 1.0, small: float = 0.0025, kind: dtype = float32)" in entry("one", one)
 
 
 def test_keys_that_are_named_are_settings():

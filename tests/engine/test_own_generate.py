@@ -1,0 +1,122 @@
+"""What runs by Hugging Face's own loop in a training engine's `generate`: its tokens, over the snapshot; one warning; torch's
+generators as they were. And the cache that is freed after every call."""
+
+import warnings
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import hybrid
+from tests.engines import engine_of, settings, storage_digest, train_step
+from tests.models import prompts, tiny_model, tiny_other, twin, with_peft
+
+IDS, MASK = prompts(2, 6, padded=True)
+REQUEST = {"attention_mask": MASK, "max_new_tokens": 7, "do_sample": False}
+
+
+def greedy_by_hand(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+    """A decoding method of somebody's own: three tokens of the highest logits."""
+    for _ in range(3):
+        logits = model(input_ids, attention_mask=torch.ones_like(input_ids)).logits[:, -1]
+        input_ids = torch.cat([input_ids, logits.argmax(dim=-1, keepdim=True)], dim=1)
+    return input_ids
+
+
+def methods() -> dict[str, dict]:
+    return {
+        "beams": {**REQUEST, "num_beams": 3},
+        "beams in a config": {
+            "attention_mask": MASK,
+            "generation_config": GenerationConfig(max_new_tokens=7, num_beams=2, num_return_sequences=2),
+        },
+        "prompt lookup": {"max_new_tokens": 7, "do_sample": False, "prompt_lookup_num_tokens": 2},
+        "an assistant": {
+            "max_new_tokens": 7,
+            "do_sample": False,
+            "assistant_model": tiny_model("llama", seed=3).eval(),
+        },
+        "another loop": {"custom_generate": greedy_by_hand},
+    }
+
+
+def check_methods(stage: int, tp_size: int, pinned: bool) -> None:
+    model = with_peft(tiny_model("llama"))
+    reference = twin(model)
+    block = {"enabled": True, "inference_tp_size": tp_size, "pin_parameters": pinned}
+    engine = engine_of(model, settings(stage, hybrid_engine=block, rollout={"containers": "fused"}))
+    digest, state = storage_digest(engine), torch.get_rng_state()
+    for name, request in methods().items():
+        ids = IDS[:1] if name in ("prompt lookup", "an assistant") else IDS
+        expected = reference.generate(input_ids=ids, **request)
+        assert torch.equal(engine.generate(input_ids=ids, **request), expected), name
+        assert "by Hugging Face's own loop" in engine.stats()["native_reason"], name
+    sampled = [engine.generate(IDS, **{**REQUEST, "num_beams": 2, "do_sample": True}, seed=5) for _ in range(2)]
+    assert torch.equal(*sampled)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert storage_digest(engine) == digest
+    assert torch.equal(engine.generate(IDS, **REQUEST), reference.generate(IDS, **REQUEST))  # fused again
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it has been said
+        engine.generate(IDS, **REQUEST, num_beams=3)
+    engine.train()
+    train_step(engine)
+
+
+@pytest.mark.parametrize(("stage", "tp_size", "pinned"), [(3, 1, True), (3, 2, True), (3, 1, False), (0, 1, False)])
+def test_other_decoding_methods_are_hugging_faces(ranks, stage, tp_size, pinned):
+    ranks.run(check_methods, stage, tp_size, pinned)
+
+
+def check_seq2seq() -> None:
+    """As Seq2SeqTrainer asks for it under ZeRO-3, `synced_gpus` included."""
+    model = tiny_other("t5")
+    reference = twin(model)
+    engine = engine_of(model, settings(3))
+    expected = reference.generate(IDS, **REQUEST, num_beams=3)
+    assert torch.equal(engine.generate(IDS, **REQUEST, num_beams=3, synced_gpus=True), expected)
+    assert torch.equal(engine.module.generate(IDS, **REQUEST, num_beams=3), expected)
+
+
+def test_beams_of_an_encoder_decoder(ranks):
+    ranks.run(check_seq2seq)
+
+
+def test_an_inference_engine_refuses_them():
+    """As DeepSpeed's does."""
+    engine = hybrid.init_inference(tiny_model("llama"), dtype="fp32")
+    with pytest.raises(NotImplementedError, match=r"num_beams=2.*greedy"):
+        engine.generate(IDS, **REQUEST, num_beams=2)
+    with pytest.raises(NotImplementedError, match="assistant_model is not available"):
+        engine.generate(IDS[:1], assistant_model=tiny_model("llama"))
+
+
+def check_released(stage: int) -> None:
+    """After every call, in eval mode too; within a window at its end. `pin_parameters: false` changes nothing here."""
+    model = tiny_model("llama")
+    model.resets = 0
+    type(model).reset_cache = count_reset
+    try:
+        block = {"enabled": True, "release_inference_cache": True, "pin_parameters": stage == 3}
+        engine = engine_of(model, settings(stage, hybrid_engine=block))
+        engine.eval()
+        engine.generate(IDS, **REQUEST)
+        assert engine.stats()["kv_bytes"] == 0 and model.resets == 1
+        with engine.inference():
+            engine.generate(IDS, **REQUEST)
+            assert engine.stats()["kv_bytes"] > 0
+        assert engine.stats()["kv_bytes"] == 0
+        engine.train()
+        train_step(engine)
+    finally:
+        del type(model).reset_cache
+
+
+def count_reset(model) -> None:
+    """Of a model that keeps a cache of its own, as those of DeepSpeed's examples do."""
+    model.resets += 1
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_cache_is_freed_after_every_call(ranks, stage):
+    ranks.run(check_released, stage)
