@@ -6,19 +6,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from hybrid.containers.batch import PackedBatch, PagedKV
-from hybrid.decoding.loop import Decoding, with_stop_strings
+from hybrid.decoding.loop import MODES, Decoding, require_room, with_stop_strings
 from hybrid.decoding.rows import Decoder
 from hybrid.profiling import ModelTimes
 from hybrid.rollout import check_prompts
 
-# Arguments of Hugging Face's and PEFT's `generate` that cannot be followed here.
-NOT_AVAILABLE = {
-    "custom_generate": "the engine decodes by its own loop",
-    "assistant_model": "the engine decodes by its own loop",
-    "adapter_names": "active adapters are the same for every row; use model.set_adapter",
-}
+# Arguments of Hugging Face's `generate` that bring a decoding method of their own.
+OTHER_METHODS = ("custom_generate", "assistant_model")
 STRIDE_ON_DEVICES = 8  # steps between two looks at a device that the host would wait for
 
 
@@ -106,16 +103,75 @@ def own_generate(model: nn.Module) -> Callable:
 
 
 def generate(model: nn.Module, args: tuple, kwargs: dict[str, Any], decoding: Decoding) -> Any:
-    """The model's own `generate`, which prepares, around our loop."""
+    """The model's own `generate`, which prepares, around our loop; or as it is, for a decoding method that our loop is
+    not."""
     require_generate(model)
-    for key, why in NOT_AVAILABLE.items():
-        if kwargs.get(key) is not None:
-            raise NotImplementedError(f"generate: {key} is not available; {why}")
-    kwargs = with_stop_strings({**kwargs, "synced_gpus": False})
+    if hasattr(model, "reset_cache"):  # of a cache that the model keeps itself, as DeepSpeed's engines do
+        model.reset_cache()
+    if kwargs.get("adapter_names") is not None:
+        raise NotImplementedError(
+            "generate: adapter_names is not available; active adapters are the same for every row; use "
+            "model.set_adapter"
+        )
+    kwargs = {**kwargs, "synced_gpus": False}
     if "generation_config" not in kwargs and len(args) < 2:
         kwargs.setdefault("use_cache", True)  # gradient checkpointing turns it off in the model's configuration
+    if decoding.runs_other_methods:
+        config = prepared_config(model, args, kwargs)
+        if method := other_method(config, kwargs):
+            return generate_natively(model, args, kwargs, config, decoding, method)
+    for key in OTHER_METHODS:
+        if kwargs.get(key) is not None:
+            raise NotImplementedError(f"generate: {key} is not available; the engine decodes by its own loop")
+    kwargs = with_stop_strings(kwargs)
     decoding.streamer = kwargs.get("streamer")
     return own_generate(model)(*args, custom_generate=decoding.method(), **kwargs)
+
+
+def prepared_config(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> GenerationConfig:
+    """What `generate` makes of its arguments, the model's own configuration included (transformers 5.23)."""
+    kwargs = dict(kwargs)
+    given = kwargs.pop("generation_config", None)
+    return model._prepare_generation_config(args[1] if len(args) > 1 else given, **kwargs)[0]
+
+
+def other_method(config: GenerationConfig, kwargs: dict[str, Any]) -> str:
+    """What arguments of `generate` ask for besides greedy search and sampling; "" where they ask for one of these."""
+    for key in OTHER_METHODS:
+        if kwargs.get(key) is not None:
+            return key
+    mode = config.get_generation_mode()
+    return "" if mode in MODES else mode.value
+
+
+def generate_natively(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], config: GenerationConfig, decoding: Decoding, method: str
+) -> Any:
+    """The model's own `generate`, decoding included, over the model's own layers.
+
+    What it draws comes from torch's generators, which are seeded as the call's other noise would be, and are as they
+    were afterwards.
+    """
+    reason = f"generate: {method} runs by Hugging Face's own loop (fused are greedy search and sampling, num_beams=1)"
+    prompts = prompts_of(model, args, kwargs)
+    rows = 1 if prompts is None else len(prompts)
+    before = 0 if prompts is None or model.config.is_encoder_decoder else prompts.shape[1]
+    new_tokens = config.max_new_tokens or max((config.max_length or 0) - before, 0)
+    require_room(before, new_tokens, decoding.max_out_tokens, decoding.limit)
+    if not decoding.expands:  # beams move a cache's rows, which other ranks would not see
+        kwargs["use_cache"] = False
+    device = next(model.parameters()).device
+    with (
+        decoding.request(None, reason),
+        decoding.phase("decode"),
+        torch.no_grad(),
+        torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
+    ):
+        torch.manual_seed(int(decoding.noise(rows).keys(rows, torch.device("cpu"))[0]))
+        output = own_generate(model)(*args, **kwargs)
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    decoding.produced(len(sequences), len(sequences) * (sequences.shape[1] - before))
+    return output
 
 
 def stride_on(device: torch.device) -> int:

@@ -274,7 +274,12 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         """Eval mode for the block; afterwards every module trains or not as it did."""
         self._renew()
         if self._in_eval or self._window.is_open:
-            yield
+            try:
+                yield
+            finally:
+                if self._settings.release_inference_cache and not self._window.is_open:
+                    self._free_kv()
+                    get_accelerator().empty_cache()
             return
         with self._tree.evaluating():
             try:
@@ -541,6 +546,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def generate(self, *args: Any, adapters: bool | None = None, seed: int | None = None, **kwargs: Any) -> Any:
         """Hugging Face's `generate`: takes what it takes and returns what it returns.
 
+        Greedy search and sampling run fused. Beam search, assisted generation and the like run by Hugging Face's own
+        loop over the model's own layers, with a warning, once.
         Inputs may be on any device, ids of any integer dtype; what comes back is on the model's device.
         adapters: None as the model has them; False generates from the base model.
         seed: of the noise of sampled rows, which is a function of (seed, rank, row, position); None takes
@@ -714,6 +721,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             noise=noise,
             token_log=log,
             expands=self._meetings is None and self._exchange is None,
+            runs_other_methods=log is None,
             produced=self._profiler.generated,
         )
         return generate(self._policy, args, kwargs, decoding)

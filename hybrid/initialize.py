@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.utils import log_dist
 
 from hybrid.config import HybridEngineConfig, RolloutConfig, load_config, read_blocks
 from hybrid.extension_lock import extension_lock_reported
@@ -83,10 +84,10 @@ def initialize(
             distributed_port=distributed_port,
             dist_init_required=dist_init_required,
         )
-        refuse_what_is_not_there(*blocks)
         mesh = make_mesh(settings, mesh_param)
         deepspeed_config = DeepSpeedConfig(settings, mpu, mesh_device=mesh)
-        refuse_streaming_of_whole_weights(blocks[0], deepspeed_config)
+        blocks = (without_streaming_of_whole_weights(blocks[0], deepspeed_config.zero_config.stage), blocks[1])
+        refuse_what_is_not_there(*blocks)
         if blocks[1].offload_states:
             require_movable(deepspeed_config)
         deepspeed.set_optimizer_flags(deepspeed_config, model)
@@ -145,14 +146,17 @@ def refuse_shared_training(settings: dict[str, Any], mpu: Any, mesh_param: Any) 
             )
 
 
-def refuse_streaming_of_whole_weights(settings: HybridEngineConfig, config: DeepSpeedConfig) -> None:
-    """Raise ValueError where weights that are to be gathered as they run are whole on every rank."""
-    stage = config.zero_config.stage
-    if settings.pin_parameters is False and stage != 3:
-        raise ValueError(
-            f"hybrid_engine.pin_parameters: false given with zero_optimization.stage={stage}; it streams what ZeRO-3 "
-            "has partitioned. With stages 0 to 2 inference reads the training weights where they are: use true"
-        )
+def without_streaming_of_whole_weights(settings: HybridEngineConfig, stage: int) -> HybridEngineConfig:
+    """`settings`; where weights that are to be gathered as they run are whole on every rank, with pin_parameters=true,
+    and a line in the log."""
+    if settings.pin_parameters is not False or stage == 3:
+        return settings
+    log_dist(
+        f"hybrid: pin_parameters=false has no effect with zero_optimization.stage={stage}: weights are whole on every "
+        "rank, and inference reads them where they are",
+        ranks=[0],
+    )
+    return settings.model_copy(update={"pin_parameters": True})
 
 
 def refuse_what_is_not_there(settings: HybridEngineConfig, rollout: RolloutConfig) -> None:

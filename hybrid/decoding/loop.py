@@ -101,8 +101,9 @@ class Decoding:
         the model must run natively: for None tokens always, and then for which reason.
     store: its pages.  page_bytes: the most that one takes, 0 where the model runs natively.
     require_memory: raises where so many rows of so many tokens cannot run natively.
-    expands: whether equal prompts may be computed once natively: not where other ranks have a part of each cache, or
-        count on messages of one size.
+    expands: whether rows of a native cache may be repeated and moved, so that equal prompts are computed once: not
+        where other ranks have a part of each cache, or count on messages of one size.
+    runs_other_methods: whether beam search and the like run by Hugging Face's own loop; they are refused where not.
     max_slots, stride: of `hybrid.decoding.slots`.
     max_out_tokens: the most tokens of a sequence, prompt included.  limit: the setting that says so.
     noise: called once where sampling needs it.  token_log: filled where a rollout wants logprobs.
@@ -121,6 +122,7 @@ class Decoding:
     max_out_tokens: int
     noise: Callable[[int], Noise]
     expands: bool = True
+    runs_other_methods: bool = False
     limit: str = "hybrid_engine.max_out_tokens"
     token_log: TokenLog | None = None
     streamer: BaseStreamer | None = None
@@ -147,6 +149,11 @@ def refuse_what_cannot_run(
             f"generate: {mode.value} (num_beams={config.num_beams}) is not available; "
             "the decode loop does greedy search and sampling (num_beams=1)"
         )
+    require_room(prompt_len, new_tokens, max_out_tokens, limit)
+
+
+def require_room(prompt_len: int, new_tokens: int, max_out_tokens: int, limit: str) -> None:
+    """Raise ValueError where a prompt and its completion are longer than the setting `limit` allows."""
     if prompt_len + new_tokens > max_out_tokens:
         raise ValueError(
             f"generate: a prompt of {prompt_len} tokens + {new_tokens} new tokens = {prompt_len + new_tokens} is over "

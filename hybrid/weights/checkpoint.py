@@ -35,14 +35,18 @@ def open_checkpoint(
 ) -> Tensors:
     """The tensors of a checkpoint by their names in it.
 
-    source: a directory, a file, or DeepSpeed's JSON, its path or what is in it; relative paths begin in `base_dir`.
+    source: a directory, a file, or DeepSpeed's JSON, its path or what is in it. A directory or a file of weights begins
+        in `base_dir`; a JSON file in the working directory, as DeepSpeed's, or where it is not there, in `base_dir`.
+        What a JSON file names is looked for in `folders_of`.
     parts: tensor-parallel parts that it must be in; 1: any number.  shapes: of the model's tensors, which tell along
         which dimension parts go together.
     Raises ValueError for what is missing, damaged or in no form that is known.
     """
     if isinstance(source, dict):
-        return described(source, Path(base_dir), parts, shapes)
+        return described(source, folders_of(source, base_dir, Path()), parts, shapes)
     path = Path(base_dir) / source
+    if source.endswith(".json") and Path(source).is_file():
+        path = Path(source)
     if path.is_dir():
         return in_directory(path, parts, shapes)
     require_files([path])
@@ -53,13 +57,14 @@ def open_checkpoint(
     if "weight_map" in content or path.name.endswith(".index.json"):
         require_one_part(path, parts)
         return indexed(path)
-    return described(content, Path(base_dir) if base_dir else path.parent, parts, shapes)
+    return described(content, folders_of(content, base_dir, path.parent), parts, shapes)
 
 
 def in_directory(path: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
     """The tensors in a directory, by the first form in which it has any."""
     if (path / JSON_NAME).is_file():
-        return described(read_json(path / JSON_NAME), path, parts, shapes)
+        content = read_json(path / JSON_NAME)
+        return described(content, folders_of(content, "", path), parts, shapes)
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{name}.index.json"
         if index.is_file() or (path / name).is_file():
@@ -78,12 +83,28 @@ def in_directory(path: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Te
     )
 
 
-def described(content: dict[str, Any], base_dir: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
+def folders_of(content: dict[str, Any], base_dir: str, folder: Path) -> list[Path]:
+    """Where the files that DeepSpeed's JSON names may be, the likeliest first.
+
+    The JSON's own `base_dir`, else the `base_dir` that was given, from the working directory, as DeepSpeed's; then the
+    first within the second, within the JSON's folder, and that folder. Without either the JSON's folder, and then the
+    working directory.
+    """
+    said = content.get("base_dir") or base_dir
+    if not isinstance(said, str):
+        raise ValueError(f"checkpoint: base_dir={said!r} given; it must be the path of a directory")
+    return [Path(said), Path(base_dir) / said, folder / said, folder] if said else [folder, Path()]
+
+
+def described(content: dict[str, Any], folders: list[Path], parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
     """The tensors that DeepSpeed's JSON describes: `type`, one of JSON_TYPES; `checkpoints`, a list of files, or ranks'
     parts ("tp") and what all ranks have ("non_tp"); `parallelization`, "pp" (files have different tensors) or "tp" (so
-    where `type` is Megatron); `tp_size`; `version`, which the files say where it is null; `base_dir`."""
+    where `type` is Megatron); `tp_size`; `version`, which the files say where it is null; `base_dir`.
+
+    folders: where its files may be; the first that has all of them is taken."""
     split, whole = files_described(content)
-    base, kind = base_dir / content.get("base_dir", ""), content.get("type", "ds_model")
+    has_all = (folder for folder in folders if all((folder / name).is_file() for name in (*split, *whole)))
+    base, kind = next(has_all, folders[0]), content.get("type", "ds_model")
     if not isinstance(kind, str) or kind.lower() not in JSON_TYPES:
         raise ValueError(f"checkpoint: type={kind!r} given; it is one of {', '.join(JSON_TYPES)}")
     way = content.get("parallelization", "tp" if kind.lower() == "megatron" else "pp")

@@ -181,7 +181,7 @@ def answers(case: Case) -> Callable:
 def refused_before_weights_move(case: Case, on: int) -> None:
     """A request that is refused early, with weights that the others have to gather."""
     for wrong, error in (
-        ({"num_beams": 2}, NotImplementedError),
+        ({"adapter_names": ["a", "b"]}, NotImplementedError),
         ({"input_ids": case.ids.float()}, ValueError),
         ({"max_new_tokens": 10**6}, ValueError),
     ):

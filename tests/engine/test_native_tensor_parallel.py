@@ -197,7 +197,7 @@ def check_company() -> None:
     wrongs = (
         ({"stopping_criteria": StoppingCriteriaList([Raises()])}, ArithmeticError),
         ({"input_ids": ids + 97}, IndexError),
-        ({"num_beams": 2}, NotImplementedError),
+        ({"adapter_names": ["a", "b"]}, NotImplementedError),
         ({"input_ids": ids.float()}, ValueError),
         ({"output_attentions": True, "return_dict_in_generate": True}, NotImplementedError),
         ({"past_key_values": filled(reference, ids)}, NotImplementedError),

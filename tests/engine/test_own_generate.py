@@ -1,15 +1,16 @@
-"""What runs by Hugging Face's own loop in a training engine's `generate`: its tokens, over the snapshot; one warning; torch's
-generators as they were. And the cache that is freed after every call."""
+"""What runs by Hugging Face's own loop in a training engine's `generate`: its tokens, over the snapshot; one warning;
+torch's generators as they were. And the cache that is freed after every call."""
 
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import GenerationConfig
 
 import hybrid
 from tests.engines import engine_of, settings, storage_digest, train_step
-from tests.models import prompts, tiny_model, tiny_other, twin, with_peft
+from tests.models import SIZES, prompts, tiny_model, tiny_other, twin, with_peft
 
 IDS, MASK = prompts(2, 6, padded=True)
 REQUEST = {"attention_mask": MASK, "max_new_tokens": 7, "do_sample": False}
@@ -45,8 +46,9 @@ def check_methods(stage: int, tp_size: int, pinned: bool) -> None:
     reference = twin(model)
     block = {"enabled": True, "inference_tp_size": tp_size, "pin_parameters": pinned}
     engine = engine_of(model, settings(stage, hybrid_engine=block, rollout={"containers": "fused"}))
-    digest, state = storage_digest(engine), torch.get_rng_state()
-    for name, request in methods().items():
+    requests, digest = methods(), storage_digest(engine)
+    state = torch.get_rng_state()
+    for name, request in requests.items():
         ids = IDS[:1] if name in ("prompt lookup", "an assistant") else IDS
         expected = reference.generate(input_ids=ids, **request)
         assert torch.equal(engine.generate(input_ids=ids, **request), expected), name
@@ -57,7 +59,7 @@ def check_methods(stage: int, tp_size: int, pinned: bool) -> None:
     assert storage_digest(engine) == digest
     assert torch.equal(engine.generate(IDS, **REQUEST), reference.generate(IDS, **REQUEST))  # fused again
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it has been said
+        warnings.filterwarnings("error", "the model runs in native")  # it has been said
         engine.generate(IDS, **REQUEST, num_beams=3)
     engine.train()
     train_step(engine)
@@ -66,6 +68,23 @@ def check_methods(stage: int, tp_size: int, pinned: bool) -> None:
 @pytest.mark.parametrize(("stage", "tp_size", "pinned"), [(3, 1, True), (3, 2, True), (3, 1, False), (0, 1, False)])
 def test_other_decoding_methods_are_hugging_faces(ranks, stage, tp_size, pinned):
     ranks.run(check_methods, stage, tp_size, pinned)
+
+
+def check_shared_modules() -> None:
+    """Ranks that share the model's own modules have a part of each other's caches, which beams must not reorder."""
+    model = tiny_model("starcoder2", sizes=SIZES)
+    reference = twin(model)
+    engine = engine_of(model, settings(3, hybrid_engine={"enabled": True, "inference_tp_size": 2}))
+    assert engine.coverage()[0]["why"].startswith("the Hugging Face module itself, spread over ranks")
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    request = {**REQUEST, "attention_mask": mask, "num_beams": 3, "max_new_tokens": 6 + 2 * dist.get_rank()}
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    with pytest.raises(ValueError, match="use_cache"):
+        engine.generate(ids[:1], prompt_lookup_num_tokens=2, max_new_tokens=4)
+
+
+def test_beams_where_ranks_share_the_models_modules(ranks):
+    ranks.run(check_shared_modules)
 
 
 def check_seq2seq() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import GenerationConfig
 
 import hybrid
 from tests.engines import engine_of, settings, storage_digest, train_step
@@ -19,21 +18,15 @@ SAMPLING = hybrid.SamplingParams(max_new_tokens=3)
 
 # What is called, with what the error must say.
 REFUSED = {
-    "beams": (lambda e: e.generate(IDS, max_new_tokens=3, num_beams=2), NotImplementedError, r"num_beams=2.*greedy"),
-    "beams in a config": (
-        lambda e: e.generate(IDS, generation_config=GenerationConfig(max_new_tokens=3, num_beams=4)),
+    "beams in a rollout": (
+        lambda e: e.rollout(IDS, MASK, SAMPLING, num_beams=2),
         NotImplementedError,
-        "num_beams=4",
+        "num_beams given; rollout takes token ids and their mask alone",
     ),
-    "prompt lookup": (
-        lambda e: e.generate(IDS, max_new_tokens=3, prompt_lookup_num_tokens=2),
-        NotImplementedError,
-        "assisted_generation",
-    ),
-    "an assistant": (
-        lambda e: e.generate(IDS, max_new_tokens=3, assistant_model=tiny_model("llama")),
-        NotImplementedError,
-        "assistant_model is not available",
+    "too many tokens in beams": (
+        lambda e: e.generate(IDS, max_new_tokens=60, num_beams=2),
+        ValueError,
+        r"65 is over hybrid_engine.max_out_tokens=64; ask for at most 59",
     ),
     "too long, positional": (
         lambda e: e.generate(IDS, max_new_tokens=60),
@@ -72,11 +65,6 @@ REFUSED = {
         lambda e: e.generate(IDS, max_new_tokens=3, stop_strings=["x"]),
         ValueError,
         "needs the model's tokenizer",
-    ),
-    "a loop of one's own": (
-        lambda e: e.generate(IDS, max_new_tokens=3, custom_generate=print),
-        NotImplementedError,
-        "custom_generate",
     ),
     "adapters by row": (
         lambda e: e.generate(IDS, max_new_tokens=3, adapter_names=["a", "b"]),

@@ -235,9 +235,6 @@ def check_refusals() -> None:
         with pytest.raises(error, match=words), CollectiveCount() as count:
             engine_of(tiny_model("llama"), settings(3, hybrid_engine={"enabled": True, **block}))
         assert count.count == 0, block
-    for stage in (0, 1, 2):
-        with pytest.raises(ValueError, match=f"pin_parameters: false given with zero_optimization.stage={stage}"):
-            engine_of(tiny_model("llama"), settings(stage, hybrid_engine={"pin_parameters": False}))
     odd = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
     with pytest.raises(ValueError, match="2 given; the model's 3 attention heads and 3 key and value heads.*by 1, 3"):
         engine_of(tiny_model("llama", **odd), spread(2))

@@ -171,6 +171,44 @@ def test_a_dict_and_a_base_dir(tmp_path):
         hybrid.init_inference(model, base_dir="a", checkpoint_config={"base_dir": "b"})
 
 
+@pytest.mark.parametrize("named", ["from base_dir", "whole paths", "own base_dir"])
+def test_deepspeeds_json_in_the_working_directory(tmp_path, monkeypatch, named):
+    """As DeepSpeedExamples' `inference-test.py --use_meta_tensor` does: it writes checkpoints.json where it runs, about
+    files that are in the folder of a snapshot, and gives that as `base_dir`."""
+    reference = tiny_model("llama")
+    root, here = tmp_path / "snapshot", tmp_path / "here"
+    root.mkdir(), here.mkdir()
+    monkeypatch.chdir(here)
+    as_pickle(reference, root)
+    files = [str(entry) for entry in root.rglob("*.[bp][it][n]")]
+    content = {"type": "BLOOM", "checkpoints": files, "version": 1.0}
+    if named != "whole paths":
+        content["checkpoints"] = [file.split("/")[-1] for file in files]
+    if named == "own base_dir":
+        content["base_dir"] = "../snapshot"  # which goes before the one that is given, as in DeepSpeed
+    (here / "checkpoints.json").write_text(json.dumps(content))
+    with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
+        model = AutoModelForCausalLM.from_config(reference.config)
+    base_dir = str(here) if named == "own base_dir" else str(root)
+    kwargs = {"base_dir": base_dir, "checkpoint": "checkpoints.json", "save_mp_checkpoint_path": None, "mp_size": 1}
+    with pytest.warns(FutureWarning, match="mp_size is an old name"):
+        engine = hybrid.init_inference(
+            model.eval(), dtype=torch.float32, replace_with_kernel_inject=True, max_tokens=1024, **kwargs
+        )
+    require_same_weights(model, reference)
+    request = {"attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(engine.to("cpu").generate(IDS, **request), twin(reference).generate(IDS, **request))
+
+
+def test_files_that_a_json_names_and_nobody_has(tmp_path):
+    """The error names them where DeepSpeed would look."""
+    (tmp_path / "x.json").write_text(json.dumps({"checkpoints": ["a.pt"], "version": 1.0}))
+    with pytest.raises(ValueError, match=f"no file at {tmp_path}/there/a.pt$"):
+        hybrid.init_inference(
+            tiny_model("llama"), dtype="fp32", checkpoint=str(tmp_path / "x.json"), base_dir=f"{tmp_path}/there"
+        )
+
+
 def test_queries_keys_and_values_of_megatrons_first_version(tmp_path):
     """Version 0 has a rank's queries before its keys before its values; DeepSpeed's own merging is the oracle."""
     from deepspeed.runtime.state_dict_factory import MegatronSDLoader
