@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
+from rlhf_examples.texts import RecordFormat
 from rlhf_examples.trackers import check_report_to
 
 Arguments = TypeVar("Arguments")
@@ -31,14 +32,30 @@ def listed(default: list, text: str) -> Any:
 
 
 @dataclass
-class RunArguments:
+class DataArguments:
+    """Of every script that reads records: how they become texts."""
+
+    chat_template: str = about("", "file with a Jinja template for conversations; empty: the tokenizer's own")
+    prompt_column: str = about("prompt", "column of prompts, texts or conversations")
+    completion_column: str = about("completion", "column of completions")
+    chosen_column: str = about("chosen", "column of the completions that were preferred")
+    rejected_column: str = about("rejected", "column of the others")
+    messages_column: str = about("messages", "column of whole conversations")
+    text_column: str = about("text", "column of texts that are learned as a whole")
+    input_template: str = about("", 'what a text prompt stands in, such as "Question: {}\\nAnswer:"; empty: nothing')
+
+    def __post_init__(self):
+        RecordFormat.of(self)  # raises where it is none
+
+
+@dataclass
+class RunArguments(DataArguments):
     """Of every script that trains."""
 
     output_dir: str = about("runs/run", "where logs, checkpoints and trained models go")
     seed: int = about(0, "of everything random in the run")
     dtype: str = about("float32", "float32 or bfloat16")
     tokenizer_name_or_path: str = about("", "directory or hub name; empty: the model's")
-    chat_template: str = about("", "file with a Jinja template for conversations; empty: the tokenizer's own")
     data_path: list[str] = listed(
         [], "hub names, files or synthetic:… sets; empty: the set that the script is shown on"
     )
@@ -293,11 +310,10 @@ class GRPOArguments(RolloutArguments):
 
 
 @dataclass
-class GenerationArguments:
+class GenerationArguments(DataArguments):
     """Of a script that a model which does not train completes prompts for."""
 
     tokenizer_name_or_path: str = about("", "directory or hub name; empty: the model's")
-    chat_template: str = about("", "file with a Jinja template for conversations; empty: the tokenizer's own")
     max_prompt_seq_len: int = about(256, "longest prompt in tokens; longer ones are counted and left out")
     max_answer_seq_len: int = about(64, "longest completion in tokens")
     stop_token_ids: list[int] = listed([], "end tokens besides the model's own")
@@ -308,6 +324,7 @@ class GenerationArguments:
     dtype: str = about("float32", "float32 or bfloat16")
 
     def __post_init__(self):
+        super().__post_init__()
         require_one_of(self, dtype=("float32", "bfloat16"), zero_stage=(0, 3))
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_examples import conversations, texts
 from rlhf_examples.conversations import through_end
 from rlhf_examples.records import Rows
-from rlhf_examples.texts import BadRecord, LeftOut, Texts, texts_of
+from rlhf_examples.texts import AS_NAMED, BadRecord, LeftOut, RecordFormat, Texts, texts_of
 
 TOKENS = List(Value("int32"))
 PLACE = {"source": Value("string"), "number": Value("int64"), "reason": Value("string")}
@@ -90,8 +90,9 @@ def tokenised(
     max_length: int = 0,
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
+    record_format: RecordFormat = AS_NAMED,
 ) -> Examples:
-    """Raw rows as tokens.  form: supervised, preference or prompt.
+    """Raw rows as tokens.  form: supervised, preference or prompt; record_format: how records are read.
 
     max_length: tokens of prompt and completion together, with special tokens; a longer record is left out. 0: any.
     cache_dir: where tokens are kept by content of rows, tokenizer and settings; datasets' own cache where None. Of the
@@ -101,7 +102,9 @@ def tokenised(
     if form not in FEATURES:
         raise ValueError(f"form: {form!r} given; allowed: {', '.join(FEATURES)}")
     work = {
-        "function": partial(example, form=form, tokenizer=tokenizer, max_length=max_length),
+        "function": partial(
+            example, form=form, tokenizer=tokenizer, max_length=max_length, record_format=record_format
+        ),
         "remove_columns": ["record", "problem"],
         "features": FEATURES[form],
     }
@@ -109,7 +112,7 @@ def tokenised(
         return Examples(rows.map(**work), LeftOut())
     directory = Path(cache_dir or Path(datasets.config.HF_DATASETS_CACHE) / "rlhf_examples")
     directory.mkdir(parents=True, exist_ok=True)
-    key = cache_key(rows, tokenizer, form, max_length)
+    key = cache_key(rows, tokenizer, form, max_length, record_format)
     with FileLock(directory / f"{key}.lock"):
         found = rows.map(
             **work, cache_file_name=str(directory / f"{key}.arrow"), new_fingerprint=key, num_proc=num_proc
@@ -127,9 +130,9 @@ def refuse_empty(left_out: LeftOut) -> None:
         raise ValueError(f"no record can be used: {left_out}")
 
 
-def cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, form: str, max_length: int) -> str:
+def cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
     """A name that changes with all that the tokens depend on, the files that make them among it."""
-    digest = hashlib.sha256(repr((form, max_length, tokenizer_state(tokenizer))).encode())
+    digest = hashlib.sha256(repr((settings, tokenizer_state(tokenizer))).encode())
     for file in (__file__, conversations.__file__, texts.__file__):
         digest.update(Path(file).read_bytes())
     for batch in rows.iter(batch_size=1000):
@@ -147,11 +150,13 @@ def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
     return json.dumps(state, sort_keys=True, default=str)
 
 
-def example(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, Any]:
+def example(
+    row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, max_length: int, record_format: RecordFormat
+) -> dict[str, Any]:
     """A row of FEATURES from a raw row: with tokens, or with the reason why there are none."""
     names = [name for name in FEATURES[form] if name.endswith("_ids")]
     try:
-        known = texts_of(row, form, tokenizer)
+        known = texts_of(row, form, tokenizer, record_format)
         tokens = tokens_of(known, tokenizer)
         if max_length and len(tokens[0]) + max(map(len, tokens[1:]), default=0) > max_length:
             raise BadRecord(f"longer than {max_length} tokens")
@@ -169,7 +174,8 @@ def example(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, 
     }
     if form == "prompt":
         record = {} if reason else json.loads(row["record"])
-        columns = {name: value for name, value in record.items() if name not in NOT_COLUMNS}
+        own = {*NOT_COLUMNS, record_format.prompt_column, record_format.messages_column}
+        columns = {name: value for name, value in record.items() if name not in own}
         messages = json.dumps(known.messages) if known.messages else ""
         found |= {"prompt": known.prompt, "messages": messages, "columns": json.dumps(columns)}
     return found

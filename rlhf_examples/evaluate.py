@@ -25,6 +25,7 @@ from rlhf_examples.files import printable, write_atomically
 from rlhf_examples.models import load_exported, load_tokenizer, require_model
 from rlhf_examples.records import load_records
 from rlhf_examples.run_log import without_nan
+from rlhf_examples.texts import RecordFormat
 
 
 def main() -> None:
@@ -44,7 +45,8 @@ def run(args: EvaluateArguments) -> list[dict]:
     for name in args.model_name_or_path or [""]:
         require_model("model_name_or_path", name)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path[0], args.chat_template)
-    examples = tokenised(load_records(args.data_path, "test"), tokenizer, "prompt", args.max_prompt_seq_len)
+    records, settings = load_records(args.data_path, "test"), {"record_format": RecordFormat.of(args)}
+    examples = tokenised(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
     prompts = list(islice(examples.ordered(args.seed), min(args.eval_rows, len(examples.rows))))
     scorer = Scorer.load(args.reward, args.dtype, args.per_device_eval_batch_size)
     found = []

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_examples.arguments import RunArguments
 from rlhf_examples.data import Examples, tokenised
 from rlhf_examples.records import Rows, load_records, share
+from rlhf_examples.texts import RecordFormat
 
 SHARE_OF_STEP = {"sft": 0, "reward_model": 1, "dpo": 1, "ppo": 2, "grpo": 2}  # in data_split
 
@@ -31,10 +32,9 @@ def examples_of(
         held_out = load_records(eval_names, "test", streaming=args.streaming, cache_dir=args.data_output_path or None)
     else:
         records, held_out = held_out_share(records, args)
+    settings = {"cache_dir": args.data_output_path or None, "record_format": RecordFormat.of(args)}
     train, *judged = (
-        tokenised(rows, tokenizer, form, max_length, args.data_output_path or None)
-        for rows in (records, held_out)
-        if rows is not None
+        tokenised(rows, tokenizer, form, max_length, **settings) for rows in (records, held_out) if rows is not None
     )
     rows = [row for examples in judged for row in first_rows(examples, args)]
     for examples in (train, *judged):

@@ -23,6 +23,7 @@ from rlhf_examples.ranks import is_first, rendezvous
 from rlhf_examples.records import load_records
 from rlhf_examples.run_directory import PAIRS
 from rlhf_examples.synthetic import preference_pairs
+from rlhf_examples.texts import RecordFormat
 from rlhf_examples.trackers import Metrics
 
 
@@ -35,7 +36,8 @@ def run(args: PairsArguments) -> Metrics:
     """Write pairs.jsonl; gives how many there are. Each round goes over all prompts, with a seed of its own."""
     require_model("model_name_or_path", args.model_name_or_path)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
-    examples = tokenised(load_records(args.data_path), tokenizer, "prompt", args.max_prompt_seq_len)
+    records, settings = load_records(args.data_path), {"record_format": RecordFormat.of(args)}
+    examples = tokenised(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
     rows, texts = list(examples.rows), [row["prompt"] for row in examples.rows]
     scorer = Scorer.load(args.reward, args.dtype, args.per_device_eval_batch_size)
     engine = frozen(load_exported, args.model_name_or_path, args.dtype, args.zero_stage)

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from typing import Any
 
@@ -15,8 +15,66 @@ Part = str | Messages
 NAMED = 3  # records that are named for each reason
 
 
+COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages", "text")
+# In dialogues as HH-RLHF writes them, the prompt of a pair ends where the assistant begins its last turn in both.
+LAST_TURN = re.compile(r".*^Assistant:", re.DOTALL | re.MULTILINE)
+
+
 class BadRecord(Exception):
     """Why a record cannot be used, in words that all records with the same defect share."""
+
+
+class MissingColumn(BadRecord):
+    """That a record has none of some columns, by the names of COLUMNS."""
+
+    def __init__(self, *names: str):
+        super().__init__(", ".join(names))
+        self.names = names
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """How records are read: which column of theirs is which of COLUMNS, and what stands around a prompt.
+
+    input_template: a text prompt stands in it in the place of "{}"; empty: alone.
+    """
+
+    prompt_column: str = "prompt"
+    completion_column: str = "completion"
+    chosen_column: str = "chosen"
+    rejected_column: str = "rejected"
+    messages_column: str = "messages"
+    text_column: str = "text"
+    input_template: str = ""
+
+    def __post_init__(self):
+        if self.input_template and "{}" not in self.input_template:
+            raise ValueError(f"input_template: {self.input_template!r} given; it must have {{}} for the prompt")
+
+    @classmethod
+    def of(cls, args: Any) -> "RecordFormat":
+        """From a script's arguments of these names."""
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+
+    def column(self, name: str) -> str:
+        """What a column of COLUMNS is called."""
+        return getattr(self, f"{name}_column")
+
+    def named(self, record: dict[str, Any]) -> dict[str, Any]:
+        """The columns that are not empty, under the names of COLUMNS."""
+        return {name: record[self.column(name)] for name in COLUMNS if record.get(self.column(name)) is not None}
+
+    def templated(self, prompt: str) -> str:
+        """A text prompt as it stands in `input_template`; what is no prompt, of a text to learn as a whole, alone."""
+        return self.input_template.replace("{}", prompt) if self.input_template and prompt else prompt
+
+    def missing(self, names: tuple[str, ...], record: dict[str, Any]) -> BadRecord:
+        """That a record has none of some columns, with those that it has and the flags that map them."""
+        *most, last = (self.column(name) for name in names)
+        flags = ", ".join(f"--{name}_column" for name in names)
+        wanted = f"none of {', '.join(most)} and {last}" if most else f"no {last}"
+        columns = ", ".join(sorted(record)) or "(none)"
+        return BadRecord(f"{wanted} among the columns {columns}; {flags} can name another")
 
 
 @dataclass
@@ -63,7 +121,12 @@ class Texts:
         return self.messages is not None
 
 
-def texts_of(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase) -> Texts:
+AS_NAMED = RecordFormat()  # columns of the names of COLUMNS
+
+
+def texts_of(
+    row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, record_format: RecordFormat = AS_NAMED
+) -> Texts:
     """The texts of a raw row in one of FORMS; conversations by the tokenizer's chat template.
 
     Raises BadRecord with the reason, ValueError for a conversation where the tokenizer has no template.
@@ -76,11 +139,14 @@ def texts_of(row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase)
         raise BadRecord("not JSON") from None
     if not isinstance(record, dict):
         raise BadRecord("not an object with named fields")
-    prompt, *completions = FORMS[form]({name: value for name, value in record.items() if value is not None})
+    try:
+        prompt, *completions = FORMS[form](record_format.named(record))
+    except MissingColumn as error:
+        raise record_format.missing(error.names, record) from None
     if len(completions) == 2 and completions[0] == completions[1]:
         raise BadRecord("chosen equals rejected")
     if all(isinstance(part, str) for part in (prompt, *completions)):
-        return Texts(prompt, tuple(completions))
+        return Texts(record_format.templated(prompt), tuple(completions))
     if any(isinstance(part, str) for part in (prompt, *completions)):
         raise BadRecord("one field is a text and another a conversation")
     return templated(prompt, completions, tokenizer)
@@ -102,13 +168,16 @@ def supervised(record: dict) -> list[Part]:
         return preference(record)[:2] if "rejected" in record else [part(record, "prompt"), part(record, "chosen")]
     if "text" in record:
         return ["", part(record, "text")]
-    raise BadRecord("none of completion, chosen, messages and text")
+    raise MissingColumn("completion", "chosen", "messages", "text")
 
 
 def preference(record: dict) -> list[Part]:
-    """Prompt, chosen and rejected; without a prompt it is what both begin with (TRL's implicit prompt)."""
+    """Prompt, chosen and rejected; without a prompt it is what both begin with (TRL's implicit prompt).
+
+    That of texts ends with the last "Assistant:" where there is one, else between words.
+    """
     chosen, rejected = part(record, "chosen"), part(record, "rejected")
-    if "prompt" in record:
+    if "prompt" in record and not repeated_prompt(record, chosen):
         return [part(record, "prompt"), chosen, rejected]
     if type(chosen) is not type(rejected):
         raise BadRecord("one field is a text and another a conversation")
@@ -116,13 +185,21 @@ def preference(record: dict) -> list[Part]:
         raise BadRecord("chosen equals rejected")
     shared = chosen[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))]
     if isinstance(shared, str):  # up to a space, which belongs to the next word
-        shared = re.match(r"(.*(?=\s))?", shared, re.DOTALL).group()
+        shared = (LAST_TURN.match(shared) or re.match(r"(.*(?=\s))?", shared, re.DOTALL)).group()
     not_empty(shared, "prompt")
     return [shared, *(not_empty(whole[len(shared) :], "completion") for whole in (chosen, rejected))]
 
 
+def repeated_prompt(record: dict, whole: Any) -> bool:
+    """Whether a record's prompt is a text that a conversation of it begins with, as in UltraFeedback's sets."""
+    return isinstance(record["prompt"], str) and isinstance(whole, list) and whole[0]["role"] != "assistant"
+
+
 def prompted(record: dict) -> list[Part]:
     """The prompt: of that name, else `messages` up to the assistant's last, else `text`, else the start of a pair."""
+    for name in ("messages", "chosen"):
+        if {"prompt", name} <= record.keys() and repeated_prompt(record, part(record, name)):
+            return prompted({key: value for key, value in record.items() if key not in ("prompt", "text")})
     if "prompt" in record:
         return [part(record, "prompt")]
     if "messages" in record:
@@ -132,7 +209,7 @@ def prompted(record: dict) -> list[Part]:
         return [part(record, "text")]
     if "chosen" in record:
         return preference(record)[:1]
-    raise BadRecord("none of prompt, messages and text")
+    raise MissingColumn("prompt", "messages", "text")
 
 
 FORMS = {"supervised": supervised, "preference": preference, "prompt": prompted}
@@ -141,7 +218,7 @@ FORMS = {"supervised": supervised, "preference": preference, "prompt": prompted}
 def part(record: dict, name: str) -> Part:
     """A field that is a text or a conversation, and not empty."""
     if name not in record:
-        raise BadRecord(f"no {name}")
+        raise MissingColumn(name)
     value = record[name]
     if isinstance(value, list) and all(is_message(message) for message in value):
         for message in value:

@@ -24,6 +24,7 @@ from rlhf_examples.models import load_exported, load_tokenizer, merged, require_
 from rlhf_examples.ranks import device, over_ranks, own_share, rendezvous
 from rlhf_examples.records import load_records
 from rlhf_examples.rollouts import sampling
+from rlhf_examples.texts import RecordFormat
 from rlhf_examples.trackers import Metrics
 
 
@@ -40,7 +41,8 @@ def run(args: ThroughputArguments) -> Metrics:
     """
     require_model("model_name_or_path", args.model_name_or_path)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path)
-    examples = tokenised(load_records(args.data_path, "test"), tokenizer, "prompt", args.max_prompt_seq_len)
+    records, settings = load_records(args.data_path, "test"), {"record_format": RecordFormat.of(args)}
+    examples = tokenised(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
     count = args.per_device_generation_batch_size * dist.get_world_size()
     rows = own_share(list(islice(examples.ordered(args.seed), count)))
     ids, mask = (tensor.to(device()) for tensor in collate_prompts(rows, tokenizer.pad_token_id).values())

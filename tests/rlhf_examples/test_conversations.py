@@ -1,15 +1,11 @@
 """Conversations end where rollouts end, in the forms of the families that write something behind an answer's end."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import trl
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from tokenizers.decoders import ByteLevel
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hybrid import SamplingParams
 from rlhf_examples import rollouts
@@ -17,38 +13,10 @@ from rlhf_examples.conversations import end_with_turns, turn_end
 from rlhf_examples.data import tokenised
 from rlhf_examples.pairs import as_record
 from rlhf_examples.records import load_records
+from tests.rlhf_examples.chat_tokenizers import FAMILIES, tokenizer_of
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-# Family → its special tokens, of which the first is the tokenizer's start and the second its end, and what ends a turn.
-FAMILIES = {
-    "qwen2_5": (("", "<|im_end|>", "<|im_start|>", "<|endoftext|>"), "<|im_end|>"),
-    "qwen3": (("", "<|im_end|>", "<|im_start|>", "<|endoftext|>"), "<|im_end|>"),
-    "gemma": (("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
-    "gemma3": (("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
-    "phi3": (("<s>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), "<|end|>"),
-    "llama3": (
-        ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        "<|eot_id|>",
-    ),
-    "cohere": (
-        ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
-        "<|END_OF_TURN_TOKEN|>",
-    ),
-}
 ASK = [{"role": "user", "content": "Hi there"}]
 GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("Well\nhello ", "No"))
-
-
-def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes with a family's special tokens, and its own chat template as TRL keeps it."""
-    special, _ = FAMILIES[family]
-    inner = Tokenizer(models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), ByteLevel()
-    inner.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special if text])
-    ends = {"eos_token": special[1], "pad_token": special[1], **({"bos_token": special[0]} if special[0] else {})}
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
-    made.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
-    return made
 
 
 @pytest.fixture

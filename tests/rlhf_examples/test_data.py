@@ -22,6 +22,7 @@ from rlhf_examples.data import (
 )
 from rlhf_examples.records import load_records
 from rlhf_examples.synthetic import synthetic_tokenizer
+from rlhf_examples.texts import RecordFormat
 from tests.rlhf_examples.test_texts import ASK, CHAT, GOOD
 
 PAIR = {"prompt": "anna found a red ball", "chosen": " in the garden .", "rejected": " in the river ."}
@@ -116,7 +117,7 @@ def test_bad_records_are_counted_and_the_good_ones_used(streaming, examples):
     assert {row["number"] for row in rows} == {1, 6}
     assert made.left_out.total == 7, "every record once, however many passes"
     assert made.left_out.counts == {
-        "no chosen": 1,
+        "no chosen among the columns prompt; --chosen_column can name another": 1,
         "not an object with named fields": 1,
         "chosen equals rejected": 1,
         "empty chosen": 1,
@@ -193,6 +194,7 @@ def test_tokens_are_read_from_the_cache_until_something_changes(examples, tokeni
     assert tokenised_now(records=(PAIR, {**PAIR, "chosen": " anna"})) == 2
     assert tokenised_now({"max_length": 50}) == 1
     assert tokenised_now({"form": "prompt"}) == 1
+    assert tokenised_now({"form": "prompt", "record_format": RecordFormat(input_template="{}.")}) == 1
     tokenizer.chat_template = CHAT
     assert tokenised_now() == 1
     tokenizer.add_tokens(["garden ."])
@@ -280,3 +282,10 @@ def test_columns_reach_a_reward_by_name(examples):
     rows = sorted(examples(records, "prompt").rows, key=lambda row: row["number"])
     assert reward_columns(rows) == {"answer": [7, None], "tags": [None, ["x"]]}
     assert [row["prompt"] for row in rows] == ["a", "b"]
+
+
+def test_a_column_that_is_mapped_reaches_a_reward_by_its_own_name(examples):
+    """As GSM8K's `answer` does, where one file of settings is SFT's and GRPO's."""
+    record_format = RecordFormat(prompt_column="question", completion_column="answer")
+    (row,) = examples([{"question": "a", "answer": 7}], "prompt", record_format=record_format).rows
+    assert row["prompt"] == "a" and reward_columns([row]) == {"answer": [7]}

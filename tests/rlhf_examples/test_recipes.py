@@ -12,7 +12,14 @@ import torch.distributed as dist
 import yaml
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.memory_plan import Modes
@@ -20,7 +27,8 @@ from rlhf_examples import pipeline
 from rlhf_examples.actor import hybrid_blocks
 from rlhf_examples.arguments import PPOArguments, read_yaml
 from rlhf_examples.run_log import read_metrics
-from tests.rlhf_examples.scripts import ROLLOUTS, small_directory
+from tests.rlhf_examples.chat_tokenizers import tokenizer_of
+from tests.rlhf_examples.scripts import ROLLOUTS
 from tests.test_launchers import finished
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +43,7 @@ RECIPES = {
     "8gpu_13b": (8, 32, 1024, "llama", (5120, 13824, 40, 40), {"vocab_size": 32000}),
     "16gpu_70b_lora": (16, 16, 1024, "llama", (8192, 28672, 80, 64), LLAMA),
 }
+FIRST_RATIO = 0.2  # in bfloat16 it is 0.01; with dropout 6 to 28
 SIZE_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -125,20 +134,82 @@ def test_the_70b_recipe_tells_its_host_memory():
     assert not [line for line in told if line not in text], told
 
 
-def tiny_recipe(name: str, model: str) -> dict:
-    """A recipe's own settings but for sizes and data: `model`, one iteration, sets that the project makes."""
+def conversation(*texts: str) -> list[dict]:
+    """Texts of user and assistant in turns."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def rows(make, count: int = 24) -> list[dict]:
+    """As many rows, each of another number."""
+    return [make(f"{number} red") for number in range(count)]
+
+
+POST = "SUBREDDIT: r/x\n\nTITLE: {0}\n\nPOST: {0}\n\nTL;DR:"
+ASKED = "\n\nHuman: What is {0}?\n\nAssistant: It is {0}.\n\nHuman: And?\n\nAssistant:"
+HH = [{"chosen": f"{ASKED.format(x)} A ball.", "rejected": f"{ASKED.format(x)} A boat."} for x in map(str, range(24))]
+ULTRA = rows(
+    lambda x: {
+        "prompt": f"What is {x}?",
+        "prompt_id": x,
+        "chosen": conversation(f"What is {x}?", "A ball."),
+        "rejected": conversation(f"What is {x}?", "A boat."),
+        "messages": conversation(f"What is {x}?", "A ball."),
+        "score_chosen": 8.0,
+        "score_rejected": 7.0,
+    }
+)
+# A recipe's sets → rows of the same columns.
+DATA = {
+    "my-conversations.jsonl": rows(lambda x: {"messages": conversation(f"What is {x}?", "A ball.", "Well?", "No.")}),
+    "my-pairs.jsonl": rows(
+        lambda x: {"chosen": conversation(f"What is {x}?", "A ball."), "rejected": conversation(f"What is {x}?", "No.")}
+    ),
+    "my-prompts.jsonl": rows(lambda x: {"prompt": conversation(f"What is {x}?", "A ball.", "Well?")}),
+    "Anthropic/hh-rlhf": HH,
+    "openai/gsm8k": rows(lambda x: {"question": f"How many are {x}?", "answer": f"{x} are 1,000.\n#### 1,000"}),
+    "HuggingFaceH4/ultrafeedback_binarized": ULTRA,
+    "trl-lib/tldr": rows(lambda x: {"prompt": POST.format(x), "completion": " A ball."}),
+    "trl-lib/tldr-preference": rows(lambda x: {"prompt": POST.format(x), "chosen": " A ball.", "rejected": " A boat."}),
+}
+OF_SETS = ("hh_rlhf", "gsm8k", "ultrafeedback", "tldr")
+
+
+def chat_model(directory: Path) -> str:
+    """A tiny Llama with tied embeddings, dropout and Gemma's template, whose turns end with a token that is not the
+    tokenizer's end token, and a newline."""
+    torch.manual_seed(0)
+    tokenizer = tokenizer_of("gemma")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    large = {"initializer_range": 0.2, "attention_dropout": 0.5}  # logits of some size, which dropout then moves
+    config = LlamaConfig(**sizes, **large, vocab_size=len(tokenizer), tie_word_embeddings=True)
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+def tiny_recipe(name: str, model: str, folder: Path) -> dict:
+    """A recipe's own settings but for sizes: `model`, one iteration, rows of the columns of its sets."""
     settings = read_yaml(CONFIGS / f"{name}.yaml")
-    data = {"sft": "synthetic:stories", "reward_model": "synthetic:preferences", "ppo": "synthetic:stories"}
-    settings["common"] |= {"report_to": [], "save_every": 1}
+
+    def file_of(path: str) -> str:
+        base = re.split("[:@]", path)[0]
+        file = folder / f"{base.replace('/', '_').removesuffix('.jsonl')}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in DATA[base]))
+        return str(file)
+
+    settings["common"] |= {"report_to": [], "save_every": 1, "eval_rows": 4, "data_output_path": str(folder / "cache")}
+    for own in (settings["common"], *settings["steps"].values()):
+        own |= {key: [*map(file_of, own[key])] for key in ("data_path", "eval_data_path") if key in own}
     for step, own in settings["steps"].items():
-        own |= {"data_path": [data[step]], "eval_data_path": [f"{data[step]}@test"], "eval_rows": 4}
-        if "model_name_or_path" in own and not own["model_name_or_path"].startswith("step:"):
-            own["model_name_or_path"] = model
-        if step == "ppo":
+        for key in ("model_name_or_path", "actor_model_name_or_path"):
+            if key in own and not own[key].startswith("step:"):
+                own[key] = model
+        if step in ("ppo", "grpo"):
             own |= {"num_iterations": 1, "per_device_generation_batch_size": 4, "max_answer_seq_len": 8}
             own["inference_tp_size"] = min(own.get("inference_tp_size", 1), 2)
         else:
-            own["max_steps"] = 1
+            own |= {"max_steps": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     return settings
 
 
@@ -146,7 +217,7 @@ def require_trained(settings: dict, directory: Path) -> None:
     """Every step has logged its one iteration and left a model."""
     for step in settings["steps"]:
         (row,) = read_metrics(directory / step)
-        assert row.get("objective/scores", row.get("loss")) is not None
+        assert row.get("objective/scores", row.get("reward", row.get("loss"))) is not None
         assert (directory / step / "model" / "model.safetensors").is_file()
 
 
@@ -154,13 +225,22 @@ def run_recipe(settings: dict, directory: str) -> None:
     pipeline.run(pipeline.parse(settings, ["--output_dir", directory]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+FAST = ("gsm8k", "ultrafeedback")
+ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in (*RECIPES, *OF_SETS)]
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_a_recipe_runs_one_step_tiny(name, ranks, tmp_path):
-    """A model of 16 dimensions, two ranks."""
-    settings = tiny_recipe(name, str(small_directory(tmp_path / "small") / "model"))
+    """On rows of its sets' columns, two ranks; rollouts are compared with a training forward, and a model with dropout
+    would be far from itself."""
+    settings = tiny_recipe(name, chat_model(tmp_path / "small"), tmp_path)
     ranks.run(run_recipe, settings, str(tmp_path / "run"))
     require_trained(settings, tmp_path / "run")
+    last = [*settings["steps"]][-1]
+    (row,) = read_metrics(tmp_path / "run" / last)
+    assert row["val/first_ratio_error"] < FIRST_RATIO
+    end = tokenizer_of("gemma").convert_tokens_to_ids("<end_of_turn>")
+    assert end in GenerationConfig.from_pretrained(tmp_path / "run" / last / "model").eos_token_id
 
 
 @pytest.mark.slow
@@ -169,8 +249,8 @@ def test_the_readmes_commands_run(tmp_path):
     """As they are written, on two ranks, over files of the names that they give."""
     _, block = re.findall(r"```bash\n(.*?)```", README.read_text(), re.S)
     commands = block.replace("\\\n", " ").replace("--nproc_per_node=8", "--nproc_per_node=2").splitlines()
-    (small_directory(tmp_path / "small") / "model").rename(tmp_path / "my-model")
-    settings = tiny_recipe("8gpu_7b_lora", "my-model")
+    chat_model(tmp_path / "my-model")
+    settings = tiny_recipe("8gpu_7b_lora", "my-model", tmp_path)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "8gpu_7b_lora.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
     lines = (json.dumps({"prompt": f"anna found {number} red balls ."}) for number in range(40))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf_examples.synthetic import synthetic_tokenizer
-from rlhf_examples.texts import BadRecord, LeftOut, texts_of
+from rlhf_examples.texts import BadRecord, LeftOut, RecordFormat, texts_of
 
 CHAT = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -13,6 +13,12 @@ CHAT = (
 )
 ASK = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "Grüß dich 🙂"}]
 GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("hello", "go"))
+NONE_OF_PROMPTS = (
+    "none of prompt, messages and text among the columns {}; --prompt_column, --messages_column, --text_column can "
+    "name another"
+)
+NO_OTHER = "no {0} among the columns {1}; --{0}_column can name another"
+DIALOGUE = "\n\nHuman: Is it so?\n\nAssistant: It is: Assistant: is me.\n\nHuman: And?\n\nAssistant:"
 
 
 @pytest.fixture
@@ -37,12 +43,15 @@ def raw(text: str, problem: str = "") -> dict:
         ("supervised", {"prompt": "p", "chosen": " c"}, "p", (" c",)),
         ("supervised", {"prompt": "p", "chosen": " c", "rejected": " r"}, "p", (" c",)),
         ("supervised", {"chosen": "H: hi\n\nA: yes", "rejected": "H: hi\n\nA: no"}, "H: hi\n\nA:", (" yes",)),
+        ("supervised", {"chosen": f"{DIALOGUE} I am", "rejected": f"{DIALOGUE} I can"}, DIALOGUE, (" I am",)),
         ("supervised", {"text": "t"}, "", ("t",)),
         ("supervised", {"text": "t", "completion": None}, "", ("t",)),
         ("preference", {"prompt": "p", "chosen": "c", "rejected": "r", "score": 3}, "p", ("c", "r")),
         ("preference", {"chosen": "say gold", "rejected": "say good"}, "say", (" gold", " good")),
         ("preference", {"chosen": "a b", "rejected": "a b c"}, "a", (" b", " b c")),
+        ("preference", {"chosen": f"{DIALOGUE} I", "rejected": f"{DIALOGUE} I do"}, DIALOGUE, (" I", " I do")),
         ("prompt", {"prompt": "p", "answer": "7"}, "p", ()),
+        ("prompt", {"chosen": f"{DIALOGUE} I am", "rejected": f"{DIALOGUE} I can"}, DIALOGUE, ()),
         ("prompt", {"text": "t"}, "t", ()),
         ("prompt", {"chosen": "say gold", "rejected": "say good"}, "say", ()),
     ],
@@ -64,6 +73,9 @@ def test_columns_of_text(form, record, prompt, completions, tokenizer):
         ("prompt", {"messages": ASK}, []),
         ("prompt", {"messages": ASK + GOOD}, []),
         ("prompt", {"chosen": ASK + GOOD, "rejected": ASK + BAD}, []),
+        ("preference", {"prompt": "Hi", "chosen": ASK + GOOD, "rejected": ASK + BAD}, [ASK + GOOD, ASK + BAD]),
+        ("prompt", {"prompt": "Hi", "messages": ASK + GOOD, "chosen": ASK + GOOD, "rejected": ASK + BAD}, []),
+        ("prompt", {"prompt": "Hi", "chosen": ASK + GOOD, "rejected": ASK + BAD}, []),
     ],
 )
 def test_conversations_are_what_the_template_writes(form, record, wholes, tokenizer):
@@ -84,8 +96,8 @@ def test_conversations_are_what_the_template_writes(form, record, wholes, tokeni
         ("prompt", raw("", "not UTF-8"), "not UTF-8"),
         ("prompt", row([1]), "not an object with named fields"),
         ("prompt", row("text"), "not an object with named fields"),
-        ("prompt", row({}), "none of prompt, messages and text"),
-        ("prompt", row({"prompt": None}), "none of prompt, messages and text"),
+        ("prompt", row({}), NONE_OF_PROMPTS.format(r"\(none\)")),
+        ("prompt", row({"prompt": None}), NONE_OF_PROMPTS.format("prompt")),
         ("prompt", row({"prompt": " \n"}), "empty prompt"),
         ("prompt", row({"prompt": []}), "empty prompt"),
         ("prompt", row({"prompt": 3}), "prompt is neither a text nor a list of messages"),
@@ -102,13 +114,22 @@ def test_conversations_are_what_the_template_writes(form, record, wholes, tokeni
         ("prompt", row({"prompt": [{"role": "tool", "content": "x"}]}), "the chat template refuses it: no tools"),
         ("prompt", row({"messages": GOOD}), "empty prompt"),
         ("prompt", row({"messages": []}), "empty messages"),
-        ("supervised", row({"prompt": "p"}), "none of completion, chosen, messages and text"),
-        ("supervised", row({"completion": "c"}), "no prompt"),
+        (
+            "supervised",
+            row({"prompt": "p", "answer": "a"}),
+            "none of completion, chosen, messages and text among the columns answer, prompt; --completion_column, "
+            "--chosen_column, --messages_column, --text_column can name another",
+        ),
+        (
+            "supervised",
+            row({"completion": "c"}),
+            "no prompt among the columns completion; --prompt_column can name another",
+        ),
         ("supervised", row({"prompt": "p", "completion": ""}), "empty completion"),
         ("supervised", row({"prompt": "p", "completion": GOOD}), "one field is a text and another a conversation"),
         ("supervised", row({"messages": ASK}), "the last message is not the assistant's"),
-        ("preference", row({"prompt": "p", "chosen": "c"}), "no rejected"),
-        ("preference", row({"prompt": "p", "rejected": "c"}), "no chosen"),
+        ("preference", row({"prompt": "p", "chosen": "c"}), NO_OTHER.format("rejected", "chosen, prompt")),
+        ("preference", row({"prompt": "p", "rejected": "c"}), NO_OTHER.format("chosen", "prompt, rejected")),
         ("preference", row({"prompt": "p", "chosen": "c", "rejected": "c"}), "chosen equals rejected"),
         ("preference", row({"chosen": "p c", "rejected": "p c"}), "chosen equals rejected"),
         ("preference", row({"chosen": "a", "rejected": "b"}), "empty prompt"),
@@ -119,6 +140,36 @@ def test_conversations_are_what_the_template_writes(form, record, wholes, tokeni
 def test_a_defect_has_a_name(form, broken, reason, tokenizer):
     with pytest.raises(BadRecord, match=f"^{reason}$"):
         texts_of(broken, form, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("form", "columns", "record", "prompt", "completions"),
+    [
+        ("supervised", {"prompt": "question", "completion": "answer"}, {"question": "q", "answer": "a"}, "q", ("a",)),
+        ("preference", {"chosen": "good", "rejected": "bad"}, {"good": "a b", "bad": "a c"}, "a", (" b", " c")),
+        ("prompt", {"prompt": "question"}, {"question": "q", "prompt": "another", "text": "t"}, "q", ()),
+        ("supervised", {"text": "content"}, {"content": "t"}, "", ("t",)),
+        ("supervised", {"messages": "turns"}, {"turns": ASK + GOOD, "text": "t"}, None, ("hello</s>",)),
+    ],
+)
+def test_columns_of_other_names(form, columns, record, prompt, completions, tokenizer):
+    record_format = RecordFormat(**{f"{name}_column": other for name, other in columns.items()})
+    found = texts_of(row(record), form, tokenizer, record_format)
+    assert prompt is None or found.prompt == prompt
+    assert found.completions == completions
+
+
+def test_the_error_names_the_columns_and_the_flags_of_those_that_are_looked_for(tokenizer):
+    with pytest.raises(BadRecord, match="^no ask among the columns a, completion; --prompt_column can name another$"):
+        texts_of(row({"completion": "c", "a": "b"}), "supervised", tokenizer, RecordFormat(prompt_column="ask"))
+
+
+def test_a_text_prompt_stands_in_its_template(tokenizer):
+    record_format = RecordFormat(input_template="Q: {}\nA:")
+    assert texts_of(row({"prompt": "{p}"}), "prompt", tokenizer, record_format).prompt == "Q: {p}\nA:"
+    assert texts_of(row({"text": "t"}), "supervised", tokenizer, record_format).prompt == ""
+    with pytest.raises(ValueError, match="input_template: 'Q:' given; it must have {} for the prompt"):
+        RecordFormat(input_template="Q:")
 
 
 def test_a_template_that_changes_the_prompt_is_named(tokenizer):

@@ -1,0 +1,38 @@
+"""Tokenizers of bytes with the special tokens and chat templates of known families."""
+
+from pathlib import Path
+
+import trl
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+# Family → its special tokens, of which the first is the tokenizer's start and the second its end, and what ends a turn.
+FAMILIES = {
+    "qwen2_5": (("", "<|im_end|>", "<|im_start|>", "<|endoftext|>"), "<|im_end|>"),
+    "qwen3": (("", "<|im_end|>", "<|im_start|>", "<|endoftext|>"), "<|im_end|>"),
+    "gemma": (("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
+    "gemma3": (("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
+    "phi3": (("<s>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), "<|end|>"),
+    "llama3": (
+        ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|eot_id|>",
+    ),
+    "cohere": (
+        ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
+        "<|END_OF_TURN_TOKEN|>",
+    ),
+}
+
+
+def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes with a family's special tokens, and its own chat template as TRL keeps it."""
+    special, _ = FAMILIES[family]
+    inner = Tokenizer(models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), ByteLevel()
+    inner.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special if text])
+    ends = {"eos_token": special[1], "pad_token": special[1], **({"bos_token": special[0]} if special[0] else {})}
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
+    made.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
+    return made
