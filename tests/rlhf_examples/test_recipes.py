@@ -225,7 +225,7 @@ def run_recipe(settings: dict, directory: str) -> None:
     pipeline.run(pipeline.parse(settings, ["--output_dir", directory]))
 
 
-FAST = ("gsm8k", "ultrafeedback")
+FAST = ("1gpu_1b", "gsm8k", "ultrafeedback")
 ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in (*RECIPES, *OF_SETS)]
 
 
