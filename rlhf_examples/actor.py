@@ -16,14 +16,13 @@ from rlhf_examples.arguments import EvaluateArguments, RolloutArguments, RunArgu
 from rlhf_examples.data import reward_columns
 from rlhf_examples.ema import MovingAverage
 from rlhf_examples.engines import Judge, Training, export, judge, trained_policy
-from rlhf_examples.files import write_atomically
+from rlhf_examples.files import AVERAGE, BEFORE, MODEL, write_atomically
 from rlhf_examples.forwards import judged_logps, judged_values
 from rlhf_examples.losses import last_token_values
 from rlhf_examples.models import is_reward_model, load_policy, load_value_model, require_model
 from rlhf_examples.ranks import device, from_all_ranks, interleaved, is_first, own_share, sums_over_ranks
 from rlhf_examples.rewards import judged, load_reward
 from rlhf_examples.rollouts import Row, decode_completions, own_numbers, roll_out, sampling
-from rlhf_examples.run_directory import AVERAGE, BEFORE, MODEL
 from rlhf_examples.run_log import RunLog, read_metrics
 from rlhf_examples.trackers import Metrics
 
@@ -234,11 +233,11 @@ class Evaluation:
         scorers = [scorer, *([Scorer.load(args.eval_reward, args.dtype, rows)] if args.eval_reward else [])]
         return cls(policy, tokenizer, prompts, scorers, args)
 
-    def __call__(self) -> tuple[Metrics, list[str], list[float]]:
-        """The scorers' means, of what they could judge, as metrics; completions of all prompts, and the first scorer's
-        scores of them. All are empty without prompts."""
+    def __call__(self) -> tuple[Metrics, list[str], dict[str, list[float]]]:
+        """The scorers' means, of what they could judge, as metrics; completions of all prompts; scores of them by the
+        scorers' names, the first scorer's first. All are empty without prompts."""
         if not self.prompts:
-            return {}, [], []
+            return {}, [], {}
         ranks = dist.get_world_size()
         padded = [*self.prompts, *self.prompts[:1] * (-len(self.prompts) % ranks)]  # as many on each rank
         own = own_share(padded)
@@ -250,11 +249,20 @@ class Evaluation:
         together = zip(*from_all_ranks(found), strict=True)
         texts, *scores = (interleaved(parts)[: len(self.prompts)] for parts in together)
         means = {f"eval_{s.name}": mean_of_judged(of) for s, of in zip(self.scorers, scores, strict=True)}
-        return means, texts, scores[0]
+        return means, texts, dict(zip([scorer.name for scorer in self.scorers], scores, strict=True))
 
     def before(self, directory: Path, resumed: bool) -> dict:
         """What was found before the first update; a resumed run reads what its beginning wrote."""
         return kept_before(directory, resumed, lambda: dict(zip(("metrics", "texts", "scores"), self(), strict=True)))
+
+    def logged(self, log: RunLog, iteration: int, found: dict | None = None) -> Metrics:
+        """Evaluate while training, and log every completion.  found: what `before` gave, in the place of evaluating."""
+        metrics, texts, scores = self() if found is None else found.values()
+        if texts:
+            prompts = [row["prompt"] for row in self.prompts]
+            columns = {"prompt": prompts, "completion": texts, **scores}
+            log.add_completions(iteration, columns, self.args.num_samples)
+        return metrics
 
     def show(self, log: RunLog, before: dict) -> Metrics:
         """Evaluate, and show samples before and after; gives the metrics, with those before under `before_`."""
@@ -262,7 +270,8 @@ class Evaluation:
         few = slice(0, self.args.num_samples)
         prompts = [row["prompt"] for row in self.prompts]
         if prompts[few]:
-            log.show_samples(prompts[few], before["texts"][few], texts[few], before["scores"][few], scores[few])
+            rewards = (next(iter(of.values()))[few] for of in (before["scores"], scores))
+            log.show_samples(prompts[few], before["texts"][few], texts[few], *rewards)
         return {**{f"before_{name}": value for name, value in before["metrics"].items()}, **metrics}
 
 

@@ -52,7 +52,8 @@ def run(args: EvaluateArguments) -> list[dict]:
     found = []
     for name in args.model_name_or_path:
         engine = frozen(load_exported, name, args.dtype, args.zero_stage)
-        _, completions, scores = Evaluation(engine, tokenizer, prompts, [scorer], args)()
+        _, completions, by_scorer = Evaluation(engine, tokenizer, prompts, [scorer], args)()
+        scores = by_scorer[scorer.name]
         engine.destroy()
         columns = {"prompt": [row["prompt"] for row in prompts], "completion": completions, "score": scores}
         known = [score for score in scores if not math.isnan(score)]  # those that could be judged

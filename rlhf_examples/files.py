@@ -1,8 +1,13 @@
-"""Files that a kill at any moment leaves whole, and text that any program may show."""
+"""Files of a run, by name; files that a kill at any moment leaves whole; text that any program may show."""
 
 import os
 import unicodedata
 from pathlib import Path
+
+CHECKPOINTS, MODEL, AVERAGE = "checkpoints", "model", "model_ema"
+BEFORE, METRICS, SAMPLES, SETTINGS = "before.json", "metrics.jsonl", "samples.json", "settings.json"
+COMPLETIONS = "completions.jsonl"  # of evaluations
+DONE, PAIRS = "done.json", "pairs.jsonl"
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

@@ -20,6 +20,7 @@ from rlhf_examples.arguments import GRPOArguments
 from rlhf_examples.checkpoint import Checkpoints
 from rlhf_examples.command_line import run_command
 from rlhf_examples.engines import step_on
+from rlhf_examples.files import CHECKPOINTS
 from rlhf_examples.forwards import token_logps
 from rlhf_examples.held_out import examples_of
 from rlhf_examples.losses import figure_means, group_advantages, grpo_loss, masked_sum, rloo_advantages
@@ -38,7 +39,7 @@ from rlhf_examples.rollouts import (
     sampling,
     training_logps,
 )
-from rlhf_examples.run_directory import CHECKPOINTS, begin_run
+from rlhf_examples.run_directory import begin_run
 from rlhf_examples.trackers import Metrics
 
 EMBEDDED = "synthetic:arithmetic"
@@ -70,6 +71,8 @@ def run(args: GRPOArguments) -> Metrics:
     evaluation = Evaluation.load(actor.policy, tokenizer, held_out, scorer, args)
     before = evaluation.before(directory, resumed=done > 0)
     log = start_log(args, "GRPO", BAR, args.num_iterations, done)
+    if not done:
+        evaluation.logged(log, 0, before)
     ranks = dist.get_rank(), dist.get_world_size()
     batches = prompts.batches(args.per_device_generation_batch_size, args.seed, done, *ranks)
 
@@ -79,7 +82,7 @@ def run(args: GRPOArguments) -> Metrics:
             actor.policy.eval()  # prints DeepSpeed's line about the iteration before
         metrics = grpo_iteration(actor, scorer, tokenizer, next(batches), iteration, args)
         if args.eval_every and iteration % args.eval_every == 0:
-            metrics |= evaluation()[0]
+            metrics |= evaluation.logged(log, iteration)
         log.add(iteration, metrics)
         if args.save_every and iteration % args.save_every == 0:
             checkpoints.save(iteration)

@@ -17,11 +17,10 @@ from rlhf_examples.arguments import PairsArguments
 from rlhf_examples.command_line import run_command
 from rlhf_examples.data import tokenised
 from rlhf_examples.engines import frozen
-from rlhf_examples.files import write_atomically
+from rlhf_examples.files import PAIRS, write_atomically
 from rlhf_examples.models import load_exported, load_tokenizer, require_model
 from rlhf_examples.ranks import is_first, rendezvous
 from rlhf_examples.records import load_records
-from rlhf_examples.run_directory import PAIRS
 from rlhf_examples.synthetic import preference_pairs
 from rlhf_examples.texts import RecordFormat
 from rlhf_examples.trackers import Metrics
@@ -46,7 +45,8 @@ def run(args: PairsArguments) -> Metrics:
         both = []
         for half in range(2):
             seed = args.seed + 2 * round_number + half
-            both.append(Evaluation(engine, tokenizer, rows, [scorer], replace(args, seed=seed))()[1:])
+            _, completions, scores = Evaluation(engine, tokenizer, rows, [scorer], replace(args, seed=seed))()
+            both.append((completions, scores[scorer.name]))
         (one, of_one), (other, of_other) = both
         scores = dict(zip(zip(texts * 2, one + other, strict=True), of_one + of_other, strict=True))
 

@@ -29,10 +29,10 @@ from rlhf_examples.arguments import (
     split_command_line,
 )
 from rlhf_examples.command_line import input_errors_reported
-from rlhf_examples.files import write_atomically
+from rlhf_examples.files import DONE, write_atomically
 from rlhf_examples.ranks import end_ranks, is_first, preparing, rendezvous, start_ranks
 from rlhf_examples.report import write_report
-from rlhf_examples.run_directory import DONE, begin_run
+from rlhf_examples.run_directory import begin_run
 
 SCRIPTS = {
     "sft": (SFTArguments, sft.run),

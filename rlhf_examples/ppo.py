@@ -20,6 +20,7 @@ from rlhf_examples.arguments import PPOArguments
 from rlhf_examples.checkpoint import Checkpoints
 from rlhf_examples.command_line import run_command
 from rlhf_examples.engines import Training, step_on, trained
+from rlhf_examples.files import CHECKPOINTS
 from rlhf_examples.forwards import judged_values, token_logps, token_values
 from rlhf_examples.held_out import examples_of
 from rlhf_examples.losses import (
@@ -52,7 +53,7 @@ from rlhf_examples.rollouts import (
     sampling,
     training_logps,
 )
-from rlhf_examples.run_directory import CHECKPOINTS, begin_run
+from rlhf_examples.run_directory import begin_run
 from rlhf_examples.trackers import Metrics
 
 EMBEDDED = "synthetic:stories"
@@ -82,6 +83,8 @@ def run(args: PPOArguments) -> Metrics:
     evaluation = Evaluation.load(models.actor.policy, tokenizer, held_out, models.scorer, args)
     before = evaluation.before(directory, resumed=done > 0)
     log = start_log(args, "PPO", BAR, args.num_iterations, done)
+    if not done:
+        evaluation.logged(log, 0, before)
     batches = prompts.batches(
         args.per_device_generation_batch_size, args.seed, done, dist.get_rank(), dist.get_world_size()
     )
@@ -92,7 +95,7 @@ def run(args: PPOArguments) -> Metrics:
             models.actor.policy.eval()  # prints DeepSpeed's line about the iteration before
         metrics = ppo_iteration(models, tokenizer, next(batches), ptx, kl_ctl, iteration, args)
         if args.eval_every and iteration % args.eval_every == 0:
-            metrics |= evaluation()[0]
+            metrics |= evaluation.logged(log, iteration)
         log.add(iteration, metrics)
         if args.save_every and iteration % args.save_every == 0:
             checkpoints.save(iteration)

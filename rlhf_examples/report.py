@@ -24,12 +24,14 @@ from rlhf_examples.charts import (
     phase_color,
     phase_seconds,
 )
-from rlhf_examples.files import printable, write_atomically
+from rlhf_examples.files import METRICS, SAMPLES, SETTINGS, printable, write_atomically
 from rlhf_examples.report_page import PAGE
-from rlhf_examples.run_log import METRICS, SAMPLES, SETTINGS, read_metrics, short
+from rlhf_examples.run_log import read_completions, read_metrics, short
 from rlhf_examples.trackers import Histogram
 
 REPORT, SUMMARY, PIPELINE = "report.html", "summary.json", "pipeline.json"
+
+SHOWN_PROMPTS = 4  # of a run that has not ended
 
 STEP_TITLES = {
     "sft": "Supervised fine-tuning",
@@ -157,6 +159,7 @@ class Step:
     not_finite: dict[str, list[int]]
     histograms: dict[str, list[Histogram]]
     samples: list[dict]
+    completions: pd.DataFrame
     settings: dict
 
 
@@ -209,6 +212,7 @@ def read_step(directory: Path) -> Step:
         not_finite=not_finite,
         histograms=histograms,
         samples=read_json(directory / SAMPLES, []),
+        completions=read_completions(directory),
         settings=read_json(directory / SETTINGS, {}),
     )
 
@@ -229,6 +233,7 @@ def section(step: Step) -> dict:
         "speed": [*drawn(log, SPEED), *draw_memory(log)],
         "numerics": [*draw_histograms(step.histograms), *drawn(log, NUMERICS)],
         "samples": [sample_of(sample) for sample in step.samples],
+        "completions": completions_by_prompt(step.completions, len(step.samples) or SHOWN_PROMPTS),
         "settings": rows_of(step.settings),
         "metrics": metric_rows(log),
     }
@@ -328,6 +333,18 @@ def sample_of(sample: dict) -> dict[str, str]:
     texts = {name: printable(str(sample.get(name, ""))) for name in ("prompt", "before", "after")}
     rewards = {name: short(sample[name]) for name in ("reward_before", "reward_after") if name in sample}
     return {"reward_before": "", "reward_after": "", **texts, **rewards}
+
+
+def completions_by_prompt(completions: pd.DataFrame, most: int) -> list[tuple[str, list[tuple[int, str, str]]]]:
+    """Of the first prompts of evaluations: the prompt, and by iteration its completion and the first score of that."""
+    scores = [name for name in completions.columns if name not in ("iteration", "prompt", "completion")]
+    found = []
+    for _, rows in completions.groupby(completions.groupby("iteration").cumcount()):
+        first = rows[scores[0]] if scores else [None] * len(rows)
+        texts = zip(rows["iteration"], rows["completion"], first, strict=True)
+        by_iteration = [(iteration, printable(text), short(score)) for iteration, text, score in texts]
+        found.append((printable(rows["prompt"].iloc[0]), by_iteration))
+    return found[:most]
 
 
 def rows_of(settings: dict) -> list[tuple[str, str]]:

@@ -195,6 +195,19 @@ TEMPLATE = """<!DOCTYPE html>
 </div>
 {%- endfor %}
 {%- endif %}
+{%- if step.completions %}
+<details><summary>Completions of held-out prompts while training</summary>
+{%- for prompt, rows in step.completions %}
+<div class="card scroll"><div class="tag">prompt</div><p class="text" dir="auto">{{ prompt }}</p><table>
+<tr><th>iteration</th><th>completion</th><th>reward</th></tr>
+{%- for iteration, completion, reward in rows %}
+<tr><td class="figure">{{ iteration }}</td><td><span class="text" dir="auto">{{ completion }}</span></td>
+<td class="figure">{{ reward }}</td></tr>
+{%- endfor %}
+</table></div>
+{%- endfor %}
+</details>
+{%- endif %}
 {%- if step.metrics %}
 <details><summary>All metrics</summary><div class="card scroll"><table>
 <tr><th>metric</th><th></th>

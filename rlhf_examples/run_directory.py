@@ -5,12 +5,22 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rlhf_examples.arguments import PipelineArguments, RunArguments
+from rlhf_examples.files import (
+    AVERAGE,
+    BEFORE,
+    CHECKPOINTS,
+    COMPLETIONS,
+    DONE,
+    METRICS,
+    MODEL,
+    PAIRS,
+    SAMPLES,
+    SETTINGS,
+)
 from rlhf_examples.ranks import from_all_ranks, is_first, rendezvous
 
-CHECKPOINTS, MODEL, AVERAGE = "checkpoints", "model", "model_ema"
-BEFORE, METRICS, SAMPLES, SETTINGS = "before.json", "metrics.jsonl", "samples.json", "settings.json"
-DONE, PAIRS = "done.json", "pairs.jsonl"
-WRITTEN = (CHECKPOINTS, MODEL, AVERAGE, BEFORE, METRICS, SAMPLES, SETTINGS, DONE, PAIRS, "tensorboard", "report.html")
+WRITTEN = (CHECKPOINTS, MODEL, AVERAGE, BEFORE, METRICS, SAMPLES, COMPLETIONS, SETTINGS, DONE, PAIRS)
+WRITTEN += ("tensorboard", "report.html")
 RESULTS = (MODEL, AVERAGE, METRICS, DONE, PAIRS)  # what a run is kept for, beside its checkpoints
 
 

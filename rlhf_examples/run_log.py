@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 
+import pandas as pd
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from rlhf_examples.files import printable, write_atomically
-from rlhf_examples.run_directory import METRICS, SAMPLES, SETTINGS
+from rlhf_examples.files import COMPLETIONS, METRICS, SAMPLES, SETTINGS, printable, write_atomically
 from rlhf_examples.trackers import Histogram, Metrics, check_report_to, start_trackers
 
 
@@ -62,9 +62,12 @@ class RunLog:
         self.not_finite: set[str] = set()  # metrics that were warned about
         name = run_name or self.directory.name
         self.trackers = start_trackers(report_to, self.directory, start, project, name, settings or {})
+        completions = self._kept_completions(start)
         for tracker in self.trackers:
             for row in rows if tracker.replays else []:
                 tracker.add(row["iteration"], {name: value for name, value in row.items() if name != "iteration"})
+            for iteration, table in completions.groupby("iteration") if tracker.replays and start else []:
+                tracker.add_table(iteration, "completions", table)
         progress = tqdm if sys.stderr.isatty() else ProgressLines
         self.bar = progress(total=total, initial=start, desc=description)
         self.console = Console(width=110)
@@ -123,6 +126,33 @@ class RunLog:
         with self.room_for_output():
             self.console.print(table)
 
+    def _kept_completions(self, start: int) -> pd.DataFrame:
+        """What the run that goes on has kept of evaluations' completions; what came after is dropped."""
+        path = self.directory / COMPLETIONS
+        if not start:
+            path.unlink(missing_ok=True)
+        kept = read_completions(self.directory)
+        if len(kept):
+            kept = kept[kept["iteration"] <= start]
+            write_atomically(path, as_lines(kept))
+        return kept
+
+    def add_completions(self, iteration: int, columns: dict[str, list], shown: int) -> None:
+        """Log an evaluation's completions: all in completions.jsonl and at the trackers, a few in the terminal.
+
+        columns: prompt, completion, and scores by name; as long as each other.  shown: of these rows.
+        """
+        if not self.leads:
+            return
+        found = pd.DataFrame({"iteration": iteration, **columns})
+        with (self.directory / COMPLETIONS).open("a") as file:
+            file.write(as_lines(found))
+        for tracker in self.trackers:
+            tracker.add_table(iteration, "completions", found)
+        if self.print_every and shown:
+            columns = {name: values[:shown] for name, values in columns.items()}
+            self._print_texts(f"completions of held-out prompts, iteration {iteration}", columns)
+
     def show_samples(
         self,
         prompts: list[str],
@@ -142,10 +172,13 @@ class RunLog:
         columns |= {"reward_after": rewards_after} if rewards_after is not None else {}
         samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         write_atomically(self.directory / SAMPLES, json.dumps(without_nan(samples), indent=1))
-        table = Table(*(name.replace("_", " ") for name in columns), title="samples", show_lines=True)
-        for sample in samples:
+        self._print_texts("samples", columns)
+
+    def _print_texts(self, title: str, columns: dict[str, list]) -> None:
+        table = Table(*(name.replace("_", " ") for name in columns), title=title, show_lines=True)
+        for row in zip(*columns.values(), strict=True):
             # As Text: a completion may hold what rich takes for markup.
-            table.add_row(*(Text(printable(v) if isinstance(v, str) else short(v)) for v in sample.values()))
+            table.add_row(*(Text(printable(v) if isinstance(v, str) else short(v)) for v in row))
         with self.room_for_output():
             self.console.print(table)
 
@@ -212,6 +245,20 @@ def read_metrics(directory: Path) -> list[dict[str, "float | Histogram"]]:
     path = Path(directory) / METRICS
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     return [from_line(line, f"{path}:{i}") for i, line in enumerate(lines, start=1) if line.endswith("\n")]
+
+
+def read_completions(directory: Path) -> pd.DataFrame:
+    """The completions of a run's evaluations: iteration, prompt, completion, scores. A line that a kill cut short is
+    left out."""
+    path = Path(directory) / COMPLETIONS
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return pd.DataFrame(rows, columns=None if rows else ["iteration", "prompt", "completion"])
+
+
+def as_lines(table: pd.DataFrame) -> str:
+    """A line of JSON for each row."""
+    return "".join(as_line(row) for row in table.to_dict("records"))
 
 
 def as_line(row: dict) -> str:

@@ -1,12 +1,19 @@
-"""Where a run's metrics go besides its JSONL: TensorBoard, Trackio, Weights & Biases."""
+"""Where a run's metrics go besides its JSONL: TensorBoard, Trackio, Weights & Biases, through accelerate's trackers."""
 
+import html
 import importlib
 import importlib.util
-import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter  # optional
 
 # The names that `report_to` allows, and the package that each needs; they are imported where asked for alone.
 PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb"}
@@ -46,80 +53,83 @@ def check_report_to(names: list[str]) -> None:
             raise ValueError(f"report_to: {name!r} given, and it is not installed; try: pip install {PACKAGES[name]}")
 
 
-class TensorBoard:
-    """Event files in the run's directory. Those of a resumed run go on; what lies behind `start` is not shown."""
-
-    replays = False  # the files hold the iterations before `start` already
-
-    def __init__(self, directory: Path, start: int):
-        from torch.utils.tensorboard import SummaryWriter  # optional
-
-        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
-
-    def add(self, iteration: int, metrics: Metrics) -> None:
-        """Write an iteration's metrics."""
-        for name, value in metrics.items():
-            if isinstance(value, Histogram):
-                self._add_histogram(name, value, iteration)
-            else:
-                self.writer.add_scalar(name, value, iteration)
-
-    def _add_histogram(self, name: str, histogram: Histogram, iteration: int) -> None:
-        middles = [(low + high) / 2 for low, high in zip(histogram.edges, histogram.edges[1:], strict=False)]
-        weighted = list(zip(middles, histogram.counts, strict=True))
-        self.writer.add_histogram_raw(
-            name,
-            min=histogram.edges[0],
-            max=histogram.edges[-1],
-            num=sum(histogram.counts),
-            sum=sum(value * count for value, count in weighted),
-            sum_squares=sum(value**2 * count for value, count in weighted),
-            bucket_limits=histogram.edges[1:],
-            bucket_counts=histogram.counts,
-            global_step=iteration,
-        )
-
-    def close(self) -> None:
-        """Finish the files."""
-        self.writer.close()
-
-
 class Tracker:
-    """Trackio or Weights & Biases, whose calls are the same.
+    """A run at one of accelerate's trackers.
 
-    A resumed run is a new one there, and begins with the iterations that the log has kept: neither service can take
-    back those that were lost.
+    TensorBoard's files of a resumed run go on; what lies behind `start` is not shown. At Trackio and Weights & Biases a
+    resumed run is a new one, which must be told again what the log has kept: neither can take back what was lost.
     """
 
-    replays = True
-
-    def __init__(self, service: str, directory: Path, start: int, project: str, run_name: str, settings: dict):
-        self.module = importlib.import_module(PACKAGES[service])
-        name = f"{run_name}-from-{start + 1}" if start else run_name
-        where = {"dir": str(directory)} if service == "wandb" else {}
-        self.module.init(project=project, name=name, config=settings, **where)
+    def __init__(self, name: str, directory: Path, start: int, project: str, run_name: str, settings: dict):
+        PartialState()  # accelerate asks it which process writes
+        self.name = name
+        if name == "tensorboard":
+            self.tracker = TensorBoardTracker("tensorboard", directory, purge_step=start + 1)
+        else:
+            where = {"dir": str(directory)} if name == "wandb" else {}
+            run_name = f"{run_name}-from-{start + 1}" if start else run_name
+            self.tracker = LOGGER_TYPE_TO_CLASS[name](project, name=run_name, config=settings, **where)
+        self.replays = name != "tensorboard"  # the files hold the iterations before `start` already
+        self.tracker.start()
 
     def add(self, iteration: int, metrics: Metrics) -> None:
-        """Send an iteration's metrics."""
-        self.module.log({name: self._known(value) for name, value in metrics.items()}, step=iteration)
+        """An iteration's metrics."""
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, Histogram)}
+        histograms = {name: value for name, value in metrics.items() if isinstance(value, Histogram)}
+        if self.name == "tensorboard":
+            for name, value in histograms.items():
+                add_histogram(self.tracker.writer, name, value, iteration)
+        else:
+            package = importlib.import_module(PACKAGES[self.name])
+            for name, value in histograms.items():
+                numbers[name] = package.Histogram(np_histogram=(list(value.counts), list(value.edges)))
+        self.tracker.log(numbers, step=iteration)
 
-    def _known(self, value: "float | Histogram"):
-        if isinstance(value, Histogram):
-            return self.module.Histogram(np_histogram=(list(value.counts), list(value.edges)))
-        return value if math.isfinite(value) else float("nan")
+    def add_table(self, iteration: int, name: str, table: pd.DataFrame) -> None:
+        """A table; in TensorBoard as text."""
+        if self.name == "tensorboard":
+            self.tracker.log({name: markdown(table)}, step=iteration)
+        elif self.name == "wandb":
+            self.tracker.log_table(name, dataframe=table, step=iteration)
+        else:
+            package = importlib.import_module(PACKAGES[self.name])
+            self.tracker.log({name: package.Table(dataframe=table)}, step=iteration)
 
     def close(self) -> None:
         """End the run there."""
-        self.module.finish()
+        self.tracker.finish()
+
+
+def add_histogram(writer: "SummaryWriter", name: str, histogram: Histogram, iteration: int) -> None:
+    """Write counts to TensorBoard's files as they are; `add_histogram` would count values."""
+    middles = [(low + high) / 2 for low, high in zip(histogram.edges, histogram.edges[1:], strict=False)]
+    weighted = list(zip(middles, histogram.counts, strict=True))
+    writer.add_histogram_raw(
+        name,
+        min=histogram.edges[0],
+        max=histogram.edges[-1],
+        num=sum(histogram.counts),
+        sum=sum(value * count for value, count in weighted),
+        sum_squares=sum(value**2 * count for value, count in weighted),
+        bucket_limits=histogram.edges[1:],
+        bucket_counts=histogram.counts,
+        global_step=iteration,
+    )
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A table in Markdown, whose cells are shown as they are."""
+
+    def cell(value: object) -> str:
+        text = f"{value:.4g}" if isinstance(value, float) else html.escape(str(value))
+        return text.replace("|", "&#124;").replace("\n", "<br>")
+
+    rows = [list(table.columns), ["---"] * len(table.columns), *table.itertuples(index=False)]
+    return "\n".join(f"| {' | '.join(map(cell, row))} |" for row in rows)
 
 
 def start_trackers(
     names: list[str], directory: Path, start: int, project: str, run_name: str, settings: dict
-) -> list[TensorBoard | Tracker]:
+) -> list[Tracker]:
     """A tracker for each of `names`, which `check_report_to` has let through."""
-    return [
-        TensorBoard(directory, start)
-        if name == "tensorboard"
-        else Tracker(name, directory, start, project, run_name, settings)
-        for name in names
-    ]
+    return [Tracker(name, directory, start, project, run_name, settings) for name in names]

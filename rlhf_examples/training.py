@@ -18,10 +18,10 @@ from rlhf_examples.checkpoint import Checkpoints
 from rlhf_examples.data import Examples
 from rlhf_examples.ema import MovingAverage
 from rlhf_examples.engines import step_on
+from rlhf_examples.files import CHECKPOINTS
 from rlhf_examples.losses import Loss, figure_means
 from rlhf_examples.ranks import device, over_ranks, own_share
 from rlhf_examples.rollouts import Row
-from rlhf_examples.run_directory import CHECKPOINTS
 from rlhf_examples.trackers import Metrics
 
 # The loss of some rows, over a denominator; and how many tokens or pairs of rows a loss is a mean over.

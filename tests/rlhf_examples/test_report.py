@@ -322,3 +322,21 @@ def test_the_stack_has_the_shares_of_the_phases(run, tmp_path):
     }
     assert pixels["train"] > 2000
     assert pixels["decode"] / pixels["train"] == pytest.approx(SECONDS["decode"] / SECONDS["train"], rel=0.08)  # edges
+
+
+def test_completions_while_training_are_shown_by_prompt(tmp_path):
+    log = RunLog(tmp_path / "grpo", total=2, print_every=0, report_to=[])
+    log.add(1, {"reward": 0.5})
+    for iteration, score in ((0, 0.25), (1, 0.75)):
+        columns = {"prompt": ["one", "two <b>"], "completion": [f"a{iteration}", f"b{iteration}"]}
+        log.add_completions(iteration, {**columns, "correct": [score, None]}, shown=0)
+    log.close()
+    page = write_report(tmp_path).read_text()
+    part = page[page.index("Completions of held-out prompts while training") :]
+    assert "two &lt;b&gt;" in part
+    assert part.index("a0") < part.index("0.25") < part.index("a1") < part.index("0.75") < part.index("b0")
+
+
+def test_the_report_needs_no_deepspeed():
+    code = "import rlhf_examples.report, sys; assert 'deepspeed' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

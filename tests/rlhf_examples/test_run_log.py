@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import rlhf_examples.run_log as module
 from rlhf_examples import files
-from rlhf_examples.run_log import RunLog, read_metrics, short
+from rlhf_examples.run_log import RunLog, read_completions, read_metrics, short
 from rlhf_examples.trackers import LOGP_DIFFERENCE_EDGES, Histogram, check_report_to
 
 # A module that stands for Trackio and for W&B: both have these calls.
@@ -21,12 +21,17 @@ calls = []
 class Histogram:
     def __init__(self, np_histogram):
         self.np_histogram = np_histogram
+class Table:
+    def __init__(self, columns=None, data=None, dataframe=None):
+        self.dataframe = dataframe
+class Run:
+    def log(self, metrics, step):
+        calls.append(("log", step, metrics))
+    def finish(self):
+        calls.append(("finish",))
 def init(**kwargs):
     calls.append(("init", kwargs))
-def log(metrics, step):
-    calls.append(("log", step, metrics))
-def finish():
-    calls.append(("finish",))
+    return Run()
 """
 
 
@@ -254,3 +259,37 @@ def test_a_terminal_has_a_bar(tmp_path, monkeypatch):
     log = RunLog(tmp_path, total=2, report_to=[])
     assert isinstance(log.bar, module.tqdm)
     log.close()
+
+
+COLUMNS = {"prompt": ["one |", "<two>"], "completion": ["a\nb", "[bold]c[/bold]"], "cheerful": [0.5, math.nan]}
+
+
+@pytest.mark.parametrize("service", ["trackio", "wandb"], indirect=True)
+def test_completions_of_evaluations_are_kept_and_told(tmp_path, service, capfd):
+    name, calls = service
+    run = tmp_path / "run"
+    log = run_log(run, report_to=["tensorboard", name], print_every=1)
+    for iteration in (0, 2, 4):
+        log.add_completions(iteration, COLUMNS, shown=1)
+    log.close()
+    out = capfd.readouterr().out
+    assert "iteration 2" in out and "one |" in out and "<two>" not in out, "as many as are to be shown"
+    found = read_completions(run)
+    assert found["iteration"].tolist() == [0, 0, 2, 2, 4, 4]
+    assert found["completion"].tolist()[:2] == COLUMNS["completion"]
+    assert found["cheerful"].tolist()[0] == 0.5 and math.isnan(found["cheerful"][1])
+    tables = [call[2]["completions"].dataframe for call in calls() if call[0] == "log"]
+    assert [table["prompt"].tolist() for table in tables] == [COLUMNS["prompt"]] * 3
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    texts = events.Tensors("completions/text_summary")
+    assert [event.step for event in texts] == [0, 2, 4]
+    assert "one &#124;" in texts[0].tensor_proto.string_val[0].decode()
+    assert "&lt;two&gt;" in texts[0].tensor_proto.string_val[0].decode()
+
+    calls().clear()
+    run_log(run, report_to=[name], start=2)
+    assert read_completions(run)["iteration"].tolist() == [0, 0, 2, 2], "of iterations that are run again"
+    assert [call[1] for call in calls() if call[0] == "log"] == [0, 2]
+    run_log(run)
+    assert read_completions(run).empty
