@@ -193,12 +193,11 @@ def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArgum
         mask = experience.mask[step.rows]
         denominator = step.denominator(
             tokens=int(mask.sum()),
-            sequences=int(mask.any(dim=1).sum()),
+            sequences=len(mask),  # those too of which nothing is learned, as TRL counts
             loss_type=args.loss_type,
             max_length=args.max_answer_seq_len,
         )
-        for number, rows in enumerate(step.micro_batches):
-            e = experience.take(rows)
+        for number, e in enumerate(step.micro_batches(experience)):
             logps, entropies = token_logps(actor.policy, e.sequences, e.attention_mask, e.mask.shape[1], *forward)
             losses.append(
                 grpo_loss(
@@ -217,7 +216,7 @@ def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArgum
                     entropies=entropies,
                 )
             )
-            step_on(actor.policy, losses[-1].loss, number, len(step.micro_batches))
+            step_on(actor.policy, losses[-1].loss, number, len(step.places))
             numerics.add(logps)
         actor.stepped()
     return {**figure_means(losses, over_ranks), **numerics.metrics()}

@@ -465,7 +465,8 @@ def loss_denominator(
     """What a micro batch's `grpo_loss` (or any loss that is a mean over tokens: "dapo") is divided by.
 
     sequences, tokens: of all ranks and all of their micro batches in an optimizer step, `micro_batches` in number:
-    ranks · accumulated backwards. With none that are left, the denominator is that of one.
+    ranks · accumulated backwards. A sequence of which nothing is learned is one, as in TRL; its tokens are none. With
+    none that are left, the denominator is that of one.
     grpo: sequences. dr_grpo: sequences · max_completion_length. dapo, bnpo: tokens.
     bnpo differs from TRL's, which divides by each micro batch's own tokens, and so gives another gradient for another
     micro batch size; the batch is the optimizer step's here. TRL's dapo counts all that was generated, in however many

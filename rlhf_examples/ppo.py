@@ -270,23 +270,22 @@ def update(
     policies, values, taken = [], [], 0
     for step in steps:
         denominator = step.denominator(tokens=int(experience.mask[step.rows].sum()))
-        texts = ptx.next(step) if ptx else [None] * len(step.micro_batches)
-        for number, rows in enumerate(step.micro_batches):
-            e = experience.take(rows)
+        texts = ptx.next(step) if ptx else [None] * len(step.places)
+        for number, e in enumerate(step.micro_batches(experience)):
             loss, logps = actor_loss(actor.policy, e, denominator, args)
             if texts[number]:
                 loss = mixed_loss(loss, ptx=texts[number].loss(actor.policy, args), unsup_coef=args.unsup_coef)
-            step_on(actor.policy, loss.loss, number, len(step.micro_batches))
+            step_on(actor.policy, loss.loss, number, len(step.places))
             new_values = token_values(critic, e.sequences, e.attention_mask, e.mask.shape[1])
             value = value_loss(new_values, e.old_values, e.returns, e.mask, args.cliprange_value, denominator)
-            step_on(critic, value.loss, number, len(step.micro_batches))
+            step_on(critic, value.loss, number, len(step.places))
             numerics.add(logps)
             policies.append(loss)
             values.append(value)
         actor.stepped()
         taken += 1
         if args.early_stop_kl:
-            of_step = figure_means(policies[-len(step.micro_batches) :], over_ranks)
+            of_step = figure_means(policies[-len(step.places) :], over_ranks)
             if of_step["approxkl"] > args.early_stop_kl:
                 break
 

@@ -18,17 +18,19 @@ from rlhf_examples.rollouts import OptimizerStep
 
 @dataclass
 class PtxBatch:
-    """Texts of the ptx mixture in a micro batch.  ids, mask int64 [rows, tokens]; denominator: of the step's tokens."""
+    """Texts of the ptx mixture in a micro batch.  ids, mask, learned int64 [rows, tokens]; denominator: of the step's
+    tokens."""
 
     ids: torch.Tensor
     mask: torch.Tensor
+    learned: torch.Tensor
     denominator: float
 
     def loss(self, policy: hybrid.HybridEngine, args: PPOArguments) -> Loss:
         """The language model's, over every token but the first."""
         width, forward = self.ids.shape[1] - 1, (1.0, args.logit_chunk, args.padding_free)
         logps, _ = token_logps(policy, self.ids, self.mask, width, *forward)
-        return language_model_loss(logps, self.mask[:, 1:], self.denominator)
+        return language_model_loss(logps, self.learned[:, 1:], self.denominator)
 
 
 @dataclass
@@ -61,7 +63,8 @@ class PretrainingTexts:
         of_step = collate_supervised(rows, self.pad_token_id)
         ids, mask = of_step["input_ids"].to(device()), of_step["attention_mask"].to(device())
         denominator = step.denominator(tokens)
-        return [PtxBatch(ids[places], mask[places], denominator) for places in step.places]
+        # One without rows is a row of which nothing is learned, as of completions.
+        return [PtxBatch(ids[p or [0]], mask[p or [0]], mask[p or [0]] * bool(p), denominator) for p in step.places]
 
     def state_dict(self) -> dict[str, int]:
         """Where it stands."""

@@ -4,6 +4,7 @@ Where rows are, and which of them an optimizer step learns from, depends on seed
 of ranks: every rank holds the experience of all, and takes its part of each step.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,17 +67,20 @@ class Experience:
 class OptimizerStep:
     """The rows of all ranks that a step learns from, and this rank's micro batches of them; ranks have as many.
 
-    places: this rank's micro batches as places in `rows`.  least_rows: of the first micro batch of any rank.
+    places: this rank's micro batches as places in `rows`; none in the last ones where rows do not go round.
+    least_rows: of the first micro batch of any rank.
     """
 
     rows: torch.Tensor
     places: list[list[int]]
     least_rows: int
 
-    @property
-    def micro_batches(self) -> list[torch.Tensor]:
-        """The row numbers of each."""
-        return [self.rows[places] for places in self.places]
+    def micro_batches(self, experience: "Experience") -> Iterator["Experience"]:
+        """The rows of each. One without rows is a row of which nothing is learned: under ZeRO every rank must run as
+        many forwards and backwards."""
+        for places in self.places:
+            e = experience.take(self.rows[places or [0]])
+            yield e if places else replace(e, mask=torch.zeros_like(e.mask))
 
     def denominator(self, tokens: int, sequences: int = 0, loss_type: str = "dapo", max_length: int = 0) -> float:
         """What a micro batch's sum is divided by: see `loss_denominator`; tokens, sequences: of all ranks."""
@@ -155,40 +159,52 @@ def decode_completions(tokenizer: PreTrainedTokenizerBase, batch: hybrid.Rollout
 
 
 def optimizer_steps(experience: Experience, passes: int, iteration: int, args: RolloutArguments) -> list[OptimizerStep]:
-    """Every optimizer step of an update, pass after pass. The rows of a step are a function of seed and iteration.
+    """Every optimizer step of an update, pass after pass, `num_mini_batches` in each. The rows of a step are a function
+    of seed and iteration; steps of a pass differ by a row at most.
 
     Micro batches have about as many tokens each where `max_tokens_per_batch` is given, else about as many rows.
+    Raises ValueError where there are fewer rows than steps.
     """
     ranks, rank, lengths = dist.get_world_size(), dist.get_rank(), experience.attention_mask.sum(dim=1).cpu()
+    if len(lengths) < args.num_mini_batches:
+        raise ValueError(
+            f"num_mini_batches: {args.num_mini_batches} given; an iteration has {len(lengths)} completions, and an "
+            "optimizer step needs one"
+        )
     steps = []
     for number in range(passes):
         generator = torch.Generator().manual_seed((args.seed * 1009 + iteration) * 1009 + number)
-        for rows in torch.randperm(len(lengths), generator=generator).chunk(args.num_mini_batches):
+        for rows in torch.randperm(len(lengths), generator=generator).tensor_split(args.num_mini_batches):
             batches = micro_batches(lengths[rows], ranks, args)
             steps.append(OptimizerStep(rows, batches[rank::ranks], min(map(len, batches[:ranks]))))
     return steps
 
 
 def micro_batches(lengths: torch.Tensor, ranks: int, args: RolloutArguments) -> list[list[int]]:
-    """Rows of an optimizer step in batches, as many for each rank.  lengths [rows]: in tokens.
+    """Rows of an optimizer step in batches, as many for each rank, the last of which may be empty.  lengths [rows]: in
+    tokens.
 
-    Raises ValueError where a row does not fit, or there are fewer rows than ranks.
+    Raises ValueError where a row does not fit.
     """
     if not args.max_tokens_per_batch:
         each = -(-len(lengths) // (ranks * args.per_device_training_batch_size))
-        return balanced(torch.ones_like(lengths), ranks * each)
+        return shared_out(torch.ones_like(lengths), ranks * each)
     if int(lengths.max()) > args.max_tokens_per_batch:
         raise ValueError(
             f"max_tokens_per_batch: {args.max_tokens_per_batch} given; a sequence has {int(lengths.max())} tokens"
         )
-    for each in range(1, len(lengths) // ranks + 1):
-        batches = balanced(lengths, ranks * each)
+    each = 1
+    while True:  # with a row a batch at the latest, all of them fit
+        batches = shared_out(lengths, ranks * each)
         if max(int(lengths[batch].sum()) for batch in batches) <= args.max_tokens_per_batch:
             return batches
-    raise ValueError(
-        f"max_tokens_per_batch: {args.max_tokens_per_batch} given; {len(lengths)} rows cannot be shared out evenly "
-        f"among {ranks} ranks within it"
-    )
+        each += 1
+
+
+def shared_out(lengths: torch.Tensor, num_batches: int) -> list[list[int]]:
+    """`balanced` rows in `num_batches` batches, the last of which are empty where there are fewer rows."""
+    batches = balanced(lengths, min(num_batches, len(lengths)))
+    return batches + [[]] * (num_batches - len(batches))
 
 
 def completion_metrics(batch: hybrid.RolloutBatch) -> Metrics:
@@ -246,10 +262,9 @@ class Numerics:
     def __init__(
         self, policy: hybrid.HybridEngine, experience: Experience, step: OptimizerStep, control_rows: int, args
     ):
-        self.first = step.micro_batches
         self.logps: list[torch.Tensor] = []
-        self.rows = [experience.take(rows) for rows in self.first]
-        control = self.first[0][: min(control_rows, step.least_rows)]
+        self.rows = list(step.micro_batches(experience))
+        control = step.rows[step.places[0][: min(control_rows, step.least_rows)]]
         self.control = experience.take(control) if len(control) else None
         if self.control is not None:  # before the first step, by the weights that sampled
             e = self.control
@@ -257,7 +272,7 @@ class Numerics:
 
     def add(self, logps: torch.Tensor) -> None:
         """Of the next micro batch's training forward [rows, completion]; those of later steps are not looked at."""
-        if len(self.logps) < len(self.first):
+        if len(self.logps) < len(self.rows):
             self.logps.append(logps.detach())
 
     def metrics(self) -> Metrics:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_examples import rollouts
+from rlhf_examples import grpo, rollouts
 from rlhf_examples.actor import Actor
-from rlhf_examples.arguments import PPOArguments, RolloutArguments
+from rlhf_examples.arguments import GRPOArguments, PPOArguments, RolloutArguments
 from rlhf_examples.forwards import token_logps, token_logps_alone
 from rlhf_examples.losses import FixedKLController
 from rlhf_examples.models import load_tokenizer
@@ -192,10 +192,13 @@ def test_what_is_taken_is_all_but_padding():
     assert part.old_logps.tolist() == whole.old_logps[[2, 0], :2].tolist() and part.returns is None
 
 
-@pytest.mark.parametrize("budget", [0, 20])
-def test_ranks_share_a_step_between_them_whatever_their_number(monkeypatch, budget):
-    experience = experience_of([2, 5, 1, 3, 4, 4, 1, 2])
-    args = RolloutArguments(per_device_training_batch_size=2, num_mini_batches=2, max_tokens_per_batch=budget)
+@pytest.mark.parametrize(
+    ("rows", "size", "budget"), [(8, 2, 0), (8, 2, 20), (7, 1, 0), (7, 2, 0), (7, 2, 8), (2, 1, 0)]
+)
+def test_ranks_share_a_step_between_them_whatever_their_number(monkeypatch, rows, size, budget):
+    """Also where rows do not go round: some rank then learns nothing from its last micro batch."""
+    experience = experience_of([2, 5, 1, 3, 4, 4, 1, 2][:rows])
+    args = RolloutArguments(per_device_training_batch_size=size, num_mini_batches=2, max_tokens_per_batch=budget)
     lengths, of_all = experience.attention_mask.sum(dim=1), []
     for world_size in (1, 2, 4):
         by_rank = []
@@ -205,27 +208,55 @@ def test_ranks_share_a_step_between_them_whatever_their_number(monkeypatch, budg
             by_rank.append(optimizer_steps(experience, 3, 7, args))
         of_all.append([step.rows.tolist() for step in by_rank[0]])
         for steps in zip(*by_rank, strict=True):
-            taken = [batch.tolist() for step in steps for batch in step.micro_batches]
-            assert sorted(chain(*taken)) == sorted(steps[0].rows.tolist()), "a row is learned twice, or never"
-            assert len({len(step.micro_batches) for step in steps}) == 1
-            assert all(taken) and steps[0].least_rows == min(len(step.micro_batches[0]) for step in steps)
+            batches = [list(step.micro_batches(experience)) for step in steps]
+            learned = [e.advantages[e.mask.any(dim=1)] for e in chain(*batches)]  # advantages are row numbers
+            assert sorted(chain(*(e.tolist() for e in learned))) == sorted(steps[0].rows.tolist()), "twice, or never"
+            assert len({len(of_rank) for of_rank in batches}) == 1
+            assert steps[0].least_rows == min(len(step.places[0]) for step in steps)
             if budget:
-                assert max(int(lengths[batch].sum()) for batch in taken) <= budget
+                assert max(int(lengths[e.advantages].sum()) for e in chain(*batches)) <= budget
+            else:
+                assert max(len(e.mask) for e in chain(*batches)) <= size
     assert of_all[0] == of_all[1] == of_all[2]
-    assert len(of_all[0]) == 6 and of_all[0][:2] != of_all[0][2:4]
+    assert [len(step) for step in of_all[0]] == [-(-rows // 2), rows // 2] * 3
+    assert rows == 2 or of_all[0][:2] != of_all[0][2:4]
     assert of_all[0] != [step.rows.tolist() for step in optimizer_steps(experience, 3, 8, args)]
 
 
 def test_a_sequence_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr(rollouts, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 2))
     refused = {
-        "a sequence has 7 tokens": ([2, 5, 1, 3], 6),
-        "3 rows cannot be shared out evenly among 2 ranks": ([5, 5, 5], 9),
+        "max_tokens_per_batch: 6 given; a sequence has 7 tokens": {"max_tokens_per_batch": 6},
+        "num_mini_batches: 5 given; an iteration has 4 completions": {"num_mini_batches": 5},
     }
-    for words, (lengths, budget) in refused.items():
-        args = RolloutArguments(per_device_training_batch_size=2, max_tokens_per_batch=budget)
+    for words, changes in refused.items():
         with pytest.raises(ValueError, match=words):
-            optimizer_steps(experience_of(lengths), 1, 1, args)
+            optimizer_steps(experience_of([2, 5, 1, 3]), 1, 1, RolloutArguments(**changes))
+    (step,) = optimizer_steps(experience_of([5, 5, 5]), 1, 1, RolloutArguments(max_tokens_per_batch=9))
+    assert [len(places) for places in step.places] == [1, 1]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_what_a_step_divides_by_is_trls(monkeypatch, loss_type):
+    """Rows of which nothing is learned are sequences, and their tokens are none (GRPOTrainer 1.16, `_compute_loss`)."""
+    losses = []
+    monkeypatch.setattr(grpo, "token_logps", lambda policy, ids, mask, width, *_: [torch.zeros(len(ids), width)] * 2)
+    monkeypatch.setattr(grpo, "Numerics", lambda *_: SimpleNamespace(add=lambda logps: None, metrics=dict))
+    monkeypatch.setattr(grpo, "step_on", lambda engine, loss, number, count: losses.append(loss.item() / count))
+    e = experience_of([2, 3, 4])
+    kept = torch.tensor([1, 1, 0])
+    advantages = torch.tensor([1.0, 2.0, 5.0])
+    zeros = torch.zeros(e.mask.shape)
+    e = replace(e, mask=e.mask * kept[:, None], old_logps=zeros, weights=zeros + 1, advantages=advantages)
+    args = GRPOArguments(loss_type=loss_type, per_device_training_batch_size=1, max_answer_seq_len=7)
+    grpo.update(SimpleNamespace(policy=None, stepped=lambda: None), e, 1, args)
+    of_rows = {
+        "grpo": -(1.0 + 2.0) / 3,  # each sequence's mean over its tokens, over all three
+        "dr_grpo": -(2 * 1.0 + 3 * 2.0) / (3 * 7),
+        "dapo": -(2 * 1.0 + 3 * 2.0) / 5,
+    }
+    assert sum(losses) == pytest.approx(of_rows[loss_type])
 
 
 def check_truncated(directory: Path) -> None:
