@@ -22,7 +22,7 @@ from rlhf_examples.losses import last_token_values
 from rlhf_examples.models import is_reward_model, load_policy, load_value_model, require_model
 from rlhf_examples.ranks import device, from_all_ranks, interleaved, is_first, own_share, sums_over_ranks
 from rlhf_examples.rewards import judged, load_reward
-from rlhf_examples.rollouts import Row, decode_completions, own_numbers, roll_out, sampling
+from rlhf_examples.rollouts import Row, decode_completions, own_numbers, roll_out, rows_of_forward, sampling
 from rlhf_examples.run_log import RunLog, read_metrics
 from rlhf_examples.trackers import Metrics
 
@@ -59,7 +59,7 @@ class Actor:
         if self.reference is None:
             scores = self.policy.score(batch.sequences, batch.attention_mask, adapters=False, temperature=temperature)
             return scores.per_token_logps[:, -width:]
-        rows = self.args.per_device_training_batch_size
+        rows = rows_of_forward(self.args, batch.sequences.shape[1])
         return judged_logps(self.reference, batch.sequences, batch.attention_mask, width, temperature, rows)
 
     def old_logps(self, batch: hybrid.RolloutBatch) -> torch.Tensor:

@@ -205,10 +205,7 @@ def require_exact(engine: nn.Module, padding_free: bool) -> None:
     """
     model = getattr(engine, "module", engine)
     was_training, vocabulary = model.training, model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (3, 9), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[0, :3], mask[1, 5:] = 0, 0
-    ids, mask = (tensor.to(next(model.parameters()).device) for tensor in (ids, mask))
+    ids, mask = (tensor.to(next(model.parameters()).device) for tensor in padded_example(vocabulary))
     model.eval()  # no dropout; the forwards stay those of training
     try:
         logits = hybrid.padded_forward(model, engine)(ids, mask).logits[:, :-1]
@@ -228,6 +225,40 @@ def require_exact(engine: nn.Module, padding_free: bool) -> None:
             f"padding_free: {padding_free} given; {name}'s logprobs with logits in chunks are {error:.2g} off its own, "
             "on average; use its logits whole"
         )
+
+
+@torch.no_grad()
+def require_exact_values(engine: nn.Module) -> None:
+    """Raises ValueError where a value model's packed rows are not what they are padded: see `require_exact`.
+
+    Hidden states are compared: a new head makes 0 of everything. Every rank takes part.
+    """
+    model = getattr(engine, "module", engine)
+    was_training, vocabulary = model.training, model.classifier.config.get_text_config().vocab_size
+    ids, mask = (tensor.to(next(model.parameters()).device) for tensor in padded_example(vocabulary))
+    model.eval()
+    try:
+        padded, of_packed = (
+            engine(input_ids=ids, attention_mask=mask, padding_free=packs, output_hidden_states=True).hidden_states[0]
+            for packs in (False, True)
+        )
+    finally:
+        model.train(was_training)
+    expected = padded[mask.bool()]
+    error = ((of_packed[0] - expected).float().abs().mean() / expected.float().abs().mean()).item()
+    if not error < (HALF_TOLERANCE if expected.dtype.itemsize == 2 else TOLERANCE):
+        raise ValueError(
+            f"padding_free: true given; {type(model.classifier).__name__} mixes packed rows: its hidden states are "
+            f"{error:.2g} of their size off those of padded rows; use padded ones"
+        )
+
+
+def padded_example(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three short rows of random tokens, padded left, right and not, and their mask.  int64 [3, 9]"""
+    ids = torch.randint(vocabulary, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[1, 5:] = 0, 0
+    return ids, mask
 
 
 def rows_mix(engine: nn.Module, ids: torch.Tensor, mask: torch.Tensor, vocabulary: int) -> bool:

@@ -37,9 +37,15 @@ def token_logps(
     return torch.where(kept, logps, 0.0), torch.where(kept, entropy_from_logits(logits), 0.0)
 
 
-def token_values(critic: hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
-    """The value of the state before each completion token.  sequences, mask [B, T]; float32 [B, width]."""
-    return critic(input_ids=sequences, attention_mask=mask).logits[:, -width - 1 : -1, 0].float()
+def token_values(
+    critic: hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, width: int, padding_free: bool = False
+) -> torch.Tensor:
+    """The value of the state before each completion token.  sequences, mask [B, T]; float32 [B, width].
+
+    padding_free: rows stand one behind the other in the forward, without padding.
+    """
+    logits = critic(input_ids=sequences, attention_mask=mask, padding_free=padding_free).logits
+    return logits[:, -width - 1 : -1, 0].float()
 
 
 @torch.no_grad()

@@ -110,7 +110,7 @@ def grpo_iteration(
         params, numbers = sampling(args, args.seed + iteration), own_numbers(len(prompts))
         batch = roll_out(policy, tokenizer, prompts, numbers, params, args.num_generations)
         times.append(time.perf_counter())
-        old_logps = actor.old_logps(batch)
+        old_logps = None if args.importance_sampling_correction else actor.old_logps(batch)
         ref_logps = actor.reference_logps(batch) if args.beta else None
     if args.importance_sampling_correction:  # of the trainer: scores come from where the samples came from
         old_logps = training_logps(policy, batch, args)

@@ -26,6 +26,7 @@ from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.utils import find_adapter_config_file
 
 import hybrid
+from rlhf_examples.batches import packed_forward, unpacked
 from rlhf_examples.ranks import from_all_ranks
 
 
@@ -220,12 +221,29 @@ class ValueModel(nn.Module):
                 "sequence classifier"
             )
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, use_cache: bool = False):
-        """input_ids, attention_mask int64 [rows, tokens], padded on either side; logits [rows, tokens, 1]."""
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        use_cache: bool = False,
+        padding_free: bool = False,
+        output_hidden_states: bool = False,
+    ):
+        """input_ids, attention_mask int64 [rows, tokens], padded on either side; logits [rows, tokens, 1].
+
+        padding_free: rows stand one behind the other in the forward, and logits are 0 where masked;
+        `require_exact_values` says whether the model keeps them apart.  output_hidden_states: the last ones too, of
+        packed rows [1, total, hidden size], else [rows, tokens, hidden size].
+        """
         model = self.classifier
         model = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-        hidden = hybrid.padded_forward(model.base_model)(input_ids, attention_mask).last_hidden_state
-        return TokenClassifierOutput(logits=model.score(hidden))
+        if padding_free:
+            hidden = packed_forward(model.base_model, input_ids, attention_mask).last_hidden_state
+            logits = unpacked(model.score(hidden), attention_mask)
+        else:
+            hidden = hybrid.padded_forward(model.base_model)(input_ids, attention_mask).last_hidden_state
+            logits = model.score(hidden)
+        return TokenClassifierOutput(logits=logits, hidden_states=(hidden,) if output_hidden_states else None)
 
 
 def load_value_model(

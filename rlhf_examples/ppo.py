@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 import hybrid
 from rlhf_examples.actor import Actor, Evaluation, Scorer, last_logged, start_log, time_metrics
 from rlhf_examples.arguments import PPOArguments
+from rlhf_examples.batches import require_exact_values
 from rlhf_examples.checkpoint import Checkpoints
 from rlhf_examples.command_line import run_command
 from rlhf_examples.engines import Training, step_on, trained
@@ -50,6 +51,7 @@ from rlhf_examples.rollouts import (
     optimizer_steps,
     own_numbers,
     roll_out,
+    rows_of_forward,
     sampling,
     training_logps,
 )
@@ -141,7 +143,10 @@ class Models:
         )
         rows = args.per_device_training_batch_size
         scorer = Scorer.load(args.reward or rewarding, args.dtype, rows, args.offload_reference_model)
-        return cls(actor, trained(critic, args, training), scorer)
+        critic = trained(critic, args, training)
+        if args.padding_free:
+            require_exact_values(critic)
+        return cls(actor, critic, scorer)
 
     def trained(self) -> dict[str, hybrid.HybridEngine]:
         """What checkpoints hold."""
@@ -169,7 +174,8 @@ def ppo_iteration(
     with policy.inference():
         batch = roll_out(policy, tokenizer, prompts, own_numbers(len(prompts)), sampling(args, args.seed + iteration))
         times.append(time.perf_counter())
-        old_logps, ref_logps = models.actor.old_logps(batch), models.actor.reference_logps(batch)
+        old_logps = None if args.importance_sampling_correction else models.actor.old_logps(batch)
+        ref_logps = models.actor.reference_logps(batch)
     if args.importance_sampling_correction:  # of the trainer: scores come from where the samples came from
         old_logps = training_logps(policy, batch, args)
     experience, metrics = judged(models, tokenizer, batch, prompts, old_logps, ref_logps, kl_ctl.value, args)
@@ -205,7 +211,7 @@ def judged(
     """
     completed, width = batch.completion_mask, batch.completion_mask.shape[1]
     with models.critic.inference():
-        rows = args.per_device_training_batch_size
+        rows = rows_of_forward(args, batch.sequences.shape[1])
         values = judged_values(models.critic, batch.sequences, batch.attention_mask, rows)[:, -width - 1 : -1]
     raw_scores = models.scorer(batch, prompts, decode_completions(tokenizer, batch))
     learned = ~raw_scores.isnan()
@@ -276,7 +282,7 @@ def update(
             if texts[number]:
                 loss = mixed_loss(loss, ptx=texts[number].loss(actor.policy, args), unsup_coef=args.unsup_coef)
             step_on(actor.policy, loss.loss, number, len(step.places))
-            new_values = token_values(critic, e.sequences, e.attention_mask, e.mask.shape[1])
+            new_values = token_values(critic, e.sequences, e.attention_mask, e.mask.shape[1], args.padding_free)
             value = value_loss(new_values, e.old_values, e.returns, e.mask, args.cliprange_value, denominator)
             step_on(critic, value.loss, number, len(step.places))
             numerics.add(logps)

@@ -207,6 +207,13 @@ def shared_out(lengths: torch.Tensor, num_batches: int) -> list[list[int]]:
     return batches + [[]] * (num_batches - len(batches))
 
 
+def rows_of_forward(args: RolloutArguments, width: int) -> int:
+    """Rows of a forward without gradients, padded to `width` tokens: as many as `max_tokens_per_batch` allows."""
+    return (
+        max(args.max_tokens_per_batch // width, 1) if args.max_tokens_per_batch else args.per_device_training_batch_size
+    )
+
+
 def completion_metrics(batch: hybrid.RolloutBatch) -> Metrics:
     """Of the lengths of all ranks' completions; TRL's names."""
     lengths = batch.completion_mask.sum(dim=1).double()
@@ -246,7 +253,7 @@ def loss_weights(
 def training_logps(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, args: RolloutArguments) -> torch.Tensor:
     """`token_logps` of the training forward itself, in train mode; without gradients.  float32 [rows, completion]."""
     policy.train()
-    width, size = batch.completion_mask.shape[1], args.per_device_training_batch_size
+    width, size = batch.completion_mask.shape[1], rows_of_forward(args, batch.sequences.shape[1])
     parts = zip(batch.sequences.split(size), batch.attention_mask.split(size), strict=True)
     forward = (args.temperature, args.logit_chunk, args.padding_free)
     return torch.cat([token_logps(policy, *part, width, *forward)[0] for part in parts])

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_examples.actor import Actor
 from rlhf_examples.arguments import PPOArguments, SFTArguments
+from rlhf_examples.batches import require_exact_values
 from rlhf_examples.ema import MovingAverage
 from rlhf_examples.engines import Training, deepspeed_config, export, judge, trained
 from rlhf_examples.forwards import judged_values, token_values
@@ -77,6 +78,11 @@ def check_values(folder: str, family: str, lora_rank: int) -> None:
         values = judged_values(critic, ids, mask, 1)
     torch.testing.assert_close(values[:, -5:-1], token_values(critic, ids, mask, 4).detach(), atol=1e-5, rtol=1e-5)
     assert values[mask.bool()].abs().max() > 1e-2
+    require_exact_values(critic)
+    apart, packed = (token_values(critic, ids, mask, 4, packs).detach() for packs in (False, True))
+    before = mask[:, -5:-1].bool()  # the value is of the state before a token
+    torch.testing.assert_close(packed[before], apart[before], atol=1e-5, rtol=1e-5)
+    assert (packed[~before] == 0).all()
     export(critic, synthetic_tokenizer(), out)
     # Hugging Face's own classifier judges the last token that is not padding: rows of real tokens alone.
     classifier = AutoModelForSequenceClassification.from_pretrained(out, num_labels=1).eval()
@@ -92,6 +98,14 @@ def check_values(folder: str, family: str, lora_rank: int) -> None:
 @pytest.mark.parametrize(("family", "lora_rank"), [("llama", 0), ("qwen2", 4), ("gpt2", 0)])
 def test_critic_and_reward_model_are_hugging_faces_classifier(ranks, tmp_path, family, lora_rank):
     ranks.run(check_values, str(tmp_path), family, lora_rank)
+
+
+@pytest.mark.parametrize("family", ["bloom", "opt"])
+def test_packed_rows_that_mix_are_refused(family):
+    config = tiny_model(family).config
+    config.num_labels = 1
+    with pytest.raises(ValueError, match=r"padding_free: true given; .* mixes packed rows.* use padded ones"):
+        require_exact_values(ValueModel(AutoModelForSequenceClassification.from_config(config)))
 
 
 def test_what_cannot_be_a_value_model_is_refused():

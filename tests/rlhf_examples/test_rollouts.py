@@ -109,6 +109,34 @@ def test_a_completion_without_a_score_trains_nothing(ranks, small, zero_stage):
     ranks.run(check_unjudged, small, zero_stage)
 
 
+def count_scores(directory: Path) -> None:
+    """Old logprobs are made once: by the trainer for the correction, else by the sampler; the reference's once."""
+    for correction, lora_dim, expected in ((True, 0, 0), (False, 0, 1), (True, 4, 1), (False, 4, 2)):
+        args = arguments(directory, actor_lora_dim=lora_dim, importance_sampling_correction=correction)
+        args = replace(args, max_tokens_per_batch=40, padding_free=True)
+        models, tokenizer = Models.load(args), load_tokenizer(args.actor_model_name_or_path)
+        policy, calls, widest = models.actor.policy, [], []
+        score, judge = policy.score, models.critic.module.forward
+
+        def counted(*values, score=score, calls=calls, **settings):
+            calls.append(settings)
+            return score(*values, **settings)
+
+        def measured(input_ids, attention_mask, judge=judge, widest=widest, critic=models.critic.module, **settings):
+            packs = settings.get("padding_free") and critic.training
+            widest.append(int(attention_mask.sum()) if packs else input_ids.numel())
+            return judge(input_ids=input_ids, attention_mask=attention_mask, **settings)
+
+        policy.score, models.critic.module.forward = counted, measured
+        ppo_iteration(models, tokenizer, rows_of(tokenizer), None, FixedKLController(0.1), 1, args)
+        assert len(calls) == expected
+        assert 0 < max(widest) <= 40, "the critic has no budget"
+
+
+def test_logprobs_are_made_once_and_the_critic_keeps_the_budget(ranks, small):
+    ranks.run(count_scores, small)
+
+
 def count_collectives(directory: Path, zero_stage: int, lora_dim: int) -> list[int]:
     """Collectives of rollout, old and reference logprobs and all that is judged, in two iterations by equal weights."""
     args = arguments(directory, actor_zero_stage=zero_stage, critic_zero_stage=zero_stage, actor_lora_dim=lora_dim)
