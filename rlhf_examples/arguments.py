@@ -44,6 +44,8 @@ class DataArguments:
     text_column: str = about("text", "column of texts that are learned as a whole")
     input_template: str = about("", 'what a text prompt stands in, such as "Question: {}\\nAnswer:"; empty: nothing')
 
+    chat_template_kwargs: str = about("", 'JSON for the chat template, such as {"enable_thinking": false}')
+
     def __post_init__(self):
         RecordFormat.of(self)  # raises where it is none
 
@@ -149,6 +151,16 @@ class SFTArguments(TrainArguments):
 
     output_dir: str = about("runs/sft", "where logs, checkpoints and the trained model go")
     only_completions: bool = about(False, "the loss is of completions alone, where records have prompts")
+    assistant_only_loss: bool = about(False, "the loss is of every turn of the assistant's, and of nothing else")
+    packing: bool = about(False, "records share sequences of max_seq_len tokens, without seeing each other")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.packing and (self.streaming or not self.padding_free):
+            raise ValueError(
+                f"packing: true given with padding_free: {self.padding_free} and streaming: {self.streaming}; it needs "
+                "padding_free: true, which keeps records apart, and streaming: false, for it sorts them by length"
+            )
 
 
 @dataclass

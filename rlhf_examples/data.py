@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +16,8 @@ from datasets import Features, IterableDataset, List, Value
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_examples import conversations, texts
-from rlhf_examples.conversations import through_end
+from rlhf_examples import conversations, messages, texts
+from rlhf_examples.conversations import assistant_mask, through_end
 from rlhf_examples.records import Rows
 from rlhf_examples.texts import AS_NAMED, BadRecord, LeftOut, RecordFormat, Texts, texts_of
 
@@ -24,6 +25,7 @@ TOKENS = List(Value("int32"))
 PLACE = {"source": Value("string"), "number": Value("int64"), "reason": Value("string")}
 FEATURES = {
     "supervised": Features(PLACE | {"prompt_ids": TOKENS, "completion_ids": TOKENS}),
+    "turns": Features(PLACE | {"prompt_ids": TOKENS, "completion_ids": TOKENS, "assistant_mask": List(Value("int8"))}),
     "preference": Features(PLACE | {"prompt_ids": TOKENS, "chosen_ids": TOKENS, "rejected_ids": TOKENS}),
     "prompt": Features(
         PLACE
@@ -36,6 +38,7 @@ FEATURES = {
     ),
 }
 NOT_COLUMNS = ("prompt", "messages", "completion")  # of a record, to a reward function
+IDS = ("prompt_ids", "completion_ids")  # of a supervised example
 SHUFFLE_BUFFER = 1024  # rows of a stream among which the next is drawn
 
 
@@ -43,13 +46,18 @@ SHUFFLE_BUFFER = 1024  # rows of a stream among which the next is drawn
 class Examples:
     """Tokenised records without those that cannot be used.
 
-    rows: FEATURES by form. Of a prompt's record, as JSON: `messages`, the conversation that `prompt` is, or nothing
-    where it is a text; `columns`, what else it has. A stream's rows are not sifted yet.
+    rows: FEATURES by form; turns are supervised, with a mask of all turns of the assistant's. Of a prompt's record, as
+    JSON: `messages`, the conversation that `prompt` is, or nothing where it is a text; `columns`, what else it has.
+    A stream's rows are not sifted yet.
     left_out: of a stream, as far as its first pass has come.
     """
 
     rows: Rows
     left_out: LeftOut
+
+    def __len__(self) -> int:
+        """Rows of a pass; a stream's are not known."""
+        return len(self.rows)
 
     def ordered(self, seed: int, position: int = 0) -> Iterator[dict[str, Any]]:
         """Rows without end from the `position`th on: every pass has all, in an order of its own.
@@ -83,6 +91,46 @@ class Examples:
             yield list(islice(order, size * world_size))[rank::world_size]
 
 
+@dataclass(frozen=True)
+class PackedExamples(Examples):
+    """Examples of which several share a sequence: what stands for a row is the list of a pack's rows.
+
+    packs: row numbers.
+    """
+
+    packs: list[list[int]]
+
+    @classmethod
+    def of(cls, examples: Examples, max_length: int) -> "PackedExamples":
+        """Packs of at most `max_length` tokens of supervised examples, none of which is longer."""
+        lengths = [sum(map(len, ids)) for ids in zip(*(examples.rows[name] for name in IDS), strict=True)]
+        return cls(examples.rows, examples.left_out, best_fit(lengths, max_length))
+
+    def __len__(self) -> int:
+        """Packs of a pass."""
+        return len(self.packs)
+
+    def ordered(self, seed: int, position: int = 0) -> Iterator[list[dict[str, Any]]]:
+        """Packs without end from the `position`th on, as rows elsewhere."""
+        numbers = prompt_order(len(self.packs), seed, position)
+        return ([self.rows[row] for row in self.packs[number]] for number in numbers)
+
+
+def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Row numbers in packs of at most `capacity` tokens: the longest row first, each where the least room is left that
+    takes it (TRL's "bfd").  lengths: tokens of each row, none above `capacity`."""
+    packs: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # tokens that a pack has room for, and its number; sorted
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        place = bisect_left(rooms, (lengths[row], -1))
+        room, pack = rooms.pop(place) if place < len(rooms) else (capacity, len(packs))
+        if pack == len(packs):
+            packs.append([])
+        packs[pack].append(row)
+        insort(rooms, (room - lengths[row], pack))
+    return packs
+
+
 def tokenised(
     rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
@@ -92,7 +140,7 @@ def tokenised(
     num_proc: int | None = None,
     record_format: RecordFormat = AS_NAMED,
 ) -> Examples:
-    """Raw rows as tokens.  form: supervised, preference or prompt; record_format: how records are read.
+    """Raw rows as tokens.  form: supervised, turns, preference or prompt; record_format: how records are read.
 
     max_length: tokens of prompt and completion together, with special tokens; a longer record is left out. 0: any.
     cache_dir: where tokens are kept by content of rows, tokenizer and settings; datasets' own cache where None. Of the
@@ -133,7 +181,7 @@ def refuse_empty(left_out: LeftOut) -> None:
 def cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
     """A name that changes with all that the tokens depend on, the files that make them among it."""
     digest = hashlib.sha256(repr((settings, tokenizer_state(tokenizer))).encode())
-    for file in (__file__, conversations.__file__, texts.__file__):
+    for file in (__file__, conversations.__file__, messages.__file__, texts.__file__):
         digest.update(Path(file).read_bytes())
     for batch in rows.iter(batch_size=1000):
         digest.update(repr(batch).encode())
@@ -154,7 +202,7 @@ def example(
     row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, max_length: int, record_format: RecordFormat
 ) -> dict[str, Any]:
     """A row of FEATURES from a raw row: with tokens, or with the reason why there are none."""
-    names = [name for name in FEATURES[form] if name.endswith("_ids")]
+    names = [name for name in FEATURES[form] if name.endswith(("_ids", "_mask"))]
     try:
         known = texts_of(row, form, tokenizer, record_format)
         tokens = tokens_of(known, tokenizer)
@@ -162,6 +210,9 @@ def example(
             raise BadRecord(f"longer than {max_length} tokens")
         if form == "preference" and tokens[1] == tokens[2]:
             raise BadRecord("chosen and rejected are the same tokens")
+        if form == "turns":
+            ids = tokens[0] + tokens[1]
+            tokens.append(assistant_mask(known, ids, tokenizer) if known.templated else masked(*tokens))
     except BadRecord as bad:
         known, tokens, reason = Texts("", ()), [[] for _ in names], str(bad)
     else:
@@ -176,8 +227,8 @@ def example(
         record = {} if reason else json.loads(row["record"])
         own = {*NOT_COLUMNS, record_format.prompt_column, record_format.messages_column}
         columns = {name: value for name, value in record.items() if name not in own}
-        messages = json.dumps(known.messages) if known.messages else ""
-        found |= {"prompt": known.prompt, "messages": messages, "columns": json.dumps(columns)}
+        conversation = json.dumps(known.messages) if known.messages else ""
+        found |= {"prompt": known.prompt, "messages": conversation, "columns": json.dumps(columns)}
     return found
 
 
@@ -227,11 +278,14 @@ def collate_supervised(
 ) -> dict[str, torch.Tensor]:
     """`input_ids`, `attention_mask`, `labels`, int64 [rows, longest], right padded.
 
-    labels: -100 on padding, and on prompts where `completion_only_loss`.
+    labels: -100 on padding, and on prompts where `completion_only_loss`; where rows have an `assistant_mask`, on all
+    tokens but those of the assistant's turns.
     """
     ids, mask = pad([row["prompt_ids"] + row["completion_ids"] for row in rows], pad_token_id, left=False)
-    learned, _ = pad([masked(row["prompt_ids"], row["completion_ids"]) for row in rows], 0, left=False)
-    kept = learned if completion_only_loss else mask
+    completions = [masked(row["prompt_ids"], row["completion_ids"]) for row in rows]
+    turns = [row.get("assistant_mask", of_row) for row, of_row in zip(rows, completions, strict=True)]
+    learned, _ = pad(turns, 0, left=False)
+    kept = learned if completion_only_loss or "assistant_mask" in rows[0] else mask
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(kept == 0, -100)}
 
 

@@ -5,9 +5,11 @@ torchrun --nproc_per_node=2 -m rlhf_examples.sft --num_train_epochs 1
 torchrun --nproc_per_node=8 -m rlhf_examples.sft --model_name_or_path my-model --data_path my.jsonl --dtype bfloat16
 """
 
+import torch
+
 from rlhf_examples.arguments import SFTArguments
 from rlhf_examples.command_line import run_command
-from rlhf_examples.data import collate_supervised
+from rlhf_examples.data import PackedExamples, collate_supervised
 from rlhf_examples.engines import Training, trained_policy
 from rlhf_examples.forwards import token_logps
 from rlhf_examples.held_out import examples_of
@@ -36,7 +38,10 @@ def run(args: SFTArguments) -> Metrics:
         require_model("model_name_or_path", args.model_name_or_path)
     name = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = load_tokenizer(name, args.chat_template) if name else synthetic_tokenizer()
-    examples, held_out = examples_of("sft", EMBEDDED, "supervised", args.max_seq_len, tokenizer, args)
+    form = "turns" if args.assistant_only_loss else "supervised"
+    examples, held_out = examples_of("sft", EMBEDDED, form, args.max_seq_len, tokenizer, args)
+    if args.packing:
+        examples = PackedExamples.of(examples, args.max_seq_len)
     training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
     begin_run(args)
     if args.model_name_or_path:
@@ -46,18 +51,22 @@ def run(args: SFTArguments) -> Metrics:
         model = small_model(args.hidden_size, args.num_hidden_layers, tokenizer)
     engine = trained_policy(model, args, training)
 
-    def loss_of(rows: list[Row], denominator: float) -> Loss:
+    def collated(rows: list[Row | list[Row]]) -> dict[str, torch.Tensor]:
+        """`collate_supervised` of rows, or of packs of them."""
+        flat = [row for pack in rows for row in (pack if isinstance(pack, list) else [pack])]
+        return collate_supervised(flat, tokenizer.pad_token_id, args.only_completions)
+
+    def loss_of(rows: list[Row | list[Row]], denominator: float) -> Loss:
         """-log p of the tokens that are learned, over `denominator`."""
-        batch = collate_supervised(rows, tokenizer.pad_token_id, args.only_completions)
-        ids, mask, labels = (batch[key].to(device()) for key in ("input_ids", "attention_mask", "labels"))
+        batch = {name: tensor.to(device()) for name, tensor in collated(rows).items()}
+        ids, mask, labels = (batch[name] for name in ("input_ids", "attention_mask", "labels"))
         forward = (1.0, args.logit_chunk, args.padding_free)
         logps, _ = token_logps(engine, ids, mask, ids.shape[1] - 1, *forward)
         return language_model_loss(logps, labels[:, 1:] != -100, denominator)
 
-    def learned_tokens(rows: list[Row]) -> int:
+    def learned_tokens(rows: list[Row | list[Row]]) -> int:
         """As many as `loss_of` sums over."""
-        labels = collate_supervised(rows, tokenizer.pad_token_id, args.only_completions)["labels"]
-        return int((labels[:, 1:] != -100).sum())
+        return int((collated(rows)["labels"][:, 1:] != -100).sum())
 
     found = fit(engine, tokenizer, examples, held_out, loss_of, learned_tokens, args, "SFT", BAR)
     engine.destroy()

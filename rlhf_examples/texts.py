@@ -10,7 +10,8 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, str]]
+from rlhf_examples.messages import Messages, is_message, parsed, plain_message
+
 Part = str | Messages
 NAMED = 3  # records that are named for each reason
 
@@ -37,6 +38,8 @@ class RecordFormat:
     """How records are read: which column of theirs is which of COLUMNS, and what stands around a prompt.
 
     input_template: a text prompt stands in it in the place of "{}"; empty: alone.
+    chat_template_kwargs: a JSON object of what the chat template takes besides messages and tools; a record's column of
+    that name goes before it.
     """
 
     prompt_column: str = "prompt"
@@ -46,10 +49,16 @@ class RecordFormat:
     messages_column: str = "messages"
     text_column: str = "text"
     input_template: str = ""
+    chat_template_kwargs: str = ""
 
     def __post_init__(self):
         if self.input_template and "{}" not in self.input_template:
             raise ValueError(f"input_template: {self.input_template!r} given; it must have {{}} for the prompt")
+        if self.chat_template_kwargs and not isinstance(parsed(self.chat_template_kwargs), dict):
+            raise ValueError(
+                f"chat_template_kwargs: {self.chat_template_kwargs!r} given; it must be a JSON object, such as "
+                '{"enable_thinking": false}'
+            )
 
     @classmethod
     def of(cls, args: Any) -> "RecordFormat":
@@ -67,6 +76,13 @@ class RecordFormat:
     def templated(self, prompt: str) -> str:
         """A text prompt as it stands in `input_template`; what is no prompt, of a text to learn as a whole, alone."""
         return self.input_template.replace("{}", prompt) if self.input_template and prompt else prompt
+
+    def template_settings(self, record: dict[str, Any]) -> dict[str, Any]:
+        """What the chat template gets besides a record's messages: `tools`, a list or that as JSON, and settings."""
+        tools, own = (parsed(record.get(name)) or None for name in ("tools", "chat_template_kwargs"))
+        if not isinstance(tools, list | None) or not isinstance(own, dict | None):
+            raise BadRecord("tools are no list, or chat_template_kwargs no object")
+        return {**(parsed(self.chat_template_kwargs or "{}")), **(own or {}), **({"tools": tools} if tools else {})}
 
     def missing(self, names: tuple[str, ...], record: dict[str, Any]) -> BadRecord:
         """That a record has none of some columns, with those that it has and the flags that map them."""
@@ -108,12 +124,15 @@ class LeftOut:
 class Texts:
     """A prompt and what may follow it.
 
-    messages: the prompt as a conversation, where a chat template has made the texts and written its special tokens.
+    messages: the prompt as a conversation, where a chat template has made the texts and written its special tokens;
+    answers: what follows in each completion; settings: what the template has got besides.
     """
 
     prompt: str
     completions: tuple[str, ...]
     messages: Messages | None = None
+    answers: tuple[Messages, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def templated(self) -> bool:
@@ -149,7 +168,7 @@ def texts_of(
         return Texts(record_format.templated(prompt), tuple(completions))
     if any(isinstance(part, str) for part in (prompt, *completions)):
         raise BadRecord("one field is a text and another a conversation")
-    return templated(prompt, completions, tokenizer)
+    return templated(prompt, completions, tokenizer, record_format.template_settings(record))
 
 
 def supervised(record: dict) -> list[Part]:
@@ -192,13 +211,14 @@ def preference(record: dict) -> list[Part]:
 
 def repeated_prompt(record: dict, whole: Any) -> bool:
     """Whether a record's prompt is a text that a conversation of it begins with, as in UltraFeedback's sets."""
-    return isinstance(record["prompt"], str) and isinstance(whole, list) and whole[0]["role"] != "assistant"
+    conversation = isinstance(whole, list) and all(map(is_message, whole[:1])) and whole
+    return isinstance(record["prompt"], str) and bool(conversation) and whole[0]["role"] != "assistant"
 
 
 def prompted(record: dict) -> list[Part]:
     """The prompt: of that name, else `messages` up to the assistant's last, else `text`, else the start of a pair."""
     for name in ("messages", "chosen"):
-        if {"prompt", name} <= record.keys() and repeated_prompt(record, part(record, name)):
+        if {"prompt", name} <= record.keys() and repeated_prompt(record, record[name]):
             return prompted({key: value for key, value in record.items() if key not in ("prompt", "text")})
     if "prompt" in record:
         return [part(record, "prompt")]
@@ -212,7 +232,7 @@ def prompted(record: dict) -> list[Part]:
     raise MissingColumn("prompt", "messages", "text")
 
 
-FORMS = {"supervised": supervised, "preference": preference, "prompt": prompted}
+FORMS = {"supervised": supervised, "turns": supervised, "preference": preference, "prompt": prompted}
 
 
 def part(record: dict, name: str) -> Part:
@@ -220,19 +240,15 @@ def part(record: dict, name: str) -> Part:
     if name not in record:
         raise MissingColumn(name)
     value = record[name]
-    if isinstance(value, list) and all(is_message(message) for message in value):
+    if isinstance(value, list) and all(map(is_message, value)):
+        value = [plain_message(message) for message in value]
         for message in value:
-            encodable(message["content"], name)
+            encodable(json.dumps(message, ensure_ascii=False), name)
         return not_empty(value, name)
     if not isinstance(value, str):
         raise BadRecord(f"{name} is neither a text nor a list of messages")
     encodable(value, name)
     return not_empty(value, name)
-
-
-def is_message(value: Any) -> bool:
-    """Whether something is {"role": text, "content": text, ...}."""
-    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
 def encodable(text: str, name: str) -> None:
@@ -244,22 +260,44 @@ def encodable(text: str, name: str) -> None:
 
 
 def not_empty(value: Part, name: str) -> Part:
-    """The value, which has more than white space."""
-    texts = [value] if isinstance(value, str) else [message["content"] for message in value]
+    """The value, which has more than white space, or calls tools."""
+    whole = [value] if isinstance(value, str) else value
+    texts = [one if isinstance(one, str) else one["content"] + "call" * len(one.get("tool_calls", [])) for one in whole]
     if not any(text.strip() for text in texts):
         raise BadRecord(f"empty {name}")
     return value
 
 
-def templated(prompt: Messages, completions: list[Messages], tokenizer: PreTrainedTokenizerBase) -> Texts:
-    """A conversation as the tokenizer's chat template writes it; the prompt ends where the assistant begins."""
+def templated(
+    prompt: Messages,
+    answers: list[Messages],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: dict[str, Any] | None = None,
+) -> Texts:
+    """A conversation as the tokenizer's chat template writes it; the prompt ends where the assistant begins.
+
+    settings: what the template takes besides messages.
+    """
     if tokenizer.chat_template is None:
         raise ValueError("the set is of conversations, and the tokenizer has no chat template; set one, or give texts")
-    try:
-        start = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        wholes = [tokenizer.apply_chat_template(prompt + messages, tokenize=False) for messages in completions]
-    except jinja2.TemplateError as error:
-        raise BadRecord(f"the chat template refuses it: {error}") from error
+    settings = settings or {}
+    start = rendered(tokenizer, prompt, settings, add_generation_prompt=True)
+    wholes = [rendered(tokenizer, prompt + answer, settings) for answer in answers]
     if not all(whole.startswith(start) for whole in wholes):
         raise BadRecord("the chat template writes the prompt in another way where an answer follows")
-    return Texts(start, tuple(whole[len(start) :] for whole in wholes), prompt)
+    return Texts(start, tuple(whole[len(start) :] for whole in wholes), prompt, tuple(answers), settings)
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    settings: dict[str, Any],
+    add_generation_prompt: bool = False,
+) -> str:
+    """A conversation as the chat template writes it. Raises BadRecord where the template refuses it."""
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **settings
+        )
+    except (jinja2.TemplateError, TypeError) as error:
+        raise BadRecord(f"the chat template refuses it: {error}") from error

@@ -36,7 +36,7 @@ def total_steps(examples: Examples, args: TrainArguments) -> int:
     if args.streaming:
         raise ValueError("max_steps: 0 given with streaming, where nobody knows how many records there are; give it")
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * dist.get_world_size()
-    return math.ceil(args.num_train_epochs * len(examples.rows) / rows)
+    return math.ceil(args.num_train_epochs * len(examples) / rows)
 
 
 def fit(

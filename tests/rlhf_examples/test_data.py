@@ -132,7 +132,7 @@ def test_a_set_of_bad_records_is_an_error_that_says_why(streaming, examples):
 
 
 def test_a_form_that_is_none(examples):
-    with pytest.raises(ValueError, match="form: 'sft' given; allowed: supervised, preference, prompt"):
+    with pytest.raises(ValueError, match="form: 'sft' given; allowed: supervised, turns, preference, prompt"):
         examples([PAIR], "sft")
 
 

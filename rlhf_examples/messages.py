@@ -1,0 +1,47 @@
+"""Messages of conversations, with the tools that they call, in the forms that sets have them in."""
+
+import json
+from typing import Any
+
+Messages = list[dict[str, Any]]
+
+
+def is_message(value: Any) -> bool:
+    """Whether something is {"role": text, "content": text, ...}; what calls tools may have no content."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    calls = value.get("tool_calls") or []
+    return isinstance(value.get("content"), str | None if calls else str) and all(map(is_tool_call, calls))
+
+
+def is_tool_call(value: Any) -> bool:
+    """Whether something is {"function": {"name": text, "arguments": ...}, ...}, or such a function alone."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def plain_message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as chat templates read it: with content, without keys that are empty, as tables fill them, and with
+    objects as the arguments of its tool calls, where OpenAI's form has JSON."""
+    kept = {name: value for name, value in message.items() if value is not None and value != []}
+    if "tool_calls" in kept:
+        kept["tool_calls"] = [plain_call(call) for call in kept["tool_calls"]]
+    return {"role": kept.pop("role"), "content": "", **kept}
+
+
+def plain_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with an object as its arguments."""
+    if "function" in call:
+        return {**call, "function": plain_call(call["function"])}
+    arguments = call.get("arguments")
+    return {**call, "arguments": {} if arguments in (None, "") else parsed(arguments) or arguments}
+
+
+def parsed(value: Any) -> Any:
+    """What a text says as JSON, None where it is none; what is no text, as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None
