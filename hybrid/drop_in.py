@@ -1,4 +1,5 @@
-"""`hybrid.install()`: `deepspeed.initialize` builds our engine where a configuration enables `hybrid_engine`.
+"""`hybrid.install()`: `deepspeed.initialize` builds our engine where a configuration enables `hybrid_engine`, and
+`deepspeed.init_inference` builds ours.
 
 accelerate, the transformers Trainer and TRL look the name up in DeepSpeed's module as they call it, and so build ours.
 """
@@ -16,6 +17,7 @@ import deepspeed
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from hybrid.config import read_block
+from hybrid.inference_engine import init_inference
 from hybrid.initialize import initialize
 
 PARAMETERS = tuple(inspect.signature(initialize).parameters)  # of `deepspeed.initialize`, in its order
@@ -23,27 +25,50 @@ PARAMETERS = tuple(inspect.signature(initialize).parameters)  # of `deepspeed.in
 
 @dataclass
 class Place:
-    """The place of `deepspeed.initialize`, of which a process has one.
+    """The place of one of DeepSpeed's functions, of which a process has one.
 
-    lasting: whether `install()` was called.  blocks: of `installed()`, open now.
+    name: of the function.  lasting: whether `install()` was called.  blocks: of `installed()`, open now.
     standing: what stands there for us, perhaps under a patch of somebody else's; kept when nobody wants it any more.
     """
 
+    name: str = "initialize"
     lasting: bool = False
     blocks: int = 0
-    standing: "Initialize | None" = None
+    standing: "StandIn | None" = None
 
     @property
     def wanted(self) -> bool:
         """Whether anybody wants our engine."""
         return self.lasting or self.blocks > 0
 
+    def stand_in(self, kind: "type[StandIn]") -> None:
+        """Put ours there, unless it is, or is under somebody's patch."""
+        if self.standing is None:
+            self.standing = kind(getattr(deepspeed, self.name))
+        if getattr(deepspeed, self.name) is self.standing.own:
+            setattr(deepspeed, self.name, self.standing)
 
-PLACE, LOCK = Place(), threading.RLock()
+    def step_aside(self) -> None:
+        """Put back what was there, where nobody wants ours any more."""
+        there = getattr(deepspeed, self.name)
+        if self.wanted or self.standing is None or there is self.standing.own:
+            return
+        if there is self.standing:
+            setattr(deepspeed, self.name, self.standing.own)
+            self.standing = None
+        else:
+            warnings.warn(
+                f"uninstall: deepspeed.{self.name} is {there!r}, which somebody put there after install(). It stays; "
+                "where it calls what was there before, that builds DeepSpeed's own engines from here on",
+                stacklevel=3,
+            )
 
 
-class Initialize:
-    """What stands in the place of `deepspeed.initialize`.
+PLACE, INFERENCE_PLACE, LOCK = Place(), Place("init_inference"), threading.RLock()
+
+
+class StandIn:
+    """What stands in the place of one of DeepSpeed's functions.
 
     own: what stood there, which builds what is not ours. Everything is, for it, as long as nobody wants our engine.
     """
@@ -51,6 +76,17 @@ class Initialize:
     def __init__(self, own: Callable):
         functools.update_wrapper(self, own)
         self.own = own
+
+
+class InitInference(StandIn):
+    """In the place of `deepspeed.init_inference`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return init_inference(*args, **kwargs) if INFERENCE_PLACE.wanted else self.own(*args, **kwargs)
+
+
+class Initialize(StandIn):
+    """In the place of `deepspeed.initialize`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple:
         given = {**dict(zip(PARAMETERS, args, strict=False)), **kwargs}
@@ -77,57 +113,47 @@ def asks_for_us(given: dict[str, Any]) -> bool:
     return read_block(settings, "hybrid_engine").enabled
 
 
-def install() -> None:
+def install(inference: bool = True) -> None:
     """From here on `deepspeed.initialize` with `"hybrid_engine": {"enabled": true}` builds a HybridEngine, whoever
     calls it: accelerate, the transformers Trainer, TRL, your script. Everything else it builds as before.
 
+    inference: whether `deepspeed.init_inference` builds an `InferenceEngine`; False leaves it to DeepSpeed.
     Calling it twice is calling it once. Engines that are there stay what they are. A name that was taken out of the
     module before (`from deepspeed import initialize`) is not this one.
     """
     with LOCK:
-        PLACE.lasting = True
-        _stand_in()
+        PLACE.lasting, INFERENCE_PLACE.lasting = True, inference
+        PLACE.stand_in(Initialize)
+        if inference:
+            INFERENCE_PLACE.stand_in(InitInference)
+        else:
+            INFERENCE_PLACE.step_aside()
 
 
 def uninstall() -> None:
-    """`deepspeed.initialize` is what it was before `install()`; within `installed()`, once the outermost block ends.
+    """`deepspeed.initialize` and `deepspeed.init_inference` are what they were before `install()`; within
+    `installed()`, once the outermost block ends.
 
     Somebody else's patch on top of ours stays, with a warning, and reaches DeepSpeed's own function through it.
     """
     with LOCK:
-        PLACE.lasting = False
-        _step_aside()
+        for place in (PLACE, INFERENCE_PLACE):
+            place.lasting = False
+            place.step_aside()
 
 
 @contextmanager
-def installed() -> Iterator[None]:
+def installed(inference: bool = True) -> Iterator[None]:
     """`install()` for a block. Blocks nest, and may be open in several threads; the last one that ends undoes it."""
+    places = [(PLACE, Initialize), (INFERENCE_PLACE, InitInference)][: 2 if inference else 1]
     with LOCK:
-        PLACE.blocks += 1
-        _stand_in()
+        for place, kind in places:
+            place.blocks += 1
+            place.stand_in(kind)
     try:
         yield
     finally:
         with LOCK:
-            PLACE.blocks -= 1
-            _step_aside()
-
-
-def _stand_in() -> None:
-    if PLACE.standing is None:
-        PLACE.standing = Initialize(deepspeed.initialize)
-    if deepspeed.initialize is PLACE.standing.own:  # otherwise ours is there, or under somebody's patch
-        deepspeed.initialize = PLACE.standing
-
-
-def _step_aside() -> None:
-    if PLACE.wanted or PLACE.standing is None or deepspeed.initialize is PLACE.standing.own:
-        return
-    if deepspeed.initialize is PLACE.standing:
-        deepspeed.initialize, PLACE.standing = PLACE.standing.own, None
-    else:
-        warnings.warn(
-            f"uninstall: deepspeed.initialize is {deepspeed.initialize!r}, which somebody put there after install(). "
-            "It stays; where it calls what was there before, that builds DeepSpeed's own engines from here on",
-            stacklevel=3,
-        )
+            for place, _ in places:
+                place.blocks -= 1
+                place.step_aside()

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from deepspeed import comm
@@ -41,7 +41,7 @@ from hybrid.containers.shared_modules import first_output, whole_difference
 from hybrid.containers.spread import Spread
 from hybrid.containers.window import Window
 from hybrid.decoding.kv_cache import KVCache
-from hybrid.decoding.loop import Decoding, Noise
+from hybrid.decoding.loop import Decoding, Noise, TooManyTokensError
 from hybrid.decoding.pages import PageStore
 from hybrid.decoding.rows import Decoder
 from hybrid.decoding.sampling import Seeds, wrapped
@@ -92,20 +92,30 @@ def init_inference(
     Raises ValueError, naming key, value and what is allowed, and NotImplementedError for what is not available; the
     model is then as it was.
     """
-    settings = read_inference_config(config, kwargs)
-    with as_it_was_on_failure(model, with_values=not settings.set_empty_params):
-        return InferenceEngine(model, settings.model_copy(update={"dtype": getattr(torch, settings.dtype)}))
+    return InferenceEngine(model, read_inference_config(config, kwargs))
 
 
 class InferenceEngine(nn.Module):
     """A model that runs forwards and generates, and does not train. Built by `hybrid.init_inference`.
 
+    config: as `init_inference`'s, DeepSpeed's own object among them.
     Threads may share it: their calls run one at a time, in the order in which they came.
     """
 
-    def __init__(self, model: nn.Module, config: InferenceConfig):
+    # What DeepSpeed's engine tells its callers of (0.19.8), and is the same in every engine of this kind.
+    local_cuda_graph = is_compiled = False
+    quantization_scales = ep_group = expert_mp_group = None
+    quantize_merge_count = 1
+
+    def __init__(self, model: nn.Module, config: str | Path | dict[str, Any] | BaseModel | None = None):
+        settings = config if isinstance(config, InferenceConfig) else read_inference_config(config, {})
         super().__init__()
         self.call_lock = CallLock()
+        with as_it_was_on_failure(model, with_values=not settings.set_empty_params):
+            self._take(model, settings.model_copy(update={"dtype": getattr(torch, settings.dtype)}))
+
+    def _take(self, model: nn.Module, config: InferenceConfig) -> None:
+        """Change the model to what the settings say, and build what runs it."""
         initialize(model, [], torch.device("cpu"))  # what a model on the meta device makes itself
         mixtures = expert_layers(model)
         join_ranks(config)
@@ -116,6 +126,7 @@ class InferenceEngine(nn.Module):
         self._exchange = exchange_tokens(mixtures)
         self.module, self._config = model, config
         self.config = getattr(model, "config", None) if config.config is None else config.config
+        self.mpu, self.injection_dict = config.tensor_parallel.mpu, config.injection_policy
         self._group = sharing_group(config)
         self._device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
         weights = None if config.checkpoint is None else open_weights(model, config, mixtures)
@@ -331,7 +342,7 @@ class InferenceEngine(nn.Module):
         args, kwargs = as_model_inputs(args, kwargs, self._device)
         most, least = self._config.max_out_tokens, self._config.min_out_tokens
         if prompts is not None and prompts.shape[1] + least > most:
-            raise ValueError(
+            raise TooManyTokensError(
                 f"generate: behind a prompt of {prompts.shape[1]} tokens there is no room for min_out_tokens={least} "
                 f"more in max_out_tokens={most}; raise max_out_tokens, or give a shorter prompt"
             )
@@ -392,7 +403,29 @@ class InferenceEngine(nn.Module):
         self._kv_cache.release()
         self._pages.release()
 
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises NotImplementedError: what runs is compiled already, or is the model's own layers under hooks."""
+        raise NotImplementedError(
+            "compile: an engine's containers are not compiled by torch; compile a model that is in no engine, or use "
+            "replace_with_kernel_inject=true"
+        )
+
     # ----------------------------------------------------------- inspection
+
+    @property
+    def mp_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks that share heads and matrices; None where this one is alone."""
+        return self._group.tensor.group
+
+    @property
+    def cuda_graph_created(self) -> bool:
+        """Whether forwards have been captured."""
+        return self._graphs is not None and bool(self._graphs.graphs)
+
+    @property
+    def model_profile_enabled(self) -> bool:
+        """Whether `profile_model_time` was called."""
+        return self._times.enabled
 
     @one_at_a_time
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
@@ -541,7 +574,7 @@ def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
     if config.dtype == torch.int8:
         refuse_what_cannot_be_quantized(model, config)
     elif values_set(config, "quant") is not None:
-        warnings.warn(f"quant: given with dtype={floating}; it has no effect, only int8 quantizes", stacklevel=4)
+        warnings.warn(f"quant: given with dtype={floating}; it has no effect, only int8 quantizes", stacklevel=5)
     if config.checkpoint is None:
         for key in ("training_mp_size", "base_dir"):
             if values_set(config, key) is not None:
@@ -584,7 +617,7 @@ def refuse_partitioning(zero: dict[str, Any]) -> None:
             "hybrid_engine.pin_parameters=false"
         )
     if stage or zero.keys() - {"stage", "leaf_module", "overlap_comm"}:  # DeepSpeed's object always says the last two
-        warnings.warn(f"zero: {zero} given; it has no effect, nothing is trained here", stacklevel=5)
+        warnings.warn(f"zero: {zero} given; it has no effect, nothing is trained here", stacklevel=6)
 
 
 def refuse_ranks_that_are_not_there(settings: TensorParallelConfig) -> None:
@@ -606,6 +639,8 @@ def refuse_experts_that_are_not_there(model: nn.Module, config: InferenceConfig)
         raise NotImplementedError("moe.type: 'residual' given; standard experts are there")
     if moe.ep_mp_group is not None:
         raise NotImplementedError("moe.ep_mp_group: given; ranks that share an expert are those of tensor_parallel")
+    if moe.ep_group is not None and ranks == 1:
+        warnings.warn("moe.ep_group: given with ep_size=1; it has no effect, give ep_size too", stacklevel=6)
     said = None if moe.moe_experts == [1] else moe.moe_experts
     if ranks == 1 and said is None:
         return

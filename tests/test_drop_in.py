@@ -204,6 +204,29 @@ def test_threads_may_come_and_go(calls):
     assert not wrong and deepspeed.initialize is before
 
 
+def test_init_inference_builds_ours_unless_asked_not_to(monkeypatch):
+    def own(model, config=None, **kwargs):
+        return "deepspeed", config, kwargs
+
+    monkeypatch.setattr(deepspeed, "init_inference", own)
+    monkeypatch.setattr(drop_in, "INFERENCE_PLACE", drop_in.Place("init_inference"))
+    model = tiny_model("llama")
+    reference = twin(model)
+    ids, mask = prompts(2, 5, padded=True)
+    with hybrid.installed(), pytest.warns(FutureWarning, match="mp_size is an old name"):
+        engine = deepspeed.init_inference(model, mp_size=1, dtype=torch.float32, replace_with_kernel_inject=True)
+    assert isinstance(engine, hybrid.InferenceEngine) and deepspeed.init_inference is own
+    request = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    with hybrid.installed(inference=False):
+        assert deepspeed.init_inference(model, {"a": 1}, b=2) == ("deepspeed", {"a": 1}, {"b": 2})
+    hybrid.install()
+    assert deepspeed.init_inference is not own
+    hybrid.install(inference=False)
+    assert deepspeed.init_inference is own and deepspeed.initialize.__wrapped__ is not None
+    hybrid.uninstall()
+
+
 def test_importing_changes_nothing():
     code = (
         "import deepspeed; before = deepspeed.initialize; import hybrid, hybrid.drop_in; "

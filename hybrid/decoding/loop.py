@@ -152,10 +152,14 @@ def refuse_what_cannot_run(
     require_room(prompt_len, new_tokens, max_out_tokens, limit)
 
 
+class TooManyTokensError(ValueError, RuntimeError):
+    """A sequence is longer than the settings allow. DeepSpeed's engine raises RuntimeError for it."""
+
+
 def require_room(prompt_len: int, new_tokens: int, max_out_tokens: int, limit: str) -> None:
-    """Raise ValueError where a prompt and its completion are longer than the setting `limit` allows."""
+    """Raise TooManyTokensError where a prompt and its completion are longer than the setting `limit` allows."""
     if prompt_len + new_tokens > max_out_tokens:
-        raise ValueError(
+        raise TooManyTokensError(
             f"generate: a prompt of {prompt_len} tokens + {new_tokens} new tokens = {prompt_len + new_tokens} is over "
             f"{limit}={max_out_tokens}; ask for at most {max(max_out_tokens - prompt_len, 0)} "
             "new tokens, or raise max_out_tokens"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.inference.config import DeepSpeedInferenceConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -26,6 +27,54 @@ def engine_of(model, **settings) -> hybrid.InferenceEngine:
 def logits_of(model, ids=IDS, mask=MASK, **more) -> torch.Tensor:
     with torch.no_grad():
         return model(ids, attention_mask=mask, **more).logits
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DeepSpeedInferenceConfig(dtype=torch.float32, kernel_inject=True, max_tokens=64),
+        {"dtype": "fp32", "kernel_inject": True, "max_tokens": 64},
+    ],
+    ids=["DeepSpeed's object", "dict"],
+)
+def test_the_constructor_takes_what_deepspeeds_takes(config):
+    """And the engine has what callers of DeepSpeed's read, named and set as there."""
+    model = tiny_model("llama")
+    reference = twin(model)
+    engine = hybrid.InferenceEngine(model, config=config)
+    assert torch.equal(engine(IDS, attention_mask=MASK).logits[MASK.bool()].argmax(-1), argmaxes(reference))
+    assert engine.module is model and engine.config is model.config
+    for name in ("local_cuda_graph", "cuda_graph_created", "model_profile_enabled", "is_compiled"):
+        assert getattr(engine, name) is False, name
+    for name in ("mp_group", "mpu", "ep_group", "expert_mp_group", "injection_dict", "quantization_scales"):
+        assert getattr(engine, name) is None, name
+    engine.profile_model_time(use_cuda_events=False)
+    assert engine.model_profile_enabled and engine.quantize_merge_count == 1
+    with pytest.raises(NotImplementedError, match="compile a model that is in no engine"):
+        engine.compile()
+    assert "forward" in model.__dict__
+    broken = tiny_model("llama")
+    with pytest.raises(ValueError, match="min_out_tokens: 9 given"):
+        hybrid.InferenceEngine(broken, {"dtype": "fp32", "max_tokens": 8, "min_tokens": 9})
+    assert "forward" not in broken.__dict__
+
+
+def argmaxes(reference) -> torch.Tensor:
+    return logits_of(reference)[MASK.bool()].argmax(-1)
+
+
+def test_too_long_inputs_are_runtime_errors_too():
+    """As in DeepSpeed's engine, and ValueErrors, as all else that a user gave."""
+    engine = engine_of(tiny_model("llama"), max_tokens=8)
+    for ids, new in ((torch.ones(1, 9, dtype=torch.int64), 1), (torch.ones(1, 6, dtype=torch.int64), 3)):
+        for error in (RuntimeError, ValueError):
+            with pytest.raises(error, match="max_out_tokens=8"):
+                engine.generate(ids, max_new_tokens=new)
+
+
+def test_a_group_of_experts_without_an_effect_is_told():
+    with pytest.warns(UserWarning, match="moe.ep_group: given with ep_size=1; it has no effect"):
+        engine_of(tiny_model("mixtral"), moe={"ep_group": object()})
 
 
 @pytest.mark.parametrize("inject", [True, False])
