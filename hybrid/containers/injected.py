@@ -4,8 +4,10 @@ In the layers that a policy names, the projections that it lists add up over the
 arXiv:1909.08053), and every other linear layer makes a part of its outputs. Ranks call with the same inputs.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +19,9 @@ from hybrid.weights.tensor_parallel import Shard, chunk
 
 # What a module that splits its input into heads calls their numbers, and their size together.
 PER_RANK = tuple("n_heads num_heads n_head num_attention_heads num_key_value_heads all_head_size inner_dim".split())
+# A linear layer that makes queries, keys and values one behind the other, and what holds the width of each.
+THREE_IN_ONE, WIDTH_OF_ONE = "c_attn", "split_size"
+HEAD_BY_HEAD = "query_key_value"  # one that makes them head by head; positions may be biases of heads (ALiBi)
 Policy = Mapping[type, "str | tuple[str, ...] | LayerPolicy"]  # by layer class; of names, those of `sums`
 
 
@@ -37,11 +42,14 @@ class LayerPolicy:
 
 class PartLinear(nn.Module):
     """A rank's part of a linear layer: of its outputs, or, where it sums, of its inputs, and then the ranks' sum. In
-    int8 where the layer was to be."""
+    int8 where the layer was to be.
 
-    def __init__(self, linear: nn.Linear | Conv1D | Int8Linear, group: InferenceGroup, sums: bool):
+    blocks: matrices that lie one behind the other in its outputs, of each of which this is a part.
+    """
+
+    def __init__(self, linear: nn.Linear | Conv1D | Int8Linear, group: InferenceGroup, sums: bool, blocks: int = 1):
         super().__init__()
-        self.group, self.sums = group, sums
+        self.group, self.sums, self.blocks = group, sums, blocks
         self.turned = isinstance(linear, Conv1D) or getattr(linear, "turned", False)
         self.groups = getattr(linear, "groups", 0)  # of int8's scales
         self.weight: nn.Parameter | None = None
@@ -50,7 +58,8 @@ class PartLinear(nn.Module):
 
     def take_weight(self, whole: torch.Tensor) -> None:
         """Keep this rank's part of the weight, as the layer in whose place this is has it."""
-        part = chunk(whole.T if self.turned else whole, 1 if self.sums else 0, shard_of(self.group))
+        whole = whole.T if self.turned else whole
+        part = chunk(whole, 1, shard_of(self.group)) if self.sums else self._outputs(whole)
         if self.groups:
             keep_in_int8(self, "weight", part, self.groups)
         else:
@@ -58,7 +67,10 @@ class PartLinear(nn.Module):
 
     def take_bias(self, whole: torch.Tensor) -> None:
         """Keep this rank's part of the bias: all of it where outputs are sums, to be added once they are made."""
-        self.bias = owned(whole if self.sums else chunk(whole, 0, shard_of(self.group)))
+        self.bias = owned(whole if self.sums else self._outputs(whole))
+
+    def _outputs(self, whole: torch.Tensor) -> torch.Tensor:
+        return torch.cat([chunk(block, 0, shard_of(self.group)) for block in whole.chunk(self.blocks)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As nn.Linear's; all of the outputs where it sums."""
@@ -80,10 +92,11 @@ def owned(part: torch.Tensor) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class Shared:
-    """A linear layer, or an embedding of positions within a layer, that is shared out."""
+    """A linear layer, or an embedding of positions within a layer, that is shared out.  blocks: as PartLinear's."""
 
     sums: bool
     counts: tuple[str, ...]
+    blocks: int = 1
 
 
 def read_policy(model: nn.Module, policy: Policy) -> dict[str, Shared]:
@@ -102,11 +115,34 @@ def read_policy(model: nn.Module, policy: Policy) -> dict[str, Shared]:
                 raise ValueError(f"injection_policy: the model has no module whose name ends in {projection!r}")
         for path, layer in modules.items():
             for name, module in layer.named_modules() if type(layer) is kind else ():
-                if (is_linear(module) or isinstance(module, nn.Embedding)) and not name.endswith(one.whole):
-                    found[f"{path}.{name}"] = Shared(name.endswith(one.sums), one.counts)
+                dotted = f".{name}"  # ends may begin with a dot, as in DeepSpeed's
+                if (is_linear(module) or isinstance(module, nn.Embedding)) and not dotted.endswith(one.whole):
+                    found[f"{path}.{name}"] = shared_out(dotted, module, one)
     if not found:
         raise ValueError(f"injection_policy: the model has none of {[kind.__name__ for kind in policy]}")
     return found
+
+
+def shared_out(name: str, module: nn.Module, policy: LayerPolicy) -> Shared:
+    """How a module of a layer is shared out.  name: within the layer, behind a dot."""
+    if name.endswith(policy.sums):
+        return Shared(True, policy.counts)
+    if name.endswith(f".{THREE_IN_ONE}") and is_three_in_one(module):
+        return Shared(False, (*policy.counts, WIDTH_OF_ONE), blocks=3)
+    return Shared(False, policy.counts)
+
+
+def is_three_in_one(module: nn.Module) -> bool:
+    """Whether a linear layer's outputs are three times as wide as its inputs."""
+    outputs, inputs = getattr(module, "nf", None), getattr(module, "nx", None)  # of a Conv1D, which int8 keeps turned
+    if outputs is None:
+        outputs, inputs = getattr(module, "out_features", 0), getattr(module, "in_features", -1)
+    return outputs == 3 * inputs
+
+
+def width_of(module: nn.Module) -> int:
+    """Outputs of a linear layer, or columns of an embedding."""
+    return getattr(module, "nf", None) or getattr(module, "out_features", None) or module.embedding_dim
 
 
 def layer_policy(said: str | tuple[str, ...] | LayerPolicy) -> LayerPolicy:
@@ -129,6 +165,11 @@ def require_whole_heads(model: nn.Module, names: Mapping[str, Shared], size: int
                     f"tensor_parallel.tp_size: {size} given; it must divide {key}={getattr(parent, key)} of "
                     f"{type(parent).__name__}"
                 )
+        heads, rest = divmod(width_of(model.get_submodule(name)), getattr(parent, "head_dim", None) or 1)
+        if hasattr(parent, "head_dim") and not shared.sums and not rest and heads % size:
+            raise ValueError(
+                f"tensor_parallel.tp_size: {size} given; it must divide the {heads} heads that {name} makes"
+            )
 
 
 def share_out(model: nn.Module, names: Mapping[str, Shared], group: InferenceGroup) -> dict[str, Take]:
@@ -142,14 +183,31 @@ def share_out(model: nn.Module, names: Mapping[str, Shared], group: InferenceGro
         if isinstance(module, nn.Embedding):  # of relative positions: a column for each head
             found[f"{name}.weight"] = columns_of(module, group)
             continue
-        part = PartLinear(module, group, shared.sums)
+        part = PartLinear(module, group, shared.sums, shared.blocks)
         setattr(parent, child, part)
         found |= {f"{name}.weight": part.take_weight, f"{name}.bias": part.take_bias}
     for parent, keys in counts.items():
         for key in keys:
             if hasattr(parent, key):
                 setattr(parent, key, getattr(parent, key) // group.size)
+    for parent in counts:
+        if hasattr(parent, HEAD_BY_HEAD):
+            parent.forward = with_own_alibi(parent.forward, group)
     return found
+
+
+def with_own_alibi(own: Callable, group: InferenceGroup) -> Callable:
+    """An attention's forward that takes of ALiBi's biases, [rows · heads, 1, tokens], the heads that the rank has."""
+
+    @functools.wraps(own)
+    def forward(*args: Any, alibi: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if alibi is None:
+            return own(*args, **kwargs)
+        heads = own.__self__.num_heads * group.size
+        part = chunk(alibi.unflatten(0, (-1, heads)), 1, shard_of(group)).flatten(0, 1)
+        return own(*args, alibi=part, **kwargs)
+
+    return forward
 
 
 def columns_of(embedding: nn.Embedding, group: InferenceGroup) -> Take:

@@ -284,3 +284,30 @@ def initialize(model: nn.Module, absent: list[str], device: torch.device) -> Non
                 owner[leaf] = empty
         if slots:
             model._init_weights(module)
+    made = {path for slots in found.values() for _, _, path in slots}
+    if not made:
+        return
+    with known_to_be_made(model, made):
+        for path, module in model.named_modules():
+            # What is in a module may be made with a module around it (FalconH1's multipliers, transformers 5.23).
+            if not found[module] and any(is_within(name, path) for name in made):
+                model._init_weights(module)
+
+
+def is_within(name: str, path: str) -> bool:
+    """Whether a tensor is in a module, by their names."""
+    return name.startswith(f"{path}." if path else "")
+
+
+@contextmanager
+def known_to_be_made(model: nn.Module, but: set[str]) -> Iterator[None]:
+    """Inside the block transformers' initialization leaves all tensors alone but those named."""
+    tensors = [tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name not in but]
+    unmarked = [tensor for tensor in tensors if not getattr(tensor, "_is_hf_initialized", False)]
+    try:
+        for tensor in unmarked:
+            tensor._is_hf_initialized = True
+        yield
+    finally:
+        for tensor in unmarked:
+            del tensor._is_hf_initialized

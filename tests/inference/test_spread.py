@@ -3,30 +3,37 @@
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 import hybrid
 from tests.engine.test_native_tensor_parallel import FAMILIES, slow_unless
-from tests.models import prompts, tiny_model, tiny_other, twin
+from tests.models import SIZES, prompts, tiny_model, twin
 
 IDS, MASK = prompts(3, 7, padded=True)
 SETTINGS = {"dtype": torch.float32, "tp": {"tp_size": 2}}
+HYBRID_SIZES = {**SIZES, "num_hidden_layers": 2}
+MAMBA = {"mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+SSM = {"head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}
 # Decoders without a tp_plan.
 NAMED = {
     "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64, "vocab_size": 97},
     "biogpt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
+    # A part of each layer is whole: codegen's attention, the others' recurrences and convolutions.
+    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    "falcon_h1": {**HYBRID_SIZES, "mamba_d_ssm": 32, "mamba_n_heads": 4, **MAMBA},
+    "bamba": {**HYBRID_SIZES, "attn_layer_indices": [1], "mamba_n_heads": 8, **MAMBA},
+    "lfm2": {**HYBRID_SIZES, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+}
+# Of these nothing is known to be cut.
+WHOLE = {
+    "mamba2": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, **SSM},
+    "gpt_oss": {**HYBRID_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
 }
 
 
 def named(name: str) -> torch.nn.Module:
-    """A tiny model without a tp_plan, its biases random."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **{"vocab_size": 97, "max_position_embeddings": 64, **NAMED[name]})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for key, param in model.named_parameters():
-        if key.endswith("bias"):
-            torch.nn.init.normal_(param, std=0.1)
-    return model
+    """A tiny model without a tp_plan."""
+    return tiny_model(name, sizes={"max_position_embeddings": 64, **NAMED[name]}).eval()
 
 
 def check_spread(reference: torch.nn.Module, folder: str, how: str) -> None:
@@ -94,20 +101,51 @@ def test_models_without_a_plan_are_spread_by_names(ranks, tmp_path, name):
     ranks.run(check_named, name, str(tmp_path))
 
 
+def check_nothing_to_cut(name: str) -> None:
+    """Every rank keeps the whole model, and is told so."""
+    reference = tiny_model(name, sizes=WHOLE[name]).eval()
+    with pytest.warns(UserWarning, match="no attention and no MLP that is known to be cut; every rank keeps the whole"):
+        engine = hybrid.init_inference(twin(reference), **SETTINGS)
+    request = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
+    assert "nothing: every rank keeps all of its layers" in engine.coverage()[0]["why"]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_cannot_be_cut_is_whole_on_every_rank(ranks, name):
+    ranks.run(check_nothing_to_cut, name)
+
+
+def check_int8(name: str) -> None:
+    """Near the float model, by as much as a rounded weight may be off; attention and MLP are cut."""
+    reference = tiny_model(name).eval()
+    engine = hybrid.init_inference(twin(reference), **{**SETTINGS, "dtype": "int8"})
+    with torch.no_grad():
+        expected = reference(IDS, attention_mask=MASK).logits[MASK.bool()]
+    found = engine(IDS, attention_mask=MASK).logits[MASK.bool()]
+    assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+    held, whole = (sum(param.numel() for param in one.parameters()) for one in (engine.module, reference))
+    assert held < 0.65 * whole
+
+
+@pytest.mark.parametrize("name", ["bloom", "gpt2"])
+def test_int8_at_two_ranks(ranks, name):
+    """BLOOM's positions are biases of heads, and gpt2's queries, keys and values lie one behind the other."""
+    ranks.run(check_int8, name)
+
+
 def check_given_back() -> None:
     """What is refused once weights have moved: the model has its modules, forwards and bytes again."""
-    for model, words in ((tiny_other("t5"), "tensor_parallel: "), (PackedModel(), "differs from the whole one")):
+    for model in (PackedModel(),):
         before = twin(model)
-        policy = {PackedLayer: "down"} if isinstance(model, PackedModel) else None
-        with pytest.raises(NotImplementedError, match=words):
-            hybrid.init_inference(model, injection_policy=policy, **SETTINGS)
+        with pytest.raises(NotImplementedError, match="differs from the whole one"):
+            hybrid.init_inference(model, injection_policy={PackedLayer: "down"}, **SETTINGS)
         assert [type(module) for module in model.modules()] == [type(module) for module in before.modules()]
         assert not any("forward" in module.__dict__ for module in model.modules())
         state = before.state_dict()
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-        more = {"decoder_input_ids": IDS} if policy is None else {}
         with torch.no_grad():
-            assert torch.equal(model(IDS, **more)[0], before(IDS, **more)[0])
+            assert torch.equal(model(IDS)[0], before(IDS)[0])
 
 
 class PackedLayer(torch.nn.Module):
@@ -145,6 +183,9 @@ def test_a_refused_model_is_as_it_was(ranks):
 def check_refusals() -> None:
     odd = tiny_model("cohere", sizes={**FAMILIES["cohere"], "num_attention_heads": 3, "num_key_value_heads": 3})
     with pytest.raises(ValueError, match="tensor_parallel.tp_size: 2 given; the model's 3 attention heads"):
+        hybrid.init_inference(odd, **SETTINGS)
+    odd = tiny_model("falcon_h1", sizes={**NAMED["falcon_h1"], "num_key_value_heads": 1})
+    with pytest.raises(ValueError, match="tp_size: 2 given; it must divide the 1 heads that .*k_proj makes"):
         hybrid.init_inference(odd, **SETTINGS)
 
 
