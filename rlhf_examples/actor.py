@@ -12,18 +12,16 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.arguments import EvaluateArguments, RolloutArguments, RunArguments
-from rlhf_examples.data import reward_columns
+from rlhf_examples.arguments import EvaluateArguments, PairsArguments, RolloutArguments, RunArguments
 from rlhf_examples.ema import MovingAverage
 from rlhf_examples.engines import Judge, Training, export, judge, trained_policy
 from rlhf_examples.files import AVERAGE, BEFORE, MODEL, write_atomically
-from rlhf_examples.forwards import judged_logps, judged_values
-from rlhf_examples.losses import last_token_values
-from rlhf_examples.models import is_reward_model, load_policy, load_value_model, require_model
-from rlhf_examples.ranks import device, from_all_ranks, interleaved, is_first, own_share, sums_over_ranks
-from rlhf_examples.rewards import judged, load_reward
+from rlhf_examples.forwards import judged_logps
+from rlhf_examples.models import load_policy, require_model
+from rlhf_examples.ranks import from_all_ranks, interleaved, is_first, own_share, sums_over_ranks
 from rlhf_examples.rollouts import Row, decode_completions, own_numbers, roll_out, rows_of_forward, sampling
 from rlhf_examples.run_log import RunLog, read_metrics
+from rlhf_examples.scorers import Rewards
 from rlhf_examples.trackers import Metrics
 
 
@@ -164,49 +162,10 @@ def hybrid_blocks(args: RolloutArguments) -> dict[str, dict]:
     }
 
 
-@dataclass
-class Scorer:
-    """What scores completions: a function, or a reward model in an engine.  name: of its metric."""
-
-    name: str
-    function: Callable | None = None
-    model: Judge | None = None
-    rows: int = 16
-
-    @staticmethod
-    def check(*rewards: str) -> None:
-        """Raise ValueError for a name, as `load` takes them, of nothing."""
-        for name in rewards:
-            if not is_reward_model(name):
-                load_reward(name)
-
-    @classmethod
-    def load(cls, reward: str, dtype: str, rows: int, offload: bool = False) -> "Scorer":
-        """reward: module:function, or the directory or hub name of a reward model that shares the policy's tokens.
-
-        rows: of a reward model's forward.  offload: as `judge`.
-        """
-        if is_reward_model(reward):
-            return cls("reward_model", model=judge(load_value_model, reward, dtype, offload), rows=rows)
-        return cls(reward.rpartition(":")[2], function=load_reward(reward))
-
-    def __call__(self, batch: hybrid.RolloutBatch, prompts: list[Row], completions: list[str]) -> torch.Tensor:
-        """A score for each completion, float32 [rows]; NaN where it could not be judged.
-
-        prompts: of each completion. A reward model judges the last real token.
-        """
-        if self.model is not None:
-            values = judged_values(self.model, batch.sequences, batch.attention_mask, self.rows)
-            scores = last_token_values(values, batch.attention_mask)
-            return torch.where(scores.isfinite(), scores, torch.nan)
-        texts = [row["prompt"] for row in prompts]
-        scores = judged(self.function, self.name, texts, completions, reward_columns(prompts))
-        return torch.tensor(scores, dtype=torch.float32, device=device())
-
-    def destroy(self) -> None:
-        """Free the engine."""
-        if self.model is not None:
-            self.model.destroy()
+def load_rewards(names: list[str], weights: list[float], args: RolloutArguments, offload: bool = False) -> Rewards:
+    """What judges completions.  names, weights, offload: as `Rewards.load`."""
+    rows, waiting = args.per_device_training_batch_size, (args.reward_timeout_s, args.reward_retries)
+    return Rewards.load(names, args.dtype, rows, offload, weights, *waiting)
 
 
 @dataclass
@@ -216,8 +175,8 @@ class Evaluation:
     policy: hybrid.HybridEngine
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Row]
-    scorers: list[Scorer]
-    args: RolloutArguments | EvaluateArguments
+    rewards: list[Rewards]
+    args: RolloutArguments | EvaluateArguments | PairsArguments
 
     @classmethod
     def load(
@@ -225,13 +184,12 @@ class Evaluation:
         policy: hybrid.HybridEngine,
         tokenizer: PreTrainedTokenizerBase,
         prompts: list[Row],
-        scorer: Scorer,
+        rewards: Rewards,
         args: RolloutArguments,
     ) -> "Evaluation":
-        """By what training goes by, and by the function that it never sees, where there is one."""
-        rows = args.per_device_training_batch_size
-        scorers = [scorer, *([Scorer.load(args.eval_reward, args.dtype, rows)] if args.eval_reward else [])]
-        return cls(policy, tokenizer, prompts, scorers, args)
+        """By what training goes by, and by what it never sees, where there is that."""
+        others = load_rewards(args.eval_reward, [], args) if args.eval_reward else None
+        return cls(policy, tokenizer, prompts, [rewards, *filter(None, [others])], args)
 
     def __call__(self) -> tuple[Metrics, list[str], dict[str, list[float]]]:
         """The scorers' means, of what they could judge, as metrics; completions of all prompts; scores of them by the
@@ -245,11 +203,14 @@ class Evaluation:
         with self.policy.inference():
             batch = roll_out(self.policy, self.tokenizer, own, own_numbers(len(own)), params)
         completions = decode_completions(self.tokenizer, batch)
-        found = [completions, *(scorer(batch, own, completions).tolist() for scorer in self.scorers)]
-        together = zip(*from_all_ranks(found), strict=True)
-        texts, *scores = (interleaved(parts)[: len(self.prompts)] for parts in together)
-        means = {f"eval_{s.name}": mean_of_judged(of) for s, of in zip(self.scorers, scores, strict=True)}
-        return means, texts, dict(zip([scorer.name for scorer in self.scorers], scores, strict=True))
+        found = {"": completions}
+        for rewards in self.rewards:
+            scores = rewards.by_name(batch, own, completions)
+            found |= {name: of.tolist() for name, of in scores.items() if name not in found}
+        from_ranks = from_all_ranks(found)
+        found = {name: interleaved(part[name] for part in from_ranks)[: len(self.prompts)] for name in found}
+        texts = found.pop("")
+        return {f"eval_{name}": mean_of_judged(scores) for name, scores in found.items()}, texts, found
 
     def before(self, directory: Path, resumed: bool) -> dict:
         """What was found before the first update; a resumed run reads what its beginning wrote."""

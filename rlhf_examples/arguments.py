@@ -193,8 +193,14 @@ class RolloutArguments(RunArguments):
 
     actor_model_name_or_path: str = about("", "directory or hub name of the policy")
     disable_dropout: bool = about(True, NO_DROPOUT)
-    reward: str = about("", "module:function over (prompts, completions, records), where no reward model judges")
-    eval_reward: str = about("", "module:function that held-out completions are judged by, and training is not")
+    reward: list[str] = listed(
+        [],
+        "module:function over (prompts, completions, columns of records), addresses of reward servers, reward models",
+    )
+    reward_weights: list[float] = listed([], "of each reward in their sum; empty: 1")
+    reward_timeout_s: float = about(60.0, "seconds that an attempt of an awaited function or a server may take")
+    reward_retries: int = about(2, "attempts after one of those that failed")
+    eval_reward: list[str] = listed([], "as reward: what held-out completions are judged by, and training is not")
     stop_token_ids: list[int] = listed([], "end tokens besides the model's own")
     max_prompt_seq_len: int = about(256, "longest prompt in tokens; longer ones are counted and left out")
     max_answer_seq_len: int = about(32, "longest completion in tokens")
@@ -237,6 +243,10 @@ class RolloutArguments(RunArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.reward_weights and len(self.reward_weights) != len(self.reward):
+            raise ValueError(
+                f"reward_weights: {self.reward_weights} given for {len(self.reward)} rewards; give a weight for each"
+            )
         require_one_of(self, actor_zero_stage=(0, 1, 2, 3), logprob_mode=("recompute", "sampling"))
         require_range(
             self,
@@ -247,6 +257,8 @@ class RolloutArguments(RunArguments):
             num_mini_batches=(1, None),
             importance_sampling_cap=(1, None),
             max_answer_seq_len=(1, None),
+            reward_timeout_s=(0.001, None),
+            reward_retries=(0, None),
         )
         if self.importance_sampling_correction and self.logprob_mode == "sampling":
             raise ValueError(
@@ -419,6 +431,15 @@ class ChatArguments:
         require_one_of(self, dtype=("float32", "bfloat16", "int8"))
 
 
+@dataclass
+class RewardServerArguments:
+    """A reward function over HTTP."""
+
+    reward: str = about("rlhf_examples.rewards:exact_match", "module:function over (prompts, completions, columns)")
+    host: str = about("127.0.0.1", "address that is listened at; 0.0.0.0 is every one of this machine")
+    port: int = about(8765, "0 takes a free one")
+
+
 def require_one_of(args: Any, **allowed: tuple) -> None:
     """Raise ValueError for a field whose value is not among what is allowed."""
     for name, values in allowed.items():
@@ -468,6 +489,7 @@ def arguments_of(kind: type[Arguments], settings: dict[str, Any], flags: list[st
     known = [field.name for field in fields(kind)]
     for key in settings:
         require_known(key, known)
+    settings = in_lists(kind, settings)
     require_types(kind, settings)
     for flag in flags or []:
         if flag.startswith("--"):
@@ -484,6 +506,15 @@ class Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
+
+
+def in_lists(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which a text alone, where its field is a list of texts, is a list of one."""
+    hints = get_type_hints(kind)
+    return {
+        name: [value] if isinstance(value, str) and value and hints[name] == list[str] else value
+        for name, value in settings.items()
+    }
 
 
 def require_types(kind: type, settings: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_examples.actor import Evaluation, Scorer, mean_of_judged
+from rlhf_examples.actor import Evaluation, mean_of_judged
 from rlhf_examples.arguments import EvaluateArguments
 from rlhf_examples.command_line import run_command
 from rlhf_examples.data import tokenised
@@ -25,6 +25,7 @@ from rlhf_examples.files import printable, write_atomically
 from rlhf_examples.models import load_exported, load_tokenizer, require_model
 from rlhf_examples.records import load_records
 from rlhf_examples.run_log import without_nan
+from rlhf_examples.scorers import Rewards
 from rlhf_examples.texts import RecordFormat
 
 
@@ -48,24 +49,24 @@ def run(args: EvaluateArguments) -> list[dict]:
     records, settings = load_records(args.data_path, "test"), {"record_format": RecordFormat.of(args)}
     examples = tokenised(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
     prompts = list(islice(examples.ordered(args.seed), min(args.eval_rows, len(examples.rows))))
-    scorer = Scorer.load(args.reward, args.dtype, args.per_device_eval_batch_size)
+    rewards = Rewards.load([args.reward], args.dtype, args.per_device_eval_batch_size)
     found = []
     for name in args.model_name_or_path:
         engine = frozen(load_exported, name, args.dtype, args.zero_stage)
-        _, completions, by_scorer = Evaluation(engine, tokenizer, prompts, [scorer], args)()
-        scores = by_scorer[scorer.name]
+        _, completions, by_scorer = Evaluation(engine, tokenizer, prompts, [rewards], args)()
+        scores = by_scorer[rewards.name]
         engine.destroy()
         columns = {"prompt": [row["prompt"] for row in prompts], "completion": completions, "score": scores}
         known = [score for score in scores if not math.isnan(score)]  # those that could be judged
         found.append(
             {
                 "model": name,
-                scorer.name: mean_of_judged(scores),
+                rewards.name: mean_of_judged(scores),
                 "standard_error": statistics.stdev(known) / len(known) ** 0.5 if len(known) > 1 else 0.0,
                 "samples": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
             }
         )
-    scorer.destroy()
+    rewards.destroy()
     return found
 
 

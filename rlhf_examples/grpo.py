@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.actor import Actor, Evaluation, Scorer, last_logged, start_log, time_metrics
+from rlhf_examples.actor import Actor, Evaluation, last_logged, load_rewards, start_log, time_metrics
 from rlhf_examples.arguments import GRPOArguments
 from rlhf_examples.checkpoint import Checkpoints
 from rlhf_examples.command_line import run_command
@@ -40,6 +40,7 @@ from rlhf_examples.rollouts import (
     training_logps,
 )
 from rlhf_examples.run_directory import begin_run
+from rlhf_examples.scorers import Rewards, Scorer
 from rlhf_examples.trackers import Metrics
 
 EMBEDDED = "synthetic:arithmetic"
@@ -56,19 +57,21 @@ def run(args: GRPOArguments) -> Metrics:
     seed_everything(args.seed)
     directory = Path(args.output_dir)
     require_model("actor_model_name_or_path", args.actor_model_name_or_path)
-    Scorer.check(args.reward, *filter(None, [args.eval_reward]))
+    if not args.reward:
+        raise ValueError("reward: nothing given; give functions, addresses of servers, or reward models")
+    Scorer.check(*args.reward, *args.eval_reward)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.actor_model_name_or_path, args.chat_template)
     prompts, held_out = examples_of("grpo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
     begin_run(args)
     total_steps = args.num_iterations * args.num_grpo_iterations * args.num_mini_batches
     actor = Actor.load(args, total_steps, needs_reference=args.beta > 0)
-    scorer = Scorer.load(args.reward, args.dtype, args.per_device_training_batch_size)
+    rewards = load_rewards(args.reward, args.reward_weights, args, args.offload_reference_model)
 
     checkpoints = Checkpoints(
         directory / CHECKPOINTS, {"policy": actor.policy}, {"average": actor.average}, args.keep_last
     )
     done = checkpoints.load_latest() if args.resume else 0
-    evaluation = Evaluation.load(actor.policy, tokenizer, held_out, scorer, args)
+    evaluation = Evaluation.load(actor.policy, tokenizer, held_out, rewards, args)
     before = evaluation.before(directory, resumed=done > 0)
     log = start_log(args, "GRPO", BAR, args.num_iterations, done)
     if not done:
@@ -80,7 +83,7 @@ def run(args: GRPOArguments) -> Metrics:
     for iteration in range(done + 1, args.num_iterations + 1):
         with log.room_for_engine():
             actor.policy.eval()  # prints DeepSpeed's line about the iteration before
-        metrics = grpo_iteration(actor, scorer, tokenizer, next(batches), iteration, args)
+        metrics = grpo_iteration(actor, rewards, tokenizer, next(batches), iteration, args)
         if args.eval_every and iteration % args.eval_every == 0:
             metrics |= evaluation.logged(log, iteration)
         log.add(iteration, metrics)
@@ -91,13 +94,13 @@ def run(args: GRPOArguments) -> Metrics:
     actor.export(tokenizer, directory)
     log.close()
     actor.destroy()
-    scorer.destroy()
+    rewards.destroy()
     return {**metrics, **after}
 
 
 def grpo_iteration(
     actor: Actor,
-    scorer: Scorer,
+    rewards: Rewards,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Row],
     iteration: int,
@@ -115,8 +118,9 @@ def grpo_iteration(
     if args.importance_sampling_correction:  # of the trainer: scores come from where the samples came from
         old_logps = training_logps(policy, batch, args)
     of_each = [row for row in prompts for _ in range(args.num_generations)]
-    rewards = scorer(batch, of_each, decode_completions(tokenizer, batch))
-    experience, metrics = judged(batch, old_logps, ref_logps, rewards, args)
+    scores = rewards(batch, of_each, decode_completions(tokenizer, batch))
+    experience, metrics = judged(batch, old_logps, ref_logps, scores, args)
+    metrics |= rewards.metrics()
     experience = experience.of_all_ranks(args.num_generations)
     times.append(time.perf_counter())
     policy.train()

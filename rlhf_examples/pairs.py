@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_examples.actor import Evaluation, Scorer
+from rlhf_examples.actor import Evaluation
 from rlhf_examples.arguments import PairsArguments
 from rlhf_examples.command_line import run_command
 from rlhf_examples.data import tokenised
@@ -21,6 +21,7 @@ from rlhf_examples.files import PAIRS, write_atomically
 from rlhf_examples.models import load_exported, load_tokenizer, require_model
 from rlhf_examples.ranks import is_first, rendezvous
 from rlhf_examples.records import load_records
+from rlhf_examples.scorers import Rewards
 from rlhf_examples.synthetic import preference_pairs
 from rlhf_examples.texts import RecordFormat
 from rlhf_examples.trackers import Metrics
@@ -38,15 +39,15 @@ def run(args: PairsArguments) -> Metrics:
     records, settings = load_records(args.data_path), {"record_format": RecordFormat.of(args)}
     examples = tokenised(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
     rows, texts = list(examples.rows), [row["prompt"] for row in examples.rows]
-    scorer = Scorer.load(args.reward, args.dtype, args.per_device_eval_batch_size)
+    rewards = Rewards.load([args.reward], args.dtype, args.per_device_eval_batch_size)
     engine = frozen(load_exported, args.model_name_or_path, args.dtype, args.zero_stage)
     pairs = []
     for round_number in range(args.rounds):
         both = []
         for half in range(2):
             seed = args.seed + 2 * round_number + half
-            _, completions, scores = Evaluation(engine, tokenizer, rows, [scorer], replace(args, seed=seed))()
-            both.append((completions, scores[scorer.name]))
+            _, completions, scores = Evaluation(engine, tokenizer, rows, [rewards], replace(args, seed=seed))()
+            both.append((completions, scores[rewards.name]))
         (one, of_one), (other, of_other) = both
         scores = dict(zip(zip(texts * 2, one + other, strict=True), of_one + of_other, strict=True))
 
@@ -57,7 +58,7 @@ def run(args: PairsArguments) -> Metrics:
     conversations = {row["prompt"]: row["messages"] for row in rows}
     pairs = [as_record(pair, conversations[pair["prompt"]]) for pair in pairs]
     engine.destroy()
-    scorer.destroy()
+    rewards.destroy()
     if is_first():
         directory = Path(args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.actor import Actor, Evaluation, Scorer, last_logged, start_log, time_metrics
+from rlhf_examples.actor import Actor, Evaluation, last_logged, load_rewards, start_log, time_metrics
 from rlhf_examples.arguments import PPOArguments
 from rlhf_examples.batches import require_exact_values
 from rlhf_examples.checkpoint import Checkpoints
@@ -56,6 +56,7 @@ from rlhf_examples.rollouts import (
     training_logps,
 )
 from rlhf_examples.run_directory import begin_run
+from rlhf_examples.scorers import Rewards, Scorer
 from rlhf_examples.trackers import Metrics
 
 EMBEDDED = "synthetic:stories"
@@ -82,7 +83,7 @@ def run(args: PPOArguments) -> Metrics:
     parts = {"kl_ctl": kl_ctl, "average": models.actor.average, "ptx": ptx}
     checkpoints = Checkpoints(directory / CHECKPOINTS, models.trained(), parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
-    evaluation = Evaluation.load(models.actor.policy, tokenizer, held_out, models.scorer, args)
+    evaluation = Evaluation.load(models.actor.policy, tokenizer, held_out, models.rewards, args)
     before = evaluation.before(directory, resumed=done > 0)
     log = start_log(args, "PPO", BAR, args.num_iterations, done)
     if not done:
@@ -116,7 +117,7 @@ def check(args: PPOArguments) -> None:
         require_model("critic_model_name_or_path", args.critic_model_name_or_path)
     elif not args.reward:
         raise ValueError("reward: nothing given; give a function, or a reward model as critic_model_name_or_path")
-    Scorer.check(*filter(None, [args.reward, args.eval_reward]))
+    Scorer.check(*args.reward, *args.eval_reward)
 
 
 @dataclass
@@ -125,7 +126,7 @@ class Models:
 
     actor: Actor
     critic: hybrid.HybridEngine
-    scorer: Scorer
+    rewards: Rewards
 
     @classmethod
     def load(cls, args: PPOArguments) -> "Models":
@@ -141,12 +142,12 @@ class Models:
             training.gradient_checkpointing,
             disable_dropout=args.disable_dropout,
         )
-        rows = args.per_device_training_batch_size
-        scorer = Scorer.load(args.reward or rewarding, args.dtype, rows, args.offload_reference_model)
+        names = args.reward or [rewarding]
+        rewards = load_rewards(names, args.reward_weights, args, args.offload_reference_model)
         critic = trained(critic, args, training)
         if args.padding_free:
             require_exact_values(critic)
-        return cls(actor, critic, scorer)
+        return cls(actor, critic, rewards)
 
     def trained(self) -> dict[str, hybrid.HybridEngine]:
         """What checkpoints hold."""
@@ -156,7 +157,7 @@ class Models:
         """Free the engines."""
         self.actor.destroy()
         self.critic.destroy()
-        self.scorer.destroy()
+        self.rewards.destroy()
 
 
 def ppo_iteration(
@@ -213,7 +214,7 @@ def judged(
     with models.critic.inference():
         rows = rows_of_forward(args, batch.sequences.shape[1])
         values = judged_values(models.critic, batch.sequences, batch.attention_mask, rows)[:, -width - 1 : -1]
-    raw_scores = models.scorer(batch, prompts, decode_completions(tokenizer, batch))
+    raw_scores = models.rewards(batch, prompts, decode_completions(tokenizer, batch))
     learned = ~raw_scores.isnan()
     mask = completed * learned[:, None]
     ended = torch.tensor([reason == "stop" for reason in batch.finish_reason], device=values.device)
@@ -258,6 +259,7 @@ def judged(
         "completions/learned": by_row["learned"],
         "val/num_eos_tokens": sums["ended"],
         "completions/ref_nll": sums["ref_nll"] / sums["tokens"],  # of a token; low while text stays language
+        **models.rewards.metrics(),
         **completion_metrics(batch),
         **weight_metrics,
     }

@@ -3,15 +3,25 @@
 They get the records' other columns by name, each a list with an entry for every completion, as TRL's do.
 """
 
+import asyncio
 import importlib
+import inspect
+import json
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
+from functools import partial
 from numbers import Real
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 # A number for each completion, NaN or None where one cannot be judged: it trains nothing.
 Reward = Callable[..., list[float | None]]
+FIRST_PAUSE_S = 0.5  # before an attempt is made again; each pause is twice the one before
 
 HAPPY = set("laughed danced joy warm happy smiled loved wonderful fun".split())
 SAD = set("cried sad broken lost lonely gloomy angry afraid dark".split())
@@ -80,12 +90,17 @@ def last_number(text: str) -> Decimal | None:
 
 
 def load_reward(name: str) -> Reward:
-    """The reward called `module:function`.
+    """The reward called `module:function`, which may be an `async def`; or the server at an address.
 
     Raises ValueError, naming what was given and what is allowed.
     """
+    if is_address(name):
+        return partial(ask_server, name)
     module, _, function = name.partition(":")
-    refusal = f"reward: {name!r} given; it must be module:function, or the directory or hub name of a reward model"
+    refusal = (
+        f"reward: {name!r} given; it must be module:function, the address of a reward server, or the directory or hub "
+        "name of a reward model"
+    )
     try:
         reward = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
@@ -95,18 +110,99 @@ def load_reward(name: str) -> Reward:
     return reward
 
 
-def judged(
-    reward: Reward, name: str, prompts: list[str], completions: list[str], columns: dict[str, list]
-) -> list[float]:
-    """What a reward function gives: a number for each completion, NaN for None, NaN and infinities.
+def is_address(name: str) -> bool:
+    """Whether a reward is a server's."""
+    return name.startswith(("http://", "https://"))
 
-    name: of the function, for errors. Raises ValueError where it gives something else.
+
+def reward_name(name: str) -> str:
+    """What a reward's metric is called: as its function, or as the last part of its server's path."""
+    if is_address(name):
+        return urlsplit(name).path.strip("/").rpartition("/")[2] or "reward_server"
+    return name.rpartition(":")[2]
+
+
+async def ask_server(address: str, prompts: list[str], completions: list[str], **columns: list) -> list[float | None]:
+    """What a reward server gives. It gets, by POST, the JSON {"prompts": [text, ...], "completions": [text, ...],
+    "columns": {name: [value, ...]}}, lists of one length, and gives {"rewards": [number or null, ...]}.
+
+    Raises ValueError where it refuses (a status from 400 to 499), or gives something else.
     """
-    given = reward(prompts, completions, **columns)
+    asked = json.dumps({"prompts": prompts, "completions": completions, "columns": columns}).encode()
+    request = Request(address, data=asked, headers={"Content-Type": "application/json"})
+    given = await asyncio.to_thread(answer_to, request)
+    try:
+        return json.loads(given)["rewards"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'{address} must give {{"rewards": [...]}}; it gave {given[:200]!r}') from error
+
+
+def answer_to(request: Request) -> bytes:
+    """A server's answer.  Raises OSError where there is none."""
+    try:
+        with urlopen(request) as answer:
+            return answer.read()
+    except HTTPError as error:
+        if 400 <= error.code < 500:
+            raise ValueError(f"{request.full_url} refuses: {error.code}, {error.read()[:200]!r}") from error
+        raise
+
+
+def judged_by_all(
+    rewards: dict[str, Reward],
+    prompts: list[str],
+    completions: list[str],
+    columns: dict[str, list],
+    timeout_s: float = 60.0,
+    retries: int = 2,
+) -> dict[str, list[float]]:
+    """What reward functions give, by name: a number for each completion, NaN for None, NaN and infinities.
+
+    Those that are awaited run together, beside the others. An attempt of theirs takes at most `timeout_s` seconds, and
+    one that fails is made again, `retries` times. Raises ValueError where one gives something else than numbers, and
+    RuntimeError where the last attempt fails.
+    """
+    awaited = {name: reward for name, reward in rewards.items() if inspect.iscoroutinefunction(reward)}
+    others = {name: reward for name, reward in rewards.items() if name not in awaited}
+
+    async def together() -> list:
+        attempts = (
+            with_retries(name, partial(reward, prompts, completions, **columns), timeout_s, retries)
+            for name, reward in awaited.items()
+        )
+        return await asyncio.gather(*attempts)
+
+    with ThreadPoolExecutor(max_workers=1) as beside:  # in a thread: the caller may have an event loop of its own
+        waiting = beside.submit(asyncio.run, together()) if awaited else None
+        given = {name: reward(prompts, completions, **columns) for name, reward in others.items()}
+        given |= dict(zip(awaited, waiting.result(), strict=True)) if waiting else {}
+    return {name: as_numbers(given[name], name, len(completions)) for name in rewards}
+
+
+async def with_retries(name: str, call: Callable, timeout_s: float, retries: int) -> Any:
+    """What an awaited call gives at last."""
+    for attempt in range(retries + 1):
+        try:
+            return await asyncio.wait_for(call(), timeout_s)
+        except (ValueError, TypeError):  # asked again, it would be the same
+            raise
+        except Exception as error:
+            if attempt == retries:
+                words = f"took longer than {timeout_s} s" if isinstance(error, TimeoutError) else f"failed ({error!r})"
+                raise RuntimeError(f"reward: {name} {words}, after {retries} retries") from error
+            await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
+    raise AssertionError("the last attempt gives or raises")
+
+
+def as_numbers(given: Any, name: str, count: int) -> list[float]:
+    """What a reward function gave as `count` floats, NaN where a completion could not be judged.
+
+    name: of the function, for errors. Raises ValueError where it gave something else.
+    """
     given = given.tolist() if hasattr(given, "tolist") else given  # of torch, numpy
-    wanted = f"reward: {name} must give a list of {len(completions)} numbers, one for each completion, with None where "
+    wanted = f"reward: {name} must give a list of {count} numbers, one for each completion, with None where "
     wanted += "one cannot be judged"
-    if not isinstance(given, list | tuple) or len(given) != len(completions):
+    if not isinstance(given, list | tuple) or len(given) != count:
         size = f" of {len(given)}" if hasattr(given, "__len__") else ""
         raise ValueError(f"{wanted}; it gave a {type(given).__name__}{size}")
     scores = [score.item() if getattr(score, "shape", None) == () else score for score in given]

@@ -27,7 +27,7 @@ KINDS += [ChatArguments]
 def test_every_other_config_is_ppos(path):
     args = parse_arguments(PPOArguments, [str(path)])
     for name, value in read_yaml(path).items():
-        assert getattr(args, name) == value
+        assert getattr(args, name) in (value, [value])
 
 
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.name)
@@ -38,7 +38,7 @@ def test_every_config_is_a_pipeline(path):
         of_step = arguments_of_step(name, args)
         for key, value in own.items():
             if key != "script" and "step:" not in str(value):
-                assert getattr(of_step, key) == value
+                assert getattr(of_step, key) in (value, [value])
     known = {key for name in args.steps for key in vars(arguments_of_step(name, args))}
     assert settings.get("common", {}).keys() <= known, "a common setting that no step knows"
 

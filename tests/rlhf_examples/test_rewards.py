@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from rlhf_examples.rewards import (
+    as_numbers,
     cheerful,
     exact_match,
     format_reward,
     joyful_story,
-    judged,
     load_reward,
     number_match,
 )
@@ -88,14 +88,10 @@ def test_a_missing_answer_is_named(reward):
 def test_a_reward_that_is_not_there():
     for name in ("rlhf_examples.rewards:nothing", "rlhf_examples.rewards:HAPPY", "no.such.module:f", "nothing", ""):
         with pytest.raises(
-            ValueError, match="it must be module:function, or the directory or hub name of a reward model"
+            ValueError, match="it must be module:function, the address of a reward server, or the directory or hub"
         ):
             load_reward(name)
     assert load_reward("rlhf_examples.rewards:cheerful") is cheerful
-
-
-def gives(found):
-    return lambda prompts, completions, **columns: found
 
 
 @pytest.mark.parametrize(
@@ -103,13 +99,13 @@ def gives(found):
     [[1, None, True, math.inf], (1.0, math.nan, 1.0, -math.inf), torch.tensor([1.0, math.nan, 1.0, math.inf])],
 )
 def test_what_cannot_be_judged_is_nan(given):
-    found = judged(gives(given), "f", [""] * 4, [""] * 4, {})
+    found = as_numbers(given, "f", 4)
     assert found[0] == found[2] == 1.0 and math.isnan(found[1]) and math.isnan(found[3])
 
 
 def test_numbers_of_any_library_are_numbers():
     for given in (np.array([1, 2]), torch.tensor([1, 2]), [np.float32(1), torch.tensor(2.0)]):
-        assert judged(gives(given), "f", ["", ""], ["", ""], {}) == [1.0, 2.0]
+        assert as_numbers(given, "f", 2) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -127,4 +123,4 @@ def test_numbers_of_any_library_are_numbers():
 )
 def test_what_is_no_list_of_scores_is_refused_by_name(given, words):
     with pytest.raises(ValueError, match=f"reward: mine must give a list of 2 numbers, .*; {words}"):
-        judged(gives(given), "mine", ["", ""], ["", ""], {})
+        as_numbers(given, "mine", 2)

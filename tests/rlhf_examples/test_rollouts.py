@@ -46,7 +46,7 @@ def small(tmp_path_factory) -> Path:
 def arguments(directory: Path, **changes) -> PPOArguments:
     """Of a run of two optimizer steps an iteration."""
     few = {"per_device_generation_batch_size": 4, "per_device_training_batch_size": 2, "max_answer_seq_len": 6}
-    few |= {"num_mini_batches": 2, "reward": REWARD, "critic_model_name_or_path": str(directory / "reward_model")}
+    few |= {"num_mini_batches": 2, "reward": [REWARD], "critic_model_name_or_path": str(directory / "reward_model")}
     return PPOArguments(actor_model_name_or_path=str(directory / "model"), **few, **changes)
 
 
@@ -81,7 +81,7 @@ def check_unjudged(directory: Path, zero_stage: int) -> None:
     """A completion without a score trains nothing: the others train as if it had not been there."""
     reward = "tests.rlhf_examples.scripts:words_but_of_the_first"
     args = arguments(directory, actor_zero_stage=zero_stage, critic_zero_stage=zero_stage)
-    models = Models.load(replace(args, reward=reward, whiten_rewards=True))
+    models = Models.load(replace(args, reward=[reward], whiten_rewards=True))
     tokenizer, policy = load_tokenizer(args.actor_model_name_or_path), models.actor.policy
     rows, before = rows_of(tokenizer), storage_digest(policy)
     with policy.inference():
@@ -292,7 +292,7 @@ def check_truncated(directory: Path) -> None:
     engine, tokenizer = engine_of(tiny_model("llama"), settings(3)), synthetic_tokenizer()
     args = RolloutArguments(
         actor_model_name_or_path=str(directory / "model"),
-        reward=REWARD,
+        reward=[REWARD],
         temperature=0.7,
         top_k=5,
         max_answer_seq_len=6,

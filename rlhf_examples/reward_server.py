@@ -1,0 +1,65 @@
+"""A reward over HTTP: the function of a reward, for runs on other machines or in other environments.
+
+python -m rlhf_examples.reward_server --reward rlhf_examples.rewards:exact_match --port 8765
+torchrun --nproc_per_node=2 -m rlhf_examples.grpo --reward http://127.0.0.1:8765/exact_match ...
+
+POST {"prompts": [text, ...], "completions": [text, ...], "columns": {name: [value, ...]}} gives
+{"rewards": [number or null, ...]}, null where a completion cannot be judged. What does not fit gives status 400 and
+{"error": text}.
+"""
+
+import json
+import math
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from rlhf_examples.arguments import RewardServerArguments, parse_arguments
+from rlhf_examples.command_line import input_errors_reported
+from rlhf_examples.rewards import Reward, judged_by_all, load_reward, reward_name
+
+
+def main() -> None:
+    """Serve until interrupted."""
+    with input_errors_reported():
+        args = parse_arguments(RewardServerArguments)
+        server = make_server(args.reward, args.host, args.port)
+    print(f"{args.reward} at http://{args.host}:{server.server_port}/{reward_name(args.reward)}", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        server.server_close()
+
+
+def make_server(name: str, host: str, port: int) -> ThreadingHTTPServer:
+    """A server of the reward called `name`; each request has a thread.  port: 0 takes a free one."""
+    reward = load_reward(name)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            try:
+                status, answer = 200, {"rewards": scores_of(reward, name, asked)}
+            except (ValueError, KeyError, TypeError) as error:
+                status, answer = 400, {"error": f"{type(error).__name__}: {error}"}
+            body = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            """Nothing: a line for each request would be all that is seen."""
+
+    return ThreadingHTTPServer((host, port), Handler)
+
+
+def scores_of(reward: Reward, name: str, asked: bytes) -> list[float | None]:
+    """What a request is answered with."""
+    request = json.loads(asked)
+    prompts, completions, columns = request["prompts"], request["completions"], request.get("columns", {})
+    scores = judged_by_all({name: reward}, prompts, completions, columns)[name]
+    return [None if math.isnan(score) else score for score in scores]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What scores completions: reward functions, of which some are awaited, reward servers and reward models; and sums of
+several, with weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+import hybrid
+from rlhf_examples.data import reward_columns
+from rlhf_examples.engines import Judge, judge
+from rlhf_examples.forwards import judged_values
+from rlhf_examples.losses import last_token_values
+from rlhf_examples.models import is_reward_model, load_value_model
+from rlhf_examples.ranks import device, sums_over_ranks
+from rlhf_examples.rewards import judged_by_all, load_reward, reward_name
+from rlhf_examples.rollouts import Row
+from rlhf_examples.trackers import Metrics
+
+TOTAL = "reward"  # the name of a sum's metric
+
+
+@dataclass
+class Scorer:
+    """A function, a server, or a reward model in an engine.  name: of its metric."""
+
+    name: str
+    function: Callable | None = None
+    model: Judge | None = None
+    rows: int = 16
+
+    @staticmethod
+    def check(*rewards: str) -> None:
+        """Raise ValueError for a name, as `load` takes them, of nothing."""
+        for name in rewards:
+            if not is_reward_model(name):
+                load_reward(name)
+
+    @classmethod
+    def load(cls, reward: str, dtype: str, rows: int, offload: bool = False) -> "Scorer":
+        """reward: module:function, the address of a server, or the directory or hub name of a reward model that shares
+        the policy's tokens.
+
+        rows: of a reward model's forward.  offload: as `judge`.
+        """
+        if is_reward_model(reward):
+            return cls("reward_model", model=judge(load_value_model, reward, dtype, offload), rows=rows)
+        return cls(reward_name(reward), function=load_reward(reward))
+
+    def by_model(self, batch: hybrid.RolloutBatch) -> Tensor:
+        """A reward model's score of the last real token of each row, float32 [rows]; NaN where it is not finite."""
+        values = judged_values(self.model, batch.sequences, batch.attention_mask, self.rows)
+        scores = last_token_values(values, batch.attention_mask)
+        return torch.where(scores.isfinite(), scores, torch.nan)
+
+    def destroy(self) -> None:
+        """Free the engine."""
+        if self.model is not None:
+            self.model.destroy()
+
+
+@dataclass
+class Rewards:
+    """Scorers and their sum.
+
+    weights: of each scorer in the sum.  timeout_s, retries: of a function that is awaited, and of a server: seconds of
+    an attempt, and attempts after the first.
+    """
+
+    scorers: list[Scorer]
+    weights: list[float]
+    timeout_s: float = 60.0
+    retries: int = 2
+    last: dict[str, Tensor] = field(default_factory=dict)  # scores of the last completions, by scorer
+
+    @classmethod
+    def load(
+        cls,
+        rewards: list[str],
+        dtype: str,
+        rows: int,
+        offload: bool = False,
+        weights: list[float] | None = None,
+        timeout_s: float = 60.0,
+        retries: int = 2,
+    ) -> "Rewards":
+        """rewards, dtype, rows, offload: as `Scorer.load`.  weights: 1 where there are none."""
+        scorers: list[Scorer] = []
+        for reward in rewards:
+            scorer = Scorer.load(reward, dtype, rows, offload)
+            alike = sum(scorer.name in (one.name, one.name.rpartition("_")[0]) for one in scorers)
+            scorers.append(replace(scorer, name=f"{scorer.name}_{alike + 1}") if alike else scorer)
+        return cls(scorers, list(weights or [1.0] * len(scorers)), timeout_s, retries)
+
+    @property
+    def name(self) -> str:
+        """Of the metric of what `__call__` gives."""
+        return self.scorers[0].name if len(self.scorers) == 1 else TOTAL
+
+    def __call__(self, batch: hybrid.RolloutBatch, prompts: list[Row], completions: list[str]) -> Tensor:
+        """The weighted sum of what the scorers give each completion, float32 [rows]; NaN where none could judge it.
+
+        prompts: of each completion.
+        """
+        return self.by_name(batch, prompts, completions)[self.name]
+
+    def by_name(self, batch: hybrid.RolloutBatch, prompts: list[Row], completions: list[str]) -> dict[str, Tensor]:
+        """What `__call__` gives, first, and each scorer's scores."""
+        functions = {scorer.name: scorer.function for scorer in self.scorers if scorer.function is not None}
+        texts, columns = [row["prompt"] for row in prompts], reward_columns(prompts)
+        given = judged_by_all(functions, texts, completions, columns, self.timeout_s, self.retries)
+        self.last = {
+            scorer.name: scorer.by_model(batch)
+            if scorer.model is not None
+            else torch.tensor(given[scorer.name], dtype=torch.float32, device=device())
+            for scorer in self.scorers
+        }
+        return {self.name: weighted_sum(list(self.last.values()), self.weights), **self.last}
+
+    def metrics(self) -> Metrics:
+        """Mean and deviation of each scorer's last scores over all ranks, by TRL's names."""
+        found = {}
+        for name, scores in self.last.items():
+            known = scores[~scores.isnan()].double()
+            sums = sums_over_ranks({"rows": len(known), "sum": known.sum(), "squares": (known**2).sum()})
+            mean = sums["sum"] / max(sums["rows"], 1)
+            variance = max(sums["squares"] - sums["rows"] * mean**2, 0.0) / max(sums["rows"] - 1, 1)
+            found |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": variance**0.5}
+        return found
+
+    def destroy(self) -> None:
+        """Free the engines."""
+        for scorer in self.scorers:
+            scorer.destroy()
+
+
+def weighted_sum(scores: list[Tensor], weights: list[float]) -> Tensor:
+    """The sum of what is known of each row, weighted; NaN where nothing is.  scores: [rows] each"""
+    if len(scores) == 1 and weights == [1.0]:
+        return scores[0]
+    stacked = torch.stack(scores)
+    total = (stacked * stacked.new_tensor(weights)[:, None]).nansum(dim=0)
+    return torch.where(stacked.isnan().all(dim=0), torch.nan, total)
