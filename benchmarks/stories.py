@@ -2,8 +2,9 @@
 
     python -m benchmarks.stories --model ../shared/models/stories260K
 
-Prints a table for full fine-tuning and LoRA: the mean score of the first and last five iterations over the seeds, the
-rise in standard errors, the KL to the reference, and the reference model's perplexity of the completions.
+Prints a table for full fine-tuning and LoRA: the mean score of the first and last five iterations over the seeds, a
+run's rise with its standard error over seeds, the KL to the reference, and the reference model's perplexity of the
+completions.
 """
 
 import argparse
@@ -16,6 +17,19 @@ import sys
 from pathlib import Path
 
 EDGE = 5  # iterations at each end that are compared
+
+
+def rise(runs: list[list[dict[str, float]]]) -> tuple[float, float]:
+    """By how much a run's score rises from its first iterations to its last, on average over the runs, one a seed; and
+    the standard error of that.
+
+    Iterations of one run depend on each other, so that a run is one measurement. Raises ValueError for fewer than two.
+    """
+    if len(runs) < 2:
+        raise ValueError(f"seeds: {len(runs)} given; a standard error needs 2")
+    scores = [[row["objective/scores"] for row in rows] for rows in runs]
+    rises = [statistics.mean(of_run[-EDGE:]) - statistics.mean(of_run[:EDGE]) for of_run in scores]
+    return statistics.mean(rises), statistics.stdev(rises) / math.sqrt(len(rises))
 
 
 def run(kind: str, model: str, seed: int, directory: Path) -> list[dict[str, float]]:
@@ -40,7 +54,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/stories"))
     args = parser.parse_args()
     print(
-        f"| training | score, first {EDGE} | score, last {EDGE} | rise in standard errors | KL, last {EDGE}, and most |"
+        f"| training | score, first {EDGE} | score, last {EDGE} | rise ± standard error | KL, last {EDGE}, and most |"
         " reference perplexity, first and last |"
     )
     print("|---|---|---|---|---|---|")
@@ -48,14 +62,12 @@ def main() -> None:
         runs = [run(kind, args.model, seed, args.output_dir / f"{kind}-{seed}") for seed in range(args.seeds)]
         first = [row["objective/scores"] for rows in runs for row in rows[:EDGE]]
         last = [row["objective/scores"] for rows in runs for row in rows[-EDGE:]]
-        # Of the difference of the two means, each over seeds and iterations.
-        error = math.sqrt(statistics.variance(first) / len(first) + statistics.variance(last) / len(last))
-        rise = statistics.mean(last) - statistics.mean(first)
+        rises, error = rise(runs)
         kl = [row["objective/kl"] for rows in runs for row in rows[-EDGE:]]
         most = max(row["objective/kl"] for rows in runs for row in rows)
         perplexities = [math.exp(statistics.mean(rows[i]["completions/ref_nll"] for rows in runs)) for i in (0, -1)]
         print(
-            f"| {kind} | {statistics.mean(first):.2f} | {statistics.mean(last):.2f} | {rise / error:.1f} "
+            f"| {kind} | {statistics.mean(first):.2f} | {statistics.mean(last):.2f} | {rises:.2f} ± {error:.2f} "
             f"| {statistics.mean(kl):.1f}, {most:.1f} nats a sequence | {perplexities[0]:.2f}, {perplexities[1]:.2f} |",
             flush=True,
         )

@@ -19,7 +19,7 @@ from rlhf_examples.files import AVERAGE, BEFORE, MODEL, write_atomically
 from rlhf_examples.forwards import judged_logps
 from rlhf_examples.models import load_policy, require_model
 from rlhf_examples.ranks import from_all_ranks, interleaved, is_first, own_share, sums_over_ranks
-from rlhf_examples.rollouts import Row, decode_completions, own_numbers, roll_out, rows_of_forward, sampling
+from rlhf_examples.rollouts import Row, decode_completions, noise_seed, own_numbers, roll_out, rows_of_forward, sampling
 from rlhf_examples.run_log import RunLog, read_metrics
 from rlhf_examples.scorers import Rewards
 from rlhf_examples.trackers import Metrics
@@ -188,18 +188,18 @@ class Evaluation:
         args: RolloutArguments,
     ) -> "Evaluation":
         """By what training goes by, and by what it never sees, where there is that."""
-        others = load_rewards(args.eval_reward, [], args) if args.eval_reward else None
+        others = load_rewards(args.eval_reward, [], args, args.offload_reference_model) if args.eval_reward else None
         return cls(policy, tokenizer, prompts, [rewards, *filter(None, [others])], args)
 
-    def __call__(self) -> tuple[Metrics, list[str], dict[str, list[float]]]:
+    def __call__(self, draw: int = 0) -> tuple[Metrics, list[str], dict[str, list[float]]]:
         """The scorers' means, of what they could judge, as metrics; completions of all prompts; scores of them by the
-        scorers' names, the first scorer's first. All are empty without prompts."""
+        scorers' names, the first scorer's first. All are empty without prompts.  draw: another one has other noise."""
         if not self.prompts:
             return {}, [], {}
         ranks = dist.get_world_size()
         padded = [*self.prompts, *self.prompts[:1] * (-len(self.prompts) % ranks)]  # as many on each rank
         own = own_share(padded)
-        params = sampling(self.args, self.args.seed)
+        params = sampling(self.args, noise_seed(self.args.seed, draw))
         with self.policy.inference():
             batch = roll_out(self.policy, self.tokenizer, own, own_numbers(len(own)), params)
         completions = decode_completions(self.tokenizer, batch)

@@ -44,7 +44,8 @@ class Checkpoints:
     def save(self, iteration: int) -> None:
         """Save everything as of the end of `iteration`. Every rank takes part.
 
-        Written under a temporary name; `latest` names it only when it is whole.
+        Written under a temporary name; `latest` names it only when it is whole. Frozen weights, such as those under a
+        LoRA, are left out: a run reads them where it began.
         """
         name = f"{PREFIX}{iteration:06d}"
         unfinished = self.directory / f"{name}.unfinished"
@@ -54,7 +55,7 @@ class Checkpoints:
             unfinished.mkdir(parents=True)
         dist.barrier()
         for engine_name, engine in self.engines.items():
-            engine.save_checkpoint(str(unfinished), tag=engine_name, save_latest=False)
+            engine.save_checkpoint(str(unfinished), tag=engine_name, save_latest=False, exclude_frozen_parameters=True)
         own = {"random": random_states(), "parts": {name: part.state_dict() for name, part in self.parts.items()}}
         torch.save(own, unfinished / f"rank{dist.get_rank()}.pt")
         dist.barrier()
@@ -92,12 +93,26 @@ class Checkpoints:
                 "start as many"
             )
         for name, engine in self.engines.items():
-            engine.load_checkpoint(str(newest), tag=name)
+            engine.load_checkpoint(str(newest), tag=name, custom_load_fn=load_trained)
         own = torch.load(newest / f"rank{dist.get_rank()}.pt", weights_only=False)
         for name, part in self.parts.items():
             part.load_state_dict(own["parts"][name])
         restore(own["random"])
         return about["iteration"]
+
+
+def load_trained(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+    """Load what a checkpoint has of a module, frozen weights or not.
+
+    Raises ValueError where it lacks a weight that is trained, or has one that the module lacks.
+    """
+    missing, unexpected = dst.load_state_dict(src, strict=False)
+    trained = {name for name, parameter in dst.named_parameters() if parameter.requires_grad}
+    if unfit := sorted(trained.intersection(missing)) + unexpected:
+        raise ValueError(
+            f"resume: the checkpoint is one of another model: {', '.join(unfit[:4])} is on one side alone; give the "
+            "settings that the run began with"
+        )
 
 
 def random_states() -> dict[str, Any]:

@@ -33,6 +33,7 @@ from rlhf_examples.rollouts import (
     completion_metrics,
     decode_completions,
     loss_weights,
+    noise_seed,
     optimizer_steps,
     own_numbers,
     roll_out,
@@ -110,7 +111,7 @@ def grpo_iteration(
     mode and leaves in train mode."""
     times, policy = [time.perf_counter()], actor.policy
     with policy.inference():
-        params, numbers = sampling(args, args.seed + iteration), own_numbers(len(prompts))
+        params, numbers = sampling(args, noise_seed(args.seed, iteration)), own_numbers(len(prompts))
         batch = roll_out(policy, tokenizer, prompts, numbers, params, args.num_generations)
         times.append(time.perf_counter())
         old_logps = None if args.importance_sampling_correction else actor.old_logps(batch)

@@ -8,7 +8,6 @@ torchrun --nproc_per_node=8 -m rlhf_examples.pairs --model_name_or_path my-model
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,8 @@ def run(args: PairsArguments) -> Metrics:
     for round_number in range(args.rounds):
         both = []
         for half in range(2):
-            seed = args.seed + 2 * round_number + half
-            _, completions, scores = Evaluation(engine, tokenizer, rows, [rewards], replace(args, seed=seed))()
+            evaluate = Evaluation(engine, tokenizer, rows, [rewards], args)
+            _, completions, scores = evaluate(2 * round_number + half)
             both.append((completions, scores[rewards.name]))
         (one, of_one), (other, of_other) = both
         scores = dict(zip(zip(texts * 2, one + other, strict=True), of_one + of_other, strict=True))

@@ -48,6 +48,7 @@ from rlhf_examples.rollouts import (
     completion_metrics,
     decode_completions,
     loss_weights,
+    noise_seed,
     optimizer_steps,
     own_numbers,
     roll_out,
@@ -173,7 +174,8 @@ def ppo_iteration(
     mode."""
     times, policy = [time.perf_counter()], models.actor.policy
     with policy.inference():
-        batch = roll_out(policy, tokenizer, prompts, own_numbers(len(prompts)), sampling(args, args.seed + iteration))
+        params = sampling(args, noise_seed(args.seed, iteration))
+        batch = roll_out(policy, tokenizer, prompts, own_numbers(len(prompts)), params)
         times.append(time.perf_counter())
         old_logps = None if args.importance_sampling_correction else models.actor.old_logps(batch)
         ref_logps = models.actor.reference_logps(batch)
@@ -186,10 +188,10 @@ def ppo_iteration(
     models.critic.train()
     metrics |= update(models, ptx, experience, iteration, args)
     times.append(time.perf_counter())
+    metrics["objective/kl_coef"] = kl_ctl.value  # of these rewards; what it becomes is the next iteration's
     kl_ctl.update(metrics["objective/kl"], len(experience.mask))
     return {
         **metrics,
-        "objective/kl_coef": kl_ctl.value,
         "episode": iteration * len(experience.mask),
         "lr": policy.get_lr()[0],
         **time_metrics(policy, batch, times),

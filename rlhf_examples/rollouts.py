@@ -118,6 +118,12 @@ def sampling(args: RolloutArguments | EvaluateArguments, seed: int) -> hybrid.Sa
     )
 
 
+def noise_seed(seed: int, draw: int) -> int:
+    """The seed of a run's draw 1, 2, … (its iterations), or 0 (its evaluations): of no other draw, and no other run's
+    below a million draws."""
+    return seed * 1_000_003 + draw
+
+
 def roll_out(
     policy: hybrid.HybridEngine,
     tokenizer: PreTrainedTokenizerBase,
@@ -173,7 +179,7 @@ def optimizer_steps(experience: Experience, passes: int, iteration: int, args: R
         )
     steps = []
     for number in range(passes):
-        generator = torch.Generator().manual_seed((args.seed * 1009 + iteration) * 1009 + number)
+        generator = torch.Generator().manual_seed(noise_seed(args.seed, iteration) * 1009 + number)
         for rows in torch.randperm(len(lengths), generator=generator).tensor_split(args.num_mini_batches):
             batches = micro_batches(lengths[rows], ranks, args)
             steps.append(OptimizerStep(rows, batches[rank::ranks], min(map(len, batches[:ranks]))))

@@ -19,9 +19,11 @@ from rlhf_examples.losses import last_token_values
 from rlhf_examples.models import LoRA, ValueModel, load_exported, load_policy, load_value_model
 from rlhf_examples.models import merged as merged_adapter
 from rlhf_examples.rollouts import own_numbers, roll_out, sampling
+from rlhf_examples.scorers import Scorer
 from rlhf_examples.synthetic import synthetic_tokenizer
 from tests.engines import train_step
 from tests.models import prompts, tiny_model
+from tests.rlhf_examples.scripts import models_of, run_here, small_directory
 
 
 def training(stage: int, lora_rank: int = 0, learning_rate: float = 1e-2) -> Training:
@@ -200,3 +202,29 @@ def check_average(folder: str, stage: int, family: str, tied: bool) -> None:
 )
 def test_the_moving_average_is_the_formula(ranks, tmp_path, stage, family, tied):
     ranks.run(check_average, str(tmp_path), stage, family, tied)
+
+
+def test_grpos_reward_model_is_offloaded_where_it_is_asked_for(ranks, tmp_path):
+    ranks.run(check_offloaded_scorers, str(tmp_path))
+
+
+def check_offloaded_scorers(folder: str) -> None:
+    """Those that GRPO and its evaluation build: partitioned on the host, or whole on every rank."""
+    if dist.get_rank() == 0:
+        small_directory(Path(folder))
+    dist.barrier()
+    built, own = [], Scorer.load.__func__
+
+    def load(cls, *args):
+        built.append(own(cls, *args))
+        return built[-1]
+
+    Scorer.load = classmethod(load)
+    reward = {"reward": [f"{folder}/reward_model"], "eval_reward": [f"{folder}/reward_model"]}
+    try:
+        for offload in (False, True):
+            more = {"output_dir": f"{folder}/run-{offload}", "num_iterations": 1, "offload_reference_model": offload}
+            run_here("grpo", {**models_of("grpo", Path(folder)), **reward, **more})
+    finally:
+        Scorer.load = classmethod(own)
+    assert [type(scorer.model).__name__ for scorer in built] == ["InferenceEngine"] * 2 + ["HybridEngine"] * 2

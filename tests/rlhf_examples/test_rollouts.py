@@ -23,6 +23,7 @@ from rlhf_examples.rollouts import (
     decode_completions,
     in_order,
     loss_weights,
+    noise_seed,
     optimizer_steps,
     own_numbers,
     roll_out,
@@ -107,6 +108,27 @@ def check_unjudged(directory: Path, zero_stage: int) -> None:
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_completion_without_a_score_trains_nothing(ranks, small, zero_stage):
     ranks.run(check_unjudged, small, zero_stage)
+
+
+class Doubling(FixedKLController):
+    """A weight that every update doubles."""
+
+    def update(self, current: float, n_steps: int) -> None:
+        self.value *= 2
+
+
+def check_kl_coef(directory: Path) -> None:
+    args = arguments(directory, actor_lora_dim=2)
+    models, tokenizer, controller = Models.load(args), load_tokenizer(args.actor_model_name_or_path), Doubling(0.1)
+    for iteration, used in ((1, 0.1), (2, 0.2)):
+        models.actor.policy.eval()
+        metrics = ppo_iteration(models, tokenizer, rows_of(tokenizer), None, controller, iteration, args)
+        assert metrics["objective/kl_coef"] == used
+        assert metrics["objective/non_score_reward"] == pytest.approx(-used * metrics["objective/kl"])
+
+
+def test_the_weight_of_the_kl_is_the_one_that_was_used(ranks, small):
+    ranks.run(check_kl_coef, small)
 
 
 def count_scores(directory: Path) -> None:
@@ -285,6 +307,18 @@ def test_what_a_step_divides_by_is_trls(monkeypatch, loss_type):
         "dapo": -(2 * 1.0 + 3 * 2.0) / 5,
     }
     assert sum(losses) == pytest.approx(of_rows[loss_type])
+
+
+@pytest.mark.usefixtures("alone")
+def test_runs_of_different_seeds_share_no_noise():
+    draws = [noise_seed(seed, draw) for seed in range(3) for draw in range(5000)]
+    assert len(set(draws)) == len(draws)
+    assert noise_seed(0, 7) == 7
+    experience, steps = experience_of([1] * 40), []
+    for seed in range(3):
+        steps += [optimizer_steps(experience, 1, n, RolloutArguments(seed=seed))[0] for n in (1, 1009, 1010, 2018)]
+    orders = [tuple(step.rows.tolist()) for step in steps]
+    assert len(set(orders)) == len(orders)
 
 
 def check_truncated(directory: Path) -> None:

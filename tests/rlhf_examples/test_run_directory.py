@@ -3,14 +3,20 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf_examples import pipeline
 from rlhf_examples.arguments import PairsArguments, SFTArguments
-from rlhf_examples.checkpoint import Checkpoints
+from rlhf_examples.checkpoint import Checkpoints, load_trained
+from rlhf_examples.engines import trained
+from rlhf_examples.models import load_policy
 from rlhf_examples.run_directory import begin_run
+from tests.engines import storage_digest, train_step
+from tests.models import tiny_model
 from tests.rlhf_examples.scripts import SCRIPTS, models_of, run_here, small_directory
+from tests.rlhf_examples.test_models import on_first_rank, training
 
-pytestmark = pytest.mark.usefixtures("alone")
+alone = pytest.mark.usefixtures("alone")
 
 
 class Counter:
@@ -34,6 +40,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+@alone
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_a_run_behind_a_longer_one_keeps_its_own_checkpoints(tmp_path, keep_last):
     """As a run that goes on from an earlier iteration than others have come to."""
@@ -51,6 +58,7 @@ def test_a_run_behind_a_longer_one_keeps_its_own_checkpoints(tmp_path, keep_last
     assert names(directory) == [*kept, "latest"]
 
 
+@alone
 def test_checkpoints_are_in_the_order_of_their_iterations(tmp_path):
     checkpoints, _ = checkpoints_of(tmp_path / "checkpoints")
     for iteration in (999_998, 999_999, 1_000_000, 1_000_001):
@@ -67,6 +75,7 @@ def with_a_run(directory: Path) -> Path:
     return directory
 
 
+@alone
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_directory_that_holds_another_run_is_refused(script, tmp_path):
     directory = with_a_run(tmp_path / "run")
@@ -76,6 +85,7 @@ def test_a_directory_that_holds_another_run_is_refused(script, tmp_path):
     assert names(directory) == ["metrics.jsonl", "model", "notes.txt"]
 
 
+@alone
 def test_what_does_not_fit_is_refused_before_a_directory_is_cleared(tmp_path):
     directory = with_a_run(tmp_path / "run")
     with pytest.raises(ValueError, match="actor_model_name_or_path"):
@@ -83,6 +93,7 @@ def test_what_does_not_fit_is_refused_before_a_directory_is_cleared(tmp_path):
     assert names(directory) == ["metrics.jsonl", "model", "notes.txt"]
 
 
+@alone
 @pytest.mark.parametrize("left", ["checkpoints/iteration-000004", "model", "metrics.jsonl"])
 def test_each_thing_that_a_run_leaves_is_one(left, tmp_path):
     path = tmp_path / "run" / left
@@ -94,6 +105,7 @@ def test_each_thing_that_a_run_leaves_is_one(left, tmp_path):
     assert path.exists()
 
 
+@alone
 def test_only_what_a_run_writes_is_overwritten(tmp_path):
     directory = with_a_run(tmp_path / "run")
     begin_run(SFTArguments(output_dir=str(directory), resume=True))
@@ -105,6 +117,7 @@ def test_only_what_a_run_writes_is_overwritten(tmp_path):
         SFTArguments(resume=True, overwrite=True)
 
 
+@alone
 def test_a_pipeline_does_not_delete_the_steps_of_another(tmp_path, monkeypatch):
     monkeypatch.setitem(pipeline.SCRIPTS, "pairs", (PairsArguments, lambda args: {"pairs": 1}))
     sft = with_a_run(tmp_path / "run" / "sft")
@@ -114,3 +127,33 @@ def test_a_pipeline_does_not_delete_the_steps_of_another(tmp_path, monkeypatch):
     assert names(tmp_path / "run") == ["sft"] and names(sft) == ["metrics.jsonl", "model", "notes.txt"]
     pipeline.run(pipeline.parse(dict(settings), ["--overwrite", "true"]))
     assert names(sft) == ["done.json", "notes.txt"]
+
+
+def check_frozen_left_out(folder: str, stage: int) -> None:
+    """A LoRA's checkpoint has no tensor of the base, and a run that goes on from it trains to the same bits."""
+    base, settings, args = f"{folder}/base", training(stage, 4), SFTArguments()
+    on_first_rank(lambda: tiny_model("llama").save_pretrained(base))
+    engines = []
+    for seed in range(2):  # other factors, which are loaded over
+        torch.manual_seed(seed)
+        engines.append(trained(load_policy(base, settings.config(args), settings.lora), args, settings))
+    first, second = engines
+    train_step(first)
+    Checkpoints(Path(folder) / "kept", {"model": first}, {}, 1).save(1)
+    for path in (Path(folder) / "kept" / "iteration-000001" / "model").glob("*model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        assert state["module"] and all("lora_" in name for name in state["module"]), path
+        assert not state.get("frozen_param_fragments")
+    assert Checkpoints(Path(folder) / "kept", {"model": second}, {}, 1).load_latest() == 1
+    assert storage_digest(first) == storage_digest(second)
+    for engine in engines:
+        train_step(engine, 1)
+    assert storage_digest(first) == storage_digest(second)
+    lacking = {name: values for name, values in second.module.state_dict().items() if "lora_A" in name}
+    with pytest.raises(ValueError, match=r"resume: the checkpoint is one of another model: .*lora_B"):
+        load_trained(lacking, second.module)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_checkpoint_leaves_the_frozen_base_out(ranks, tmp_path, stage):
+    ranks.run(check_frozen_left_out, str(tmp_path), stage)
