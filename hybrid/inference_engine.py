@@ -34,7 +34,7 @@ from hybrid.config import (
     values_set,
 )
 from hybrid.containers.calls import Calls, SharedCalls
-from hybrid.containers.collective_forwards import ExpertForwards
+from hybrid.containers.collective_forwards import ExpertForwards, SliceForwards
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.containers.injected import read_policy, require_whole_heads
 from hybrid.containers.shared_modules import first_output, whole_difference
@@ -74,7 +74,7 @@ from hybrid.weights.loading import (
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.quantize import Take, in_int8, require_groups
 from hybrid.weights.snapshot import Snapshot
-from hybrid.weights.tensor_parallel import Shard, require_divisible
+from hybrid.weights.tensor_parallel import require_divisible
 
 LAYERS_PER_GROUP = 8  # of the snapshot, which gathers nothing here
 
@@ -173,18 +173,9 @@ class InferenceEngine(nn.Module):
     def _share(self, read: Read) -> None:
         """This rank's slices of the weights, and a decoder that is spread over the group."""
         structure, reading = read_structure(self.module), read_decoder(self.module)
-        group, tensor = self._group, self._group.tensor
-        experts = Shard(group.size // tensor.size, group.index // tensor.size)
-        slices = LoadedSlices(self.module, structure, reading, Shard(tensor.size, tensor.index), experts, read)
-        self._build(structure, slices, lends=False, group=group, reading=reading)
-        with slices.whole(read) as self._own_hooks:
-            self._check()
-        self._own_hooks = []
-        self._window.no_native = (
-            f"the weights are spread over {self._group.size} ranks, and the model's own modules cannot run: ask for "
-            "logits alone, without hooks or autocast, and give position_ids where rows are padded on the left "
-            "(hybrid.padded_forward makes them); or use tp_size=1"
-        )
+        slices = LoadedSlices(self.module, structure, reading, self._group, read)
+        self._build(structure, slices, lends=False, group=self._group, reading=reading)
+        self._check()
         self._agree_on_noise()
 
     def _quantizing(self) -> dict[str, Take]:
@@ -234,7 +225,12 @@ class InferenceEngine(nn.Module):
             raise NotImplementedError(words.format(wrong or "another rank has other numbers"))
 
     def _agree_on_noise(self) -> None:
-        """Give the ranks of a tensor-parallel group the first one's seeds."""
+        """Give the ranks of a tensor-parallel group the first one's seeds, and the state of its device's generator, as
+        DeepSpeed does: what callers draw from equal logits is equal too."""
+        if self._group.tensor.size > 1:
+            accelerator = get_accelerator()
+            state = accelerator.get_rng_state().to(self._device)
+            accelerator.set_rng_state(self._group.tensor.share(state).cpu())
         initial = torch.tensor(wrapped(torch.initial_seed()), device=self._device)
         self._seeds = Seeds(int(self._group.tensor.share(initial)))
 
@@ -275,20 +271,31 @@ class InferenceEngine(nn.Module):
         layers = [part.module for part in structure.layers]
         graph_slots = self._max_slots if self._config.enable_cuda_graph else 0
         self._fused = FusedModel(self.module, layers, snapshot, graph_slots, group, lambda: self._own_hooks, reading)
-        self._calls = self._make_calls()
+        self._calls = self._make_calls(structure)
         self._containers = containers_of(parts_of(self.module, structure), self._calls)
         for container in self._containers:
             container.install()
 
-    def _make_calls(self) -> Calls:
+    def _make_calls(self, structure: Structure) -> Calls:
         """What runs requests, of this rank alone or of the ranks that compute together."""
         own = (self._window, self._fused, nothing_to_join, self.call_lock)
         if self._exchange is not None:
             steps = ExpertForwards(self.module, self._exchange, self._device)
             return SharedCalls(*own, self._exchange.group, steps, self._profiler.phase)
         if self._fused.group is not None:
-            return SharedCalls(*own, self._group.group, None, self._profiler.phase)
+            counted = (self._profiler.phase, self._profiler.gathered)
+            ranks = (self._device, self._group.group)
+            steps = SliceForwards(self._snapshot, structure, *counted, *ranks, self._note_gathering)
+            return SharedCalls(*own, self._group.group, steps, self._profiler.phase)
         return Calls(*own)
+
+    def _note_gathering(self) -> None:
+        if self._fused.checked:  # else it is the check itself
+            self._fused.note_native(
+                f"its layers are put together from {self._group.size} ranks' slices at every forward (ask for logits "
+                "alone: leave out labels, output_hidden_states, use_cache and return_dict_in_generate, and give "
+                "position_ids where rows are padded on the left; hybrid.padded_forward makes them)"
+            )
 
     @torch.no_grad()
     def _check(self) -> None:

@@ -82,8 +82,9 @@ class LayerwiseForwards(CollectiveForwards):
         gathered_bytes: Callable[[int], None],
         device: torch.device,
         interval: int,
+        group: dist.ProcessGroup | None = None,
     ):
-        super().__init__(device, None, interval)
+        super().__init__(device, group, interval)
         self.hooks, self.phase, self.gathered_bytes = hooks, phase, gathered_bytes
         self.outer = list(dict.fromkeys(param for part in structure.outer for param in part.module.parameters()))
         self.layers = [part.module for part in structure.layers]
@@ -142,6 +143,38 @@ class LayerwiseForwards(CollectiveForwards):
         with ExitStack() as whole:
             with self.phase("gather"):
                 self.gathered_bytes(whole.enter_context(gathered(params)))
+            yield
+
+
+class SliceForwards(LayerwiseForwards):
+    """Of a model whose weights lie in slices on the ranks of a group: layers are put together as they run.
+
+    slices: gives whole parameters for a block.  note: told before each forward of the model.  Others as
+        LayerwiseForwards'.
+    """
+
+    def __init__(
+        self,
+        slices: Any,
+        structure: Structure,
+        phase: Phase,
+        gathered_bytes: Callable[[int], None],
+        device: torch.device,
+        group: dist.ProcessGroup,
+        note: Callable[[], None],
+    ):
+        super().__init__(structure, list, phase, gathered_bytes, device, 1, group)
+        self.slices, self.note = slices, note
+
+    def _pass(self, forward: Callable) -> Any:
+        self.note()
+        return super()._pass(forward)
+
+    @contextmanager
+    def _whole(self, params: list[nn.Parameter]) -> Iterator[None]:
+        with ExitStack() as whole:
+            with self.phase("gather"):
+                self.gathered_bytes(whole.enter_context(self.slices.whole(params)))
             yield
 
 

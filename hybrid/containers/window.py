@@ -59,7 +59,6 @@ class Window:
     renew: called before an outermost window is opened: brings what runs up to date with the model's modules, and gives
         whether they were others, so that another window than this one is the model's now.
     device: where calls of the model are to have their inputs; None: where they are.
-    no_native: words why the model's own modules cannot run; "" where they can.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class Window:
         self.hooks_off = hooks_off
         self.lends, self.merges = lends, merges
         self.sharing, self.around, self.renew, self.device = sharing, around, renew, device
-        self.no_native = ""
         self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
         self.replaced: list[tuple[dict, str, dict]] = []  # what a dictionary of a module's `__dict__` was, in order
         # The model's own dictionaries, read once: inside a window, the model's tree is another one.
@@ -196,8 +194,6 @@ class Window:
     def as_asked(self) -> Iterator[None]:
         """Inside the block the model's own modules compute with adapters, or without, as the window has them: where
         the snapshot has them and is not lent, they are there all the same."""
-        if self.no_native:
-            raise NotImplementedError(self.no_native)
         if self.lends or not self.merges or self.uses_adapters:
             yield
             return

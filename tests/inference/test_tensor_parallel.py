@@ -130,6 +130,60 @@ def test_groups_and_several_engines(ranks):
     ranks.run(check_groups)
 
 
+def check_more_than_logits(family: str, settings: dict) -> None:
+    """What a fused decoder does not give: padding on the left without positions, a loss, hidden states, caches, scores.
+    The model's own layers run, put together from the ranks' slices; ranks ask for other rows, and for other things."""
+    reference, rank = tiny_model(family).eval(), dist.get_rank()
+    engine = hybrid.init_inference(twin(reference), dtype=torch.float32, kernel_inject=True, **settings)
+    assert engine.coverage()[0]["container"] == "fused"
+    ids, mask = prompts(2 + rank, 6 + rank, padded=True, seed=rank)
+    real, labels = mask.bool(), ids.masked_fill(mask == 0, -100)
+    both = {"labels": labels, "output_hidden_states": True, "use_cache": True}
+    asked = [{}, {"labels": labels}, {"output_hidden_states": True}, both]
+    for more in asked if rank == 0 else reversed(asked):
+        with torch.no_grad():
+            expected = reference(ids, attention_mask=mask, **more)
+        found = engine(ids, attention_mask=mask, **more)
+        torch.testing.assert_close(found.logits[real], expected.logits[real], atol=1e-4, rtol=1e-4)
+        if "labels" in more:
+            torch.testing.assert_close(found.loss, expected.loss, atol=1e-4, rtol=1e-4)
+        for ours, theirs in zip(found.hidden_states or (), expected.hidden_states or (), strict=True):
+            torch.testing.assert_close(ours[real], theirs[real], atol=1e-4, rtol=1e-4)
+    # One step on from the caches of the last forward, of rank 1 a new one.
+    cache, theirs = (found.past_key_values, expected.past_key_values) if rank == 0 else (None, None)
+    step = {"attention_mask": torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)} if rank == 0 else {}
+    with torch.no_grad():
+        expected = reference(ids[:, -1:], past_key_values=theirs, use_cache=True, **step).logits
+    found = engine(ids[:, -1:], past_key_values=cache, use_cache=True, **step).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    request = {"attention_mask": mask, "max_new_tokens": 4 + rank, "do_sample": False}
+    record = {"return_dict_in_generate": True, "output_scores": True} if rank == 0 else {}
+    expected, found = reference.generate(ids, **request, **record), engine.generate(ids, **request, **record)
+    if record:
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(torch.stack(found.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
+    else:
+        assert torch.equal(found, expected)
+    assert "put together from 2 ranks' slices at every forward" in engine.coverage()[0]["why"]
+    held = sum(param.numel() for param in engine.module.parameters())
+    assert held < 0.05 * sum(param.numel() for param in reference.parameters()), "whole weights stay"
+    assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))  # fused again
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"tp": {"tp_size": 2}}),
+        ("gpt2", {"tp": {"tp_size": 2}}),
+        ("bloom", {"tp": {"tp_size": 2}}),
+        ("mixtral", {"moe": {"ep_size": 2}}),
+        ("mixtral", {"tp": {"tp_size": 2}}),
+    ],
+)
+def test_forwards_that_ask_for_more_than_logits(ranks, family, settings):
+    ranks.run(check_more_than_logits, family, settings)
+
+
 def check_samples() -> None:
     """Ranks of a group draw the same tokens, though their generators differed; ranks by themselves do not."""
     torch.manual_seed(dist.get_rank())
@@ -142,6 +196,9 @@ def check_samples() -> None:
     torch.manual_seed(100 + dist.get_rank())
     together = spread(tiny_model("llama"))
     drawn = together.generate(ids, **request)
+    draws = [torch.zeros(8) for _ in range(2)]
+    dist.all_gather(draws, torch.rand(8))
+    assert torch.equal(*draws), "what callers draw by themselves of equal logits is not equal"
     for tokens, same in ((own, False), (drawn, True)):
         other = [torch.zeros(4, 40, dtype=torch.int64) for _ in range(2)]
         dist.all_gather(other, torch.nn.functional.pad(tokens, (0, 40 - tokens.shape[1])))
@@ -158,7 +215,7 @@ def check_refusals() -> None:
     odd = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
     with pytest.raises(ValueError, match="tensor_parallel.tp_size: 2 given; the model's 3 attention heads"):
         spread(tiny_model("llama", **odd))
-    with pytest.raises(NotImplementedError, match="the modules of BertForMaskedLM cannot be spread over ranks"):
+    with pytest.warns(UserWarning, match="BertForMaskedLM has no attention and no MLP that is known to be cut"):
         spread(tiny_other("bert"))
     with pytest.raises(NotImplementedError, match="a model with adapters; merge them first"):
         spread(with_peft(tiny_model("llama")))
@@ -167,9 +224,6 @@ def check_refusals() -> None:
     assert count.count == 0
     engine = spread(tiny_model("llama"))
     ids, mask = prompts(2, 7, padded=True)
-    for more in ({"output_hidden_states": True}, {"use_cache": True}, {}):  # the last without position_ids
-        with pytest.raises(NotImplementedError, match="the weights are spread over 2 ranks"):
-            engine(ids, attention_mask=mask, **more)
     with pytest.raises(NotImplementedError, match="num_beams=2"):
         engine.generate(ids, attention_mask=mask, num_beams=2, max_new_tokens=3)
     request = {"attention_mask": mask, "max_new_tokens": 5}
