@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
@@ -88,6 +89,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self.call_lock = CallLock()
         read_adapters(model)  # refuses what cannot be merged before DeepSpeed partitions anything
         refuse_heads_that_cannot_be_shared(generating_part(model), blocks[0].inference_tp_size)
+        given_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
         if self._rollout_settings.offload_states:
@@ -111,7 +113,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if isinstance(optimizer := getattr(self, "basic_optimizer", None), torch.optim.Optimizer):
             self._before_update = optimizer.register_step_pre_hook(self._version.begin_update)
         self._exchange = exchange_tokens(expert_layers(self._policy))
-        self._group = InferenceGroup(self._modes.in_use.tp_size)
+        self._group = InferenceGroup(self._modes.in_use.tp_size, group=given_group)
         snapshot, fused = self._modes.weights(self._modes.in_use, self._group)
         # Where this rank has no whole copy, the model's own layers run on what ZeRO-3 gathers as they run.
         self._arrange(snapshot, fused, streams=self._modes.in_use != Mode())
@@ -829,6 +831,24 @@ def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int | str) -> Non
         with suppress(Unreadable):
             for attention in read_tp_plan(model).attentions:
                 require_divisible(attention.heads, attention.kv_heads, size)
+
+
+def group_of_mpu(mpu: Any, size: int | str) -> dist.ProcessGroup | None:
+    """The ranks that share weights in inference, where a caller's `mpu` says so, as in DeepSpeed's engine;
+    None where neighbours do.
+
+    Raises ValueError where they are not `inference_tp_size`.
+    """
+    names = ("get_model_parallel_group", "get_tensor_model_parallel_group")
+    groups = [getattr(mpu, name)() for name in names if hasattr(mpu, name)]
+    if size == "auto" or size == 1 or not groups or dist.get_world_size(groups[0]) == 1:
+        return None
+    if (found := dist.get_world_size(groups[0])) != size:
+        raise ValueError(
+            f"hybrid_engine.inference_tp_size: {size} given, with an mpu whose model parallel group has {found} ranks; "
+            "they must be the same"
+        )
+    return groups[0]
 
 
 def forget(model: nn.Module) -> None:

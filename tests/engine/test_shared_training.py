@@ -1,10 +1,14 @@
 """Training in which ranks share a model or a sequence is refused before anything is built."""
 
 import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
 
 import hybrid
+from hybrid.hybrid_engine import group_of_mpu
 from tests.engines import engine_of, settings
-from tests.models import tiny_model
+from tests.models import prompts, tiny_model, twin
 
 
 class Mpu:
@@ -31,6 +35,46 @@ def check_refused(name: str) -> None:
         hybrid.initialize(model=model, config=settings(3, **keys), **arguments)
     assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters()), "it was partitioned"
     engine_of(model, settings(3, tensor_parallel={"autotp_size": 1}, sequence_parallel_size=1))
+
+
+class OwnGroup(Mpu):
+    """Training is not shared; inference is, by the ranks of a group that is there already."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__(model_parallel=1, data_parallel=2)
+        self.group = group
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.group
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return dist.group.WORLD
+
+
+def check_own_group() -> None:
+    mpu, block = OwnGroup(dist.new_group([0, 1])), {"enabled": True, "inference_tp_size": 2}
+    model, before = tiny_model("llama"), groups.mpu
+    reference = twin(model)
+    try:
+        engine = hybrid.initialize(model=model, config=settings(3, hybrid_engine=block), mpu=mpu)[0]
+        ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+        request = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+        assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+        assert engine._group.group is mpu.group
+    finally:
+        groups.mpu = before  # DeepSpeed keeps it for the process (0.19.8)
+    with pytest.raises(ValueError, match="3 given, with an mpu whose model parallel group has 2 ranks"):
+        group_of_mpu(mpu, 3)
+
+
+def test_an_mpu_says_which_ranks_share_inference(ranks):
+    ranks.run(check_own_group)
 
 
 @pytest.mark.parametrize("name", REFUSED)
