@@ -6,6 +6,7 @@ Names are DeepSpeed-Chat's where the meaning is the same, and TRL's for algorith
 # ruff: noqa: RUF009 - fields are made by `about` and `listed`
 
 import difflib
+import json
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -490,6 +491,7 @@ def arguments_of(kind: type[Arguments], settings: dict[str, Any], flags: list[st
     for key in settings:
         require_known(key, known)
     settings = in_lists(kind, settings)
+    settings = {key: json_of_table(value, kind, key) for key, value in settings.items()}
     require_types(kind, settings)
     for flag in flags or []:
         if flag.startswith("--"):
@@ -515,6 +517,11 @@ def in_lists(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
         name: [value] if isinstance(value, str) and value and hints[name] == list[str] else value
         for name, value in settings.items()
     }
+
+
+def json_of_table(value: Any, kind: type, name: str) -> Any:
+    """A table in a file as the JSON that a flag would have, where the field is a text; else the value as it is."""
+    return json.dumps(value) if isinstance(value, dict) and get_type_hints(kind)[name] is str else value
 
 
 def require_types(kind: type, settings: dict[str, Any]) -> None:

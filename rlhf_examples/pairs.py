@@ -20,9 +20,10 @@ from rlhf_examples.files import PAIRS, write_atomically
 from rlhf_examples.models import load_exported, load_tokenizer, require_model
 from rlhf_examples.ranks import is_first, rendezvous
 from rlhf_examples.records import load_records
+from rlhf_examples.rollouts import Row
 from rlhf_examples.scorers import Rewards
 from rlhf_examples.synthetic import preference_pairs
-from rlhf_examples.texts import RecordFormat
+from rlhf_examples.texts import RecordFormat, template_columns
 from rlhf_examples.trackers import Metrics
 
 
@@ -54,8 +55,8 @@ def run(args: PairsArguments) -> Metrics:
             return [scores[key] for key in zip(prompts, completions, strict=True)]
 
         pairs += preference_pairs(texts, one, other, score)
-    conversations = {row["prompt"]: row["messages"] for row in rows}
-    pairs = [as_record(pair, conversations[pair["prompt"]]) for pair in pairs]
+    rows_of = {row["prompt"]: row for row in rows}
+    pairs = [as_record(pair, rows_of[pair["prompt"]]) for pair in pairs]
     engine.destroy()
     rewards.destroy()
     if is_first():
@@ -66,15 +67,15 @@ def run(args: PairsArguments) -> Metrics:
     return {"pairs": len(pairs), "completions": 2 * args.rounds * len(rows)}
 
 
-def as_record(pair: dict[str, str], messages: str) -> dict[str, Any]:
-    """A pair of texts in the form of its prompt's record.  messages: the prompt as JSON, where it is a conversation.
+def as_record(pair: dict[str, str], row: Row) -> dict[str, Any]:
+    """A pair of texts in the form of its prompt's record: a conversation's with its tools and settings.
 
     The text that a chat template has made is none to write: read again, it would get a second start token.
     """
-    if not messages:
+    if not row["messages"]:
         return pair
     answers = {name: [{"role": "assistant", "content": pair[name]}] for name in ("chosen", "rejected")}
-    return {"prompt": json.loads(messages), **answers}
+    return {"prompt": json.loads(row["messages"]), **answers, **template_columns(json.loads(row["columns"]))}
 
 
 if __name__ == "__main__":

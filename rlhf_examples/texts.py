@@ -17,6 +17,7 @@ NAMED = 3  # records that are named for each reason
 
 
 COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages", "text")
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # what a chat template gets of a record besides its messages
 # In dialogues as HH-RLHF writes them, the prompt of a pair ends where the assistant begins its last turn in both.
 LAST_TURN = re.compile(r".*^Assistant:", re.DOTALL | re.MULTILINE)
 
@@ -79,7 +80,7 @@ class RecordFormat:
 
     def template_settings(self, record: dict[str, Any]) -> dict[str, Any]:
         """What the chat template gets besides a record's messages: `tools`, a list or that as JSON, and settings."""
-        tools, own = (parsed(record.get(name)) or None for name in ("tools", "chat_template_kwargs"))
+        tools, own = (parsed(template_columns(record).get(name)) or None for name in TEMPLATE_COLUMNS)
         if not isinstance(tools, list | None) or not isinstance(own, dict | None):
             raise BadRecord("tools are no list, or chat_template_kwargs no object")
         return {**(parsed(self.chat_template_kwargs or "{}")), **(own or {}), **({"tools": tools} if tools else {})}
@@ -138,6 +139,11 @@ class Texts:
     def templated(self) -> bool:
         """Whether a chat template has made the texts."""
         return self.messages is not None
+
+
+def template_columns(record: dict[str, Any]) -> dict[str, Any]:
+    """Those of TEMPLATE_COLUMNS that a record has."""
+    return {name: record[name] for name in TEMPLATE_COLUMNS if record.get(name) is not None}
 
 
 AS_NAMED = RecordFormat()  # columns of the names of COLUMNS

@@ -52,6 +52,16 @@ def test_flags_override_the_file(tmp_path):
     assert (args.stop_token_ids, args.adap_kl_ctrl, args.enable_hybrid_engine) == ([1, 2], True, False)
 
 
+def test_a_table_in_the_file_is_json_in_a_flag(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("chat_template_kwargs: {enable_thinking: false}\n")
+    of_file = parse_arguments(SFTArguments, [str(path)])
+    assert of_file == parse_arguments(SFTArguments, ["--chat_template_kwargs", '{"enable_thinking": false}'])
+    path.write_text("seed: {a: 1}\n")
+    with pytest.raises(ValueError, match=r"seed: .* given; it must be int"):
+        parse_arguments(SFTArguments, [str(path)])
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_without_arguments_there_are_defaults(kind):
     assert parse_arguments(kind, []) == kind()

@@ -11,14 +11,14 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from trl import pack_dataset
 
 from hybrid import SamplingParams
-from rlhf_examples import rollouts
-from rlhf_examples.arguments import SFTArguments
+from rlhf_examples import pairs, rollouts
+from rlhf_examples.arguments import PairsArguments, SFTArguments
 from rlhf_examples.conversations import end_with_turns, turn_end
 from rlhf_examples.data import PackedExamples, best_fit, collate_supervised, tokenised
 from rlhf_examples.pairs import as_record
 from rlhf_examples.records import load_records
 from rlhf_examples.texts import RecordFormat
-from tests.rlhf_examples.chat_tokenizers import FAMILIES, TEMPLATES, tokenizer_of
+from tests.rlhf_examples.chat_models import FAMILIES, TEMPLATES, chat_model, tokenizer_of
 from tests.rlhf_examples.scripts import run_here
 
 ASK = [{"role": "user", "content": "Hi there"}]
@@ -75,16 +75,42 @@ def test_pairs_of_a_models_own_answers_have_one_start_token(family, rows_of):
     tokenizer = tokenizer_of(family)
     prompt = rows_of({"prompt": ASK}, "prompt", tokenizer)
     pair = {"prompt": prompt["prompt"], "chosen": "Hello", "rejected": "No"}
-    row = rows_of(as_record(pair, prompt["messages"]), "preference", tokenizer)
+    row = rows_of(as_record(pair, prompt), "preference", tokenizer)
     assert row["prompt_ids"] == prompt["prompt_ids"]
     assert row["prompt_ids"].count(tokenizer.bos_token_id) == 1
     assert tokenizer.decode(row["chosen_ids"]) == f"Hello{FAMILIES[family][1]}"
 
 
+def test_pairs_keep_what_the_template_got(rows_of):
+    tokenizer, record = tokenizer_of("qwen2_5"), {"prompt": ASK, "tools": [TOOL], "chat_template_kwargs": {"x": 1}}
+    prompt = rows_of(record, "prompt", tokenizer)
+    pair = as_record({"prompt": prompt["prompt"], "chosen": "Hello", "rejected": "No"}, prompt)
+    assert (
+        "weather" in prompt["prompt"] and rows_of(pair, "preference", tokenizer)["prompt_ids"] == prompt["prompt_ids"]
+    )
+
+
+def make_pairs(model: str, folder: str) -> dict:
+    names = {"model_name_or_path": model, "output_dir": f"{folder}/pairs", "data_path": [f"{folder}/prompts.jsonl"]}
+    reward = "tests.rlhf_examples.scripts:number_of_words"
+    return pairs.run(PairsArguments(**names, reward=reward, rounds=2, max_answer_seq_len=12))
+
+
+def test_pairs_of_a_script_are_conversations_that_a_reward_model_reads(ranks, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": ASK}) for _ in range(8)))
+    model = chat_model(tmp_path / "model")
+    assert ranks.run(make_pairs, model, str(tmp_path))[0]["pairs"] > 0
+    rows = load_records(str(tmp_path / "pairs" / "pairs.jsonl"), cache_dir=tmp_path / "cache")
+    tokenizer = tokenizer_of("gemma")
+    for row in tokenised(rows, tokenizer, "preference", cache_dir=tmp_path / "cache").rows:
+        assert row["prompt_ids"].count(tokenizer.bos_token_id) == 1
+        assert row["chosen_ids"][-1] == row["rejected_ids"][-1] == turn_end(tokenizer)
+
+
 def test_pairs_of_texts_stay_texts(rows_of):
     tokenizer = tokenizer_of("llama3")
     pair = {"prompt": "Once", "chosen": " upon", "rejected": " again"}
-    assert as_record(pair, rows_of({"prompt": "Once"}, "prompt", tokenizer)["messages"]) == pair
+    assert as_record(pair, rows_of({"prompt": "Once"}, "prompt", tokenizer)) == pair
 
 
 def test_texts_that_hold_start_and_end_get_no_second_ones(rows_of):

@@ -17,8 +17,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 
 from hybrid.config import HybridEngineConfig, RolloutConfig
@@ -27,7 +25,7 @@ from rlhf_examples import pipeline
 from rlhf_examples.actor import hybrid_blocks
 from rlhf_examples.arguments import PPOArguments, read_yaml
 from rlhf_examples.run_log import read_metrics
-from tests.rlhf_examples.chat_tokenizers import tokenizer_of
+from tests.rlhf_examples.chat_models import chat_model, tokenizer_of
 from tests.rlhf_examples.scripts import ROLLOUTS
 from tests.test_launchers import finished
 
@@ -172,20 +170,6 @@ DATA = {
     "trl-lib/tldr-preference": rows(lambda x: {"prompt": POST.format(x), "chosen": " A ball.", "rejected": " A boat."}),
 }
 OF_SETS = ("hh_rlhf", "gsm8k", "ultrafeedback", "tldr")
-
-
-def chat_model(directory: Path) -> str:
-    """A tiny Llama with tied embeddings, dropout and Gemma's template, whose turns end with a token that is not the
-    tokenizer's end token, and a newline."""
-    torch.manual_seed(0)
-    tokenizer = tokenizer_of("gemma")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    large = {"initializer_range": 0.2, "attention_dropout": 0.5}  # logits of some size, which dropout then moves
-    config = LlamaConfig(**sizes, **large, vocab_size=len(tokenizer), tie_word_embeddings=True)
-    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return str(directory)
 
 
 def tiny_recipe(name: str, model: str, folder: Path) -> dict:

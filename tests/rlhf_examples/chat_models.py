@@ -1,11 +1,12 @@
-"""Tokenizers of bytes with the special tokens and chat templates of known families."""
+"""Tokenizers of bytes with the special tokens and chat templates of known families, and a tiny model for one."""
 
 from pathlib import Path
 
+import torch
 import trl
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 # Family → its special tokens, of which the first is the tokenizer's start and the second its end, and what ends a turn.
@@ -36,3 +37,17 @@ def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
     made.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
     return made
+
+
+def chat_model(directory: Path) -> str:
+    """A tiny Llama with tied embeddings, dropout and Gemma's template, whose turns end with a token that is not the
+    tokenizer's end token, and a newline."""
+    torch.manual_seed(0)
+    tokenizer = tokenizer_of("gemma")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    large = {"initializer_range": 0.2, "attention_dropout": 0.5}  # logits of some size, which dropout then moves
+    config = LlamaConfig(**sizes, **large, vocab_size=len(tokenizer), tie_word_embeddings=True)
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
