@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -170,13 +170,21 @@ def load_rewards(names: list[str], weights: list[float], args: RolloutArguments,
 
 @dataclass
 class Evaluation:
-    """The policy on held-out prompts: always the same ones, with the same noise, whatever the number of ranks."""
+    """The policy on held-out prompts: always the same ones, with the same noise, whatever the number of ranks.
+
+    num_generations: completions of a prompt, which stand next to each other.  greedy: they are not drawn.
+    pass_at_k, pass_score: as the arguments of these names.
+    """
 
     policy: hybrid.HybridEngine
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Row]
     rewards: list[Rewards]
     args: RolloutArguments | EvaluateArguments | PairsArguments
+    num_generations: int = 1
+    greedy: bool = False
+    pass_at_k: tuple[int, ...] = ()
+    pass_score: float = 1.0
 
     @classmethod
     def load(
@@ -189,28 +197,39 @@ class Evaluation:
     ) -> "Evaluation":
         """By what training goes by, and by what it never sees, where there is that."""
         others = load_rewards(args.eval_reward, [], args, args.offload_reference_model) if args.eval_reward else None
-        return cls(policy, tokenizer, prompts, [rewards, *filter(None, [others])], args)
+        passing = args.eval_num_generations, args.eval_greedy, tuple(args.pass_at_k), args.pass_score
+        return cls(policy, tokenizer, prompts, [rewards, *filter(None, [others])], args, *passing)
 
     def __call__(self, draw: int = 0) -> tuple[Metrics, list[str], dict[str, list[float]]]:
-        """The scorers' means, of what they could judge, as metrics; completions of all prompts; scores of them by the
-        scorers' names, the first scorer's first. All are empty without prompts.  draw: another one has other noise."""
+        """The scorers' means, of what they could judge, and shares that pass, as metrics; completions of all prompts;
+        scores of them by the scorers' names, the first scorer's first. All are empty without prompts.
+
+        draw: another one has other noise.
+        """
         if not self.prompts:
             return {}, [], {}
-        ranks = dist.get_world_size()
+        ranks, each = dist.get_world_size(), self.num_generations
         padded = [*self.prompts, *self.prompts[:1] * (-len(self.prompts) % ranks)]  # as many on each rank
         own = own_share(padded)
         params = sampling(self.args, noise_seed(self.args.seed, draw))
+        params = replace(params, temperature=0.0) if self.greedy else params
         with self.policy.inference():
-            batch = roll_out(self.policy, self.tokenizer, own, own_numbers(len(own)), params)
+            batch = roll_out(self.policy, self.tokenizer, own, own_numbers(len(own)), params, each)
         completions = decode_completions(self.tokenizer, batch)
-        found = {"": completions}
+        found, of_each = {"": completions}, [row for row in own for _ in range(each)]
         for rewards in self.rewards:
-            scores = rewards.by_name(batch, own, completions)
+            scores = rewards.by_name(batch, of_each, completions)
             found |= {name: of.tolist() for name, of in scores.items() if name not in found}
-        from_ranks = from_all_ranks(found)
-        found = {name: interleaved(part[name] for part in from_ranks)[: len(self.prompts)] for name in found}
+        from_ranks = from_all_ranks({name: in_groups(of, each) for name, of in found.items()})
+        groups = {name: interleaved(part[name] for part in from_ranks)[: len(self.prompts)] for name in found}
+        found = {name: [one for group in of for one in group] for name, of in groups.items()}
         texts = found.pop("")
-        return {f"eval_{name}": mean_of_judged(scores) for name, scores in found.items()}, texts, found
+        metrics = {f"eval_{name}": mean_of_judged(scores) for name, scores in found.items()}
+        for name in found:
+            passed = [[score >= self.pass_score for score in group] for group in groups[name]]  # NaN does not
+            shares = {k: statistics.fmean(pass_at(k, of_prompt) for of_prompt in passed) for k in self.pass_at_k}
+            metrics |= {f"eval_{name}/pass@{k}": share for k, share in shares.items()}
+        return metrics, texts, found
 
     def before(self, directory: Path, resumed: bool) -> dict:
         """What was found before the first update; a resumed run reads what its beginning wrote."""
@@ -219,21 +238,35 @@ class Evaluation:
     def logged(self, log: RunLog, iteration: int, found: dict | None = None) -> Metrics:
         """Evaluate while training, and log every completion.  found: what `before` gave, in the place of evaluating."""
         metrics, texts, scores = self() if found is None else found.values()
-        if texts:
-            prompts = [row["prompt"] for row in self.prompts]
-            columns = {"prompt": prompts, "completion": texts, **scores}
-            log.add_completions(iteration, columns, self.args.num_samples)
+        self._log(log, iteration, texts, scores, self.args.num_samples)
         return metrics
 
-    def show(self, log: RunLog, before: dict) -> Metrics:
-        """Evaluate, and show samples before and after; gives the metrics, with those before under `before_`."""
+    def _log(self, log: RunLog, iteration: int, texts: list[str], scores: dict[str, list[float]], shown: int) -> None:
+        if texts:
+            prompts = [row["prompt"] for row in self.prompts for _ in range(self.num_generations)]
+            log.add_completions(iteration, {"prompt": prompts, "completion": texts, **scores}, shown)
+
+    def show(self, log: RunLog, before: dict, iteration: int) -> Metrics:
+        """Evaluate after the last iteration, and show samples before and after; gives the metrics, with those before
+        under `before_`."""
         metrics, texts, scores = self()
+        self._log(log, iteration, texts, scores, shown=0)
         few = slice(0, self.args.num_samples)
         prompts = [row["prompt"] for row in self.prompts]
         if prompts[few]:
-            rewards = (next(iter(of.values()))[few] for of in (before["scores"], scores))
-            log.show_samples(prompts[few], before["texts"][few], texts[few], *rewards)
+            columns = before["texts"], texts, *(next(iter(of.values())) for of in (before["scores"], scores))
+            log.show_samples(prompts[few], *(column[:: self.num_generations][few] for column in columns))
         return {**{f"before_{name}": value for name, value in before["metrics"].items()}, **metrics}
+
+
+def in_groups(items: list, size: int) -> list[list]:
+    """Parts of `size` items in a row."""
+    return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+def pass_at(k: int, passed: list[bool]) -> float:
+    """The probability that one of k of a prompt's completions passes, without bias (arXiv:2107.03374, section 2.1)."""
+    return 1 - math.comb(passed.count(False), k) / math.comb(len(passed), k)
 
 
 def mean_of_judged(scores: list[float]) -> float:

@@ -74,6 +74,7 @@ class RunArguments(DataArguments):
     stage3_param_persistence_threshold: int = about(0, "parameters of fewer elements stay whole under ZeRO-3")
     max_grad_norm: float = about(1.0, "gradient clipping")
     lora_alpha: int = about(16, "LoRA's alpha")
+    lora_dropout: float = about(0.0, "share of a LoRA's inputs that is dropped in training forwards")
     lora_export: str = about("merged", "what of a LoRA is written: merged, a whole model, or adapter, PEFT's alone")
     enable_ema: bool = about(False, "keep an exponential moving average of the trained weights, and export it too")
     ema_beta: float = about(0.992, "share of the old average that stays at a step")
@@ -105,6 +106,7 @@ class RunArguments(DataArguments):
             eval_fraction=(0, 1),
             eval_rows=(0, None),
             ema_beta=(0, 1),
+            lora_dropout=(0, 1),
             logit_chunk=(0, None),
             keep_last=(1, None),
             save_every=(0, None),
@@ -241,6 +243,10 @@ class RolloutArguments(RunArguments):
     unmerged_lora: bool = about(False, "compute adapters beside the base in rollouts, and keep no merged copy")
 
     num_samples: int = about(4, "prompts whose completions are shown before and after")
+    eval_greedy: bool = about(False, "held-out completions are the most probable tokens, not drawn")
+    eval_num_generations: int = about(1, "completions of a held-out prompt")
+    pass_at_k: list[int] = listed([], "for each k: the share of held-out prompts that one of k completions passes")
+    pass_score: float = about(1.0, "score from which a completion passes")
 
     def __post_init__(self):
         super().__post_init__()
@@ -261,6 +267,7 @@ class RolloutArguments(RunArguments):
             reward_timeout_s=(0.001, None),
             reward_retries=(0, None),
         )
+        require_pass_at_k(self)
         if self.importance_sampling_correction and self.logprob_mode == "sampling":
             raise ValueError(
                 "importance_sampling_correction: true given with logprob_mode: 'sampling', where the old logprobs are "
@@ -365,9 +372,16 @@ class EvaluateArguments(GenerationArguments):
         "module:function over (prompts, completions, columns of records), or a reward model's directory or hub name",
     )
     per_device_eval_batch_size: int = about(16, "completions in a reward model's forward")
+    eval_num_generations: int = about(1, "completions of a prompt")
+    pass_at_k: list[int] = listed([], "for each k: the share of prompts that one of k completions passes")
+    pass_score: float = about(1.0, "score from which a completion passes")
     zero_stage: int = about(0, "3 partitions the models")
     num_samples: int = about(4, "prompts whose completions are shown")
     output_file: str = about("", "JSON file of what was found; empty: none")
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_pass_at_k(self)
 
 
 @dataclass
@@ -439,6 +453,21 @@ class RewardServerArguments:
     reward: str = about("rlhf_examples.rewards:exact_match", "module:function over (prompts, completions, columns)")
     host: str = about("127.0.0.1", "address that is listened at; 0.0.0.0 is every one of this machine")
     port: int = about(8765, "0 takes a free one")
+
+
+def require_pass_at_k(args: Any) -> None:
+    """Raise ValueError for a k that is not among the completions of a prompt."""
+    require_range(args, eval_num_generations=(1, None))
+    for k in args.pass_at_k:
+        if not 1 <= k <= args.eval_num_generations:
+            raise ValueError(
+                f"pass_at_k: {k} given with eval_num_generations: {args.eval_num_generations}; it must be from 1 to "
+                "that"
+            )
+    if args.eval_num_generations > 1 and getattr(args, "eval_greedy", args.temperature == 0):
+        raise ValueError(
+            f"eval_num_generations: {args.eval_num_generations} given with greedy completions, which would all be alike"
+        )
 
 
 def require_one_of(args: Any, **allowed: tuple) -> None:

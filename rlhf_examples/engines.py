@@ -54,6 +54,7 @@ class Training:
                 getattr(args, f"{role}lora_dim"),
                 args.lora_alpha,
                 getattr(args, f"{role}lora_module_name"),
+                args.lora_dropout,
                 alone=args.lora_export == "adapter" and role != "critic_",  # a critic is not written
             ),
         )

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_examples.actor import Evaluation, mean_of_judged
+from rlhf_examples.actor import Evaluation, in_groups, mean_of_judged
 from rlhf_examples.arguments import EvaluateArguments
 from rlhf_examples.command_line import run_command
 from rlhf_examples.data import tokenised
@@ -42,7 +42,8 @@ def report(args: EvaluateArguments, found: list[dict]) -> None:
 
 
 def run(args: EvaluateArguments) -> list[dict]:
-    """For each model: its name, mean score and the standard error of that, and prompts with completions and scores."""
+    """For each model: its name, mean score and the standard error of that over prompts, what passes, and prompts with
+    completions and scores."""
     for name in args.model_name_or_path or [""]:
         require_model("model_name_or_path", name)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path[0], args.chat_template)
@@ -53,16 +54,21 @@ def run(args: EvaluateArguments) -> list[dict]:
     found = []
     for name in args.model_name_or_path:
         engine = frozen(load_exported, name, args.dtype, args.zero_stage)
-        _, completions, by_scorer = Evaluation(engine, tokenizer, prompts, [rewards], args)()
-        scores = by_scorer[rewards.name]
+        passing = args.eval_num_generations, False, tuple(args.pass_at_k), args.pass_score
+        metrics, completions, by_scorer = Evaluation(engine, tokenizer, prompts, [rewards], args, *passing)()
+        scores, each = by_scorer[rewards.name], args.eval_num_generations
         engine.destroy()
-        columns = {"prompt": [row["prompt"] for row in prompts], "completion": completions, "score": scores}
-        known = [score for score in scores if not math.isnan(score)]  # those that could be judged
+        texts = [row["prompt"] for row in prompts for _ in range(each)]
+        columns = {"prompt": texts, "completion": completions, "score": scores}
+        of_prompts = map(mean_of_judged, in_groups(scores, each))  # completions of one prompt are alike
+        known = [mean for mean in of_prompts if not math.isnan(mean)]
+        passed = {name.rpartition("/")[2]: share for name, share in metrics.items() if "/pass@" in name}
         found.append(
             {
                 "model": name,
                 rewards.name: mean_of_judged(scores),
                 "standard_error": statistics.stdev(known) / len(known) ** 0.5 if len(known) > 1 else 0.0,
+                **passed,
                 "samples": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
             }
         )
@@ -73,10 +79,10 @@ def run(args: EvaluateArguments) -> list[dict]:
 def show(found: list[dict], samples: int) -> None:
     """Print scores, and what each model makes of the first prompts."""
     console = Console(width=110)
-    scores, texts = Table("model", *list(found[0])[1:3]), Table("prompt", "model", "completion", show_lines=True)
+    figures = [name for name in found[0] if name not in ("model", "samples")]
+    scores, texts = Table("model", *figures), Table("prompt", "model", "completion", show_lines=True)
     for of_model in found:
-        name, score, error = list(of_model.values())[:3]
-        scores.add_row(name, f"{score:.4g}", f"{error:.2g}")
+        scores.add_row(of_model["model"], *(f"{of_model[name]:.4g}" for name in figures))
     for i in range(min(samples, len(found[0]["samples"]))):
         for of_model in found:
             sample = of_model["samples"][i]

@@ -91,7 +91,7 @@ def run(args: GRPOArguments) -> Metrics:
         if args.save_every and iteration % args.save_every == 0:
             checkpoints.save(iteration)
 
-    after = evaluation.show(log, before)
+    after = evaluation.show(log, before, args.num_iterations)
     actor.export(tokenizer, directory)
     log.close()
     actor.destroy()

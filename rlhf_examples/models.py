@@ -44,12 +44,13 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
 
 @dataclass(frozen=True)
 class LoRA:
-    """A PEFT LoRA.  rank: 0 is none.  modules: PEFT's `target_modules`, names with commas between.  alone: written as
-    an adapter over the model that it begins from."""
+    """A PEFT LoRA.  rank: 0 is none.  modules: PEFT's `target_modules`, names with commas between.  dropout: share of
+    its inputs.  alone: written as an adapter over the model that it begins from."""
 
     rank: int
     alpha: int
     modules: str
+    dropout: float = 0.0
     alone: bool = False
 
     def on(self, model: nn.Module, task: str) -> nn.Module:
@@ -57,7 +58,13 @@ class LoRA:
         if not self.rank:
             return model
         names = self.modules if self.modules == "all-linear" else self.modules.split(",")
-        config = peft.LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=names, task_type=task)
+        config = peft.LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=names,
+            task_type=task,
+        )
         # Factors in the weights' dtype: DeepSpeed refuses a partitioned model with parameters of two (0.19.8).
         return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
 

@@ -104,7 +104,7 @@ def run(args: PPOArguments) -> Metrics:
         if args.save_every and iteration % args.save_every == 0:
             checkpoints.save(iteration)
 
-    after = evaluation.show(log, before)
+    after = evaluation.show(log, before, args.num_iterations)
     models.actor.export(tokenizer, directory)
     log.close()
     models.destroy()

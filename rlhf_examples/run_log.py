@@ -63,6 +63,7 @@ class RunLog:
         name = run_name or self.directory.name
         self.trackers = start_trackers(report_to, self.directory, start, project, name, settings or {})
         completions = self._kept_completions(start)
+        self.evaluated = set(completions["iteration"])  # iterations whose completions are logged
         for tracker in self.trackers:
             for row in rows if tracker.replays else []:
                 tracker.add(row["iteration"], {name: value for name, value in row.items() if name != "iteration"})
@@ -138,12 +139,14 @@ class RunLog:
         return kept
 
     def add_completions(self, iteration: int, columns: dict[str, list], shown: int) -> None:
-        """Log an evaluation's completions: all in completions.jsonl and at the trackers, a few in the terminal.
+        """Log an evaluation's completions: all in completions.jsonl and at the trackers, a few in the terminal. What is
+        logged of an iteration already stays.
 
         columns: prompt, completion, and scores by name; as long as each other.  shown: of these rows.
         """
-        if not self.leads:
+        if not self.leads or iteration in self.evaluated:
             return
+        self.evaluated.add(iteration)
         found = pd.DataFrame({"iteration": iteration, **columns})
         with (self.directory / COMPLETIONS).open("a") as file:
             file.write(as_lines(found))

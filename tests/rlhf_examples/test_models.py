@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_examples.actor import Actor
-from rlhf_examples.arguments import PPOArguments, SFTArguments
+from rlhf_examples.arguments import PPOArguments, SFTArguments, arguments_of
 from rlhf_examples.batches import require_exact_values
 from rlhf_examples.ema import MovingAverage
 from rlhf_examples.engines import Training, deepspeed_config, export, judge, trained
@@ -228,3 +228,11 @@ def check_offloaded_scorers(folder: str) -> None:
     finally:
         Scorer.load = classmethod(own)
     assert [type(scorer.model).__name__ for scorer in built] == ["InferenceEngine"] * 2 + ["HybridEngine"] * 2
+
+
+def test_a_lora_drops_what_it_is_told_to():
+    model = LoRA(2, 4, "all-linear", dropout=0.25).on(tiny_model("llama"), "CAUSAL_LM")
+    rates = {module.p for name, module in model.named_modules() if name.endswith("lora_dropout.default")}
+    assert rates == {0.25}
+    args = arguments_of(SFTArguments, {"lora_dim": 2, "lora_dropout": 0.1})
+    assert Training.of(args, "", 1, 1).lora.dropout == 0.1

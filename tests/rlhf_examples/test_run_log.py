@@ -291,5 +291,7 @@ def test_completions_of_evaluations_are_kept_and_told(tmp_path, service, capfd):
     run_log(run, report_to=[name], start=2)
     assert read_completions(run)["iteration"].tolist() == [0, 0, 2, 2], "of iterations that are run again"
     assert [call[1] for call in calls() if call[0] == "log"] == [0, 2]
+    run_log(run, start=2).add_completions(2, COLUMNS, shown=0)
+    assert read_completions(run)["iteration"].tolist() == [0, 0, 2, 2], "an iteration's are logged once"
     run_log(run)
     assert read_completions(run).empty
