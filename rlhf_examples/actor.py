@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,10 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 import hybrid
 from rlhf_examples.arguments import EvaluateArguments, PairsArguments, RolloutArguments, RunArguments
+from rlhf_examples.checkpoint import Stateful
 from rlhf_examples.ema import MovingAverage
 from rlhf_examples.engines import Judge, Training, export, judge, trained_policy
 from rlhf_examples.files import AVERAGE, BEFORE, MODEL, write_atomically
 from rlhf_examples.forwards import judged_logps
+from rlhf_examples.measures import Phases, TokenCount
 from rlhf_examples.models import load_policy, require_model
 from rlhf_examples.ranks import from_all_ranks, interleaved, is_first, own_share, sums_over_ranks
 from rlhf_examples.rollouts import Row, decode_completions, noise_seed, own_numbers, roll_out, rows_of_forward, sampling
@@ -36,6 +38,7 @@ class Actor:
     reference: Judge | None
     average: MovingAverage | None
     args: RolloutArguments
+    tokens: TokenCount = field(default_factory=TokenCount)
 
     @classmethod
     def load(cls, args: RolloutArguments, total_steps: int, needs_reference: bool) -> "Actor":
@@ -66,6 +69,10 @@ class Actor:
             return batch.old_per_token_logps
         scores = self.policy.score(batch.sequences, batch.attention_mask, temperature=self.args.temperature)
         return scores.per_token_logps[:, -batch.completion_mask.shape[1] :]
+
+    def parts(self) -> dict[str, Stateful | None]:
+        """What checkpoints hold beside the policy."""
+        return {"average": self.average, "tokens": self.tokens}
 
     def stepped(self) -> None:
         """After an optimizer step."""
@@ -128,19 +135,20 @@ def start_log(args: RunArguments, description: str, bar_metrics: dict[str, str],
     )
 
 
-def time_metrics(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, times: list[float]) -> Metrics:
+def time_metrics(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, phases: Phases) -> Metrics:
     """Where an iteration's time went on this rank; tokens a second are of all ranks.
 
-    times: at its beginning, after the rollout, after judging, and after the update.
+    phases: of the whole iteration. Of a rollout there are parts (gather to wait), and score is all between it and
+    training.
     """
     spent = {f"time/{name}": batch.timings[name] for name in ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s")}
     tokens, stats = sums_over_ranks({"tokens": batch.completion_mask.sum()})["tokens"], policy.stats()
     return {
         **spent,
-        "time/score_s": times[2] - times[1],
-        "time/train_s": times[3] - times[2],
-        "time/iteration_s": times[3] - times[0],
-        "time/tokens_per_s": tokens / (times[1] - times[0]),
+        **phases.metrics(),
+        "time/score_s": sum(s for name, s in phases.seconds.items() if name not in ("rollout", "train")),
+        "time/iteration_s": phases.last - phases.begun,
+        "time/tokens_per_s": tokens / phases.seconds["rollout"],
         "memory/peak_bytes": stats["peak_bytes"],
     }
 

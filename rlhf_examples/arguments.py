@@ -86,6 +86,7 @@ class RunArguments(DataArguments):
     keep_last: int = about(2, "checkpoints kept")
     resume: bool = about(False, "go on from the newest checkpoint in output_dir")
     overwrite: bool = about(False, "delete the run that output_dir holds; without this and resume it is an error")
+    peak_tflops: float = about(0.0, "of a device in dtype, what time/mfu is a share of; 0: what is known of it")
     print_every: int = about(10, "iterations between tables in the terminal; 0 prints none")
     report_to: list[str] = listed(["tensorboard"], "tensorboard, trackio, wandb; JSON lines are always written")
 

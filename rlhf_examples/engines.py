@@ -134,14 +134,21 @@ def deepspeed_config(
     }
 
 
-def step_on(engine: hybrid.HybridEngine, loss: torch.Tensor, number: int, micro_batches: int) -> None:
+def step_on(engine: hybrid.HybridEngine, loss: torch.Tensor, number: int, micro_batches: int) -> list[float]:
     """The backward of micro batch `number` of `micro_batches`, and, with the last, the optimizer's step.
 
-    Gradients are averaged over micro batches and ranks.
+    Gradients are averaged over micro batches and ranks. Gives the norm of all of them before clipping, with the last;
+    else nothing.
     """
-    engine.set_gradient_accumulation_boundary(number == micro_batches - 1)
+    last = number == micro_batches - 1
+    engine.set_gradient_accumulation_boundary(last)
     engine.backward(loss / micro_batches)
+    # Without ZeRO in float32 every rank has all gradients, and DeepSpeed tells no norm (0.19.8).
+    whole = last and not hasattr(engine.optimizer, "_global_grad_norm")
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None] if whole else []
+    norm = torch.nn.utils.get_total_norm(gradients) if whole else 0.0
     engine.step()
+    return [float(norm if whole else engine.get_global_grad_norm())] if last else []
 
 
 def export(

@@ -7,8 +7,8 @@ torchrun --nproc_per_node=8 -m rlhf_examples.grpo --actor_model_name_or_path my-
     --reward my_rewards:correct --dtype bfloat16
 """
 
-import time
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from rlhf_examples.files import CHECKPOINTS
 from rlhf_examples.forwards import token_logps
 from rlhf_examples.held_out import examples_of
 from rlhf_examples.losses import figure_means, group_advantages, grpo_loss, masked_sum, rloo_advantages
+from rlhf_examples.measures import Phases, TrainingFlops, flops_metrics, scores_by_source
 from rlhf_examples.models import load_tokenizer, require_model
 from rlhf_examples.ranks import over_ranks, seed_everything, sums_over_ranks
 from rlhf_examples.rollouts import (
@@ -68,9 +69,7 @@ def run(args: GRPOArguments) -> Metrics:
     actor = Actor.load(args, total_steps, needs_reference=args.beta > 0)
     rewards = load_rewards(args.reward, args.reward_weights, args, args.offload_reference_model)
 
-    checkpoints = Checkpoints(
-        directory / CHECKPOINTS, {"policy": actor.policy}, {"average": actor.average}, args.keep_last
-    )
+    checkpoints = Checkpoints(directory / CHECKPOINTS, {"policy": actor.policy}, actor.parts(), args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(actor.policy, tokenizer, held_out, rewards, args)
     before = evaluation.before(directory, resumed=done > 0)
@@ -81,15 +80,19 @@ def run(args: GRPOArguments) -> Metrics:
     batches = prompts.batches(args.per_device_generation_batch_size, args.seed, done, *ranks)
 
     metrics = last_logged(directory) if done == args.num_iterations else {}
+    outside = Phases()
     for iteration in range(done + 1, args.num_iterations + 1):
         with log.room_for_engine():
             actor.policy.eval()  # prints DeepSpeed's line about the iteration before
         metrics = grpo_iteration(actor, rewards, tokenizer, next(batches), iteration, args)
         if args.eval_every and iteration % args.eval_every == 0:
-            metrics |= evaluation.logged(log, iteration)
-        log.add(iteration, metrics)
+            with outside.timed("eval"):
+                metrics |= evaluation.logged(log, iteration)
+        log.add(iteration, metrics | outside.metrics())
+        outside = Phases()  # a checkpoint's time is on the next line of the log
         if args.save_every and iteration % args.save_every == 0:
-            checkpoints.save(iteration)
+            with outside.timed("save"):
+                checkpoints.save(iteration)
 
     after = evaluation.show(log, before, args.num_iterations)
     actor.export(tokenizer, directory)
@@ -109,29 +112,36 @@ def grpo_iteration(
 ) -> Metrics:
     """Roll out groups of completions of this rank's prompts, judge, learn; gives the metrics. The policy comes in eval
     mode and leaves in train mode."""
-    times, policy = [time.perf_counter()], actor.policy
+    phases, policy = Phases(), actor.policy
     with policy.inference():
         params, numbers = sampling(args, noise_seed(args.seed, iteration)), own_numbers(len(prompts))
         batch = roll_out(policy, tokenizer, prompts, numbers, params, args.num_generations)
-        times.append(time.perf_counter())
+        phases.end("rollout")
         old_logps = None if args.importance_sampling_correction else actor.old_logps(batch)
+        phases.end("old_logps")
         ref_logps = actor.reference_logps(batch) if args.beta else None
+        phases.end("ref_logps")
     if args.importance_sampling_correction:  # of the trainer: scores come from where the samples came from
         old_logps = training_logps(policy, batch, args)
+        phases.end("old_logps")
     of_each = [row for row in prompts for _ in range(args.num_generations)]
     scores = rewards(batch, of_each, decode_completions(tokenizer, batch))
+    phases.end("rewards")
     experience, metrics = judged(batch, old_logps, ref_logps, scores, args)
-    metrics |= rewards.metrics()
+    metrics |= rewards.metrics() | scores_by_source(of_each, scores, args.data_path)
     experience = experience.of_all_ranks(args.num_generations)
-    times.append(time.perf_counter())
+    phases.end("advantages")
     policy.train()
     metrics |= update(actor, experience, iteration, args)
-    times.append(time.perf_counter())
+    phases.end("train")
+    flops = args.num_grpo_iterations * TrainingFlops.of(policy.module)(experience.attention_mask.sum(dim=1))
     return {
         **metrics,
         "episode": iteration * len(experience.mask),
         "lr": policy.get_lr()[0],
-        **time_metrics(policy, batch, times),
+        **actor.tokens.add(batch.attention_mask.sum()),
+        **time_metrics(policy, batch, phases),
+        **flops_metrics(flops, phases.seconds["train"], args.peak_tflops),
     }
 
 
@@ -193,7 +203,7 @@ def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArgum
     """Passes over the experience of all ranks; gives the metrics of all ranks."""
     steps = optimizer_steps(experience, args.num_grpo_iterations, iteration, args)
     numerics = Numerics(actor.policy, experience, steps[0], args.numerics_control_rows, args)
-    losses, forward = [], (args.temperature, args.logit_chunk, args.padding_free)
+    losses, norms, forward = [], [], (args.temperature, args.logit_chunk, args.padding_free)
     for step in steps:
         mask = experience.mask[step.rows]
         denominator = step.denominator(
@@ -221,10 +231,10 @@ def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArgum
                     entropies=entropies,
                 )
             )
-            step_on(actor.policy, losses[-1].loss, number, len(step.places))
+            norms += step_on(actor.policy, losses[-1].loss, number, len(step.places))
             numerics.add(logps)
         actor.stepped()
-    return {**figure_means(losses, over_ranks), **numerics.metrics()}
+    return {**figure_means(losses, over_ranks), "grad_norm": fmean(norms), **numerics.metrics()}
 
 
 if __name__ == "__main__":

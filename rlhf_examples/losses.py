@@ -297,6 +297,26 @@ def value_loss(
     return Loss(total / denominator, sums, dict.fromkeys(sums, mask.sum()))
 
 
+def explained_variance(
+    values: torch.Tensor,
+    returns: torch.Tensor,
+    mask: torch.Tensor,
+    over_ranks: Callable[[torch.Tensor], torch.Tensor] = identity,
+) -> float:
+    """1 - Var(returns - values) / Var(returns) over the unmasked ones of all ranks: 1 where a critic says what comes,
+    0 where it is no better than a constant, below that where it is worse. NaN where all returns are the same.
+
+    values, returns, mask [B, T].  over_ranks: sums a tensor over all ranks; called twice.
+    """
+    kept = mask.bool()
+    returns, errors = returns[kept].double(), (returns - values)[kept].double()
+    ones = torch.ones_like(returns)
+    count, *totals = over_ranks(torch.stack([ones.sum(), returns.sum(), errors.sum()]))
+    squares = [((of - total / count) ** 2).sum() for of, total in zip((returns, errors), totals, strict=True)]
+    total, unexplained = over_ranks(torch.stack(squares)).tolist()
+    return 1 - unexplained / total if total else math.nan
+
+
 def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
     """The entropy of softmax(logits) in nats, with gradients.  logits [..., vocabulary]; gives [...].
 

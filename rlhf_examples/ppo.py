@@ -6,9 +6,9 @@ torchrun --nproc_per_node=2 -m rlhf_examples.ppo --data_path synthetic:stories -
 torchrun --nproc_per_node=8 -m rlhf_examples.ppo configs/8gpu_7b_lora.yaml
 """
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from rlhf_examples.losses import (
     Loss,
     advantages_and_returns,
     entropy_bonus,
+    explained_variance,
     figure_means,
     masked_sum,
     masked_whiten,
@@ -38,6 +39,7 @@ from rlhf_examples.losses import (
     shaped_rewards,
     value_loss,
 )
+from rlhf_examples.measures import Phases, TrainingFlops, flops_metrics, scores_by_source
 from rlhf_examples.models import load_tokenizer, load_value_model, require_model
 from rlhf_examples.pretraining import PretrainingTexts
 from rlhf_examples.ranks import over_ranks, seed_everything, sums_over_ranks
@@ -81,7 +83,7 @@ def run(args: PPOArguments) -> Metrics:
     models = Models.load(args)
     kl_ctl = kl_controller(args)
 
-    parts = {"kl_ctl": kl_ctl, "average": models.actor.average, "ptx": ptx}
+    parts = {"kl_ctl": kl_ctl, "ptx": ptx, **models.actor.parts()}
     checkpoints = Checkpoints(directory / CHECKPOINTS, models.trained(), parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(models.actor.policy, tokenizer, held_out, models.rewards, args)
@@ -94,15 +96,19 @@ def run(args: PPOArguments) -> Metrics:
     )
 
     metrics = last_logged(directory) if done == args.num_iterations else {}
+    outside = Phases()
     for iteration in range(done + 1, args.num_iterations + 1):
         with log.room_for_engine():
             models.actor.policy.eval()  # prints DeepSpeed's line about the iteration before
         metrics = ppo_iteration(models, tokenizer, next(batches), ptx, kl_ctl, iteration, args)
         if args.eval_every and iteration % args.eval_every == 0:
-            metrics |= evaluation.logged(log, iteration)
-        log.add(iteration, metrics)
+            with outside.timed("eval"):
+                metrics |= evaluation.logged(log, iteration)
+        log.add(iteration, metrics | outside.metrics())
+        outside = Phases()  # a checkpoint's time is on the next line of the log
         if args.save_every and iteration % args.save_every == 0:
-            checkpoints.save(iteration)
+            with outside.timed("save"):
+                checkpoints.save(iteration)
 
     after = evaluation.show(log, before, args.num_iterations)
     models.actor.export(tokenizer, directory)
@@ -123,11 +129,12 @@ def check(args: PPOArguments) -> None:
 
 @dataclass
 class Models:
-    """The engines of a run."""
+    """The engines of a run.  flops: of training policy and critic."""
 
     actor: Actor
     critic: hybrid.HybridEngine
     rewards: Rewards
+    flops: list[TrainingFlops]
 
     @classmethod
     def load(cls, args: PPOArguments) -> "Models":
@@ -148,7 +155,7 @@ class Models:
         critic = trained(critic, args, training)
         if args.padding_free:
             require_exact_values(critic)
-        return cls(actor, critic, rewards)
+        return cls(actor, critic, rewards, [TrainingFlops.of(engine.module) for engine in (actor.policy, critic)])
 
     def trained(self) -> dict[str, hybrid.HybridEngine]:
         """What checkpoints hold."""
@@ -172,29 +179,37 @@ def ppo_iteration(
 ) -> Metrics:
     """Roll out this rank's prompts, judge, learn; gives the metrics. The policy comes in eval mode and leaves in train
     mode."""
-    times, policy = [time.perf_counter()], models.actor.policy
+    phases, policy = Phases(), models.actor.policy
     with policy.inference():
         params = sampling(args, noise_seed(args.seed, iteration))
         batch = roll_out(policy, tokenizer, prompts, own_numbers(len(prompts)), params)
-        times.append(time.perf_counter())
+        phases.end("rollout")
         old_logps = None if args.importance_sampling_correction else models.actor.old_logps(batch)
+        phases.end("old_logps")
         ref_logps = models.actor.reference_logps(batch)
+        phases.end("ref_logps")
     if args.importance_sampling_correction:  # of the trainer: scores come from where the samples came from
         old_logps = training_logps(policy, batch, args)
-    experience, metrics = judged(models, tokenizer, batch, prompts, old_logps, ref_logps, kl_ctl.value, args)
+        phases.end("old_logps")
+    settings = (kl_ctl.value, args, phases)
+    experience, metrics = judged(models, tokenizer, batch, prompts, old_logps, ref_logps, *settings)
     experience = experience.of_all_ranks()
-    times.append(time.perf_counter())
+    phases.end("advantages")
     policy.train()
     models.critic.train()
     metrics |= update(models, ptx, experience, iteration, args)
-    times.append(time.perf_counter())
+    phases.end("train")
+    flops = sum(engine_flops(experience.attention_mask.sum(dim=1)) for engine_flops in models.flops)
+    flops *= metrics["policy/optimizer_steps"] / args.num_mini_batches
     metrics["objective/kl_coef"] = kl_ctl.value  # of these rewards; what it becomes is the next iteration's
     kl_ctl.update(metrics["objective/kl"], len(experience.mask))
     return {
         **metrics,
         "episode": iteration * len(experience.mask),
         "lr": policy.get_lr()[0],
-        **time_metrics(policy, batch, times),
+        **models.actor.tokens.add(batch.attention_mask.sum()),
+        **time_metrics(policy, batch, phases),
+        **flops_metrics(flops, phases.seconds["train"], args.peak_tflops),
     }
 
 
@@ -207,16 +222,20 @@ def judged(
     ref_logps: torch.Tensor,
     kl_coef: float,
     args: PPOArguments,
+    phases: Phases,
 ) -> tuple[Experience, Metrics]:
     """What every token of this rank's completions is worth; gives the experience and the metrics of all ranks.
 
-    old_logps, ref_logps [rows, completion]. A completion that could not be judged trains nothing.
+    old_logps, ref_logps [rows, completion].  phases: values and rewards are ended.
+    A completion that could not be judged trains nothing.
     """
     completed, width = batch.completion_mask, batch.completion_mask.shape[1]
     with models.critic.inference():
         rows = rows_of_forward(args, batch.sequences.shape[1])
         values = judged_values(models.critic, batch.sequences, batch.attention_mask, rows)[:, -width - 1 : -1]
+    phases.end("values")
     raw_scores = models.rewards(batch, prompts, decode_completions(tokenizer, batch))
+    phases.end("rewards")
     learned = ~raw_scores.isnan()
     mask = completed * learned[:, None]
     ended = torch.tensor([reason == "stop" for reason in batch.finish_reason], device=values.device)
@@ -261,7 +280,9 @@ def judged(
         "completions/learned": by_row["learned"],
         "val/num_eos_tokens": sums["ended"],
         "completions/ref_nll": sums["ref_nll"] / sums["tokens"],  # of a token; low while text stays language
+        "val/var_explained": explained_variance(values, returns, mask, over_ranks),
         **models.rewards.metrics(),
+        **scores_by_source(prompts, raw_scores, args.data_path),
         **completion_metrics(batch),
         **weight_metrics,
     }
@@ -277,7 +298,7 @@ def update(
     actor, critic = models.actor, models.critic
     steps = optimizer_steps(experience, args.ppo_epochs, iteration, args)
     numerics = Numerics(actor.policy, experience, steps[0], args.numerics_control_rows, args)
-    policies, values, taken = [], [], 0
+    policies, values, taken, norms, critic_norms = [], [], 0, [], []
     for step in steps:
         denominator = step.denominator(tokens=int(experience.mask[step.rows].sum()))
         texts = ptx.next(step) if ptx else [None] * len(step.places)
@@ -285,10 +306,10 @@ def update(
             loss, logps = actor_loss(actor.policy, e, denominator, args)
             if texts[number]:
                 loss = mixed_loss(loss, ptx=texts[number].loss(actor.policy, args), unsup_coef=args.unsup_coef)
-            step_on(actor.policy, loss.loss, number, len(step.places))
+            norms += step_on(actor.policy, loss.loss, number, len(step.places))
             new_values = token_values(critic, e.sequences, e.attention_mask, e.mask.shape[1], args.padding_free)
             value = value_loss(new_values, e.old_values, e.returns, e.mask, args.cliprange_value, denominator)
-            step_on(critic, value.loss, number, len(step.places))
+            critic_norms += step_on(critic, value.loss, number, len(step.places))
             numerics.add(logps)
             policies.append(loss)
             values.append(value)
@@ -307,6 +328,8 @@ def update(
         "policy/approxkl_avg": policy["approxkl"],
         "policy/clipfrac_avg": policy["clipfrac"],
         "policy/optimizer_steps": taken,
+        "grad_norm": fmean(norms),
+        "val/grad_norm": fmean(critic_norms),
         "val/clipfrac_avg": value["clipfrac"],
         "val/ratio": policy["ratio"],
         "val/ratio_var": policy["squared_ratio"] - policy["ratio"] ** 2,

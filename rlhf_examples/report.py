@@ -94,10 +94,15 @@ LEARNING = (
         "share",
         {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "value", "clip_ratio/region_mean": "policy"},
     ),
-    Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
+    Chart("Gradient norm", "before clipping", {"grad_norm": "model", "val/grad_norm": "critic"}),
+    Chart("Returns that the critic explains", "share of their variance", {"val/var_explained": "explained"}),
     Chart("Learning rate", "a step", {"learning_rate": "rate", "lr": "rate"}, smooth=False),
 )
-SPEED = (Chart("Generation", "tokens a second", {"time/tokens_per_s": "tokens"}),)
+SPEED = (
+    Chart("Generation", "tokens a second", {"time/tokens_per_s": "tokens"}),
+    Chart("Training", "TFLOP/s of a rank", {"time/tflops_per_s": "TFLOP/s"}),
+    Chart("Model FLOPs utilisation in training", "share of the peak", {"time/mfu": "MFU"}),
+)
 NUMERICS = (
     Chart(
         "Logprob differences of sampler and trainer",

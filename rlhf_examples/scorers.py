@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import hybrid
@@ -13,7 +14,7 @@ from rlhf_examples.engines import Judge, judge
 from rlhf_examples.forwards import judged_values
 from rlhf_examples.losses import last_token_values
 from rlhf_examples.models import is_reward_model, load_value_model
-from rlhf_examples.ranks import device, sums_over_ranks
+from rlhf_examples.ranks import device, over_ranks, sums_over_ranks
 from rlhf_examples.rewards import judged_by_all, load_reward, reward_name
 from rlhf_examples.rollouts import Row
 from rlhf_examples.trackers import Metrics
@@ -119,14 +120,23 @@ class Rewards:
         return {self.name: weighted_sum(list(self.last.values()), self.weights), **self.last}
 
     def metrics(self) -> Metrics:
-        """Mean and deviation of each scorer's last scores over all ranks, by TRL's names."""
-        found = {}
-        for name, scores in self.last.items():
+        """Mean, deviation, least and most of each scorer's last scores over all ranks, and of their sum where there
+        are several; TRL's names where it has one. None of a scorer that has judged nothing."""
+        found, total = {}, {}
+        if len(self.last) > 1:
+            total = {TOTAL: weighted_sum(list(self.last.values()), self.weights)}
+        for name, scores in {**self.last, **total}.items():
             known = scores[~scores.isnan()].double()
             sums = sums_over_ranks({"rows": len(known), "sum": known.sum(), "squares": (known**2).sum()})
-            mean = sums["sum"] / max(sums["rows"], 1)
+            nothing = known.new_full((1,), -torch.inf)
+            edges = torch.stack([torch.cat([nothing, values]).max() for values in (-known, known)])
+            below, most = over_ranks(edges, dist.ReduceOp.MAX).tolist()
+            if not sums["rows"]:
+                continue
+            mean = sums["sum"] / sums["rows"]
             variance = max(sums["squares"] - sums["rows"] * mean**2, 0.0) / max(sums["rows"] - 1, 1)
-            found |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": variance**0.5}
+            figures = {"mean": mean, "std": variance**0.5, "min": -below, "max": most}
+            found |= {f"rewards/{name}/{figure}": value for figure, value in figures.items()}
         return found
 
     def destroy(self) -> None:

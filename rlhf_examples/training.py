@@ -20,7 +20,8 @@ from rlhf_examples.ema import MovingAverage
 from rlhf_examples.engines import step_on
 from rlhf_examples.files import CHECKPOINTS
 from rlhf_examples.losses import Loss, figure_means
-from rlhf_examples.ranks import device, over_ranks, own_share
+from rlhf_examples.measures import Phases, TokenCount, TrainingFlops, flops_metrics
+from rlhf_examples.ranks import device, over_ranks, own_share, sums_over_ranks
 from rlhf_examples.rollouts import Row
 from rlhf_examples.trackers import Metrics
 
@@ -53,8 +54,9 @@ def fit(
     """Train, evaluate, keep checkpoints and logs, and write the model; gives the last metrics, those of held-out rows
     among them, and those before the first step under `before_`."""
     average = MovingAverage(engine, args.ema_beta) if args.enable_ema else None
+    tokens, flops, outside = TokenCount(), TrainingFlops.of(engine.module), Phases()
     checkpoints = Checkpoints(
-        Path(args.output_dir) / CHECKPOINTS, {"model": engine}, {"average": average}, args.keep_last
+        Path(args.output_dir) / CHECKPOINTS, {"model": engine}, {"average": average, "tokens": tokens}, args.keep_last
     )
     done, total = checkpoints.load_latest() if args.resume else 0, total_steps(examples, args)
     log = start_log(args, description, bar_metrics, total, done)
@@ -63,16 +65,25 @@ def fit(
     batches = examples.batches(rows, args.seed, done, dist.get_rank(), dist.get_world_size())
     metrics = last_logged(Path(args.output_dir)) if done == total else {}
     for step in range(done + 1, total + 1):
-        start = time.perf_counter()
-        metrics = train_step(engine, next(batches), loss_of, count, args)
-        metrics |= {"lr": engine.get_lr()[0], "time/train_s": time.perf_counter() - start}
+        phases, rows_of_step = Phases(), next(batches)
+        phases.end("load")
+        metrics = train_step(engine, rows_of_step, loss_of, count, args)
+        phases.end("train")
+        lengths = [length for row in rows_of_step for length in lengths_of(row)]
+        metrics |= {"lr": engine.get_lr()[0], **tokens.add(sum(lengths)), **phases.metrics()}
+        of_all = sums_over_ranks({"flops": flops(lengths)})["flops"]
+        metrics |= flops_metrics(of_all, phases.seconds["train"], args.peak_tflops)
         if average is not None:
             average.update()
         if step == total or (args.eval_every and step % args.eval_every == 0):
-            metrics |= evaluate(engine, held_out, loss_of, args)
-        log.add(step, {**metrics, "time/iteration_s": time.perf_counter() - start})
+            with outside.timed("eval"):
+                metrics |= evaluate(engine, held_out, loss_of, args)
+        seconds = {**outside.metrics(), "time/iteration_s": time.perf_counter() - phases.begun}
+        log.add(step, {**metrics, **seconds})
+        outside = Phases()  # a checkpoint's time is on the next line of the log
         if args.save_every and step % args.save_every == 0:
-            checkpoints.save(step)
+            with outside.timed("save"):
+                checkpoints.save(step)
     export_trained(engine, average, tokenizer, Path(args.output_dir), args.lora_export == "merged")
     log.close()
     return {**{f"before_{name}": value for name, value in before.items()}, **metrics}
@@ -85,11 +96,18 @@ def train_step(
     size = args.per_device_train_batch_size
     parts = [rows[first : first + size] for first in range(0, len(rows), size)]
     denominator = over_all(count(rows)) / (dist.get_world_size() * len(parts))
-    losses = []
+    losses, norms = [], []
     for number, part in enumerate(parts):
         losses.append(loss_of(part, denominator))
-        step_on(engine, losses[-1].loss, number, len(parts))
-    return figure_means(losses, over_ranks)
+        norms += step_on(engine, losses[-1].loss, number, len(parts))
+    return {**figure_means(losses, over_ranks), "grad_norm": norms[-1]}
+
+
+def lengths_of(row: Row) -> list[int]:
+    """The tokens of each sequence that a row of records is: a pair is two, with the prompt in both."""
+    return [
+        len(row["prompt_ids"]) + len(ids) for name, ids in row.items() if name.endswith("_ids") and name != "prompt_ids"
+    ]
 
 
 def evaluate(engine: hybrid.HybridEngine, rows: list[Row], loss_of: LossOf, args: TrainArguments) -> Metrics:

@@ -15,6 +15,7 @@ from rlhf_examples.actor import Actor
 from rlhf_examples.arguments import GRPOArguments, PPOArguments, RolloutArguments
 from rlhf_examples.forwards import token_logps, token_logps_alone
 from rlhf_examples.losses import FixedKLController
+from rlhf_examples.measures import Phases
 from rlhf_examples.models import load_tokenizer
 from rlhf_examples.ppo import Models, judged, ppo_iteration
 from rlhf_examples.ranks import from_all_ranks, over_ranks
@@ -88,7 +89,7 @@ def check_unjudged(directory: Path, zero_stage: int) -> None:
     with policy.inference():
         batch = roll_out(policy, tokenizer, rows, own_numbers(4), sampling(args, 1))
         logps = models.actor.old_logps(batch), models.actor.reference_logps(batch)
-    own, metrics = judged(models, tokenizer, batch, rows, *logps, 0.1, args)
+    own, metrics = judged(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
     scores = number_of_words([""] * 4, decode_completions(tokenizer, batch))
     scored = sum(chain(*from_all_ranks(scores[1:]))) / (3 * dist.get_world_size())
     assert own.mask[0].sum() == 0 and torch.equal(own.mask[1:], batch.completion_mask[1:])
@@ -169,7 +170,7 @@ def count_collectives(directory: Path, zero_stage: int, lora_dim: int) -> list[i
             with policy.inference():
                 batch = roll_out(policy, tokenizer, rows, own_numbers(4), sampling(args, iteration))
                 logps = models.actor.old_logps(batch), models.actor.reference_logps(batch)
-            experience, _ = judged(models, tokenizer, batch, rows, *logps, 0.1, args)
+            experience, _ = judged(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
             experience.of_all_ranks()
         counts.append(collecting.count)
     return counts
@@ -293,7 +294,9 @@ def test_what_a_step_divides_by_is_trls(monkeypatch, loss_type):
     losses = []
     monkeypatch.setattr(grpo, "token_logps", lambda policy, ids, mask, width, *_: [torch.zeros(len(ids), width)] * 2)
     monkeypatch.setattr(grpo, "Numerics", lambda *_: SimpleNamespace(add=lambda logps: None, metrics=dict))
-    monkeypatch.setattr(grpo, "step_on", lambda engine, loss, number, count: losses.append(loss.item() / count))
+    monkeypatch.setattr(
+        grpo, "step_on", lambda engine, loss, number, count: [losses.append(loss.item() / count) or 0.0]
+    )
     e = experience_of([2, 3, 4])
     kept = torch.tensor([1, 1, 0])
     advantages = torch.tensor([1.0, 2.0, 5.0])

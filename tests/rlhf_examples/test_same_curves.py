@@ -91,6 +91,6 @@ def test_settings_that_change_batches_are_the_same_anywhere(script, changes, alo
 
 
 def test_an_update_ends_early_on_kl(alone, small, tmp_path):
-    (first, *_) = curves(alone, "ppo", 0, small, tmp_path, early_stop_kl=1e-9, actor_learning_rate=1e-2)
-    (whole, *_) = curves(alone, "ppo", 0, small, tmp_path, early_stop_kl=1e9, actor_learning_rate=1e-2)
+    (first, *_) = curves(alone, "ppo", 0, small, tmp_path / "early", early_stop_kl=1e-9, actor_learning_rate=1e-2)
+    (whole, *_) = curves(alone, "ppo", 0, small, tmp_path / "whole", early_stop_kl=1e9, actor_learning_rate=1e-2)
     assert first["policy/optimizer_steps"] < whole["policy/optimizer_steps"] == 4
