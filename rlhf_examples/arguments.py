@@ -329,6 +329,10 @@ class GRPOArguments(RolloutArguments):
     importance_sampling_level: str = about("token", "ratios of a token, or of a sequence (GSPO)")
     beta: float = about(0.0, "weight of the KL to the reference (k3) in the loss; 0 needs no reference")
     mask_truncated_completions: bool = about(False, "completions without an end token train nothing")
+    soft_punish_cache: int = about(
+        0,
+        "last tokens of max_answer_seq_len over which the reward falls by up to 1 (DAPO's overlong shaping); 0 is off",
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -339,7 +343,12 @@ class GRPOArguments(RolloutArguments):
             advantages=("group", "rloo"),
             importance_sampling_level=("token", "sequence"),
         )
-        require_range(self, num_generations=(2, None), num_grpo_iterations=(1, None))
+        require_range(
+            self,
+            num_generations=(2, None),
+            num_grpo_iterations=(1, None),
+            soft_punish_cache=(0, self.max_answer_seq_len),
+        )
 
 
 @dataclass

@@ -23,7 +23,14 @@ from rlhf_examples.engines import step_on
 from rlhf_examples.files import CHECKPOINTS
 from rlhf_examples.forwards import token_logps
 from rlhf_examples.held_out import examples_of
-from rlhf_examples.losses import figure_means, group_advantages, grpo_loss, masked_sum, rloo_advantages
+from rlhf_examples.losses import (
+    figure_means,
+    group_advantages,
+    grpo_loss,
+    masked_sum,
+    rloo_advantages,
+    soft_overlong_punishment,
+)
 from rlhf_examples.measures import Phases, TrainingFlops, flops_metrics, scores_by_source
 from rlhf_examples.models import load_tokenizer, require_model
 from rlhf_examples.ranks import over_ranks, seed_everything, sums_over_ranks
@@ -127,6 +134,9 @@ def grpo_iteration(
     of_each = [row for row in prompts for _ in range(args.num_generations)]
     scores = rewards(batch, of_each, decode_completions(tokenizer, batch))
     phases.end("rewards")
+    if args.soft_punish_cache:
+        lengths = batch.completion_mask.sum(dim=1)
+        scores = scores + soft_overlong_punishment(lengths, args.max_answer_seq_len, args.soft_punish_cache)
     experience, metrics = judged(batch, old_logps, ref_logps, scores, args)
     metrics |= rewards.metrics() | scores_by_source(of_each, scores, args.data_path)
     experience = experience.of_all_ranks(args.num_generations)

@@ -411,6 +411,12 @@ class AdaptiveKLController(FixedKLController):
         self.value *= 1 + error * n_steps / self.horizon
 
 
+def soft_overlong_punishment(lengths: torch.Tensor, max_length: int, cache: int) -> torch.Tensor:
+    """What is added to completions' rewards (DAPO, arXiv:2503.14476, eq. 13): 0 up to `max_length - cache` tokens,
+    falling to -1 at `max_length`.  lengths int64 [N], of at most max_length; gives float32 [N]."""
+    return -((lengths - (max_length - cache)).clamp(min=0) / cache).float()
+
+
 def group_advantages(
     rewards: torch.Tensor,
     num_generations: int,

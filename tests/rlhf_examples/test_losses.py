@@ -33,6 +33,7 @@ from rlhf_examples.losses import (
     policy_loss,
     rloo_advantages,
     shaped_rewards,
+    soft_overlong_punishment,
     tokenwise_pairwise_reward_loss,
     value_loss,
 )
@@ -805,3 +806,13 @@ def test_what_is_refused():
     for words, call in refused.items():
         with pytest.raises(ValueError, match=re.escape(words)):
             call()
+
+
+@pytest.mark.parametrize("cache", [1, 4, 10])
+def test_overlong_shaping_is_trls(cache):
+    trl_rewards = pytest.importorskip("trl.rewards", reason="trl is compared with where it is installed")
+    lengths = [0, 1, 5, 6, 7, 8, 9, 10]
+    expected = trl_rewards.get_soft_overlong_punishment(10, cache)([[1] * length for length in lengths])
+    found = soft_overlong_punishment(torch.tensor(lengths), 10, cache)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32))
+    assert found.min() == -1 and found.max() == 0

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from rlhf_examples.arguments import GRPOArguments, arguments_of
 from rlhf_examples.reward_server import make_server
 from rlhf_examples.rewards import judged_by_all, load_reward, reward_name
 from rlhf_examples.scorers import Rewards, Scorer, weighted_sum
+from tests.rlhf_examples.scripts import models_of, run_here, small_directory
 
 HERE = "tests.rlhf_examples.test_scorers"
 NAN = math.nan
@@ -211,3 +213,16 @@ def test_two_rewards_of_one_name_are_told_apart():
     assert [scorer.name for scorer in several.scorers] == ["words", "words_2"]
     assert sys.modules[HERE].words is several.scorers[1].function
     Scorer.check(f"{HERE}:words", "http://127.0.0.1:1/not-asked")
+
+
+def check_overlong(directory: str) -> None:
+    """GRPO learns from the reward less what its completions' lengths cost."""
+    few = {"num_iterations": 1, "soft_punish_cache": 8, "output_dir": f"{directory}/run"}
+    metrics = run_here("grpo", {**models_of("grpo", Path(directory)), **few})
+    lengths = metrics["completions/mean_length"] / 8
+    assert metrics["reward"] == pytest.approx(metrics["rewards/number_of_words/mean"] - lengths, abs=1e-5)
+
+
+def test_overlong_completions_cost(ranks, tmp_path):
+    small_directory(Path(tmp_path))
+    ranks.run(check_overlong, str(tmp_path))
