@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from hybrid.architectures.structure import can_generate
 from hybrid.containers.batch import PackedBatch, PagedKV
 from hybrid.decoding.loop import MODES, Decoding, require_room, with_stop_strings
 from hybrid.decoding.rows import Decoder
@@ -40,7 +41,7 @@ def prompts_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.T
 
 def require_generate(model: nn.Module) -> None:
     """Raise ValueError where a model has no `generate`."""
-    if not hasattr(model, "generate"):
+    if not can_generate(model):
         raise ValueError(
             f"{type(model).__name__} has no generate(): generation needs a Hugging Face model with a "
             "language-modelling head. eval(), train() and forward work with any model."

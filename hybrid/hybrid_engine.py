@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Unreadable
-from hybrid.architectures.structure import generating_part
+from hybrid.architectures.structure import can_generate, generating_part
 from hybrid.architectures.tp_plan import hugging_face_model, read_tp_plan
 from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import HybridEngineConfig, RolloutConfig
@@ -119,7 +119,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._arrange(snapshot, fused, streams=self._modes.in_use != Mode())
         self._pages = self._make_pages()
         self._replace_refused_decoder()
-        self._routes = [Route(self._policy, self.generate)] if hasattr(self._policy, "generate") else []
+        self._routes = [Route(self._policy, self.generate)] if can_generate(self._policy) else []
         for route in self._routes:
             route.open()
         if isinstance(head := getattr(self.module, "score", None), nn.Module):

@@ -22,15 +22,21 @@ class Structure:
     outer: tuple[Part, ...]
 
 
+def can_generate(module: nn.Module) -> bool:
+    """Whether a module has a `generate` that works: PEFT's wrappers have one over classifiers too (0.21)."""
+    inner = module.get_base_model() if hasattr(module, "get_base_model") else module
+    return hasattr(inner, "generate")
+
+
 def generating_part(model: nn.Module) -> nn.Module:
     """What of `model` generates: itself, or the one module in it that can, as the policy of a wrapper that holds a
     value model too. `model` where there is none, or more than one."""
-    if hasattr(model, "generate"):
+    if can_generate(model):
         return model
     found: list[nn.Module] = []
     within: set[nn.Module] = set()  # an adapter's wrapper can, and so can what it wraps: the outermost counts
     for module in model.modules():
-        if module not in within and hasattr(module, "generate"):
+        if module not in within and can_generate(module):
             found.append(module)
             within.update(module.modules())
     return found[0] if len(found) == 1 else model

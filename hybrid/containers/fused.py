@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybrid.architectures.reading import read_decoder
 from hybrid.architectures.spec import Place, Reading, Unreadable
-from hybrid.architectures.structure import Part, Structure
+from hybrid.architectures.structure import Part, Structure, can_generate
 from hybrid.architectures.tp_plan import hugging_face_model
 from hybrid.containers.batch import is_packable
 from hybrid.containers.calls import Calls
@@ -77,7 +77,7 @@ class FusedModel:
         self.copies: Copies = WeakValueDictionary()  # that these hold
         self.workspace = Workspace()  # that these compute in, where they have one
         self.checked = False
-        self.why_not, self.warns = "", hasattr(model, "generate")
+        self.why_not, self.warns = "", can_generate(model)
         self.reasons = NativeReasons() if reasons is None else reasons
         self.modules, self.foreign_hooks = list(model.modules()), ForeignHooks(model, own_hooks)
         # Within the layers nobody of us switches a forward.

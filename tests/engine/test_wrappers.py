@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from hybrid import SamplingParams
-from hybrid.architectures.structure import generating_part
+from hybrid.architectures.structure import can_generate, generating_part
 from tests.engines import engine_of, settings, storage_digest
 from tests.models import ADAPTERS, prompts, tiny_model, twin
 
@@ -162,3 +162,15 @@ def test_what_generates():
     assert generating_part(two) is two, "which of the two is for nobody to guess"
     none = nn.Linear(1, 1)
     assert generating_part(none) is none
+
+
+def test_a_classifier_with_an_adapter_does_not_generate():
+    """PEFT's wrapper has a `generate` that the classifier in it lacks: a value model around it is one whole, whose own
+    forward runs in a window, without the training engine's hooks."""
+    config = tiny_model("llama").config
+    config.num_labels = 1
+    adapted = ADAPTERS["peft"](AutoModelForSequenceClassification.from_config(config))
+    assert hasattr(adapted, "generate")
+    wrapper = nn.ModuleDict({"classifier": adapted})
+    assert generating_part(wrapper) is wrapper
+    assert not can_generate(adapted)

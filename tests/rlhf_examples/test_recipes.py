@@ -209,7 +209,7 @@ def run_recipe(settings: dict, directory: str) -> None:
     pipeline.run(pipeline.parse(settings, ["--output_dir", directory]))
 
 
-FAST = ("1gpu_1b", "gsm8k", "ultrafeedback")
+FAST = ("1gpu_1b", "8gpu_7b_lora", "gsm8k", "ultrafeedback")
 ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in (*RECIPES, *OF_SETS)]
 
 
