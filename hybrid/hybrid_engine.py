@@ -472,10 +472,24 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         with self._training_state():
             return super().save_16bit_model(*args, **kwargs)
 
-    def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's module_state_dict, of the training weights; inside `inference()` too."""
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """DeepSpeed's module_state_dict, of the training weights; inside `inference()` too.
+
+        exclude_frozen_parameters: under every name that they have; DeepSpeed leaves a tied head in (0.19.8).
+        """
         with self._training_state():
-            return super().module_state_dict(*args, **kwargs)
+            found = super().module_state_dict(destination, prefix, keep_vars, exclude_frozen_parameters)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    found.pop(prefix + name, None)
+        return found
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Whole weights on rank 0 under ZeRO-3, which accelerate asks for; inside `inference()` too."""

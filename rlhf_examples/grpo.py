@@ -26,6 +26,7 @@ from rlhf_examples.held_out import examples_of
 from rlhf_examples.losses import (
     figure_means,
     group_advantages,
+    group_std,
     grpo_loss,
     masked_sum,
     rloo_advantages,
@@ -185,28 +186,34 @@ def judged(
         advantages=advantages,
         ref_logps=ref_logps,
     )
-    groups = rewards.view(-1, args.num_generations)
     sums = sums_over_ranks(
         {
             "rows": len(rewards),
             "judged": (~rewards.isnan()).sum(),
             "rewards": rewards.nansum(),
-            "groups": len(groups),
-            "deviations": groups.std(dim=1).nansum(),
-            "equal": (groups == groups[:, :1]).all(dim=1).sum(),
+            **spread(rewards, args.num_generations),
             "entropy": -masked_sum(old_logps, mask),
             "learned": learned.sum(),
         }
     )
     return experience, {
         "reward": sums["rewards"] / max(sums["judged"], 1),
-        "reward_std": sums["deviations"] / sums["groups"],
-        "frac_reward_zero_std": sums["equal"] / sums["groups"],
+        "reward_std": sums["deviations"] / max(sums["groups"], 1),
+        "frac_reward_zero_std": sums["equal"] / max(sums["groups"], 1),
         "objective/entropy": sums["entropy"] / sums["rows"],
         "completions/learned": sums["learned"] / sums["rows"],
         **completion_metrics(batch),
         **weight_metrics,
     }
+
+
+def spread(rewards: torch.Tensor, num_generations: int) -> dict[str, torch.Tensor]:
+    """How many groups have a deviation, two of their completions or more being judged; the sum of the deviations; and
+    in how many groups all that was judged scored the same.  rewards [rows], NaN where there is none."""
+    deviations, groups = group_std(rewards, num_generations), rewards.view(-1, num_generations)
+    least, most = groups.nan_to_num(nan=torch.inf).amin(dim=1), groups.nan_to_num(nan=-torch.inf).amax(dim=1)
+    known = ~deviations.isnan()
+    return {"groups": known.sum(), "deviations": deviations.nansum(), "equal": (known & (least == most)).sum()}
 
 
 def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArguments) -> Metrics:
