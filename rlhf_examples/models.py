@@ -134,7 +134,10 @@ def load_merged(kind: type, name: str, engine: dict[str, Any], new: str = "", **
 
 def base_of(name: str) -> str:
     """The model that the adapter in a directory or of a hub name is over; `name` where it holds none."""
-    if find_adapter_config_file(name) is None:
+    try:
+        if find_adapter_config_file(name) is None:
+            return name
+    except OSError:  # there is no model either, which `load` says
         return name
     return peft.PeftConfig.from_pretrained(name).base_model_name_or_path
 

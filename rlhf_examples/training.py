@@ -103,8 +103,11 @@ def train_step(
     return {**figure_means(losses, over_ranks), "grad_norm": norms[-1]}
 
 
-def lengths_of(row: Row) -> list[int]:
-    """The tokens of each sequence that a row of records is: a pair is two, with the prompt in both."""
+def lengths_of(row: Row | list[Row]) -> list[int]:
+    """The tokens of each sequence that a row of records is: a pair is two, with the prompt in both, and a pack as many
+    as its rows."""
+    if isinstance(row, list):
+        return [length for one in row for length in lengths_of(one)]
     return [
         len(row["prompt_ids"]) + len(ids) for name, ids in row.items() if name.endswith("_ids") and name != "prompt_ids"
     ]
