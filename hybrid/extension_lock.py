@@ -5,8 +5,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import psutil
 from deepspeed.utils import logger
 from torch.utils.file_baton import FileBaton
 
@@ -45,9 +46,14 @@ def report_waits(thread: int, done: threading.Event, report_after_s: float) -> N
             continue
         if time.monotonic() - since.setdefault(path, time.monotonic()) >= report_after_s:
             reported.add(path)
+            cause = (
+                "no process of this machine holds it, so the one that built this extension was killed. If no other "
+                "machine that shares this directory compiles now"
+                if is_abandoned(path)
+                else "another process builds this extension. If that process hangs, end it"
+            )
             logger.warning(
-                f"waiting for {path}, {age_of(path)}: another process builds this extension, or one was killed while "
-                f"it did. If no other process compiles now, remove the file and this one goes on: rm {path}"
+                f"waiting for {path}, {age_of(path)}: {cause}, remove the file and this one goes on: rm {path}"
             )
 
 
@@ -59,6 +65,16 @@ def lock_waited_for(thread: int) -> str | None:
             return frame.f_locals["self"].lock_file_path
         frame = frame.f_back
     return None
+
+
+def is_abandoned(path: str) -> bool:
+    """Whether no process of this machine, of those that we may look into, has a lock file open, as its owner has
+    (`FileBaton`, torch 2.13)."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(opened.path == path for opened in process.open_files()):
+                return False
+    return True
 
 
 def age_of(path: str) -> str:

@@ -20,8 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from torch.utils.cpp_extension import get_default_build_root
+
+from hybrid.extension_lock import is_abandoned
 
 COLLECTIVE_TIMEOUT_S = 120
+START_TIMEOUT_S = 480  # the first start on a machine compiles an operator of DeepSpeed's
+RELEASE_S = 0.5  # between closing a lock file and removing it
 DEATH_GRACE_S = 0.5  # for a death to show, once a rank has raised
 TAIL_CHARS = 4000
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -100,6 +105,7 @@ class RankPool:
         self.timeout_s = timeout_s
         self.processes: list = []
         self.pipes: list = []
+        self.failed_start: RankFailure | None = None
         self.outputs = tempfile.TemporaryDirectory(prefix="ranks-")
 
     def run(self, function: Callable, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
@@ -121,6 +127,9 @@ class RankPool:
             raise
 
     def _start(self) -> None:
+        if self.failed_start is not None:  # a suite of hundreds of tests must not wait for each of them
+            raise RankFailure("ranks did not start before, and are not started again") from self.failed_start
+        remove_abandoned_locks()
         context, port = mp.get_context("spawn"), free_port()
         for rank in range(self.world_size):
             here, there = context.Pipe()
@@ -130,7 +139,11 @@ class RankPool:
             there.close()
             self.processes.append(process)
             self.pipes.append(here)
-        self._answers(self.timeout_s, "start")
+        try:
+            self._answers(START_TIMEOUT_S, "start")
+        except RankFailure as failure:
+            self.failed_start = failure
+            raise
 
     def _output(self, rank: int) -> str:
         return f"{self.outputs.name}/rank{rank}.log"
@@ -175,6 +188,7 @@ class RankPool:
         tails = [
             f"--- output of rank {rank}, its end\n{Path(self._output(rank)).read_text()[-TAIL_CHARS:]}"
             for rank in range(self.world_size)
+            if Path(self._output(rank)).exists()  # of a rank that has come so far
         ]
         raise RankFailure("\n".join([text, *tails]))
 
@@ -193,6 +207,16 @@ class RankPool:
         self.outputs.cleanup()
 
 
+def remove_abandoned_locks() -> None:
+    """Remove the locks of torch's extension directory whose owners were killed: ranks would wait for them for ever."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    abandoned = [lock for lock in root.glob("**/lock") if is_abandoned(str(lock))]
+    if abandoned:
+        time.sleep(RELEASE_S)
+    for lock in abandoned:
+        lock.unlink(missing_ok=True)
+
+
 def run_script(
     argv: list[str],
     world_size: int,
@@ -205,6 +229,7 @@ def run_script(
     Gives the process with its output as one text: finished, or with every rank killed by SIGKILL as soon as
     `kill_when` says so. Raises RankFailure, after killing every rank, on a timeout.
     """
+    remove_abandoned_locks()
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}"]
     launch += [f"--master_port={free_port()}", *argv]
     cpu = {key: value for key, value in rank_environment(0, world_size, 0).items() if not key.endswith(RANK_KEYS)}

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -10,12 +11,14 @@ import pytest
 import torch
 from deepspeed.utils import logger
 from torch import nn
+from torch.utils.cpp_extension import _get_build_directory
 from torch.utils.file_baton import FileBaton
 
 import hybrid
-from hybrid.extension_lock import REPORT_AFTER_S, extension_lock_reported
+from hybrid.extension_lock import REPORT_AFTER_S, extension_lock_reported, is_abandoned
 from tests.engines import settings
 from tests.models import tiny_model
+from tests.rank_pool import RankPool
 
 
 class Messages(logging.Handler):
@@ -78,7 +81,7 @@ def check_initialize(folder: str) -> None:
     if rank == 0:
         assert "which is 36" in named[0], named[0]  # 3600 seconds and a few
         assert f"rm {lock}" in named[0]
-        assert "If no other process compiles now" in named[0]
+        assert "no process of this machine holds it" in named[0]
         assert waited_s >= REPORT_AFTER_S
     assert type(engine) is hybrid.HybridEngine
     assert FileBaton.wait.__module__ == "torch.utils.file_baton"
@@ -122,3 +125,26 @@ def test_a_short_wait_is_not_reported(tmp_path, after_s):
         assert messages.texts == []
         FileBaton(str(lock), 0.05).wait()
     assert len(messages.texts) == (after_s < 1)
+
+
+def test_a_lock_that_a_process_holds_is_not_called_abandoned(tmp_path):
+    baton = FileBaton(str(tmp_path / "lock"))
+    assert baton.try_acquire()
+    assert not is_abandoned(baton.lock_file_path)
+    with Messages(tmp_path / "none") as messages, extension_lock_reported(0.2):
+        threading.Timer(1.5, baton.release).start()
+        FileBaton(baton.lock_file_path).wait()
+    assert "another process builds this extension" in messages.texts[0]
+
+
+def test_ranks_start_though_a_killed_build_left_its_lock(tmp_path, monkeypatch):
+    """A test that is killed as its ranks start leaves one: every later start on this machine would wait for ever."""
+    folder = Path(_get_build_directory("deepspeed_shm_comm", verbose=False))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    extension = shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("lock"))
+    (extension / "lock").touch()
+    pool = RankPool(1, timeout_s=60)
+    try:
+        assert pool.run(os.getpid) == [process.pid for process in pool.processes]
+    finally:
+        pool.close()

@@ -116,6 +116,19 @@ def test_a_timeout_shows_the_stacks(own_ranks):
         own_ranks.run(sleep_here, timeout_s=1)
 
 
+def test_ranks_that_did_not_start_are_not_waited_for_again(monkeypatch):
+    monkeypatch.setattr(rank_pool, "START_TIMEOUT_S", 0.1)
+    pool = RankPool(1)
+    try:
+        with pytest.raises(RankFailure, match=r"start: ranks \[0\] did not finish in 0.1 s"):
+            pool.run(summed, 0)
+        with pytest.raises(RankFailure, match="ranks did not start before"):
+            pool.run(summed, 0)
+        assert pool.processes == []
+    finally:
+        pool.close()
+
+
 def test_close_leaves_nobody():
     pool = RankPool(1)
     (pid,) = pool.run(os.getpid)
