@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,11 +47,11 @@ class Actor:
         name = args.actor_model_name_or_path
         require_model("actor_model_name_or_path", name)
         training = Training.of(args, "actor_", args.per_device_training_batch_size, total_steps)
-        reference = None
+        load, reference = partial(load_policy, attn_implementation=args.attn_implementation), None
         if needs_reference and not args.actor_lora_dim:
-            reference = judge(load_policy, name, args.dtype, args.offload_reference_model)
+            reference = judge(load, name, args.dtype, args.offload_reference_model)
         loading = training.lora, training.gradient_checkpointing
-        model = load_policy(name, training.config(args), *loading, disable_dropout=args.disable_dropout)
+        model = load(name, training.config(args), *loading, disable_dropout=args.disable_dropout)
         policy = trained_policy(model, args, training, **hybrid_blocks(args))
         return cls(policy, reference, MovingAverage(policy, args.ema_beta) if args.enable_ema else None, args)
 
@@ -173,7 +174,7 @@ def hybrid_blocks(args: RolloutArguments) -> dict[str, dict]:
 def load_rewards(names: list[str], weights: list[float], args: RolloutArguments, offload: bool = False) -> Rewards:
     """What judges completions.  names, weights, offload: as `Rewards.load`."""
     rows, waiting = args.per_device_training_batch_size, (args.reward_timeout_s, args.reward_retries)
-    return Rewards.load(names, args.dtype, rows, offload, weights, *waiting)
+    return Rewards.load(names, args.dtype, rows, offload, weights, *waiting, args.attn_implementation)
 
 
 @dataclass

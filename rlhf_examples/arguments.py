@@ -19,6 +19,7 @@ from rlhf_examples.texts import RecordFormat
 from rlhf_examples.trackers import check_report_to
 
 Arguments = TypeVar("Arguments")
+ATTENTION = "attention in models' own forwards: eager, sdpa, flash_attention_2, …; empty: transformers' choice"
 NO_DROPOUT = "no dropout in training: policies that are compared, and scores, are the model's and not the noise's"
 
 
@@ -58,6 +59,7 @@ class RunArguments(DataArguments):
     output_dir: str = about("runs/run", "where logs, checkpoints and trained models go")
     seed: int = about(0, "of everything random in the run")
     dtype: str = about("float32", "float32 or bfloat16")
+    attn_implementation: str = about("", ATTENTION)
     tokenizer_name_or_path: str = about("", "directory or hub name; empty: the model's")
     data_path: list[str] = listed(
         [], "hub names, files or synthetic:… sets; empty: the set that the script is shown on"
@@ -97,6 +99,7 @@ class RunArguments(DataArguments):
             dtype=("float32", "bfloat16"),
             lora_export=("merged", "adapter"),
         )
+        require_attention_of_dtype(self)
         require_resume_or_overwrite(self)
         if self.eval_fraction == 1:
             raise ValueError("eval_fraction: 1 given, which leaves nothing to learn from; it must be below 1")
@@ -364,10 +367,12 @@ class GenerationArguments(DataArguments):
     top_k: int = about(0, "tokens that a draw chooses from; 0 is off")
     seed: int = about(0, "of sampling")
     dtype: str = about("float32", "float32 or bfloat16")
+    attn_implementation: str = about("", ATTENTION)
 
     def __post_init__(self):
         super().__post_init__()
         require_one_of(self, dtype=("float32", "bfloat16"), zero_stage=(0, 3))
+        require_attention_of_dtype(self)
 
 
 @dataclass
@@ -421,6 +426,7 @@ class ThroughputArguments(GenerationArguments):
 
     def __post_init__(self):
         require_one_of(self, dtype=("float32", "bfloat16"))
+        require_attention_of_dtype(self)
 
 
 @dataclass
@@ -451,9 +457,11 @@ class ChatArguments:
     top_p: float = about(0.95, "nucleus sampling")
     seed: int = about(0, "of sampling")
     dtype: str = about("float32", "float32, bfloat16 or int8")
+    attn_implementation: str = about("", ATTENTION)
 
     def __post_init__(self):
         require_one_of(self, dtype=("float32", "bfloat16", "int8"))
+        require_attention_of_dtype(self)
 
 
 @dataclass
@@ -485,6 +493,15 @@ def require_one_of(args: Any, **allowed: tuple) -> None:
     for name, values in allowed.items():
         if getattr(args, name) not in values:
             raise ValueError(f"{name}: {getattr(args, name)!r} given; allowed: {', '.join(map(str, values))}")
+
+
+def require_attention_of_dtype(args: Any) -> None:
+    """Raise ValueError for FlashAttention's kernels, which compute in 16 bits alone, in another dtype."""
+    if args.attn_implementation.startswith("flash_attention") and args.dtype != "bfloat16":
+        raise ValueError(
+            f"attn_implementation: {args.attn_implementation!r} given with dtype: {args.dtype!r}; it needs bfloat16, "
+            "or give eager, sdpa or flex_attention"
+        )
 
 
 def require_resume_or_overwrite(args: Any) -> None:

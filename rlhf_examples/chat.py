@@ -30,11 +30,11 @@ def main() -> None:
 
 def run(args: ChatArguments) -> None:
     """Load the model and talk until there is nothing more to read."""
-    require_model("path", args.path)
+    require_model("path", args.path, args.attn_implementation)
     seed_everything(args.seed)
     tokenizer = load_tokenizer(args.path)
     dtype = "float32" if args.dtype == "int8" else args.dtype
-    model = merged(load_exported(args.path, deepspeed_config(dtype, zero_stage=0)))
+    model = merged(load_exported(args.path, deepspeed_config(dtype, zero_stage=0), args.attn_implementation))
     most = min(getattr(model.config, "max_position_embeddings", 0) or 4096, 4096)
     preparation_is_over()
     engine = hybrid.init_inference(model, dtype=args.dtype, replace_with_kernel_inject=True, max_out_tokens=most)

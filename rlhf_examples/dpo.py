@@ -6,6 +6,8 @@ torchrun --nproc_per_node=8 -m rlhf_examples.dpo --model_name_or_path my-sft-mod
     --dtype bfloat16 --lora_dim 16
 """
 
+from functools import partial
+
 import torch
 
 import hybrid
@@ -35,17 +37,17 @@ def main() -> None:
 def run(args: DPOArguments) -> Metrics:
     """Train; gives the last metrics."""
     seed_everything(args.seed)
-    require_model("model_name_or_path", args.model_name_or_path)
+    require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
     examples, held_out = examples_of("dpo", EMBEDDED, "preference", args.max_seq_len, tokenizer, args)
     training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
     begin_run(args)
-    reference = None
+    load, reference = partial(load_policy, attn_implementation=args.attn_implementation), None
     if not args.lora_dim:
-        reference = judge(load_policy, args.model_name_or_path, args.dtype, args.offload_reference_model)
+        reference = judge(load, args.model_name_or_path, args.dtype, args.offload_reference_model)
     config = training.config(args)
     loading = training.lora, training.gradient_checkpointing
-    model = load_policy(args.model_name_or_path, config, *loading, disable_dropout=args.disable_dropout)
+    model = load(args.model_name_or_path, config, *loading, disable_dropout=args.disable_dropout)
     engine = trained_policy(model, args, training)
 
     def loss_of(rows: list[Row], denominator: float) -> Loss:

@@ -9,6 +9,7 @@ torchrun --nproc_per_node=8 -m rlhf_examples.evaluate --model_name_or_path one o
 import json
 import math
 import statistics
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -45,15 +46,16 @@ def run(args: EvaluateArguments) -> list[dict]:
     """For each model: its name, mean score and the standard error of that over prompts, what passes, and prompts with
     completions and scores."""
     for name in args.model_name_or_path or [""]:
-        require_model("model_name_or_path", name)
+        require_model("model_name_or_path", name, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path[0], args.chat_template)
     records, settings = load_records(args.data_path, "test"), {"record_format": RecordFormat.of(args)}
     examples = tokenised(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
     prompts = list(islice(examples.ordered(args.seed), min(args.eval_rows, len(examples.rows))))
-    rewards = Rewards.load([args.reward], args.dtype, args.per_device_eval_batch_size)
-    found = []
+    attention = {"attn_implementation": args.attn_implementation}
+    rewards = Rewards.load([args.reward], args.dtype, args.per_device_eval_batch_size, **attention)
+    found, load = [], partial(load_exported, **attention)
     for name in args.model_name_or_path:
-        engine = frozen(load_exported, name, args.dtype, args.zero_stage)
+        engine = frozen(load, name, args.dtype, args.zero_stage)
         passing = args.eval_num_generations, False, tuple(args.pass_at_k), args.pass_score
         metrics, completions, by_scorer = Evaluation(engine, tokenizer, prompts, [rewards], args, *passing)()
         scores, each = by_scorer[rewards.name], args.eval_num_generations

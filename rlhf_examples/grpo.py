@@ -66,7 +66,7 @@ def run(args: GRPOArguments) -> Metrics:
     """Train a policy; gives what evaluation found before and after, and the last iteration's metrics."""
     seed_everything(args.seed)
     directory = Path(args.output_dir)
-    require_model("actor_model_name_or_path", args.actor_model_name_or_path)
+    require_model("actor_model_name_or_path", args.actor_model_name_or_path, args.attn_implementation)
     if not args.reward:
         raise ValueError("reward: nothing given; give functions, addresses of servers, or reward models")
     Scorer.check(*args.reward, *args.eval_reward)

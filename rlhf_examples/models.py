@@ -1,5 +1,7 @@
 """What is trained and what judges, as Hugging Face modules."""
 
+import copy
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
-    LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -69,8 +71,10 @@ class LoRA:
         return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
-def small_model(hidden_size: int, num_hidden_layers: int, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A new Llama of a few million parameters."""
+def small_model(
+    hidden_size: int, num_hidden_layers: int, tokenizer: PreTrainedTokenizerBase, attn_implementation: str = ""
+) -> PreTrainedModel:
+    """A new Llama of a few million parameters.  attn_implementation: as `load`."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -83,7 +87,7 @@ def small_model(hidden_size: int, num_hidden_layers: int, tokenizer: PreTrainedT
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return LlamaForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation or None)
 
 
 def load(
@@ -93,6 +97,7 @@ def load(
     new: str = "",
     config: PretrainedConfig | None = None,
     disable_dropout: bool = False,
+    attn_implementation: str = "",
 ) -> PreTrainedModel:
     """A model from a directory or hub name, in the dtype of the engine that it is for. Every rank takes part.
 
@@ -102,6 +107,7 @@ def load(
     kind: one of Hugging Face's Auto classes.  engine: the engine's DeepSpeed configuration.
     new: beginning of the names of weights that the files need not have; they are initialized, alike on every rank.
     config: in place of the one that lies there.  disable_dropout: `without_dropout`.
+    attn_implementation: transformers'; its own choice where empty.
     Raises ValueError on every rank where weights are missing, do not fit or cannot be read.
     """
     dtype = torch.bfloat16 if engine["bf16"]["enabled"] else torch.float32
@@ -110,10 +116,11 @@ def load(
     try:
         config = config or AutoConfig.from_pretrained(name)
         config = without_dropout(config) if disable_dropout else config
-        model, report = kind.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
+        settings = {"config": config, "dtype": dtype, "attn_implementation": attn_implementation or None}
+        model, report = kind.from_pretrained(name, **settings, output_loading_info=True)
         if missing := sorted(key for key in report["missing_keys"] if not new or not key.startswith(new)):
             error = f"it has no {', '.join(missing[:20])}; give the checkpoint of a {type(model).__name__}"
-    except (OSError, RuntimeError, ValueError, SafetensorError) as raised:
+    except (ImportError, OSError, RuntimeError, ValueError, SafetensorError) as raised:
         error = f"{type(raised).__name__}: {raised}"
     finally:
         del partitioned
@@ -198,6 +205,7 @@ def load_policy(
     lora: LoRA | None = None,
     gradient_checkpointing: bool = False,
     disable_dropout: bool = False,
+    attn_implementation: str = "",
 ) -> nn.Module:
     """A language model from a directory or hub name, an adapter's too, as `load_merged`.
 
@@ -208,7 +216,8 @@ def load_policy(
             f"lora_export: adapter given, and {name!r} is an adapter itself, over which the new one would stand; give "
             "merged, or a whole model"
         )
-    model = load_merged(AutoModelForCausalLM, name, engine, disable_dropout=disable_dropout)
+    settings = {"disable_dropout": disable_dropout, "attn_implementation": attn_implementation}
+    model = load_merged(AutoModelForCausalLM, name, engine, **settings)
     checkpoint_gradients(model, gradient_checkpointing)
     return model if lora is None else lora.on(model, "CAUSAL_LM")
 
@@ -262,12 +271,13 @@ def load_value_model(
     lora: LoRA | None = None,
     gradient_checkpointing: bool = False,
     disable_dropout: bool = False,
+    attn_implementation: str = "",
 ) -> ValueModel:
     """The reward model in a directory or of a hub name, an adapter's too, as `load_merged`; or any language model,
     whose head then begins at zero."""
     config = AutoConfig.from_pretrained(base_of(name), num_labels=1)
     has_head = any("SequenceClassification" in kind for kind in config.architectures or [])
-    settings = {"config": config, "disable_dropout": disable_dropout}
+    settings = {"config": config, "disable_dropout": disable_dropout, "attn_implementation": attn_implementation}
     model = load_merged(AutoModelForSequenceClassification, name, engine, "" if has_head else "score.", **settings)
     value_model = ValueModel(model)
     checkpoint_gradients(model, gradient_checkpointing)
@@ -296,22 +306,49 @@ def is_reward_model(name: str) -> bool:
     return any("SequenceClassification" in kind for kind in config.architectures or [])
 
 
-def require_model(argument: str, name: str) -> None:
-    """Raise ValueError where no model is named, or where the name is of none."""
+def require_model(argument: str, name: str, attn_implementation: str = "") -> None:
+    """Raise ValueError where no model is named, where the name is of none, or where the model lacks the attention."""
     if not name:
         raise ValueError(f"{argument}: nothing given; give the directory or hub name of a model")
     try:
-        AutoConfig.from_pretrained(base_of(name))
+        config = AutoConfig.from_pretrained(base_of(name))
     except (OSError, ValueError) as error:
         raise ValueError(f"{argument}: {name!r} given, and there is no model ({error})") from error
+    require_attention(config, attn_implementation)
 
 
-def load_exported(name: str, engine: dict[str, Any]) -> nn.Module:
+def require_attention(config: PretrainedConfig, attn_implementation: str) -> None:
+    """Raise ValueError where transformers refuses an attention for a model, with those that it takes here."""
+    if not attn_implementation:
+        return
+    try:
+        with torch.device("meta"):
+            AutoModel.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        allowed = ", ".join(attentions_of(config))
+        raise ValueError(
+            f"attn_implementation: {attn_implementation!r} given; allowed for this model, here: {allowed} ({error})"
+        ) from error
+
+
+def attentions_of(config: PretrainedConfig) -> list[str]:
+    """The attentions of transformers' own that it takes for a model of `config` on this machine."""
+    with torch.device("meta"):
+        model = AutoModel.from_config(copy.deepcopy(config))
+    taken = []
+    for name in ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"):
+        with suppress(ImportError, ValueError):
+            model.get_correct_attn_implementation(name)
+            taken.append(name)
+    return taken
+
+
+def load_exported(name: str, engine: dict[str, Any], attn_implementation: str = "") -> nn.Module:
     """A language model for inference, as `load`: a whole one, or the base of an adapter's directory under the adapter.
 
     PEFT's own Auto classes also resize the embeddings to the tokenizer that lies there (0.21).
     """
-    base = load(AutoModelForCausalLM, base_of(name), engine)
+    base = load(AutoModelForCausalLM, base_of(name), engine, attn_implementation=attn_implementation)
     if base_of(name) == name:
         return base
     return peft.PeftModel.from_pretrained(base, name, autocast_adapter_dtype=False)

@@ -8,6 +8,7 @@ torchrun --nproc_per_node=8 -m rlhf_examples.pairs --model_name_or_path my-model
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ def main() -> None:
 
 def run(args: PairsArguments) -> Metrics:
     """Write pairs.jsonl; gives how many there are. Each round goes over all prompts, with a seed of its own."""
-    require_model("model_name_or_path", args.model_name_or_path)
+    require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
     records, settings = load_records(args.data_path), {"record_format": RecordFormat.of(args)}
     examples = tokenised(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
     rows, texts = list(examples.rows), [row["prompt"] for row in examples.rows]
-    rewards = Rewards.load([args.reward], args.dtype, args.per_device_eval_batch_size)
-    engine = frozen(load_exported, args.model_name_or_path, args.dtype, args.zero_stage)
+    attention = {"attn_implementation": args.attn_implementation}
+    rewards = Rewards.load([args.reward], args.dtype, args.per_device_eval_batch_size, **attention)
+    engine = frozen(partial(load_exported, **attention), args.model_name_or_path, args.dtype, args.zero_stage)
     pairs = []
     for round_number in range(args.rounds):
         both = []

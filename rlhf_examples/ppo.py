@@ -119,9 +119,9 @@ def run(args: PPOArguments) -> Metrics:
 
 def check(args: PPOArguments) -> None:
     """Raise ValueError where there is nothing that a setting names."""
-    require_model("actor_model_name_or_path", args.actor_model_name_or_path)
+    require_model("actor_model_name_or_path", args.actor_model_name_or_path, args.attn_implementation)
     if args.critic_model_name_or_path:
-        require_model("critic_model_name_or_path", args.critic_model_name_or_path)
+        require_model("critic_model_name_or_path", args.critic_model_name_or_path, args.attn_implementation)
     elif not args.reward:
         raise ValueError("reward: nothing given; give a function, or a reward model as critic_model_name_or_path")
     Scorer.check(*args.reward, *args.eval_reward)
@@ -149,6 +149,7 @@ class Models:
             training.lora,
             training.gradient_checkpointing,
             disable_dropout=args.disable_dropout,
+            attn_implementation=args.attn_implementation,
         )
         names = args.reward or [rewarding]
         rewards = load_rewards(names, args.reward_weights, args, args.offload_reference_model)

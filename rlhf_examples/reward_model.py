@@ -31,14 +31,14 @@ def main() -> None:
 def run(args: RewardModelArguments) -> Metrics:
     """Train; gives the last metrics."""
     seed_everything(args.seed)
-    require_model("model_name_or_path", args.model_name_or_path)
+    require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
     examples, held_out = examples_of("reward_model", EMBEDDED, "preference", args.max_seq_len, tokenizer, args)
     training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
     begin_run(args)
     config = training.config(args)
-    loading = training.lora, training.gradient_checkpointing
-    model = load_value_model(args.model_name_or_path, config, *loading, disable_dropout=args.disable_dropout)
+    loading = training.lora, training.gradient_checkpointing, args.disable_dropout, args.attn_implementation
+    model = load_value_model(args.model_name_or_path, config, *loading)
     engine = trained(model, args, training)
 
     def loss_of(rows: list[Row], denominator: float) -> Loss:

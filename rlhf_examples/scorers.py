@@ -3,6 +3,7 @@ several, with weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -39,14 +40,15 @@ class Scorer:
                 load_reward(name)
 
     @classmethod
-    def load(cls, reward: str, dtype: str, rows: int, offload: bool = False) -> "Scorer":
+    def load(cls, reward: str, dtype: str, rows: int, offload: bool = False, attn_implementation: str = "") -> "Scorer":
         """reward: module:function, the address of a server, or the directory or hub name of a reward model that shares
         the policy's tokens.
 
-        rows: of a reward model's forward.  offload: as `judge`.
+        rows: of a reward model's forward.  offload: as `judge`.  attn_implementation: as `models.load`.
         """
         if is_reward_model(reward):
-            return cls("reward_model", model=judge(load_value_model, reward, dtype, offload), rows=rows)
+            load = partial(load_value_model, attn_implementation=attn_implementation)
+            return cls("reward_model", model=judge(load, reward, dtype, offload), rows=rows)
         return cls(reward_name(reward), function=load_reward(reward))
 
     def by_model(self, batch: hybrid.RolloutBatch) -> Tensor:
@@ -85,11 +87,12 @@ class Rewards:
         weights: list[float] | None = None,
         timeout_s: float = 60.0,
         retries: int = 2,
+        attn_implementation: str = "",
     ) -> "Rewards":
-        """rewards, dtype, rows, offload: as `Scorer.load`.  weights: 1 where there are none."""
+        """rewards, dtype, rows, offload, attn_implementation: as `Scorer.load`.  weights: 1 where there are none."""
         scorers: list[Scorer] = []
         for reward in rewards:
-            scorer = Scorer.load(reward, dtype, rows, offload)
+            scorer = Scorer.load(reward, dtype, rows, offload, attn_implementation)
             alike = sum(scorer.name in (one.name, one.name.rpartition("_")[0]) for one in scorers)
             scorers.append(replace(scorer, name=f"{scorer.name}_{alike + 1}") if alike else scorer)
         return cls(scorers, list(weights or [1.0] * len(scorers)), timeout_s, retries)

@@ -6,6 +6,7 @@ torchrun --nproc_per_node=8 -m rlhf_examples.sft --model_name_or_path my-model -
 """
 
 import torch
+from transformers import LlamaConfig
 
 from rlhf_examples.arguments import SFTArguments
 from rlhf_examples.command_line import run_command
@@ -14,7 +15,7 @@ from rlhf_examples.engines import Training, trained_policy
 from rlhf_examples.forwards import token_logps
 from rlhf_examples.held_out import examples_of
 from rlhf_examples.losses import Loss, language_model_loss
-from rlhf_examples.models import load_policy, load_tokenizer, require_model, small_model
+from rlhf_examples.models import load_policy, load_tokenizer, require_attention, require_model, small_model
 from rlhf_examples.ranks import device, seed_everything
 from rlhf_examples.rollouts import Row
 from rlhf_examples.run_directory import begin_run
@@ -35,7 +36,9 @@ def run(args: SFTArguments) -> Metrics:
     """Train; gives the last metrics."""
     seed_everything(args.seed)
     if args.model_name_or_path:
-        require_model("model_name_or_path", args.model_name_or_path)
+        require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
+    else:
+        require_attention(LlamaConfig(), args.attn_implementation)
     name = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = load_tokenizer(name, args.chat_template) if name else synthetic_tokenizer()
     form = "turns" if args.assistant_only_loss else "supervised"
@@ -45,10 +48,10 @@ def run(args: SFTArguments) -> Metrics:
     training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
     begin_run(args)
     if args.model_name_or_path:
-        config = training.config(args)
-        model = load_policy(args.model_name_or_path, config, training.lora, training.gradient_checkpointing)
+        loading = training.config(args), training.lora, training.gradient_checkpointing
+        model = load_policy(args.model_name_or_path, *loading, attn_implementation=args.attn_implementation)
     else:
-        model = small_model(args.hidden_size, args.num_hidden_layers, tokenizer)
+        model = small_model(args.hidden_size, args.num_hidden_layers, tokenizer, args.attn_implementation)
     engine = trained_policy(model, args, training)
 
     def collated(rows: list[Row | list[Row]]) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 
 import torch
@@ -39,16 +40,17 @@ def run(args: ThroughputArguments) -> Metrics:
     Our engine holds the weights partitioned, and gathers them anew for every rollout, as after an optimizer step.
     Hugging Face's has them whole on every rank. Tokens are those up to the end token, of all ranks.
     """
-    require_model("model_name_or_path", args.model_name_or_path)
+    require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
+    load = partial(load_exported, attn_implementation=args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path)
     records, settings = load_records(args.data_path, "test"), {"record_format": RecordFormat.of(args)}
     examples = tokenised(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
     count = args.per_device_generation_batch_size * dist.get_world_size()
     rows = own_share(list(islice(examples.ordered(args.seed), count)))
     ids, mask = (tensor.to(device()) for tensor in collate_prompts(rows, tokenizer.pad_token_id).values())
-    whole = load_exported(args.model_name_or_path, deepspeed_config(args.dtype, zero_stage=0))
+    whole = load(args.model_name_or_path, deepspeed_config(args.dtype, zero_stage=0))
     whole = merged(whole).to(device()).eval()
-    engine = frozen(load_exported, args.model_name_or_path, args.dtype, zero_stage=3)
+    engine = frozen(load, args.model_name_or_path, args.dtype, zero_stage=3)
 
     def ours(seed: int) -> int:
         engine.mark_weights_changed()
