@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
+from rlhf_examples.losses import IMPORTANCE_SAMPLING_MODES, LOSS_TYPES
 from rlhf_examples.texts import RecordFormat
 from rlhf_examples.trackers import check_report_to
 
@@ -44,6 +45,9 @@ class DataArguments:
     rejected_column: str = about("rejected", "column of the others")
     messages_column: str = about("messages", "column of whole conversations")
     text_column: str = about("text", "column of texts that are learned as a whole")
+    margin_column: str = about(
+        "margin", "column of numbers: by how much rewards of a pair should differ (loss_form last)"
+    )
     input_template: str = about("", 'what a text prompt stands in, such as "Question: {}\\nAnswer:"; empty: nothing')
 
     chat_template_kwargs: str = about("", 'JSON for the chat template, such as {"enable_thinking": false}')
@@ -227,7 +231,13 @@ class RolloutArguments(RunArguments):
     importance_sampling_correction: bool = about(
         False, "weigh each token's loss by what trainer and sampler disagree on; old logprobs are the trainer's"
     )
-    importance_sampling_cap: float = about(2.0, "those weights are at most this")
+    importance_sampling_mode: str = about(
+        "token_truncate",
+        "a weight for each token, or one for all of a completion's (sequence_truncate); token_mask, sequence_mask: one "
+        "outside the bounds is 0, and not the bound",
+    )
+    importance_sampling_clip_max: float = about(2.0, "upper bound of those weights")
+    importance_sampling_clip_min: float = about(0.0, "lower bound of those weights")
 
     actor_learning_rate: float = about(1e-4, "of the policy")
     actor_weight_decay: float = about(0.0, "AdamW's")
@@ -258,7 +268,12 @@ class RolloutArguments(RunArguments):
             raise ValueError(
                 f"reward_weights: {self.reward_weights} given for {len(self.reward)} rewards; give a weight for each"
             )
-        require_one_of(self, actor_zero_stage=(0, 1, 2, 3), logprob_mode=("recompute", "sampling"))
+        require_one_of(
+            self,
+            actor_zero_stage=(0, 1, 2, 3),
+            logprob_mode=("recompute", "sampling"),
+            importance_sampling_mode=IMPORTANCE_SAMPLING_MODES,
+        )
         require_range(
             self,
             numerics_control_rows=(0, None),
@@ -266,7 +281,8 @@ class RolloutArguments(RunArguments):
             per_device_training_batch_size=(1, None),
             max_tokens_per_batch=(0, None),
             num_mini_batches=(1, None),
-            importance_sampling_cap=(1, None),
+            importance_sampling_clip_max=(1, None),
+            importance_sampling_clip_min=(0, 1),
             max_answer_seq_len=(1, None),
             reward_timeout_s=(0.001, None),
             reward_retries=(0, None),
@@ -329,8 +345,11 @@ class GRPOArguments(RolloutArguments):
     advantages: str = about("group", "less the group's mean (group), or the mean of the others in it (rloo)")
     epsilon: float = about(0.2, "clipping of the ratio")
     epsilon_high: float = about(0.0, "clipping of the ratio above 1 (DAPO's clip-higher); 0: as epsilon")
+    delta: float = about(0.0, "the ratio that is not clipped is at most this (INTELLECT-2's two-sided loss); 0 is off")
     importance_sampling_level: str = about("token", "ratios of a token, or of a sequence (GSPO)")
     beta: float = about(0.0, "weight of the KL to the reference (k3) in the loss; 0 needs no reference")
+    use_bias_correction_kl: bool = about(True, "that KL times the ratio, so that its gradient is the KL's")
+    entropy_coef: float = about(0.0, "weight of the mean entropy of a token, which is rewarded")
     mask_truncated_completions: bool = about(False, "completions without an end token train nothing")
     soft_punish_cache: int = about(
         0,
@@ -341,7 +360,7 @@ class GRPOArguments(RolloutArguments):
         super().__post_init__()
         require_one_of(
             self,
-            loss_type=("grpo", "dr_grpo", "dapo", "bnpo"),
+            loss_type=LOSS_TYPES,
             scale_rewards=("group", "batch", "none"),
             advantages=("group", "rloo"),
             importance_sampling_level=("token", "sequence"),
@@ -350,6 +369,7 @@ class GRPOArguments(RolloutArguments):
             self,
             num_generations=(2, None),
             num_grpo_iterations=(1, None),
+            delta=(0, None),
             soft_punish_cache=(0, self.max_answer_seq_len),
         )
 

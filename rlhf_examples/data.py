@@ -26,7 +26,9 @@ PLACE = {"source": Value("string"), "number": Value("int64"), "reason": Value("s
 FEATURES = {
     "supervised": Features(PLACE | {"prompt_ids": TOKENS, "completion_ids": TOKENS}),
     "turns": Features(PLACE | {"prompt_ids": TOKENS, "completion_ids": TOKENS, "assistant_mask": List(Value("int8"))}),
-    "preference": Features(PLACE | {"prompt_ids": TOKENS, "chosen_ids": TOKENS, "rejected_ids": TOKENS}),
+    "preference": Features(
+        PLACE | {"prompt_ids": TOKENS, "chosen_ids": TOKENS, "rejected_ids": TOKENS, "margin": Value("float64")}
+    ),
     "prompt": Features(
         PLACE
         | {
@@ -210,11 +212,12 @@ def example(
             raise BadRecord(f"longer than {max_length} tokens")
         if form == "preference" and tokens[1] == tokens[2]:
             raise BadRecord("chosen and rejected are the same tokens")
+        margin = record_format.margin(json.loads(row["record"])) if form == "preference" else 0.0
         if form == "turns":
             ids = tokens[0] + tokens[1]
             tokens.append(assistant_mask(known, ids, tokenizer) if known.templated else masked(*tokens))
     except BadRecord as bad:
-        known, tokens, reason = Texts("", ()), [[] for _ in names], str(bad)
+        known, tokens, margin, reason = Texts("", ()), [[] for _ in names], 0.0, str(bad)
     else:
         reason = ""
     found = {
@@ -223,6 +226,8 @@ def example(
         "reason": reason,
         **dict(zip(names, tokens, strict=True)),
     }
+    if form == "preference":
+        found |= {"margin": margin}
     if form == "prompt":
         record = {} if reason else json.loads(row["record"])
         own = {*NOT_COLUMNS, record_format.prompt_column, record_format.messages_column}
@@ -291,11 +296,12 @@ def collate_supervised(
 
 def collate_preference(rows: list[dict[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """`input_ids`, `attention_mask`, `completion_mask`, int64 [2 * rows, longest], right padded: first every chosen
-    sequence, then every rejected one."""
+    sequence, then every rejected one. `margin`, float32 [rows]."""
     pairs = [(row["prompt_ids"], row[name]) for name in ("chosen_ids", "rejected_ids") for row in rows]
     ids, mask = pad([prompt + completion for prompt, completion in pairs], pad_token_id, left=False)
     completion_mask, _ = pad([masked(*pair) for pair in pairs], 0, left=False)
-    return {"input_ids": ids, "attention_mask": mask, "completion_mask": completion_mask}
+    margin = torch.tensor([row["margin"] for row in rows], dtype=torch.float32)
+    return {"input_ids": ids, "attention_mask": mask, "completion_mask": completion_mask, "margin": margin}
 
 
 def masked(prompt: list[int], completion: list[int]) -> list[int]:

@@ -53,7 +53,9 @@ def run(args: DPOArguments) -> Metrics:
     def loss_of(rows: list[Row], denominator: float) -> Loss:
         """DPO's of pairs, over `denominator`."""
         batch = collate_preference(rows, tokenizer.pad_token_id)
-        ids, mask, completions = (tensor.to(device()) for tensor in batch.values())
+        ids, mask, completions = (
+            batch[name].to(device()) for name in ("input_ids", "attention_mask", "completion_mask")
+        )
         width, learned = ids.shape[1] - 1, completions[:, 1:]
         ref_logps = reference_logps(engine, reference, ids, mask, args)
         logps, _ = token_logps(engine, ids, mask, width, 1.0, args.logit_chunk, args.padding_free)

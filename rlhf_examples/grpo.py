@@ -24,11 +24,13 @@ from rlhf_examples.files import CHECKPOINTS
 from rlhf_examples.forwards import token_logps
 from rlhf_examples.held_out import examples_of
 from rlhf_examples.losses import (
+    entropy_bonus,
     figure_means,
     group_advantages,
     group_std,
     grpo_loss,
     masked_sum,
+    mixed_loss,
     rloo_advantages,
     soft_overlong_punishment,
 )
@@ -231,23 +233,27 @@ def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArgum
         )
         for number, e in enumerate(step.micro_batches(experience)):
             logps, entropies = token_logps(actor.policy, e.sequences, e.attention_mask, e.mask.shape[1], *forward)
-            losses.append(
-                grpo_loss(
-                    logps,
-                    e.old_logps,
-                    e.advantages,
-                    e.mask,
-                    denominator=denominator,
-                    epsilon=args.epsilon,
-                    epsilon_high=args.epsilon_high or None,
-                    beta=args.beta,
-                    ref_logps=e.ref_logps,
-                    loss_type=args.loss_type,
-                    importance_sampling_level=args.importance_sampling_level,
-                    weights=e.weights,
-                    entropies=entropies,
-                )
+            loss = grpo_loss(
+                logps,
+                e.old_logps,
+                e.advantages,
+                e.mask,
+                denominator=denominator,
+                epsilon=args.epsilon,
+                epsilon_high=args.epsilon_high or None,
+                delta=args.delta or None,
+                beta=args.beta,
+                ref_logps=e.ref_logps,
+                use_bias_correction_kl=args.use_bias_correction_kl,
+                loss_type=args.loss_type,
+                importance_sampling_level=args.importance_sampling_level,
+                weights=e.weights,
+                entropies=entropies,
             )
+            if args.entropy_coef:
+                bonus = entropy_bonus(entropies, e.mask, step.denominator(tokens=int(mask.sum())))
+                loss = mixed_loss(loss, entropy=bonus, entropy_coef=args.entropy_coef)
+            losses.append(loss)
             norms += step_on(actor.policy, losses[-1].loss, number, len(step.places))
             numerics.add(logps)
         actor.stepped()

@@ -42,15 +42,15 @@ def run(args: RewardModelArguments) -> Metrics:
     engine = trained(model, args, training)
 
     def loss_of(rows: list[Row], denominator: float) -> Loss:
-        """-log σ(chosen - rejected) of pairs, over `denominator`."""
+        """-log σ(chosen - rejected - margin) of pairs, over `denominator`."""
         batch = collate_preference(rows, tokenizer.pad_token_id)
-        ids, mask = batch["input_ids"].to(device()), batch["attention_mask"].to(device())
+        ids, mask, margin = (batch[name].to(device()) for name in ("input_ids", "attention_mask", "margin"))
         values = engine(input_ids=ids, attention_mask=mask).logits[..., 0]  # [2 · pairs, tokens]
         if args.loss_form == "tokenwise":
             pairs = (part for tensor in (values, ids, mask) for part in tensor.chunk(2))
             return tokenwise_pairwise_reward_loss(*pairs, denominator)
         chosen, rejected = last_token_values(values, mask).chunk(2)
-        return pairwise_reward_loss(chosen, rejected, denominator=denominator)
+        return pairwise_reward_loss(chosen, rejected, denominator=denominator, margin=margin)
 
     found = fit(engine, tokenizer, examples, held_out, loss_of, len, args, "reward model", BAR)
     engine.destroy()

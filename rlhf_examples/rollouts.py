@@ -247,7 +247,14 @@ def loss_weights(
     """
     if not args.importance_sampling_correction:
         return torch.ones_like(old_logps), {}
-    weights = importance_sampling_weights(old_logps, sampling_logps, mask, args.importance_sampling_cap)
+    weights = importance_sampling_weights(
+        old_logps,
+        sampling_logps,
+        mask,
+        cap=args.importance_sampling_clip_max,
+        mode=args.importance_sampling_mode,
+        floor=args.importance_sampling_clip_min,
+    )
     kept = weights[mask.bool()].double()
     total, tokens = over_ranks(torch.stack([kept.sum(), mask.sum().double()])).tolist()
     below, most = over_ranks(torch.stack([-kept.min(), kept.max()]), dist.ReduceOp.MAX).tolist()

@@ -1,6 +1,7 @@
 """A record as the texts that a step learns from: its columns and conversations understood, its defects named."""
 
 import json
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field, fields
@@ -38,6 +39,7 @@ class MissingColumn(BadRecord):
 class RecordFormat:
     """How records are read: which column of theirs is which of COLUMNS, and what stands around a prompt.
 
+    margin_column: by how much the rewards of a pair should differ.
     input_template: a text prompt stands in it in the place of "{}"; empty: alone.
     chat_template_kwargs: a JSON object of what the chat template takes besides messages and tools; a record's column of
     that name goes before it.
@@ -49,6 +51,7 @@ class RecordFormat:
     rejected_column: str = "rejected"
     messages_column: str = "messages"
     text_column: str = "text"
+    margin_column: str = "margin"
     input_template: str = ""
     chat_template_kwargs: str = ""
 
@@ -73,6 +76,13 @@ class RecordFormat:
     def named(self, record: dict[str, Any]) -> dict[str, Any]:
         """The columns that are not empty, under the names of COLUMNS."""
         return {name: record[self.column(name)] for name in COLUMNS if record.get(self.column(name)) is not None}
+
+    def margin(self, record: dict[str, Any]) -> float:
+        """By how much a pair's rewards should differ; 0 where the record says nothing of it."""
+        value = record.get(self.margin_column)
+        if isinstance(value, bool) or not isinstance(value, int | float | None) or not math.isfinite(value or 0):
+            raise BadRecord(f"{self.margin_column} is no finite number")
+        return float(value or 0)
 
     def templated(self, prompt: str) -> str:
         """A text prompt as it stands in `input_template`; what is no prompt, of a text to learn as a whole, alone."""

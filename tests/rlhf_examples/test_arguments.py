@@ -103,7 +103,11 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path):
             {"importance_sampling_correction": True, "logprob_mode": "sampling"},
             "every weight would be 1; use logprob_mode: 'recompute'",
         ),
-        (PPOArguments, {"importance_sampling_cap": 0.5}, "importance_sampling_cap: 0.5 given; it must be at least 1"),
+        (
+            PPOArguments,
+            {"importance_sampling_clip_max": 0.5},
+            "clip_max: 0.5 given; it must be at least 1",
+        ),
         (PPOArguments, {"numerics_control_rows": -1}, "numerics_control_rows: -1 given; it must be at least 0"),
         (PPOArguments, {"critic_zero_stage": 4}, "critic_zero_stage: 4 given; allowed: 0, 1, 2, 3"),
         (GRPOArguments, {"loss_type": "ppo"}, "loss_type: 'ppo' given; allowed: grpo, dr_grpo, dapo, bnpo"),

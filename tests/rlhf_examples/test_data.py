@@ -261,7 +261,9 @@ def test_supervised_tensors(completion_only_loss):
 
 def test_preference_tensors():
     rows = lengths_of(("prompt_ids", "chosen_ids", "rejected_ids"), (3, 4, 1), (1, 2, 6))
+    rows = [{**row, "margin": number / 2} for number, row in enumerate(rows)]
     batch = collate_preference(rows, 0)
+    assert torch.equal(batch.pop("margin"), torch.tensor([0.0, 0.5]))
     pairs = [(row["prompt_ids"], row[name]) for name in ("chosen_ids", "rejected_ids") for row in rows]
     assert torch.equal(batch["input_ids"], padded([prompt + completion for prompt, completion in pairs], 0))
     assert batch["attention_mask"].sum(dim=1).tolist() == [7, 3, 4, 7]

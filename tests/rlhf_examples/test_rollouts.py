@@ -342,7 +342,7 @@ def check_truncated(directory: Path) -> None:
         top_k=5,
         max_answer_seq_len=6,
         importance_sampling_correction=True,
-        importance_sampling_cap=10.0,
+        importance_sampling_clip_max=10.0,
     )
     batch = roll_out(engine, tokenizer, rows_of(tokenizer), own_numbers(4), sampling(args, seed=1))
     mask = batch.completion_mask
