@@ -400,20 +400,16 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     @contextmanager
     def _training_state(self) -> Iterator[None]:
         """Inside the block the model has its own weights, and the device the optimizer's states, in a window too."""
-        with self.call_lock, self._own_weights():
-            yield
-
-    @contextmanager
-    def _own_weights(self) -> Iterator[None]:
-        absent = self._window.is_open and self._rollout_settings.offload_states
-        with self._window.suspended(), self._watch.ignoring():  # DeepSpeed reads with a `modifier_rank`
-            try:
-                if absent:
-                    self._bring_states()
-                yield
-            finally:
-                if absent:
-                    self._send_states()
+        with self.call_lock:
+            absent = self._window.is_open and self._rollout_settings.offload_states
+            with self._window.suspended(), self._watch.ignoring():  # DeepSpeed reads with a `modifier_rank`
+                try:
+                    if absent:
+                        self._bring_states()
+                    yield
+                finally:
+                    if absent:
+                        self._send_states()
 
     def _refuse_in_window(self, call: str) -> None:
         if self._window.is_open:

@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 import hybrid
 from rlhf_examples.arguments import EvaluateArguments, PairsArguments, RolloutArguments, RunArguments
-from rlhf_examples.checkpoint import Stateful
+from rlhf_examples.checkpoint import Checkpoints, Stateful
 from rlhf_examples.ema import MovingAverage
 from rlhf_examples.engines import Judge, Training, export, judge, trained_policy
 from rlhf_examples.files import AVERAGE, BEFORE, MODEL, write_atomically
 from rlhf_examples.forwards import judged_logps
-from rlhf_examples.measures import Phases, TokenCount
+from rlhf_examples.measures import Phases, TokenCount, TrainingFlops
 from rlhf_examples.models import load_policy, require_model
 from rlhf_examples.ranks import from_all_ranks, interleaved, is_first, own_share, sums_over_ranks
 from rlhf_examples.rollouts import Row, decode_completions, noise_seed, own_numbers, roll_out, rows_of_forward, sampling
@@ -32,13 +32,14 @@ from rlhf_examples.trackers import Metrics
 class Actor:
     """The policy, and what belongs to it.
 
-    reference: None where it is the policy without its adapter, or where none is needed.
+    reference: None where it is the policy without its adapter, or where none is needed.  flops: of training the policy.
     """
 
     policy: hybrid.HybridEngine
     reference: Judge | None
     average: MovingAverage | None
     args: RolloutArguments
+    flops: TrainingFlops
     tokens: TokenCount = field(default_factory=TokenCount)
 
     @classmethod
@@ -53,7 +54,8 @@ class Actor:
         loading = training.lora, training.gradient_checkpointing
         model = load(name, training.config(args), *loading, disable_dropout=args.disable_dropout)
         policy = trained_policy(model, args, training, **hybrid_blocks(args))
-        return cls(policy, reference, MovingAverage(policy, args.ema_beta) if args.enable_ema else None, args)
+        average = MovingAverage(policy, args.ema_beta) if args.enable_ema else None
+        return cls(policy, reference, average, args, TrainingFlops.of(policy.module))
 
     def reference_logps(self, batch: hybrid.RolloutBatch) -> torch.Tensor:
         """The reference's logprobs of completions, at the sampling temperature.  float32 [rows, completion]"""
@@ -89,6 +91,37 @@ class Actor:
         for engine in (self.policy, self.reference):
             if engine is not None:
                 engine.destroy()
+
+
+def train_iterations(
+    iterate: Callable[[int], Metrics],
+    actor: Actor,
+    evaluation: "Evaluation",
+    checkpoints: Checkpoints,
+    log: RunLog,
+    done: int,
+    args: RolloutArguments,
+) -> Metrics:
+    """The iterations of a run that are not done, with the evaluations, log lines and checkpoints that are due; gives
+    the last one's metrics.
+
+    iterate: trains the iteration of a number, from 1, and gives its metrics.
+    """
+    metrics = last_logged(Path(args.output_dir)) if done == args.num_iterations else {}
+    outside = Phases()
+    for iteration in range(done + 1, args.num_iterations + 1):
+        with log.room_for_engine():
+            actor.policy.eval()  # prints DeepSpeed's line about the iteration before
+        metrics = iterate(iteration)
+        if args.eval_every and iteration % args.eval_every == 0:
+            with outside.timed("eval"):
+                metrics |= evaluation.logged(log, iteration)
+        log.add(iteration, metrics | outside.metrics())
+        outside = Phases()  # a checkpoint's time is on the next line of the log
+        if args.save_every and iteration % args.save_every == 0:
+            with outside.timed("save"):
+                checkpoints.save(iteration)
+    return metrics
 
 
 def export_trained(

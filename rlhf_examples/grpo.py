@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.actor import Actor, Evaluation, last_logged, load_rewards, start_log, time_metrics
+from rlhf_examples.actor import Actor, Evaluation, load_rewards, start_log, time_metrics, train_iterations
 from rlhf_examples.arguments import GRPOArguments
 from rlhf_examples.checkpoint import Checkpoints
 from rlhf_examples.command_line import run_command
@@ -34,7 +34,7 @@ from rlhf_examples.losses import (
     rloo_advantages,
     soft_overlong_punishment,
 )
-from rlhf_examples.measures import Phases, TrainingFlops, flops_metrics, scores_by_source
+from rlhf_examples.measures import Phases, flops_metrics, scores_by_source
 from rlhf_examples.models import load_tokenizer, require_model
 from rlhf_examples.ranks import over_ranks, seed_everything, sums_over_ranks
 from rlhf_examples.rollouts import (
@@ -89,21 +89,10 @@ def run(args: GRPOArguments) -> Metrics:
     ranks = dist.get_rank(), dist.get_world_size()
     batches = prompts.batches(args.per_device_generation_batch_size, args.seed, done, *ranks)
 
-    metrics = last_logged(directory) if done == args.num_iterations else {}
-    outside = Phases()
-    for iteration in range(done + 1, args.num_iterations + 1):
-        with log.room_for_engine():
-            actor.policy.eval()  # prints DeepSpeed's line about the iteration before
-        metrics = grpo_iteration(actor, rewards, tokenizer, next(batches), iteration, args)
-        if args.eval_every and iteration % args.eval_every == 0:
-            with outside.timed("eval"):
-                metrics |= evaluation.logged(log, iteration)
-        log.add(iteration, metrics | outside.metrics())
-        outside = Phases()  # a checkpoint's time is on the next line of the log
-        if args.save_every and iteration % args.save_every == 0:
-            with outside.timed("save"):
-                checkpoints.save(iteration)
+    def iterate(iteration: int) -> Metrics:
+        return grpo_iteration(actor, rewards, tokenizer, next(batches), iteration, args)
 
+    metrics = train_iterations(iterate, actor, evaluation, checkpoints, log, done, args)
     after = evaluation.show(log, before, args.num_iterations)
     actor.export(tokenizer, directory)
     log.close()
@@ -147,7 +136,7 @@ def grpo_iteration(
     policy.train()
     metrics |= update(actor, experience, iteration, args)
     phases.end("train")
-    flops = args.num_grpo_iterations * TrainingFlops.of(policy.module)(experience.attention_mask.sum(dim=1))
+    flops = args.num_grpo_iterations * actor.flops(experience.attention_mask.sum(dim=1))
     return {
         **metrics,
         "episode": iteration * len(experience.mask),

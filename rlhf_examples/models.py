@@ -30,6 +30,7 @@ from transformers.utils import find_adapter_config_file
 import hybrid
 from rlhf_examples.batches import packed_forward, unpacked
 from rlhf_examples.ranks import from_all_ranks
+from rlhf_examples.rewards import REWARDS_ALLOWED
 
 
 def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBase:
@@ -300,9 +301,7 @@ def is_reward_model(name: str) -> bool:
             return peft.PeftConfig.from_pretrained(name).task_type == "SEQ_CLS"
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{name!r} given; it must be module:function, or the directory or hub name of a reward model ({error})"
-        ) from error
+        raise ValueError(f"reward: {name!r} given; it must be {REWARDS_ALLOWED} ({error})") from error
     return any("SequenceClassification" in kind for kind in config.architectures or [])
 
 

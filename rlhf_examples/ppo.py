@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.actor import Actor, Evaluation, last_logged, load_rewards, start_log, time_metrics
+from rlhf_examples.actor import Actor, Evaluation, load_rewards, start_log, time_metrics, train_iterations
 from rlhf_examples.arguments import PPOArguments
 from rlhf_examples.batches import require_exact_values
 from rlhf_examples.checkpoint import Checkpoints
@@ -95,21 +95,10 @@ def run(args: PPOArguments) -> Metrics:
         args.per_device_generation_batch_size, args.seed, done, dist.get_rank(), dist.get_world_size()
     )
 
-    metrics = last_logged(directory) if done == args.num_iterations else {}
-    outside = Phases()
-    for iteration in range(done + 1, args.num_iterations + 1):
-        with log.room_for_engine():
-            models.actor.policy.eval()  # prints DeepSpeed's line about the iteration before
-        metrics = ppo_iteration(models, tokenizer, next(batches), ptx, kl_ctl, iteration, args)
-        if args.eval_every and iteration % args.eval_every == 0:
-            with outside.timed("eval"):
-                metrics |= evaluation.logged(log, iteration)
-        log.add(iteration, metrics | outside.metrics())
-        outside = Phases()  # a checkpoint's time is on the next line of the log
-        if args.save_every and iteration % args.save_every == 0:
-            with outside.timed("save"):
-                checkpoints.save(iteration)
+    def iterate(iteration: int) -> Metrics:
+        return ppo_iteration(models, tokenizer, next(batches), ptx, kl_ctl, iteration, args)
 
+    metrics = train_iterations(iterate, models.actor, evaluation, checkpoints, log, done, args)
     after = evaluation.show(log, before, args.num_iterations)
     models.actor.export(tokenizer, directory)
     log.close()
@@ -129,12 +118,12 @@ def check(args: PPOArguments) -> None:
 
 @dataclass
 class Models:
-    """The engines of a run.  flops: of training policy and critic."""
+    """The engines of a run.  critic_flops: of training the critic."""
 
     actor: Actor
     critic: hybrid.HybridEngine
     rewards: Rewards
-    flops: list[TrainingFlops]
+    critic_flops: TrainingFlops
 
     @classmethod
     def load(cls, args: PPOArguments) -> "Models":
@@ -156,7 +145,7 @@ class Models:
         critic = trained(critic, args, training)
         if args.padding_free:
             require_exact_values(critic)
-        return cls(actor, critic, rewards, [TrainingFlops.of(engine.module) for engine in (actor.policy, critic)])
+        return cls(actor, critic, rewards, TrainingFlops.of(critic.module))
 
     def trained(self) -> dict[str, hybrid.HybridEngine]:
         """What checkpoints hold."""
@@ -200,7 +189,8 @@ def ppo_iteration(
     models.critic.train()
     metrics |= update(models, ptx, experience, iteration, args)
     phases.end("train")
-    flops = sum(engine_flops(experience.attention_mask.sum(dim=1)) for engine_flops in models.flops)
+    lengths = experience.attention_mask.sum(dim=1)
+    flops = models.actor.flops(lengths) + models.critic_flops(lengths)
     flops *= metrics["policy/optimizer_steps"] / args.num_mini_batches
     metrics["objective/kl_coef"] = kl_ctl.value  # of these rewards; what it becomes is the next iteration's
     kl_ctl.update(metrics["objective/kl"], len(experience.mask))

@@ -21,6 +21,7 @@ from urllib.request import Request, urlopen
 
 # A number for each completion, NaN or None where one cannot be judged: it trains nothing.
 Reward = Callable[..., list[float | None]]
+REWARDS_ALLOWED = "module:function, the address of a reward server, or the directory or hub name of a reward model"
 FIRST_PAUSE_S = 0.5  # before an attempt is made again; each pause is twice the one before
 
 HAPPY = set("laughed danced joy warm happy smiled loved wonderful fun".split())
@@ -97,10 +98,7 @@ def load_reward(name: str) -> Reward:
     if is_address(name):
         return partial(ask_server, name)
     module, _, function = name.partition(":")
-    refusal = (
-        f"reward: {name!r} given; it must be module:function, the address of a reward server, or the directory or hub "
-        "name of a reward model"
-    )
+    refusal = f"reward: {name!r} given; it must be {REWARDS_ALLOWED}"
     try:
         reward = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:

@@ -245,18 +245,20 @@ def read_metrics(directory: Path) -> list[dict[str, "float | Histogram"]]:
 
     Raises ValueError for any other line that is not JSON.
     """
-    path = Path(directory) / METRICS
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [from_line(line, f"{path}:{i}") for i, line in enumerate(lines, start=1) if line.endswith("\n")]
+    return read_lines(Path(directory) / METRICS)
 
 
 def read_completions(directory: Path) -> pd.DataFrame:
-    """The completions of a run's evaluations: iteration, prompt, completion, scores. A line that a kill cut short is
-    left out."""
-    path = Path(directory) / COMPLETIONS
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    """The completions of a run's evaluations: iteration, prompt, completion, scores. Lines are read as
+    `read_metrics` reads them."""
+    rows = read_lines(Path(directory) / COMPLETIONS)
     return pd.DataFrame(rows, columns=None if rows else ["iteration", "prompt", "completion"])
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows that `as_line` wrote into a file; none where there is no file."""
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    return [from_line(line, f"{path}:{i}") for i, line in enumerate(lines, start=1) if line.endswith("\n")]
 
 
 def as_lines(table: pd.DataFrame) -> str:

@@ -4,6 +4,7 @@ several, with weights."""
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, count
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,7 @@ class Rewards:
     weights: list[float]
     timeout_s: float = 60.0
     retries: int = 2
-    last: dict[str, Tensor] = field(default_factory=dict)  # scores of the last completions, by scorer
+    last: dict[str, Tensor] = field(default_factory=dict)  # what `by_name` gave last
 
     @classmethod
     def load(
@@ -93,14 +94,13 @@ class Rewards:
         scorers: list[Scorer] = []
         for reward in rewards:
             scorer = Scorer.load(reward, dtype, rows, offload, attn_implementation)
-            alike = sum(scorer.name in (one.name, one.name.rpartition("_")[0]) for one in scorers)
-            scorers.append(replace(scorer, name=f"{scorer.name}_{alike + 1}") if alike else scorer)
+            scorers.append(replace(scorer, name=unused_name(scorer.name, [TOTAL, *(other.name for other in scorers)])))
         return cls(scorers, list(weights or [1.0] * len(scorers)), timeout_s, retries)
 
     @property
     def name(self) -> str:
-        """Of the metric of what `__call__` gives."""
-        return self.scorers[0].name if len(self.scorers) == 1 else TOTAL
+        """Of the metric of what `__call__` gives: the only scorer's, where its score is not weighted."""
+        return self.scorers[0].name if len(self.scorers) == 1 and self.weights == [1.0] else TOTAL
 
     def __call__(self, batch: hybrid.RolloutBatch, prompts: list[Row], completions: list[str]) -> Tensor:
         """The weighted sum of what the scorers give each completion, float32 [rows]; NaN where none could judge it.
@@ -114,21 +114,20 @@ class Rewards:
         functions = {scorer.name: scorer.function for scorer in self.scorers if scorer.function is not None}
         texts, columns = [row["prompt"] for row in prompts], reward_columns(prompts)
         given = judged_by_all(functions, texts, completions, columns, self.timeout_s, self.retries)
-        self.last = {
+        scores = {
             scorer.name: scorer.by_model(batch)
             if scorer.model is not None
             else torch.tensor(given[scorer.name], dtype=torch.float32, device=device())
             for scorer in self.scorers
         }
-        return {self.name: weighted_sum(list(self.last.values()), self.weights), **self.last}
+        self.last = {self.name: weighted_sum(list(scores.values()), self.weights), **scores}
+        return self.last
 
     def metrics(self) -> Metrics:
-        """Mean, deviation, least and most of each scorer's last scores over all ranks, and of their sum where there
-        are several; TRL's names where it has one. None of a scorer that has judged nothing."""
-        found, total = {}, {}
-        if len(self.last) > 1:
-            total = {TOTAL: weighted_sum(list(self.last.values()), self.weights)}
-        for name, scores in {**self.last, **total}.items():
+        """Mean, standard deviation, minimum and maximum over all ranks of what `by_name` gave last; TRL's names where
+        it has one. None of a scorer that could score no completion."""
+        found = {}
+        for name, scores in self.last.items():
             known = scores[~scores.isnan()].double()
             sums = sums_over_ranks({"rows": len(known), "sum": known.sum(), "squares": (known**2).sum()})
             nothing = known.new_full((1,), -torch.inf)
@@ -146,6 +145,12 @@ class Rewards:
         """Free the engines."""
         for scorer in self.scorers:
             scorer.destroy()
+
+
+def unused_name(name: str, used: list[str]) -> str:
+    """`name`, or with the first number that makes it differ from the names in use."""
+    numbered = (f"{name}_{number}" for number in count(2))
+    return next(free for free in chain([name], numbered) if free not in used)
 
 
 def weighted_sum(scores: list[Tensor], weights: list[float]) -> Tensor:

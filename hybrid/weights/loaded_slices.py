@@ -24,13 +24,11 @@ class LoadedSlices(SlicedSnapshot):
 
     def __init__(self, model: nn.Module, structure: Structure, reading: Reading, group: InferenceGroup, read: Read):
         ranks = group.tensor.size
-        self.group, self.of_ranks = (
-            group,
-            [
-                slices_of(reading, Shard(ranks, index % ranks), Shard(group.size // ranks, index // ranks))
-                for index in range(group.size)
-            ],
-        )
+        self.group = group
+        self.of_ranks = [
+            slices_of(reading, Shard(ranks, index % ranks), Shard(group.size // ranks, index // ranks))
+            for index in range(group.size)
+        ]
         super().__init__(model, structure, [], 1, slices=self.of_ranks[group.index])
         self.shapes: dict[torch.Tensor, torch.Size] = {}  # of what has been emptied
         for name, param in stored_tensors(model).items():

@@ -273,7 +273,7 @@ def test_a_reward_model_may_have_a_hub_name(monkeypatch):
     monkeypatch.setattr(models.AutoConfig, "from_pretrained", found)
     assert is_reward_model("somebody/rewarding")
     assert not is_reward_model("somebody/talking") and not is_reward_model("rlhf_examples.rewards:exact_match")
-    with pytest.raises(ValueError, match="'exact_match' given; it must be module:function, or the directory or hub"):
+    with pytest.raises(ValueError, match="'exact_match' given; it must be module:function, the address of a"):
         is_reward_model("exact_match")
 
 

@@ -103,13 +103,16 @@ def test_a_mean_score_of_every_set():
 
 @alone
 def test_least_and_most_of_every_reward_and_of_their_sum():
-    rewards = Rewards([Scorer("a"), Scorer("b")], [1.0, 10.0])
-    rewards.last = {"a": torch.tensor([1.0, 3.0, math.nan]), "b": torch.tensor([0.5, -1.0, math.nan])}
+    scored = {"a": [1.0, 3.0, None], "b": [0.5, -1.0, None]}
+    scorers = [Scorer(name, function=lambda *_, name=name, **__: scored[name]) for name in scored]
+    rewards, rows = Rewards(scorers, [1.0, 10.0]), [{"prompt": "", "columns": "{}"}] * 3
+    rewards.by_name(None, rows, [""] * 3)
     found = rewards.metrics()
     edges = {name: (found[f"rewards/{name}/min"], found[f"rewards/{name}/max"]) for name in ("a", "b", "reward")}
     assert edges == {"a": (1.0, 3.0), "b": (-1.0, 0.5), "reward": (-7.0, 6.0)}
     assert found["rewards/reward/mean"] == -0.5 and found["rewards/a/std"] == pytest.approx(2**0.5)
-    rewards.last = {"a": torch.full((2,), math.nan)}
+    scored |= {"a": [None] * 3, "b": [None] * 3}
+    rewards.by_name(None, rows, [""] * 3)
     assert rewards.metrics() == {}
 
 

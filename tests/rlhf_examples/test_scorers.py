@@ -194,6 +194,12 @@ def check_sums_and_metrics() -> None:
     assert (metrics["rewards/only_long/mean"], metrics["rewards/only_long/std"]) == (10.0, 0.0)
     one = Rewards.load(names[:1], "float32", rows=2)
     assert list(one.by_name(SimpleNamespace(), rows, texts)) == ["words"]
+    weighted = Rewards.load(names[:1], "float32", rows=2, weights=[3.0])
+    found = weighted.by_name(SimpleNamespace(), rows, texts)
+    torch.testing.assert_close(found, {"reward": 3 * found["words"], "words": found["words"]})
+    torch.testing.assert_close(weighted(SimpleNamespace(), rows, texts), 3 * found["words"])
+    metrics = weighted.metrics()
+    assert metrics["rewards/reward/mean"] == pytest.approx(3 * metrics["rewards/words/mean"])
 
 
 def test_sums_and_metrics(ranks):
@@ -213,6 +219,13 @@ def test_two_rewards_of_one_name_are_told_apart():
     assert [scorer.name for scorer in several.scorers] == ["words", "words_2"]
     assert sys.modules[HERE].words is several.scorers[1].function
     Scorer.check(f"{HERE}:words", "http://127.0.0.1:1/not-asked")
+
+
+def test_a_number_behind_a_name_makes_no_two_alike_and_none_like_the_sum():
+    server = "http://127.0.0.1:1/"
+    names = [f"{server}score_2", f"{server}score", f"{server}score", f"{server}reward"]
+    several = Rewards.load(names, "float32", rows=2)
+    assert [scorer.name for scorer in several.scorers] == ["score_2", "score", "score_3", "reward_2"]
 
 
 def check_overlong(directory: str) -> None:
