@@ -350,6 +350,10 @@ class GRPOArguments(RolloutArguments):
     beta: float = about(0.0, "weight of the KL to the reference (k3) in the loss; 0 needs no reference")
     use_bias_correction_kl: bool = about(True, "that KL times the ratio, so that its gradient is the KL's")
     entropy_coef: float = about(0.0, "weight of the mean entropy of a token, which is rewarded")
+    dynamic_sampling: bool = about(
+        False, "groups whose rewards are all the same are dropped, and the next prompts take their places (DAPO)"
+    )
+    max_num_gen_batches: int = about(10, "rollouts of an iteration at most, with dynamic_sampling")
     mask_truncated_completions: bool = about(False, "completions without an end token train nothing")
     soft_punish_cache: int = about(
         0,
@@ -370,6 +374,7 @@ class GRPOArguments(RolloutArguments):
             num_generations=(2, None),
             num_grpo_iterations=(1, None),
             delta=(0, None),
+            max_num_gen_batches=(1, None),
             soft_punish_cache=(0, self.max_answer_seq_len),
         )
 

@@ -7,6 +7,7 @@ torchrun --nproc_per_node=8 -m rlhf_examples.grpo --actor_model_name_or_path my-
     --reward my_rewards:correct --dtype bfloat16
 """
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -22,6 +23,7 @@ from rlhf_examples.command_line import run_command
 from rlhf_examples.engines import step_on
 from rlhf_examples.files import CHECKPOINTS
 from rlhf_examples.forwards import token_logps
+from rlhf_examples.groups import Prompts, groups_with_spread, has_spread, next_groups
 from rlhf_examples.held_out import examples_of
 from rlhf_examples.losses import (
     entropy_bonus,
@@ -40,15 +42,10 @@ from rlhf_examples.ranks import over_ranks, seed_everything, sums_over_ranks
 from rlhf_examples.rollouts import (
     Experience,
     Numerics,
-    Row,
     completion_metrics,
     decode_completions,
     loss_weights,
-    noise_seed,
     optimizer_steps,
-    own_numbers,
-    roll_out,
-    sampling,
     training_logps,
 )
 from rlhf_examples.run_directory import begin_run
@@ -73,24 +70,24 @@ def run(args: GRPOArguments) -> Metrics:
         raise ValueError("reward: nothing given; give functions, addresses of servers, or reward models")
     Scorer.check(*args.reward, *args.eval_reward)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.actor_model_name_or_path, args.chat_template)
-    prompts, held_out = examples_of("grpo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
+    examples, held_out = examples_of("grpo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
     begin_run(args)
     total_steps = args.num_iterations * args.num_grpo_iterations * args.num_mini_batches
     actor = Actor.load(args, total_steps, needs_reference=args.beta > 0)
     rewards = load_rewards(args.reward, args.reward_weights, args, args.offload_reference_model)
 
-    checkpoints = Checkpoints(directory / CHECKPOINTS, {"policy": actor.policy}, actor.parts(), args.keep_last)
+    prompts = Prompts(examples, args.seed)
+    parts = {"prompts": prompts, **actor.parts()}
+    checkpoints = Checkpoints(directory / CHECKPOINTS, {"policy": actor.policy}, parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(actor.policy, tokenizer, held_out, rewards, args)
     before = evaluation.before(directory, resumed=done > 0)
     log = start_log(args, "GRPO", BAR, args.num_iterations, done)
     if not done:
         evaluation.logged(log, 0, before)
-    ranks = dist.get_rank(), dist.get_world_size()
-    batches = prompts.batches(args.per_device_generation_batch_size, args.seed, done, *ranks)
 
     def iterate(iteration: int) -> Metrics:
-        return grpo_iteration(actor, rewards, tokenizer, next(batches), iteration, args)
+        return grpo_iteration(actor, rewards, tokenizer, prompts, iteration, args)
 
     metrics = train_iterations(iterate, actor, evaluation, checkpoints, log, done, args)
     after = evaluation.show(log, before, args.num_iterations)
@@ -105,16 +102,20 @@ def grpo_iteration(
     actor: Actor,
     rewards: Rewards,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Row],
+    prompts: Prompts,
     iteration: int,
     args: GRPOArguments,
 ) -> Metrics:
-    """Roll out groups of completions of this rank's prompts, judge, learn; gives the metrics. The policy comes in eval
+    """Roll out groups of completions of the next prompts, judge, learn; gives the metrics. The policy comes in eval
     mode and leaves in train mode."""
-    phases, policy = Phases(), actor.policy
+    phases, policy, sampled = Phases(), actor.policy, {}
     with policy.inference():
-        params, numbers = sampling(args, noise_seed(args.seed, iteration)), own_numbers(len(prompts))
-        batch = roll_out(policy, tokenizer, prompts, numbers, params, args.num_generations)
+        if args.dynamic_sampling:
+            groups, sampled = groups_with_spread(policy, rewards, tokenizer, prompts, iteration, phases, args)
+        else:
+            drawn = prompts.next(args.per_device_generation_batch_size * dist.get_world_size())
+            groups = next_groups(policy, tokenizer, drawn, 0, iteration, args)
+        batch = groups.batch
         phases.end("rollout")
         old_logps = None if args.importance_sampling_correction else actor.old_logps(batch)
         phases.end("old_logps")
@@ -123,14 +124,18 @@ def grpo_iteration(
     if args.importance_sampling_correction:  # of the trainer: scores come from where the samples came from
         old_logps = training_logps(policy, batch, args)
         phases.end("old_logps")
-    of_each = [row for row in prompts for _ in range(args.num_generations)]
-    scores = rewards(batch, of_each, decode_completions(tokenizer, batch))
+    if not args.dynamic_sampling:
+        groups = replace(groups, scores=rewards.by_name(batch, groups.prompts, decode_completions(tokenizer, batch)))
+    scores = groups.scores[rewards.name]
     phases.end("rewards")
+    learned = ~scores.isnan()
+    if args.dynamic_sampling:  # by the scores alone: what differs in its length is no task that is half solved
+        learned &= has_spread(scores, args.num_generations).repeat_interleave(args.num_generations)
     if args.soft_punish_cache:
         lengths = batch.completion_mask.sum(dim=1)
         scores = scores + soft_overlong_punishment(lengths, args.max_answer_seq_len, args.soft_punish_cache)
-    experience, metrics = judged(batch, old_logps, ref_logps, scores, args)
-    metrics |= rewards.metrics() | scores_by_source(of_each, scores, args.data_path)
+    experience, metrics = judged(batch, old_logps, ref_logps, scores, learned, args)
+    metrics |= sampled | rewards.metrics() | scores_by_source(groups.prompts, scores, args.data_path)
     experience = experience.of_all_ranks(args.num_generations)
     phases.end("advantages")
     policy.train()
@@ -152,12 +157,13 @@ def judged(
     old_logps: torch.Tensor,
     ref_logps: torch.Tensor | None,
     rewards: torch.Tensor,
+    learned: torch.Tensor,
     args: GRPOArguments,
 ) -> tuple[Experience, Metrics]:
     """What every token of this rank's completions is worth; gives the experience and the metrics of all ranks.
 
-    old_logps, ref_logps [rows, completion]; rewards [rows], NaN where a completion could not be judged: it trains
-    nothing.
+    old_logps, ref_logps [rows, completion]; rewards [rows], NaN where a completion could not be judged.
+    learned: bool [rows], False where a completion trains nothing.
     """
     mask = batch.completion_mask
     if args.advantages == "rloo":
@@ -165,7 +171,7 @@ def judged(
     else:
         advantages = group_advantages(rewards, args.num_generations, args.scale_rewards, over_ranks)
     ended = torch.tensor([reason == "stop" for reason in batch.finish_reason], device=mask.device)
-    learned = ~rewards.isnan() & (ended | (not args.mask_truncated_completions))
+    learned = learned & (ended | (not args.mask_truncated_completions))
     weights, weight_metrics = loss_weights(old_logps, batch.sampling_per_token_logps, mask, args)
     experience = Experience(
         sequences=batch.sequences,
@@ -201,10 +207,9 @@ def judged(
 def spread(rewards: torch.Tensor, num_generations: int) -> dict[str, torch.Tensor]:
     """How many groups have a deviation, two of their completions or more being judged; the sum of the deviations; and
     in how many groups all that was judged scored the same.  rewards [rows], NaN where there is none."""
-    deviations, groups = group_std(rewards, num_generations), rewards.view(-1, num_generations)
-    least, most = groups.nan_to_num(nan=torch.inf).amin(dim=1), groups.nan_to_num(nan=-torch.inf).amax(dim=1)
-    known = ~deviations.isnan()
-    return {"groups": known.sum(), "deviations": deviations.nansum(), "equal": (known & (least == most)).sum()}
+    deviations = group_std(rewards, num_generations)
+    known, equal = ~deviations.isnan(), ~has_spread(rewards, num_generations)
+    return {"groups": known.sum(), "deviations": deviations.nansum(), "equal": (known & equal).sum()}
 
 
 def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArguments) -> Metrics:

@@ -147,7 +147,14 @@ def roll_out(
 def of_one_width(batch: hybrid.RolloutBatch, pad_token_id: int) -> hybrid.RolloutBatch:
     """A batch with prompts padded further on the left, and completions on the right, to the widest of any rank."""
     widths = torch.tensor([batch.prompt_ids.shape[1], batch.completion_ids.shape[1]], device=batch.prompt_ids.device)
-    left, right = (over_ranks(widths, dist.ReduceOp.MAX) - widths).tolist()
+    return padded(batch, *over_ranks(widths, dist.ReduceOp.MAX).tolist(), pad_token_id)
+
+
+def padded(
+    batch: hybrid.RolloutBatch, prompt_width: int, completion_width: int, pad_token_id: int
+) -> hybrid.RolloutBatch:
+    """A batch with prompts padded further on the left, and completions on the right, to these widths."""
+    left, right = prompt_width - batch.prompt_ids.shape[1], completion_width - batch.completion_ids.shape[1]
     ids = {"prompt_ids": (left, 0), "completion_ids": (0, right)}
     logps = ("sampling_per_token_logps", "old_per_token_logps", "raw_per_token_logps")
     zeros = {"prompt_mask": (left, 0)} | dict.fromkeys(("completion_mask", *logps), (0, right))
