@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 import hybrid
 from rlhf_examples.arguments import EvaluateArguments, PairsArguments, RolloutArguments, RunArguments
+from rlhf_examples.best_model import BestModel
 from rlhf_examples.checkpoint import Checkpoints, Stateful
 from rlhf_examples.ema import MovingAverage
 from rlhf_examples.engines import Judge, Training, export, judge, trained_policy
@@ -98,30 +99,40 @@ def train_iterations(
     actor: Actor,
     evaluation: "Evaluation",
     checkpoints: Checkpoints,
+    best: BestModel,
     log: RunLog,
     done: int,
     args: RolloutArguments,
-) -> Metrics:
+) -> tuple[Metrics, int]:
     """The iterations of a run that are not done, with the evaluations, log lines and checkpoints that are due; gives
-    the last one's metrics.
+    the last one's metrics, and the iteration after which the policy is as it is left: the best where that is asked for.
 
     iterate: trains the iteration of a number, from 1, and gives its metrics.
     """
-    metrics = last_logged(Path(args.output_dir)) if done == args.num_iterations else {}
-    outside = Phases()
+    metrics = last_logged(Path(args.output_dir)) if done == args.num_iterations or best.ends_training else {}
+    outside, last = Phases(), done
     for iteration in range(done + 1, args.num_iterations + 1):
+        if best.ends_training:
+            log.note(best.reason)
+            break
         with log.room_for_engine():
             actor.policy.eval()  # prints DeepSpeed's line about the iteration before
-        metrics = iterate(iteration)
-        if args.eval_every and iteration % args.eval_every == 0:
+        metrics, last, is_best = iterate(iteration), iteration, False
+        ends = bool(best.metric) and iteration == args.num_iterations  # the last model may be the best
+        if args.eval_every and (iteration % args.eval_every == 0 or ends):
             with outside.timed("eval"):
-                metrics |= evaluation.logged(log, iteration)
+                found = evaluation.logged(log, iteration)
+            is_best = best.judge(found, iteration)
+            metrics |= found
         log.add(iteration, metrics | outside.metrics())
         outside = Phases()  # a checkpoint's time is on the next line of the log
-        if args.save_every and iteration % args.save_every == 0:
+        if is_best or (args.save_every and iteration % args.save_every == 0):
             with outside.timed("save"):
-                checkpoints.save(iteration)
-    return metrics
+                checkpoints.save(iteration, best.iteration)
+    if args.load_best_model_at_end and best.iteration:
+        checkpoints.load(best.iteration)
+        last = best.iteration
+    return metrics, last
 
 
 def export_trained(

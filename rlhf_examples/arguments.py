@@ -10,7 +10,8 @@ import json
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from types import NoneType
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -88,8 +89,16 @@ class RunArguments(DataArguments):
 
     padding_free: bool = about(False, "sequences stand one behind the other in training forwards; rotary decoders")
 
-    save_every: int = about(0, "iterations between checkpoints; 0 saves none")
-    keep_last: int = about(2, "checkpoints kept")
+    metric_for_best_model: str = about(
+        "", "of evaluations, such as eval_loss: its best checkpoint is kept; empty: none"
+    )
+    greater_is_better: bool | None = about(None, "of that metric; not given: unless its name ends with loss")
+    load_best_model_at_end: bool = about(False, "what is written at the end is the best model, and not the last")
+    early_stopping_patience: int = about(0, "evaluations in a row without a better one that end the training; 0 is off")
+    early_stopping_threshold: float = about(0.0, "by how much more an evaluation must be better to be one of those")
+
+    save_every: int = about(0, "iterations between checkpoints; 0 saves none but the best")
+    keep_last: int = about(2, "checkpoints kept, beside the best")
     resume: bool = about(False, "go on from the newest checkpoint in output_dir")
     overwrite: bool = about(False, "delete the run that output_dir holds; without this and resume it is an error")
     peak_tflops: float = about(0.0, "of a device in dtype, what time/mfu is a share of; 0: what is known of it")
@@ -119,7 +128,10 @@ class RunArguments(DataArguments):
             keep_last=(1, None),
             save_every=(0, None),
             eval_every=(0, None),
+            early_stopping_patience=(0, None),
+            early_stopping_threshold=(0, None),
         )
+        require_best_model(self)
 
 
 @dataclass
@@ -529,6 +541,23 @@ def require_attention_of_dtype(args: Any) -> None:
         )
 
 
+def require_best_model(args: Any) -> None:
+    """Raise ValueError where there would be no best model to keep or to stop by."""
+    for name in ("greater_is_better", "load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold"):
+        if getattr(args, name) not in (None, 0) and not args.metric_for_best_model:
+            raise ValueError(f"{name}: {getattr(args, name)} given without metric_for_best_model; give that too")
+    if args.early_stopping_threshold and not args.early_stopping_patience:
+        raise ValueError(
+            f"early_stopping_threshold: {args.early_stopping_threshold} given without early_stopping_patience; give "
+            "that too"
+        )
+    if args.metric_for_best_model and not args.eval_every:
+        raise ValueError(
+            f"metric_for_best_model: {args.metric_for_best_model!r} given with eval_every: 0; give the iterations "
+            "between evaluations"
+        )
+
+
 def require_resume_or_overwrite(args: Any) -> None:
     """Raise ValueError where both are asked for."""
     if args.resume and args.overwrite:
@@ -609,8 +638,8 @@ def require_types(kind: type, settings: dict[str, Any]) -> None:
     """Raise ValueError for a setting of another type than its field; the parser reads text as what the field is."""
     hints = get_type_hints(kind)
     for name, value in settings.items():
-        inner = get_args(hints[name])
-        wanted = inner[0] if inner else hints[name]
+        inner = get_args(hints[name]) if get_origin(hints[name]) is list else ()
+        wanted = next(of for of in inner or get_args(hints[name]) or (hints[name],) if of is not NoneType)
         allowed = {float: (float, int, str), int: (int, str), bool: (bool, str)}.get(wanted, (wanted,))
         values = value if inner and isinstance(value, list) else [value]
         if isinstance(value, list) != bool(inner) or not all(isinstance(one, allowed) for one in values):

@@ -41,8 +41,9 @@ class Checkpoints:
         self.directory, self.engines, self.keep_last = Path(directory), engines, keep_last
         self.parts = {name: part for name, part in parts.items() if part is not None}
 
-    def save(self, iteration: int) -> None:
-        """Save everything as of the end of `iteration`. Every rank takes part.
+    def save(self, iteration: int, best: int = 0) -> None:
+        """Save everything as of the end of `iteration`. Every rank takes part.  best: iteration of a checkpoint that
+        stays, however many come after it.
 
         Written under a temporary name; `latest` names it only when it is whole. Frozen weights, such as those under a
         LoRA, are left out: a run reads them where it began.
@@ -65,17 +66,18 @@ class Checkpoints:
             shutil.rmtree(self.directory / name, ignore_errors=True)
             unfinished.rename(self.directory / name)
             write_atomically(self.directory / LATEST, name)
-            self._prune(iteration)
+            self._prune(iteration, best)
         dist.barrier()
 
-    def _prune(self, iteration: int) -> None:
-        """Delete all but the newest checkpoints up to `iteration`, which is there and stays.
+    def _prune(self, iteration: int, best: int) -> None:
+        """Delete all but the newest checkpoints up to `iteration`, which is there and stays, as that of `best` does.
 
         Later ones are left: a run that went on from an earlier iteration has not come to them.
         """
         found = {int(path.name.removeprefix(PREFIX)): path for path in self.directory.glob(f"{PREFIX}*[0-9]")}
         for number in sorted(number for number in found if number <= iteration)[: -self.keep_last]:
-            shutil.rmtree(found[number])
+            if number != best:
+                shutil.rmtree(found[number])
 
     def load_latest(self) -> int:
         """Restore the newest checkpoint on every rank; gives the iteration after which it was saved, 0 where there is
@@ -85,7 +87,17 @@ class Checkpoints:
         """
         if not (self.directory / LATEST).is_file():
             return 0
-        newest = self.directory / (self.directory / LATEST).read_text()
+        return self._load((self.directory / LATEST).read_text())
+
+    def load(self, iteration: int) -> None:
+        """Restore the checkpoint of an iteration on every rank. Raises ValueError where it is not there."""
+        name = f"{PREFIX}{iteration:06d}"
+        if not (self.directory / name).is_dir():
+            raise ValueError(f"checkpoint: there is no {self.directory / name}, which was kept; was it deleted?")
+        self._load(name)
+
+    def _load(self, name: str) -> int:
+        newest = self.directory / name
         about = json.loads((newest / "run.json").read_text())
         if about["world_size"] != dist.get_world_size():
             raise ValueError(
@@ -95,6 +107,11 @@ class Checkpoints:
         for name, engine in self.engines.items():
             engine.load_checkpoint(str(newest), tag=name, custom_load_fn=load_trained)
         own = torch.load(newest / f"rank{dist.get_rank()}.pt", weights_only=False)
+        if missing := sorted(self.parts.keys() - own["parts"].keys()):
+            raise ValueError(
+                f"resume: {newest} holds no {', '.join(missing)}; give the settings that the run began with, or begin "
+                "another"
+            )
         for name, part in self.parts.items():
             part.load_state_dict(own["parts"][name])
         restore(own["random"])

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 import hybrid
 from rlhf_examples.actor import Actor, Evaluation, load_rewards, start_log, time_metrics, train_iterations
 from rlhf_examples.arguments import GRPOArguments
+from rlhf_examples.best_model import BestModel
 from rlhf_examples.checkpoint import Checkpoints
 from rlhf_examples.command_line import run_command
 from rlhf_examples.engines import step_on
@@ -76,12 +77,13 @@ def run(args: GRPOArguments) -> Metrics:
     actor = Actor.load(args, total_steps, needs_reference=args.beta > 0)
     rewards = load_rewards(args.reward, args.reward_weights, args, args.offload_reference_model)
 
-    prompts = Prompts(examples, args.seed)
-    parts = {"prompts": prompts, **actor.parts()}
+    prompts, best = Prompts(examples, args.seed), BestModel.of(args)
+    parts = {"prompts": prompts, "best": best, **actor.parts()}
     checkpoints = Checkpoints(directory / CHECKPOINTS, {"policy": actor.policy}, parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(actor.policy, tokenizer, held_out, rewards, args)
     before = evaluation.before(directory, resumed=done > 0)
+    best.check(before["metrics"])
     log = start_log(args, "GRPO", BAR, args.num_iterations, done)
     if not done:
         evaluation.logged(log, 0, before)
@@ -89,8 +91,8 @@ def run(args: GRPOArguments) -> Metrics:
     def iterate(iteration: int) -> Metrics:
         return grpo_iteration(actor, rewards, tokenizer, prompts, iteration, args)
 
-    metrics = train_iterations(iterate, actor, evaluation, checkpoints, log, done, args)
-    after = evaluation.show(log, before, args.num_iterations)
+    metrics, last = train_iterations(iterate, actor, evaluation, checkpoints, best, log, done, args)
+    after = evaluation.show(log, before, last)
     actor.export(tokenizer, directory)
     log.close()
     actor.destroy()

@@ -18,6 +18,7 @@ import hybrid
 from rlhf_examples.actor import Actor, Evaluation, load_rewards, start_log, time_metrics, train_iterations
 from rlhf_examples.arguments import PPOArguments
 from rlhf_examples.batches import require_exact_values
+from rlhf_examples.best_model import BestModel
 from rlhf_examples.checkpoint import Checkpoints
 from rlhf_examples.command_line import run_command
 from rlhf_examples.engines import Training, step_on, trained
@@ -83,11 +84,13 @@ def run(args: PPOArguments) -> Metrics:
     models = Models.load(args)
     kl_ctl = kl_controller(args)
 
-    parts = {"kl_ctl": kl_ctl, "ptx": ptx, **models.actor.parts()}
+    best = BestModel.of(args)
+    parts = {"kl_ctl": kl_ctl, "ptx": ptx, "best": best, **models.actor.parts()}
     checkpoints = Checkpoints(directory / CHECKPOINTS, models.trained(), parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(models.actor.policy, tokenizer, held_out, models.rewards, args)
     before = evaluation.before(directory, resumed=done > 0)
+    best.check(before["metrics"])
     log = start_log(args, "PPO", BAR, args.num_iterations, done)
     if not done:
         evaluation.logged(log, 0, before)
@@ -98,8 +101,8 @@ def run(args: PPOArguments) -> Metrics:
     def iterate(iteration: int) -> Metrics:
         return ppo_iteration(models, tokenizer, next(batches), ptx, kl_ctl, iteration, args)
 
-    metrics = train_iterations(iterate, models.actor, evaluation, checkpoints, log, done, args)
-    after = evaluation.show(log, before, args.num_iterations)
+    metrics, last = train_iterations(iterate, models.actor, evaluation, checkpoints, best, log, done, args)
+    after = evaluation.show(log, before, last)
     models.actor.export(tokenizer, directory)
     log.close()
     models.destroy()

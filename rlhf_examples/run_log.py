@@ -110,6 +110,12 @@ class RunLog:
         if self.leads:
             self.bar.refresh()
 
+    def note(self, text: str) -> None:
+        """Print a line."""
+        if self.leads:
+            with self.room_for_output():
+                print(text, flush=True)
+
     @contextmanager
     def room_for_engine(self) -> Iterator[None]:
         """Inside the block DeepSpeed's engine prints its line of the iteration before; in a file it comes where that

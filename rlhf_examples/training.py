@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 import hybrid
 from rlhf_examples.actor import export_trained, kept_before, last_logged, start_log
 from rlhf_examples.arguments import TrainArguments
+from rlhf_examples.best_model import BestModel
 from rlhf_examples.checkpoint import Checkpoints
 from rlhf_examples.data import Examples
 from rlhf_examples.ema import MovingAverage
@@ -53,18 +54,21 @@ def fit(
 ) -> Metrics:
     """Train, evaluate, keep checkpoints and logs, and write the model; gives the last metrics, those of held-out rows
     among them, and those before the first step under `before_`."""
-    average = MovingAverage(engine, args.ema_beta) if args.enable_ema else None
+    average, best = MovingAverage(engine, args.ema_beta) if args.enable_ema else None, BestModel.of(args)
     tokens, flops, outside = TokenCount(), TrainingFlops.of(engine.module), Phases()
-    checkpoints = Checkpoints(
-        Path(args.output_dir) / CHECKPOINTS, {"model": engine}, {"average": average, "tokens": tokens}, args.keep_last
-    )
+    parts = {"average": average, "tokens": tokens, "best": best}
+    checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, {"model": engine}, parts, args.keep_last)
     done, total = checkpoints.load_latest() if args.resume else 0, total_steps(examples, args)
     log = start_log(args, description, bar_metrics, total, done)
     before = kept_before(Path(args.output_dir), done > 0, lambda: evaluate(engine, held_out, loss_of, args))
+    best.check(before)
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     batches = examples.batches(rows, args.seed, done, dist.get_rank(), dist.get_world_size())
-    metrics = last_logged(Path(args.output_dir)) if done == total else {}
+    metrics = last_logged(Path(args.output_dir)) if done == total or best.ends_training else {}
     for step in range(done + 1, total + 1):
+        if best.ends_training:
+            log.note(best.reason)
+            break
         phases, rows_of_step = Phases(), next(batches)
         phases.end("load")
         metrics = train_step(engine, rows_of_step, loss_of, count, args)
@@ -75,15 +79,21 @@ def fit(
         metrics |= flops_metrics(of_all, phases.seconds["train"], args.peak_tflops)
         if average is not None:
             average.update()
+        found, is_best = {}, False
         if step == total or (args.eval_every and step % args.eval_every == 0):
             with outside.timed("eval"):
-                metrics |= evaluate(engine, held_out, loss_of, args)
+                found = evaluate(engine, held_out, loss_of, args)
+            is_best = best.judge(found, step)
+        metrics |= found
         seconds = {**outside.metrics(), "time/iteration_s": time.perf_counter() - phases.begun}
         log.add(step, {**metrics, **seconds})
         outside = Phases()  # a checkpoint's time is on the next line of the log
-        if args.save_every and step % args.save_every == 0:
+        if is_best or (args.save_every and step % args.save_every == 0):
             with outside.timed("save"):
-                checkpoints.save(step)
+                checkpoints.save(step, best.iteration)
+    if args.load_best_model_at_end and best.iteration:
+        checkpoints.load(best.iteration)
+        metrics |= evaluate(engine, held_out, loss_of, args)
     export_trained(engine, average, tokenizer, Path(args.output_dir), args.lora_export == "merged")
     log.close()
     return {**{f"before_{name}": value for name, value in before.items()}, **metrics}
