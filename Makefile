@@ -10,7 +10,7 @@ ROLLOUT = OMP_NUM_THREADS=2 $(CPU) $(BIN)/python -m benchmarks.rollout --cases a
 VLLM_PIP = .venv-vllm/bin/python -m pip install -q
 LAUNCH = OMP_NUM_THREADS=1 $(CPU) $(BIN)/python -m torch.distributed.run --nproc_per_node=$(RANKS)
 
-.PHONY: help demo test test-all check bench bench-rollout bench-vllm clean
+.PHONY: help demo demo-seeds test test-all check bench bench-rollout bench-vllm clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 16
@@ -25,6 +25,9 @@ help: ## list the targets
 
 demo: .venv/.installed ## supervised tuning, reward model, PPO, GRPO on small sets: runs/demo/report.html (5 minutes)
 	$(LAUNCH) -m rlhf_examples.pipeline configs/demo.yaml --overwrite true
+
+demo-seeds: .venv/.installed ## the demo with seeds 0, 1 and 2: mean and standard error of its figures (15 minutes)
+	$(CPU) $(BIN)/python -m benchmarks.demo_seeds
 
 test: .venv/.installed ## the test suite but for what is slow
 	$(BIN)/python -m pytest -m "not slow"

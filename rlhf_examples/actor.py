@@ -254,10 +254,12 @@ class Evaluation:
         return cls(policy, tokenizer, prompts, [rewards, *filter(None, [others])], args, *passing)
 
     def __call__(self, draw: int = 0) -> tuple[Metrics, list[str], dict[str, list[float]]]:
-        """The scorers' means, of what they could judge, and shares that pass, as metrics; completions of all prompts;
-        scores of them by the scorers' names, the first scorer's first. All are empty without prompts.
+        """The scorers' means, of what they could judge, with standard errors, and shares that pass, as metrics;
+        completions of all prompts; scores of them by the scorers' names, the first scorer's first. All are empty
+        without prompts.
 
-        draw: another one has other noise.
+        Of what training never sees, a name that training has too begins with `eval_`.  draw: another one has other
+        noise.
         """
         if not self.prompts:
             return {}, [], {}
@@ -272,12 +274,14 @@ class Evaluation:
         found, of_each = {"": completions}, [row for row in own for _ in range(each)]
         for rewards in self.rewards:
             scores = rewards.by_name(batch, of_each, completions)
-            found |= {name: of.tolist() for name, of in scores.items() if name not in found}
+            found |= {f"eval_{name}" if name in found else name: of.tolist() for name, of in scores.items()}
         from_ranks = from_all_ranks({name: in_groups(of, each) for name, of in found.items()})
         groups = {name: interleaved(part[name] for part in from_ranks)[: len(self.prompts)] for name in found}
         found = {name: [one for group in of for one in group] for name, of in groups.items()}
         texts = found.pop("")
         metrics = {f"eval_{name}": mean_of_judged(scores) for name, scores in found.items()}
+        errors = {name: standard_error(of) for name, of in groups.items() if name in found}
+        metrics |= {f"eval_{name}_stderr": error for name, error in errors.items() if not math.isnan(error)}
         for name in found:
             passed = [[score >= self.pass_score for score in group] for group in groups[name]]  # NaN does not
             shares = {k: statistics.fmean(pass_at(k, of_prompt) for of_prompt in passed) for k in self.pass_at_k}
@@ -326,3 +330,10 @@ def mean_of_judged(scores: list[float]) -> float:
     """The mean of the scores that are not NaN; NaN where none is left."""
     kept = [score for score in scores if not math.isnan(score)]
     return statistics.fmean(kept) if kept else math.nan
+
+
+def standard_error(groups: list[list[float]]) -> float:
+    """Of the mean over prompts, of which each has a group of scores: completions of one prompt are alike. NaN for fewer
+    than two prompts that were judged."""
+    means = [mean for mean in map(mean_of_judged, groups) if not math.isnan(mean)]
+    return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan

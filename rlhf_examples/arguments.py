@@ -472,6 +472,7 @@ class PipelineArguments:
     is not the step's name; `common`, settings of every step that knows them; `summary`, key → step/metric."""
 
     output_dir: str = about("runs/pipeline", "each step has a directory in it")
+    seed: int = about(0, "of every step that has none of its own")
     resume: bool = about(False, "go on where a run was ended: steps that are done are not run again")
     overwrite: bool = about(False, "delete what the steps' directories hold; without this and resume it is an error")
     common: dict = field(default_factory=dict, init=False)

@@ -7,8 +7,6 @@ torchrun --nproc_per_node=8 -m rlhf_examples.evaluate --model_name_or_path one o
 """
 
 import json
-import math
-import statistics
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_examples.actor import Evaluation, in_groups, mean_of_judged
+from rlhf_examples.actor import Evaluation, in_groups, mean_of_judged, standard_error
 from rlhf_examples.arguments import EvaluateArguments
 from rlhf_examples.command_line import run_command
 from rlhf_examples.data import tokenised
@@ -62,14 +60,12 @@ def run(args: EvaluateArguments) -> list[dict]:
         engine.destroy()
         texts = [row["prompt"] for row in prompts for _ in range(each)]
         columns = {"prompt": texts, "completion": completions, "score": scores}
-        of_prompts = map(mean_of_judged, in_groups(scores, each))  # completions of one prompt are alike
-        known = [mean for mean in of_prompts if not math.isnan(mean)]
         passed = {name.rpartition("/")[2]: share for name, share in metrics.items() if "/pass@" in name}
         found.append(
             {
                 "model": name,
                 rewards.name: mean_of_judged(scores),
-                "standard_error": statistics.stdev(known) / len(known) ** 0.5 if len(known) > 1 else 0.0,
+                "standard_error": standard_error(in_groups(scores, each)),
                 **passed,
                 "samples": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
             }

@@ -62,6 +62,8 @@ def main() -> None:
 def parse(settings: dict[str, Any], flags: list[str]) -> PipelineArguments:
     """The pipeline's arguments. Every step's are checked here, before the first begins."""
     tables = {name: settings.pop(name, {}) for name in ("common", "steps", "summary")}
+    if "seed" in tables["common"]:  # a flag is above it
+        settings = {"seed": tables["common"]["seed"], **settings}
     args = arguments_of(PipelineArguments, settings, flags)
     args.common, args.steps, args.summary = tables.values()
     if not args.steps:
@@ -84,7 +86,8 @@ def arguments_of_step(name: str, args: PipelineArguments) -> Any:
         require_known(script, list(SCRIPTS))
         kind, _ = SCRIPTS[script]
         known = {field.name for field in fields(kind)}
-        settings = {key: value for key, value in args.common.items() if key in known} | own
+        common = {**args.common, "seed": args.seed}
+        settings = {key: value for key, value in common.items() if key in known} | own
         ours = {"output_dir": f"{args.output_dir}/{name}", "resume": args.resume}
         settings |= {key: value for key, value in ours.items() if key in known}
         return arguments_of(kind, {key: placed(value, args) for key, value in settings.items()})

@@ -252,7 +252,8 @@ def drawn(log: pd.DataFrame, charts) -> list[Drawing]:
 
 def charts_of_others(log: pd.DataFrame) -> list[Chart]:
     """A chart for each evaluation and each reward function that no other chart has."""
-    names = [name for name in log if name.startswith(("eval", "rewards/")) and name not in CHARTED]
+    names = [name for name in log if name.startswith(("eval", "rewards/")) and not name.endswith("_stderr")]
+    names = [name for name in names if name not in CHARTED]
     words = {name: re.sub("[/_]+", " ", name).capitalize() for name in names}
     return [Chart(words[name], "held out" if name.startswith("eval") else "", {name: name}) for name in names]
 
@@ -285,9 +286,16 @@ def headline_figures(log: pd.DataFrame) -> list[Figure]:
 
 
 def summary_figures(summary: dict) -> list[Figure]:
-    """The pipeline's figures: those that are known in words, then the others by their names."""
-    left = {
+    """The pipeline's figures: those that are known in words, then the others by their names. A figure that has a
+    standard error (`NAME_stderr`) is written with it."""
+    texts = {
         name: short(value) if isinstance(value, int | float | None) else str(value) for name, value in summary.items()
+    }
+    errors = {f"{name}_stderr" for name in texts} & texts.keys()
+    left = {
+        name: f"{text} ± {texts[error]}" if (error := f"{name}_stderr") in errors else text
+        for name, text in texts.items()
+        if name not in errors
     }
     ours, theirs = summary.get("tokens_per_second"), summary.get("hf_tokens_per_second")
     speedup = f"{ours / theirs:.1f} × Hugging Face's {short(theirs)}" if ours and theirs else ""

@@ -6,7 +6,7 @@ Every set is a function of split and seed. `load_records("synthetic:stories@trai
 import random
 import re
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, combinations_with_replacement
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -57,8 +57,9 @@ STORY_NAMES = "Lily Tom Max Sue Ben Mia Sam Anna Tim Lucy".split()
 
 SIZES = {"train": 4096, "test": 512}  # records of a split
 TEST_SHARE = 0.1  # of the prompts, which the train split never sees
-LARGEST = 9  # operand of the arithmetic
-WRONG = 0.8  # share of the supervised answers that are one of the two numbers, not their sum
+OPERANDS, LARGEST = 4, 7  # numbers in a sum of the arithmetic, each from 0 to LARGEST
+HELD_OUT_SUMS = 0.64  # of the 330 sums: an evaluation on 211 different ones has a small standard error
+WRONG = 0.85  # share of the supervised answers that are one more than the sum
 LABEL_NOISE = 0.05  # share of the training pairs that are the wrong way round
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
@@ -94,19 +95,22 @@ def preferences(split: str, seed: int = 0, size: int | None = None, label_noise:
 
 
 def arithmetic(split: str, seed: int = 0, size: int | None = None, wrong: float = WRONG) -> Records:
-    """Sums (`prompt`: "3 + 4 ="), their `answer`, and a supervised `completion` that in a share of `wrong` is one of
-    the two numbers.
+    """Sums (`prompt`: "3 + 4 + 5 + 0 ="), their `answer`, and a supervised `completion` that in a share of `wrong` is
+    one more.
 
-    A model that is supervised on them knows sums, and says them seldom enough to have something to learn.
+    A model that is supervised on them knows sums, and says them seldom enough to have something to learn. The test
+    split has each of its sums once; the train split has none of them in any order.
     """
     rng = random.Random(f"arithmetic {split} {seed}")
-    numbers = range(LARGEST + 1)
-    sums = parted([(a, b) for a in numbers for b in numbers])[split]
+    sums = parted([*combinations_with_replacement(range(LARGEST + 1), OPERANDS)], HELD_OUT_SUMS)[split]
+    chosen = rng.sample(sums, len(sums)) if split == "test" else rng.choices(sums, k=size or SIZES[split])
     records = []
-    for _ in range(size or SIZES[split]):
-        a, b = rng.choice(sums)
-        written = rng.choice((a, b)) if rng.random() < wrong else a + b
-        records.append({"prompt": f"{a} + {b} =", "completion": str(written), "answer": str(a + b)})
+    for numbers in chosen[:size]:
+        answer, order = sum(numbers), rng.sample(numbers, OPERANDS)
+        written = answer + 1 if rng.random() < wrong else answer
+        records.append(
+            {"prompt": f"{' + '.join(map(str, order))} =", "completion": str(written), "answer": str(answer)}
+        )
     return records
 
 
@@ -129,10 +133,10 @@ SETS: dict[str, Callable[..., Records]] = {
 }
 
 
-def parted(items: list) -> dict[str, list]:
-    """The items of each split: a tenth, always the same, is the test split's alone."""
+def parted(items: list, test_share: float = TEST_SHARE) -> dict[str, list]:
+    """The items of each split: a share, always the same ones, is the test split's alone."""
     shuffled = random.Random("splits").sample(items, len(items))
-    held_out = round(len(items) * TEST_SHARE)
+    held_out = round(len(items) * test_share)
     return {"test": shuffled[:held_out], "train": shuffled[held_out:]}
 
 
@@ -210,7 +214,7 @@ def synthetic_tokenizer() -> PreTrainedTokenizerFast:
     """A word-level tokenizer of everything in the synthetic sets but the English openings."""
     texts = [OPENING, ENDING, *(sentence for mood in MOODS.values() for sentence in mood)]
     words = {word for text in texts for word in text.split() if "{" not in word}
-    sums = ["+", "=", *map(str, range(2 * LARGEST + 1))]
+    sums = ["+", "=", *map(str, range(OPERANDS * LARGEST + 2))]
     vocabulary = [*SPECIAL.values(), *sorted(words | {*NAMES, *PLACES, *THINGS, *COLOURS}), *sums]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, SPECIAL["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

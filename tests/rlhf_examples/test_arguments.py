@@ -15,7 +15,7 @@ from rlhf_examples.arguments import (
     parse_arguments,
     read_yaml,
 )
-from rlhf_examples.pipeline import arguments_of_step, parse
+from rlhf_examples.pipeline import SCRIPTS, arguments_of_step, parse
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 PIPELINES = [path for path in CONFIGS if "steps" in read_yaml(path)]
@@ -138,3 +138,14 @@ def test_a_pipelines_mistakes_are_found_before_it_begins():
     for words, settings in wrong.items():
         with pytest.raises(ValueError, match=words):
             parse(settings, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "seed"), [({}, [], 0), ({"seed": 4}, [], 4), ({"seed": 4}, ["--seed", "5"], 5)]
+)
+@pytest.mark.parametrize("where", ["common", "pipeline"])
+def test_the_seed_reaches_every_step(given, flags, seed, where):
+    steps = {name: {} for name in SCRIPTS} | {"own": {"script": "sft", "seed": 9}}
+    settings = {"steps": steps, **(given if where == "pipeline" else {"common": given})}
+    args = parse(settings, flags)
+    assert {name: arguments_of_step(name, args).seed for name in steps} == dict.fromkeys(SCRIPTS, seed) | {"own": 9}

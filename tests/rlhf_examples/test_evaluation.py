@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_examples.actor import Evaluation, pass_at
+from rlhf_examples.actor import Evaluation, pass_at, standard_error
 from rlhf_examples.arguments import EvaluateArguments, GRPOArguments
 from rlhf_examples.engines import frozen
 from rlhf_examples.models import load_exported, load_tokenizer
@@ -31,6 +31,31 @@ def test_pass_at_k_is_what_all_choices_give(passed, count):
         assert pass_at(k, completions) == pytest.approx(sum(map(any, choices)) / len(choices))
 
 
+def long_words(prompts, completions, **columns) -> list[float]:
+    """What `short_words` is not; the test gives it that name."""
+    return [float(len(text)) for text in completions]
+
+
+def check_names(directory: str) -> None:
+    """What training goes by and what it never sees keep their own scores where both have one name."""
+    tokenizer = load_tokenizer(f"{directory}/model")
+    engine = frozen(load_exported, f"{directory}/model", "float32", zero_stage=0)
+    rewards, others = (Rewards.load([f"{HERE}:{name}"], "float32", rows=4) for name in ("short_words", "long_words"))
+    others.scorers[0].name = "short_words"
+    rows = [{"prompt": text, "columns": "{}", "prompt_ids": [1, *tokenizer(text)["input_ids"]]} for text in TEXTS]
+    evaluation = Evaluation(engine, tokenizer, rows, [rewards, others], GRPOArguments(max_answer_seq_len=4))
+    metrics, texts, scores = evaluation()
+    assert list(scores) == ["short_words", "eval_short_words"]
+    assert scores["eval_short_words"] == [float(len(text)) for text in texts] != scores["short_words"]
+    assert metrics["eval_eval_short_words"] == pytest.approx(sum(map(len, texts)) / len(texts))
+    engine.destroy()
+
+
+def test_rewards_of_one_name_keep_their_own_scores(ranks, tmp_path):
+    small_directory(Path(tmp_path))
+    ranks.run(check_names, str(tmp_path))
+
+
 def check_evaluation(directory: str) -> dict:
     """What ranks find, of the same prompts."""
     tokenizer = load_tokenizer(f"{directory}/model")
@@ -40,6 +65,7 @@ def check_evaluation(directory: str) -> dict:
     args = GRPOArguments(max_answer_seq_len=4, seed=3)
     metrics, texts, scores = Evaluation(engine, tokenizer, rows, [rewards], args, 4, False, (1, 2, 4))()
     of_prompts = [scores["short_words"][first : first + 4] for first in range(0, 20, 4)]
+    assert 0 < metrics["eval_short_words_stderr"] == standard_error(of_prompts)
     assert metrics["eval_short_words/pass@1"] == pytest.approx(sum(map(sum, of_prompts)) / 20)
     assert metrics["eval_short_words/pass@4"] == pytest.approx(sum(max(of) for of in of_prompts) / 5)
     assert len({*texts}) > 5, "completions of a prompt are drawn apart"
@@ -79,3 +105,11 @@ def test_arguments_that_do_not_fit():
     with pytest.raises(ValueError, match="eval_num_generations: 2 given with greedy completions"):
         EvaluateArguments(eval_num_generations=2, temperature=0.0)
     assert math.isclose(GRPOArguments().pass_score, 1.0)
+
+
+def test_the_standard_error_is_over_prompts():
+    """Of prompts' means 0, 1, 2: a deviation of 1 over the root of 3, however many completions each has."""
+    nan = math.nan
+    assert standard_error([[0.0], [1.0], [2.0]]) == pytest.approx(3**-0.5)
+    assert standard_error([[0.0] * 50, [0.5, 1.5] * 25, [2.0, nan] * 25, [nan] * 50]) == pytest.approx(3**-0.5)
+    assert math.isnan(standard_error([[1.0, 0.0], [nan, nan]]))

@@ -93,6 +93,7 @@ def run(tmp_path_factory) -> Path:
         sft.add(i, {"loss": 3 / i, "learning_rate": 1e-4, **({"eval_loss": 3.5 / i} if i % 10 == 0 else {})})
     (directory / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"done": True}, "ppo": {}}}))
     summary = {"gold_score_before": 0.48, "gold_score_after": 0.91, "kl": 3.25, "tokens_per_second": 1500.0}
+    summary |= {"gold_score_after_stderr": 0.012}
     (directory / "summary.json").write_text(json.dumps(summary | {"hf_tokens_per_second": 500.0, "my_own": 7}))
     write_report(directory)
     return directory
@@ -132,7 +133,7 @@ def test_every_step_has_a_section_in_the_order_of_the_pipeline(run, page, tmp_pa
 def test_the_figures_are_those_of_the_log(page):
     figures = dict(zip(page.texts[".label"], page.texts[".value"], strict=True))
     assert figures == {
-        "Gold score": "0.48 → 0.91",
+        "Gold score": "0.48 → 0.91 ± 0.012",
         "KL to the reference": "3.25",
         "Tokens a second": "1,500 → 1,500",  # the step's; the summary's has the same label
         "my own": "7",

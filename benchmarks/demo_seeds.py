@@ -1,0 +1,61 @@
+"""The demo with several seeds: how far its figures are from seed to seed.
+
+    python -m benchmarks.demo_seeds
+
+Runs configs/demo.yaml with seeds 0, 1, 2 into runs/demo_seed0 and so on, on two ranks, and prints the mean of each
+figure of the summaries with its standard error over seeds.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+STANDARD_ERROR = "_stderr"  # ends the names of figures that say how sure one run is of another figure
+
+
+def run(seed: int, directory: Path) -> dict[str, float]:
+    """The demo with one seed; gives its summary. What it prints is in `directory`.log."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "rlhf_examples.pipeline"]
+    flags = ["--seed", str(seed), "--output_dir", str(directory), "--overwrite", "true"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_suffix(".log").open("w") as output:
+        command = [*launch, "configs/demo.yaml", *flags]
+        subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=True)
+    return json.loads((directory / "summary.json").read_text())
+
+
+def table(summaries: dict[int, dict[str, float]]) -> str:
+    """Markdown: a row for each figure, with its mean ± standard error over seeds and what each seed gave.
+
+    summaries: by seed. Raises ValueError for fewer than two.
+    """
+    if len(summaries) < 2:
+        raise ValueError(f"seeds: {len(summaries)} given; a standard error needs 2")
+    rows = [f"| figure | mean ± standard error | {' | '.join(f'seed {seed}' for seed in summaries)} |"]
+    rows.append("|---" * (2 + len(summaries)) + "|")
+    for name in next(iter(summaries.values())):
+        if not name.endswith(STANDARD_ERROR):
+            values = [summary[name] for summary in summaries.values()]
+            error = statistics.stdev(values) / math.sqrt(len(values))
+            each = " | ".join(f"{value:.4g}" for value in values)
+            rows.append(f"| {name} | {statistics.fmean(values):.4g} ± {error:.2g} | {each} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Run, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output_dir", default="runs", help="directory of the runs' directories")
+    args = parser.parse_args()
+    print(table({seed: run(seed, Path(args.output_dir) / f"demo_seed{seed}") for seed in args.seeds}))
+
+
+if __name__ == "__main__":
+    main()

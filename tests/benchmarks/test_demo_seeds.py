@@ -1,0 +1,21 @@
+"""What `benchmarks/demo_seeds.py` says of its runs."""
+
+import pytest
+
+from benchmarks.demo_seeds import table
+
+
+def test_the_standard_error_is_over_seeds():
+    """Of 1, 2, 3: a deviation of 1 over the root of 3."""
+    rows = table({seed: {"kl": seed + 1.0, "kl_stderr": 0.5, "share": 0.25} for seed in range(3)}).splitlines()
+    assert rows == [
+        "| figure | mean ± standard error | seed 0 | seed 1 | seed 2 |",
+        "|---|---|---|---|---|",
+        "| kl | 2 ± 0.58 | 1 | 2 | 3 |",
+        "| share | 0.25 ± 0 | 0.25 | 0.25 | 0.25 |",
+    ]
+
+
+def test_one_seed_has_no_standard_error():
+    with pytest.raises(ValueError, match="seeds: 1 given; a standard error needs 2"):
+        table({0: {"kl": 1.0}})
