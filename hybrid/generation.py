@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from hybrid.architectures.structure import can_generate
 from hybrid.containers.batch import PackedBatch, PagedKV
 from hybrid.decoding.loop import MODES, Decoding, require_room, with_stop_strings
 from hybrid.decoding.rows import Decoder
+from hybrid.models.structure import can_generate
 from hybrid.profiling import ModelTimes
 from hybrid.rollout import check_prompts
 

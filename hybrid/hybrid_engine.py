@@ -17,10 +17,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
-from hybrid.architectures.reading import read_decoder
-from hybrid.architectures.spec import Unreadable
-from hybrid.architectures.structure import can_generate, generating_part
-from hybrid.architectures.tp_plan import hugging_face_model, read_tp_plan
 from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.batch import is_packable
@@ -48,6 +44,10 @@ from hybrid.generation import (
 )
 from hybrid.inputs import as_ids, as_mask, as_model_inputs
 from hybrid.memory_plan import MemoryPlan, Mode, Modes, free_bytes, layer_by_layer
+from hybrid.models.reader import read_decoder
+from hybrid.models.spec import Unreadable
+from hybrid.models.structure import can_generate, generating_part
+from hybrid.models.tp_plan import hugging_face_model, read_tp_plan
 from hybrid.parallel import InferenceGroup, any_rank, engine_name, lost_rank_reported, own_row_ids, world_size
 from hybrid.profiling import Profiler
 from hybrid.rollout import (

@@ -20,10 +20,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
-from hybrid.architectures.reading import read_decoder
-from hybrid.architectures.spec import Reading, Unreadable
-from hybrid.architectures.structure import Structure, read_structure
-from hybrid.architectures.tp_plan import read_tp_plan
 from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import (
     InferenceConfig,
@@ -49,6 +45,10 @@ from hybrid.extension_lock import extension_lock_reported
 from hybrid.generation import TimedDecoder, generate, prompts_of, stride_on
 from hybrid.inputs import as_model_inputs
 from hybrid.kernels.cuda_graph import GraphedForward
+from hybrid.models.reader import read_decoder
+from hybrid.models.spec import Reading, Unreadable
+from hybrid.models.structure import Structure, read_structure
+from hybrid.models.tp_plan import read_tp_plan
 from hybrid.parallel import InferenceGroup, engine_name, first_to, own_row_ids, world_size
 from hybrid.profiling import ModelTimes, Profiler
 from hybrid.weights.as_it_was import as_it_was_on_failure

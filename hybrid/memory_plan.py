@@ -11,10 +11,6 @@ from deepspeed.utils import log_dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hybrid.architectures.reading import read_decoder
-from hybrid.architectures.spec import Place, Reading, Unreadable
-from hybrid.architectures.structure import read_structure
-from hybrid.architectures.tp_plan import read_tp_plan
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.fused import FusedModel, kernels_of
@@ -23,6 +19,10 @@ from hybrid.containers.self_check import checked_lengths
 from hybrid.decoding.pages import pages_for
 from hybrid.decoding.rows import PREFILL_TOKENS
 from hybrid.decoding.scoring import LOGIT_ROWS
+from hybrid.models.reader import read_decoder
+from hybrid.models.spec import Place, Reading, Unreadable
+from hybrid.models.structure import read_structure
+from hybrid.models.tp_plan import read_tp_plan
 from hybrid.parallel import InferenceGroup, lowest, world_size
 from hybrid.profiling import Phase
 from hybrid.weights.gather import is_partitioned

@@ -20,8 +20,6 @@ from deepspeed.inference.config import WeightQuantConfig as DeepSpeedWeightQuant
 
 import hybrid
 from docs.make_api import TABLE_BEGINS, TABLE_ENDS, entry, inference_table, key_texts, page
-from hybrid.architectures.families.llama import LLAMA
-from hybrid.architectures.families.olmo2 import OLMO2
 from hybrid.config import (
     BLOCKS,
     FORWARDED,
@@ -33,6 +31,8 @@ from hybrid.config import (
     TensorParallelConfig,
     WeightQuantConfig,
 )
+from hybrid.models.families.llama import LLAMA
+from hybrid.models.families.olmo2 import OLMO2
 from rlhf_examples.arguments import PPOArguments
 from tests.models import prompts, tiny_model, with_peft
 from tests.test_drop_in import no_accelerator, quietly
@@ -47,7 +47,7 @@ def blocks_under(heading: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", section, re.S)
 
 
-OUTSIDE = ["README.md", "CONTRIBUTING.md", "hybrid/architectures/README.md"]
+OUTSIDE = ["README.md", "CONTRIBUTING.md", "hybrid/models/README.md"]
 PAGES = [*(ROOT / page for page in OUTSIDE), *sorted(ROOT.glob("docs/*.md"))]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -78,7 +78,7 @@ def test_files_that_a_page_names_are_there(page):
 
 
 def test_the_row_of_a_family_is_that_familys():
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "hybrid/architectures/README.md").read_text(), re.S)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "hybrid/models/README.md").read_text(), re.S)
     names = {"replace": replace, "LLAMA": LLAMA}
     exec(code, names)
     assert names["OLMO2"] == OLMO2

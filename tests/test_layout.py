@@ -26,7 +26,7 @@ LAYERS = [
     ("hybrid.containers",),
     ("hybrid.kernels",),
     ("hybrid.weights",),
-    ("hybrid.architectures",),
+    ("hybrid.models",),
     (
         "hybrid.parallel",
         "hybrid.config",

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid.architectures.spec import Place, Reading
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
 from hybrid.containers.torch_decoder import Copies, TorchDecoder, no_sides
 from hybrid.kernels import torch_ops
@@ -16,6 +15,7 @@ from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
 from hybrid.kernels.triton_attention import SPLIT, decode_attention, prefill_attention
 from hybrid.kernels.triton_experts import mixture
 from hybrid.kernels.triton_fused import HeadNorm, add_layer_norm, add_rms_norm, gated_activation, rope_and_write
+from hybrid.models.spec import Place, Reading
 from hybrid.weights.lora import LowRank
 
 

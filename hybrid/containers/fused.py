@@ -10,10 +10,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hybrid.architectures.reading import read_decoder
-from hybrid.architectures.spec import Place, Reading, Unreadable
-from hybrid.architectures.structure import Part, Structure, can_generate
-from hybrid.architectures.tp_plan import hugging_face_model
 from hybrid.containers.batch import is_packable
 from hybrid.containers.calls import Calls
 from hybrid.containers.cpu_decoder import CpuDecoder, Workspace, reads_int8
@@ -26,6 +22,10 @@ from hybrid.containers.streamed_decoder import Passes, StreamedDecoder
 from hybrid.containers.torch_decoder import Copies, TorchDecoder, no_sides
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
+from hybrid.models.reader import read_decoder
+from hybrid.models.spec import Place, Reading, Unreadable
+from hybrid.models.structure import Part, Structure, can_generate
+from hybrid.models.tp_plan import hugging_face_model
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.gather import whole_shape
 from hybrid.weights.joined import JoinedBuffers
@@ -117,7 +117,7 @@ class FusedModel:
         try:
             return read_decoder(self.model)
         except Unreadable as reason:
-            advice = "hybrid/architectures/README.md shows how a family is added"
+            advice = "hybrid/models/README.md shows how a family is added"
             raise Unreadable(f"{reason} ({advice}; {NO_WARNING})") from reason
 
     def _require_plain_wrappers(self) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from hybrid.architectures.spec import JOINED, Place
 from hybrid.containers.torch_decoder import Tensors, TorchDecoder
+from hybrid.models.spec import JOINED, Place
 from hybrid.weights.quantize import dequantized, int8_linear, scale_of
 
 

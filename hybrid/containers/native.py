@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid.architectures.structure import Part
 from hybrid.containers.calls import Calls
 from hybrid.inputs import as_model_inputs
+from hybrid.models.structure import Part
 
 
 class Forward:

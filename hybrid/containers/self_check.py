@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hybrid.architectures.spec import DecoderSpec, Reading, Unreadable
-from hybrid.architectures.tp_plan import hugging_face_model
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV, packed
 from hybrid.containers.comparison import difference, output_difference, spread_apart
 from hybrid.containers.streamed_decoder import Passes
+from hybrid.models.spec import DecoderSpec, Reading, Unreadable
+from hybrid.models.tp_plan import hugging_face_model
 
 STEPS = 3  # decode steps of each sequence
 SHORT = (PAGE + 2, STEPS + 1)  # tokens of two sequences: one is decoded over the end of its page, one from one token on

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from hybrid.architectures.spec import Place, Reading
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
 from hybrid.containers.torch_decoder import Copies, Step, TorchDecoder, no_sides
 from hybrid.kernels import torch_ops
+from hybrid.models.spec import Place, Reading
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.lora import LowRank
 from hybrid.weights.tensor_parallel import Shard, shard_spec

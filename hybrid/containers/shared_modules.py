@@ -10,14 +10,14 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hybrid.architectures.spec import Unreadable
-from hybrid.architectures.structure import Part
-from hybrid.architectures.tp_plan import Share, TensorPlan, hugging_face_model
 from hybrid.containers.calls import Calls
 from hybrid.containers.comparison import output_difference
 from hybrid.containers.meetings import Meetings
 from hybrid.containers.module_tables import ModuleTree
 from hybrid.containers.native import NativeContainer
+from hybrid.models.spec import Unreadable
+from hybrid.models.structure import Part
+from hybrid.models.tp_plan import Share, TensorPlan, hugging_face_model
 from hybrid.parallel import InferenceGroup, all_ranks
 from hybrid.weights.lora import Adapted
 from hybrid.weights.tensor_parallel import Shard, chunk

@@ -9,9 +9,6 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from hybrid.architectures.spec import Unreadable
-from hybrid.architectures.structure import read_structure
-from hybrid.architectures.tp_plan import TensorPlan, read_tp_plan
 from hybrid.containers.injected import (
     HEAD_BY_HEAD,
     PER_RANK,
@@ -27,6 +24,9 @@ from hybrid.containers.injected import (
     width_of,
 )
 from hybrid.containers.shared_modules import SharedModules
+from hybrid.models.spec import Unreadable
+from hybrid.models.structure import read_structure
+from hybrid.models.tp_plan import TensorPlan, read_tp_plan
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.quantize import Take, is_linear
 from hybrid.weights.tensor_parallel import Slice, planned_slices, require_divisible

@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from hybrid.architectures.spec import Place, Reading
 from hybrid.containers.batch import PackedBatch, PagedKV
 from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.models.spec import Place, Reading
 from hybrid.parallel import any_rank
 from hybrid.weights.streamed_snapshot import Owner, StreamedSnapshot
 

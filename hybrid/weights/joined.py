@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from hybrid.architectures.spec import JOINED, Place, Reading
+from hybrid.models.spec import JOINED, Place, Reading
 
 
 class JoinedBuffers:

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hybrid.architectures.spec import Reading
-from hybrid.architectures.structure import Structure
+from hybrid.models.spec import Reading
+from hybrid.models.structure import Structure
 from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
 from hybrid.weights.loading import Read, give, stored_tensors

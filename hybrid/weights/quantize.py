@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from hybrid.architectures.spec import Place
+from hybrid.models.spec import Place
 
 Take = Callable[[torch.Tensor], None]
 LEVELS = 127  # on each side of 0

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid.architectures.spec import Place
+from hybrid.models.spec import Place
 from hybrid.profiling import Phase
 from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_bytes, whole_in, whole_shape
 from hybrid.weights.lora import Adapted, LowRank, merge_low_rank

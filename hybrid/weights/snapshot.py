@@ -15,8 +15,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from hybrid.architectures.spec import Place
-from hybrid.architectures.structure import Structure
+from hybrid.models.spec import Place
+from hybrid.models.structure import Structure
 from hybrid.profiling import Phase
 from hybrid.weights.gather import (
     Fetch,

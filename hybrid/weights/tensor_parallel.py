@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hybrid.architectures.spec import DecoderSpec, Place, Reading
-from hybrid.architectures.tp_plan import Share, TensorPlan
+from hybrid.models.spec import DecoderSpec, Place, Reading
+from hybrid.models.tp_plan import Share, TensorPlan
 from hybrid.weights.lora import LowRank
 
 

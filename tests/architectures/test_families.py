@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid.architectures.modules import parameter_at
-from hybrid.architectures.reading import read_decoder
-from hybrid.architectures.spec import LAYER_ROLES, OUTER_ROLES, Place, Reading, Unreadable
+from hybrid.models.modules import parameter_at
+from hybrid.models.reader import read_decoder
+from hybrid.models.spec import LAYER_ROLES, OUTER_ROLES, Place, Reading, Unreadable
 from tests.models import ADAPTERS, ALL_FAMILIES, SIZES, tiny_model, with_chat_lora, with_peft
 
 NAMES = {"gemma3_text": "gemma3"}  # where the configuration's name is not the family's

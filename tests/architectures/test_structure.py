@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from hybrid.architectures.structure import read_structure
+from hybrid.models.structure import read_structure
 from tests.models import FAMILIES, tiny_model, with_chat_lora, with_peft
 
 

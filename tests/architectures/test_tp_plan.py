@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
-from hybrid.architectures.modules import plain
-from hybrid.architectures.spec import Place, Unreadable
-from hybrid.architectures.tp_plan import STYLES, read_tp_plan
+from hybrid.models.modules import plain
+from hybrid.models.spec import Place, Unreadable
+from hybrid.models.tp_plan import STYLES, read_tp_plan
 from hybrid.weights.tensor_parallel import Shard, planned_slices
 from tests.models import SIZES, tiny_model, with_peft
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hybrid.architectures.reading import read_decoder
-from hybrid.architectures.spec import Unreadable
 from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.self_check import own_pages_batch
 from hybrid.kernels.cpu_library import cpu_library
+from hybrid.models.reader import read_decoder
+from hybrid.models.spec import Unreadable
 from tests.containers.test_torch_decoder import VARIANTS, Run, average, distance, hugging_face, own_weights, sequences
 from tests.models import ALL_FAMILIES, VOCABULARY, tiny_model
 

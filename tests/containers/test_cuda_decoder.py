@@ -12,11 +12,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
-from hybrid.architectures.reading import read_decoder
 from hybrid.containers.batch import PAGE, PackedBatch
 from hybrid.containers.cuda_decoder import CudaDecoder
 from hybrid.kernels.cuda_graph import Captured
 from hybrid.kernels.triton_attention import SPLIT, decode_attention
+from hybrid.models.reader import read_decoder
 from tests.containers.test_self_check import refusal
 from tests.containers.test_side_paths import fused_of
 from tests.containers.test_torch_decoder import VARIANTS, average, distance, own_weights

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.integrations.neftune import activate_neftune
 
-from hybrid.architectures.structure import Part, read_structure
 from hybrid.containers.calls import Calls as Requests
 from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.fused import FusedContainer, FusedModel, plain_call
@@ -23,6 +22,7 @@ from hybrid.containers.window import Window
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise
 from hybrid.decoding.pages import PageStore
+from hybrid.models.structure import Part, read_structure
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.snapshot import Snapshot
 from tests.models import ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft

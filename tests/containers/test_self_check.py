@@ -10,9 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hybrid.architectures.reading import read_decoder
-from hybrid.architectures.spec import Unreadable
-from hybrid.architectures.structure import read_structure
 from hybrid.containers import self_check, torch_decoder
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
 from hybrid.containers.cpu_decoder import CpuDecoder
@@ -22,6 +19,9 @@ from hybrid.containers.sharded_decoder import ShardedDecoder
 from hybrid.containers.torch_decoder import TorchDecoder
 from hybrid.kernels import torch_ops
 from hybrid.kernels.cpu_library import cpu_library
+from hybrid.models.reader import read_decoder
+from hybrid.models.spec import Unreadable
+from hybrid.models.structure import read_structure
 from hybrid.weights.quantize import in_int8
 from tests.containers.test_torch_decoder import own_weights
 from tests.engines import engine_of, settings

@@ -5,12 +5,12 @@ import peft
 import pytest
 import torch
 
-from hybrid.architectures.reading import read_decoder
-from hybrid.architectures.structure import read_structure
 from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.fused import FusedModel
 from hybrid.containers.torch_decoder import TorchDecoder
 from hybrid.kernels.cpu_library import cpu_library
+from hybrid.models.reader import read_decoder
+from hybrid.models.structure import read_structure
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.snapshot import Snapshot
 from tests.containers.test_cpu_decoder import RAGGED, Alone, CpuRun, threads

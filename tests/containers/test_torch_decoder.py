@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from hybrid.architectures.modules import plain
-from hybrid.architectures.reading import read_decoder
-from hybrid.architectures.spec import Place
 from hybrid.containers.batch import PAGE, PackedBatch
 from hybrid.containers.torch_decoder import TorchDecoder
 from hybrid.kernels import torch_ops
+from hybrid.models.modules import plain
+from hybrid.models.reader import read_decoder
+from hybrid.models.spec import Place
 from hybrid.weights.lora import read_adapters
 from tests.models import ALL_FAMILIES, SIZES, VOCABULARY, tiny_model, with_peft
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from hybrid import SamplingParams
-from hybrid.architectures.structure import can_generate, generating_part
+from hybrid.models.structure import can_generate, generating_part
 from tests.engines import engine_of, settings, storage_digest
 from tests.models import ADAPTERS, prompts, tiny_model, twin
 

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
-from hybrid.architectures.reading import read_decoder
 from hybrid.containers.torch_decoder import TorchDecoder
 from hybrid.decoding.sampling import Draw, draw_tokens_in_torch, stream_keys
 from hybrid.kernels.triton_sampling import sample
+from hybrid.models.reader import read_decoder
 from tests.containers.test_cuda_decoder import Decoding, cuda_decoder, hugging_face, sequences, small
 from tests.containers.test_torch_decoder import VARIANTS, average, distance, own_weights
 from tests.engines import engine_of, settings

@@ -9,10 +9,10 @@ import subprocess
 import pytest
 import torch
 
-from hybrid.architectures.reading import read_decoder
 from hybrid.containers.batch import PackedBatch
 from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.kernels.cpu_library import FLAGS, SOURCES, built, cpu_library, opened
+from hybrid.models.reader import read_decoder
 from tests.containers.test_cpu_decoder import CpuRun
 from tests.containers.test_torch_decoder import average, distance, hugging_face, own_weights, sequences
 from tests.models import VOCABULARY, tiny_model

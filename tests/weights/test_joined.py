@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid.architectures.reading import read_decoder
 from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.models.reader import read_decoder
 from hybrid.weights import gather, lora
 from hybrid.weights.gather import Fetch, whole_in
 from hybrid.weights.joined import as_one, one_above_another

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hybrid.architectures.families.qwen import QWEN2, QWEN3
-from hybrid.architectures.family import key
+from hybrid.models.families.qwen import QWEN2, QWEN3
+from hybrid.models.family import key
 
 
 def embedding_multiplier(model: nn.Module) -> float:

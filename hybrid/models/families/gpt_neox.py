@@ -1,6 +1,6 @@
 """GPT-NeoX: queries, keys and values interleaved by head, part of a head turned, attention and MLP side by side."""
 
-from hybrid.architectures.family import Family, Fused, grouped, key
+from hybrid.models.family import Family, Fused, grouped, key
 
 GPT_NEOX = Family(
     name="gpt_neox",

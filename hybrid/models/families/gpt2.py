@@ -1,6 +1,6 @@
 """GPT-2: learned positions, layer norms, and Conv1D, whose weights are [in, out]."""
 
-from hybrid.architectures.family import Family, Fused, stacked
+from hybrid.models.family import Family, Fused, stacked
 
 GPT2 = Family(
     name="gpt2",

@@ -1,6 +1,6 @@
 """Llama: the plan that most decoders vary."""
 
-from hybrid.architectures.family import Family
+from hybrid.models.family import Family
 
 LLAMA = Family(
     name="llama",

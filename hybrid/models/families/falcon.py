@@ -3,7 +3,7 @@
 from torch import nn
 from transformers import PretrainedConfig
 
-from hybrid.architectures.family import Family, Fused, alibi_slopes, grouped
+from hybrid.models.family import Family, Fused, alibi_slopes, grouped
 
 
 def num_kv_heads(model: nn.Module) -> int:

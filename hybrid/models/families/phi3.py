@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from hybrid.architectures.families.mistral import MISTRAL
-from hybrid.architectures.family import Fused, halves, stacked
+from hybrid.models.families.mistral import MISTRAL
+from hybrid.models.family import Fused, halves, stacked
 
 PHI3 = replace(
     MISTRAL,

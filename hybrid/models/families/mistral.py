@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from hybrid.architectures.families.llama import LLAMA
-from hybrid.architectures.family import one_window
+from hybrid.models.families.llama import LLAMA
+from hybrid.models.family import one_window
 
 MISTRAL = replace(
     LLAMA, name="mistral", windows=one_window, declares=("sliding_window",), understands=("sliding_window",)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from hybrid.architectures.spec import DecoderSpec, Unreadable
+from hybrid.models.spec import DecoderSpec, Unreadable
 
 Pick = Callable[[torch.Tensor], torch.Tensor]  # a role's rows of a fused [rows, …] tensor
 Table = Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]

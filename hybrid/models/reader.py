@@ -8,11 +8,11 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from hybrid.architectures.checks import require_covered, require_sizes
-from hybrid.architectures.families import FAMILIES
-from hybrid.architectures.family import ACTIVATIONS, CHOICES, Family, Fused, Pick, Table, declares, rope_end, rope_table
-from hybrid.architectures.modules import adapter_parameters, find, has, own_parameters, plain
-from hybrid.architectures.spec import DecoderSpec, LayerSpec, Place, Reading, Unreadable
+from hybrid.models.checks import require_covered, require_sizes
+from hybrid.models.families import FAMILIES
+from hybrid.models.family import ACTIVATIONS, CHOICES, Family, Fused, Pick, Table, declares, rope_end, rope_table
+from hybrid.models.modules import adapter_parameters, find, has, own_parameters, plain
+from hybrid.models.spec import DecoderSpec, LayerSpec, Place, Reading, Unreadable
 
 
 def read_decoder(model: nn.Module) -> Reading:

@@ -7,8 +7,8 @@ from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
-from hybrid.architectures.modules import plain, whole_shape
-from hybrid.architectures.spec import Place, Unreadable
+from hybrid.models.modules import plain, whole_shape
+from hybrid.models.spec import Place, Unreadable
 
 
 @dataclass(frozen=True)

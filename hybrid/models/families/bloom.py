@@ -1,6 +1,6 @@
 """BLOOM: ALiBi, a norm on the embedding, queries, keys and values interleaved by head."""
 
-from hybrid.architectures.family import Family, Fused, alibi_slopes, grouped
+from hybrid.models.family import Family, Fused, alibi_slopes, grouped
 
 BLOOM = Family(
     name="bloom",

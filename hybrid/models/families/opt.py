@@ -1,6 +1,6 @@
 """OPT: learned positions from row 2 on, layer norms, and projections around a narrower embedding."""
 
-from hybrid.architectures.family import Family, key
+from hybrid.models.family import Family, key
 
 OPT = Family(
     name="opt",

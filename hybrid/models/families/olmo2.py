@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hybrid.architectures.families.llama import LLAMA
+from hybrid.models.families.llama import LLAMA
 
 BEFORE = ("attention_norm", "mlp_norm")
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from transformers import PretrainedConfig
 
-from hybrid.architectures.families.qwen import QWEN2
+from hybrid.models.families.qwen import QWEN2
 
 
 def rotaries(config: PretrainedConfig) -> list[str]:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hybrid.architectures.family import Family, Table
+from hybrid.models.family import Family, Table
 
 
 def sincos_table(module: nn.Module, _key: str) -> Table:

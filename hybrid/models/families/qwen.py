@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from hybrid.architectures.families.llama import LLAMA
-from hybrid.architectures.family import windows_by_type
+from hybrid.models.families.llama import LLAMA
+from hybrid.models.family import windows_by_type
 
 QWEN2 = replace(
     LLAMA,

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from hybrid.architectures.families.mistral import MISTRAL
-from hybrid.architectures.families.qwen import QWEN3
-from hybrid.architectures.family import key, one_window
+from hybrid.models.families.mistral import MISTRAL
+from hybrid.models.families.qwen import QWEN3
+from hybrid.models.family import key, one_window
 
 EXPERTS = {
     "router": "mlp.gate",

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from hybrid.architectures.families.llama import LLAMA
-from hybrid.architectures.family import key
+from hybrid.models.families.llama import LLAMA
+from hybrid.models.family import key
 
 FACTORS = {
     "embedding_multiplier": "embedding_multiplier",

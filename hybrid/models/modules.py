@@ -5,7 +5,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from hybrid.architectures.spec import Place
+from hybrid.models.spec import Place
 
 
 def own_parameters(root: nn.Module, path: str) -> list[nn.Parameter]:

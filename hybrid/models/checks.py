@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from hybrid.architectures.modules import adapter_parameters, parameter_at, whole_shape
-from hybrid.architectures.spec import DecoderSpec, Place, Reading, Unreadable
+from hybrid.models.modules import adapter_parameters, parameter_at, whole_shape
+from hybrid.models.spec import DecoderSpec, Place, Reading, Unreadable
 
 
 def require_covered(model: nn.Module, reading: Reading) -> None:
