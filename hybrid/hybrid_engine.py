@@ -23,9 +23,7 @@ from hybrid.containers.batch import is_packable
 from hybrid.containers.calls import Calls, SharedCalls
 from hybrid.containers.collective_forwards import ExpertForwards, LayerwiseForwards
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
-from hybrid.containers.module_tables import EngineHooks, ModuleTree
 from hybrid.containers.shared_modules import SharedModules, first_output
-from hybrid.containers.window import Window
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise, TokenLog
 from hybrid.decoding.native_scoring import score_natively
@@ -61,12 +59,14 @@ from hybrid.rollout import (
 )
 from hybrid.weights.deepspeed_experts import exchange_tokens, expert_layers
 from hybrid.weights.export import save_pretrained
+from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters
+from hybrid.weights.module_tables import EngineHooks, ModuleTree
 from hybrid.weights.offload import movable_states, relink, require_movable_optimizer
 from hybrid.weights.sliced_snapshot import LentSlices
+from hybrid.weights.slices import Shard, planned_slices, require_divisible
 from hybrid.weights.snapshot import Snapshot
-from hybrid.weights.streamed_snapshot import StreamedSnapshot
-from hybrid.weights.tensor_parallel import Shard, planned_slices, require_divisible
+from hybrid.weights.streaming import StreamedSnapshot
 from hybrid.weights.watch import WeightWatch
 
 ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")

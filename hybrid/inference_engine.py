@@ -35,7 +35,6 @@ from hybrid.containers.fused import FusedModel, containers_of, coverage_of, part
 from hybrid.containers.injected import read_policy, require_whole_heads
 from hybrid.containers.shared_modules import first_output, whole_difference
 from hybrid.containers.spread import Spread
-from hybrid.containers.window import Window
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise, TooManyTokensError
 from hybrid.decoding.pages import PageStore
@@ -55,6 +54,8 @@ from hybrid.weights.as_it_was import as_it_was_on_failure
 from hybrid.weights.checkpoint import open_checkpoint, save_mp_checkpoint
 from hybrid.weights.deepspeed_experts import exchange_tokens, expert_layers, own_experts
 from hybrid.weights.gather import is_partitioned
+from hybrid.weights.int8 import Take, in_int8, require_groups
+from hybrid.weights.lend import Window
 from hybrid.weights.loaded_slices import LoadedSlices
 from hybrid.weights.loading import (
     Cast,
@@ -72,9 +73,8 @@ from hybrid.weights.loading import (
     whole_as_they_run,
 )
 from hybrid.weights.lora import read_adapters
-from hybrid.weights.quantize import Take, in_int8, require_groups
+from hybrid.weights.slices import require_divisible
 from hybrid.weights.snapshot import Snapshot
-from hybrid.weights.tensor_parallel import require_divisible
 
 LAYERS_PER_GROUP = 8  # of the snapshot, which gathers nothing here
 

@@ -29,9 +29,9 @@ from hybrid.weights.gather import is_partitioned
 from hybrid.weights.joined import joined_places
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.sliced_snapshot import LentSlices, SlicedSnapshot
+from hybrid.weights.slices import Shard, planned_slices, sizes_that_fit, slices_of
 from hybrid.weights.snapshot import Snapshot, WeightVersion, active_adapters
-from hybrid.weights.streamed_snapshot import StreamedSnapshot
-from hybrid.weights.tensor_parallel import Shard, planned_slices, sizes_that_fit, slices_of
+from hybrid.weights.streaming import StreamedSnapshot
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from hybrid.call_lock import CallLock
-from hybrid.containers.window import Window
 from hybrid.parallel import LostRankError, all_objects, is_lost_rank, lost_rank_reported
 from hybrid.profiling import Phase
+from hybrid.weights.lend import Window
 
 
 class Fused(Protocol):

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hybrid.containers.module_tables import unhooked
 from hybrid.containers.shared_modules import attribute
 from hybrid.models.structure import Structure
 from hybrid.parallel import Guard, any_rank
 from hybrid.profiling import Phase
 from hybrid.weights.deepspeed_experts import Exchange, needs_equal_messages, padded_forward
 from hybrid.weights.gather import gathered
+from hybrid.weights.module_tables import unhooked
 
 
 class CollectiveForwards:

@@ -12,8 +12,8 @@ from hybrid.containers.torch_decoder import Copies, no_sides
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
 from hybrid.models.spec import OUTER_ROLES, LayerSpec, Place, Reading, Unreadable
+from hybrid.weights.int8 import scale_of
 from hybrid.weights.lora import LowRank
-from hybrid.weights.quantize import scale_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of decoder.cpp's enum
 OUTER_NORMS = frozenset({"embedding_norm", "final_norm"})

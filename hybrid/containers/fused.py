@@ -28,11 +28,11 @@ from hybrid.models.structure import Part, Structure, can_generate
 from hybrid.models.tp_plan import hugging_face_model
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.gather import whole_shape
+from hybrid.weights.int8 import int8_weights
 from hybrid.weights.joined import JoinedBuffers
 from hybrid.weights.lora import Adapted, LowRank
-from hybrid.weights.quantize import int8_weights
 from hybrid.weights.snapshot import Snapshot
-from hybrid.weights.streamed_snapshot import StreamedSnapshot
+from hybrid.weights.streaming import StreamedSnapshot
 
 DECODER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WholeDecoder = CpuDecoder | TorchDecoder  # a CudaDecoder is a TorchDecoder

@@ -14,8 +14,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hybrid.parallel import InferenceGroup
-from hybrid.weights.quantize import Int8Linear, Take, int8_linear, is_linear, keep_in_int8
-from hybrid.weights.tensor_parallel import Shard, chunk
+from hybrid.weights.int8 import Int8Linear, Take, int8_linear, is_linear, keep_in_int8
+from hybrid.weights.slices import Shard, chunk
 
 # What a module that splits its input into heads calls their numbers, and their size together.
 PER_RANK = tuple("n_heads num_heads n_head num_attention_heads num_key_value_heads all_head_size inner_dim".split())

@@ -6,7 +6,7 @@ import torch
 
 from hybrid.containers.torch_decoder import Tensors, TorchDecoder
 from hybrid.models.spec import JOINED, Place
-from hybrid.weights.quantize import dequantized, int8_linear, scale_of
+from hybrid.weights.int8 import dequantized, int8_linear, scale_of
 
 
 class Int8Decoder(TorchDecoder):

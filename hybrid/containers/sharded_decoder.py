@@ -14,7 +14,7 @@ from hybrid.kernels import torch_ops
 from hybrid.models.spec import Place, Reading
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.lora import LowRank
-from hybrid.weights.tensor_parallel import Shard, shard_spec
+from hybrid.weights.slices import Shard, shard_spec
 
 
 class ShardedDecoder(TorchDecoder):

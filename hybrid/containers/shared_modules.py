@@ -13,14 +13,14 @@ from transformers.cache_utils import Cache
 from hybrid.containers.calls import Calls
 from hybrid.containers.comparison import output_difference
 from hybrid.containers.meetings import Meetings
-from hybrid.containers.module_tables import ModuleTree
 from hybrid.containers.native import NativeContainer
 from hybrid.models.spec import Unreadable
 from hybrid.models.structure import Part
 from hybrid.models.tp_plan import Share, TensorPlan, hugging_face_model
 from hybrid.parallel import InferenceGroup, all_ranks
 from hybrid.weights.lora import Adapted
-from hybrid.weights.tensor_parallel import Shard, chunk
+from hybrid.weights.module_tables import ModuleTree
+from hybrid.weights.slices import Shard, chunk
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
 KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")

@@ -28,8 +28,8 @@ from hybrid.models.spec import Unreadable
 from hybrid.models.structure import read_structure
 from hybrid.models.tp_plan import TensorPlan, read_tp_plan
 from hybrid.parallel import InferenceGroup
-from hybrid.weights.quantize import Take, is_linear
-from hybrid.weights.tensor_parallel import Slice, planned_slices, require_divisible
+from hybrid.weights.int8 import Take, is_linear
+from hybrid.weights.slices import Slice, planned_slices, require_divisible
 
 # What models call the projections that end an attention or an MLP, and so add up over ranks; DeepSpeed's automatic
 # tensor parallelism knows the same by name (0.19.8).

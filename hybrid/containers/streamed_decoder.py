@@ -11,7 +11,7 @@ from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.torch_decoder import TorchDecoder
 from hybrid.models.spec import Place, Reading
 from hybrid.parallel import any_rank
-from hybrid.weights.streamed_snapshot import Owner, StreamedSnapshot
+from hybrid.weights.streaming import Owner, StreamedSnapshot
 
 # What runs before the layers and behind them, and the roles that it reads.
 BEFORE, BEHIND = "before the layers", "behind the layers"

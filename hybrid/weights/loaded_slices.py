@@ -12,7 +12,7 @@ from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
 from hybrid.weights.loading import Read, give, stored_tensors
 from hybrid.weights.sliced_snapshot import SlicedSnapshot
-from hybrid.weights.tensor_parallel import Shard, Slice, slices_of
+from hybrid.weights.slices import Shard, Slice, slices_of
 
 
 class LoadedSlices(SlicedSnapshot):

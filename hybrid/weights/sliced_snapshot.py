@@ -11,8 +11,8 @@ from hybrid.models.spec import Place
 from hybrid.profiling import Phase
 from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_bytes, whole_in, whole_shape
 from hybrid.weights.lora import Adapted, LowRank, merge_low_rank
+from hybrid.weights.slices import Slice
 from hybrid.weights.snapshot import Group, Snapshot, gathered_bytes, selected
-from hybrid.weights.tensor_parallel import Slice
 
 Owner = nn.Parameter | tuple[Adapted, str]  # whose slices: a parameter's, or those of what an adapted module merges
 

@@ -8,7 +8,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 from hybrid.models.modules import plain
 from hybrid.models.spec import Place, Unreadable
 from hybrid.models.tp_plan import STYLES, read_tp_plan
-from hybrid.weights.tensor_parallel import Shard, planned_slices
+from hybrid.weights.slices import Shard, planned_slices
 from tests.models import SIZES, tiny_model, with_peft
 
 EXPERTS = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

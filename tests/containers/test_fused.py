@@ -18,11 +18,11 @@ from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.fused import FusedContainer, FusedModel, plain_call
 from hybrid.containers.self_check import STEPS, require_equal
 from hybrid.containers.torch_decoder import TorchDecoder
-from hybrid.containers.window import Window
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise
 from hybrid.decoding.pages import PageStore
 from hybrid.models.structure import Part, read_structure
+from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.snapshot import Snapshot
 from tests.models import ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid.containers import module_tables
-from hybrid.containers.module_tables import EngineHooks, ModuleTree
+from hybrid.weights import module_tables
+from hybrid.weights.module_tables import EngineHooks, ModuleTree
 from tests.models import tiny_model, with_peft
 
 

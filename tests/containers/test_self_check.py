@@ -22,7 +22,7 @@ from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import Unreadable
 from hybrid.models.structure import read_structure
-from hybrid.weights.quantize import in_int8
+from hybrid.weights.int8 import in_int8
 from tests.containers.test_torch_decoder import own_weights
 from tests.engines import engine_of, settings
 from tests.models import ALL_FAMILIES, prompts, tiny_model, twin

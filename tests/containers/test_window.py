@@ -8,11 +8,11 @@ from torch import nn
 
 from hybrid.containers.calls import Calls
 from hybrid.containers.fused import FusedModel
-from hybrid.containers.module_tables import unhooked
 from hybrid.containers.native import NativeContainer
-from hybrid.containers.window import Window, disabled
 from hybrid.models.structure import read_structure
+from hybrid.weights.lend import Window, disabled
 from hybrid.weights.lora import read_adapters
+from hybrid.weights.module_tables import unhooked
 from hybrid.weights.snapshot import Snapshot
 from tests.models import prompts, tiny_model, with_chat_lora, with_peft
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import Place, Reading
-from hybrid.weights.tensor_parallel import Shard, chunk, require_divisible, shard_spec, slices_of
+from hybrid.weights.slices import Shard, chunk, require_divisible, shard_spec, slices_of
 from tests.models import ALL_FAMILIES, tiny_model
 
 

@@ -15,7 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from hybrid.containers.module_tables import set_all
+from hybrid.weights.module_tables import set_all
 from hybrid.weights.snapshot import Snapshot, active_adapters
 
 
