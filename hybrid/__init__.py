@@ -1,12 +1,12 @@
 """A model that is being trained under DeepSpeed ZeRO, and generates in the same process from the same weights."""
 
-from hybrid.containers.injected import LayerPolicy
 from hybrid.decoding.numerics import sampling_metrics
 from hybrid.decoding.sampling import selective_log_softmax
 from hybrid.decoding.scoring import Scores, padded_forward
 from hybrid.drop_in import install, installed, uninstall
 from hybrid.hybrid_engine import HybridEngine
-from hybrid.inference_engine import InferenceEngine, init_inference
+from hybrid.inference.engine import InferenceEngine, init_inference
+from hybrid.inference.injection_policy import LayerPolicy
 from hybrid.initialize import initialize
 from hybrid.rollout import RolloutBatch, SamplingParams
 from hybrid.rollout_engine import HybridRollout, build_rollout

@@ -17,7 +17,7 @@ import deepspeed
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from hybrid.config import read_block
-from hybrid.inference_engine import init_inference
+from hybrid.inference.engine import init_inference
 from hybrid.initialize import initialize
 
 PARAMETERS = tuple(inspect.signature(initialize).parameters)  # of `deepspeed.initialize`, in its order

@@ -24,6 +24,7 @@ from hybrid.containers.calls import Calls, SharedCalls
 from hybrid.containers.collective_forwards import ExpertForwards, LayerwiseForwards
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.containers.shared_modules import SharedModules, first_output
+from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise, TokenLog
 from hybrid.decoding.native_scoring import score_natively
@@ -57,7 +58,6 @@ from hybrid.rollout import (
     end_token_ids,
     make_batch,
 )
-from hybrid.weights.deepspeed_experts import exchange_tokens, expert_layers
 from hybrid.weights.export import save_pretrained
 from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters

@@ -17,7 +17,7 @@ LAYERS = [
     ("hybrid.integrations",),
     ("hybrid.drop_in",),
     ("hybrid.initialize",),
-    ("hybrid.hybrid_engine", "hybrid.inference_engine"),
+    ("hybrid.hybrid_engine", "hybrid.inference.engine"),
     ("hybrid.deepspeed_surface", "hybrid.rollout_engine"),
     ("hybrid.memory_plan",),
     ("hybrid.generation",),

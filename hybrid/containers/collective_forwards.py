@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hybrid.containers.shared_modules import attribute
+from hybrid.decoders.deepspeed_moe import Exchange, needs_equal_messages, padded_forward
 from hybrid.models.structure import Structure
 from hybrid.parallel import Guard, any_rank
 from hybrid.profiling import Phase
-from hybrid.weights.deepspeed_experts import Exchange, needs_equal_messages, padded_forward
 from hybrid.weights.gather import gathered
 from hybrid.weights.module_tables import unhooked
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hybrid
-from hybrid.weights.checkpoint import save_mp_checkpoint
+from hybrid.inference.checkpoints import save_mp_checkpoint
 from tests.engines import engine_of, settings, train_step
 from tests.models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
 from tests.rank_pool import RankPool

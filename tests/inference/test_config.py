@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 import hybrid
 from hybrid import config as settings
-from hybrid import inference_engine
 from hybrid.config import FORWARDED, InferenceConfig, read_inference_config
+from hybrid.inference import engine as inference_engine
 from tests.models import OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hybrid"

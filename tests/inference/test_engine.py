@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import GenerationConfig, PreTrainedTokenizerFast, pipeline
 
 import hybrid
-from hybrid.weights.loading import Cast, cast_model
+from hybrid.inference.loader import Cast, cast_model
 from tests.models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
 
 IDS, MASK = prompts(3, 7, padded=True)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import hybrid
-from hybrid import inference_engine
+from hybrid.inference import engine as inference_engine
 from tests.engine.test_native_tensor_parallel import FAMILIES
 from tests.inference.test_deepspeed_experts import with_mixtures
 from tests.inference.test_tensor_parallel import check_equal, spread

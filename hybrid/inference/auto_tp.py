@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from hybrid.containers.injected import (
+from hybrid.containers.shared_modules import SharedModules
+from hybrid.inference.injection_policy import (
     HEAD_BY_HEAD,
     PER_RANK,
     THREE_IN_ONE,
@@ -23,7 +24,6 @@ from hybrid.containers.injected import (
     share_out,
     width_of,
 )
-from hybrid.containers.shared_modules import SharedModules
 from hybrid.models.spec import Unreadable
 from hybrid.models.structure import read_structure
 from hybrid.models.tp_plan import TensorPlan, read_tp_plan

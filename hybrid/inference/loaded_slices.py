@@ -6,11 +6,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from hybrid.inference.loader import Read, give, stored_tensors
 from hybrid.models.spec import Reading
 from hybrid.models.structure import Structure
 from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
-from hybrid.weights.loading import Read, give, stored_tensors
 from hybrid.weights.sliced_snapshot import SlicedSnapshot
 from hybrid.weights.slices import Shard, Slice, slices_of
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from hybrid.weights.stored import (
+from hybrid.inference.tensor_files import (
     Tensors,
     in_file,
     indexed,
@@ -24,7 +24,7 @@ from hybrid.weights.stored import (
     some,
     together,
 )
-from hybrid.weights.training_checkpoint import MODEL_FILES, of_training
+from hybrid.inference.training_checkpoints import MODEL_FILES, of_training
 
 JSON_NAME = "ds_inference_config.json"  # DeepSpeed's name for it
 JSON_TYPES = ("megatron", "bloom", "ds_model")  # DeepSpeed's, in small letters

@@ -17,7 +17,17 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_INFO,
 )
 
-from hybrid.weights.stored import Stored, Tensors, held, in_file, joined_parts, pickled, require_files, some, together
+from hybrid.inference.tensor_files import (
+    Stored,
+    Tensors,
+    held,
+    in_file,
+    joined_parts,
+    pickled,
+    require_files,
+    some,
+    together,
+)
 
 MODEL_FILES = "mp_rank_*_model_states.pt"
 EXPERT_FILES = "layer_*_expert_*_model_states.pt"

@@ -10,7 +10,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from torch import nn
 
-from hybrid.weights.stored import Tensors
+from hybrid.inference.tensor_files import Tensors
 
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts"  # within a layer, the experts by number (0.19.8)
 

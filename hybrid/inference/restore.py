@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hybrid.weights.loading import give
+from hybrid.inference.loader import give
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from hybrid.weights.stored import Tensors, some
+from hybrid.inference.tensor_files import Tensors, some
 
 Read = Callable[[str], torch.Tensor]  # by name in the model, a tensor as inference wants it, whole
 

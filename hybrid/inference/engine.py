@@ -32,9 +32,8 @@ from hybrid.config import (
 from hybrid.containers.calls import Calls, SharedCalls
 from hybrid.containers.collective_forwards import ExpertForwards, SliceForwards
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
-from hybrid.containers.injected import read_policy, require_whole_heads
 from hybrid.containers.shared_modules import first_output, whole_difference
-from hybrid.containers.spread import Spread
+from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers, own_experts
 from hybrid.decoding.kv_cache import KVCache
 from hybrid.decoding.loop import Decoding, Noise, TooManyTokensError
 from hybrid.decoding.pages import PageStore
@@ -42,22 +41,11 @@ from hybrid.decoding.rows import Decoder
 from hybrid.decoding.sampling import Seeds, wrapped
 from hybrid.extension_lock import extension_lock_reported
 from hybrid.generation import TimedDecoder, generate, prompts_of, stride_on
-from hybrid.inputs import as_model_inputs
-from hybrid.kernels.cuda_graph import GraphedForward
-from hybrid.models.reader import read_decoder
-from hybrid.models.spec import Reading, Unreadable
-from hybrid.models.structure import Structure, read_structure
-from hybrid.models.tp_plan import read_tp_plan
-from hybrid.parallel import InferenceGroup, engine_name, first_to, own_row_ids, world_size
-from hybrid.profiling import ModelTimes, Profiler
-from hybrid.weights.as_it_was import as_it_was_on_failure
-from hybrid.weights.checkpoint import open_checkpoint, save_mp_checkpoint
-from hybrid.weights.deepspeed_experts import exchange_tokens, expert_layers, own_experts
-from hybrid.weights.gather import is_partitioned
-from hybrid.weights.int8 import Take, in_int8, require_groups
-from hybrid.weights.lend import Window
-from hybrid.weights.loaded_slices import LoadedSlices
-from hybrid.weights.loading import (
+from hybrid.inference.auto_tp import Spread
+from hybrid.inference.checkpoints import open_checkpoint, save_mp_checkpoint
+from hybrid.inference.injection_policy import read_policy, require_whole_heads
+from hybrid.inference.loaded_slices import LoadedSlices
+from hybrid.inference.loader import (
     Cast,
     Read,
     Weights,
@@ -72,6 +60,18 @@ from hybrid.weights.loading import (
     stored_tensors,
     whole_as_they_run,
 )
+from hybrid.inference.restore import as_it_was_on_failure
+from hybrid.inputs import as_model_inputs
+from hybrid.kernels.cuda_graph import GraphedForward
+from hybrid.models.reader import read_decoder
+from hybrid.models.spec import Reading, Unreadable
+from hybrid.models.structure import Structure, read_structure
+from hybrid.models.tp_plan import read_tp_plan
+from hybrid.parallel import InferenceGroup, engine_name, first_to, own_row_ids, world_size
+from hybrid.profiling import ModelTimes, Profiler
+from hybrid.weights.gather import is_partitioned
+from hybrid.weights.int8 import Take, in_int8, require_groups
+from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.slices import require_divisible
 from hybrid.weights.snapshot import Snapshot
