@@ -23,8 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hybrid
 from benchmarks.modes import start_ranks
 from hybrid.containers.batch import PAGE, PagedKV
-from hybrid.decoding.pages import PageStore, pages_for
-from hybrid.decoding.rows import Rows
+from hybrid.generation.block_pool import PageStore, pages_for
+from hybrid.generation.model_runner import Rows
 
 # hidden, intermediate, layers, heads, key heads, vocabulary
 SHAPES = {

@@ -1,9 +1,9 @@
 """A model that is being trained under DeepSpeed ZeRO, and generates in the same process from the same weights."""
 
-from hybrid.decoding.numerics import sampling_metrics
-from hybrid.decoding.sampling import selective_log_softmax
-from hybrid.decoding.scoring import Scores, padded_forward
 from hybrid.drop_in import install, installed, uninstall
+from hybrid.generation.numerics import sampling_metrics
+from hybrid.generation.sampling import selective_log_softmax
+from hybrid.generation.scoring import Scores, padded_forward
 from hybrid.hybrid_engine import HybridEngine
 from hybrid.inference.engine import InferenceEngine, init_inference
 from hybrid.inference.injection_policy import LayerPolicy

@@ -25,14 +25,10 @@ from hybrid.containers.collective_forwards import ExpertForwards, LayerwiseForwa
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.containers.shared_modules import SharedModules, first_output
 from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
-from hybrid.decoding.kv_cache import KVCache
-from hybrid.decoding.loop import Decoding, Noise, TokenLog
-from hybrid.decoding.native_scoring import score_natively
-from hybrid.decoding.pages import PageStore
-from hybrid.decoding.sampling import Seeds
-from hybrid.decoding.scoring import Scores, score_packed
 from hybrid.deepspeed_surface import DeepSpeedSurface
-from hybrid.generation import (
+from hybrid.generation.block_pool import PageStore
+from hybrid.generation.decode import Decoding, Noise, TokenLog
+from hybrid.generation.generate import (
     Route,
     generate,
     prompts_of,
@@ -41,6 +37,10 @@ from hybrid.generation import (
     require_generate,
     stride_on,
 )
+from hybrid.generation.hf_cache import KVCache
+from hybrid.generation.native_scoring import score_natively
+from hybrid.generation.sampling import Seeds
+from hybrid.generation.scoring import Scores, score_packed
 from hybrid.inputs import as_ids, as_mask, as_model_inputs
 from hybrid.memory_plan import MemoryPlan, Mode, Modes, free_bytes, layer_by_layer
 from hybrid.models.reader import read_decoder

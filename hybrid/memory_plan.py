@@ -16,9 +16,9 @@ from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.fused import FusedModel, kernels_of
 from hybrid.containers.native_reasons import NativeReasons
 from hybrid.containers.self_check import checked_lengths
-from hybrid.decoding.pages import pages_for
-from hybrid.decoding.rows import PREFILL_TOKENS
-from hybrid.decoding.scoring import LOGIT_ROWS
+from hybrid.generation.block_pool import pages_for
+from hybrid.generation.model_runner import PREFILL_TOKENS
+from hybrid.generation.scoring import LOGIT_ROWS
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import Place, Reading, Unreadable
 from hybrid.models.structure import read_structure

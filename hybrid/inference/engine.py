@@ -34,13 +34,13 @@ from hybrid.containers.collective_forwards import ExpertForwards, SliceForwards
 from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.containers.shared_modules import first_output, whole_difference
 from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers, own_experts
-from hybrid.decoding.kv_cache import KVCache
-from hybrid.decoding.loop import Decoding, Noise, TooManyTokensError
-from hybrid.decoding.pages import PageStore
-from hybrid.decoding.rows import Decoder
-from hybrid.decoding.sampling import Seeds, wrapped
 from hybrid.extension_lock import extension_lock_reported
-from hybrid.generation import TimedDecoder, generate, prompts_of, stride_on
+from hybrid.generation.block_pool import PageStore
+from hybrid.generation.decode import Decoding, Noise, TooManyTokensError
+from hybrid.generation.generate import TimedDecoder, generate, prompts_of, stride_on
+from hybrid.generation.hf_cache import KVCache
+from hybrid.generation.model_runner import Decoder
+from hybrid.generation.sampling import Seeds, wrapped
 from hybrid.inference.auto_tp import Spread
 from hybrid.inference.checkpoints import open_checkpoint, save_mp_checkpoint
 from hybrid.inference.injection_policy import read_policy, require_whole_heads

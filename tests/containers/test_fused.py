@@ -18,9 +18,9 @@ from hybrid.containers.cpu_decoder import CpuDecoder
 from hybrid.containers.fused import FusedContainer, FusedModel, plain_call
 from hybrid.containers.self_check import STEPS, require_equal
 from hybrid.containers.torch_decoder import TorchDecoder
-from hybrid.decoding.kv_cache import KVCache
-from hybrid.decoding.loop import Decoding, Noise
-from hybrid.decoding.pages import PageStore
+from hybrid.generation.block_pool import PageStore
+from hybrid.generation.decode import Decoding, Noise
+from hybrid.generation.hf_cache import KVCache
 from hybrid.models.structure import Part, read_structure
 from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters

@@ -3,7 +3,7 @@
 import torch
 from transformers.cache_utils import DynamicCache
 
-from hybrid.decoding.kv_cache import GrowingLayer, KVCache
+from hybrid.generation.hf_cache import GrowingLayer, KVCache
 
 
 def pair(step: int = 4) -> tuple[KVCache, DynamicCache, DynamicCache]:

@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hybrid
-from hybrid.decoding import native_scoring
-from hybrid.decoding.native_scoring import FORWARD_TOKENS, LOGIT_ROWS, score_natively, similar
+from hybrid.generation import native_scoring
+from hybrid.generation.native_scoring import FORWARD_TOKENS, LOGIT_ROWS, score_natively, similar
 from tests.models import ALL_FAMILIES, tiny_model, with_peft
 
 TEMPERATURE = 0.7

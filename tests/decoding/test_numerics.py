@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from hybrid.decoding.numerics import sampling_metrics
+from hybrid.generation.numerics import sampling_metrics
 
 ROWS, WIDTH = 6, 9
 LENGTHS = [9, 1, 4, 0, 6, 2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid.containers.batch import PAGE, PagedKV
-from hybrid.decoding.pages import PageStore, pages_for
+from hybrid.generation.block_pool import PageStore, pages_for
 
 LAYERS, WIDTH = 2, 3
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
-from hybrid.decoding import rows
-from hybrid.decoding.pages import PageStore, pages_for
-from hybrid.decoding.rows import PageTable, Rows
+from hybrid.generation import model_runner as rows
+from hybrid.generation.block_pool import PageStore, pages_for
+from hybrid.generation.model_runner import PageTable, Rows
 
 
 class TableReader:

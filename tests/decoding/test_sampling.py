@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid.decoding.sampling import (
+from hybrid.generation.sampling import (
     Draw,
     entropy,
     inverse_cdf,

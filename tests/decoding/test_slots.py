@@ -15,10 +15,10 @@ from transformers import (
 )
 
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
-from hybrid.decoding import rows
-from hybrid.decoding.pages import PageStore, pages_for
-from hybrid.decoding.sampling import Draw, draw_tokens_in_torch, mixed, shifted, stream_keys
-from hybrid.decoding.slots import Completions, Request, complete
+from hybrid.generation import model_runner as rows
+from hybrid.generation.block_pool import PageStore, pages_for
+from hybrid.generation.sampling import Draw, draw_tokens_in_torch, mixed, shifted, stream_keys
+from hybrid.generation.scheduler import Completions, Request, complete
 
 VOCABULARY, PAD = 23, 0
 ENDS = (2, 7)

@@ -104,7 +104,7 @@ def test_logprobs_are_of_what_their_names_say(ranks, blocks):
 
 def check_in_torch() -> None:
     """The same where there are no kernels."""
-    with patch("hybrid.decoding.sampling.cpu_library", lambda: None):
+    with patch("hybrid.generation.sampling.cpu_library", lambda: None):
         check_logprobs({})
 
 
@@ -116,7 +116,7 @@ def check_lockstep_in_the_fused_decoder() -> None:
     """Where something sees the whole batch at every step the scores are already processed as they are drawn from."""
     from transformers import LogitsProcessorList
 
-    from hybrid.decoding.loop import TokenLog
+    from hybrid.generation.decode import TokenLog
 
     model = tiny_model("llama")
     reference = twin(model)

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hybrid.decoding.sampling import (
+from hybrid.generation.sampling import (
     Draw,
     draw_tokens,
     draw_tokens_in_torch,

@@ -1,5 +1,5 @@
 // Drawing tokens: one pass over a row's logits for its maximum, sums and logprobs; only the block that the draw falls
-// into is read again. Counter-based noise (splitmix64), as hybrid/decoding/sampling.py states it.
+// into is read again. Counter-based noise (splitmix64), as hybrid/generation/sampling.py states it.
 #pragma once
 #include <algorithm>
 #include <utility>

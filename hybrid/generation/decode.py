@@ -1,6 +1,6 @@
 """The decode loop: Hugging Face's `generate()` prepares, and calls this as its decoding method.
 
-Three ways, the first that fits: slots, where rows are independent of each other (`hybrid.decoding.slots`); the fused
+Three ways, the first that fits: slots, where rows are independent of each other (`hybrid.generation.scheduler`); the fused
 decoder in lockstep, where something looks at the whole batch at every step; the model's own forward.
 """
 
@@ -27,11 +27,11 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
 
-from hybrid.decoding.kv_cache import GrowingLayer, KVCache
-from hybrid.decoding.pages import PageStore, pages_for
-from hybrid.decoding.rows import Decoder, Rows, prefill
-from hybrid.decoding.sampling import Draw, draw_tokens, selective_log_softmax, split_warpers, stream_keys
-from hybrid.decoding.slots import Completions, Request, complete
+from hybrid.generation.block_pool import PageStore, pages_for
+from hybrid.generation.hf_cache import GrowingLayer, KVCache
+from hybrid.generation.model_runner import Decoder, Rows, prefill
+from hybrid.generation.sampling import Draw, draw_tokens, selective_log_softmax, split_warpers, stream_keys
+from hybrid.generation.scheduler import Completions, Request, complete
 from hybrid.profiling import Phase
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -104,7 +104,7 @@ class Decoding:
     expands: whether rows of a native cache may be repeated and moved, so that equal prompts are computed once: not
         where other ranks have a part of each cache, or count on messages of one size.
     runs_other_methods: whether beam search and the like run by Hugging Face's own loop; they are refused where not.
-    max_slots, stride: of `hybrid.decoding.slots`.
+    max_slots, stride: of `hybrid.generation.scheduler`.
     max_out_tokens: the most tokens of a sequence, prompt included.  limit: the setting that says so.
     noise: called once where sampling needs it.  token_log: filled where a rollout wants logprobs.
     streamer: gets tokens as they come; Hugging Face does not pass its own to a custom decoding method (5.23).

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from hybrid.containers.batch import PAGE, PackedBatch, PagedKV, packed, table_of
-from hybrid.decoding.pages import PageStore, pages_for
+from hybrid.generation.block_pool import PageStore, pages_for
 
 PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds what activations need
 

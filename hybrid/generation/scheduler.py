@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from hybrid.containers.batch import PAGE
-from hybrid.decoding.pages import PageStore, pages_for
-from hybrid.decoding.rows import Decoder, Rows, prefill
-from hybrid.decoding.sampling import Draw, Drawn, draw_tokens, selective_log_softmax
+from hybrid.generation.block_pool import PageStore, pages_for
+from hybrid.generation.model_runner import Decoder, Rows, prefill
+from hybrid.generation.sampling import Draw, Drawn, draw_tokens, selective_log_softmax
 from hybrid.profiling import Phase
 
 Processors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of ids, scores, rows of the request

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import GenerationConfig
 
 from hybrid.containers.batch import PackedBatch, PagedKV
-from hybrid.decoding.loop import MODES, Decoding, require_room, with_stop_strings
-from hybrid.decoding.rows import Decoder
+from hybrid.generation.decode import MODES, Decoding, require_room, with_stop_strings
+from hybrid.generation.model_runner import Decoder
 from hybrid.models.structure import can_generate
 from hybrid.profiling import ModelTimes
 from hybrid.rollout import check_prompts

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hybrid.decoding.pages import PageStore, pages_for
-from hybrid.decoding.rows import Decoder, hidden_states
-from hybrid.decoding.sampling import judge_tokens
+from hybrid.generation.block_pool import PageStore, pages_for
+from hybrid.generation.model_runner import Decoder, hidden_states
+from hybrid.generation.sampling import judge_tokens
 from hybrid.inputs import as_ids, as_mask
 
 LOGIT_ROWS = 256  # tokens whose logits exist at once

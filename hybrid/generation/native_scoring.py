@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hybrid.decoding.sampling import judge_tokens
-from hybrid.decoding.scoring import LOGIT_ROWS, Scores, padded_forward
+from hybrid.generation.sampling import judge_tokens
+from hybrid.generation.scoring import LOGIT_ROWS, Scores, padded_forward
 
 FORWARD_TOKENS = 4096  # of one forward, padding included; a longer row is a forward of its own
 WHOLE_LOGIT_TOKENS = 1024  # the same, where a forward gives the logits of all its tokens
