@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid
 from benchmarks.modes import start_ranks
-from hybrid.containers.batch import PAGE, PagedKV
+from hybrid.decoders.batch import PAGE, PagedKV
 from hybrid.generation.block_pool import PageStore, pages_for
 from hybrid.generation.model_runner import Rows
 

@@ -5,7 +5,7 @@ from typing import NoReturn
 from torch import nn
 
 from hybrid.call_lock import CallLock, one_at_a_time
-from hybrid.containers.calls import Calls
+from hybrid.decoders.calls import Calls
 from hybrid.memory_plan import Modes
 from hybrid.weights.snapshot import Snapshot
 

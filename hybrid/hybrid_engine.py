@@ -19,12 +19,12 @@ from transformers import DynamicCache
 
 from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import HybridEngineConfig, RolloutConfig
-from hybrid.containers.batch import is_packable
-from hybrid.containers.calls import Calls, SharedCalls
-from hybrid.containers.collective_forwards import ExpertForwards, LayerwiseForwards
-from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
-from hybrid.containers.shared_modules import SharedModules, first_output
+from hybrid.decoders.batch import is_packable
+from hybrid.decoders.calls import Calls, SharedCalls
+from hybrid.decoders.collective_forwards import ExpertForwards, LayerwiseForwards
 from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
+from hybrid.decoders.fused_model import FusedModel, containers_of, coverage_of, parts_of
+from hybrid.decoders.tp_modules import SharedModules, first_output
 from hybrid.deepspeed_surface import DeepSpeedSurface
 from hybrid.generation.block_pool import PageStore
 from hybrid.generation.decode import Decoding, Noise, TokenLog

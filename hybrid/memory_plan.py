@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hybrid.config import HybridEngineConfig, RolloutConfig
-from hybrid.containers.cpu_decoder import CpuDecoder
-from hybrid.containers.fused import FusedModel, kernels_of
-from hybrid.containers.native_reasons import NativeReasons
-from hybrid.containers.self_check import checked_lengths
+from hybrid.decoders.cpu_decoder import CpuDecoder
+from hybrid.decoders.fallback import NativeReasons
+from hybrid.decoders.fused_model import FusedModel, kernels_of
+from hybrid.decoders.self_check import checked_lengths
 from hybrid.generation.block_pool import pages_for
 from hybrid.generation.model_runner import PREFILL_TOKENS
 from hybrid.generation.scoring import LOGIT_ROWS

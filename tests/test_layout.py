@@ -23,7 +23,7 @@ LAYERS = [
     ("hybrid.generation.generate",),
     ("hybrid.rollout",),
     ("hybrid.generation",),
-    ("hybrid.containers",),
+    ("hybrid.decoders",),
     ("hybrid.kernels",),
     ("hybrid.weights",),
     ("hybrid.models",),
@@ -135,7 +135,7 @@ def test_a_wrong_import_is_found(tmp_path, file, text, words):
     assert any(words in line for line in wrong_imports(tmp_path)), wrong_imports(tmp_path)
 
 
-MEASURED_ALONE = ("hybrid.containers.batch", "hybrid.generation.block_pool", "hybrid.generation.model_runner")
+MEASURED_ALONE = ("hybrid.decoders.batch", "hybrid.generation.block_pool", "hybrid.generation.model_runner")
 
 
 def test_examples_and_benchmarks_use_the_public_face():

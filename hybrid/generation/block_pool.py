@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from hybrid.containers.batch import PAGE, PagedKV
+from hybrid.decoders.batch import PAGE, PagedKV
 
 RESERVED_SHARE = 0.9  # of free memory, at most, for what a call may come to need: activations need some too
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from hybrid.containers.batch import PackedBatch, PagedKV
+from hybrid.decoders.batch import PackedBatch, PagedKV
 from hybrid.generation.decode import MODES, Decoding, require_room, with_stop_strings
 from hybrid.generation.model_runner import Decoder
 from hybrid.models.structure import can_generate

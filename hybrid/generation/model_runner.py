@@ -6,14 +6,14 @@ from typing import Protocol
 
 import torch
 
-from hybrid.containers.batch import PAGE, PackedBatch, PagedKV, packed, table_of
+from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV, packed, table_of
 from hybrid.generation.block_pool import PageStore, pages_for
 
 PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds what activations need
 
 
 class Decoder(Protocol):
-    """What decoding asks of a decoder: `hybrid.containers` has one for each kind of machine."""
+    """What decoding asks of a decoder: `hybrid.decoders` has one for each kind of machine."""
 
     device: torch.device
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybrid.containers.batch import PAGE
+from hybrid.decoders.batch import PAGE
 from hybrid.generation.block_pool import PageStore, pages_for
 from hybrid.generation.model_runner import Decoder, Rows, prefill
 from hybrid.generation.sampling import Draw, Drawn, draw_tokens, selective_log_softmax

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from hybrid.containers.shared_modules import SharedModules
+from hybrid.decoders.tp_modules import SharedModules
 from hybrid.inference.injection_policy import (
     HEAD_BY_HEAD,
     PER_RANK,

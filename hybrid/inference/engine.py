@@ -29,11 +29,11 @@ from hybrid.config import (
     read_inference_config,
     values_set,
 )
-from hybrid.containers.calls import Calls, SharedCalls
-from hybrid.containers.collective_forwards import ExpertForwards, SliceForwards
-from hybrid.containers.fused import FusedModel, containers_of, coverage_of, parts_of
-from hybrid.containers.shared_modules import first_output, whole_difference
+from hybrid.decoders.calls import Calls, SharedCalls
+from hybrid.decoders.collective_forwards import ExpertForwards, SliceForwards
 from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers, own_experts
+from hybrid.decoders.fused_model import FusedModel, containers_of, coverage_of, parts_of
+from hybrid.decoders.tp_modules import first_output, whole_difference
 from hybrid.extension_lock import extension_lock_reported
 from hybrid.generation.block_pool import PageStore
 from hybrid.generation.decode import Decoding, Noise, TooManyTokensError

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hybrid.containers.cpu_decoder import CpuDecoder
-from hybrid.containers.self_check import own_pages_batch
+from hybrid.decoders.cpu_decoder import CpuDecoder
+from hybrid.decoders.self_check import own_pages_batch
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import Unreadable

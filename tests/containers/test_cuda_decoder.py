@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
-from hybrid.containers.batch import PAGE, PackedBatch
-from hybrid.containers.cuda_decoder import CudaDecoder
+from hybrid.decoders.batch import PAGE, PackedBatch
+from hybrid.decoders.cuda_decoder import CudaDecoder
 from hybrid.kernels.cuda_graph import Captured
 from hybrid.kernels.triton_attention import SPLIT, decode_attention
 from hybrid.models.reader import read_decoder
@@ -286,7 +286,7 @@ def test_the_self_check_refuses_wrong_decode_attention(wrong, monkeypatch):
     if wrong is AveragedSplits:
         monkeypatch.setattr("hybrid.kernels.triton_attention._join_kernel", AveragedSplits())
     else:
-        monkeypatch.setattr("hybrid.containers.cuda_decoder.decode_attention", wrong)
+        monkeypatch.setattr("hybrid.decoders.cuda_decoder.decode_attention", wrong)
     model = checked_model()
     reason = refusal(cuda_decoder(model), model)
     assert reason.startswith("layer 0, in decode steps, of the fused container differs"), reason

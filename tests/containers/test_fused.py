@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.integrations.neftune import activate_neftune
 
-from hybrid.containers.calls import Calls as Requests
-from hybrid.containers.cpu_decoder import CpuDecoder
-from hybrid.containers.fused import FusedContainer, FusedModel, plain_call
-from hybrid.containers.self_check import STEPS, require_equal
-from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.decoders.calls import Calls as Requests
+from hybrid.decoders.cpu_decoder import CpuDecoder
+from hybrid.decoders.fused_model import FusedContainer, FusedModel, plain_call
+from hybrid.decoders.self_check import STEPS, require_equal
+from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.generation.block_pool import PageStore
 from hybrid.generation.decode import Decoding, Noise
 from hybrid.generation.hf_cache import KVCache
@@ -101,7 +101,7 @@ def calls(monkeypatch) -> Calls:
         finally:
             counter.checking = False
 
-    monkeypatch.setattr("hybrid.containers.fused.require_equal", checked)
+    monkeypatch.setattr("hybrid.decoders.fused_model.require_equal", checked)
     return counter
 
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hybrid.containers import self_check, torch_decoder
-from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
-from hybrid.containers.cpu_decoder import CpuDecoder
-from hybrid.containers.int8_decoder import Int8Decoder
-from hybrid.containers.self_check import require_equal
-from hybrid.containers.sharded_decoder import ShardedDecoder
-from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.decoders import self_check, torch_decoder
+from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoders.cpu_decoder import CpuDecoder
+from hybrid.decoders.int8_decoder import Int8Decoder
+from hybrid.decoders.self_check import require_equal
+from hybrid.decoders.torch_decoder import TorchDecoder
+from hybrid.decoders.tp_decoder import ShardedDecoder
 from hybrid.kernels import torch_ops
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder

@@ -5,9 +5,9 @@ import peft
 import pytest
 import torch
 
-from hybrid.containers.cpu_decoder import CpuDecoder
-from hybrid.containers.fused import FusedModel
-from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.decoders.cpu_decoder import CpuDecoder
+from hybrid.decoders.fused_model import FusedModel
+from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
 from hybrid.models.structure import read_structure

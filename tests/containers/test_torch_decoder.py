@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hybrid.containers.batch import PAGE, PackedBatch
-from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.decoders.batch import PAGE, PackedBatch
+from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.kernels import torch_ops
 from hybrid.models.modules import plain
 from hybrid.models.reader import read_decoder

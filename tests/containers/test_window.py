@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid.containers.calls import Calls
-from hybrid.containers.fused import FusedModel
-from hybrid.containers.native import NativeContainer
+from hybrid.decoders.calls import Calls
+from hybrid.decoders.containers import NativeContainer
+from hybrid.decoders.fused_model import FusedModel
 from hybrid.models.structure import read_structure
 from hybrid.weights.lend import Window, disabled
 from hybrid.weights.lora import read_adapters

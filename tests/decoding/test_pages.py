@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hybrid.containers.batch import PAGE, PagedKV
+from hybrid.decoders.batch import PAGE, PagedKV
 from hybrid.generation.block_pool import PageStore, pages_for
 
 LAYERS, WIDTH = 2, 3

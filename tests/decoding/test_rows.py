@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
 from hybrid.generation import model_runner as rows
 from hybrid.generation.block_pool import PageStore, pages_for
 from hybrid.generation.model_runner import PageTable, Rows

@@ -14,7 +14,7 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
 from hybrid.generation import model_runner as rows
 from hybrid.generation.block_pool import PageStore, pages_for
 from hybrid.generation.sampling import Draw, draw_tokens_in_torch, mixed, shifted, stream_keys

@@ -18,7 +18,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 import hybrid
-from hybrid.containers import fused, shared_modules
+from hybrid.decoders import fused_model as fused
+from hybrid.decoders import tp_modules as shared_modules
 from hybrid.models.spec import Unreadable
 from tests.engines import engine_of, settings, storage_digest, train_step
 from tests.models import SIZES, prompts, tiny_model, twin

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from transformers import LogitsProcessorList
 
 import hybrid
-from hybrid.containers import fused
-from hybrid.containers.cpu_decoder import CpuDecoder
+from hybrid.decoders import fused_model as fused
+from hybrid.decoders.cpu_decoder import CpuDecoder
 from tests.engines import engine_of, settings
 from tests.models import prompts, tiny_model, twin
 

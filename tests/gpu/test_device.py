@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
-from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.generation.sampling import Draw, draw_tokens_in_torch, stream_keys
 from hybrid.kernels.triton_sampling import sample
 from hybrid.models.reader import read_decoder

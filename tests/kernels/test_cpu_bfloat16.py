@@ -9,8 +9,8 @@ import subprocess
 import pytest
 import torch
 
-from hybrid.containers.batch import PackedBatch
-from hybrid.containers.cpu_decoder import CpuDecoder
+from hybrid.decoders.batch import PackedBatch
+from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.kernels.cpu_library import FLAGS, SOURCES, built, cpu_library, opened
 from hybrid.models.reader import read_decoder
 from tests.containers.test_cpu_decoder import CpuRun

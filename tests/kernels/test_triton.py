@@ -19,7 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralS
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
-from hybrid.containers.batch import PAGE
+from hybrid.decoders.batch import PAGE
 from hybrid.generation.sampling import stream_keys, uniform
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.models.reader import read_decoder
 from hybrid.weights import gather, lora
 from hybrid.weights.gather import Fetch, whole_in
@@ -44,7 +44,7 @@ def whole_bytes(engine, *names: str) -> int:
 def check_torch_decoder(targets: str, size: int, family: str) -> None:
     """Tokens are Hugging Face's, with and without adapters, and the snapshot is all that is held of the weights."""
     block = {"tp_gather_partition_size": 1, "inference_tp_size": size}
-    with mock.patch("hybrid.containers.fused.cpu_library", lambda: None):
+    with mock.patch("hybrid.decoders.fused_model.cpu_library", lambda: None):
         engine = engine_of(made(targets, family), settings(hybrid_engine=block, rollout={"containers": "fused"}))
         ids, mask = prompts(3, 9, padded=True, seed=dist.get_rank())
         request = {"attention_mask": mask, "max_new_tokens": 6}
@@ -86,7 +86,7 @@ def test_joined_biases_are_too(ranks):
 
 def check_change() -> None:
     """Which of a joined matrix' parts are merged changes from call to call, and back."""
-    with mock.patch("hybrid.containers.fused.cpu_library", lambda: None):
+    with mock.patch("hybrid.decoders.fused_model.cpu_library", lambda: None):
         model = made("some")
         more = peft.LoraConfig(r=2, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
         model.add_adapter("second", more)

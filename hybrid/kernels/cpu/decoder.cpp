@@ -1,7 +1,7 @@
 // A whole decoder on the CPU: every layer of a forward in one call, threads meeting at barriers.
 //
 // Activations are float32 and rounded to the model's dtype wherever Hugging Face's modules round; weights are read
-// where they lie. What the numbers mean is said in hybrid/models/spec.py and hybrid/containers/batch.py.
+// where they lie. What the numbers mean is said in hybrid/models/spec.py and hybrid/decoders/batch.py.
 #include <omp.h>
 
 #include "attention.h"

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
-from hybrid.containers.torch_decoder import Copies, Step, TorchDecoder, no_sides
+from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoders.torch_decoder import Copies, Step, TorchDecoder, no_sides
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import Place, Reading
 from hybrid.parallel import InferenceGroup

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from hybrid.containers.batch import PackedBatch, PagedKV
-from hybrid.containers.cpu_decoder import CpuDecoder
-from hybrid.containers.torch_decoder import TorchDecoder
+from hybrid.decoders.batch import PackedBatch, PagedKV
+from hybrid.decoders.cpu_decoder import CpuDecoder
+from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.models.spec import Place, Reading
 from hybrid.parallel import any_rank
 from hybrid.weights.streaming import Owner, StreamedSnapshot

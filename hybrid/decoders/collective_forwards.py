@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hybrid.containers.shared_modules import attribute
 from hybrid.decoders.deepspeed_moe import Exchange, needs_equal_messages, padded_forward
+from hybrid.decoders.tp_modules import attribute
 from hybrid.models.structure import Structure
 from hybrid.parallel import Guard, any_rank
 from hybrid.profiling import Phase

@@ -10,16 +10,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hybrid.containers.batch import is_packable
-from hybrid.containers.calls import Calls
-from hybrid.containers.cpu_decoder import CpuDecoder, Workspace, reads_int8
-from hybrid.containers.int8_decoder import Int8Decoder
-from hybrid.containers.native import NativeContainer
-from hybrid.containers.native_reasons import NO_WARNING, ForeignHooks, NativeReasons
-from hybrid.containers.self_check import own_pages_batch, require_equal
-from hybrid.containers.sharded_decoder import Pool, ShardedDecoder, SharedDecoder
-from hybrid.containers.streamed_decoder import Passes, StreamedDecoder
-from hybrid.containers.torch_decoder import Copies, TorchDecoder, no_sides
+from hybrid.decoders.batch import is_packable
+from hybrid.decoders.calls import Calls
+from hybrid.decoders.containers import NativeContainer
+from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace, reads_int8
+from hybrid.decoders.fallback import NO_WARNING, ForeignHooks, NativeReasons
+from hybrid.decoders.int8_decoder import Int8Decoder
+from hybrid.decoders.self_check import own_pages_batch, require_equal
+from hybrid.decoders.streamed_decoder import Passes, StreamedDecoder
+from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_sides
+from hybrid.decoders.tp_decoder import Pool, ShardedDecoder, SharedDecoder
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
@@ -258,7 +258,7 @@ class FusedModel:
         if kernels == "CPU kernels":
             return CpuDecoder(reading, weights, dtype, cpu_library(), sides, copies, self.workspace)
         if kernels == "Triton":
-            from hybrid.containers.cuda_decoder import CudaDecoder  # needs triton, which a CPU install has not
+            from hybrid.decoders.cuda_decoder import CudaDecoder  # needs triton, which a CPU install has not
 
             return CudaDecoder(reading, weights, dtype, self.graph_slots, sides=sides, copies=copies)
         if self._int8_weights():

@@ -7,8 +7,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
-from hybrid.containers.torch_decoder import Copies, no_sides
+from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoders.torch_decoder import Copies, no_sides
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
 from hybrid.models.spec import OUTER_ROLES, LayerSpec, Place, Reading, Unreadable

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid.containers.calls import Calls
+from hybrid.decoders.calls import Calls
 from hybrid.inputs import as_model_inputs
 from hybrid.models.structure import Part
 

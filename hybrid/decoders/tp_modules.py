@@ -10,10 +10,10 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hybrid.containers.calls import Calls
-from hybrid.containers.comparison import output_difference
-from hybrid.containers.meetings import Meetings
-from hybrid.containers.native import NativeContainer
+from hybrid.decoders.calls import Calls
+from hybrid.decoders.comparison import output_difference
+from hybrid.decoders.containers import NativeContainer
+from hybrid.decoders.tp_forwards import Meetings
 from hybrid.models.spec import Unreadable
 from hybrid.models.structure import Part
 from hybrid.models.tp_plan import Share, TensorPlan, hugging_face_model

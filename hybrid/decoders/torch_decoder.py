@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn import functional as F
 
-from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import JOINED, OUTER_ROLES, Place, Reading
 from hybrid.weights.joined import as_one

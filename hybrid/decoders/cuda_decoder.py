@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid.containers.batch import PAGE, PackedBatch, PagedKV
-from hybrid.containers.torch_decoder import Copies, TorchDecoder, no_sides
+from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_sides
 from hybrid.kernels import torch_ops
 from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
 from hybrid.kernels.triton_attention import SPLIT, decode_attention, prefill_attention

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hybrid.containers.torch_decoder import Tensors, TorchDecoder
+from hybrid.decoders.torch_decoder import Tensors, TorchDecoder
 from hybrid.models.spec import JOINED, Place
 from hybrid.weights.int8 import dequantized, int8_linear, scale_of
 

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hybrid.containers.batch import PAGE, PackedBatch, PagedKV, packed
-from hybrid.containers.comparison import difference, output_difference, spread_apart
-from hybrid.containers.streamed_decoder import Passes
+from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV, packed
+from hybrid.decoders.comparison import difference, output_difference, spread_apart
+from hybrid.decoders.streamed_decoder import Passes
 from hybrid.models.spec import DecoderSpec, Reading, Unreadable
 from hybrid.models.tp_plan import hugging_face_model
 

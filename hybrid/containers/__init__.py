@@ -1,1 +1,0 @@
-"""Inference layers over the snapshot's tensors."""
