@@ -32,7 +32,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import hybrid
 from benchmarks.cases import SHAPES, make_model
 from benchmarks.modes import machine
-from hybrid.integrations.trl import rollout_func
+from hybrid.compat.trl import rollout_func
 
 END, WORDS_A_PROMPT = 2, 32
 

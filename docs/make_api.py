@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import hybrid
+from hybrid.compat.trl import rollout_func
 from hybrid.config import BLOCKS, FORWARDED, Block, InferenceConfig
 from hybrid.deepspeed_surface import DeepSpeedSurface
-from hybrid.integrations.trl import rollout_func
 
 PAGE, INFERENCE_PAGE = (Path(__file__).parent / name for name in ("api.md", "inference.md"))
 TABLE_BEGINS, TABLE_ENDS = "<!-- written by docs/make_api.py -->\n", "<!-- to here -->\n"
@@ -32,7 +32,7 @@ def page() -> str:
     functions = [name for name in hybrid.__all__ if inspect.isfunction(getattr(hybrid, name))]
     classes = [name for name in hybrid.__all__ if inspect.isclass(getattr(hybrid, name))]
     parts = [HEAD, "## Functions\n", *(entry(f"hybrid.{name}", getattr(hybrid, name)) for name in functions)]
-    parts += [entry("hybrid.integrations.trl.rollout_func", rollout_func)]
+    parts += [entry("hybrid.compat.trl.rollout_func", rollout_func)]
     for name in classes:
         kind = getattr(hybrid, name)
         # A dataclass's and an engine's constructor are told of in the docstring.

@@ -1,6 +1,7 @@
 """A model that is being trained under DeepSpeed ZeRO, and generates in the same process from the same weights."""
 
-from hybrid.drop_in import install, installed, uninstall
+from hybrid.compat.install import install, installed, uninstall
+from hybrid.compat.rollout_engine import HybridRollout, build_rollout
 from hybrid.generation.numerics import sampling_metrics
 from hybrid.generation.sampling import selective_log_softmax
 from hybrid.generation.scoring import Scores, padded_forward
@@ -9,7 +10,6 @@ from hybrid.inference.engine import InferenceEngine, init_inference
 from hybrid.inference.injection_policy import LayerPolicy
 from hybrid.initialize import initialize
 from hybrid.rollout import RolloutBatch, SamplingParams
-from hybrid.rollout_engine import HybridRollout, build_rollout
 
 __all__ = [
     "HybridEngine",

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hybrid
-from hybrid import drop_in
+from hybrid.compat import install as drop_in
 from tests.engines import settings, storage_digest
 from tests.models import ADAPTERS, prompts, tiny_model, twin
 
@@ -229,7 +229,7 @@ def test_init_inference_builds_ours_unless_asked_not_to(monkeypatch):
 
 def test_importing_changes_nothing():
     code = (
-        "import deepspeed; before = deepspeed.initialize; import hybrid, hybrid.drop_in; "
+        "import deepspeed; before = deepspeed.initialize; import hybrid, hybrid.compat.install; "
         "assert deepspeed.initialize is before and before.__module__ == 'deepspeed'"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the top down. A file may import from layers below its own, and from its own; never from above.
 LAYERS = [
     ("hybrid",),
-    ("hybrid.integrations",),
-    ("hybrid.drop_in",),
+    ("hybrid.compat",),
+    ("hybrid.compat.install",),
     ("hybrid.initialize",),
     ("hybrid.hybrid_engine", "hybrid.inference.engine"),
-    ("hybrid.deepspeed_surface", "hybrid.rollout_engine"),
+    ("hybrid.deepspeed_surface", "hybrid.compat.rollout_engine"),
     ("hybrid.memory_plan",),
     ("hybrid.generation.generate",),
     ("hybrid.rollout",),
@@ -146,7 +146,7 @@ def test_examples_and_benchmarks_use_the_public_face():
                 public = module == "hybrid" or module.removeprefix("hybrid.") in hybrid.__all__
                 # What a step costs around the decoder is measured without a decoder.
                 internal = path.name == "overhead.py" and module.startswith(MEASURED_ALONE)
-                assert public or internal or module.startswith("hybrid.integrations"), f"{path}: {module}"
+                assert public or internal or module.startswith("hybrid.compat"), f"{path}: {module}"
             used = {
                 node.attr
                 for node in ast.walk(tree)

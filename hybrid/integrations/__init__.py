@@ -1,1 +1,0 @@
-"""Other libraries' ways to ask for rollouts. Nothing here is imported unless it is asked for by name."""

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import hybrid
-from hybrid.integrations import trl as integration
+from hybrid.compat import trl as integration
 from tests.engines import CONTAINERS, settings, storage_digest
 from tests.models import END, VOCABULARY, tiny_model
 from tests.test_drop_in import no_accelerator, quietly, without_ours

@@ -1,0 +1,1 @@
+"""Other libraries' ways to ask for rollouts: DeepSpeed's entry points, TRL, DeepSpeed's rollout interface."""
