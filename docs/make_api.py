@@ -8,7 +8,7 @@ from pathlib import Path
 import hybrid
 from hybrid.compat.trl import rollout_func
 from hybrid.config import BLOCKS, FORWARDED, Block, InferenceConfig
-from hybrid.deepspeed_surface import DeepSpeedSurface
+from hybrid.deepspeed_api import DeepSpeedSurface
 
 PAGE, INFERENCE_PAGE = (Path(__file__).parent / name for name in ("api.md", "inference.md"))
 TABLE_BEGINS, TABLE_ENDS = "<!-- written by docs/make_api.py -->\n", "<!-- to here -->\n"

@@ -15,8 +15,8 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import log_dist
 
 from hybrid.config import HybridEngineConfig, RolloutConfig, load_config, read_blocks
+from hybrid.engine import HybridEngine
 from hybrid.extension_lock import extension_lock_reported
-from hybrid.hybrid_engine import HybridEngine
 from hybrid.parallel import world_size
 from hybrid.weights.offload import require_movable
 

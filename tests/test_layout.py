@@ -17,8 +17,8 @@ LAYERS = [
     ("hybrid.compat",),
     ("hybrid.compat.install",),
     ("hybrid.initialize",),
-    ("hybrid.hybrid_engine", "hybrid.inference.engine"),
-    ("hybrid.deepspeed_surface", "hybrid.compat.rollout_engine"),
+    ("hybrid.engine", "hybrid.inference.engine"),
+    ("hybrid.deepspeed_api", "hybrid.compat.rollout_engine"),
     ("hybrid.memory_plan",),
     ("hybrid.generation.generate",),
     ("hybrid.rollout",),
@@ -111,12 +111,12 @@ def test_imports_point_down():
         ),
         ("config.py", "from . import parallel", "hybrid.config and hybrid.parallel import each other"),
         ("rollout.py", "import hybrid", "hybrid.rollout imports from the package root"),
-        ("decoding/loop.py", "from ..hybrid_engine import HybridEngine", "hybrid.hybrid_engine, which is above it"),
+        ("decoding/loop.py", "from ..hybrid_engine import HybridEngine", "hybrid.engine, which is above it"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path, file, text, words):
     tree = {
-        "__init__.py": "from hybrid.hybrid_engine import HybridEngine",
+        "__init__.py": "from hybrid.engine import HybridEngine",
         "hybrid_engine.py": "from hybrid.generation.decode import x",
         "rollout.py": "",
         "decoding/__init__.py": "",

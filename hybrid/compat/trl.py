@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hybrid.hybrid_engine import HybridEngine
+from hybrid.engine import HybridEngine
 from hybrid.rollout import SamplingParams
 
 # Of what TRL puts into `trainer.generation_kwargs`. Ends and padding are the trainer's own.

@@ -116,7 +116,7 @@ def test_an_inference_engine_takes_any_dtype(ranks, tp_size, inject):
 
 def check_moved(monkeypatch) -> None:
     """With the model on another device every input is moved there, before anything reads it."""
-    from hybrid import hybrid_engine
+    from hybrid import engine as hybrid_engine
 
     engine = engine_of(tiny_model("llama"), settings(0))  # no gathering, which would need the device
     ids, mask = prompts(2, 5, padded=True)

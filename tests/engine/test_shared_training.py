@@ -6,7 +6,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 import hybrid
-from hybrid.hybrid_engine import group_of_mpu
+from hybrid.engine import group_of_mpu
 from tests.engines import engine_of, settings
 from tests.models import prompts, tiny_model, twin
 

@@ -1,0 +1,870 @@
+"""HybridEngine: DeepSpeed's training engine that also generates. The mode switch, and who calls whom."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache
+
+from hybrid.call_lock import CallLock, one_at_a_time
+from hybrid.config import HybridEngineConfig, RolloutConfig
+from hybrid.decoders.batch import is_packable
+from hybrid.decoders.calls import Calls, SharedCalls
+from hybrid.decoders.collective_forwards import ExpertForwards, LayerwiseForwards
+from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
+from hybrid.decoders.fused_model import FusedModel, containers_of, coverage_of, parts_of
+from hybrid.decoders.tp_modules import SharedModules, first_output
+from hybrid.deepspeed_api import DeepSpeedSurface
+from hybrid.generation.block_pool import PageStore
+from hybrid.generation.decode import Decoding, Noise, TokenLog
+from hybrid.generation.generate import (
+    Route,
+    generate,
+    prompts_of,
+    refuse_model_inputs,
+    require_decoder,
+    require_generate,
+    stride_on,
+)
+from hybrid.generation.hf_cache import KVCache
+from hybrid.generation.native_scoring import score_natively
+from hybrid.generation.sampling import Seeds
+from hybrid.generation.scoring import Scores, score_packed
+from hybrid.inputs import as_ids, as_mask, as_model_inputs
+from hybrid.memory_plan import MemoryPlan, Mode, Modes, free_bytes, layer_by_layer
+from hybrid.models.reader import read_decoder
+from hybrid.models.spec import Unreadable
+from hybrid.models.structure import can_generate, generating_part
+from hybrid.models.tp_plan import hugging_face_model, read_tp_plan
+from hybrid.parallel import InferenceGroup, any_rank, engine_name, lost_rank_reported, own_row_ids, world_size
+from hybrid.profiling import Profiler
+from hybrid.rollout import (
+    RolloutBatch,
+    SamplingParams,
+    check_left_padded,
+    check_prompts,
+    check_row_ids,
+    end_token_ids,
+    make_batch,
+)
+from hybrid.weights.export import save_pretrained
+from hybrid.weights.lend import Window
+from hybrid.weights.lora import read_adapters
+from hybrid.weights.module_tables import EngineHooks, ModuleTree
+from hybrid.weights.offload import movable_states, relink, require_movable_optimizer
+from hybrid.weights.sliced_snapshot import LentSlices
+from hybrid.weights.slices import Shard, planned_slices, require_divisible
+from hybrid.weights.snapshot import Snapshot
+from hybrid.weights.streaming import StreamedSnapshot
+from hybrid.weights.watch import WeightWatch
+
+ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
+
+
+class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
+    """DeepSpeed's engine for ZeRO 0-3, whose model also generates, fast and in the same process.
+
+    In train mode it is DeepSpeed's engine. In eval mode forwards run without gradients over a snapshot of the
+    weights: gathered once for each version of them, adapters merged, training storage only read. Built by
+    `hybrid.initialize`.
+
+    Threads may share it: their calls run one at a time, in the order in which they came, and `with inference()` keeps
+    other threads out until it ends. What spans several calls (forward, backward, step) is the caller's to keep
+    together. Calls that are collectives (all, where `in_step`; under ZeRO-3 the first one after a step) must come in
+    the same order on every rank.
+    """
+
+    def __init__(self, args: Any, model: nn.Module, *, blocks: tuple[HybridEngineConfig, RolloutConfig], **kwargs: Any):
+        self.call_lock = CallLock()
+        read_adapters(model)  # refuses what cannot be merged before DeepSpeed partitions anything
+        refuse_heads_that_cannot_be_shared(generating_part(model), blocks[0].inference_tp_size)
+        given_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
+        super().__init__(args, model, **kwargs)
+        self._settings, self._rollout_settings = blocks
+        if self._rollout_settings.offload_states:
+            require_movable_optimizer(self.optimizer)
+        self._in_eval = False
+        self._seeds = Seeds()
+        self._unhooked = ExitStack()  # gives back the hooks of switched modules
+        self._tree = ModuleTree(self.module)
+        self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
+        self._modes = Modes(
+            generating_part(self.module),
+            *blocks,
+            self.zero_optimization_stage(),
+            self._profiler.phase,
+            self._profiler.gathered,
+            self._training_hooks,
+        )
+        self._kv_cache = KVCache(self._rollout_settings.kv_step)
+        self._version = self._modes.version
+        self._watch, self._outdated = WeightWatch(self._policy), False
+        if isinstance(optimizer := getattr(self, "basic_optimizer", None), torch.optim.Optimizer):
+            self._before_update = optimizer.register_step_pre_hook(self._version.begin_update)
+        self._exchange = exchange_tokens(expert_layers(self._policy))
+        self._group = InferenceGroup(self._modes.in_use.tp_size, group=given_group)
+        snapshot, fused = self._modes.weights(self._modes.in_use, self._group)
+        # Where this rank has no whole copy, the model's own layers run on what ZeRO-3 gathers as they run.
+        self._arrange(snapshot, fused, streams=self._modes.in_use != Mode())
+        self._pages = self._make_pages()
+        self._replace_refused_decoder()
+        self._routes = [Route(self._policy, self.generate)] if can_generate(self._policy) else []
+        for route in self._routes:
+            route.open()
+        if isinstance(head := getattr(self.module, "score", None), nn.Module):
+            # A sequence classifier's: callers reach it through DeepSpeed's engine (TRL's PPO trainer does).
+            self.__dict__["score"] = head
+
+    @property
+    def _policy(self) -> nn.Module:
+        """What of the module generates. Not kept by the engine, whose child it would become beside the module."""
+        return self._modes.model
+
+    def _replace_refused_decoder(self) -> None:
+        """Where the decoder that was spread over the group cannot be used, the model's own modules are."""
+        if self._fused.group is not None and self._fused.why_not:
+            self._share_modules(self._fused.why_not)
+
+    def _share_modules(self, why: str) -> None:
+        """The model's own modules spread over the group, as its `tp_plan` says, once that is shown to equal what whole
+        weights give; else whole layers, gathered as they run. why: there is no decoder of ours. A collective."""
+        shard = Shard(self._group.size, self._group.index)
+        try:
+            plan = read_tp_plan(self._policy)
+            with autocast_if_enabled(self):
+                expected = first_output(self._policy, self.device)
+            snapshot = LentSlices(*self._modes.kept, slices=planned_slices(plan, shard))
+            shared = SharedModules(self._policy, plan, snapshot.adapted, self._group, self.device, self._empty_cache)
+            self._arrange(snapshot, self._modes.fused(snapshot, why), streams=False, shared=shared)
+            with autocast_if_enabled(self), self._window.opened():
+                shared.require_same(expected)
+            self._snapshot.release()
+        except Unreadable as reason:
+            snapshot = Snapshot(*self._modes.kept)
+            self._arrange(snapshot, self._modes.fused(snapshot, layer_by_layer(f"{why}; {reason}")), streams=True)
+
+    def _empty_cache(self) -> DynamicCache:
+        """A cache as the model's `generate()` makes them, in storage of its own."""
+        cache = DynamicCache(config=hugging_face_model(self._policy).config.get_text_config(decoder=True))
+        KVCache(self._rollout_settings.kv_step).adopt(cache)
+        return cache
+
+    def _arrange(
+        self, snapshot: Snapshot, fused: FusedModel, streams: bool, shared: SharedModules | None = None
+    ) -> None:
+        """Decide what eval mode runs on and in.
+
+        streams: the model's own layers run on their own weights, which ZeRO-3 gathers as they run.
+        shared: the model's own modules, where ranks share those.
+        """
+        self._snapshot, self._fused, self._streams = snapshot, fused, streams
+        self._meetings = None if shared is None else shared.meetings
+        self._window = Window(
+            self._policy,
+            snapshot,
+            self._refresh,
+            self._hooks_off,
+            lends=not streams,
+            merges=not streams or fused.is_shared,
+            sharing=nullcontext if shared is None else shared.lent,
+            around=self._states_on_host if self._rollout_settings.offload_states else nullcontext,
+            renew=self._renew,
+            device=self.device,
+        )
+        self._calls = self._make_calls(shared)
+        parts = parts_of(self._policy, self._modes.structure, inner=self.in_step)
+        if shared is None:
+            self._containers = containers_of(parts, self._calls)
+        else:
+            self._containers = shared.containers(parts, self._calls)
+        switched = {container.part.module for container in self._containers}
+        self._switched_hooks = EngineHooks(lambda: switched, self._training_hooks)
+        self._other_hooks = EngineHooks(
+            lambda: [module for module in self._policy.modules() if module not in switched], self._training_hooks
+        )
+
+    def _make_calls(self, shared: SharedModules | None) -> Calls:
+        """What runs requests, of this rank alone or of the ranks that compute together."""
+        if not self.in_step:
+            return Calls(self._window, self._fused, self._join_refresh, self.call_lock)
+        partitioned, group = self.zero_optimization_stage() == 3, self._group.group
+        native = None if shared is None else shared.meetings
+        if self._exchange is not None:
+            native, group = ExpertForwards(self._policy, self._exchange, self.device), self._exchange.group
+        elif self._streams and partitioned:
+            native = LayerwiseForwards(
+                self._modes.structure,
+                self._training_hooks,
+                self._profiler.phase,
+                self._profiler.gathered,
+                self.device,
+                self._rollout_settings.sync_interval,
+            )
+        # Where weights are partitioned, every rank takes part in gathering them.
+        group = None if partitioned else group
+        own = (self._window, self._fused, self._join_refresh, self.call_lock)
+        return SharedCalls(*own, group, native, self._profiler.phase)
+
+    def _make_pages(self) -> PageStore:
+        """The pages, bounded by the settings: by what the memory limit leaves, where that is less."""
+        step, kv_cache_bytes = self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes
+        left = self._modes.kv_limit()
+        if left is None or (kv_cache_bytes is not None and kv_cache_bytes <= left):
+            return PageStore(step, kv_cache_bytes, free_bytes=free_bytes)
+        name = f"rollout.memory_limit={self._modes.limit}"
+        return PageStore(
+            step, left, name, lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}", free_bytes
+        )
+
+    # ---------------------------------------------------------------- modes
+
+    @one_at_a_time
+    def eval(self) -> None:
+        """Switch forwards to the inference containers. From the second iteration on rank 0 prints DeepSpeed's line."""
+        if not self._window.is_open:
+            self._profiler.next_iteration()
+            self._modes.native_reasons.reset()
+            self._renew()
+        self._install()
+        self._in_eval = True
+        super().eval()
+
+    @one_at_a_time
+    def train(self, mode: bool = True) -> None:
+        """Give the forwards back: from here on this is DeepSpeed's engine.
+
+        Raises RuntimeError inside `inference()`.
+        """
+        if not mode:
+            self.eval()
+            return
+        self._refuse_in_window("train()")
+        self._uninstall()
+        self._in_eval = False
+        super().train()
+        self._release()
+
+    @contextmanager
+    def inference(self, adapters: bool | None = None) -> Iterator["HybridEngine"]:
+        """One window: the snapshot is brought up to date once, and nothing is gathered again inside.
+
+        adapters: None as the model has them; False runs the base model (a LoRA policy's reference).
+        Afterwards the engine is in the mode that it had, whatever was raised.
+        """
+        with self.call_lock, self._eval_mode(), self._calls.block(adapters):
+            yield self
+
+    @contextmanager
+    def _call(self, adapters: bool | None) -> Iterator[None]:
+        """The whole of a user's call, in eval mode: where it fails, other ranks do not wait for this one."""
+        with self.call_lock, self._eval_mode(), autocast_if_enabled(self), self._calls.call(adapters):
+            yield
+
+    @contextmanager
+    def _eval_mode(self) -> Iterator[None]:
+        """Eval mode for the block; afterwards every module trains or not as it did."""
+        self._renew()
+        if self._in_eval or self._window.is_open:
+            try:
+                yield
+            finally:
+                if self._settings.release_inference_cache and not self._window.is_open:
+                    self._free_kv()
+                    get_accelerator().empty_cache()
+            return
+        with self._tree.evaluating():
+            try:
+                self._install()
+                yield
+            finally:
+                self._in_eval = False
+                self._uninstall()
+                self._release()
+
+    @one_at_a_time
+    def destroy(self) -> None:
+        """Give the model its forwards back and free the copies, then destroy DeepSpeed's engine.
+
+        Once nobody refers to the engine, its model and its optimizer any more, their memory is free too. Raises
+        RuntimeError inside `inference()`, where the model holds what is lent.
+        """
+        if "_containers" in self.__dict__:  # DeepSpeed calls this for an engine that failed to be built, too
+            self._refuse_in_window("destroy()")
+            for route in self.__dict__.get("_routes", ()):
+                route.close()
+            if "_before_update" in self.__dict__:
+                self._before_update.remove()
+            self._watch.close()
+            self._uninstall()
+            self._snapshot.release()
+            self._free_kv()
+            self._fused.release()
+            forget(self.module)
+        super().destroy()
+
+    def _see_changes(self) -> None:
+        """Count what was done to the model since the last look. Not inside a window, where it holds what is lent."""
+        if self._window.is_open:
+            return
+        self._version.settle()
+        if self._tree.changed():
+            self._watch, self._outdated = WeightWatch(self._policy), True
+            self._version.loads += 1
+        elif self._watch.written():
+            self._version.loads += 1
+
+    def _renew(self) -> bool:
+        """Before a window: count what was done to the model, and, where its modules, adapters or parameters are others
+        than they were, read it again and build what runs anew; every rank does. Gives whether it was.
+
+        Raises NotImplementedError, as `initialize` does, for an adapter that cannot be merged.
+        """
+        self._see_changes()
+        if not self._outdated:
+            return False
+        self._modes.read()
+        installed = self._containers[0].installed
+        self._uninstall()
+        self._snapshot.release()
+        self._free_kv()
+        self._fused.release()
+        snapshot, fused = self._modes.weights(self._modes.in_use, self._group)
+        self._arrange(snapshot, fused, streams=self._modes.in_use != Mode())
+        self._outdated = False
+        self._replace_refused_decoder()
+        if installed:
+            self._install()
+        return True
+
+    def _install(self) -> None:
+        """Switch forwards. A switched module is called without DeepSpeed's hooks: ZeRO-3's would prefetch."""
+        if self._containers[0].installed:
+            return
+        self._replace_refused_decoder()
+        self._unhooked.enter_context(self._switched_hooks.off())
+        for container in self._containers:
+            container.install()
+
+    def _uninstall(self) -> None:
+        for container in self._containers:
+            container.uninstall()
+        self._unhooked.close()
+
+    def _release(self) -> None:
+        """Free on leaving inference what the configuration says."""
+        with self._profiler.phase("release"):
+            if self._meetings is not None:
+                self._meetings.release()
+            if self._settings.release_inference_cache:
+                self._free_kv()
+            if isinstance(self._snapshot, StreamedSnapshot) or not self._rollout_settings.keep_snapshot:
+                self._snapshot.release()
+                self._fused.release()
+            if self._settings.release_inference_cache or not self._rollout_settings.keep_snapshot:
+                get_accelerator().empty_cache()
+
+    def _free_kv(self) -> None:
+        self._kv_cache.release()
+        self._pages.release()
+        self._fused.release_pages()
+
+    @contextmanager
+    def _states_on_host(self) -> Iterator[None]:
+        """Inside the block what training alone needs is in host memory."""
+        try:
+            self._send_states()
+            yield
+        finally:
+            self._bring_states()
+
+    def _send_states(self) -> None:
+        with self._profiler.phase("release"):
+            self.offload_states(movable_states(self.optimizer))
+
+    def _bring_states(self) -> None:
+        with self._profiler.phase("release"):
+            self.reload_states()
+            relink(self.optimizer)
+
+    @contextmanager
+    def _training_state(self) -> Iterator[None]:
+        """Inside the block the model has its own weights, and the device the optimizer's states, in a window too."""
+        with self.call_lock:
+            absent = self._window.is_open and self._rollout_settings.offload_states
+            with self._window.suspended(), self._watch.ignoring():  # DeepSpeed reads with a `modifier_rank`
+                try:
+                    if absent:
+                        self._bring_states()
+                    yield
+                finally:
+                    if absent:
+                        self._send_states()
+
+    def _refuse_in_window(self, call: str) -> None:
+        if self._window.is_open:
+            raise RuntimeError(f"{call} inside `with engine.inference()`: leave the block first")
+
+    # ------------------------------------------------------------- training
+
+    @one_at_a_time
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """In train mode DeepSpeed's forward; in eval mode the model over the snapshot, without gradients."""
+        if self._in_eval or self._window.is_open:
+            self._renew()
+            # The containers open the window. Of a wrapper, what does not generate runs as in training.
+            with autocast_if_enabled(self), torch.no_grad():
+                return self.module(*inputs, **kwargs)
+        with self._training():
+            return super().forward(*inputs, **kwargs)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        with self._profiler.phase("train", wait_for_device=False), lost_rank_reported("training"):
+            yield
+
+    @one_at_a_time
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's backward. Raises RuntimeError in eval mode, whose forwards have no gradients."""
+        if self._in_eval or self._window.is_open:
+            raise RuntimeError("backward() in eval mode, whose forwards have no gradients; call engine.train() first")
+        with self._training():
+            return super().backward(*args, **kwargs)
+
+    @one_at_a_time
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's step; where it applied an update, or raised where it would, the weights have a new version."""
+        self._refuse_in_window("step()")
+        self._version.settle()  # of an optimizer's own step
+        applies, skipped = self.is_gradient_accumulation_boundary(), self.skipped_steps
+        try:
+            with self._training(), self._watch.ignoring():
+                super().step(*args, **kwargs)
+            self._version.updating |= self.was_step_applied()
+        except BaseException:
+            # Also where this rank had not begun to write: other ranks may have, and all must refresh alike.
+            self._version.updating |= applies and self.skipped_steps == skipped
+            raise
+        finally:
+            self._version.settle()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's save_checkpoint, of the training weights; inside `inference()` too."""
+        with self._training_state():
+            return super().save_checkpoint(*args, **kwargs)
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        """DeepSpeed's save_16bit_model, of the training weights; inside `inference()` too."""
+        with self._training_state():
+            return super().save_16bit_model(*args, **kwargs)
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """DeepSpeed's module_state_dict, of the training weights; inside `inference()` too.
+
+        exclude_frozen_parameters: under every name that they have; DeepSpeed leaves a tied head in (0.19.8).
+        """
+        with self._training_state():
+            found = super().module_state_dict(destination, prefix, keep_vars, exclude_frozen_parameters)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    found.pop(prefix + name, None)
+        return found
+
+    def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole weights on rank 0 under ZeRO-3, which accelerate asks for; inside `inference()` too."""
+        with self._training_state():
+            return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
+
+    @one_at_a_time
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's load_checkpoint; afterwards the weights have a new version."""
+        self._refuse_in_window("load_checkpoint()")
+        try:
+            return super().load_checkpoint(*args, **kwargs)
+        finally:
+            self.mark_weights_changed()
+
+    @one_at_a_time
+    def load_module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's load_module_state_dict; afterwards the weights have a new version."""
+        self._refuse_in_window("load_module_state_dict()")
+        try:
+            return super().load_module_state_dict(*args, **kwargs)
+        finally:
+            self.mark_weights_changed()
+
+    @one_at_a_time
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        part: nn.Module | None = None,
+        merged: bool = True,
+        max_shard_bytes: int = 5 * 10**9,
+        instead: Callable[[nn.Parameter], torch.Tensor | None] | None = None,
+    ) -> None:
+        """Write the model as a directory that Hugging Face's `from_pretrained` loads. Every rank takes part.
+
+        Weights are gathered a layer at a time and written in files of `max_shard_bytes`: host memory is a file and a
+        layer on the first rank, and a parameter on others.
+
+        part: what of the engine's module is written, where that is a wrapper.
+        merged: adapters are merged into the weights, in float32 and rounded once; False writes PEFT's adapter alone.
+        instead: gives a parameter's whole values that are written in its place, float32, or None where it has no
+            others, such as averages; every rank calls it, in the same order. The whole model is in float32 then.
+        Raises RuntimeError inside `inference()`; ValueError for what Hugging Face cannot load; NotImplementedError for
+        adapters that cannot be merged; on every rank what writing raised.
+        """
+        self._refuse_in_window("save_pretrained()")
+        save_pretrained(part or self.module, directory, merged, max_shard_bytes, instead)
+
+    def mark_weights_changed(self) -> None:
+        """Say, on every rank, that weights were written by means that the engine does not see: the next generation
+        reads all of them again.
+
+        Seen without it: steps of the engine and of its optimizer, loading, what `GatheredParameters` writes with a
+        `modifier_rank`, and what is written to a parameter that is whole (ZeRO 0-2): by an operation on it, or through
+        `.data` to most of its elements. Not seen: a few elements written through `.data`, and partitions written in
+        place (`param.ds_tensor.data`, `safe_set_full_fp32_param` and its kin).
+        """
+        self._version.loads += 1
+
+    # ------------------------------------------------------------ inference
+
+    @property
+    @one_at_a_time
+    def weight_version(self) -> int:
+        """Grows with every step that applied an update, with a load, with what else is seen to write weights
+        (`mark_weights_changed`), and with a change of adapters."""
+        self._see_changes()
+        return self._snapshot.number()
+
+    def generate(self, *args: Any, adapters: bool | None = None, seed: int | None = None, **kwargs: Any) -> Any:
+        """Hugging Face's `generate`: takes what it takes and returns what it returns.
+
+        Greedy search and sampling run fused. Beam search, assisted generation and the like run by Hugging Face's own
+        loop over the model's own layers, with a warning, once.
+        Inputs may be on any device, ids of any integer dtype; what comes back is on the model's device.
+        adapters: None as the model has them; False generates from the base model.
+        seed: of the noise of sampled rows, which is a function of (seed, rank, row, position); None takes
+            `next_seed()`. torch's generators are not drawn from.
+        `synced_gpus` is taken and not needed: ranks do not wait for each other.
+        Raises ValueError and NotImplementedError, in words, before any weight moves.
+        """
+        with self._call(adapters):
+            prompts_of(self._policy, args, kwargs)
+            args, kwargs = as_model_inputs(args, kwargs, self.device)
+            noise = lambda rows: Noise(self.next_seed() if seed is None else seed, own_row_ids(rows))  # noqa: E731
+            return self._generate(args, kwargs, adapters, noise)
+
+    @one_at_a_time
+    def next_seed(self) -> int:
+        """The seed of the next call that is given none: of torch's initial seed (`torch.manual_seed`) and of the number
+        of such calls. The sequence starts again where the initial seed has changed."""
+        return self._seeds.next()
+
+    def rollout(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sampling: SamplingParams,
+        num_generations: int = 1,
+        adapters: bool | None = None,
+        row_ids: torch.Tensor | None = None,
+        **model_inputs: Any,
+    ) -> RolloutBatch:
+        """Completions of prompts, with the logprobs that they were drawn with.
+
+        prompt_ids, prompt_mask: [rows, prompt_len], left padded; ids of any integer dtype, a mask of any dtype, on any
+            device. A rank may have no rows at all. The batch is int64, on the model's device.
+        row_ids: integers [rows], the prompts' numbers among all ranks'; the same number draws the same noise, whatever
+            the world size. None numbers this rank's rows, so that ranks share no noise.
+        Raises ValueError and NotImplementedError, in words, before any weight moves.
+        """
+        refuse_model_inputs(model_inputs, "rollout")
+        require_decoder(self._policy, "rollout")
+        with self._call(adapters):
+            return self._rollout(prompt_ids, prompt_mask, sampling, num_generations, adapters, row_ids)
+
+    def _rollout(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        sampling: SamplingParams,
+        num_generations: int,
+        adapters: bool | None,
+        row_ids: torch.Tensor | None,
+    ) -> RolloutBatch:
+        check_prompts(prompt_ids, prompt_mask, "prompt_ids")
+        check_left_padded(prompt_mask)
+        if num_generations < 1:
+            raise ValueError(f"num_generations: {num_generations} given; it must be at least 1")
+        if row_ids is not None:
+            check_row_ids(row_ids, len(prompt_ids))
+        prompt_ids, prompt_mask = as_ids(prompt_ids, self.device), as_mask(prompt_mask, self.device)
+        if len(prompt_ids) == 0:  # other ranks may be gathering, so this one draws a token and gives nothing back
+            one = prompt_ids.new_zeros(1, prompt_ids.shape[1])
+            once = replace(sampling, max_new_tokens=1, min_new_tokens=0)
+            return self._rollout(one, torch.ones_like(one), once, 1, adapters, None).first_rows(0)
+        require_generate(self._policy)
+        version, before = self.weight_version, self._profiler.stats()
+        log = TokenLog(sampling.temperature or 1.0)
+        sequences = self._generate(
+            (prompt_ids,),
+            {
+                "attention_mask": prompt_mask,
+                "generation_config": sampling.generation_config(self._policy, num_generations),
+            },
+            adapters,
+            lambda rows: Noise(
+                self.next_seed() if sampling.seed is None else sampling.seed,
+                own_row_ids(rows) if row_ids is None else as_ids(row_ids, torch.device("cpu")),
+            ),
+            log,
+        )
+        after = self._profiler.stats()
+        return make_batch(
+            prompt_ids.repeat_interleave(num_generations, dim=0),
+            prompt_mask.repeat_interleave(num_generations, dim=0),
+            sequences,
+            end_token_ids(self._policy, sampling.stop_token_ids),
+            log.sampling,
+            log.old,
+            log.raw,
+            weight_version=version,
+            timings={name: after[name] - before[name] for name in ROLLOUT_TIMINGS},
+        )
+
+    def score(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor,
+        adapters: bool | None = None,
+        temperature: float = 1.0,
+        rows_per_forward: int = 16,
+        **model_inputs: Any,
+    ) -> Scores:
+        """Logprob and entropy of every token of given sequences but the first.
+
+        sequences, attention_mask: [rows, tokens], padded on either side, dtypes and device as `rollout`'s; a rank may
+        have no rows. Logits are made for `rows_per_forward` rows at a time. adapters: None as the model has them; False
+        scores with the base model.
+        """
+        refuse_model_inputs(model_inputs, "score")
+        require_decoder(self._policy, "score")
+        with self._call(adapters):
+            return self._score(sequences, attention_mask, adapters, temperature, rows_per_forward)
+
+    def _score(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor,
+        adapters: bool | None,
+        temperature: float,
+        rows_per_forward: int,
+    ) -> Scores:
+        check_prompts(sequences, attention_mask, "sequences")
+        if temperature <= 0:
+            raise ValueError(f"temperature: {temperature} given; it must be above 0")
+        rows = len(sequences)
+        sequences, attention_mask = as_ids(sequences, self.device), as_mask(attention_mask, self.device)
+        if rows == 0:  # as in `rollout`
+            sequences = sequences.new_zeros(1, sequences.shape[1])
+            attention_mask = torch.ones_like(sequences)
+        longest = int(attention_mask.sum(dim=1).max()) if is_packable(attention_mask) else None
+        if longest is not None:
+            self._pages.require_room([longest], self._fused.page_bytes())
+        why_native = "score: attention_mask has zeros between a row's ones (pad on either side)"
+        request = self._calls.request(adapters, longest, why_native)
+        with self._profiler.phase("prefill"), torch.no_grad(), request as decoder:
+            if decoder is not None:
+                scores = score_packed(decoder, self._pages, sequences, attention_mask, temperature, rows_per_forward)
+            else:
+                scores = score_natively(
+                    self._policy,
+                    sequences,
+                    attention_mask,
+                    temperature,
+                    rows_per_forward,
+                    in_parts=not isinstance(self._calls, SharedCalls),
+                )
+        return Scores(scores.per_token_logps[:rows], scores.entropies[:rows])
+
+    def _generate(
+        self,
+        args: tuple,
+        kwargs: dict,
+        adapters: bool | None,
+        noise: Callable[[int], Noise],
+        log: TokenLog | None = None,
+    ) -> Any:
+        """Hugging Face's `generate` with our decode loop in it."""
+        if self._streams and getattr(getattr(self._policy, "config", None), "is_encoder_decoder", False):
+            raise NotImplementedError(
+                "generate: an encoder-decoder model with hybrid_engine.pin_parameters=false, or with inference_tp_size "
+                "above 1, is not available; use true, and 1"
+            )
+        decoding = Decoding(
+            phase=self._profiler.phase,
+            request=lambda tokens, why_native: self._calls.request(adapters, tokens, why_native),
+            cache=self._kv_cache,
+            store=self._pages,
+            page_bytes=self._fused.page_bytes,
+            require_memory=self._require_memory,
+            max_slots=self._rollout_settings.max_slots,
+            stride=stride_on(self.device),
+            max_out_tokens=self._settings.max_out_tokens,
+            noise=noise,
+            token_log=log,
+            expands=self._meetings is None and self._exchange is None,
+            runs_other_methods=log is None,
+            produced=self._profiler.generated,
+        )
+        return generate(self._policy, args, kwargs, decoding)
+
+    def _require_memory(self, rows: int, tokens: int) -> None:
+        """Raise ValueError, with the plan, where so many sequences do not fit into the model's own cache."""
+        if not self._modes.fits(rows, tokens):
+            raise ValueError(
+                f"rollout.memory_limit={self._modes.limit}: {rows} sequences of {tokens} tokens, new ones included, "
+                f"need more; raise it, or ask for fewer rows or tokens\n{self._modes.plan(rows, tokens)}"
+            )
+
+    def _refresh(self, adapters: bool) -> None:
+        """Bring the snapshot up to date before a window opens."""
+        if self._runs_on_copies() and self._snapshot.is_fresh(adapters):
+            return
+        if self._must_gather(adapters):  # a rank whose request was refused may have to be told
+            any_rank([True], self.device)
+        self._gather(adapters)
+
+    def _join_refresh(self, adapters: bool) -> None:
+        """For a rank whose request was refused before its window opened: gather, if any other rank's was not."""
+        if self._must_gather(adapters) and any_rank([False], self.device)[0]:
+            self._gather(adapters)
+
+    def _must_gather(self, adapters: bool) -> bool:
+        """Whether bringing the snapshot up to date is a collective."""
+        partitioned = self.zero_optimization_stage() == 3 and world_size() > 1
+        return partitioned and self._runs_on_copies() and self._snapshot.must_gather(adapters)
+
+    def _runs_on_copies(self) -> bool:
+        return not (self._streams and self._fused.why_not)
+
+    def _gather(self, adapters: bool) -> None:
+        if self._runs_on_copies():
+            with lost_rank_reported("gathering the weights"):
+                self._profiler.gathered(self._snapshot.refresh(self._profiler.phase, adapters))
+
+    def _training_hooks(self) -> list[RemovableHandle]:
+        """Handles of the hooks that DeepSpeed put on the module, the engine's own and ZeRO-3's."""
+        handles = [self.module_forward_pre_hook, self.module_forward_post_hook]
+        offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
+        if isinstance(offload, DeepSpeedZeRoOffload):
+            handles += [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
+        return handles
+
+    @contextmanager
+    def _hooks_off(self) -> Iterator[None]:
+        """Inside the block DeepSpeed's hooks are off what generates."""
+        with self._switched_hooks.off(), self._other_hooks.off():
+            yield
+
+    # ----------------------------------------------------------- inspection
+
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks run inference together, so that every rank must make the same calls in the same order."""
+        return self._modes.in_use != Mode() or self._exchange is not None
+
+    def memory_plan(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> MemoryPlan:
+        """What each way to hold weights that this engine could run in takes for such a rollout, in bytes on this rank.
+
+        batch_size: sequences of this rank, every generation of a prompt counted; `rollout.max_slots` of them decode at
+        once. Nothing moves, and no rank is asked. `print` shows a table.
+        """
+        return self._modes.plan(min(batch_size, self._rollout_settings.max_slots), prompt_length + max_new_tokens)
+
+    def coverage(self) -> list[dict[str, str]]:
+        """What runs where in eval mode: for each part of the model its `module` name, `kind`, `container` and why.
+
+        A fused decoder is compared with the model's layers on first use; where one differs, this says so afterwards.
+        """
+        with autocast_if_enabled(self):
+            copied = not (self._streams and self._fused.why_not_now())
+            return coverage_of(self._containers, self._fused, copied)
+
+    def stats(self) -> dict[str, float | str]:
+        """This rank's figures since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
+        `decode_s`, `wait_s`, `release_s`, `train_s`, `elapsed_s`), `tokens` generated, `tokens_per_s` of prefill and
+        decode, `gathered_bytes`; and `snapshot_bytes`, `container_bytes` (what fused containers copied beside it),
+        `kv_bytes` held now and `peak_bytes`, the most that the snapshot with one gathered group, the containers, the KV
+        cache and the fused decoder's largest forward have needed. `native_reason`: why the latest request that could
+        not run fused ran in the model's own layers, and what to do about it; "" where every request ran fused."""
+        others = 0 if self._meetings is None else self._meetings.nbytes()
+        return {
+            **self._profiler.stats(),
+            "snapshot_bytes": self._snapshot.nbytes(),
+            "container_bytes": self._fused.nbytes(),
+            "kv_bytes": self._kv_cache.nbytes() + self._pages.nbytes() + others,
+            "peak_bytes": self._snapshot.peak_bytes
+            + self._fused.nbytes()
+            + self._kv_cache.peak_bytes
+            + self._pages.peak_bytes
+            + self._fused.peak_activation_bytes(),
+            "native_reason": self._modes.native_reasons.last,
+        }
+
+
+def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int | str) -> None:
+    """Raise ValueError where `size` ranks cannot share a model's heads, as its family or its `tp_plan` tells them."""
+    if size != "auto" and size > 1:
+        with suppress(Unreadable):
+            spec = read_decoder(model).spec
+            require_divisible(spec.num_heads, spec.num_kv_heads, size)
+        with suppress(Unreadable):
+            for attention in read_tp_plan(model).attentions:
+                require_divisible(attention.heads, attention.kv_heads, size)
+
+
+def group_of_mpu(mpu: Any, size: int | str) -> dist.ProcessGroup | None:
+    """The ranks that share weights in inference, where a caller's `mpu` says so, as in DeepSpeed's engine;
+    None where neighbours do.
+
+    Raises ValueError where they are not `inference_tp_size`.
+    """
+    names = ("get_model_parallel_group", "get_tensor_model_parallel_group")
+    groups = [getattr(mpu, name)() for name in names if hasattr(mpu, name)]
+    if size == "auto" or size == 1 or not groups or dist.get_world_size(groups[0]) == 1:
+        return None
+    if (found := dist.get_world_size(groups[0])) != size:
+        raise ValueError(
+            f"hybrid_engine.inference_tp_size: {size} given, with an mpu whose model parallel group has {found} ranks; "
+            "they must be the same"
+        )
+    return groups[0]
+
+
+def forget(model: nn.Module) -> None:
+    """Take `model` out of what ZeRO-3 keeps for ever (deepspeed 0.19.8), and with it its engine and its optimizer: the
+    list to which every model is added as its engine is built, and a cache of which parameters a module releases."""
+    FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not model]
+    cached = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
+    for cell in getattr(cached, "__closure__", None) or ():  # a decorator is around the cache
+        getattr(cell.cell_contents, "cache_clear", lambda: None)()
