@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hybrid
-from tests.models import prompts
+from tests.tiny_models import prompts
 
 CONTAINERS = "HYBRID_TEST_CONTAINERS"  # what `pytest --containers` says to the ranks
 LARGE = 10**9  # a persistence threshold that no parameter reaches: ZeRO-3 keeps everything whole

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import hybrid
-from tests.models import prompts, tiny_model
+from tests.tiny_models import prompts, tiny_model
 
 
 def main() -> None:

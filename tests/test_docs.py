@@ -34,8 +34,8 @@ from hybrid.config import (
 from hybrid.models.families.llama import LLAMA
 from hybrid.models.families.olmo2 import OLMO2
 from rlhf_examples.arguments import PPOArguments
-from tests.models import prompts, tiny_model, with_peft
-from tests.test_drop_in import no_accelerator, quietly
+from tests.compat.test_install import no_accelerator, quietly
+from tests.tiny_models import prompts, tiny_model, with_peft
 
 ROOT = Path(__file__).resolve().parents[1]
 MIGRATION, TROUBLE = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("migration", "troubleshooting"))

@@ -17,8 +17,8 @@ from torch.utils.file_baton import FileBaton
 import hybrid
 from hybrid.extension_lock import REPORT_AFTER_S, extension_lock_reported, is_abandoned
 from tests.engines import settings
-from tests.models import tiny_model
 from tests.rank_pool import RankPool
+from tests.tiny_models import tiny_model
 
 
 class Messages(logging.Handler):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import hybrid
 from hybrid.config import BLOCKS
-from tests.models import prompts, tiny_model, with_peft
+from tests.tiny_models import prompts, tiny_model, with_peft
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -13,7 +13,7 @@ from torch import nn
 
 import hybrid
 from tests.engines import CollectiveCount, engine_of, settings, train_step
-from tests.models import ADAPTERS, prompts, tiny_model, twin, with_peft
+from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin, with_peft
 
 IDS, MASK = prompts(2, 5, padded=True)
 NEW_TOKENS = 6

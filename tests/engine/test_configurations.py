@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engines import engine_of, settings, train_step
-from tests.models import prompts, tiny_model, twin
+from tests.tiny_models import prompts, tiny_model, twin
 
 ZERO = {"stage3_param_persistence_threshold": 0}
 OFFLOADS = {

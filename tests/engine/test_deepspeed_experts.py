@@ -11,7 +11,7 @@ from torch import nn
 import hybrid
 from tests.engines import settings
 from tests.inference.test_deepspeed_experts import with_mixtures
-from tests.models import prompts
+from tests.tiny_models import prompts
 
 
 def engine_over(model: nn.Module, stage: int = 2) -> hybrid.HybridEngine:

@@ -8,9 +8,9 @@ from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.zero import GatheredParameters
 
 import hybrid
+from tests.compat.test_install import quietly
 from tests.engines import engine_of, settings, storage_digest, train_step
-from tests.models import ADAPTERS, prompts, tiny_model, twin
-from tests.test_drop_in import quietly
+from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin
 
 INTERNAL = {  # how DeepSpeed builds its containers, which are not ours
     "convert_to_linear_transposed",

@@ -22,8 +22,8 @@ from hybrid.decoders import fused_model as fused
 from hybrid.decoders import tp_modules as shared_modules
 from hybrid.models.spec import Unreadable
 from tests.engines import engine_of, settings, storage_digest, train_step
-from tests.models import SIZES, prompts, tiny_model, twin
 from tests.rank_pool import free_port, rank_environment
+from tests.tiny_models import SIZES, prompts, tiny_model, twin
 
 LIMIT_S = 30
 

@@ -7,7 +7,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engines import LARGE, engine_of, settings, train_step
-from tests.models import ADAPTERS, FAMILIES, ChatLoRA, prompts, tiny_model, twin, with_peft
+from tests.tiny_models import ADAPTERS, FAMILIES, ChatLoRA, prompts, tiny_model, twin, with_peft
 from tests.weights.test_lora import SETTINGS, shake
 
 STAGES = [(0, 0), (1, 0), (2, 0), (3, 0), (3, LARGE)]  # ZeRO stage, persistence threshold

@@ -8,7 +8,7 @@ import hybrid
 from hybrid.inputs import as_ids, as_mask, as_model_inputs
 from hybrid.kernels.cpu_library import address
 from tests.engines import engine_of, settings
-from tests.models import prompts, tiny_model, with_peft
+from tests.tiny_models import prompts, tiny_model, with_peft
 
 ID_DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32]
 MASK_DTYPES = [torch.bool, torch.uint8, torch.int32, torch.float16, torch.float32, torch.float64]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hybrid.kernels.cpu_library import cpu_library
 from tests.engines import CONTAINERS, engine_of, settings, train_step
-from tests.models import FAMILIES, prompts, tiny_model, with_peft
+from tests.tiny_models import FAMILIES, prompts, tiny_model, with_peft
 
 LINE = re.compile(
     r"\|E2E latency=(?P<latency>[\d.]+)s \|Gather latency=(?P<gather>[\d.]+)s \([\d.]+%\) "

@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hybrid
 from tests.engines import LARGE, CollectiveCount, engine_of, settings, storage_digest, train_step
-from tests.models import ADAPTERS, prompts, tiny_model, twin, with_peft
+from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin, with_peft
 
 
 class Stop(RuntimeError):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import hybrid
 from tests.engines import engine_of, settings
-from tests.models import prompts, tiny_model, twin
+from tests.tiny_models import prompts, tiny_model, twin
 
 DRAWS = {
     "temperature": {"temperature": 0.7},

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hybrid
 from hybrid.kernels.cpu_library import FLAGS, built, cpu_library, opened
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
-from tests.models import ADAPTERS, prompts, tiny_model, twin
+from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin
 
 PORTABLE = tuple(flag for flag in FLAGS if not flag.startswith("-march"))  # any machine runs it
 MODES = {

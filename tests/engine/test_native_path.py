@@ -8,7 +8,7 @@ from torch import nn
 
 import hybrid
 from tests.engines import engine_of, settings
-from tests.models import prompts, tiny_model, twin, with_peft
+from tests.tiny_models import prompts, tiny_model, twin, with_peft
 
 NATIVE = {"containers": "native"}
 GREEDY = {

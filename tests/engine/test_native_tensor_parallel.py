@@ -16,8 +16,8 @@ from transformers import (
 
 import hybrid
 from tests.engines import engine_of, require_hugging_faces, require_same_rollouts, settings, storage_digest, train_step
-from tests.models import ADAPTERS, SIZES, prompts, tiny_model, twin, with_peft
 from tests.rank_pool import RankPool
+from tests.tiny_models import ADAPTERS, SIZES, prompts, tiny_model, twin, with_peft
 
 # Models of no family of ours whose configuration has a tp_plan, and what each brings that others do not.
 FAMILIES = {

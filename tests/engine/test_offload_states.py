@@ -12,7 +12,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from hybrid import HybridEngine, SamplingParams
 from hybrid.weights.offload import movable_states
 from tests.engines import engine_of, settings, storage_digest, train_step
-from tests.models import prompts, tiny_model, with_peft
+from tests.tiny_models import prompts, tiny_model, with_peft
 
 IDS, MASK = prompts(2, 5, padded=True)
 

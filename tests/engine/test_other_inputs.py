@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, LlavaConfig, LlavaFo
 
 import hybrid
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
-from tests.models import END, SIZES, VOCABULARY, prompts, tiny_model, tiny_other, twin, varied
+from tests.tiny_models import END, SIZES, VOCABULARY, prompts, tiny_model, tiny_other, twin, varied
 
 SAMPLING = hybrid.SamplingParams(max_new_tokens=3)
 

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 import hybrid
 from tests.engines import engine_of, settings, storage_digest, train_step
-from tests.models import SIZES, prompts, tiny_model, tiny_other, twin, with_peft
+from tests.tiny_models import SIZES, prompts, tiny_model, tiny_other, twin, with_peft
 
 IDS, MASK = prompts(2, 6, padded=True)
 REQUEST = {"attention_mask": MASK, "max_new_tokens": 7, "do_sample": False}

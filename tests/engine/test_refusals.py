@@ -11,7 +11,7 @@ from torch import nn
 
 import hybrid
 from tests.engines import engine_of, settings, storage_digest, train_step
-from tests.models import prompts, tiny_model, with_chat_lora, with_peft
+from tests.tiny_models import prompts, tiny_model, with_chat_lora, with_peft
 
 IDS, MASK = prompts(2, 5, padded=True)
 SAMPLING = hybrid.SamplingParams(max_new_tokens=3)

@@ -9,7 +9,7 @@ from deepspeed.runtime.zero import GatheredParameters
 
 import hybrid
 from tests.engines import engine_of, settings, train_step
-from tests.models import ADAPTERS, FAMILIES, prompts, tiny_model, twin, with_peft
+from tests.tiny_models import ADAPTERS, FAMILIES, prompts, tiny_model, twin, with_peft
 
 SAMPLING = hybrid.SamplingParams(max_new_tokens=12, seed=11, temperature=0.8)
 

@@ -9,7 +9,7 @@ from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 
 import hybrid
 from tests.engines import engine_of, settings
-from tests.models import VOCABULARY, prompts, tiny_model, with_peft
+from tests.tiny_models import VOCABULARY, prompts, tiny_model, with_peft
 
 SPECIAL = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
 # For every other field of GenerationConfig (transformers 5.23) a value that would change a rollout, or that nothing

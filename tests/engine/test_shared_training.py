@@ -8,7 +8,7 @@ from deepspeed.utils import groups
 import hybrid
 from hybrid.engine import group_of_mpu
 from tests.engines import engine_of, settings
-from tests.models import prompts, tiny_model, twin
+from tests.tiny_models import prompts, tiny_model, twin
 
 
 class Mpu:

@@ -13,7 +13,7 @@ import hybrid
 from hybrid.decoders import fused_model as fused
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from tests.engines import engine_of, settings
-from tests.models import prompts, tiny_model, twin
+from tests.tiny_models import prompts, tiny_model, twin
 
 # Fused whatever `--containers` says: slots are theirs. Heads of 16, which pages hold without padding.
 HEADS = {"head_dim": 16}

@@ -15,7 +15,7 @@ from tests.engines import (
     storage_digest,
     train_step,
 )
-from tests.models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin
+from tests.tiny_models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin
 
 
 def streaming(threshold: int = 0, **blocks) -> dict:

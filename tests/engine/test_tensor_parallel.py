@@ -15,8 +15,8 @@ from tests.engines import (
     storage_digest,
     train_step,
 )
-from tests.models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft
 from tests.rank_pool import RankPool
+from tests.tiny_models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft
 
 
 def spread(size: int, stage: int = 3, threshold: int = 0, **changes) -> dict:

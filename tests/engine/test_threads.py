@@ -9,7 +9,7 @@ import torch
 
 import hybrid
 from tests.engines import engine_of, settings, train_step
-from tests.models import prompts, tiny_model, twin, with_peft
+from tests.tiny_models import prompts, tiny_model, twin, with_peft
 
 THREADS, ROUNDS = 3, 2
 PROMPTS = [prompts(2 + index, 5 + 2 * index, padded=True, seed=index) for index in range(THREADS)]

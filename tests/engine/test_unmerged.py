@@ -7,9 +7,9 @@ from deepspeed.runtime.zero import GatheredParameters
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from hybrid import HybridEngine
-from tests.containers.test_side_paths import with_two_adapters
+from tests.decoders.test_side_paths import with_two_adapters
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
-from tests.models import ADAPTERS, prompts, tiny_model, twin, with_peft
+from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin, with_peft
 from tests.weights.test_lora import SETTINGS, shake
 
 

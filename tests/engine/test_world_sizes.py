@@ -8,8 +8,8 @@ import hybrid
 from tests.engine.test_generate import check_family
 from tests.engine.test_laws import check_collectives, check_exception
 from tests.engines import engine_of, settings, train_step
-from tests.models import prompts, tiny_model, twin
 from tests.rank_pool import RankPool
+from tests.tiny_models import prompts, tiny_model, twin
 
 
 def check_rollout_and_step() -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from hybrid import SamplingParams
 from hybrid.models.structure import can_generate, generating_part
 from tests.engines import engine_of, settings, storage_digest
-from tests.models import ADAPTERS, prompts, tiny_model, twin
+from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin
 
 
 class PolicyAndValue(nn.Module):

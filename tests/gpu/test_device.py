@@ -13,10 +13,10 @@ from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.generation.sampling import Draw, draw_tokens_in_torch, stream_keys
 from hybrid.kernels.triton_sampling import sample
 from hybrid.models.reader import read_decoder
-from tests.containers.test_cuda_decoder import Decoding, cuda_decoder, hugging_face, sequences, small
-from tests.containers.test_torch_decoder import VARIANTS, average, distance, own_weights
+from tests.decoders.test_cuda_decoder import Decoding, cuda_decoder, hugging_face, sequences, small
+from tests.decoders.test_torch_decoder import VARIANTS, average, distance, own_weights
 from tests.engines import engine_of, settings
-from tests.models import ALL_FAMILIES, tiny_model
+from tests.tiny_models import ALL_FAMILIES, tiny_model
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (50, 7, 33, 40)  # of whole sequences: four, which fill a bucket

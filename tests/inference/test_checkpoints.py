@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import hybrid
 from hybrid.inference.checkpoints import save_mp_checkpoint
 from tests.engines import engine_of, settings, train_step
-from tests.models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
 from tests.rank_pool import RankPool
+from tests.tiny_models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
 
 IDS, MASK = prompts(2, 7, padded=True)
 

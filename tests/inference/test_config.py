@@ -19,7 +19,7 @@ import hybrid
 from hybrid import config as settings
 from hybrid.config import FORWARDED, InferenceConfig, read_inference_config
 from hybrid.inference import engine as inference_engine
-from tests.models import OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
+from tests.tiny_models import OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hybrid"
 PLAIN = {"dtype": torch.float32}

@@ -13,7 +13,7 @@ from torch import nn
 
 import hybrid
 from hybrid.decoders.deepspeed_moe import EXPERTS
-from tests.models import prompts, tiny_model
+from tests.tiny_models import prompts, tiny_model
 
 SIZE, VOCABULARY, COUNT = 16, 97, 4
 

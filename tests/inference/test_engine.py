@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, pipeline
 
 import hybrid
 from hybrid.inference.loader import Cast, cast_model
-from tests.models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
+from tests.tiny_models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
 
 IDS, MASK = prompts(3, 7, padded=True)
 

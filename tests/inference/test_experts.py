@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 import hybrid
 from tests.inference.test_tensor_parallel import check_equal
-from tests.models import tiny_model, tiny_other, twin
 from tests.rank_pool import RankPool
+from tests.tiny_models import tiny_model, tiny_other, twin
 
 MIXTURES = ["mixtral", "qwen3_moe"]  # the second has a layer without experts
 

@@ -11,8 +11,8 @@ from hybrid.inference import engine as inference_engine
 from tests.engine.test_native_tensor_parallel import FAMILIES
 from tests.inference.test_deepspeed_experts import with_mixtures
 from tests.inference.test_tensor_parallel import check_equal, spread
-from tests.models import prompts, tiny_model, twin
 from tests.rank_pool import RankPool
+from tests.tiny_models import prompts, tiny_model, twin
 
 pytestmark = pytest.mark.slow  # four processes begin
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybrid.kernels.cuda_graph import Captured, GraphedForward
-from tests.models import prompts, tiny_model, tiny_other
+from tests.tiny_models import prompts, tiny_model, tiny_other
 
 
 class Capture:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hybrid
 from hybrid.weights.int8 import Int8Linear, dequantized, int8_linear, int8_weights, quantizable, quantized
-from tests.models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
+from tests.tiny_models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
 
 IDS, MASK = prompts(3, 7, padded=True)
 

@@ -13,7 +13,7 @@ from transformers.models.roberta.modeling_roberta import RobertaLayer
 from transformers.models.t5.modeling_t5 import T5Block
 
 import hybrid
-from tests.models import OTHERS, prompts, tiny_model, tiny_other, twin
+from tests.tiny_models import OTHERS, prompts, tiny_model, tiny_other, twin
 
 # DeepSpeed's own examples of policies, in its documentation and tests, with the names of transformers 5
 POLICIES = {

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import hybrid
 from tests.engines import CollectiveCount
-from tests.models import ALL_FAMILIES, prompts, tiny_model, tiny_other, twin, with_peft
 from tests.rank_pool import run_script
+from tests.tiny_models import ALL_FAMILIES, prompts, tiny_model, tiny_other, twin, with_peft
 
 
 def spread(model, size: int = 2, **settings) -> hybrid.InferenceEngine:
@@ -255,7 +255,7 @@ def test_ranks_that_wait_for_each_other_have_no_graphs(ranks):
 
 LAUNCHED = """
 import torch
-from tests.models import prompts, tiny_model
+from tests.tiny_models import prompts, tiny_model
 
 import hybrid
 

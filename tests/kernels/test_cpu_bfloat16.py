@@ -13,9 +13,9 @@ from hybrid.decoders.batch import PackedBatch
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.kernels.cpu_library import FLAGS, SOURCES, built, cpu_library, opened
 from hybrid.models.reader import read_decoder
-from tests.containers.test_cpu_decoder import CpuRun
-from tests.containers.test_torch_decoder import average, distance, hugging_face, own_weights, sequences
-from tests.models import VOCABULARY, tiny_model
+from tests.decoders.test_cpu_decoder import CpuRun
+from tests.decoders.test_torch_decoder import average, distance, hugging_face, own_weights, sequences
+from tests.tiny_models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
 

@@ -24,7 +24,7 @@ from rlhf_examples.batches import (
 )
 from rlhf_examples.losses import language_model_loss, loss_denominator
 from tests.engines import CollectiveCount, engine_of, settings
-from tests.models import ALL_FAMILIES, SIZES, prompts, tiny_model, twin, with_chat_lora, with_peft
+from tests.tiny_models import ALL_FAMILIES, SIZES, prompts, tiny_model, twin, with_chat_lora, with_peft
 
 # ZeRO-3 that lets go of a parameter as soon as its module has run, which it puts off in models as small as these, and
 # gathers none ahead; and no clipping, which is at 1 where nothing is said (deepspeed 0.19.8).

@@ -27,9 +27,9 @@ from rlhf_examples.engines import deepspeed_config, frozen
 from rlhf_examples.models import load_exported
 from rlhf_examples.rollouts import sampling
 from tests.engines import engine_of, train_step
-from tests.models import prompts, tiny_model, with_peft
 from tests.rlhf_examples.scripts import run_here, small_directory
 from tests.rlhf_examples.test_recipes import CONFIGS, RECIPES
+from tests.tiny_models import prompts, tiny_model, with_peft
 
 GENERATING = ("ppo", "grpo", "pairs", "throughput", "evaluate")
 

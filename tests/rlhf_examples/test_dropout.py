@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rlhf_examples.models import without_dropout
 from rlhf_examples.synthetic import synthetic_tokenizer
-from tests.models import ALL_FAMILIES
 from tests.rlhf_examples.scripts import SCRIPTS, models_of, run_here
+from tests.tiny_models import ALL_FAMILIES
 
 # What the families call it; a configuration takes those that it knows.
 NAMES = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "hidden_dropout", "layerdrop")

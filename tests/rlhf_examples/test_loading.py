@@ -34,8 +34,8 @@ from rlhf_examples.ranks import seed_everything
 from rlhf_examples.synthetic import synthetic_tokenizer
 from tests.engines import storage_digest, train_step
 from tests.host_memory import MIB, PeakMemory, returning_memory, summed
-from tests.models import prompts, tiny_model
 from tests.rank_pool import RankPool
+from tests.tiny_models import prompts, tiny_model
 
 NO_LORA, WITH_LORA = LoRA(0, 16, "all-linear"), LoRA(4, 16, "all-linear")
 

@@ -16,9 +16,9 @@ from rlhf_examples.measures import Phases, TokenCount, TrainingFlops, data_sourc
 from rlhf_examples.models import LoRA, ValueModel, load_policy
 from rlhf_examples.run_log import read_metrics
 from rlhf_examples.scorers import Rewards, Scorer
-from tests.models import prompts, tiny_model, with_peft
 from tests.rlhf_examples.scripts import models_of, run_here, small_directory
 from tests.rlhf_examples.test_models import on_first_rank, training
+from tests.tiny_models import prompts, tiny_model, with_peft
 
 alone = pytest.mark.usefixtures("alone")
 

@@ -22,8 +22,8 @@ from rlhf_examples.rollouts import own_numbers, roll_out, sampling
 from rlhf_examples.scorers import Scorer
 from rlhf_examples.synthetic import synthetic_tokenizer
 from tests.engines import train_step
-from tests.models import prompts, tiny_model
 from tests.rlhf_examples.scripts import models_of, run_here, small_directory
+from tests.tiny_models import prompts, tiny_model
 
 
 def training(stage: int, lora_rank: int = 0, learning_rate: float = 1e-2) -> Training:

@@ -33,8 +33,8 @@ from rlhf_examples.rollouts import (
 )
 from rlhf_examples.synthetic import synthetic_tokenizer
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest
-from tests.models import prompts, tiny_model
 from tests.rlhf_examples.scripts import number_of_words, small_directory
+from tests.tiny_models import prompts, tiny_model
 
 REWARD = "tests.rlhf_examples.scripts:number_of_words"
 TEXTS = ["anna found a red ball", "ben laughed", "the sun was warm and", "it was"]

@@ -12,9 +12,9 @@ from rlhf_examples.engines import trained
 from rlhf_examples.models import load_policy
 from rlhf_examples.run_directory import begin_run
 from tests.engines import storage_digest, train_step
-from tests.models import tiny_model
 from tests.rlhf_examples.scripts import SCRIPTS, models_of, run_here, small_directory
 from tests.rlhf_examples.test_models import on_first_rank, training
+from tests.tiny_models import tiny_model
 
 alone = pytest.mark.usefixtures("alone")
 

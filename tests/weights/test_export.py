@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hybrid
 from hybrid.weights.export import Shards
 from tests.engines import engine_of, settings, storage_digest, train_step
-from tests.models import ChatLoRA, prompts, tiny_model, with_peft
+from tests.tiny_models import ChatLoRA, prompts, tiny_model, with_peft
 
 LINEAR = ("q_proj", "down_proj")
 

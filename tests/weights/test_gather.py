@@ -11,7 +11,7 @@ from torch import nn
 from hybrid.weights.gather import Fetch, storage_for, whole_bytes, whole_in
 from hybrid.weights.host_memory import HostMemory
 from tests.engines import LARGE, CollectiveCount, engine_of, settings, storage_digest
-from tests.models import tiny_model
+from tests.tiny_models import tiny_model
 
 
 class Odd(nn.Module):

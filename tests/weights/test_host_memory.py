@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hybrid.weights import host_memory
 from hybrid.weights.host_memory import HostMemory
 from tests.engines import engine_of, require_same_rollouts, settings
-from tests.models import tiny_model
+from tests.tiny_models import tiny_model
 
 
 def check_writing() -> None:

@@ -15,7 +15,7 @@ from hybrid.weights.gather import Fetch, whole_in
 from hybrid.weights.joined import as_one, one_above_another
 from hybrid.weights.lora import merged_weight, read_adapters
 from tests.engines import engine_of, settings, train_step
-from tests.models import prompts, tiny_model, with_chat_lora, with_peft
+from tests.tiny_models import prompts, tiny_model, with_chat_lora, with_peft
 from tests.weights.test_gather import Odd
 from tests.weights.test_lora import shake
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hybrid.weights.lora import merged_weight, read_adapters
-from tests.models import ChatLoRA, prompts, tiny_model, with_peft
+from tests.tiny_models import ChatLoRA, prompts, tiny_model, with_peft
 
 SETTINGS = {
     "plain": {},

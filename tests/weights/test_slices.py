@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import Place, Reading
 from hybrid.weights.slices import Shard, chunk, require_divisible, shard_spec, slices_of
-from tests.models import ALL_FAMILIES, tiny_model
+from tests.tiny_models import ALL_FAMILIES, tiny_model
 
 
 def parts(reading: Reading, place: Place, size: int) -> list[torch.Tensor | None]:

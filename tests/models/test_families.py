@@ -8,7 +8,7 @@ from torch import nn
 from hybrid.models.modules import parameter_at
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import LAYER_ROLES, OUTER_ROLES, Place, Reading, Unreadable
-from tests.models import ADAPTERS, ALL_FAMILIES, SIZES, tiny_model, with_chat_lora, with_peft
+from tests.tiny_models import ADAPTERS, ALL_FAMILIES, SIZES, tiny_model, with_chat_lora, with_peft
 
 NAMES = {"gemma3_text": "gemma3"}  # where the configuration's name is not the family's
 
@@ -201,7 +201,7 @@ def test_what_only_looks_like_a_family_is_refused(family):
 
 
 def unlisted_model(family: str) -> nn.Module:
-    """A tiny model of a family that is not in tests/models.py."""
+    """A tiny model of a family that is not in tests/tiny_models.py."""
     return tiny_model(family, sizes={**SIZES, "n_embd": 32, "n_layer": 3, "n_head": 4})
 
 

@@ -25,7 +25,7 @@ from hybrid.models.structure import Part, read_structure
 from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.snapshot import Snapshot
-from tests.models import ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft
+from tests.tiny_models import ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 import hybrid
 from tests.engine.test_native_tensor_parallel import FAMILIES, slow_unless
-from tests.models import SIZES, prompts, tiny_model, twin
+from tests.tiny_models import SIZES, prompts, tiny_model, twin
 
 IDS, MASK = prompts(3, 7, padded=True)
 SETTINGS = {"dtype": torch.float32, "tp": {"tp_size": 2}}

@@ -17,10 +17,10 @@ from hybrid.decoders.cuda_decoder import CudaDecoder
 from hybrid.kernels.cuda_graph import Captured
 from hybrid.kernels.triton_attention import SPLIT, decode_attention
 from hybrid.models.reader import read_decoder
-from tests.containers.test_self_check import refusal
-from tests.containers.test_side_paths import fused_of
-from tests.containers.test_torch_decoder import VARIANTS, average, distance, own_weights
-from tests.models import VOCABULARY, tiny_model, with_peft
+from tests.decoders.test_self_check import refusal
+from tests.decoders.test_side_paths import fused_of
+from tests.decoders.test_torch_decoder import VARIANTS, average, distance, own_weights
+from tests.tiny_models import VOCABULARY, tiny_model, with_peft
 
 # What the kernels can do is in these; the others differ from them in what torch does. They run as slow tests.
 QUICK = (

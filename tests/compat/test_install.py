@@ -30,9 +30,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import hybrid
 from hybrid.compat import install as drop_in
 from tests.engines import settings, storage_digest
-from tests.models import ADAPTERS, prompts, tiny_model, twin
+from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEEDS = inspect.signature(deepspeed.initialize)
 ENABLED = {"train_micro_batch_size_per_gpu": 2, "hybrid_engine": {"enabled": True}}
 

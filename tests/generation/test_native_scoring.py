@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 import hybrid
 from hybrid.generation import native_scoring
 from hybrid.generation.native_scoring import FORWARD_TOKENS, LOGIT_ROWS, score_natively, similar
-from tests.models import ALL_FAMILIES, tiny_model, with_peft
+from tests.tiny_models import ALL_FAMILIES, tiny_model, with_peft
 
 TEMPERATURE = 0.7
 

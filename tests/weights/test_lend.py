@@ -14,7 +14,7 @@ from hybrid.weights.lend import Window, disabled
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.module_tables import unhooked
 from hybrid.weights.snapshot import Snapshot
-from tests.models import prompts, tiny_model, with_chat_lora, with_peft
+from tests.tiny_models import prompts, tiny_model, with_chat_lora, with_peft
 
 
 def test_hooks_come_back_in_their_order_and_others_stay():

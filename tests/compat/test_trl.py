@@ -31,9 +31,9 @@ from transformers import (
 
 import hybrid
 from hybrid.compat import trl as integration
+from tests.compat.test_install import no_accelerator, quietly, without_ours
 from tests.engines import CONTAINERS, settings, storage_digest
-from tests.models import END, VOCABULARY, tiny_model
-from tests.test_drop_in import no_accelerator, quietly, without_ours
+from tests.tiny_models import END, VOCABULARY, tiny_model
 
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install trl")
 STEPS, PROMPTS = 3, ["w5 w6 w7", "w8", "w9 w10 w11 w12", "w13 w14"]

@@ -12,7 +12,7 @@ from hybrid.generation.sampling import (
     stream_keys,
     uniform,
 )
-from tests.models import tiny_model
+from tests.tiny_models import tiny_model
 
 MASK = 2**64 - 1
 

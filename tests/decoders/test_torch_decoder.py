@@ -10,7 +10,7 @@ from hybrid.models.modules import plain
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import Place
 from hybrid.weights.lora import read_adapters
-from tests.models import ALL_FAMILIES, SIZES, VOCABULARY, tiny_model, with_peft
+from tests.tiny_models import ALL_FAMILIES, SIZES, VOCABULARY, tiny_model, with_peft
 
 LENGTHS = (45, 7, 33, 33, 20)  # of prompts: over a page, under one, two alike
 NEW = 14  # decode steps; 20 + 14 and 7 + 14 … : one sequence crosses the end of its first page

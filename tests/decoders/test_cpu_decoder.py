@@ -13,8 +13,8 @@ from hybrid.decoders.self_check import own_pages_batch
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import Unreadable
-from tests.containers.test_torch_decoder import VARIANTS, Run, average, distance, hugging_face, own_weights, sequences
-from tests.models import ALL_FAMILIES, VOCABULARY, tiny_model
+from tests.decoders.test_torch_decoder import VARIANTS, Run, average, distance, hugging_face, own_weights, sequences
+from tests.tiny_models import ALL_FAMILIES, VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")
 

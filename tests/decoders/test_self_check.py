@@ -23,9 +23,9 @@ from hybrid.models.reader import read_decoder
 from hybrid.models.spec import Unreadable
 from hybrid.models.structure import read_structure
 from hybrid.weights.int8 import in_int8
-from tests.containers.test_torch_decoder import own_weights
+from tests.decoders.test_torch_decoder import own_weights
 from tests.engines import engine_of, settings
-from tests.models import ALL_FAMILIES, prompts, tiny_model, twin
+from tests.tiny_models import ALL_FAMILIES, prompts, tiny_model, twin
 
 CHANNEL, MASSIVE = 5, 1000.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

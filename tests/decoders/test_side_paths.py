@@ -13,9 +13,9 @@ from hybrid.models.reader import read_decoder
 from hybrid.models.structure import read_structure
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.snapshot import Snapshot
-from tests.containers.test_cpu_decoder import RAGGED, Alone, CpuRun, threads
-from tests.containers.test_torch_decoder import Run, average, distance, hugging_face, sequences
-from tests.models import ADAPTERS, ALL_FAMILIES, VOCABULARY, tiny_model, with_chat_lora, with_peft
+from tests.decoders.test_cpu_decoder import RAGGED, Alone, CpuRun, threads
+from tests.decoders.test_torch_decoder import Run, average, distance, hugging_face, sequences
+from tests.tiny_models import ADAPTERS, ALL_FAMILIES, VOCABULARY, tiny_model, with_chat_lora, with_peft
 
 KINDS = {TorchDecoder: Run, CpuDecoder: CpuRun}
 # What all-linear adapts that has no side path: routers and experts, which PEFT wraps as parameters.

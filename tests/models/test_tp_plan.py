@@ -9,7 +9,7 @@ from hybrid.models.modules import plain
 from hybrid.models.spec import Place, Unreadable
 from hybrid.models.tp_plan import STYLES, read_tp_plan
 from hybrid.weights.slices import Shard, planned_slices
-from tests.models import SIZES, tiny_model, with_peft
+from tests.tiny_models import SIZES, tiny_model, with_peft
 
 EXPERTS = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 

@@ -20,7 +20,7 @@ from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRolloutC
 import hybrid
 from hybrid.generation.sampling import Seeds
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
-from tests.models import ADAPTERS, prompts, tiny_model, twin
+from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin
 
 ENDS = [2, 9, 14, 23, 37, 52, 66, 81]  # enough for random models to end in the middle
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=ENDS)

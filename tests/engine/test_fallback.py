@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import hybrid
 from tests.engines import engine_of, settings, train_step
-from tests.models import prompts, tiny_model, twin, with_chat_lora, with_peft
+from tests.tiny_models import prompts, tiny_model, twin, with_chat_lora, with_peft
 
 FUSED = {"containers": "fused"}  # whatever `--containers` says
 SAMPLING = hybrid.SamplingParams(max_new_tokens=5, temperature=0.0)

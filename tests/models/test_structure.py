@@ -5,7 +5,7 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from hybrid.models.structure import read_structure
-from tests.models import FAMILIES, tiny_model, with_chat_lora, with_peft
+from tests.tiny_models import FAMILIES, tiny_model, with_chat_lora, with_peft
 
 
 @pytest.mark.parametrize("adapter", [lambda model: model, with_peft, with_chat_lora])

@@ -8,7 +8,7 @@ from torch import nn
 
 from hybrid.weights import module_tables
 from hybrid.weights.module_tables import EngineHooks, ModuleTree
-from tests.models import tiny_model, with_peft
+from tests.tiny_models import tiny_model, with_peft
 
 
 class Calls(list):
