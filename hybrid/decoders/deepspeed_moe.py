@@ -1,7 +1,5 @@
-"""DeepSpeed's own mixtures of experts (`deepspeed.moe.layer.MoE`): which of a checkpoint's experts are this rank's, and
-which ranks run together."""
+"""DeepSpeed's own mixtures of experts (`deepspeed.moe.layer.MoE`): which ranks run their forwards together."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,10 +7,6 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from torch import nn
-
-from hybrid.inference.tensor_files import Tensors
-
-EXPERTS = "deepspeed_moe.experts.deepspeed_experts"  # within a layer, the experts by number (0.19.8)
 
 
 def expert_layers(model: nn.Module) -> dict[str, MoE]:
@@ -68,21 +62,3 @@ def exchange_tokens(layers: dict[str, MoE]) -> Exchange | None:
     widest = max(spread, key=lambda layer: layer.ep_size)
     within = all(widest.ep_size % layer.ep_size == 0 for layer in spread)  # groups are of neighbours
     return Exchange(widest.deepspeed_moe.ep_group if within else None, tuple(layer.deepspeed_moe for layer in spread))
-
-
-def own_experts(layers: dict[str, MoE], stored: Tensors) -> Tensors:
-    """Of a training checkpoint's experts, which it numbers over all ranks, those of this rank by its own numbers, and
-    everything else. Layers must have their groups."""
-    found: Tensors = {}
-    pattern = re.compile(rf"(.*)\.{re.escape(EXPERTS)}\.(\d+)\.(.*)")
-    for name, tensor in stored.items():
-        matched = pattern.fullmatch(name)
-        if matched is None or matched[1] not in layers:
-            found[name] = tensor
-            continue
-        layer, number = layers[matched[1]], int(matched[2])
-        rank = torch.distributed.get_rank(layer.deepspeed_moe.ep_group) if layer.ep_size > 1 else 0
-        own = number - rank * layer.num_local_experts
-        if 0 <= own < layer.num_local_experts:
-            found[f"{matched[1]}.{EXPERTS}.{own}.{matched[3]}"] = tensor
-    return found

@@ -1,7 +1,7 @@
 """The decode loop: Hugging Face's `generate()` prepares, and calls this as its decoding method.
 
-Three ways, the first that fits: slots, where rows are independent of each other (`hybrid.generation.scheduler`); the fused
-decoder in lockstep, where something looks at the whole batch at every step; the model's own forward.
+Three ways, the first that fits: slots, where rows are independent of each other (`hybrid.generation.scheduler`); the
+fused decoder in lockstep, where something looks at the whole batch at every step; the model's own forward.
 """
 
 import copy

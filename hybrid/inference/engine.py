@@ -31,7 +31,7 @@ from hybrid.config import (
 )
 from hybrid.decoders.calls import Calls, SharedCalls
 from hybrid.decoders.collective_forwards import ExpertForwards, SliceForwards
-from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers, own_experts
+from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
 from hybrid.decoders.fused_model import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.decoders.tp_modules import first_output, whole_difference
 from hybrid.extension_lock import extension_lock_reported
@@ -43,6 +43,7 @@ from hybrid.generation.model_runner import Decoder
 from hybrid.generation.sampling import Seeds, wrapped
 from hybrid.inference.auto_tp import Spread
 from hybrid.inference.checkpoints import open_checkpoint, save_mp_checkpoint
+from hybrid.inference.deepspeed_experts import own_experts
 from hybrid.inference.injection_policy import read_policy, require_whole_heads
 from hybrid.inference.loaded_slices import LoadedSlices
 from hybrid.inference.loader import (

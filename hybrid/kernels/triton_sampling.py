@@ -1,7 +1,7 @@
 """Sampling in Triton: a row's token by inverse CDF, in two passes over the vocabulary and without a sort.
 
-The uniform number is that of `hybrid/generation/sampling.py`, bit for bit. The cumulative sums are not torch's: they are
-made of fixed chunks, so that a token is a function of (key, step, row of logits) alone on every device and in every
+The uniform number is that of `hybrid/generation/sampling.py`, bit for bit. The cumulative sums are not torch's: they
+are made of fixed chunks, so that a token is a function of (key, step, row of logits) alone on every device and in every
 batch, and where u falls within float32's rounding of a boundary between two tokens, torch's may name the other one.
 """
 

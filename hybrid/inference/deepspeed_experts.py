@@ -1,0 +1,28 @@
+"""Checkpoints of DeepSpeed's own mixtures of experts: which of the experts are this rank's."""
+
+import re
+
+import torch
+from deepspeed.moe.layer import MoE
+
+from hybrid.inference.tensor_files import Tensors
+
+EXPERTS = "deepspeed_moe.experts.deepspeed_experts"  # within a layer, the experts by number (0.19.8)
+
+
+def own_experts(layers: dict[str, MoE], stored: Tensors) -> Tensors:
+    """Of a training checkpoint's experts, which it numbers over all ranks, those of this rank by its own numbers, and
+    everything else. Layers must have their groups."""
+    found: Tensors = {}
+    pattern = re.compile(rf"(.*)\.{re.escape(EXPERTS)}\.(\d+)\.(.*)")
+    for name, tensor in stored.items():
+        matched = pattern.fullmatch(name)
+        if matched is None or matched[1] not in layers:
+            found[name] = tensor
+            continue
+        layer, number = layers[matched[1]], int(matched[2])
+        rank = torch.distributed.get_rank(layer.deepspeed_moe.ep_group) if layer.ep_size > 1 else 0
+        own = number - rank * layer.num_local_experts
+        if 0 <= own < layer.num_local_experts:
+            found[f"{matched[1]}.{EXPERTS}.{own}.{matched[3]}"] = tensor
+    return found
