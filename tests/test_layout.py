@@ -2,6 +2,7 @@
 
 import ast
 import json
+import pkgutil
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 import hybrid
+from hybrid.compat.trl import rollout_func
 
 ROOT = Path(__file__).resolve().parents[1]
 # From the top down. A file may import from layers below its own, and from its own; never from above.
@@ -172,3 +174,13 @@ def test_every_config_parses():
     for path in paths:
         settings = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
         assert settings, path
+
+
+def test_the_module_paths_of_the_last_release_still_work():
+    for old, new in (
+        ("hybrid.hybrid_engine:HybridEngine", hybrid.HybridEngine),
+        ("hybrid.inference_engine:init_inference", hybrid.init_inference),
+        ("hybrid.inference_engine:InferenceEngine", hybrid.InferenceEngine),
+        ("hybrid.integrations.trl:rollout_func", rollout_func),
+    ):
+        assert pkgutil.resolve_name(old) is new
