@@ -13,12 +13,16 @@ from deepspeed.accelerator import get_accelerator
 
 import hybrid
 from rlhf_examples.files import write_atomically
+from rlhf_examples.reshard import Piece, pieces_of, reshard
 
 LATEST, PREFIX = "latest", "iteration-"
 
 
 class Stateful(Protocol):
-    """What can be saved beside engines, on each rank: controllers, averages, the data's position."""
+    """What can be saved beside engines, on each rank: controllers, averages, the data's position.
+
+    What is not alike on all ranks has `load_state_dicts` too: of those of every rank of another number of them.
+    """
 
     def state_dict(self) -> Any: ...
 
@@ -57,11 +61,15 @@ class Checkpoints:
         dist.barrier()
         for engine_name, engine in self.engines.items():
             engine.save_checkpoint(str(unfinished), tag=engine_name, save_latest=False, exclude_frozen_parameters=True)
-        own = {"random": random_states(), "parts": {name: part.state_dict() for name, part in self.parts.items()}}
+        own = {
+            "random": random_states(),
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            "pieces": {name: pieces_of(engine) for name, engine in self.engines.items()},
+        }
         torch.save(own, unfinished / f"rank{dist.get_rank()}.pt")
         dist.barrier()
         if dist.get_rank() == 0:
-            about = {"iteration": iteration, "world_size": dist.get_world_size()}
+            about = {"iteration": iteration, "world_size": dist.get_world_size(), "zero_stages": self._zero_stages()}
             (unfinished / "run.json").write_text(json.dumps(about))
             shutil.rmtree(self.directory / name, ignore_errors=True)
             unfinished.rename(self.directory / name)
@@ -81,9 +89,7 @@ class Checkpoints:
 
     def load_latest(self) -> int:
         """Restore the newest checkpoint on every rank; gives the iteration after which it was saved, 0 where there is
-        none.
-
-        Raises ValueError where it was made by another number of ranks.
+        none. Another number of ranks may have saved it.
         """
         if not (self.directory / LATEST).is_file():
             return 0
@@ -99,23 +105,49 @@ class Checkpoints:
     def _load(self, name: str) -> int:
         newest = self.directory / name
         about = json.loads((newest / "run.json").read_text())
-        if about["world_size"] != dist.get_world_size():
-            raise ValueError(
-                f"resume: {newest} was made by {about['world_size']} ranks, and this run has {dist.get_world_size()}; "
-                "start as many"
-            )
-        for name, engine in self.engines.items():
-            engine.load_checkpoint(str(newest), tag=name, custom_load_fn=load_trained)
-        own = torch.load(newest / f"rank{dist.get_rank()}.pt", weights_only=False)
+        rank, ranks = dist.get_rank(), about["world_size"]
+        same = ranks == dist.get_world_size()
+        numbers = [rank] if same else range(ranks)
+        saved = [torch.load(newest / f"rank{number}.pt", mmap=True, weights_only=False) for number in numbers]
+        own = saved[0] if same else saved[rank % ranks]
         if missing := sorted(self.parts.keys() - own["parts"].keys()):
             raise ValueError(
                 f"resume: {newest} holds no {', '.join(missing)}; give the settings that the run began with, or begin "
                 "another"
             )
+        if about["zero_stages"] != self._zero_stages():
+            raise ValueError(
+                f"resume: {newest} was saved under ZeRO {about['zero_stages']}, and this run has {self._zero_stages()}"
+                "; give the stages that the run began with"
+            )
+        for name, engine in self.engines.items():
+            if same or not engine.zero_optimization():  # without ZeRO every rank has all
+                engine.load_checkpoint(str(newest), tag=name, custom_load_fn=load_trained)
+            else:
+                self._load_resharded(engine, newest / name, [of_rank["pieces"][name] for of_rank in saved])
         for name, part in self.parts.items():
-            part.load_state_dict(own["parts"][name])
+            if same or not hasattr(part, "load_state_dicts"):
+                part.load_state_dict(own["parts"][name])
+            else:
+                part.load_state_dicts([of_rank["parts"][name] for of_rank in saved])
         restore(own["random"])
         return about["iteration"]
+
+    def _zero_stages(self) -> dict[str, int]:
+        return {name: int(engine.zero_optimization_stage()) for name, engine in self.engines.items()}
+
+    def _load_resharded(self, engine: hybrid.HybridEngine, tag: Path, pieces: list[list[Piece]]) -> None:
+        """Restore an engine from ranks of another number, which had `pieces`."""
+        target = self.directory / "resharded.unfinished"
+        if dist.get_rank() == 0:
+            shutil.rmtree(target, ignore_errors=True)
+        dist.barrier()
+        reshard(engine, tag, pieces, target)
+        dist.barrier()
+        engine.load_checkpoint(str(target), tag=tag.name, custom_load_fn=load_trained)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(target)
 
 
 def load_trained(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import json
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -81,16 +81,33 @@ class Examples:
             refuse_empty(passed)
             epoch += 1
 
-    def batches(
-        self, size: int, seed: int, start: int = 0, rank: int = 0, world_size: int = 1
-    ) -> Iterator[list[dict[str, Any]]]:
-        """This rank's `size` rows of each step, without end, from step `start` (the first is 0).
 
-        A step's `size * world_size` rows are the next ones of `ordered`, however many ranks share them.
-        """
-        order = self.ordered(seed, start * size * world_size)
-        while True:
-            yield list(islice(order, size * world_size))[rank::world_size]
+@dataclass
+class RowStream:
+    """The rows that a run learns from, in the order of `Examples.ordered`.
+
+    taken: how many all ranks have had; a checkpoint holds it.
+    """
+
+    examples: Examples
+    seed: int
+    taken: int = 0
+    _rows: Iterator[Any] | None = field(default=None, repr=False)
+
+    def next(self, count: int) -> list[Any]:
+        """The next `count`, of all ranks."""
+        if self._rows is None:
+            self._rows = self.examples.ordered(self.seed, self.taken)
+        self.taken += count
+        return list(islice(self._rows, count))
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands."""
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self.taken, self._rows = state["taken"], None
 
 
 @dataclass(frozen=True)

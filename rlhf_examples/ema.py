@@ -45,6 +45,28 @@ class MovingAverage:
         for name, part in state.items():
             self.parts[name].copy_(part)
 
+    def load_state_dicts(self, states: list[dict[str, torch.Tensor]]) -> None:
+        """Go on from there with another number of ranks.  states: of each of those that there were."""
+        for parameter, name in self.names.items():
+            if name in self.parts:
+                parts, part = [state[name] for state in states if name in state], self.parts[name]
+                own = torch.cat(parts)[: number_of_elements(parameter)][own_start(parameter) :][: len(part)]
+                part.zero_()[: len(own)] = own
+
+
+def number_of_elements(parameter: torch.nn.Parameter) -> int:
+    """Of the whole parameter."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def own_start(parameter: torch.nn.Parameter) -> int:
+    """The first element of `own_part` in the flattened parameter."""
+    if hasattr(parameter, "ds_tensor"):
+        return dist.get_rank() * parameter.ds_tensor.numel()
+    if getattr(parameter, "_hp_mapping", None) is not None:
+        return parameter._hp_mapping.lp_fragment_address.start
+    return 0
+
 
 def own_part(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """This rank's float32 weights of a parameter, flat; None where it has none of it (ZeRO-1, ZeRO-2)."""

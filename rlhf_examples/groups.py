@@ -2,9 +2,7 @@
 until every group has rewards to learn from."""
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,40 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 import hybrid
 from rlhf_examples.arguments import GRPOArguments
-from rlhf_examples.data import Examples
+from rlhf_examples.data import RowStream
 from rlhf_examples.measures import Phases
 from rlhf_examples.ranks import own_share
 from rlhf_examples.rollouts import Row, decode_completions, in_order, noise_seed, padded, roll_out, sampling
 from rlhf_examples.scorers import Rewards
 from rlhf_examples.trackers import Metrics
-
-
-@dataclass
-class Prompts:
-    """The prompts of a run, in the order of `Examples.ordered`.
-
-    taken: how many all ranks have had; a checkpoint holds it.
-    """
-
-    examples: Examples
-    seed: int
-    taken: int = 0
-    _rows: Iterator[Row] | None = field(default=None, repr=False)
-
-    def next(self, count: int) -> list[Row]:
-        """The next `count`, of all ranks."""
-        if self._rows is None:
-            self._rows = self.examples.ordered(self.seed, self.taken)
-        self.taken += count
-        return list(islice(self._rows, count))
-
-    def state_dict(self) -> dict[str, int]:
-        """Where they stand."""
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
-        self.taken, self._rows = state["taken"], None
 
 
 @dataclass(frozen=True)
@@ -110,7 +80,7 @@ def groups_with_spread(
     policy: hybrid.HybridEngine,
     rewards: Rewards,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts,
+    prompts: RowStream,
     iteration: int,
     phases: Phases,
     args: GRPOArguments,

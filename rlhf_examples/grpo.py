@@ -21,10 +21,11 @@ from rlhf_examples.arguments import GRPOArguments
 from rlhf_examples.best_model import BestModel
 from rlhf_examples.checkpoint import Checkpoints
 from rlhf_examples.command_line import run_command
+from rlhf_examples.data import RowStream
 from rlhf_examples.engines import step_on
 from rlhf_examples.files import CHECKPOINTS
 from rlhf_examples.forwards import token_logps
-from rlhf_examples.groups import Prompts, groups_with_spread, has_spread, next_groups
+from rlhf_examples.groups import groups_with_spread, has_spread, next_groups
 from rlhf_examples.held_out import examples_of
 from rlhf_examples.losses import (
     entropy_bonus,
@@ -77,7 +78,7 @@ def run(args: GRPOArguments) -> Metrics:
     actor = Actor.load(args, total_steps, needs_reference=args.beta > 0)
     rewards = load_rewards(args.reward, args.reward_weights, args, args.offload_reference_model)
 
-    prompts, best = Prompts(examples, args.seed), BestModel.of(args)
+    prompts, best = RowStream(examples, args.seed), BestModel.of(args)
     parts = {"prompts": prompts, "best": best, **actor.parts()}
     checkpoints = Checkpoints(directory / CHECKPOINTS, {"policy": actor.policy}, parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
@@ -104,7 +105,7 @@ def grpo_iteration(
     actor: Actor,
     rewards: Rewards,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts,
+    prompts: RowStream,
     iteration: int,
     args: GRPOArguments,
 ) -> Metrics:

@@ -21,6 +21,7 @@ from rlhf_examples.batches import require_exact_values
 from rlhf_examples.best_model import BestModel
 from rlhf_examples.checkpoint import Checkpoints
 from rlhf_examples.command_line import run_command
+from rlhf_examples.data import RowStream
 from rlhf_examples.engines import Training, step_on, trained
 from rlhf_examples.files import CHECKPOINTS
 from rlhf_examples.forwards import judged_values, token_logps, token_values
@@ -43,7 +44,7 @@ from rlhf_examples.losses import (
 from rlhf_examples.measures import Phases, TrainingFlops, flops_metrics, scores_by_source
 from rlhf_examples.models import load_tokenizer, load_value_model, require_model
 from rlhf_examples.pretraining import PretrainingTexts
-from rlhf_examples.ranks import over_ranks, seed_everything, sums_over_ranks
+from rlhf_examples.ranks import over_ranks, own_share, seed_everything, sums_over_ranks
 from rlhf_examples.rollouts import (
     Experience,
     Numerics,
@@ -78,14 +79,14 @@ def run(args: PPOArguments) -> Metrics:
     directory = Path(args.output_dir)
     check(args)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.actor_model_name_or_path, args.chat_template)
-    prompts, held_out = examples_of("ppo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
+    examples, held_out = examples_of("ppo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
     ptx = PretrainingTexts.load(tokenizer, args)
     begin_run(args)
     models = Models.load(args)
     kl_ctl = kl_controller(args)
 
-    best = BestModel.of(args)
-    parts = {"kl_ctl": kl_ctl, "ptx": ptx, "best": best, **models.actor.parts()}
+    prompts, best = RowStream(examples, args.seed), BestModel.of(args)
+    parts = {"prompts": prompts, "kl_ctl": kl_ctl, "ptx": ptx, "best": best, **models.actor.parts()}
     checkpoints = Checkpoints(directory / CHECKPOINTS, models.trained(), parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(models.actor.policy, tokenizer, held_out, models.rewards, args)
@@ -94,12 +95,10 @@ def run(args: PPOArguments) -> Metrics:
     log = start_log(args, "PPO", BAR, args.num_iterations, done)
     if not done:
         evaluation.logged(log, 0, before)
-    batches = prompts.batches(
-        args.per_device_generation_batch_size, args.seed, done, dist.get_rank(), dist.get_world_size()
-    )
 
     def iterate(iteration: int) -> Metrics:
-        return ppo_iteration(models, tokenizer, next(batches), ptx, kl_ctl, iteration, args)
+        own = own_share(prompts.next(args.per_device_generation_batch_size * dist.get_world_size()))
+        return ppo_iteration(models, tokenizer, own, ptx, kl_ctl, iteration, args)
 
     metrics, last = train_iterations(iterate, models.actor, evaluation, checkpoints, best, log, done, args)
     after = evaluation.show(log, before, last)

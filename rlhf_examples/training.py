@@ -16,7 +16,7 @@ from rlhf_examples.actor import export_trained, kept_before, last_logged, start_
 from rlhf_examples.arguments import TrainArguments
 from rlhf_examples.best_model import BestModel
 from rlhf_examples.checkpoint import Checkpoints
-from rlhf_examples.data import Examples
+from rlhf_examples.data import Examples, RowStream
 from rlhf_examples.ema import MovingAverage
 from rlhf_examples.engines import step_on
 from rlhf_examples.files import CHECKPOINTS
@@ -56,20 +56,20 @@ def fit(
     among them, and those before the first step under `before_`."""
     average, best = MovingAverage(engine, args.ema_beta) if args.enable_ema else None, BestModel.of(args)
     tokens, flops, outside = TokenCount(), TrainingFlops.of(engine.module), Phases()
-    parts = {"average": average, "tokens": tokens, "best": best}
+    stream = RowStream(examples, args.seed)
+    parts = {"rows": stream, "average": average, "tokens": tokens, "best": best}
     checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, {"model": engine}, parts, args.keep_last)
     done, total = checkpoints.load_latest() if args.resume else 0, total_steps(examples, args)
     log = start_log(args, description, bar_metrics, total, done)
     before = kept_before(Path(args.output_dir), done > 0, lambda: evaluate(engine, held_out, loss_of, args))
     best.check(before)
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    batches = examples.batches(rows, args.seed, done, dist.get_rank(), dist.get_world_size())
     metrics = last_logged(Path(args.output_dir)) if done == total or best.ends_training else {}
     for step in range(done + 1, total + 1):
         if best.ends_training:
             log.note(best.reason)
             break
-        phases, rows_of_step = Phases(), next(batches)
+        phases, rows_of_step = Phases(), own_share(stream.next(rows * dist.get_world_size()))
         phases.end("load")
         metrics = train_step(engine, rows_of_step, loss_of, count, args)
         phases.end("train")

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_examples import data
 from rlhf_examples.data import (
+    RowStream,
     collate_preference,
     collate_prompts,
     collate_supervised,
@@ -146,22 +147,18 @@ def test_an_order_goes_on_where_it_was_left(position):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_rows_go_on_where_they_were_left_and_ranks_share_them(streaming, examples):
+def test_rows_go_on_where_they_were_left(streaming, examples):
     made = examples(texts(7), "prompt", streaming=streaming)
     whole = [number_of(row) for row in itertools.islice(made.ordered(seed=3), 42)]
     assert [sorted(whole[i : i + 7]) for i in range(0, 42, 7)] == [list(range(7))] * 6
     assert len({tuple(whole[i : i + 7]) for i in range(0, 42, 7)}) > 1
     assert whole != [number_of(row) for row in itertools.islice(made.ordered(seed=4), 42)]
     assert [number_of(row) for row in itertools.islice(made.ordered(3, 10), 20)] == whole[10:30]
-    for world_size, size in ((1, 6), (2, 3), (3, 2)):
-        steps = []
-        for rank in range(world_size):
-            batches = itertools.islice(made.batches(size, 3, start=2, rank=rank, world_size=world_size), 4)
-            steps.append([[number_of(row) for row in batch] for batch in batches])
-        for step, of_ranks in enumerate(zip(*steps, strict=True), start=2):
-            assert all(len(rows) == size for rows in of_ranks)
-            shuffled = [number for rows in zip(*of_ranks, strict=True) for number in rows]
-            assert shuffled == whole[6 * step : 6 * step + 6], "the same rows however many ranks share them"
+    stream = RowStream(made, seed=3)
+    assert [number_of(row) for count in (6, 0, 1, 5) for row in stream.next(count)] == whole[:12]
+    again = RowStream(made, seed=3)
+    again.load_state_dict(stream.state_dict())
+    assert [number_of(row) for row in again.next(20)] == whole[12:32]
 
 
 def test_one_record_is_a_set(examples):

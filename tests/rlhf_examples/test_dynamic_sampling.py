@@ -10,8 +10,8 @@ import torch.distributed as dist
 import hybrid
 from rlhf_examples import groups as groups_of
 from rlhf_examples.arguments import GRPOArguments
-from rlhf_examples.data import Examples, pad
-from rlhf_examples.groups import Prompts, groups_with_spread, has_spread
+from rlhf_examples.data import Examples, RowStream, pad
+from rlhf_examples.groups import groups_with_spread, has_spread
 from rlhf_examples.measures import Phases
 from rlhf_examples.scorers import Rewards, Scorer
 from rlhf_examples.texts import LeftOut
@@ -47,8 +47,8 @@ def test_what_has_a_spread():
     assert has_spread(rewards.flatten(), 3).tolist() == [False, True, False, True, False, False]
 
 
-def prompts_of(count: int) -> Prompts:
-    return Prompts(Examples([{"prompt": str(number), "columns": "{}"} for number in range(count)], LeftOut()), seed=3)
+def prompts_of(count: int) -> RowStream:
+    return RowStream(Examples([{"prompt": str(number), "columns": "{}"} for number in range(count)], LeftOut()), seed=3)
 
 
 def test_prompts_go_on_where_they_were_left():
