@@ -15,7 +15,7 @@ from rlhf_examples.actor import Evaluation
 from rlhf_examples.arguments import GRPOArguments, PPOArguments, SFTArguments, arguments_of, parse_arguments
 from rlhf_examples.best_model import BestModel
 from rlhf_examples.checkpoint import Checkpoints
-from tests.rank_pool import RankFailure
+from tests.rank_pool import RankFailure, RankPool
 from tests.rlhf_examples.scripts import logged, models_of, run_here, small_directory
 
 VALUES = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5, 5: 0.5, 6: 0.25}  # of a loss, by iteration: the best of the first four is 2's
@@ -186,3 +186,18 @@ def test_a_metric_that_is_none_is_named_with_those_there_are(script, ranks, smal
         ranks.run(run_here, script, {**settings, "output_dir": str(tmp_path)})
     assert not logged(tmp_path), "it was trained"
     assert json.loads((tmp_path / "before.json").read_text())
+
+
+def test_the_best_of_other_ranks_is_exported(ranks, small, tmp_path):
+    """The best checkpoint is of two ranks, and one rank goes on and ends: it loads those weights at the end."""
+    saving = {"save_every": 1, "enable_ema": True, "load_best_model_at_end": True}
+    ranks.run(run_scripted, "sft", settings_of("sft", small, tmp_path, max_steps=3, **saving))
+    best = {name: load_file(tmp_path / name / "model.safetensors") for name in ("model", "model_ema")}
+    alone = RankPool(1)
+    resumed = settings_of("sft", small, tmp_path, resume=True, evaluated=4, per_device_train_batch_size=8, **saving)
+    alone.run(run_scripted, "sft", resumed)
+    alone.close()
+    assert [row["iteration"] for row in logged(tmp_path)] == [1, 2, 3, 4]
+    for name, expected in best.items():
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert all(torch.equal(found[key], expected[key]) for key in expected), name
