@@ -469,7 +469,8 @@ class ThroughputArguments(GenerationArguments):
 @dataclass
 class PipelineArguments:
     """Steps in a row. In the file beside these: `steps`, a table of step → settings, among them its `script` where that
-    is not the step's name; `common`, settings of every step that knows them; `summary`, key → step/metric."""
+    is not the step's name; `common`, settings of every step that knows them; `summary`, key → step/metric; `servers`,
+    name → settings of a reward server, which runs as long as the pipeline and is the reward `server:NAME` in steps."""
 
     output_dir: str = about("runs/pipeline", "each step has a directory in it")
     seed: int = about(0, "of every step that has none of its own")
@@ -478,6 +479,7 @@ class PipelineArguments:
     common: dict = field(default_factory=dict, init=False)
     steps: dict = field(default_factory=dict, init=False)
     summary: dict = field(default_factory=dict, init=False)
+    servers: dict = field(default_factory=dict, init=False)
 
     def __post_init__(self):
         require_resume_or_overwrite(self)
@@ -509,6 +511,8 @@ class RewardServerArguments:
     reward: str = about("rlhf_examples.rewards:exact_match", "module:function over (prompts, completions, columns)")
     host: str = about("127.0.0.1", "address that is listened at; 0.0.0.0 is every one of this machine")
     port: int = about(8765, "0 takes a free one")
+    address_file: str = about("", "file that the server's address is written to once it listens; empty: none")
+    parent_pid: int = about(0, "end with this process, which has started the server; 0: with none")
 
 
 def require_pass_at_k(args: Any) -> None:

@@ -22,6 +22,7 @@ from rlhf_examples.arguments import (
     PipelineArguments,
     PPOArguments,
     RewardModelArguments,
+    RewardServerArguments,
     SFTArguments,
     ThroughputArguments,
     arguments_of,
@@ -32,7 +33,9 @@ from rlhf_examples.command_line import input_errors_reported
 from rlhf_examples.files import DONE, write_atomically
 from rlhf_examples.ranks import end_ranks, is_first, preparing, rendezvous, start_ranks
 from rlhf_examples.report import write_report
+from rlhf_examples.rewards import SERVER
 from rlhf_examples.run_directory import begin_run
+from rlhf_examples.served_rewards import served_rewards
 
 SCRIPTS = {
     "sft": (SFTArguments, sft.run),
@@ -61,13 +64,15 @@ def main() -> None:
 
 def parse(settings: dict[str, Any], flags: list[str]) -> PipelineArguments:
     """The pipeline's arguments. Every step's are checked here, before the first begins."""
-    tables = {name: settings.pop(name, {}) for name in ("common", "steps", "summary")}
+    tables = {name: settings.pop(name, {}) for name in ("common", "steps", "summary", "servers")}
     if "seed" in tables["common"]:  # a flag is above it
         settings = {"seed": tables["common"]["seed"], **settings}
     args = arguments_of(PipelineArguments, settings, flags)
-    args.common, args.steps, args.summary = tables.values()
+    args.common, args.steps, args.summary, args.servers = tables.values()
     if not args.steps:
         raise ValueError("steps: none given; name at least one, with its script and settings")
+    for name in args.servers:
+        arguments_of_server(name, args)
     for name in args.steps:
         arguments_of_step(name, args)
     for key, place in args.summary.items():
@@ -95,20 +100,44 @@ def arguments_of_step(name: str, args: PipelineArguments) -> Any:
         raise ValueError(f"steps.{name}: {error}") from error
 
 
+def arguments_of_server(name: str, args: PipelineArguments) -> RewardServerArguments:
+    """The settings of a reward server, on a free port where it has none. Raises ValueError, naming the server."""
+    try:
+        return arguments_of(RewardServerArguments, {"port": 0, **args.servers[name]})
+    except ValueError as error:
+        raise ValueError(f"servers.{name}: {error}") from error
+
+
 def placed(value: Any, args: PipelineArguments) -> Any:
-    """A setting with `step:NAME/PATH` as the path in that step's directory."""
+    """A setting with `step:NAME/PATH` as the path in that step's directory. Raises ValueError for `server:NAME` of a
+    server that there is not."""
     if isinstance(value, list):
         return [placed(one, args) for one in value]
+    if isinstance(value, str) and value.startswith(SERVER):
+        require_server(value, args)
     if not (isinstance(value, str) and value.startswith(STEP)):
         return value
     require_known(value[len(STEP) :].partition("/")[0], list(args.steps))
     return f"{args.output_dir}/{value[len(STEP) :]}"
 
 
+def require_server(reward: str, args: PipelineArguments) -> None:
+    """Raise ValueError for `server:NAME` of a server that there is not."""
+    if not args.servers:
+        raise ValueError(f"{reward!r} given, and there are no servers; name it under `servers`, with its reward")
+    require_known(reward[len(SERVER) :], list(args.servers))
+
+
 def run(args: PipelineArguments) -> dict[str, float]:
     """Every step that is not done yet; gives the summary."""
-    directory, found = Path(args.output_dir), {}
     begin_run(args, args.steps)
+    with served_rewards({name: arguments_of_server(name, args) for name in args.servers}):
+        return run_steps(args)
+
+
+def run_steps(args: PipelineArguments) -> dict[str, float]:
+    """`run`, where the servers are there."""
+    directory, found = Path(args.output_dir), {}
     if is_first():
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / PIPELINE, json.dumps(asdict(args), indent=1))

@@ -5,28 +5,47 @@ torchrun --nproc_per_node=2 -m rlhf_examples.grpo --reward http://127.0.0.1:8765
 
 POST {"prompts": [text, ...], "completions": [text, ...], "columns": {name: [value, ...]}} gives
 {"rewards": [number or null, ...]}, null where a completion cannot be judged. What does not fit gives status 400 and
-{"error": text}.
+{"error": text}. GET says which reward it is, and that the server is there. A pipeline starts servers itself: `servers`.
 """
 
 import json
 import math
+import os
+import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from rlhf_examples.arguments import RewardServerArguments, parse_arguments
 from rlhf_examples.command_line import input_errors_reported
+from rlhf_examples.files import write_atomically
 from rlhf_examples.rewards import Reward, judged_by_all, load_reward, reward_name
+
+LOOK_S = 0.5  # between looks at whether the parent is still there
 
 
 def main() -> None:
-    """Serve until interrupted."""
+    """Serve until interrupted, or until the parent process has ended."""
     with input_errors_reported():
         args = parse_arguments(RewardServerArguments)
         server = make_server(args.reward, args.host, args.port)
-    print(f"{args.reward} at http://{args.host}:{server.server_port}/{reward_name(args.reward)}", flush=True)
+    if args.parent_pid:
+        threading.Thread(target=end_with, args=(args.parent_pid,), daemon=True).start()
+    address = f"http://{args.host}:{server.server_port}/{reward_name(args.reward)}"
+    print(f"{args.reward} at {address}", flush=True)
+    if args.address_file:
+        write_atomically(Path(args.address_file), address)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
         server.server_close()
+
+
+def end_with(parent_pid: int) -> None:
+    """End this process when its parent has ended, however that did; the parent may have no time to say so."""
+    while os.getppid() == parent_pid:
+        time.sleep(LOOK_S)
+    os._exit(0)
 
 
 def make_server(name: str, host: str, port: int) -> ThreadingHTTPServer:
@@ -34,12 +53,18 @@ def make_server(name: str, host: str, port: int) -> ThreadingHTTPServer:
     reward = load_reward(name)
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(200, {"reward": name})
+
         def do_POST(self) -> None:
             asked = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             try:
                 status, answer = 200, {"rewards": scores_of(reward, name, asked)}
             except (ValueError, KeyError, TypeError) as error:
                 status, answer = 400, {"error": f"{type(error).__name__}: {error}"}
+            self.answer(status, answer)
+
+        def answer(self, status: int, answer: dict) -> None:
             body = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ from urllib.request import Request, urlopen
 # A number for each completion, NaN or None where one cannot be judged: it trains nothing.
 Reward = Callable[..., list[float | None]]
 REWARDS_ALLOWED = "module:function, the address of a reward server, or the directory or hub name of a reward model"
+SERVER = "server:"  # before the name of a server that the pipeline has started
+SERVERS = "RLHF_REWARD_SERVERS"  # environment variable: JSON, their addresses by name
 FIRST_PAUSE_S = 0.5  # before an attempt is made again; each pause is twice the one before
 
 HAPPY = set("laughed danced joy warm happy smiled loved wonderful fun".split())
@@ -91,11 +94,12 @@ def last_number(text: str) -> Decimal | None:
 
 
 def load_reward(name: str) -> Reward:
-    """The reward called `module:function`, which may be an `async def`; or the server at an address.
+    """The reward called `module:function`, which may be an `async def`; or the server at an address, or `server:NAME`
+    that the pipeline has started.
 
     Raises ValueError, naming what was given and what is allowed.
     """
-    if is_address(name):
+    if is_address(name := address_of(name)):
         return partial(ask_server, name)
     module, _, function = name.partition(":")
     refusal = f"reward: {name!r} given; it must be {REWARDS_ALLOWED}"
@@ -108,6 +112,17 @@ def load_reward(name: str) -> Reward:
     return reward
 
 
+def address_of(name: str) -> str:
+    """A reward's name; of `server:NAME` the address. Raises ValueError where there is no such server."""
+    if not name.startswith(SERVER):
+        return name
+    addresses = json.loads(os.environ.get(SERVERS, "{}"))
+    if name[len(SERVER) :] not in addresses:
+        known = ", ".join(SERVER + server for server in addresses) or "none"
+        raise ValueError(f"reward: {name!r} given; servers that a pipeline has started for this run: {known}")
+    return addresses[name[len(SERVER) :]]
+
+
 def is_address(name: str) -> bool:
     """Whether a reward is a server's."""
     return name.startswith(("http://", "https://"))
@@ -115,7 +130,7 @@ def is_address(name: str) -> bool:
 
 def reward_name(name: str) -> str:
     """What a reward's metric is called: as its function, or as the last part of its server's path."""
-    if is_address(name):
+    if is_address(name := address_of(name)):
         return urlsplit(name).path.strip("/").rpartition("/")[2] or "reward_server"
     return name.rpartition(":")[2]
 
