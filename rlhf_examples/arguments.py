@@ -491,6 +491,7 @@ class ChatArguments:
 
     path: str = about("", "directory or hub name of the model; an adapter's directory too")
     system: str = about("", "a system message, for models with a chat template")
+    chat_template_kwargs: str = about("", 'JSON for the chat template, such as {"enable_thinking": false}')
     max_new_tokens: int = about(128, "longest answer in tokens")
     stop_token_ids: list[int] = listed([], "end tokens besides the model's own")
     temperature: float = about(0.8, "of sampling; 0 is greedy")
@@ -502,6 +503,7 @@ class ChatArguments:
     def __post_init__(self):
         require_one_of(self, dtype=("float32", "bfloat16", "int8"))
         require_attention_of_dtype(self)
+        RecordFormat(chat_template_kwargs=self.chat_template_kwargs)  # raises where it is no object
 
 
 @dataclass

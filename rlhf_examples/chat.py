@@ -5,8 +5,10 @@ python -m rlhf_examples.chat --path runs/demo/ppo/model
 python -m rlhf_examples.chat --path my-model --dtype bfloat16 --max_new_tokens 512
 """
 
+import json
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
@@ -69,7 +71,7 @@ def answer(
     engine: hybrid.InferenceEngine, tokenizer: PreTrainedTokenizerBase, messages: Messages, args: ChatArguments
 ) -> str:
     """The model's answer to the last message, printed as it is made."""
-    ids = prompt_of(tokenizer, messages)
+    ids = prompt_of(tokenizer, messages, json.loads(args.chat_template_kwargs or "{}"))
     ends = [*args.stop_token_ids, tokenizer.eos_token_id, turn_end(tokenizer)]
     ends = [token for token in dict.fromkeys(ends) if token is not None]
     drawn = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {}
@@ -85,10 +87,15 @@ def answer(
     return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def prompt_of(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> torch.Tensor:
-    """The conversation as the model's tokens, int64 [1, tokens]; without a chat template the last message alone."""
+def prompt_of(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, settings: dict[str, Any] | None = None
+) -> torch.Tensor:
+    """The conversation as the model's tokens, int64 [1, tokens]; without a chat template the last message alone.
+
+    settings: what the chat template takes besides messages.
+    """
     if tokenizer.chat_template is not None:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(settings or {}))
         start = []
     else:
         text = messages[-1]["content"]

@@ -30,11 +30,11 @@ from rlhf_examples.arguments import (
     split_command_line,
 )
 from rlhf_examples.command_line import input_errors_reported
-from rlhf_examples.files import DONE, write_atomically
+from rlhf_examples.files import DONE, SETTINGS, write_atomically
 from rlhf_examples.ranks import end_ranks, is_first, preparing, rendezvous, start_ranks
 from rlhf_examples.report import write_report
 from rlhf_examples.rewards import SERVER
-from rlhf_examples.run_directory import begin_run
+from rlhf_examples.run_directory import begin_run, require_same_settings
 from rlhf_examples.served_rewards import served_rewards
 
 SCRIPTS = {
@@ -131,6 +131,9 @@ def require_server(reward: str, args: PipelineArguments) -> None:
 def run(args: PipelineArguments) -> dict[str, float]:
     """Every step that is not done yet; gives the summary."""
     begin_run(args, args.steps)
+    directories = {name: Path(args.output_dir) / name for name in args.steps}
+    finished = [name for name, directory in directories.items() if (directory / DONE).is_file()]
+    require_same_settings({str(directories[name]): arguments_of_step(name, args) for name in finished})
     with served_rewards({name: arguments_of_server(name, args) for name in args.servers}):
         return run_steps(args)
 
@@ -156,6 +159,8 @@ def run_steps(args: PipelineArguments) -> dict[str, float]:
             if is_first():
                 seconds = time.perf_counter() - start
                 done.parent.mkdir(exist_ok=True)
+                if not (kept := done.with_name(SETTINGS)).is_file():  # of a script that logs nothing
+                    write_atomically(kept, json.dumps(asdict(of_step), indent=1))
                 write_atomically(done, json.dumps({"seconds": seconds, **numbers(metrics)}, indent=1))
                 print(f"step {number} of {len(args.steps)}: {name} took {seconds:.0f} s", flush=True)
             rendezvous()

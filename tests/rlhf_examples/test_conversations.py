@@ -11,8 +11,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from trl import pack_dataset
 
 from hybrid import SamplingParams
-from rlhf_examples import pairs, rollouts
-from rlhf_examples.arguments import PairsArguments, SFTArguments
+from rlhf_examples import chat, pairs, rollouts
+from rlhf_examples.arguments import ChatArguments, PairsArguments, SFTArguments
 from rlhf_examples.conversations import end_with_turns, turn_end
 from rlhf_examples.data import PackedExamples, best_fit, collate_supervised, tokenised
 from rlhf_examples.pairs import as_record
@@ -346,3 +346,24 @@ def test_packing_needs_what_keeps_records_apart():
     for settings in ({}, {"padding_free": True, "streaming": True}):
         with pytest.raises(ValueError, match="packing: true given with padding_free: "):
             SFTArguments(packing=True, **settings)
+
+
+def test_chat_gives_the_template_its_settings():
+    """Qwen3 is told not to think by an empty thought in front of its answer."""
+    tokenizer, asked = tokenizer_of("qwen3"), [{"role": "user", "content": "why?"}]
+
+    class Engine:
+        def generate(self, ids, **settings):
+            prompts.append(tokenizer.decode(ids[0]))
+            return ids
+
+    prompts = []
+    for settings in ("", '{"enable_thinking": false}'):
+        chat.answer(Engine(), tokenizer, asked, ChatArguments(path="x", chat_template_kwargs=settings))
+    expected = [
+        tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **settings)
+        for settings in ({}, {"enable_thinking": False})
+    ]
+    assert prompts == expected and expected[0] != expected[1]
+    with pytest.raises(ValueError, match="chat_template_kwargs: '1' given; it must be a JSON object"):
+        ChatArguments(path="x", chat_template_kwargs="1")

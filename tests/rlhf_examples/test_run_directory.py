@@ -1,5 +1,7 @@
 """A run neither deletes another's results without being told to, nor its own checkpoints."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from rlhf_examples.arguments import PairsArguments, SFTArguments
 from rlhf_examples.checkpoint import Checkpoints, load_trained
 from rlhf_examples.engines import trained
 from rlhf_examples.models import load_policy
-from rlhf_examples.run_directory import begin_run
+from rlhf_examples.run_directory import begin_run, require_same_settings
 from tests.engines import storage_digest, train_step
 from tests.rlhf_examples.scripts import SCRIPTS, models_of, run_here, small_directory
 from tests.rlhf_examples.test_models import on_first_rank, training
@@ -126,7 +128,41 @@ def test_a_pipeline_does_not_delete_the_steps_of_another(tmp_path, monkeypatch):
         pipeline.run(pipeline.parse(dict(settings), []))
     assert names(tmp_path / "run") == ["sft"] and names(sft) == ["metrics.jsonl", "model", "notes.txt"]
     pipeline.run(pipeline.parse(dict(settings), ["--overwrite", "true"]))
-    assert names(sft) == ["done.json", "notes.txt"]
+    assert names(sft) == ["done.json", "notes.txt", "settings.json"]
+
+
+@alone
+def test_a_resumed_pipeline_refuses_other_settings_of_a_finished_step(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setitem(pipeline.SCRIPTS, "pairs", (PairsArguments, lambda args: ran.append(args.rounds) or {"n": 1}))
+
+    def run(rounds: int, *flags: str, **more) -> None:
+        steps = {"one": {"script": "pairs", "rounds": rounds, **more}, "pairs": {}}
+        pipeline.run(pipeline.parse({"output_dir": str(tmp_path / "run"), "steps": steps}, [*flags]))
+
+    run(2)
+    (tmp_path / "run" / "pairs" / "done.json").unlink()  # the run was killed in its second step
+    words = r"resume: the step in '.*run/one' is finished, .* settings: rounds was 2 and is 3; .*--overwrite true"
+    with pytest.raises(ValueError, match=words):
+        run(3, "--resume", "true")
+    with pytest.raises(ValueError, match="seed was 0 and is 5"):
+        run(2, "--resume", "true", "--seed", "5")
+    assert ran == [2, 4], "nothing has run"
+    run(2, "--resume", "true")
+    assert ran == [2, 4, 4]
+    run(3, "--overwrite", "true")
+    assert ran == [2, 4, 4, 3, 4]
+
+
+@alone
+def test_settings_without_effect_may_change(tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(SFTArguments())))
+    same = SFTArguments(output_dir="other", resume=True, print_every=3, report_to=[], keep_last=9, save_every=4)
+    require_same_settings({str(tmp_path): same})
+    with pytest.raises(ValueError, match="max_steps was 0 and is 3; learning_rate was 0.0001 and is 0.1"):
+        require_same_settings({str(tmp_path): SFTArguments(max_steps=3, learning_rate=0.1)})
+    (tmp_path / "settings.json").write_text("{}")  # of an earlier version
+    require_same_settings({str(tmp_path): same})
 
 
 def check_frozen_left_out(folder: str, stage: int) -> None:
