@@ -75,7 +75,7 @@ def different(directory: str, args: Any) -> str:
     changed = "; ".join(f"{name} was {then[name]!r} and is {now[name]!r}" for name in names)
     return changed and (
         f"resume: the step in {directory!r} is finished, and it ran with other settings: {changed}; give it those, "
-        "delete that directory to run the step again, give another output_dir, or --overwrite true to run all steps again"
+        "delete that directory to run the step again, give another output_dir, or --overwrite true to run all again"
     )
 
 
