@@ -139,3 +139,29 @@ def count_reset(model) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_cache_is_freed_after_every_call(ranks, stage):
     ranks.run(check_released, stage)
+
+
+CONTRASTIVE = {**REQUEST, "penalty_alpha": 0.6, "top_k": 4}
+
+
+def error_of(call, *args, **kwargs) -> tuple[type, str]:
+    with pytest.raises(Exception) as raised:
+        call(*args, **kwargs)
+    return raised.type, str(raised.value)
+
+
+def check_contrastive() -> None:
+    """transformers keeps contrastive search on its hub, and asks for leave to run it from there."""
+    model = tiny_model("llama")
+    reference = twin(model)
+    engine = engine_of(model, settings(3))
+    digest = storage_digest(engine)
+    expected = error_of(reference.generate, IDS, **CONTRASTIVE)
+    assert "trust_remote_code=True" in expected[1]
+    assert error_of(engine.generate, IDS, **CONTRASTIVE) == expected
+    assert storage_digest(engine) == digest
+    assert torch.equal(engine.generate(IDS, **REQUEST), reference.generate(IDS, **REQUEST))  # fused again
+
+
+def test_contrastive_search_says_what_hugging_faces_does(ranks):
+    ranks.run(check_contrastive)
