@@ -30,7 +30,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import hybrid
 from hybrid.compat import install as drop_in
 from tests.engines import settings, storage_digest
-from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin
+from tests.tiny_models import ADAPTERS, prompts, tiny_model, tiny_other, twin
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEEDS = inspect.signature(deepspeed.initialize)
@@ -443,3 +443,47 @@ def check_trainer(folder: str) -> None:
 
 def test_the_transformers_trainer_builds_ours(ranks, tmp_path):
     ranks.run(check_trainer, str(tmp_path))
+
+
+def check_seq2seq_trainer(folder: str) -> None:
+    """`predict_with_generate` with beams: Hugging Face's tokens for the weights that were trained."""
+    model = tiny_other("t5")
+    reference = twin(model)
+    arguments = transformers.Seq2SeqTrainingArguments(
+        folder,
+        deepspeed=settings(3, train_micro_batch_size_per_gpu="auto"),
+        use_cpu=True,
+        max_steps=1,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        learning_rate=1e-2,
+        predict_with_generate=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = transformers.Seq2SeqTrainer(model, arguments, train_dataset=Texts())
+    with hybrid.installed():
+        quietly(trainer.train)
+    assert isinstance(trainer.model_wrapped, hybrid.HybridEngine)
+    own = list(trainer.model_wrapped.module.parameters())
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(own):
+        for copied, parameter in zip(reference.parameters(), own, strict=True):
+            copied.copy_(parameter)
+    rows = [Texts()[i] for i in range(4)]
+    beams = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False}
+    found = torch.as_tensor(trainer.predict(rows, **beams).predictions)
+    ids, mask = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "attention_mask"))
+    expected = reference.generate(ids, attention_mask=mask, **beams)
+    assert len(expected.unique()) > 2, "beams of one token alone show nothing"
+    assert torch.equal(found[:, : expected.shape[1]], expected)
+    assert not (found[:, expected.shape[1] :] > 0).any(), "padding"
+
+
+def check_seq2seq_alone(folder: str) -> None:
+    with no_accelerator():
+        check_seq2seq_trainer(folder)
+
+
+def test_the_seq2seq_trainer_predicts_with_beams(ranks, tmp_path):
+    ranks.run(check_seq2seq_alone, str(tmp_path))
