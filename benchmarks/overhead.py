@@ -23,8 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hybrid
 from benchmarks.modes import start_ranks
 from hybrid.decoders.batch import PAGE, PagedKV
-from hybrid.generation.block_pool import PageStore, pages_for
-from hybrid.generation.model_runner import Rows
+from hybrid.generation.block_pool import BlockPool, pages_for
+from hybrid.generation.model_runner import ModelRunner
 
 # hidden, intermediate, layers, heads, key heads, vocabulary
 SHAPES = {
@@ -132,10 +132,10 @@ class NoDecoder:
 def measure_tables(count: int, tokens: int, steps: int = 64) -> None:
     """Page tables of `count` rows near `tokens` tokens, whose pages end at different steps."""
     lengths = [tokens - steps - 1 - row % PAGE for row in range(count)]
-    decoder, store = NoDecoder(), PageStore(PAGE)
+    decoder, store = NoDecoder(), BlockPool(PAGE)
     store.begin(decoder.kv)
     store.expect(count * pages_for(tokens))
-    rows = Rows(decoder, store, tokens)
+    rows = ModelRunner(decoder, store, tokens)
     rows.add([store.take(pages_for(length)) for length in lengths], lengths)
     ids = torch.zeros(count, dtype=torch.int64)
     start = time.process_time()

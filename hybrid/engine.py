@@ -26,8 +26,8 @@ from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
 from hybrid.decoders.fused_model import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.decoders.tp_modules import SharedModules, first_output
 from hybrid.deepspeed_api import DeepSpeedSurface
-from hybrid.generation.block_pool import PageStore
-from hybrid.generation.decode import Decoding, Noise, TokenLog
+from hybrid.generation.block_pool import BlockPool
+from hybrid.generation.decode import Decoding, SamplingKeys, TokenLog
 from hybrid.generation.generate import (
     Route,
     generate,
@@ -44,7 +44,7 @@ from hybrid.generation.scoring import Scores, score_packed
 from hybrid.inputs import as_ids, as_mask, as_model_inputs
 from hybrid.memory_plan import MemoryPlan, Mode, Modes, free_bytes, layer_by_layer
 from hybrid.models.reader import read_decoder
-from hybrid.models.spec import Unreadable
+from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import can_generate, generating_part
 from hybrid.models.tp_plan import hugging_face_model, read_tp_plan
 from hybrid.parallel import InferenceGroup, any_rank, engine_name, lost_rank_reported, own_row_ids, world_size
@@ -133,8 +133,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     def _replace_refused_decoder(self) -> None:
         """Where the decoder that was spread over the group cannot be used, the model's own modules are."""
-        if self._fused.group is not None and self._fused.why_not:
-            self._share_modules(self._fused.why_not)
+        if self._fused.group is not None and self._fused.fallback_reason:
+            self._share_modules(self._fused.fallback_reason)
 
     def _share_modules(self, why: str) -> None:
         """The model's own modules spread over the group, as its `tp_plan` says, once that is shown to equal what whole
@@ -150,7 +150,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             with autocast_if_enabled(self), self._window.opened():
                 shared.require_same(expected)
             self._snapshot.release()
-        except Unreadable as reason:
+        except UnsupportedModel as reason:
             snapshot = Snapshot(*self._modes.kept)
             self._arrange(snapshot, self._modes.fused(snapshot, layer_by_layer(f"{why}; {reason}")), streams=True)
 
@@ -216,14 +216,14 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         own = (self._window, self._fused, self._join_refresh, self.call_lock)
         return SharedCalls(*own, group, native, self._profiler.phase)
 
-    def _make_pages(self) -> PageStore:
+    def _make_pages(self) -> BlockPool:
         """The pages, bounded by the settings: by what the memory limit leaves, where that is less."""
         step, kv_cache_bytes = self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes
         left = self._modes.kv_limit()
         if left is None or (kv_cache_bytes is not None and kv_cache_bytes <= left):
-            return PageStore(step, kv_cache_bytes, free_bytes=free_bytes)
+            return BlockPool(step, kv_cache_bytes, free_bytes=free_bytes)
         name = f"rollout.memory_limit={self._modes.limit}"
-        return PageStore(
+        return BlockPool(
             step, left, name, lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}", free_bytes
         )
 
@@ -570,7 +570,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         with self._call(adapters):
             prompts_of(self._policy, args, kwargs)
             args, kwargs = as_model_inputs(args, kwargs, self.device)
-            noise = lambda rows: Noise(self.next_seed() if seed is None else seed, own_row_ids(rows))  # noqa: E731
+            noise = lambda rows: SamplingKeys(self.next_seed() if seed is None else seed, own_row_ids(rows))  # noqa: E731
             return self._generate(args, kwargs, adapters, noise)
 
     @one_at_a_time
@@ -632,7 +632,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
                 "generation_config": sampling.generation_config(self._policy, num_generations),
             },
             adapters,
-            lambda rows: Noise(
+            lambda rows: SamplingKeys(
                 self.next_seed() if sampling.seed is None else sampling.seed,
                 own_row_ids(rows) if row_ids is None else as_ids(row_ids, torch.device("cpu")),
             ),
@@ -711,7 +711,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         args: tuple,
         kwargs: dict,
         adapters: bool | None,
-        noise: Callable[[int], Noise],
+        noise: Callable[[int], SamplingKeys],
         log: TokenLog | None = None,
     ) -> Any:
         """Hugging Face's `generate` with our decode loop in it."""
@@ -765,7 +765,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         return partitioned and self._runs_on_copies() and self._snapshot.must_gather(adapters)
 
     def _runs_on_copies(self) -> bool:
-        return not (self._streams and self._fused.why_not)
+        return not (self._streams and self._fused.fallback_reason)
 
     def _gather(self, adapters: bool) -> None:
         if self._runs_on_copies():
@@ -807,7 +807,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         A fused decoder is compared with the model's layers on first use; where one differs, this says so afterwards.
         """
         with autocast_if_enabled(self):
-            copied = not (self._streams and self._fused.why_not_now())
+            copied = not (self._streams and self._fused.fallback_reason_now())
             return coverage_of(self._containers, self._fused, copied)
 
     def stats(self) -> dict[str, float | str]:
@@ -835,10 +835,10 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int | str) -> None:
     """Raise ValueError where `size` ranks cannot share a model's heads, as its family or its `tp_plan` tells them."""
     if size != "auto" and size > 1:
-        with suppress(Unreadable):
+        with suppress(UnsupportedModel):
             spec = read_decoder(model).spec
             require_divisible(spec.num_heads, spec.num_kv_heads, size)
-        with suppress(Unreadable):
+        with suppress(UnsupportedModel):
             for attention in read_tp_plan(model).attentions:
                 require_divisible(attention.heads, attention.kv_heads, size)
 

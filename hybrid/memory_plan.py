@@ -20,13 +20,13 @@ from hybrid.generation.block_pool import pages_for
 from hybrid.generation.model_runner import PREFILL_TOKENS
 from hybrid.generation.scoring import LOGIT_ROWS
 from hybrid.models.reader import read_decoder
-from hybrid.models.spec import Place, Reading, Unreadable
+from hybrid.models.spec import DecoderLayout, ParamRef, UnsupportedModel
 from hybrid.models.structure import read_structure
 from hybrid.models.tp_plan import read_tp_plan
 from hybrid.parallel import InferenceGroup, lowest, world_size
 from hybrid.profiling import Phase
 from hybrid.weights.gather import is_partitioned
-from hybrid.weights.joined import joined_places
+from hybrid.weights.joined import joined_refs
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.sliced_snapshot import LentSlices, SlicedSnapshot
 from hybrid.weights.slices import Shard, planned_slices, sizes_that_fit, slices_of
@@ -135,42 +135,42 @@ class Modes:
         layers_per_group = self.settings.tp_gather_partition_size
         self.kept = (self.model, self.structure, self.adapted, layers_per_group, unmerged, self.version)  # by all
         self.version.adapters = active_adapters(self.adapted)
-        self.reading: Reading | None = None
-        with suppress(Unreadable):
-            self.reading = read_decoder(self.model)
+        self.layout: DecoderLayout | None = None
+        with suppress(UnsupportedModel):
+            self.layout = read_decoder(self.model)
 
     def weights(self, mode: Mode, group: InferenceGroup) -> tuple[Snapshot, FusedModel]:
         """The snapshot and the decoder of a mode; a snapshot of whole weights where the mode has no decoder."""
         native = "rollout.containers=native" * self.native_by_choice
-        if native or self.reading is None or mode == Mode():
+        if native or self.layout is None or mode == Mode():
             snapshot = Snapshot(*self.kept, joined=self._joined(mode))
         elif mode.streaming:
             snapshot = StreamedSnapshot(*self.kept, phase=self.phase, count=self.count)
         else:
-            slices = slices_of(self.reading, Shard(group.size, group.index))
+            slices = slices_of(self.layout, Shard(group.size, group.index))
             snapshot = SlicedSnapshot(*self.kept, slices=slices, joined=self._joined(mode))
         fused = self.fused(snapshot, native, group if mode.tp_size > 1 else None)
-        if fused.why_not and mode.streaming:
-            fused.why_not = layer_by_layer(fused.why_not)
+        if fused.fallback_reason and mode.streaming:
+            fused.fallback_reason = layer_by_layer(fused.fallback_reason)
         return snapshot, fused
 
-    def _joined(self, mode: Mode) -> list[tuple[Place, ...]]:
+    def _joined(self, mode: Mode) -> list[tuple[ParamRef, ...]]:
         """What the decoder of a mode reads as one. The CPU kernels read matrices where they lie."""
         first = next(self.model.parameters())
         on_cpu_kernels = kernels_of(first.device) == "CPU kernels" and first.dtype in (torch.float32, torch.bfloat16)
         reads_parts = mode.tp_size == 1 and on_cpu_kernels
-        if self.reading is None or self.native_by_choice or reads_parts:
+        if self.layout is None or self.native_by_choice or reads_parts:
             return []
-        return joined_places(self.reading)
+        return joined_refs(self.layout)
 
-    def fused(self, snapshot: Snapshot, why_not: str = "", group: InferenceGroup | None = None) -> FusedModel:
+    def fused(self, snapshot: Snapshot, fallback_reason: str = "", group: InferenceGroup | None = None) -> FusedModel:
         """The decoder over a snapshot.  why_not: words, where there is to be none."""
         graph_slots = self.rollout.max_slots if self.settings.enable_cuda_graph else 0
         layers = [part.module for part in self.structure.layers]
         fused = FusedModel(
-            self.model, layers, snapshot, graph_slots, group, self.own_hooks, self.reading, self.native_reasons
+            self.model, layers, snapshot, graph_slots, group, self.own_hooks, self.layout, self.native_reasons
         )
-        fused.why_not = why_not or fused.why_not
+        fused.fallback_reason = fallback_reason or fused.fallback_reason
         fused.warns = fused.warns and not self.native_by_choice
         return fused
 
@@ -201,11 +201,11 @@ class Modes:
 
     def _sizes(self) -> list[int]:
         """Numbers of ranks that can share the decoder, or the model's own modules."""
-        if self.reading is not None:
-            return sizes_that_fit(self.reading.spec.num_heads, self.reading.spec.num_kv_heads)
+        if self.layout is not None:
+            return sizes_that_fit(self.layout.spec.num_heads, self.layout.spec.num_kv_heads)
         try:
             heads = [sizes_that_fit(one.heads, one.kv_heads) for one in read_tp_plan(self.model).attentions]
-        except Unreadable:
+        except UnsupportedModel:
             return [1]
         return sorted(set.intersection(*map(set, heads))) if heads else [1]
 
@@ -245,8 +245,8 @@ class Modes:
         """What a mode needs, for so many sequences at once of so many tokens."""
         group = InferenceGroup(mode.tp_size, connected=False)
         snapshot, fused = self.weights(mode, group)
-        if mode.tp_size > 1 and fused.why_not:
-            with suppress(Unreadable):
+        if mode.tp_size > 1 and fused.fallback_reason:
+            with suppress(UnsupportedModel):
                 slices = planned_slices(read_tp_plan(self.model), Shard(group.size, group.index))
                 snapshot = LentSlices(*self.kept, slices=slices)
         kept, beside = snapshot.planned()
@@ -293,7 +293,7 @@ def native_activation_bytes(model: nn.Module, tokens: int) -> int:
 
 def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
     """Of the pages, or of the cache that the model's own layers fill; both grow by `step` tokens."""
-    if not fused.why_not:
+    if not fused.fallback_reason:
         steps = pages_for(step)
         return -(-(1 + rows * pages_for(tokens)) // steps) * steps * fused.page_bytes()
     config = text_config(fused.model)

@@ -20,9 +20,9 @@ class PackedBatch:
 
     ids: torch.Tensor
     positions: torch.Tensor
-    starts: torch.Tensor
+    cu_seqlens: torch.Tensor
     lengths: torch.Tensor
-    tables: torch.Tensor
+    block_tables: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ def packed(pieces: list[torch.Tensor], begins: list[int], pages: list[list[int]]
     """A batch of pieces of sequences, each int64 [n], that begin at given positions of their sequences."""
     sizes = torch.tensor([len(piece) for piece in pieces])
     begin = torch.tensor(begins)
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    positions = torch.arange(int(starts[-1])) + (begin - starts[:-1]).repeat_interleave(sizes)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    positions = torch.arange(int(cu_seqlens[-1])) + (begin - cu_seqlens[:-1]).repeat_interleave(sizes)
     return PackedBatch(
         ids=torch.cat(pieces).to(device),
         positions=positions.int().to(device),
-        starts=starts.int().to(device),
+        cu_seqlens=cu_seqlens.int().to(device),
         lengths=(begin + sizes).int().to(device),
-        tables=table_of(pages, device),
+        block_tables=table_of(pages, device),
     )
 
 

@@ -27,7 +27,7 @@ class Fused(Protocol):
     def bound_decoder(self, adapters: bool) -> Any:
         """The decoder, which has been checked before."""
 
-    def why_not_for(self, tokens: int) -> str:
+    def fallback_reason_for(self, tokens: int) -> str:
         """Why the decoder cannot run sequences of so many tokens now; "" where it can."""
 
     def needs_check(self) -> bool:
@@ -215,7 +215,7 @@ class SharedCalls(Calls):
         request has."""
         adapters = self.window.resolved(adapters)
         if tokens is not None:
-            why_native = self.fused.why_not_for(tokens)
+            why_native = self.fused.fallback_reason_for(tokens)
         if self.inside:
             yield self._nested(adapters, tokens, why_native)
             return

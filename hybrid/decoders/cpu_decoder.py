@@ -11,7 +11,7 @@ from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
 from hybrid.decoders.torch_decoder import Copies, no_sides
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
-from hybrid.models.spec import OUTER_ROLES, LayerSpec, Place, Reading, Unreadable
+from hybrid.models.spec import OUTER_ROLES, DecoderLayout, LayerSpec, ParamRef, UnsupportedModel
 from hybrid.weights.int8 import scale_of
 from hybrid.weights.lora import LowRank
 
@@ -24,7 +24,7 @@ JOINED |= {"experts_up": ("experts_gate_up",), "experts_down": ("experts_down",)
 
 
 class CpuDecoder:
-    """A Reading's decoder, computed by the library of `kernels.cpu_library`.
+    """A DecoderLayout's decoder, computed by the library of `kernels.cpu_library`.
 
     weights: gives a place's whole tensor, before its `select`; None for a bias that is not there.
     sides: gives what adapters add beside a weight's place, as TorchDecoder's.
@@ -38,27 +38,27 @@ class CpuDecoder:
 
     def __init__(
         self,
-        reading: Reading,
-        weights: Callable[[Place], torch.Tensor | None],
+        layout: DecoderLayout,
+        weights: Callable[[ParamRef], torch.Tensor | None],
         dtype: torch.dtype,
         library: ctypes.CDLL,
-        sides: Callable[[Place], list[LowRank]] = no_sides,
+        sides: Callable[[ParamRef], list[LowRank]] = no_sides,
         copies: Copies | None = None,
         workspace: "Workspace | None" = None,
     ):
         self.copies: Copies = WeakValueDictionary() if copies is None else copies
         if dtype not in (torch.float32, torch.bfloat16):
-            raise Unreadable(f"the CPU kernels compute float32 and bfloat16, not {dtype}")
-        self.reading, self.spec, self.weights, self.dtype = reading, reading.spec, weights, dtype
+            raise UnsupportedModel(f"the CPU kernels compute float32 and bfloat16, not {dtype}")
+        self.layout, self.spec, self.weights, self.dtype = layout, layout.spec, weights, dtype
         self.library, self.sides = library, sides
         self.device = torch.device("cpu")
         self.workspace = Workspace() if workspace is None else workspace
         self.most_tokens = self.most_logits = 0  # of any forward
-        self.tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
+        self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.lent: weakref.ref[PagedKV] | None = None  # whose addresses the layers have now
         self.tensors: list[torch.Tensor] = []  # what the records below point to, kept alive
         self.side_records: list[ctypes.Array] = []  # what linears' records point to, kept alive
-        spec = reading.spec
+        spec = layout.spec
         self.slopes = torch.tensor(spec.alibi) if spec.alibi else None
         self.layer_records = (kernels.Layer * len(spec.layers))()
         self.record = kernels.Decoder(
@@ -99,25 +99,25 @@ class CpuDecoder:
 
     def bind(self) -> None:
         """Read where the weights are now."""
-        self.tables, self.lent = {}, None
+        self.rope, self.lent = {}, None
         self.unbind()
         self.bind_part(OUTER_ROLES, range(len(self.spec.layers)))
 
     def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
         """Read where the weights of these roles outside the layers, and of these layers, are now."""
-        places = {name: place for name, place in self.reading.outer.items() if name.partition(".")[0] in outer}
-        if "embedding.weight" in places:
-            embedding = self._matrix(places["embedding.weight"])
+        refs = {name: ref for name, ref in self.layout.outer.items() if name.partition(".")[0] in outer}
+        if "embedding.weight" in refs:
+            embedding = self._matrix(refs["embedding.weight"])
             self.record.embedding, self.record.embedding_rows = self._keep(embedding, self.dtype), len(embedding)
-        if "positions.weight" in places:
-            self.record.positions = self._keep(self._matrix(places["positions.weight"]), self.dtype)
+        if "positions.weight" in refs:
+            self.record.positions = self._keep(self._matrix(refs["positions.weight"]), self.dtype)
         for role in OUTER_NORMS.intersection(outer):
-            setattr(self.record, role, self._norm(places, role))
+            setattr(self.record, role, self._norm(refs, role))
         matrices = {role: (role,) for role in OUTER_MATRICES if role in outer}
-        for role, record in self._linears(places, matrices).items():
+        for role, record in self._linears(refs, matrices).items():
             setattr(self.record, role, record)
         for index in layers:
-            before, own = self.layer_records[index], self.reading.layers[index]
+            before, own = self.layer_records[index], self.layout.layers[index]
             bound = self._layer(self.spec.layers[index], own)
             bound.cos, bound.sin, bound.keys, bound.values = before.cos, before.sin, before.keys, before.values
             self.layer_records[index] = bound
@@ -141,14 +141,14 @@ class CpuDecoder:
     def reserve(self, tokens: int) -> None:
         """Make the rotary tables reach `tokens` positions."""
         rounding = torch.float32 if self.spec.rotary_float32 else self.dtype
-        for key, table in self.reading.rotary.items():
-            if key in self.tables and len(self.tables[key][0]) >= tokens:
+        for key, table in self.layout.rotary.items():
+            if key in self.rope and len(self.rope[key][0]) >= tokens:
                 continue
             assert tokens <= (self.spec.max_positions or tokens), "more positions would turn the others otherwise"
-            self.tables[key] = tuple(part.contiguous() for part in table(torch.arange(tokens), rounding))
+            self.rope[key] = tuple(part.contiguous() for part in table(torch.arange(tokens), rounding))
             for record, layer in zip(self.layer_records, self.spec.layers, strict=True):
                 if layer.rotary == key:
-                    record.cos, record.sin = (address(part, torch.float32) for part in self.tables[key])
+                    record.cos, record.sin = (address(part, torch.float32) for part in self.rope[key])
 
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """The last layer's output for every token.  float32 [tokens, hidden]; keys and values go into `kv`."""
@@ -202,11 +202,11 @@ class CpuDecoder:
         record = kernels.Batch(
             tokens=len(batch.ids),
             sequences=len(batch.lengths),
-            table_width=batch.tables.shape[1],
+            table_width=batch.block_tables.shape[1],
             ids=address(batch.ids, torch.int64),
             positions=address(batch.positions, torch.int32),
-            starts=address(batch.starts, torch.int32),
-            tables=address(batch.tables, torch.int32),
+            cu_seqlens=address(batch.cu_seqlens, torch.int32),
+            block_tables=address(batch.block_tables, torch.int32),
         )
         threads = torch.get_num_threads()
         self.most_tokens = max(self.most_tokens, len(batch.ids))
@@ -236,78 +236,80 @@ class CpuDecoder:
 
     # ------------------------------------------------------------- weights
 
-    def _layer(self, layer: LayerSpec, places: dict[str, Place]) -> ctypes.Structure:
+    def _layer(self, layer: LayerSpec, refs: dict[str, ParamRef]) -> ctypes.Structure:
         return kernels.Layer(
-            **{role: self._norm(places, role) for role in NORM_ROLES},
-            **self._linears(places, JOINED),
+            **{role: self._norm(refs, role) for role in NORM_ROLES},
+            **self._linears(refs, JOINED),
             window=layer.window,
             experts=self.spec.num_experts if layer.experts else 0,
         )
 
-    def _linears(self, places: dict[str, Place], names: dict[str, tuple[str, ...]]) -> dict[str, ctypes.Structure]:
+    def _linears(self, refs: dict[str, ParamRef], names: dict[str, tuple[str, ...]]) -> dict[str, ctypes.Structure]:
         """Matrices by name, of the roles that become one; what adapters make of their inputs has a place for each."""
         found, at = {}, 0
         for name, roles in names.items():
-            found[name] = self._linear(places, roles)
-            at = self._put_beside(found[name], places, roles, at)
+            found[name] = self._linear(refs, roles)
+            at = self._put_unmerged(found[name], refs, roles, at)
         self.record.side_ranks = max(self.record.side_ranks, at)  # floats a token, whatever runs
         return found
 
-    def _put_beside(self, record: ctypes.Structure, places: dict[str, Place], roles: tuple[str, ...], at: int) -> int:
+    def _put_unmerged(
+        self, record: ctypes.Structure, refs: dict[str, ParamRef], roles: tuple[str, ...], at: int
+    ) -> int:
         """Give a matrix's record what adapters add to its parts; gives the end of the room that they take from `at`."""
         sides, first = [], 0
-        for part, role in enumerate(role for role in roles if f"{role}.weight" in places):
-            for a, b, scale in self.sides(places[f"{role}.weight"]):
-                sides.append(kernels.Side(self._factor(a), self._factor(b), len(a), first, len(b), at, scale))
+        for part, role in enumerate(role for role in roles if f"{role}.weight" in refs):
+            for a, b, scale in self.sides(refs[f"{role}.weight"]):
+                sides.append(kernels.LoraDelta(self._factor(a), self._factor(b), len(a), first, len(b), at, scale))
                 at += len(a)
             first += record.rows[part]
         if sides:
-            self.side_records.append((kernels.Side * len(sides))(*sides))
+            self.side_records.append((kernels.LoraDelta * len(sides))(*sides))
             record.sides, record.num_sides = ctypes.addressof(self.side_records[-1]), len(sides)
         return at
 
-    def _linear(self, places: dict[str, Place], roles: tuple[str, ...]) -> ctypes.Structure:
+    def _linear(self, refs: dict[str, ParamRef], roles: tuple[str, ...]) -> ctypes.Structure:
         """The roles' matrices, one above the other; empty where the model has none of them."""
         record = kernels.Linear()
         for role in roles:
-            if f"{role}.weight" not in places:
+            if f"{role}.weight" not in refs:
                 continue
-            place, part = places[f"{role}.weight"], record.parts
-            weight = self._matrix(place).flatten(0, -2)  # experts' rows above each other
+            ref, part = refs[f"{role}.weight"], record.parts
+            weight = self._matrix(ref).flatten(0, -2)  # experts' rows above each other
             stored = self.dtype
             if weight.dtype == torch.int8:
-                stored, scale = torch.int8, scale_of(place).flatten(0, -2)
+                stored, scale = torch.int8, scale_of(ref).flatten(0, -2)
                 record.scale[part] = self._keep(scale.float().contiguous(), torch.float32)
                 record.groups = scale.shape[1]
-            bias = self._float(places.get(f"{role}.bias"))
+            bias = self._float(refs.get(f"{role}.bias"))
             record.weight[part], record.rows[part], record.inputs = self._keep(weight, stored), *weight.shape
             record.bias[part] = None if bias is None else self._keep(bias, torch.float32)
             record.parts = part + 1
         return record
 
-    def _norm(self, places: dict[str, Place], role: str) -> ctypes.Structure:
-        parts = (self._float(places.get(f"{role}.{name}")) for name in ("weight", "bias"))
+    def _norm(self, refs: dict[str, ParamRef], role: str) -> ctypes.Structure:
+        parts = (self._float(refs.get(f"{role}.{name}")) for name in ("weight", "bias"))
         return kernels.Norm(*(None if part is None else self._keep(part, torch.float32) for part in parts))
 
-    def _matrix(self, place: Place) -> torch.Tensor:
+    def _matrix(self, ref: ParamRef) -> torch.Tensor:
         """A role's matrix, in the decoder's dtype or int8, contiguous: a copy only where it lies otherwise."""
-        dtype = self.weights(place).dtype
+        dtype = self.weights(ref).dtype
         if dtype not in (self.dtype, torch.int8):
-            raise Unreadable(f"a matrix is {dtype} where the embedding is {self.dtype}")
-        return self._contiguous(place, dtype)
+            raise UnsupportedModel(f"a matrix is {dtype} where the embedding is {self.dtype}")
+        return self._contiguous(ref, dtype)
 
-    def _float(self, place: Place | None) -> torch.Tensor | None:
+    def _float(self, ref: ParamRef | None) -> torch.Tensor | None:
         """A bias or a norm's weight in float32, None where there is none."""
-        return None if place is None or self.weights(place) is None else self._contiguous(place, torch.float32)
+        return None if ref is None or self.weights(ref) is None else self._contiguous(ref, torch.float32)
 
-    def _contiguous(self, place: Place, dtype: torch.dtype) -> torch.Tensor:
+    def _contiguous(self, ref: ParamRef, dtype: torch.dtype) -> torch.Tensor:
         """What is at a place: where it lies, or a copy, refreshed where there is one."""
-        source = self.weights(place).detach()
-        selected = source if place.select is None else place.select(source)
+        source = self.weights(ref).detach()
+        selected = source if ref.select is None else ref.select(source)
         lies_there = selected.untyped_storage()._cdata == source.untyped_storage()._cdata
         if lies_there and selected.is_contiguous() and selected.dtype == dtype:
             return selected
-        key = (dtype, place, source.data_ptr())
+        key = (dtype, ref, source.data_ptr())
         copy = self.copies.get(key)
         if copy is None:
             copy = self.copies[key] = selected.to(dtype).contiguous()
@@ -318,7 +320,7 @@ class CpuDecoder:
     def _factor(self, factor: torch.Tensor) -> int:
         factor = factor.detach()
         if factor.dtype != self.dtype:
-            raise Unreadable(f"a matrix is {factor.dtype} where the embedding is {self.dtype}")
+            raise UnsupportedModel(f"a matrix is {factor.dtype} where the embedding is {self.dtype}")
         if not factor.is_contiguous():
             key = (factor.data_ptr(), factor.shape)
             factor = self.copies[key] = factor.contiguous()

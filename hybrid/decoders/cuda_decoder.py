@@ -15,7 +15,7 @@ from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
 from hybrid.kernels.triton_attention import SPLIT, decode_attention, prefill_attention
 from hybrid.kernels.triton_experts import mixture
 from hybrid.kernels.triton_fused import HeadNorm, add_layer_norm, add_rms_norm, gated_activation, rope_and_write
-from hybrid.models.spec import Place, Reading
+from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.weights.lora import LowRank
 
 
@@ -45,15 +45,15 @@ class CudaDecoder(TorchDecoder):
 
     def __init__(
         self,
-        reading: Reading,
-        weights: Callable[[Place], torch.Tensor | None],
+        layout: DecoderLayout,
+        weights: Callable[[ParamRef], torch.Tensor | None],
         dtype: torch.dtype,
         max_slots: int = 0,
         capture: Callable = capture_on_device,
-        sides: Callable[[Place], list[LowRank]] = no_sides,
+        sides: Callable[[ParamRef], list[LowRank]] = no_sides,
         copies: Copies | None = None,
     ):
-        super().__init__(reading, weights, dtype, sides, copies)
+        super().__init__(layout, weights, dtype, sides, copies)
         self.max_slots = max_slots
         self.capture = capture
         self.positions = 0  # that there are tables for
@@ -85,10 +85,10 @@ class CudaDecoder(TorchDecoder):
         self.graphed = None
         spec, device = self.spec, self.device
         # Beyond max_positions there are no positions, and asking for one would rescale the others (longrope, dynamic).
-        places = torch.arange(min(self.positions, spec.max_positions or self.positions), device=device)
+        positions = torch.arange(min(self.positions, spec.max_positions or self.positions), device=device)
         rounded = torch.float32 if spec.rotary_float32 else self.dtype
-        for key, table in self.reading.rotary.items():
-            cos, sin = table(places, self.dtype)
+        for key, table in self.layout.rotary.items():
+            cos, sin = table(positions, self.dtype)
             self.turns[key] = cos.to(rounded).contiguous(), sin.to(rounded).contiguous()
         if spec.alibi is not None:
             scale = spec.attention_scale if spec.alibi_bfloat16 else 0.0
@@ -108,7 +108,7 @@ class CudaDecoder(TorchDecoder):
         """
         slots = len(batch.ids)
         assert slots == len(batch.lengths), f"{slots} new tokens for {len(batch.lengths)} sequences in a decode step"
-        self.reserve(batch.tables.shape[1] * PAGE)
+        self.reserve(batch.block_tables.shape[1] * PAGE)
         if slots > self.max_slots:
             return self.eager_decode(batch, kv)
         graphed = self._graphed()
@@ -126,15 +126,15 @@ class CudaDecoder(TorchDecoder):
         """The graphs, with inputs for `max_slots` sequences of as many tokens as there are tables for."""
         if self.graphed is None:
             zeros = torch.zeros(self.max_slots, dtype=torch.int32, device=self.device)
-            tables = zeros[:, None].repeat(1, self.positions // PAGE)
-            blank = {"ids": zeros.long(), "positions": zeros, "lengths": zeros + 1, "tables": tables}
+            block_tables = zeros[:, None].repeat(1, self.positions // PAGE)
+            blank = {"ids": zeros.long(), "positions": zeros, "lengths": zeros + 1, "block_tables": block_tables}
             self.graphed = GraphedStep(self._slots_step, blank, capture=self.capture)
         return self.graphed
 
     def _slots_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor]:
         """What a graph captures."""
-        starts = torch.arange(len(inputs["ids"]) + 1, dtype=torch.int32, device=inputs["ids"].device)
-        return (self.eager_decode(PackedBatch(starts=starts, **inputs), self.lent),)
+        cu_seqlens = torch.arange(len(inputs["ids"]) + 1, dtype=torch.int32, device=inputs["ids"].device)
+        return (self.eager_decode(PackedBatch(cu_seqlens=cu_seqlens, **inputs), self.lent),)
 
     def eager_decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """The decode step itself, without a graph."""
@@ -149,12 +149,12 @@ class CudaDecoder(TorchDecoder):
 
     def _step(self, batch: PackedBatch, decoding: bool = False) -> Step:
         """What the layers of this forward share."""
-        self.reserve(batch.tables.shape[1] * PAGE)
+        self.reserve(batch.block_tables.shape[1] * PAGE)
         tokens = torch.arange(len(batch.ids), dtype=torch.int32, device=batch.ids.device)
-        owner = tokens if decoding else torch.searchsorted(batch.starts[1:], tokens, right=True)
-        places = batch.positions.long()
-        pages = batch.tables[owner, places // PAGE].long()
-        return Step(batch, decoding, pages * PAGE + places % PAGE)
+        owner = tokens if decoding else torch.searchsorted(batch.cu_seqlens[1:], tokens, right=True)
+        positions = batch.positions.long()
+        pages = batch.block_tables[owner, positions // PAGE].long()
+        return Step(batch, decoding, pages * PAGE + positions % PAGE)
 
     def _layers(self, hidden: torch.Tensor, step: Step, kv: PagedKV, span: range) -> torch.Tensor:
         """The layers of `span`. What one adds to the residual stream waits for the next one's norm, which adds it."""
@@ -207,9 +207,9 @@ class CudaDecoder(TorchDecoder):
             spec.attention_softcap > 0 or (spec.alibi is not None and not spec.alibi_bfloat16),
         )
         if step.decoding:
-            out = decode_attention(q, keys, values, batch.lengths, batch.tables, *features)
+            out = decode_attention(q, keys, values, batch.lengths, batch.block_tables, *features)
         else:
-            out = prefill_attention(q, keys, values, batch.starts, batch.lengths, batch.tables, *features)
+            out = prefill_attention(q, keys, values, batch.cu_seqlens, batch.lengths, batch.block_tables, *features)
         return self._linear(block, "o", out.flatten(1))
 
     def _head_norm(self, block: dict[str, torch.Tensor]) -> HeadNorm | None:

@@ -23,7 +23,7 @@ from hybrid.decoders.tp_decoder import Pool, ShardedDecoder, SharedDecoder
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
-from hybrid.models.spec import Place, Reading, Unreadable
+from hybrid.models.spec import DecoderLayout, ParamRef, UnsupportedModel
 from hybrid.models.structure import Part, Structure, can_generate
 from hybrid.models.tp_plan import hugging_face_model
 from hybrid.parallel import InferenceGroup
@@ -68,7 +68,7 @@ class FusedModel:
         graph_slots: int = 0,
         group: InferenceGroup | None = None,
         own_hooks: Callable[[], Iterable[RemovableHandle]] = list,
-        reading: Reading | None = None,
+        layout: DecoderLayout | None = None,
         reasons: NativeReasons | None = None,
     ):
         self.model, self.layers, self.snapshot, self.graph_slots = model, layers, snapshot, graph_slots
@@ -77,7 +77,7 @@ class FusedModel:
         self.copies: Copies = WeakValueDictionary()  # that these hold
         self.workspace = Workspace()  # that these compute in, where they have one
         self.checked = False
-        self.why_not, self.warns = "", can_generate(model)
+        self.fallback_reason, self.warns = "", can_generate(model)
         self.reasons = NativeReasons() if reasons is None else reasons
         self.modules, self.foreign_hooks = list(model.modules()), ForeignHooks(model, own_hooks)
         # Within the layers nobody of us switches a forward.
@@ -85,18 +85,18 @@ class FusedModel:
         self.checked_forwards: list[tuple] = []
         self.one_page: int | None = None  # its bytes, once somebody has asked
         self.adapted = {one.wrapper: one for one in snapshot.adapted}
-        self.reading: Reading | None = None
+        self.layout: DecoderLayout | None = None
         try:
-            self.reading = reading or self._read()
+            self.layout = layout or self._read()
             self._require_plain_wrappers()
             self._require_decoder_dtype()
-        except Unreadable as reason:
-            self.why_not = str(reason)
+        except UnsupportedModel as reason:
+            self.fallback_reason = str(reason)
 
     @property
     def what(self) -> str:
         """Words for what runs in the model's place."""
-        decoder = f"a decoder of the {self.reading.family} family"
+        decoder = f"a decoder of the {self.layout.family} family"
         if self.group is not None:
             return f"{decoder}, spread over {self.group.size} ranks"
         int8 = " over int8 weights" if self._int8_weights() else ""
@@ -113,17 +113,17 @@ class FusedModel:
         """Whether ranks run the decoder together."""
         return self.group is not None or self.streams
 
-    def _read(self) -> Reading:
+    def _read(self) -> DecoderLayout:
         try:
             return read_decoder(self.model)
-        except Unreadable as reason:
+        except UnsupportedModel as reason:
             advice = "hybrid/models/README.md shows how a family is added"
-            raise Unreadable(f"{reason} ({advice}; {NO_WARNING})") from reason
+            raise UnsupportedModel(f"{reason} ({advice}; {NO_WARNING})") from reason
 
     def _require_plain_wrappers(self) -> None:
         for module in self.modules:
             if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper):
-                raise Unreadable(
+                raise UnsupportedModel(
                     f"a {type(module).__name__} changes a module as it runs (train the whole module, by PEFT's "
                     f"modules_to_save; {NO_WARNING})"
                 )
@@ -131,15 +131,15 @@ class FusedModel:
     def _require_decoder_dtype(self) -> None:
         dtype = self._embedding().dtype
         if dtype not in DECODER_DTYPES:
-            raise Unreadable(
+            raise UnsupportedModel(
                 f"its weights are {dtype}, and decoders compute in float32, bfloat16 and float16 (cast the model to "
                 f"one of these; {NO_WARNING})"
             )
 
-    def why_not_now(self) -> str:
+    def fallback_reason_now(self) -> str:
         """Why the model must run natively at the moment, and what the user can do about it; "" where it need not."""
-        if self.why_not:
-            return self.why_not
+        if self.fallback_reason:
+            return self.fallback_reason
         if hook := self.foreign_hooks.first():
             return f"hooks on the model's modules want to see them run: {hook} (remove them before inference)"
         if torch.is_autocast_enabled(self._device().type):
@@ -152,7 +152,7 @@ class FusedModel:
     def note_native(self, reason: str = "") -> None:
         """A request runs natively: warn where that is news.  reason: of the request itself, and what the user can do;
         what holds for every request goes first."""
-        standing = self.why_not_now()
+        standing = self.fallback_reason_now()
         self.reasons.note(standing or reason, self.warns)
 
     def has_foreign_hooks(self) -> bool:
@@ -166,7 +166,7 @@ class FusedModel:
         Call it inside an open window, `adapters` as the window has them. For a rank that runs it by itself. Where a
         layer differs from the model's own there is no decoder from then on. Where there is none, a warning says why.
         """
-        if reason := self.why_not_for(tokens):
+        if reason := self.fallback_reason_for(tokens):
             self.note_native(reason)
             return None
         if self.needs_check() and (reason := self.check(adapters)):
@@ -175,13 +175,13 @@ class FusedModel:
             return None
         return self.bound_decoder(adapters)
 
-    def why_not_for(self, tokens: int) -> str:
+    def fallback_reason_for(self, tokens: int) -> str:
         """Why the model must run natively now, for sequences of up to `tokens`; "" where it need not."""
-        if reason := self.why_not_now():
+        if reason := self.fallback_reason_now():
             return reason
-        if 0 < self.reading.spec.max_positions < tokens:
+        if 0 < self.layout.spec.max_positions < tokens:
             return (
-                f"beyond {self.reading.spec.max_positions} tokens, its max_position_embeddings, the model's tables "
+                f"beyond {self.layout.spec.max_positions} tokens, its max_position_embeddings, the model's tables "
                 "depend on a sequence's length (ask for shorter sequences)"
             )
         return ""
@@ -198,13 +198,13 @@ class FusedModel:
             decoder, forwards = self.bound_decoder(adapters), self._forwards()
             require_equal(getattr(decoder, "lockstep", decoder), self.model, self.layers)
             self.checked, self.checked_forwards = True, forwards
-        except Unreadable as reason:
+        except UnsupportedModel as reason:
             return str(reason)
         return ""
 
     def refuse(self, reason: str) -> None:
         """There is no decoder from now on."""
-        self.why_not = f"{reason} (if nobody has changed the model's forwards, please report it; {NO_WARNING})"
+        self.fallback_reason = f"{reason} (if nobody has changed the model's forwards, please report it; {NO_WARNING})"
         self.bound.clear()
 
     def _forwards(self) -> list[tuple]:
@@ -224,46 +224,46 @@ class FusedModel:
         return bound.decoder
 
     def _make(self, adapters: bool) -> AnyDecoder:
-        def weights(place: Place) -> torch.Tensor | None:
-            return self.tensor(place, adapters)
+        def weights(ref: ParamRef) -> torch.Tensor | None:
+            return self.tensor(ref, adapters)
 
-        def sides(place: Place) -> list[LowRank]:
-            return self.sides(place, adapters)
+        def sides(ref: ParamRef) -> list[LowRank]:
+            return self.sides(ref, adapters)
 
         dtype = self._embedding().dtype
         if self.group is not None:
-            sharded = ShardedDecoder(self.reading, weights, dtype, self.group, sides, self.copies)
+            sharded = ShardedDecoder(self.layout, weights, dtype, self.group, sides, self.copies)
             return SharedDecoder(sharded, self.pool)
         if not self.streams:
-            return self._make_whole(self.reading, weights, dtype, sides, self.copies)
+            return self._make_whole(self.layout, weights, dtype, sides, self.copies)
         passes = Passes(
-            self.reading,
-            lambda reading: self._make_whole(reading, weights, dtype, sides),
+            self.layout,
+            lambda layout: self._make_whole(layout, weights, dtype, sides),
             self.snapshot,
-            lambda place: next((owner for owner in self._owner(place) if owner is not None), None),
+            lambda ref: next((owner for owner in self._owner(ref) if owner is not None), None),
             adapters,
         )
         return StreamedDecoder(passes, self._embedding().ds_process_group)
 
     def _make_whole(
         self,
-        reading: Reading,
-        weights: Callable[[Place], torch.Tensor | None],
+        layout: DecoderLayout,
+        weights: Callable[[ParamRef], torch.Tensor | None],
         dtype: torch.dtype,
-        sides: Callable[[Place], list[LowRank]],
+        sides: Callable[[ParamRef], list[LowRank]],
         copies: Copies | None = None,
     ) -> WholeDecoder:
         """A decoder over whole weights, on the fastest kernels that there are."""
         kernels = self._kernels()
         if kernels == "CPU kernels":
-            return CpuDecoder(reading, weights, dtype, cpu_library(), sides, copies, self.workspace)
+            return CpuDecoder(layout, weights, dtype, cpu_library(), sides, copies, self.workspace)
         if kernels == "Triton":
             from hybrid.decoders.cuda_decoder import CudaDecoder  # needs triton, which a CPU install has not
 
-            return CudaDecoder(reading, weights, dtype, self.graph_slots, sides=sides, copies=copies)
+            return CudaDecoder(layout, weights, dtype, self.graph_slots, sides=sides, copies=copies)
         if self._int8_weights():
-            return Int8Decoder(reading, weights, dtype)
-        return TorchDecoder(reading, weights, dtype, sides, copies)
+            return Int8Decoder(layout, weights, dtype)
+        return TorchDecoder(layout, weights, dtype, sides, copies)
 
     def _int8_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [pair for module in self.modules for pair in int8_weights(module)]
@@ -284,37 +284,37 @@ class FusedModel:
         """Where the weights are: others may have moved without a new version."""
         if self.streams:
             return ()
-        places = [place for roles in (self.reading.outer, *self.reading.layers) for place in roles.values()]
-        tensors = [self.tensor(place, adapters) for place in places]
-        tensors += self.snapshot.factors_beside(adapters)
+        refs = [ref for roles in (self.layout.outer, *self.layout.layers) for ref in roles.values()]
+        tensors = [self.tensor(ref, adapters) for ref in refs]
+        tensors += self.snapshot.unmerged_factors(adapters)
         return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
-    def tensor(self, place: Place, adapters: bool) -> torch.Tensor | None:
+    def tensor(self, ref: ParamRef, adapters: bool) -> torch.Tensor | None:
         """The snapshot's tensor at a place, whole or this rank's slice; None where there is none."""
-        return self.snapshot.at(place, *self._owner(place), adapters)
+        return self.snapshot.at(ref, *self._owner(ref), adapters)
 
-    def sides(self, place: Place, adapters: bool) -> list[LowRank]:
+    def sides(self, ref: ParamRef, adapters: bool) -> list[LowRank]:
         """What the snapshot has beside the weight at a place."""
-        one, _ = self._owner(place)
-        return [] if one is None or place.parameter != "weight" else self.snapshot.sides(place, one, adapters)
+        one, _ = self._owner(ref)
+        return [] if one is None or ref.parameter != "weight" else self.snapshot.sides(ref, one, adapters)
 
-    def _owner(self, place: Place) -> tuple[Adapted | None, nn.Parameter | None]:
+    def _owner(self, ref: ParamRef) -> tuple[Adapted | None, nn.Parameter | None]:
         """The adapted module at a place, None where there is no adapter; and the model's own parameter there."""
-        module = place.module
+        module = ref.module
         if isinstance(module, ModulesToSaveWrapper):
             active = None if module.disable_adapters else next(iter(module.active_adapters), None)
             saved = module.modules_to_save
             module = saved[active] if active in saved else module.original_module  # noqa: SIM401 - a ModuleDict has no get
         one = self.adapted.get(module)
-        return one, (module._parameters if one is None else one.sources).get(place.parameter)
+        return one, (module._parameters if one is None else one.sources).get(ref.parameter)
 
     def _embedding(self) -> nn.Parameter:
         """The model's own; it may be partitioned, and there may be no copy of it yet."""
-        return self._owner(self.reading.outer["embedding.weight"])[1]
+        return self._owner(self.layout.outer["embedding.weight"])[1]
 
     def page_bytes(self) -> int:
         """What a page of the KV cache takes; 0 where there is no decoder."""
-        if self.why_not:
+        if self.fallback_reason:
             return 0
         if self.one_page is None:
             ranks = 1 if self.group is None else self.group.size
@@ -324,7 +324,7 @@ class FusedModel:
     def planned(self) -> WholeDecoder | None:
         """The decoder with adapters over weights that take no memory, to be asked what it will hold; None where there
         is none."""
-        if self.why_not:
+        if self.fallback_reason:
             return None
         decoder = self._planned()
         decoder.bind()
@@ -344,22 +344,22 @@ class FusedModel:
         """The decoder, over weights that take no memory."""
         dtype, blank = self._embedding().dtype, self._blank()
         if self.group is not None:
-            return ShardedDecoder(self.reading, blank, dtype, self.group, no_sides)
-        return self._make_whole(self.reading, blank, dtype, no_sides)
+            return ShardedDecoder(self.layout, blank, dtype, self.group, no_sides)
+        return self._make_whole(self.layout, blank, dtype, no_sides)
 
-    def _blank(self) -> Callable[[Place], torch.Tensor | None]:
+    def _blank(self) -> Callable[[ParamRef], torch.Tensor | None]:
         """Gives tensors without memory, laid out as the snapshot's will be."""
         meta, joined = torch.device("meta"), JoinedBuffers(set(self.snapshot.joined.sets.values()))
 
-        def alone(place: Place) -> torch.Tensor | None:
-            param = self._owner(place)[1]
+        def alone(ref: ParamRef) -> torch.Tensor | None:
+            param = self._owner(ref)[1]
             if param is None:
                 return None
             blank = torch.empty(whole_shape(param), dtype=param.dtype, device=meta)
-            return blank if self.group is None else self.snapshot.slices[place].of(blank)
+            return blank if self.group is None else self.snapshot.slices[ref].of(blank)
 
-        def blank(place: Place) -> torch.Tensor | None:
-            return joined.part(place, False, alone, meta) if self.snapshot.keeps_joined(place) else alone(place)
+        def blank(ref: ParamRef) -> torch.Tensor | None:
+            return joined.part(ref, False, alone, meta) if self.snapshot.keeps_joined(ref) else alone(ref)
 
         return blank
 
@@ -428,7 +428,7 @@ def coverage_of(containers: list[NativeContainer], fused: FusedModel, copied: bo
 
     containers: as they are installed, one of them a FusedContainer.  copied: whether anything runs on the snapshot.
     """
-    why_native, last = fused.why_not_now(), fused.reasons.last
+    why_native, last = fused.fallback_reason_now(), fused.reasons.last
     what = "" if why_native else f"{fused.what}; the latest request ran natively: {last}" if last else fused.what
     container = NativeContainer.kind if why_native else FusedContainer.kind
     rows = []
@@ -471,7 +471,7 @@ def padded_logits(decoder: AnyDecoder, ids: torch.Tensor, mask: torch.Tensor) ->
     real = mask.bool()
     batch = own_pages_batch([row[kept] for row, kept in zip(ids, real, strict=True)], decoder.device)
     decoder.reserve(ids.shape[1])
-    hidden = decoder.forward(batch, decoder.kv(1 + batch.tables.numel()))
+    hidden = decoder.forward(batch, decoder.kv(1 + batch.block_tables.numel()))
     logits = decoder.logits(hidden)
     padded = torch.zeros(*ids.shape, logits.shape[1], dtype=decoder.dtype, device=decoder.device)
     padded[real] = logits.to(decoder.dtype)

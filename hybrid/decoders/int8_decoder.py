@@ -5,22 +5,22 @@ from collections.abc import Mapping
 import torch
 
 from hybrid.decoders.torch_decoder import Tensors, TorchDecoder
-from hybrid.models.spec import JOINED, Place
+from hybrid.models.spec import JOINED, ParamRef
 from hybrid.weights.int8 import dequantized, int8_linear, scale_of
 
 
 class Int8Decoder(TorchDecoder):
     """TorchDecoder over a model with int8 weights. Matrices of one input stay apart: nothing is copied."""
 
-    def _bound(self, places: Mapping[str, Place]) -> Tensors:
+    def _bound(self, refs: Mapping[str, ParamRef]) -> Tensors:
         bound = Tensors()
-        for role, place in places.items():
-            tensor = self._read(place)
+        for role, ref in refs.items():
+            tensor = self._read(ref)
             if tensor is None:
                 continue
             bound[role] = tensor if tensor.dtype in (self.dtype, torch.int8) else tensor.to(self.dtype)
             if tensor.dtype == torch.int8:
-                bound[role.replace(".weight", ".scale")] = scale_of(place)
+                bound[role.replace(".weight", ".scale")] = scale_of(ref)
         return bound
 
     def _linear(self, tensors: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:

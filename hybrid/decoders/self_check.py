@@ -17,7 +17,7 @@ from torch import nn
 from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV, packed
 from hybrid.decoders.comparison import difference, output_difference, spread_apart
 from hybrid.decoders.streamed_decoder import Passes
-from hybrid.models.spec import DecoderSpec, Reading, Unreadable
+from hybrid.models.spec import DecoderLayout, DecoderSpec, UnsupportedModel
 from hybrid.models.tp_plan import hugging_face_model
 
 STEPS = 3  # decode steps of each sequence
@@ -30,7 +30,7 @@ class Checked(Protocol):
     """What the self-check asks of a decoder; one that ranks share is its lockstep form."""
 
     spec: DecoderSpec
-    reading: Reading
+    layout: DecoderLayout
     dtype: torch.dtype
     device: torch.device
     context_block: int  # tokens of context that one program, or pass, of its decode attention reads
@@ -123,17 +123,17 @@ def require_equal(decoder: Checked, model: nn.Module, layers: list[nn.Module]) -
     sequences = Sequences(checked_lengths(decoder, model), decoder.spec.vocab_size, decoder.device)
     seen = native_run(model, layers, sequences)
     decoder.reserve(max(sequences.lengths))
-    kv = decoder.kv(1 + sequences.whole.batch.tables.numel())
+    kv = decoder.kv(1 + sequences.whole.batch.block_tables.numel())
     reasons = [*layer_differences(decoder, sequences, seen, kv), *step_differences(decoder, sequences, seen, kv)]
     if any(reasons):
-        raise Unreadable(next(filter(None, reasons)))
+        raise UnsupportedModel(next(filter(None, reasons)))
 
 
 def checked_lengths(decoder: Checked, model: nn.Module) -> list[int]:
     """Tokens of the check's sequences: the first is longer than a page and a block of context by more than a page."""
     longest = max(decoder.context_block, PAGE) + PAGE + STEPS + 2
     limit = decoder.spec.max_positions or longest
-    if "positions.weight" in decoder.reading.outer:
+    if "positions.weight" in decoder.layout.outer:
         limit = min(limit, getattr(hugging_face_model(model).config, "max_position_embeddings", limit))
     return [min(length, limit) for length in (longest, *SHORT)]
 
@@ -194,14 +194,14 @@ def step_differences(decoder: Checked, sequences: Sequences, seen: Seen, kv: Pag
     # The short sequences anew and in one piece: from the embedding through all layers at once.
     again = sequences.forward([(index, 0, sequences.lengths[index]) for index in (1, 2)])
     hidden = decoder.forward(again.batch, kv)
-    ends = again.batch.starts[1:].long() - 1
+    ends = again.batch.cu_seqlens[1:].long() - 1
     yield compared("a forward", decoder.logits(hidden[ends]), seen.logits[-1, 1:])
 
 
 def first_of(batch: PackedBatch, count: int) -> PackedBatch:
     """The first `count` sequences of a decode step's batch."""
     rows = (tensor[:count] for tensor in (batch.ids, batch.positions))
-    return PackedBatch(*rows, batch.starts[: count + 1], batch.lengths[:count], batch.tables[:count])
+    return PackedBatch(*rows, batch.cu_seqlens[: count + 1], batch.lengths[:count], batch.block_tables[:count])
 
 
 def native_run(model: nn.Module, layers: list[nn.Module], sequences: Sequences) -> Seen:
@@ -219,8 +219,8 @@ def native_run(model: nn.Module, layers: list[nn.Module], sequences: Sequences) 
         outputs.append((output[0] if isinstance(output, tuple) else output)[real])
 
     # Logits of a few positions alone: all of them would be [tokens, vocabulary], gigabytes at a real size.
-    places = torch.tensor([[length - STEPS + step for length in lengths] for step in range(STEPS)])
-    kept, columns = places.unique(return_inverse=True)
+    positions = torch.tensor([[length - STEPS + step for length in lengths] for step in range(STEPS)])
+    kept, columns = positions.unique(return_inverse=True)
     arguments = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
     keeps = "logits_to_keep" in inspect.signature(type(hugging_face_model(model)).forward).parameters
     if keeps:
@@ -230,8 +230,8 @@ def native_run(model: nn.Module, layers: list[nn.Module], sequences: Sequences) 
             handle = layer.register_forward_hook(note, with_kwargs=True)
             hooks.callback(handle.remove)
         logits = model(**arguments).logits
-    rows = torch.arange(len(lengths)).expand_as(places)
-    return Seen(inputs, outputs, logits[rows, columns if keeps else places].float())
+    rows = torch.arange(len(lengths)).expand_as(positions)
+    return Seen(inputs, outputs, logits[rows, columns if keeps else positions].float())
 
 
 def own_pages_batch(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hybrid.decoders.batch import PackedBatch, PagedKV
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.torch_decoder import TorchDecoder
-from hybrid.models.spec import Place, Reading
+from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.parallel import any_rank
 from hybrid.weights.streaming import Owner, StreamedSnapshot
 
@@ -30,16 +30,16 @@ class Passes:
 
     def __init__(
         self,
-        reading: Reading,
-        make: Callable[[Reading], CpuDecoder | TorchDecoder],
+        layout: DecoderLayout,
+        make: Callable[[DecoderLayout], CpuDecoder | TorchDecoder],
         snapshot: StreamedSnapshot,
-        owner: Callable[[Place], Owner | None],
+        owner: Callable[[ParamRef], Owner | None],
         adapters: bool,
     ):
         # Every layer asks for the same positions' tables.
-        tables = {key: Remembered(table) for key, table in reading.rotary.items()}
-        self.inner = make(replace(reading, rotary=tables))
-        self.spec, self.reading, self.dtype = reading.spec, self.inner.reading, self.inner.dtype
+        rotary = {key: Remembered(table) for key, table in layout.rotary.items()}
+        self.inner = make(replace(layout, rotary=rotary))
+        self.spec, self.layout, self.dtype = layout.spec, self.inner.layout, self.inner.dtype
         self.snapshot, self.owner, self.adapters = snapshot, owner, adapters
         self.kv, self.reserve = self.inner.kv, self.inner.reserve
         self.context_block = self.inner.context_block
@@ -101,10 +101,10 @@ class Passes:
     def _owners(self, stretch: Stretch) -> list[Owner]:
         if stretch in ENDS:
             roles = ENDS[stretch]
-            places = [place for name, place in self.reading.outer.items() if name.partition(".")[0] in roles]
+            refs = [ref for name, ref in self.layout.outer.items() if name.partition(".")[0] in roles]
         else:
-            places = self.reading.layers[stretch].values()
-        found = (self.owner(place) for place in places)
+            refs = self.layout.layers[stretch].values()
+        found = (self.owner(ref) for ref in refs)
         return list(dict.fromkeys(one for one in found if one is not None))
 
 
@@ -117,7 +117,7 @@ class StreamedDecoder:
 
     def __init__(self, passes: Passes, group: dist.ProcessGroup):
         self.lockstep, self.group = passes, group
-        self.spec, self.reading, self.dtype = passes.spec, passes.reading, passes.dtype
+        self.spec, self.layout, self.dtype = passes.spec, passes.layout, passes.dtype
         self.kv, self.reserve = passes.kv, passes.reserve
 
     @property
@@ -182,7 +182,7 @@ class Remembered:
         self.asked: tuple[torch.Tensor, torch.dtype] | None = None
 
     def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Reading.rotary`'s."""
+        """As `DecoderLayout.rotary`'s."""
         if self.asked is None or self.asked[1] != dtype or not torch.equal(self.asked[0], positions):
             self.given, self.asked = self.table(positions, dtype), (positions, dtype)
         return self.given

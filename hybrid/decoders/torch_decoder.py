@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
 from hybrid.kernels import torch_ops
-from hybrid.models.spec import JOINED, OUTER_ROLES, Place, Reading
+from hybrid.models.spec import JOINED, OUTER_ROLES, DecoderLayout, ParamRef
 from hybrid.weights.joined import as_one
 from hybrid.weights.lora import LowRank
 
@@ -24,7 +24,7 @@ class Step:
 
     slots: int64 [tokens]: where each new token's key and value go in the cache.
     groups: the sequences, as attention takes them.
-    turns: for each key of `Reading.rotary`, cos and sin of the tokens, [tokens, rotary_dim / 2].
+    turns: for each key of `DecoderLayout.rotary`, cos and sin of the tokens, [tokens, rotary_dim / 2].
     bias: ALiBi's, [heads, positions].
     """
 
@@ -35,7 +35,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Side:
+class LoraDelta:
     """What an adapter adds to the columns of a product from `first` on: scale · b (a x).  a [r, in], b [columns, r]."""
 
     a: torch.Tensor
@@ -51,18 +51,20 @@ class Side:
 class Tensors(dict[str, torch.Tensor]):
     """A layer's tensors by role, joined ones in the place of their parts.  sides: what is added to which products."""
 
-    def __init__(self, sides: dict[str, list[Side]] | None = None, tensors: Mapping[str, torch.Tensor] | None = None):
+    def __init__(
+        self, sides: dict[str, list[LoraDelta]] | None = None, tensors: Mapping[str, torch.Tensor] | None = None
+    ):
         super().__init__(tensors or {})
         self.sides = sides or {}
 
 
-def no_sides(place: Place) -> list[LowRank]:
+def no_sides(ref: ParamRef) -> list[LowRank]:
     """Of weights that have no adapters beside them."""
     return []
 
 
 class TorchDecoder:
-    """The decoder that `reading` describes, in `dtype`. Call its functions under `torch.no_grad()`, `bind` first.
+    """The decoder that `layout` describes, in `dtype`. Call its functions under `torch.no_grad()`, `bind` first.
 
     weights: a place to its whole tensor, before `select`; None for a bias that is not there. Tensors that need no
     change are used where they are, joined ones where they lie one behind the other; the rest is copied.
@@ -74,15 +76,15 @@ class TorchDecoder:
 
     def __init__(
         self,
-        reading: Reading,
-        weights: Callable[[Place], torch.Tensor | None],
+        layout: DecoderLayout,
+        weights: Callable[[ParamRef], torch.Tensor | None],
         dtype: torch.dtype,
-        sides: Callable[[Place], list[LowRank]] = no_sides,
+        sides: Callable[[ParamRef], list[LowRank]] = no_sides,
         copies: Copies | None = None,
     ):
         self.copies: Copies = WeakValueDictionary() if copies is None else copies
-        self.reading = reading
-        self.spec = reading.spec
+        self.layout = layout
+        self.spec = layout.spec
         self.weights = weights
         self.sides = sides
         self.dtype = dtype
@@ -92,7 +94,7 @@ class TorchDecoder:
         stepwise = self.spec.activation_stepwise
         self.activation = torch_ops.gelu_new if stepwise else torch_ops.ACTIVATIONS[self.spec.activation]
         self.outer = Tensors()
-        self.blocks = [Tensors() for _ in reading.layers]
+        self.blocks = [Tensors() for _ in layout.layers]
 
     def bind(self) -> None:
         """Read the weights, again or for the first time. Copies are refreshed in place, and keep their addresses."""
@@ -101,63 +103,63 @@ class TorchDecoder:
     @torch.no_grad()
     def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
         """Read the weights of these roles outside the layers, and of these layers."""
-        places = {name: place for name, place in self.reading.outer.items() if name.partition(".")[0] in outer}
-        bound = self._bound(places)
+        refs = {name: ref for name, ref in self.layout.outer.items() if name.partition(".")[0] in outer}
+        bound = self._bound(refs)
         sides = {role: added for role, added in self.outer.sides.items() if role not in outer} | bound.sides
         self.outer = Tensors(sides, {**self.outer, **bound})
         for index in layers:
-            self.blocks[index] = self._bound(self.reading.layers[index])
+            self.blocks[index] = self._bound(self.layout.layers[index])
             self.widest = max(self.widest, self._width(self.blocks[index]))
 
     def unbind(self) -> None:
         """Let go of the weights: what has not been bound again cannot run."""
         self.outer, self.blocks = Tensors(), [Tensors() for _ in self.blocks]
 
-    def _bound(self, places: Mapping[str, Place]) -> Tensors:
+    def _bound(self, refs: Mapping[str, ParamRef]) -> Tensors:
         """The tensors of these places by role, with joined ones in the place of their parts."""
-        read = {role: found for role, place in places.items() if (found := self._read(place)) is not None}
-        bound = Tensors(self._sides(places, {role: len(tensor) for role, tensor in read.items()}))
+        read = {role: found for role, ref in refs.items() if (found := self._read(ref)) is not None}
+        bound = Tensors(self._sides(refs, {role: len(tensor) for role, tensor in read.items()}))
         for name, roles in JOINED.items():
             if f"{roles[0]}.weight" not in read:
                 continue
             weights = [read.pop(f"{role}.weight") for role in roles]
             biases = [read.pop(f"{role}.bias", None) for role in roles]
-            bound[f"{name}.weight"] = self._joined([places[f"{role}.weight"] for role in roles], weights)
+            bound[f"{name}.weight"] = self._joined([refs[f"{role}.weight"] for role in roles], weights)
             if any(bias is not None for bias in biases):
                 pairs = zip(biases, weights, strict=True)
                 biases = [weight.new_zeros(len(weight)) if bias is None else bias for bias, weight in pairs]
-                bound[f"{name}.bias"] = self._joined([places.get(f"{role}.bias") for role in roles], biases)
+                bound[f"{name}.bias"] = self._joined([refs.get(f"{role}.bias") for role in roles], biases)
         for role, tensor in read.items():
-            bound[role] = self._joined([places[role]], [tensor])
+            bound[role] = self._joined([refs[role]], [tensor])
         return bound
 
-    def _sides(self, places: Mapping[str, Place], rows: Mapping[str, int]) -> dict[str, list[Side]]:
+    def _sides(self, refs: Mapping[str, ParamRef], rows: Mapping[str, int]) -> dict[str, list[LoraDelta]]:
         """What adapters add to the products of these places."""
-        found: dict[str, list[Side]] = {}
+        found: dict[str, list[LoraDelta]] = {}
         joined = {role: name for name, roles in JOINED.items() for role in roles if f"{roles[0]}.weight" in rows}
-        for key, place in places.items():
+        for key, ref in refs.items():
             role, _, kind = key.partition(".")
             if kind != "weight":
                 continue
             name = joined.get(role, role)
             before = JOINED[name][: JOINED[name].index(role)] if name != role else ()
             first = sum(rows[f"{one}.weight"] for one in before)
-            for a, b, scale in self.sides(place):
-                found.setdefault(name, []).append(Side(a.to(self.dtype), b.to(self.dtype), scale, first))
+            for a, b, scale in self.sides(ref):
+                found.setdefault(name, []).append(LoraDelta(a.to(self.dtype), b.to(self.dtype), scale, first))
         return found
 
-    def _read(self, place: Place) -> torch.Tensor | None:
+    def _read(self, ref: ParamRef) -> torch.Tensor | None:
         """The role's tensor, [out, in]."""
-        whole = self.weights(place)
-        return whole if whole is None or place.select is None else place.select(whole)
+        whole = self.weights(ref)
+        return whole if whole is None or ref.select is None else ref.select(whole)
 
-    def _joined(self, places: Sequence[Place | None], pieces: list[torch.Tensor]) -> torch.Tensor:
+    def _joined(self, refs: Sequence[ParamRef | None], pieces: list[torch.Tensor]) -> torch.Tensor:
         """What is at these places, one above the other: where it lies, or a copy, refreshed where there is one."""
         if pieces[0].dtype == self.dtype and (where_they_lie := as_one(pieces)) is not None:
             return where_they_lie
-        sources = (None if place is None else self.weights(place) for place in places)
+        sources = (None if ref is None else self.weights(ref) for ref in refs)
         addresses = (0 if source is None else source.data_ptr() for source in sources)
-        key = (self.dtype, *zip(places, addresses, strict=True))
+        key = (self.dtype, *zip(refs, addresses, strict=True))
         sizes = [len(piece) for piece in pieces]
         buffer = self.copies.get(key)
         if buffer is None:
@@ -179,7 +181,7 @@ class TorchDecoder:
     @property
     def device(self) -> torch.device:
         """Where the weights are, or come."""
-        return self.weights(self.reading.outer["embedding.weight"]).device
+        return self.weights(self.layout.outer["embedding.weight"]).device
 
     def nbytes(self) -> int:
         """Bytes of weights that are copies, of this decoder and of those that it shares them with."""
@@ -263,15 +265,15 @@ class TorchDecoder:
 
     def _step(self, batch: PackedBatch, keys: set[str]) -> Step:
         """What the layers of this forward share."""
-        groups = torch_ops.sequence_groups(batch.starts, batch.lengths, batch.tables, PAGE)
-        places = batch.positions.long()
-        counts = batch.starts.diff().long()
-        owner = torch.arange(len(counts), device=places.device).repeat_interleave(counts)
-        slots = batch.tables[owner, places // PAGE].long() * PAGE + places % PAGE
+        groups = torch_ops.sequence_groups(batch.cu_seqlens, batch.lengths, batch.block_tables, PAGE)
+        positions = batch.positions.long()
+        counts = batch.cu_seqlens.diff().long()
+        owner = torch.arange(len(counts), device=positions.device).repeat_interleave(counts)
+        slots = batch.block_tables[owner, positions // PAGE].long() * PAGE + positions % PAGE
         rounded = torch.float32 if self.spec.rotary_float32 else self.dtype
         turns = {}
         for key in keys:
-            cos, sin = self.reading.rotary[key](places, self.dtype)
+            cos, sin = self.layout.rotary[key](positions, self.dtype)
             turns[key] = cos.to(rounded), sin.to(rounded)
         return Step(slots, groups, turns, self._bias(groups))
 

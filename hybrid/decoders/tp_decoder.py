@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
 from hybrid.decoders.torch_decoder import Copies, Step, TorchDecoder, no_sides
 from hybrid.kernels import torch_ops
-from hybrid.models.spec import Place, Reading
+from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.lora import LowRank
 from hybrid.weights.slices import Shard, shard_spec
@@ -27,21 +27,21 @@ class ShardedDecoder(TorchDecoder):
 
     def __init__(
         self,
-        reading: Reading,
-        weights: Callable[[Place], torch.Tensor | None],
+        layout: DecoderLayout,
+        weights: Callable[[ParamRef], torch.Tensor | None],
         dtype: torch.dtype,
         group: InferenceGroup,
-        sides: Callable[[Place], list[LowRank]] = no_sides,
+        sides: Callable[[ParamRef], list[LowRank]] = no_sides,
         copies: Copies | None = None,
     ):
         self.group, self.tensor = group, group.tensor
-        local = shard_spec(reading.spec, Shard(self.tensor.size, self.tensor.index))
-        super().__init__(replace(reading, spec=local), weights, dtype, sides, copies)
+        local = shard_spec(layout.spec, Shard(self.tensor.size, self.tensor.index))
+        super().__init__(replace(layout, spec=local), weights, dtype, sides, copies)
         ranks = group.size // self.tensor.size  # that share out the experts
         self.first_expert = group.index // self.tensor.size * -(-local.num_experts // ranks)
 
-    def _read(self, place: Place) -> torch.Tensor | None:
-        return self.weights(place)  # cut from what `select` gives
+    def _read(self, ref: ParamRef) -> torch.Tensor | None:
+        return self.weights(ref)  # cut from what `select` gives
 
     def _looked_up(self, ids: torch.Tensor) -> torch.Tensor:
         table = self.outer["embedding.weight"]
@@ -163,7 +163,7 @@ class SharedDecoder:
 
     def __init__(self, sharded: ShardedDecoder, pool: Pool):
         self.lockstep, self.pool, self.group = sharded, pool, sharded.group
-        self.spec, self.reading, self.dtype = sharded.spec, sharded.reading, sharded.dtype
+        self.spec, self.layout, self.dtype = sharded.spec, sharded.layout, sharded.dtype
 
     @property
     def device(self) -> torch.device:
@@ -217,7 +217,7 @@ class SharedDecoder:
         wants = batch is not None or rows is not None
         own = Brought(wants=int(wants), rows=0 if rows is None else len(rows), judged=int(judged))
         if batch is not None:
-            sequences, width = batch.tables.shape
+            sequences, width = batch.block_tables.shape
             own = own._replace(tokens=len(batch.ids), sequences=sequences, width=width)
             own = own._replace(copies=len(self.pool.copies), pages=kv.pages)
         all_brought = [Brought(*one) for one in self.group.gather(torch.tensor(own, device=self.device)).tolist()]
@@ -241,13 +241,13 @@ class SharedDecoder:
         message = torch.zeros(0, dtype=torch.int64, device=self.device)
         if batch is not None:
             copies = torch.tensor(self.pool.copies, dtype=torch.int64, device=self.device)
-            parts = (batch.ids, batch.positions, batch.starts, batch.lengths, batch.tables, copies)
+            parts = (batch.ids, batch.positions, batch.cu_seqlens, batch.lengths, batch.block_tables, copies)
             message = torch.cat([part.flatten().long() for part in parts])
             self.pool.copies = []
         messages = self.group.gather_rows(message, [one.message for one in all_brought])
         pages = self.pool.grow(self.lockstep.kv, max(one.pages for one in all_brought), self.group.size)
         capacity, width, tokens = self.pool.capacity, max(one.width for one in all_brought), 0
-        ids, positions, starts, lengths, tables, copies = [], [], [], [], [], []
+        ids, positions, cu_seqlens, lengths, block_tables, copies = [], [], [], [], [], []
         for index, (one, said) in enumerate(zip(all_brought, messages, strict=True)):
             if not one.tokens:
                 continue
@@ -255,20 +255,20 @@ class SharedDecoder:
             *parts, wanted = said.split([*sizes, 2 * one.copies])
             ids.append(parts[0])
             positions.append(parts[1])
-            starts.append(parts[2][:-1] + tokens)
+            cu_seqlens.append(parts[2][:-1] + tokens)
             lengths.append(parts[3])
             table = parts[4].view(one.sequences, one.width)
-            tables.append(F.pad(table, (0, width - one.width)) + index * capacity)
+            block_tables.append(F.pad(table, (0, width - one.width)) + index * capacity)
             copies.append(wanted.view(-1, 2) + index * capacity)
             tokens += one.tokens
         sources, targets = torch.cat(copies).unbind(1)
         if len(sources):
             pages.copy(sources.tolist(), targets.tolist())
-        starts.append(starts[0].new_tensor([tokens]))
+        cu_seqlens.append(cu_seqlens[0].new_tensor([tokens]))
         return PackedBatch(
             ids=torch.cat(ids),
             positions=torch.cat(positions).int(),
-            starts=torch.cat(starts).int(),
+            cu_seqlens=torch.cat(cu_seqlens).int(),
             lengths=torch.cat(lengths).int(),
-            tables=torch.cat(tables).int(),
+            block_tables=torch.cat(block_tables).int(),
         ), pages

@@ -14,7 +14,7 @@ from hybrid.decoders.calls import Calls
 from hybrid.decoders.comparison import output_difference
 from hybrid.decoders.containers import NativeContainer
 from hybrid.decoders.tp_forwards import Meetings
-from hybrid.models.spec import Unreadable
+from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import Part
 from hybrid.models.tp_plan import Share, TensorPlan, hugging_face_model
 from hybrid.parallel import InferenceGroup, all_ranks
@@ -54,10 +54,10 @@ class SharedModules:
         try:
             with self.meetings.together():
                 reason = whole_difference(first_output(self.model, self.device), expected)
-        except Unreadable as error:
+        except UnsupportedModel as error:
             reason = str(error)
         if not all_ranks(not reason, self.device):
-            raise Unreadable(reason or "another rank cannot follow the tp_plan")
+            raise UnsupportedModel(reason or "another rank cannot follow the tp_plan")
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -170,7 +170,7 @@ def first_output(model: nn.Module, device: torch.device) -> torch.Tensor:
     Raises Unreadable where it makes nothing of them: it wants other inputs, or slices are of sizes that do not fit."""
     config = getattr(hugging_face_model(model), "config", None)
     if config is None:
-        raise Unreadable(f"{type(model).__name__} is no Hugging Face model")
+        raise UnsupportedModel(f"{type(model).__name__} is no Hugging Face model")
     ids = torch.randint(
         config.get_text_config().vocab_size, (1, CHECKED_TOKENS), generator=torch.Generator().manual_seed(0)
     ).to(device)
@@ -179,7 +179,7 @@ def first_output(model: nn.Module, device: torch.device) -> torch.Tensor:
         with ModuleTree(model).evaluating(), torch.no_grad():
             return model(**inputs)[0].flatten(0, -2)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise Unreadable(f"it does not run on {CHECKED_TOKENS} token ids: {error}") from error
+        raise UnsupportedModel(f"it does not run on {CHECKED_TOKENS} token ids: {error}") from error
 
 
 def whole_difference(found: torch.Tensor, expected: torch.Tensor, weights: torch.dtype | None = None) -> str:

@@ -13,7 +13,7 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-class PageStore:
+class BlockPool:
     """The engine's pages, used again by the next call.
 
     step: tokens by which the storage grows, at least.  limit_bytes: the most that it may hold; None: no end.

@@ -27,9 +27,9 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
 
-from hybrid.generation.block_pool import PageStore, pages_for
+from hybrid.generation.block_pool import BlockPool, pages_for
 from hybrid.generation.hf_cache import GrowingLayer, KVCache
-from hybrid.generation.model_runner import Decoder, Rows, prefill
+from hybrid.generation.model_runner import Decoder, ModelRunner, prefill
 from hybrid.generation.sampling import Draw, draw_tokens, selective_log_softmax, split_warpers, stream_keys
 from hybrid.generation.scheduler import Completions, Request, complete
 from hybrid.profiling import Phase
@@ -65,7 +65,7 @@ ROWWISE = (
 
 
 @dataclass(frozen=True)
-class Noise:
+class SamplingKeys:
     """Who draws which noise.  rows int64 [prompts]: the prompts' row numbers; seed: of the whole call."""
 
     seed: int
@@ -114,13 +114,13 @@ class Decoding:
     phase: Phase
     request: Callable[[int | None, str], AbstractContextManager[Decoder | None]]
     cache: KVCache
-    store: PageStore
+    store: BlockPool
     page_bytes: Callable[[], int]
     require_memory: Callable[[int, int], None]
     max_slots: int
     stride: int
     max_out_tokens: int
-    noise: Callable[[int], Noise]
+    noise: Callable[[int], SamplingKeys]
     expands: bool = True
     runs_other_methods: bool = False
     limit: str = "hybrid_engine.max_out_tokens"
@@ -469,9 +469,9 @@ class FusedForward:
 
     cache = None
 
-    def __init__(self, decoder: Decoder, store: PageStore, lengths: list[int], longest: int):
+    def __init__(self, decoder: Decoder, store: BlockPool, lengths: list[int], longest: int):
         self.decoder, self.store, self.lengths = decoder, store, lengths
-        self.rows = Rows(decoder, store, longest)
+        self.rows = ModelRunner(decoder, store, longest)
         decoder.reserve(longest)
 
     def prefill(self, input_ids: torch.Tensor) -> StepOutput:

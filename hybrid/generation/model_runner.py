@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV, packed, table_of
-from hybrid.generation.block_pool import PageStore, pages_for
+from hybrid.generation.block_pool import BlockPool, pages_for
 
 PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds what activations need
 
@@ -45,17 +45,20 @@ class Piece:
 
 
 def hidden_states(
-    decoder: Decoder, store: PageStore, sequences: list[torch.Tensor], pages: list[list[int]]
+    decoder: Decoder, store: BlockPool, sequences: list[torch.Tensor], pages: list[list[int]]
 ) -> Iterator[tuple[list[Piece], torch.Tensor]]:
     """Sequences, int64 [n] each, put into their pages: for each forward its pieces and the last layer's output,
     [tokens, hidden]. They are packed without padding, PREFILL_TOKENS in a forward; a longer one is split."""
     for pieces in forwards([len(sequence) for sequence in sequences]):
         ids = [sequences[piece.sequence][piece.begin : piece.stop] for piece in pieces]
-        tables = [pages[piece.sequence] for piece in pieces]
-        yield pieces, decoder.forward(packed(ids, [piece.begin for piece in pieces], tables, decoder.device), store.kv)
+        block_tables = [pages[piece.sequence] for piece in pieces]
+        yield (
+            pieces,
+            decoder.forward(packed(ids, [piece.begin for piece in pieces], block_tables, decoder.device), store.kv),
+        )
 
 
-def prefill(decoder: Decoder, store: PageStore, prompts: list[torch.Tensor]) -> tuple[list[list[int]], torch.Tensor]:
+def prefill(decoder: Decoder, store: BlockPool, prompts: list[torch.Tensor]) -> tuple[list[list[int]], torch.Tensor]:
     """Put prompts, int64 [n] each, into pages; gives the pages of each, and the logits after its last token, float32
     [prompts, vocab]."""
     pages = [store.take(pages_for(len(prompt))) for prompt in prompts]
@@ -83,20 +86,20 @@ def forwards(lengths: list[int]) -> list[list[Piece]]:
     return found
 
 
-class Rows:
-    """Rows that get a token at each step. A row's place changes when others leave.
+class ModelRunner:
+    """ModelRunner that get a token at each step. A row's place changes when others leave.
 
     longest: tokens that a row may come to have.
     """
 
-    def __init__(self, decoder: Decoder, store: PageStore, longest: int):
+    def __init__(self, decoder: Decoder, store: BlockPool, longest: int):
         self.decoder, self.store, self.device = decoder, store, decoder.device
         self.pages: list[list[int]] = []
         self.lengths = torch.zeros(0, dtype=torch.int32, device=self.device)  # tokens in the cache, by row
         self.steps = 0
         self.before: list[int] = []  # of each row: tokens in the cache, less the steps made
         self.room = 0  # tokens that every row has pages for, beyond its length
-        self.table = PageTable(pages_for(longest), self.device)
+        self.table = BlockTables(pages_for(longest), self.device)
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -128,14 +131,14 @@ class Rows:
         """Note how much room the rows have now."""
         spare = (len(own) * PAGE - before for own, before in zip(self.pages, self.before, strict=True))
         self.room = min(spare, default=0) - self.steps
-        self.starts = torch.arange(len(self) + 1, dtype=torch.int32, device=self.device)
+        self.cu_seqlens = torch.arange(len(self) + 1, dtype=torch.int32, device=self.device)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token, int64 [rows], to each row; gives the logits after it, float32 [rows, vocab]."""
         positions, self.lengths = self.lengths, self.lengths + 1
         self.steps += 1
         self.room -= 1
-        batch = PackedBatch(tokens, positions, self.starts, self.lengths, self.table.rows())
+        batch = PackedBatch(tokens, positions, self.cu_seqlens, self.lengths, self.table.rows())
         return self.decoder.decode(batch, self.store.kv)
 
     def leave(self, stay: torch.Tensor) -> None:
@@ -151,7 +154,7 @@ class Rows:
         self._look()
 
 
-class PageTable:
+class BlockTables:
     """The page tables of rows, in memory that is written in place: a step writes the pages that it adds.
 
     most: pages that a row may come to have.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hybrid.generation.sampling import judge_tokens
+from hybrid.generation.sampling import score_tokens
 from hybrid.generation.scoring import LOGIT_ROWS, Scores, padded_forward
 
 FORWARD_TOKENS = 4096  # of one forward, padding included; a longer row is a forward of its own
@@ -17,7 +17,7 @@ WHOLE_LOGIT_TOKENS = 1024  # the same, where a forward gives the logits of all i
 
 
 @dataclass(frozen=True)
-class Rows:
+class ModelRunner:
     """Rows of one forward, padded on the right.
 
     ids, mask: int64 [rows, width].  row: int64 [rows], where they come from.  first: int64 [rows], the column there of
@@ -53,15 +53,15 @@ def score_natively(
         batch = padded(sequences, attention_mask, together)
         for columns, logits in logits_of(model, batch, in_parts):
             judged = (batch.mask[:, columns] * batch.mask[:, columns + 1]).bool()
-            rows, places = judged.nonzero(as_tuple=True)
-            at = columns[places]
-            found = judge_tokens(logits[rows, places].float(), batch.ids[rows, at + 1], temperature)
+            rows, kept_columns = judged.nonzero(as_tuple=True)
+            at = columns[kept_columns]
+            found = score_tokens(logits[rows, kept_columns].float(), batch.ids[rows, at + 1], temperature)
             column = batch.first[rows] + at
             logps[batch.row[rows], column], entropies[batch.row[rows], column] = found
     return Scores(logps, entropies)
 
 
-def logits_of(model: nn.Module, batch: Rows, in_parts: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def logits_of(model: nn.Module, batch: ModelRunner, in_parts: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Columns of a batch, and the logits behind them [rows, columns, vocab].
 
     in_parts: by a forward of the head for each part; else by one of the model.
@@ -159,17 +159,17 @@ def similar(lengths: list[int], most_rows: int, most_tokens: int) -> list[list[i
     return batches
 
 
-def padded(sequences: torch.Tensor, mask: torch.Tensor, rows: list[int]) -> Rows:
+def padded(sequences: torch.Tensor, mask: torch.Tensor, rows: list[int]) -> ModelRunner:
     """Some rows, without the padding that none of them needs. At least two columns wide."""
     first, last = spans(mask[rows])
     width = max(2, *(end - begin for begin, end in zip(first, last, strict=True)))
     ids, kept = (tensor.new_zeros(len(rows), width) for tensor in (sequences, mask))
     for index, (row, begin, end) in enumerate(zip(rows, first, last, strict=True)):
         ids[index, : end - begin], kept[index, : end - begin] = sequences[row, begin:end], mask[row, begin:end]
-    return Rows(ids, kept, torch.tensor(rows, device=ids.device), torch.tensor(first, device=ids.device))
+    return ModelRunner(ids, kept, torch.tensor(rows, device=ids.device), torch.tensor(first, device=ids.device))
 
 
-def columns_of(batch: Rows) -> tuple[torch.Tensor, ...]:
+def columns_of(batch: ModelRunner) -> tuple[torch.Tensor, ...]:
     """The columns whose logits score the next column's tokens, in parts of LOGIT_ROWS tokens."""
     rows, width = batch.ids.shape
     return torch.arange(width - 1, device=batch.ids.device).split(max(1, LOGIT_ROWS // rows))

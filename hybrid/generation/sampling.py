@@ -232,7 +232,7 @@ def draw_tokens_in_torch(logits: torch.Tensor, keys: torch.Tensor, positions: to
     return Drawn(tokens, selective_log_softmax(scores, tokens) if how.truncates else old, old, raw)
 
 
-def judge_tokens(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def score_tokens(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprob of each row's target, and the entropy, both of softmax(logits / temperature).
 
     logits float32 [n, vocab], targets int64 [n]; gives float32 [n] twice.

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from hybrid.decoders.batch import PAGE
-from hybrid.generation.block_pool import PageStore, pages_for
-from hybrid.generation.model_runner import Decoder, Rows, prefill
+from hybrid.generation.block_pool import BlockPool, pages_for
+from hybrid.generation.model_runner import Decoder, ModelRunner, prefill
 from hybrid.generation.sampling import Draw, Drawn, draw_tokens, selective_log_softmax
 from hybrid.profiling import Phase
 
@@ -64,14 +64,14 @@ class Group:
 
 
 def complete(
-    request: Request, decoder: Decoder, store: PageStore, max_slots: int, stride: int, phase: Phase
+    request: Request, decoder: Decoder, store: BlockPool, max_slots: int, stride: int, phase: Phase
 ) -> Completions:
     """Decode a request.
 
     max_slots: rows that are decoded at once.  stride: steps between two looks at which rows have ended; where the host
     would wait for a device, more than 1.
     """
-    return Slots(request, decoder, store, max_slots, stride, phase).run()
+    return Scheduler(request, decoder, store, max_slots, stride, phase).run()
 
 
 def equal_prompts(padded: torch.Tensor, lengths: list[int]) -> list[Group]:
@@ -83,14 +83,14 @@ def equal_prompts(padded: torch.Tensor, lengths: list[int]) -> list[Group]:
     return list(groups.values())
 
 
-class Slots:
+class Scheduler:
     """One call's rows: waiting, in slots, done."""
 
-    def __init__(self, request: Request, decoder: Decoder, store: PageStore, max_slots: int, stride: int, phase: Phase):
+    def __init__(self, request: Request, decoder: Decoder, store: BlockPool, max_slots: int, stride: int, phase: Phase):
         self.request, self.decoder, self.store = request, decoder, store
         self.max_slots, self.stride, self.phase = max_slots, stride, phase
         self.queue = equal_prompts(request.padded, request.lengths)
-        self.rows = Rows(decoder, store, max(request.lengths) + request.max_new_tokens)
+        self.rows = ModelRunner(decoder, store, max(request.lengths) + request.max_new_tokens)
         count, self.prompt_len = request.padded.shape
         device, new = decoder.device, request.max_new_tokens
         # Prompts and what follows, as processors see them; what the steps write, for all rows of the request.
@@ -135,16 +135,16 @@ class Slots:
         if not chosen and len(self.rows):
             return
         if not chosen:
-            chosen = [self.lone_row()]
+            chosen = [self.oversized_row()]
         self.prefill([group for group, _ in chosen if not group.pages])
         for group, rows in chosen:
-            self.seat(group, rows)
-        self.draw(torch.cat([group.logits.expand(len(rows), -1) for group, rows in chosen]), self.newest(chosen))
+            self.allocate(group, rows)
+        self.draw(torch.cat([group.logits.expand(len(rows), -1) for group, rows in chosen]), self.latest_tokens(chosen))
         self.queue = [group for group in self.queue if group.waiting]
         for group, _ in chosen:
             if not group.waiting:
                 group.logits = None
-        self.harvest(1)
+        self.finish(1)
 
     def fitting(self) -> list[tuple[Group, list[int]]]:
         """Takes the rows that now fit off the queue, in its order."""
@@ -162,7 +162,7 @@ class Slots:
                 break
         return chosen
 
-    def lone_row(self) -> tuple[Group, list[int]]:
+    def oversized_row(self) -> tuple[Group, list[int]]:
         """The first row that waits, where it fits only without the pages that its group would keep for the others:
         they are prefilled again."""
         first = self.queue[0]
@@ -196,7 +196,7 @@ class Slots:
         for group, own, after in zip(groups, pages, logits, strict=True):
             group.pages, group.logits = own, after
 
-    def seat(self, group: Group, rows: list[int]) -> None:
+    def allocate(self, group: Group, rows: list[int]) -> None:
         """Slots for rows of a prefilled group: whole pages are shared, the last one, which is written on, is copied."""
         length = len(group.prompt)
         whole, partial = group.pages[: length // PAGE], group.pages[length // PAGE :]
@@ -214,7 +214,7 @@ class Slots:
         self.rows.add(own, [length] * len(rows))
         self.most_pages += [self.pages_of_row(group)] * len(rows)
 
-    def newest(self, chosen: list[tuple[Group, list[int]]]) -> int:
+    def latest_tokens(self, chosen: list[tuple[Group, list[int]]]) -> int:
         """Enter the rows just seated; gives how many there are."""
         rows = torch.tensor([row for _, rows in chosen for row in rows], device=self.row.device)
         zeros = torch.zeros_like(rows)
@@ -231,7 +231,7 @@ class Slots:
         self.rows.make_room(steps)
         for _ in range(steps):
             self.draw(self.rows.step(self.last), len(self.rows))
-        self.harvest(steps)
+        self.finish(steps)
 
     def draw(self, logits: torch.Tensor, count: int) -> None:
         """A token for each of the last `count` slots, from their logits [count, vocab]."""
@@ -258,7 +258,7 @@ class Slots:
             scores[here] = self.request.processors(ids, logits[here], row[here])
         return draw_tokens(scores, self.request.keys[row], made, self.request.draw)
 
-    def harvest(self, steps: int) -> None:
+    def finish(self, steps: int) -> None:
         """Look at the last `steps` tokens of every slot: rows that have ended leave, with their length noted.
 
         Slots that have fewer tokens than that are new, and have been looked at.

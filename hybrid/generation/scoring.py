@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hybrid.generation.block_pool import PageStore, pages_for
+from hybrid.generation.block_pool import BlockPool, pages_for
 from hybrid.generation.model_runner import Decoder, hidden_states
-from hybrid.generation.sampling import judge_tokens
+from hybrid.generation.sampling import score_tokens
 from hybrid.inputs import as_ids, as_mask
 
 LOGIT_ROWS = 256  # tokens whose logits exist at once
@@ -29,7 +29,7 @@ class Scores:
 
 def score_packed(
     decoder: Decoder,
-    store: PageStore,
+    store: BlockPool,
     sequences: torch.Tensor,
     attention_mask: torch.Tensor,
     temperature: float,
@@ -65,7 +65,7 @@ def score_packed(
             )
             for judge, target, row, column in zip(*parts, strict=True):
                 if len(judge):
-                    found = judge_tokens(decoder.logits(hidden[judge]), target, temperature)
+                    found = score_tokens(decoder.logits(hidden[judge]), target, temperature)
                     logps[row, column], entropies[row, column] = found
         for own in pages:
             store.give_back(own)

@@ -24,7 +24,7 @@ from hybrid.inference.injection_policy import (
     share_out,
     width_of,
 )
-from hybrid.models.spec import Unreadable
+from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import read_structure
 from hybrid.models.tp_plan import TensorPlan, read_tp_plan
 from hybrid.parallel import InferenceGroup
@@ -54,10 +54,10 @@ class Spread:
             return
         try:
             self.plan = read_tp_plan(model)
-        except Unreadable as reason:
+        except UnsupportedModel as reason:
             layers = [part.module for part in read_structure(model).layers]
             if not layers:
-                raise Unreadable(f"{reason}, and no stack of layers is found") from reason
+                raise UnsupportedModel(f"{reason}, and no stack of layers is found") from reason
             self.policy = policy_by_names(layers)
             self.what = "the names of its layers' projections"
             shared = read_policy(model, self.policy) if self.policy else {}
@@ -90,8 +90,8 @@ class Spread:
         self.undo.enter_context(shared.lent())
         self.undo.enter_context(shared.meetings.together())  # every call is one of all ranks
         parts: dict[str, list[Slice]] = {}  # several of a tied parameter, which are cut alike
-        for place, part in planned_slices(self.plan, shard_of(group)).items():
-            param = place.module._parameters.get(place.parameter)
+        for ref, part in planned_slices(self.plan, shard_of(group)).items():
+            param = ref.module._parameters.get(ref.parameter)
             if param is not None:
                 parts.setdefault(names[param], []).append(part)
         return {**int8, **{name: taker(alike, int8.get(name)) for name, alike in parts.items()}}
@@ -108,7 +108,7 @@ def taker(parts: list[Slice], quantize: Take | None) -> Take:
             return
         kept = None if part is None else owned(part)
         for one in parts:
-            one.place.module._parameters[one.place.parameter] = kept
+            one.ref.module._parameters[one.ref.parameter] = kept
 
     return take
 

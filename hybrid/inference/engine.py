@@ -35,8 +35,8 @@ from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
 from hybrid.decoders.fused_model import FusedModel, containers_of, coverage_of, parts_of
 from hybrid.decoders.tp_modules import first_output, whole_difference
 from hybrid.extension_lock import extension_lock_reported
-from hybrid.generation.block_pool import PageStore
-from hybrid.generation.decode import Decoding, Noise, TooManyTokensError
+from hybrid.generation.block_pool import BlockPool
+from hybrid.generation.decode import Decoding, SamplingKeys, TooManyTokensError
 from hybrid.generation.generate import TimedDecoder, generate, prompts_of, stride_on
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.model_runner import Decoder
@@ -65,7 +65,7 @@ from hybrid.inference.restore import as_it_was_on_failure
 from hybrid.inputs import as_model_inputs
 from hybrid.kernels.cuda_graph import GraphedForward
 from hybrid.models.reader import read_decoder
-from hybrid.models.spec import Reading, Unreadable
+from hybrid.models.spec import DecoderLayout, UnsupportedModel
 from hybrid.models.structure import Structure, read_structure
 from hybrid.models.tp_plan import read_tp_plan
 from hybrid.parallel import InferenceGroup, engine_name, first_to, own_row_ids, world_size
@@ -147,8 +147,8 @@ class InferenceEngine(nn.Module):
         self._save(read)
         self._spread: Spread | None = None
         if self._group.size > 1:
-            why_not = why_no_fused_slices(model, config)
-            self._share_modules(read, why_not) if why_not else self._share(read)
+            fallback_reason = why_no_fused_slices(model, config)
+            self._share_modules(read, fallback_reason) if fallback_reason else self._share(read)
             return
         if weights is not None or changes:
             int8 = config.dtype == torch.int8
@@ -158,24 +158,24 @@ class InferenceEngine(nn.Module):
                 self._require_same(expected, "dtype: int8 given; {}; use another dtype")
         self._serve("" if config.replace_with_kernel_inject else "replace_with_kernel_inject=false")
 
-    def _serve(self, why_not: str) -> None:
+    def _serve(self, fallback_reason: str) -> None:
         """Containers over the weights, which are in the model.  why_not: words, where none is to be fused."""
         structure, adapted = read_structure(self.module), read_adapters(self.module)
         self._build(structure, Snapshot(self.module, structure, adapted, LAYERS_PER_GROUP), lends=bool(adapted))
-        self._fused.why_not = why_not or self._fused.why_not
+        self._fused.fallback_reason = fallback_reason or self._fused.fallback_reason
         self._fused.warns = self._fused.warns and self._config.replace_with_kernel_inject
         self._check()
         self._agree_on_noise()
-        if self._config.enable_cuda_graph and self._fused.why_not:
+        if self._config.enable_cuda_graph and self._fused.fallback_reason:
             self._graphs = GraphedForward(self.module)
         elif self._config.enable_cuda_graph and "on Triton" not in self._fused.what:
             raise NotImplementedError(f"enable_cuda_graph: true given; {self._fused.what} has no graphs")
 
     def _share(self, read: Read) -> None:
         """This rank's slices of the weights, and a decoder that is spread over the group."""
-        structure, reading = read_structure(self.module), read_decoder(self.module)
-        slices = LoadedSlices(self.module, structure, reading, self._group, read)
-        self._build(structure, slices, lends=False, group=self._group, reading=reading)
+        structure, layout = read_structure(self.module), read_decoder(self.module)
+        slices = LoadedSlices(self.module, structure, layout, self._group, read)
+        self._build(structure, slices, lends=False, group=self._group, layout=layout)
         self._check()
         self._agree_on_noise()
 
@@ -184,7 +184,7 @@ class InferenceEngine(nn.Module):
         int8 = self._config.dtype == torch.int8
         return in_int8(self.module, self._config.quant.weight.q_groups) if int8 else {}
 
-    def _share_modules(self, read: Read, why_not: str) -> None:
+    def _share_modules(self, read: Read, fallback_reason: str) -> None:
         """The model's own modules on this rank's slices, once they are seen to make what whole weights make.
 
         why_not: words, why the slices are not a fused decoder's.
@@ -210,7 +210,7 @@ class InferenceEngine(nn.Module):
                 f"tensor_parallel: {{}}; it was spread by {self._spread.what}. Give another injection_policy, or use "
             )
             self._require_same(expected, f"{words}tp_size=1")
-        self._serve(f"spread over {self._group.size} ranks by {self._spread.what}; {why_not}")
+        self._serve(f"spread over {self._group.size} ranks by {self._spread.what}; {fallback_reason}")
 
     def _require_same(self, expected: torch.Tensor, words: str) -> None:
         """Raise NotImplementedError, on every rank of the group, where the model makes something else.
@@ -220,7 +220,7 @@ class InferenceEngine(nn.Module):
         try:
             found = first_output(self.module, self._device)
             wrong = whole_difference(found, expected.to(self._device), self._config.dtype)
-        except Unreadable as reason:
+        except UnsupportedModel as reason:
             wrong = str(reason)
         if self._group.sum(torch.tensor(int(bool(wrong)), device=self._device)):
             raise NotImplementedError(words.format(wrong or "another rank has other numbers"))
@@ -250,7 +250,7 @@ class InferenceEngine(nn.Module):
         snapshot: Snapshot,
         lends: bool,
         group: InferenceGroup | None = None,
-        reading: Reading | None = None,
+        layout: DecoderLayout | None = None,
     ) -> None:
         """The containers over the weights, which stay as they are from here on."""
         defaults, synchronize = RolloutConfig(), get_accelerator().synchronize
@@ -258,7 +258,7 @@ class InferenceEngine(nn.Module):
         self._times = ModelTimes(synchronize, timed_event if torch.cuda.is_available() else None)
         self._own_hooks: list[RemovableHandle] = []
         self._graphs: GraphedForward | None = None
-        self._kv_cache, self._pages = KVCache(defaults.kv_step), PageStore(defaults.kv_step)
+        self._kv_cache, self._pages = KVCache(defaults.kv_step), BlockPool(defaults.kv_step)
         self._max_slots, self._snapshot = defaults.max_slots, snapshot
         self._window = Window(
             self.module,
@@ -271,7 +271,7 @@ class InferenceEngine(nn.Module):
         )
         layers = [part.module for part in structure.layers]
         graph_slots = self._max_slots if self._config.enable_cuda_graph else 0
-        self._fused = FusedModel(self.module, layers, snapshot, graph_slots, group, lambda: self._own_hooks, reading)
+        self._fused = FusedModel(self.module, layers, snapshot, graph_slots, group, lambda: self._own_hooks, layout)
         self._calls = self._make_calls(structure)
         self._containers = containers_of(parts_of(self.module, structure), self._calls)
         for container in self._containers:
@@ -304,7 +304,9 @@ class InferenceEngine(nn.Module):
         with self._calls.request(tokens=1):
             pass
         if self._fused.group is not None and not self._fused.checked:
-            raise NotImplementedError(f"{self._group.size} ranks share the weights, but {self._fused.why_not_now()}")
+            raise NotImplementedError(
+                f"{self._group.size} ranks share the weights, but {self._fused.fallback_reason_now()}"
+            )
 
     def _refresh(self, adapters: bool) -> None:
         self._snapshot.refresh(self._profiler.phase, adapters)
@@ -319,7 +321,9 @@ class InferenceEngine(nn.Module):
         Where a fused container or a graph runs, `use_cache` is false unless it is given: the caller gets no cache back.
         """
         inputs, kwargs = as_model_inputs(inputs, kwargs, self._device)
-        if not (self._fused.why_not and self._graphs is None) and leaves_open(self.module, inputs, kwargs, "use_cache"):
+        if not (self._fused.fallback_reason and self._graphs is None) and leaves_open(
+            self.module, inputs, kwargs, "use_cache"
+        ):
             kwargs["use_cache"] = False
         if self._graphs is None:
             output = self.module(*inputs, **kwargs)
@@ -365,7 +369,7 @@ class InferenceEngine(nn.Module):
             stride=stride_on(self._device),
             max_out_tokens=most,
             limit="max_out_tokens",
-            noise=lambda rows: Noise(self._shared_seed(seed), own_row_ids(rows, self._group.tensor.number)),
+            noise=lambda rows: SamplingKeys(self._shared_seed(seed), own_row_ids(rows, self._group.tensor.number)),
             expands=self._exchange is None,
             produced=self._profiler.generated,
         )
@@ -470,7 +474,7 @@ def made_by(model: nn.Module, device: torch.device) -> torch.Tensor | None:
     """What a model on `device` makes of a few tokens; None where it wants other inputs.  [tokens, n]"""
     try:
         return first_output(model, device)
-    except Unreadable:
+    except UnsupportedModel:
         return None
 
 
@@ -727,8 +731,8 @@ def refuse_what_cannot_be_shared(model: nn.Module, config: InferenceConfig, size
         raise NotImplementedError(
             f"init_inference: {size} ranks cannot share a model with adapters; merge them first (merge_and_unload)"
         )
-    if why_not := why_no_fused_slices(model, config):
-        require_spreadable(model, size, why_not)
+    if fallback_reason := why_no_fused_slices(model, config):
+        require_spreadable(model, size, fallback_reason)
         return
     spec, ranks = read_decoder(model).spec, tensor_ranks(config.tensor_parallel)
     require_divisible(spec.num_heads, spec.num_kv_heads, ranks, "tensor_parallel.tp_size")
@@ -742,25 +746,25 @@ def why_no_fused_slices(model: nn.Module, config: InferenceConfig) -> str:
         return "fused slices are not in int8"
     try:
         read_decoder(model)
-    except Unreadable as reason:
+    except UnsupportedModel as reason:
         return f"no fused container: {reason}"
     if config.replace_with_kernel_inject or expert_ranks(config.moe) > 1:  # the model's own modules keep all experts
         return ""
     try:
         read_tp_plan(model)
-    except Unreadable:  # what its layers are called would be a guess, and the decoder knows
+    except UnsupportedModel:  # what its layers are called would be a guess, and the decoder knows
         return ""
     return "replace_with_kernel_inject=false"
 
 
-def require_spreadable(model: nn.Module, size: int, why_not: str) -> None:
+def require_spreadable(model: nn.Module, size: int, fallback_reason: str) -> None:
     """Raise where a model's own modules cannot be spread over ranks.  why_not: words, why no decoder of ours is."""
     try:
         Spread(model, size)
-    except Unreadable as why:
+    except UnsupportedModel as why:
         raise NotImplementedError(
             f"tensor_parallel: {size} ranks given; the modules of {type(model).__name__} cannot be spread over ranks "
-            f"({why}), and fused slices are not there ({why_not}): give injection_policy, or use tp_size=1"
+            f"({why}), and fused slices are not there ({fallback_reason}): give injection_policy, or use tp_size=1"
         ) from why
 
 
@@ -781,6 +785,6 @@ def is_decoder(model: nn.Module) -> bool:
     """Whether a fused container knows the model."""
     try:
         read_decoder(model)
-    except Unreadable:
+    except UnsupportedModel:
         return False
     return True

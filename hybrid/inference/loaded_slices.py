@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hybrid.inference.loader import Read, give, stored_tensors
-from hybrid.models.spec import Reading
+from hybrid.models.spec import DecoderLayout
 from hybrid.models.structure import Structure
 from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
@@ -22,11 +22,13 @@ class LoadedSlices(SlicedSnapshot):
     The model's own parameters are emptied: they stay the same objects, with nothing in them, as under ZeRO-3.
     """
 
-    def __init__(self, model: nn.Module, structure: Structure, reading: Reading, group: InferenceGroup, read: Read):
+    def __init__(
+        self, model: nn.Module, structure: Structure, layout: DecoderLayout, group: InferenceGroup, read: Read
+    ):
         ranks = group.tensor.size
         self.group = group
         self.of_ranks = [
-            slices_of(reading, Shard(ranks, index % ranks), Shard(group.size // ranks, index // ranks))
+            slices_of(layout, Shard(ranks, index % ranks), Shard(group.size // ranks, index // ranks))
             for index in range(group.size)
         ]
         super().__init__(model, structure, [], 1, slices=self.of_ranks[group.index])
@@ -77,7 +79,7 @@ class LoadedSlices(SlicedSnapshot):
         shape = self.shapes[param]
         table = torch.arange(1, shape.numel() + 1, dtype=torch.int32 if shape.numel() < 2**31 - 1 else torch.int64)
         table = table.view(shape).to(param.device)
-        cuts: dict[tuple, Slice] = {one.key: self.of_ranks[index][one.place] for one in self.cuts[param]}
+        cuts: dict[tuple, Slice] = {one.key: self.of_ranks[index][one.ref] for one in self.cuts[param]}
         parts = [cuts[key].of(table) for key in self.parts[param]]
         kept = [part.flatten() for part in parts if part is not None]
         return torch.cat(kept) if kept else table.new_empty(0)

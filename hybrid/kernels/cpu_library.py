@@ -36,7 +36,9 @@ def record(name: str, **fields: type) -> type[ctypes.Structure]:
 
 
 # The structs of cpu/linear.h and cpu/decoder.cpp, field by field.
-Side = record("Side", a=_pointer, b=_pointer, **dict.fromkeys(("rank", "first", "rows", "at"), _int), scale=_double)
+LoraDelta = record(
+    "LoraDelta", a=_pointer, b=_pointer, **dict.fromkeys(("rank", "first", "rows", "at"), _int), scale=_double
+)
 Linear = record(
     "Linear",
     weight=_pointer * 3,
@@ -75,7 +77,7 @@ Decoder = record(
 Batch = record(
     "Batch",
     **dict.fromkeys(("tokens", "sequences", "table_width"), _int),
-    **dict.fromkeys(("ids", "positions", "starts", "tables"), _pointer),
+    **dict.fromkeys(("ids", "positions", "cu_seqlens", "block_tables"), _pointer),
 )
 Draw = record("Draw", temperature=_double, top_k=_int, top_p=_double, min_p=_double)
 

@@ -117,18 +117,18 @@ class Group:
 
 
 def sequence_groups(
-    starts: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, page_size: int
+    cu_seqlens: torch.Tensor, lengths: torch.Tensor, block_tables: torch.Tensor, page_size: int
 ) -> tuple[Group, ...]:
     """The sequences of a packed batch, in groups. Waits for the device.
 
     starts int32 [sequences + 1], lengths int32 [sequences], tables int32 [sequences, pages], as a PackedBatch's.
     """
-    begins, ends = starts.tolist(), lengths.tolist()
+    begins, ends = cu_seqlens.tolist(), lengths.tolist()
     members: dict[int, list[int]] = {}
     for sequence, (begin, end) in enumerate(pairwise(begins)):
         members.setdefault(end - begin, []).append(sequence)
     return tuple(
-        one_group(part, new, begins, ends, tables, page_size)
+        one_group(part, new, begins, ends, block_tables, page_size)
         for new, sequences in members.items()
         if new
         for part in parts(sequences, new, ends)
@@ -143,16 +143,16 @@ def parts(sequences: list[int], new: int, ends: list[int]) -> Iterator[list[int]
 
 
 def one_group(
-    sequences: list[int], new: int, begins: list[int], ends: list[int], tables: torch.Tensor, page_size: int
+    sequences: list[int], new: int, begins: list[int], ends: list[int], block_tables: torch.Tensor, page_size: int
 ) -> Group:
     """The group of these sequences, each of which has `new` new tokens."""
-    index = partial(torch.tensor, device=tables.device)
+    index = partial(torch.tensor, device=block_tables.device)
     longest = max(ends[sequence] for sequence in sequences)
     first, length = index([begins[i] for i in sequences]), index([ends[i] for i in sequences])
-    steps = torch.arange(new, device=tables.device)
-    place = torch.arange(longest, device=tables.device)
+    steps = torch.arange(new, device=block_tables.device)
+    place = torch.arange(longest, device=block_tables.device)
     place = torch.where(place < length[:, None], place, 0)
-    pages = tables[index(sequences)].long().gather(1, place // page_size)
+    pages = block_tables[index(sequences)].long().gather(1, place // page_size)
     return Group(
         rows=first[:, None] + steps,
         positions=(length - new)[:, None] + steps,

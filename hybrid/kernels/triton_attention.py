@@ -76,7 +76,7 @@ def _decode_kernel(
     keys,
     values,
     lengths,
-    tables,
+    block_tables,
     bias,
     parts,
     log_totals,
@@ -120,7 +120,7 @@ def _decode_kernel(
             tokens = start + tl.arange(0, TILE)
             live = (tokens >= begin) & (tokens < end)
             page_rows = _page_rows(
-                tables + row.to(tl.int64) * table_stride, tokens, live, kv_head, PAGE, KV_HEADS, HEAD_DIM
+                block_tables + row.to(tl.int64) * table_stride, tokens, live, kv_head, PAGE, KV_HEADS, HEAD_DIM
             )
             offsets, there = page_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
             k = tl.load(keys + offsets, mask=there, other=0.0)
@@ -170,7 +170,7 @@ def decode_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     lengths: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
@@ -182,15 +182,15 @@ def decode_attention(
     q [sequences, heads, head_dim]: heads are contiguous, sequences may be strided.
     keys, values [pages, PAGE, kv_heads, head_dim]; lengths int32 [sequences], at least 1; tables int32
     [sequences, max_pages]; softcap, window 0: off.
-    bias: None, or what is added to the scaled scores, [heads, positions], for every position of `tables` (ALiBi).
+    bias: None, or what is added to the scaled scores, [heads, positions], for every position of `block_tables` (ALiBi).
     rounded: scores are rounded to q's dtype step by step, as Hugging Face's "eager" attention does.
     Gives [sequences, heads, head_dim].
     """
     sizes = _sizes(q, keys, values, bias)
-    require_contiguous(q.device, torch.int32, lengths, *tables[:1])
+    require_contiguous(q.device, torch.int32, lengths, *block_tables[:1])
     sequences, heads, head_dim = q.shape
     out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
-    splits = triton.cdiv(tables.shape[1] * keys.shape[1], SPLIT)
+    splits = triton.cdiv(block_tables.shape[1] * keys.shape[1], SPLIT)
     parts, window = out, window or UNBOUNDED
     if splits > 1:
         parts = torch.empty((sequences, heads, splits, head_dim), dtype=torch.float32, device=q.device)
@@ -200,14 +200,14 @@ def decode_attention(
         keys,
         values,
         lengths,
-        tables,
+        block_tables,
         log_totals if bias is None else bias,
         parts,
         log_totals,
         scale,
         window,
         q.stride(0),
-        tables.stride(0),
+        block_tables.stride(0),
         0 if bias is None else bias.stride(0),
         SPLIT=SPLIT,
         BLOCK_G=max(16, triton.next_power_of_2(sizes["GROUP"])),  # tl.dot's least
@@ -260,16 +260,16 @@ def _tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 @triton.jit
-def owner_of_block(starts, owners, block, SIZE: tl.constexpr):
+def owner_of_block(cu_seqlens, owners, block, SIZE: tl.constexpr):
     """Whose items, owner i's being those from starts[i] to starts[i + 1], a program takes that does block `block`.
 
     The blocks of owner i begin at starts[i] // SIZE + i: early enough for each owner to have all that it needs. A block
-    behind its owner's items has nothing to do. So items // SIZE + owners blocks do, which needs no look at `starts`.
+    behind its owner's items has nothing to do. So items // SIZE + owners blocks do, without a look at `cu_seqlens`.
     """
     owner, after = block * 0, block * 0 + owners
     while owner + 1 < after:
         middle = (owner + after) // 2
-        if tl.load(starts + middle) // SIZE + middle <= block:
+        if tl.load(cu_seqlens + middle) // SIZE + middle <= block:
             owner = middle
         else:
             after = middle
@@ -281,9 +281,9 @@ def _prefill_kernel(
     q,
     keys,
     values,
-    starts,
+    cu_seqlens,
     lengths,
-    tables,
+    block_tables,
     bias,
     out,
     sequences,
@@ -305,9 +305,9 @@ def _prefill_kernel(
 ):
     """A program a query head and up to BLOCK_Q new tokens of one sequence, into out [tokens, heads, head_dim]."""
     block, head = tl.program_id(0), tl.program_id(1)
-    row = owner_of_block(starts, sequences, block, BLOCK_Q)
-    first = tl.load(starts + row)
-    count = tl.load(starts + row + 1) - first
+    row = owner_of_block(cu_seqlens, sequences, block, BLOCK_Q)
+    first = tl.load(cu_seqlens + row)
+    count = tl.load(cu_seqlens + row + 1) - first
     length = tl.load(lengths + row)
     index = (block - first // BLOCK_Q - row) * BLOCK_Q
     if index < count:
@@ -327,7 +327,7 @@ def _prefill_kernel(
             tokens = start + tl.arange(0, TILE)
             live = tokens < end
             page_rows = _page_rows(
-                tables + row.to(tl.int64) * table_stride, tokens, live, head // GROUP, PAGE, KV_HEADS, HEAD_DIM
+                block_tables + row.to(tl.int64) * table_stride, tokens, live, head // GROUP, PAGE, KV_HEADS, HEAD_DIM
             )
             offsets, there = page_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
             k = tl.load(keys + offsets, mask=there, other=0.0)
@@ -347,9 +347,9 @@ def prefill_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    starts: torch.Tensor,
+    cu_seqlens: torch.Tensor,
     lengths: torch.Tensor,
-    tables: torch.Tensor,
+    block_tables: torch.Tensor,
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
@@ -363,7 +363,7 @@ def prefill_attention(
     Gives [tokens, heads, head_dim].
     """
     sizes = _sizes(q, keys, values, bias)
-    require_contiguous(q.device, torch.int32, starts, lengths, *tables[:1])
+    require_contiguous(q.device, torch.int32, cu_seqlens, lengths, *block_tables[:1])
     (tokens, heads, head_dim), sequences = q.shape, len(lengths)
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     block = 64 if q.dtype.itemsize == 2 else 32
@@ -371,16 +371,16 @@ def prefill_attention(
         q,
         keys,
         values,
-        starts,
+        cu_seqlens,
         lengths,
-        tables,
+        block_tables,
         lengths if bias is None else bias,
         out,
         sequences,
         scale,
         window or UNBOUNDED,
         q.stride(0),
-        tables.stride(0),
+        block_tables.stride(0),
         0 if bias is None else bias.stride(0),
         BLOCK_Q=block,
         SOFTCAP=softcap,

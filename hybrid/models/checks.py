@@ -6,57 +6,57 @@ import torch
 from torch import nn
 
 from hybrid.models.modules import adapter_parameters, parameter_at, whole_shape
-from hybrid.models.spec import DecoderSpec, Place, Reading, Unreadable
+from hybrid.models.spec import DecoderLayout, DecoderSpec, ParamRef, UnsupportedModel
 
 
-def require_covered(model: nn.Module, reading: Reading) -> None:
+def require_covered(model: nn.Module, layout: DecoderLayout) -> None:
     """Raises Unreadable where a parameter of `model` has no role and is no adapter's."""
-    every = [place for roles in (reading.outer, *reading.layers) for place in roles.values()]
+    every = [ref for roles in (layout.outer, *layout.layers) for ref in roles.values()]
     covered = {param for param in map(parameter_at, every) if param is not None} | adapter_parameters(model)
     left = [name for name, param in model.named_parameters() if param not in covered]
     if left:
-        raise Unreadable(f"{reading.family}: {', '.join(left[:3])} ({len(left)} in all) has no role in it")
+        raise UnsupportedModel(f"{layout.family}: {', '.join(left[:3])} ({len(left)} in all) has no role in it")
 
 
-def require_sizes(reading: Reading) -> None:
-    """Raises Unreadable where a tensor's shape is not what the spec says, or a fused one has rows left over."""
-    if reading.spec.rotary_dim > reading.spec.head_dim:
-        raise Unreadable(
-            f"{reading.family}: tables turn {reading.spec.rotary_dim} elements of heads of {reading.spec.head_dim}"
+def require_sizes(layout: DecoderLayout) -> None:
+    """Raises UnsupportedModel where a tensor's shape is not what the spec says, or a fused one has rows left over."""
+    if layout.spec.rotary_dim > layout.spec.head_dim:
+        raise UnsupportedModel(
+            f"{layout.family}: tables turn {layout.spec.rotary_dim} elements of heads of {layout.spec.head_dim}"
         )
-    groups = [("", reading.outer)] + [(f"layer {index} ", roles) for index, roles in enumerate(reading.layers)]
+    groups = [("", layout.outer)] + [(f"layer {index} ", roles) for index, roles in enumerate(layout.layers)]
     for where, roles in groups:
-        picked = {role: picked_shape(place) for role, place in roles.items() if parameter_at(place) is not None}
-        expected = shapes(reading.spec, inner_size(picked))
+        picked = {role: picked_shape(ref) for role, ref in roles.items() if parameter_at(ref) is not None}
+        expected = shapes(layout.spec, inner_size(picked))
         for role, shape in picked.items():
             want = expected[role.removesuffix(".weight")] if role.endswith(".weight") else expected[role[:-5]][:1]
             if shape != want:
-                raise Unreadable(
-                    f"{reading.family}: {where}{role} is {list(shape)}, and by the configuration {list(want)}"
+                raise UnsupportedModel(
+                    f"{layout.family}: {where}{role} is {list(shape)}, and by the configuration {list(want)}"
                 )
-        require_whole(reading.family, where, [place for role, place in roles.items() if role in picked])
+        require_whole(layout.family, where, [ref for role, ref in roles.items() if role in picked])
 
 
-def picked_shape(place: Place) -> torch.Size:
+def picked_shape(ref: ParamRef) -> torch.Size:
     """The shape of the role's tensor."""
-    whole = torch.empty(whole_shape(place), device="meta")
+    whole = torch.empty(whole_shape(ref), device="meta")
     try:
-        return whole.shape if place.select is None else place.select(whole).shape
+        return whole.shape if ref.select is None else ref.select(whole).shape
     except (RuntimeError, IndexError):  # sizes that the rows cannot be shared out by
         return whole.shape
 
 
-def require_whole(family: str, where: str, together: Iterable[Place]) -> None:
-    """Raises Unreadable where the roles of a fused parameter are not all of it."""
+def require_whole(family: str, where: str, together: Iterable[ParamRef]) -> None:
+    """Raises UnsupportedModel where the roles of a fused parameter are not all of it."""
     taken: dict[nn.Parameter, int] = {}
     wholes: dict[nn.Parameter, int] = {}
-    for place in together:
-        param = parameter_at(place)
-        taken[param] = taken.get(param, 0) + picked_shape(place).numel()
-        wholes[param] = whole_shape(place).numel()
+    for ref in together:
+        param = parameter_at(ref)
+        taken[param] = taken.get(param, 0) + picked_shape(ref).numel()
+        wholes[param] = whole_shape(ref).numel()
     for param, whole in wholes.items():
         if taken[param] % whole:
-            raise Unreadable(
+            raise UnsupportedModel(
                 f"{family}: {where}has a fused parameter of {whole} elements; its roles take {taken[param]}"
             )
 

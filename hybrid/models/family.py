@@ -1,6 +1,6 @@
 """A family of decoders as a row: where each role's module is, and what the configuration chooses.
 
-A row is knowledge; `reading.py` is what is done with it. Nothing here looks at a weight.
+A row is knowledge; `layout.py` is what is done with it. Nothing here looks at a weight.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from hybrid.models.spec import DecoderSpec, Unreadable
+from hybrid.models.spec import DecoderSpec, UnsupportedModel
 
 Pick = Callable[[torch.Tensor], torch.Tensor]  # a role's rows of a fused [rows, …] tensor
 Table = Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
@@ -62,7 +62,7 @@ class Family:
         layer, so the one that asks for most comes first.
     activation: the setting that names it; "" where `spec` says it.
     own_embedding: the embedding's module does more than look up, and `spec` says what.
-    spec: fields of DecoderSpec that are not the defaults of `reading.py`: values, or functions of the model.
+    spec: fields of DecoderSpec that are not the defaults of `layout.py`: values, or functions of the model.
     windows, rotaries: functions of the config to `LayerSpec.window` and `.rotary` for each layer.
     rotary: path of the module that has the tables, and `table` makes them: (module, key) to a `Table`.
     positions: the config's number of learned or tabled positions, 0 where there is no end.
@@ -116,7 +116,7 @@ def windows_by_type(config: PretrainedConfig) -> list[int]:
     window = {"full_attention": 0, "sliding_attention": config.sliding_window or 0}
     unknown = set(config.layer_types) - window.keys()
     if unknown:
-        raise Unreadable(f"config.layer_types has {sorted(unknown)}; known are {sorted(window)}")
+        raise UnsupportedModel(f"config.layer_types has {sorted(unknown)}; known are {sorted(window)}")
     return [window[kind] for kind in config.layer_types]
 
 
@@ -180,7 +180,7 @@ def rope_table(module: nn.Module, layer_type: str) -> Table:
     one = torch.ones(1, 1, dtype=torch.long, device=device)
     first, second = module.forward(torch.empty(0, device=device), one, **kind)[0].chunk(2, dim=-1)
     if not torch.equal(first, second):
-        raise Unreadable(f"{type(module).__name__}: the second half of its table does not repeat the first")
+        raise UnsupportedModel(f"{type(module).__name__}: the second half of its table does not repeat the first")
 
     def table(positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         like = torch.empty(0, dtype=dtype, device=positions.device)
@@ -214,7 +214,7 @@ def one_rope_end(config: PretrainedConfig, parameters: dict) -> int:
     """`rope_end` of one set of rope parameters."""
     unknown = {name for name, value in parameters.items() if value} - set(ROPE_PARAMETERS)
     if unknown:
-        raise Unreadable(f"rope_parameters has {sorted(unknown)}, of which attention may make its own use")
+        raise UnsupportedModel(f"rope_parameters has {sorted(unknown)}, of which attention may make its own use")
     kind = parameters.get("rope_type", "default")
     if kind in FIXED_ROPES:
         return 0
@@ -222,4 +222,4 @@ def one_rope_end(config: PretrainedConfig, parameters: dict) -> int:
         return config.max_position_embeddings
     if kind == "longrope":
         return parameters["original_max_position_embeddings"]
-    raise Unreadable(f"rope_type={kind!r}; known are {', '.join((*FIXED_ROPES, 'dynamic', 'longrope'))}")
+    raise UnsupportedModel(f"rope_type={kind!r}; known are {', '.join((*FIXED_ROPES, 'dynamic', 'longrope'))}")

@@ -5,7 +5,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from hybrid.models.spec import Place
+from hybrid.models.spec import ParamRef
 
 
 def own_parameters(root: nn.Module, path: str) -> list[nn.Parameter]:
@@ -48,12 +48,12 @@ def adapter_parameters(root: nn.Module) -> set[nn.Parameter]:
     return found
 
 
-def parameter_at(place: Place) -> nn.Parameter | None:
+def parameter_at(ref: ParamRef) -> nn.Parameter | None:
     """The parameter at a place; None where there is none."""
-    return getattr(plain(place.module), place.parameter, None)
+    return getattr(plain(ref.module), ref.parameter, None)
 
 
-def whole_shape(place: Place) -> torch.Size:
+def whole_shape(ref: ParamRef) -> torch.Size:
     """The shape of the whole parameter at a place; ZeRO-3 empties a partitioned one's own."""
-    param = parameter_at(place)
+    param = parameter_at(ref)
     return getattr(param, "ds_shape", param.shape)

@@ -12,10 +12,10 @@ from hybrid.models.checks import require_covered, require_sizes
 from hybrid.models.families import FAMILIES
 from hybrid.models.family import ACTIVATIONS, CHOICES, Family, Fused, Pick, Table, declares, rope_end, rope_table
 from hybrid.models.modules import adapter_parameters, find, has, own_parameters, plain
-from hybrid.models.spec import DecoderSpec, LayerSpec, Place, Reading, Unreadable
+from hybrid.models.spec import DecoderLayout, DecoderSpec, LayerSpec, ParamRef, UnsupportedModel
 
 
-def read_decoder(model: nn.Module) -> Reading:
+def read_decoder(model: nn.Module) -> DecoderLayout:
     """`model` as the family describes it that fits. The model may be wrapped by PEFT, and be partitioned.
 
     Raises Unreadable, with the reason, where no family fits, a parameter would be left out, a setting is not
@@ -23,16 +23,16 @@ def read_decoder(model: nn.Module) -> Reading:
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(getattr(base, "config", None), PretrainedConfig):
-        raise Unreadable(f"{type(base).__name__} has no Hugging Face configuration")
+        raise UnsupportedModel(f"{type(base).__name__} has no Hugging Face configuration")
     found = [(family, misfits(family, base)) for family in FAMILIES]
     for family, reasons in found:
         if not reasons:
-            reading = read_as(family, base)
-            require_covered(model, reading)
-            return reading
+            layout = read_as(family, base)
+            require_covered(model, layout)
+            return layout
     # Of equally near ones the plainest, which comes last.
     nearest, reasons = min(reversed(found), key=lambda one: (find(base, one[0].layers) is None, len(one[1])))
-    raise Unreadable(
+    raise UnsupportedModel(
         f"{type(base).__name__} is of no family that is known; nearest is {nearest.name}: " + "; ".join(reasons[:3])
     )
 
@@ -90,7 +90,7 @@ def map_misfits(roles: Mapping[str, str | Fused], layer: nn.Module, name: str) -
 # What the family makes of it
 
 
-def read_as(family: Family, model: nn.Module) -> Reading:
+def read_as(family: Family, model: nn.Module) -> DecoderLayout:
     """`model`, which fits, read by the row of `family`."""
     config = model.config
     require_choices(family, config)
@@ -103,19 +103,19 @@ def read_as(family: Family, model: nn.Module) -> Reading:
         source = model.get_submodule(family.rotary)
         rotary = {key: (family.table or rope_table)(source, key) for key in dict.fromkeys(keys) if key}
     spec = decoder_spec(family, model, maps, keys, rotary)
-    layers = tuple(places(layer, roles, spec) for layer, roles in zip(stack, maps, strict=True))
-    reading = Reading(family.name, spec, layers, places(model, outer_map, spec), rotary)
-    require_sizes(reading)
-    return reading
+    layers = tuple(refs(layer, roles, spec) for layer, roles in zip(stack, maps, strict=True))
+    layout = DecoderLayout(family.name, spec, layers, refs(model, outer_map, spec), rotary)
+    require_sizes(layout)
+    return layout
 
 
 def require_choices(family: Family, config: PretrainedConfig) -> None:
-    """Raises Unreadable where the config makes a choice that the family's row does not cover."""
+    """Raises UnsupportedModel where the config makes a choice that the family's row does not cover."""
     if getattr(config, "is_causal", True) is False:
-        raise Unreadable(f"{family.name}: config.is_causal=False; a decoder's attention looks back only")
+        raise UnsupportedModel(f"{family.name}: config.is_causal=False; a decoder's attention looks back only")
     for words, is_so in family.refuses.items():
         if is_so(config):
-            raise Unreadable(f"{family.name}: {words} is not supported")
+            raise UnsupportedModel(f"{family.name}: {words} is not supported")
 
 
 def rotary_keys(family: Family, config: PretrainedConfig) -> list[str]:
@@ -132,7 +132,9 @@ def decoder_spec(family: Family, model: nn.Module, maps: list, keys: list[str], 
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     windows = family.windows(config) if family.windows else [0] * len(maps)
     if {len(windows), len(keys), config.num_hidden_layers} != {len(maps)}:
-        raise Unreadable(f"{family.name}: {len(maps)} layers, and the configuration says {config.num_hidden_layers}")
+        raise UnsupportedModel(
+            f"{family.name}: {len(maps)} layers, and the configuration says {config.num_hidden_layers}"
+        )
     fields = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -158,7 +160,7 @@ def activation(family: Family, config: PretrainedConfig) -> dict:
         return {}
     name = getattr(config, family.activation)
     if name not in ACTIVATIONS:
-        raise Unreadable(
+        raise UnsupportedModel(
             f"{family.name}: config.{family.activation}={name!r} is not supported; known are {', '.join(ACTIVATIONS)}"
         )
     return {"activation": ACTIVATIONS[name], "activation_stepwise": name == "gelu_new"}
@@ -172,10 +174,10 @@ def norm_eps(family: Family, model: nn.Module, maps: list) -> float:
     norms = [plain(norm) for norm in (find(root, path) for root, path in paths) if norm is not None]
     other = [norm for norm in norms if isinstance(norm, nn.LayerNorm) != (family.spec.get("norm") == "layer")]
     if other:
-        raise Unreadable(f"{family.name}: a {type(other[0]).__name__} is not the kind of norm that it has")
+        raise UnsupportedModel(f"{family.name}: a {type(other[0]).__name__} is not the kind of norm that it has")
     values = {getattr(norm, "eps", None) or getattr(norm, "variance_epsilon", None) for norm in norms}
     if len(values) != 1 or None in values:
-        raise Unreadable(f"{family.name}: its norms have the epsilons {values}, not one for all")
+        raise UnsupportedModel(f"{family.name}: its norms have the epsilons {values}, not one for all")
     return values.pop()
 
 
@@ -193,7 +195,7 @@ def turning(family: Family, model: nn.Module, maps: list, rotary: Mapping[str, T
     one = torch.ones(1, dtype=torch.long, device=next(model.get_submodule(family.rotary).buffers()).device)
     widths = {2 * table(one, torch.float32)[0].shape[-1] for table in rotary.values()}
     if len(widths) != 1:
-        raise Unreadable(f"{family.name}: rotary tables of different widths, {sorted(widths)}")
+        raise UnsupportedModel(f"{family.name}: rotary tables of different widths, {sorted(widths)}")
     coarse = [table(one, torch.bfloat16)[0] for table in rotary.values()]
     rounded = all(torch.equal(cos, cos.bfloat16().float()) for cos in coarse)
     found = {"rotary_dim": widths.pop(), "rotary_float32": not rounded}
@@ -217,23 +219,25 @@ def interleaved(family: Family, attention: nn.Module, cos: torch.Tensor, sin: to
     forward = inspect.unwrap(type(attention).forward)
     turn = forward.__globals__.get("apply_rotary_pos_emb")
     if turn is None:
-        raise Unreadable(f"{family.name}: {forward.__module__} has no apply_rotary_pos_emb to be asked")
+        raise UnsupportedModel(f"{family.name}: {forward.__module__} has no apply_rotary_pos_emb to be asked")
     width = 2 * cos.shape[-1]
     first = torch.zeros(1, 1, 1, width)  # [batch, heads, tokens, head_dim]
     first[..., 0] = 1.0
     try:
         made = turn(first, first, torch.cat((cos, cos), -1)[None], torch.cat((sin, sin), -1)[None])[0].flatten()
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise Unreadable(f"{family.name}: {forward.__module__}.apply_rotary_pos_emb is another one: {error}") from error
+        raise UnsupportedModel(
+            f"{family.name}: {forward.__module__}.apply_rotary_pos_emb is another one: {error}"
+        ) from error
     for neighbours in (False, True):
         expected = torch.zeros(width)
         expected[0], expected[1 if neighbours else width // 2] = cos[0, 0], sin[0, 0]
         if torch.allclose(made, expected):
             return neighbours
-    raise Unreadable(f"{family.name}: {type(attention).__name__} turns neither halves nor neighbours")
+    raise UnsupportedModel(f"{family.name}: {type(attention).__name__} turns neither halves nor neighbours")
 
 
-def places(root: nn.Module, roles: Mapping[str, str | Fused], spec: DecoderSpec) -> dict[str, Place]:
+def refs(root: nn.Module, roles: Mapping[str, str | Fused], spec: DecoderSpec) -> dict[str, ParamRef]:
     """Where the tensors of `roles` are under `root`, by "<role>.weight" and "<role>.bias"."""
     found = {}
     for names, value in roles.items():
@@ -243,17 +247,17 @@ def places(root: nn.Module, roles: Mapping[str, str | Fused], spec: DecoderSpec)
             continue
         path, _, name = value.partition(":")
         module = root.get_submodule(path)
-        found |= {f"{names}.weight": Place(module, name)} if name else places_of(module, names)
+        found |= {f"{names}.weight": ParamRef(module, name)} if name else places_of(module, names)
     return found
 
 
-def places_of(module: nn.Module, role: str, pick: Pick | None = None) -> dict[str, Place]:
+def places_of(module: nn.Module, role: str, pick: Pick | None = None) -> dict[str, ParamRef]:
     """A module's weight and bias. A linear module that has no bias has a place for one all the same: an adapter may
     bring it."""
     weight = turned(pick) if isinstance(plain(module), Conv1D) else pick
-    found = {f"{role}.weight": Place(module, "weight", weight)}
+    found = {f"{role}.weight": ParamRef(module, "weight", weight)}
     if hasattr(plain(module), "bias"):
-        found[f"{role}.bias"] = Place(module, "bias", pick)
+        found[f"{role}.bias"] = ParamRef(module, "bias", pick)
     return found
 
 

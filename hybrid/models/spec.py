@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 
-class Unreadable(ValueError):
+class UnsupportedModel(ValueError):
     """A model, or a part of it, that no family describes. The text says which, and is shown by `coverage()`."""
 
 
@@ -87,7 +87,7 @@ class DecoderSpec:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamRef:
     """Where a role's tensor is: `parameter` of `module` (an adapter's wrapper where one sits there), and `select`,
     which picks the role's part of it and turns it to [out, in]: a view where that is possible. None: as it is."""
 
@@ -108,7 +108,7 @@ OUTER_ROLES = "embedding positions embedding_norm project_in final_norm project_
 
 
 @dataclass(frozen=True)
-class Reading:
+class DecoderLayout:
     """A model as its family describes it.
 
     family: the family's name.
@@ -120,6 +120,6 @@ class Reading:
 
     family: str
     spec: DecoderSpec
-    layers: tuple[dict[str, Place], ...]
-    outer: dict[str, Place]
+    layers: tuple[dict[str, ParamRef], ...]
+    outer: dict[str, ParamRef]
     rotary: dict[str, Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]]

@@ -8,7 +8,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from hybrid.models.modules import plain, whole_shape
-from hybrid.models.spec import Place, Unreadable
+from hybrid.models.spec import ParamRef, UnsupportedModel
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ def read_tp_plan(model: nn.Module) -> TensorPlan:
     model = hugging_face_model(model)
     plan = getattr(model, "tp_plan", None)
     if not plan or model.config.is_encoder_decoder:
-        raise Unreadable(f"{type(model).__name__} has no tp_plan for a decoder")
+        raise UnsupportedModel(f"{type(model).__name__} has no tp_plan for a decoder")
     unknown = sorted(set(plan.values()) - STYLES.keys())
     if unknown:
-        raise Unreadable(f"the tp_plan of {type(model).__name__} has {', '.join(unknown)}, which is not known")
+        raise UnsupportedModel(f"the tp_plan of {type(model).__name__} has {', '.join(unknown)}, which is not known")
     blocks: dict[str, dict[str, Share | None]] = {}  # by the siblings' parent, then by name
     for name, module in model.named_modules():
         style, named = planned(plan, name, module)
@@ -123,7 +123,7 @@ def read_tp_plan(model: nn.Module) -> TensorPlan:
             block = {leaf: with_kv_heads(leaf, share, attention) for leaf, share in block.items()}
         shares += block.values()
     if not any(share.style.after == "sum" and share.style.before != "lookup" for share in shares):
-        raise Unreadable(f"the tp_plan of {type(model).__name__} spreads no layer")
+        raise UnsupportedModel(f"the tp_plan of {type(model).__name__} spreads no layer")
     require_cut_alike(model, shares)
     return TensorPlan(tuple(shares), tuple(attentions))
 
@@ -150,7 +150,7 @@ def share_of(module: nn.Module, style: Style, named: dict[str, Style]) -> Share 
     if not isinstance(bare, kind) and not (kind is nn.Linear and hasattr(bare, "lora_left_weight")):
         return None
     cuts = {"weight": style.cut, "bias": "once" if style.cut == "columns" else style.cut}
-    rows, columns = whole_shape(Place(module, "weight"))
+    rows, columns = whole_shape(ParamRef(module, "weight"))
     return Share(module, cuts, style, width=columns if style.cut == "columns" else rows)
 
 
@@ -189,11 +189,11 @@ def with_kv_heads(leaf: str, share: Share, attention: Attention) -> Share:
 
 
 def require_cut_alike(model: nn.Module, shares: list[Share]) -> None:
-    """Raise Unreadable where a parameter that two modules share would be cut in two ways."""
+    """Raise UnsupportedModel where a parameter that two modules share would be cut in two ways."""
     by_module = {plain(share.module): share.cuts for share in shares}
     cuts: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
         for leaf, param in module._parameters.items():
             cut = by_module.get(module, {}).get(leaf, "")
             if param is not None and cuts.setdefault(param, cut) != cut:
-                raise Unreadable(f"{name}.{leaf} is tied to a parameter that the tp_plan cuts otherwise")
+                raise UnsupportedModel(f"{name}.{leaf} is tied to a parameter that the tp_plan cuts otherwise")

@@ -148,14 +148,12 @@ def merged_layers(model: PreTrainedModel, instead: Instead | None) -> Iterator[l
     layers = list(layers_of("", model, wrappers))
     owners = owners_of(layers, set(getattr(model, "all_tied_weights_keys", None) or ()))
     ignored = set(model._keys_to_ignore_on_save or ())
-    return (
-        [partial(tensors_of, place, gather(place, owners, instead), ignored) for place in layer] for layer in layers
-    )
+    return ([partial(tensors_of, ref, gather(ref, owners, instead), ignored) for ref in layer] for layer in layers)
 
 
-def gather(place: Plain, owners: dict[nn.Parameter, str], instead: Instead | None) -> Values:
+def gather(ref: Plain, owners: dict[nn.Parameter, str], instead: Instead | None) -> Values:
     """What a module's tensors are made of, but for parameters that another one owns. A collective."""
-    name, module, one = place
+    name, module, one = ref
     if is_merged(one):
         params = dict.fromkeys((*one.sources.values(), *one.adapter_params()))
     else:
@@ -164,9 +162,9 @@ def gather(place: Plain, owners: dict[nn.Parameter, str], instead: Instead | Non
 
 
 @torch.no_grad()
-def tensors_of(place: Plain, values: Values, ignored: set[str]) -> Tensors:
+def tensors_of(ref: Plain, values: Values, ignored: set[str]) -> Tensors:
     """A module's tensors by their names in the model."""
-    name, module, one = place
+    name, module, one = ref
     if is_merged(one):
         found = merged_tensors(one, values)
     else:
@@ -180,7 +178,7 @@ def tensors_of(place: Plain, values: Values, ignored: set[str]) -> Tensors:
 def owners_of(layers: list[list[Plain]], tied: set[str]) -> dict[nn.Parameter, str]:
     """By which of its names a parameter is written: the first that is not among `tied`. Merged ones are apart."""
     owners: dict[nn.Parameter, str] = {}
-    for name, module, one in (place for layer in layers for place in layer if not is_merged(place[2])):
+    for name, module, one in (ref for layer in layers for ref in layer if not is_merged(ref[2])):
         for key, param in own_params(module, one).items():
             if param not in owners or owners[param] in tied:
                 owners[param] = joined(name, key)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from hybrid.models.spec import Place
+from hybrid.models.spec import ParamRef
 
 Take = Callable[[torch.Tensor], None]
 LEVELS = 127  # on each side of 0
@@ -64,10 +64,10 @@ def int8_weights(module: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(module._parameters[name], getattr(module, f"{name}_scale")) for name in names]
 
 
-def scale_of(place: Place) -> torch.Tensor:
+def scale_of(ref: ParamRef) -> torch.Tensor:
     """The scales of the quantized weight that is there."""
-    scale = getattr(place.module, f"{place.parameter}_scale")
-    return scale if place.select is None else place.select(scale)
+    scale = getattr(ref.module, f"{ref.parameter}_scale")
+    return scale if ref.select is None else ref.select(scale)
 
 
 class Int8Linear(nn.Linear):

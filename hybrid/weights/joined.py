@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from hybrid.models.spec import JOINED, Place, Reading
+from hybrid.models.spec import JOINED, DecoderLayout, ParamRef
 
 
 class JoinedBuffers:
@@ -14,19 +14,19 @@ class JoinedBuffers:
     base's weights, and of weights with adapters merged into them.
     """
 
-    def __init__(self, sets: Iterable[tuple[Place, ...]] = ()):
-        self.sets = {place: places for places in sets for place in places}
-        self.parts: dict[tuple[bool, Place], torch.Tensor] = {}
+    def __init__(self, sets: Iterable[tuple[ParamRef, ...]] = ()):
+        self.sets = {ref: refs for refs in sets for ref in refs}
+        self.parts: dict[tuple[bool, ParamRef], torch.Tensor] = {}
 
     def part(
-        self, place: Place, merged: bool, blank: Callable[[Place], torch.Tensor], device: torch.device
+        self, ref: ParamRef, merged: bool, blank: Callable[[ParamRef], torch.Tensor], device: torch.device
     ) -> torch.Tensor:
         """The part of a place, [rows, ...].  blank: a tensor of the shape and dtype that each place's part has."""
-        if (merged, place) not in self.parts:
-            places = self.sets[place]
-            parts = one_above_another([blank(member) for member in places], device)
-            self.parts |= {(merged, member): part for member, part in zip(places, parts, strict=True)}
-        return self.parts[merged, place]
+        if (merged, ref) not in self.parts:
+            refs = self.sets[ref]
+            parts = one_above_another([blank(member) for member in refs], device)
+            self.parts |= {(merged, member): part for member, part in zip(refs, parts, strict=True)}
+        return self.parts[merged, ref]
 
     def release(self, merged: bool | None = None) -> None:
         """Let go of the memory; merged: of merged weights alone."""
@@ -58,13 +58,13 @@ def as_one(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided(shape, first.stride(), first.storage_offset())
 
 
-def joined_places(reading: Reading) -> list[tuple[Place, ...]]:
+def joined_refs(layout: DecoderLayout) -> list[tuple[ParamRef, ...]]:
     """The sets of places that a decoder reads as one and that are whole parameters, of every layer."""
     found = []
-    for layer in reading.layers:
+    for layer in layout.layers:
         for roles in JOINED.values():
             for kind in ("weight", "bias"):
-                places = tuple(layer.get(f"{role}.{kind}") for role in roles)
-                if all(place is not None and place.select is None for place in places):
-                    found.append(places)
+                refs = tuple(layer.get(f"{role}.{kind}") for role in roles)
+                if all(ref is not None and ref.select is None for ref in refs):
+                    found.append(refs)
     return found

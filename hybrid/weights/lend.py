@@ -172,7 +172,7 @@ class Window:
                 yield module, "_parameters", tensors
         children: dict[nn.Module, dict] = {}
         for one, own in self.plains:
-            if not self.snapshot.is_beside(one, adapters):  # else the wrapper runs, over what its modules are lent
+            if not self.snapshot.is_unmerged(one, adapters):  # else the wrapper runs, over what its modules are lent
                 yield one.plain, "_parameters", {**own, **self.snapshot.weights_of(one, adapters)}
                 children.setdefault(one.parent, dict(one.parent._modules))[one.child] = one.plain
             elif one.parent._modules[one.child] is not one.wrapper:  # in a window within one without adapters

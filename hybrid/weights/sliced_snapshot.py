@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid.models.spec import Place
+from hybrid.models.spec import ParamRef
 from hybrid.profiling import Phase
 from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_bytes, whole_in, whole_shape
 from hybrid.weights.lora import Adapted, LowRank, merge_low_rank
@@ -31,30 +31,30 @@ class SlicedSnapshot(Snapshot):
     bias that an adapter brings may have a base of which this rank has nothing.
     """
 
-    def __init__(self, *kept: Any, slices: dict[Place, Slice], joined: Iterable[tuple[Place, ...]] = ()):
+    def __init__(self, *kept: Any, slices: dict[ParamRef, Slice], joined: Iterable[tuple[ParamRef, ...]] = ()):
         super().__init__(*kept, joined=joined)
         self.slices = slices
         self.cuts = cuts_by_owner(self.slices, self.adapted)
         self.parts: dict[Owner, dict[tuple, torch.Tensor | None]] = {}  # by owner and slice key
         self.factors: dict[Adapted, dict[tuple, list[LowRank]]] = {}  # of what runs unmerged, by slice key
 
-    def part(self, place: Place, owner: Owner) -> torch.Tensor | None:
+    def part(self, ref: ParamRef, owner: Owner) -> torch.Tensor | None:
         """This rank's part of what `owner` has at a place; None where another rank has it all."""
-        return self.parts[owner][self.slices[place].key]
+        return self.parts[owner][self.slices[ref].key]
 
-    def part_of(self, place: Place, one: Adapted, adapters: bool) -> torch.Tensor | None:
+    def part_of(self, ref: ParamRef, one: Adapted, adapters: bool) -> torch.Tensor | None:
         """As `part`, of an adapted module; None where the module has no such parameter."""
-        merged = (one, place.parameter)
+        merged = (one, ref.parameter)
         if self.is_merged(one, adapters) and merged in self.parts:
-            return self.part(place, merged)
-        param = one.sources.get(place.parameter)
-        return None if param is None else self.part(place, param)
+            return self.part(ref, merged)
+        param = one.sources.get(ref.parameter)
+        return None if param is None else self.part(ref, param)
 
-    def sides(self, place: Place, one: Adapted, adapters: bool) -> list[LowRank]:
-        return self.factors[one][self.slices[place].key] if self.is_beside(one, adapters) else []
+    def sides(self, ref: ParamRef, one: Adapted, adapters: bool) -> list[LowRank]:
+        return self.factors[one][self.slices[ref].key] if self.is_unmerged(one, adapters) else []
 
-    def factors_beside(self, adapters: bool) -> list[torch.Tensor]:
-        beside = [kept for one, kept in self.factors.items() if self.is_beside(one, adapters)]
+    def unmerged_factors(self, adapters: bool) -> list[torch.Tensor]:
+        beside = [kept for one, kept in self.factors.items() if self.is_unmerged(one, adapters)]
         return [
             factor for kept in beside for factors in kept.values() for low_rank in factors for factor in low_rank[:2]
         ]
@@ -96,20 +96,20 @@ class SlicedSnapshot(Snapshot):
             for name, tensor in one.merged(one.sources).items():
                 self._cut((one, name), tensor)
             return
-        beside = self.is_beside(one, adapters=True)
+        beside = self.is_unmerged(one, adapters=True)
         for part in self.cuts.get((one, "weight"), ()):
             factors = [
-                part.of_factors(low_rank._replace(b=selected(part.place, one, low_rank.b)))
+                part.of_factors(low_rank._replace(b=selected(part.ref, one, low_rank.b)))
                 for low_rank in one.low_rank(lambda param: param)
             ]
-            self._keep_beside(one, part, factors) if beside else self._merge_part(one, part, factors)
+            self._keep_unmerged(one, part, factors) if beside else self._merge_part(one, part, factors)
 
-    def _keep_beside(self, one: Adapted, part: Slice, factors: list[LowRank]) -> None:
+    def _keep_unmerged(self, one: Adapted, part: Slice, factors: list[LowRank]) -> None:
         kept = self.factors.setdefault(one, {})
         kept[part.key] = [low_rank._replace(a=low_rank.a.clone(), b=low_rank.b.clone()) for low_rank in factors]
 
     def _merge_part(self, one: Adapted, part: Slice, factors: list[LowRank]) -> None:
-        base = self.part(part.place, one.sources["weight"])
+        base = self.part(part.ref, one.sources["weight"])
         merge_low_rank(base, factors, self._buffer((one, "weight"), part, base))
 
     def _cut(self, owner: Owner, whole: torch.Tensor) -> None:
@@ -125,33 +125,33 @@ class SlicedSnapshot(Snapshot):
     def _buffer(self, owner: Owner, one: Slice, like: torch.Tensor) -> torch.Tensor:
         """Where a part of an owner's is kept, from now on if it was not; `like` it in shape and dtype."""
         parts, merged = self.parts.setdefault(owner, {}), isinstance(owner, tuple)
-        if merged and one.place in self.joined.sets:
-            self.fills.pop(one.place, None)
-            self.stamps.pop(one.place, None)
+        if merged and one.ref in self.joined.sets:
+            self.fills.pop(one.ref, None)
+            self.stamps.pop(one.ref, None)
         if one.key not in parts:
-            if one.place in self.joined.sets:
-                data = self._joined_part(one.place, merged)
+            if one.ref in self.joined.sets:
+                data = self._joined_part(one.ref, merged)
             else:
                 data = torch.empty_like(like, memory_format=torch.contiguous_format)
             parts[one.key] = nn.Parameter(data, requires_grad=False)
             self.layout += 1
         return parts[one.key].data
 
-    def _blank(self, place: Place) -> torch.Tensor:
-        return self.slices[place].of(super()._blank(place))
+    def _blank(self, ref: ParamRef) -> torch.Tensor:
+        return self.slices[ref].of(super()._blank(ref))
 
-    def _unmerged_at(self, place: Place) -> torch.Tensor:
-        return self.part(place, self.owners[place][1])
+    def _unmerged_at(self, ref: ParamRef) -> torch.Tensor:
+        return self.part(ref, self.owners[ref][1])
 
-    def keeps_joined(self, place: Place) -> bool:
-        return place in self.joined.sets
+    def keeps_joined(self, ref: ParamRef) -> bool:
+        return ref in self.joined.sets
 
-    def at(self, place: Place, one: Adapted | None, param: nn.Parameter | None, adapters: bool) -> torch.Tensor | None:
-        if adapters and place in self.fills:
-            return self.fills[place]
+    def at(self, ref: ParamRef, one: Adapted | None, param: nn.Parameter | None, adapters: bool) -> torch.Tensor | None:
+        if adapters and ref in self.fills:
+            return self.fills[ref]
         if one is not None:
-            return self.part_of(place, one, adapters)
-        return None if param is None else self.part(place, param)
+            return self.part_of(ref, one, adapters)
+        return None if param is None else self.part(ref, param)
 
     def planned(self) -> tuple[int, int]:
         """Bytes that the slices will take; and the largest group, which is whole while it is cut."""
@@ -164,9 +164,9 @@ class SlicedSnapshot(Snapshot):
             self._planned_part(param, one) for owner, param in owners.items() for one in unique(self.cuts[owner])
         )
         # An upper bound: a rank keeps one of two factors whole, and its part of the other.
-        beside = [param for one in self.adapted if self.is_beside(one, True) for param in one.adapter_params()]
+        beside = [param for one in self.adapted if self.is_unmerged(one, True) for param in one.adapter_params()]
         groups = [[*group.carried, *self._read(group.adapted)] for group in self.groups]
-        fills = sum(self._blank(place).nbytes for place in self._joined_to_merged())
+        fills = sum(self._blank(ref).nbytes for ref in self._joined_to_merged())
         gathered = max(sum(map(gathered_bytes, group)) for group in groups)
         merging = max((one.merge_temporary_bytes() for one in self.adapted if self.is_merged(one, True)), default=0)
         return kept + fills + sum(map(whole_bytes, beside)), gathered + merging
@@ -184,7 +184,7 @@ class SlicedSnapshot(Snapshot):
     def nbytes(self) -> int:
         """Bytes that the slices hold."""
         parts = [part for parts in self.parts.values() for part in parts.values() if part is not None]
-        return sum(tensor.nbytes for tensor in (*parts, *self.fills.values(), *self.factors_beside(adapters=True)))
+        return sum(tensor.nbytes for tensor in (*parts, *self.fills.values(), *self.unmerged_factors(adapters=True)))
 
     def drop_merged(self) -> None:
         for owner in [owner for owner in self.parts if isinstance(owner, tuple)]:
@@ -203,10 +203,10 @@ class LentSlices(SlicedSnapshot):
     """For a model whose own modules ranks share: what has no slice is kept whole, or is the model's own where that is
     whole all along. Adapters are merged, always, before their modules' weights are cut."""
 
-    def __init__(self, *kept: Any, slices: dict[Place, Slice]):
+    def __init__(self, *kept: Any, slices: dict[ParamRef, Slice]):
         super().__init__(*kept, slices=slices)
         self.unmerged = False
-        whole = Slice(Place(self.model, ""), ("whole",), None)
+        whole = Slice(ParamRef(self.model, ""), ("whole",), None)
         for param in filter(is_partitioned, self.model.parameters()):
             self.cuts.setdefault(param, [whole])
         for one in self.adapted:
@@ -236,12 +236,12 @@ def unique(slices: list[Slice]) -> list[Slice]:
     return list({one.key: one for one in slices}.values())
 
 
-def cuts_by_owner(slices: dict[Place, Slice], adapted: list[Adapted]) -> dict[Owner, list[Slice]]:
+def cuts_by_owner(slices: dict[ParamRef, Slice], adapted: list[Adapted]) -> dict[Owner, list[Slice]]:
     """The slices that are cut from each owner."""
     wrapped = {one.wrapper: one for one in adapted}
     found: dict[Owner, list[Slice]] = {}
-    for place, part in slices.items():
-        module, name = place.module, place.parameter
+    for ref, part in slices.items():
+        module, name = ref.module, ref.parameter
         owners: list[Owner | None]
         if module in wrapped:
             owners = [(wrapped[module], name), wrapped[module].sources.get(name)]

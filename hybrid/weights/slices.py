@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hybrid.models.spec import DecoderSpec, Place, Reading
+from hybrid.models.spec import DecoderLayout, DecoderSpec, ParamRef
 from hybrid.models.tp_plan import Share, TensorPlan
 from hybrid.weights.lora import LowRank
 
@@ -110,14 +110,14 @@ class Slice:
     key: equal for parts that are the same, as of tied embeddings.  row_parallel: a matrix is cut along its inputs.
     """
 
-    place: Place
+    ref: ParamRef
     key: tuple
     cut: Callable[[torch.Tensor], torch.Tensor | None] | None
     row_parallel: bool = False
 
     def of(self, whole: torch.Tensor) -> torch.Tensor | None:
         """The part, from the whole tensor of the place; None where another rank has it."""
-        selected = whole if self.place.select is None else self.place.select(whole)
+        selected = whole if self.ref.select is None else self.ref.select(whole)
         return selected if self.cut is None else self.cut(selected)
 
     def of_factors(self, low_rank: LowRank) -> LowRank:
@@ -135,14 +135,14 @@ class Slice:
 VOCABULARY = ("embedding.weight", "head.weight")  # cut alike, so that tied ones are kept once
 
 
-def slices_of(reading: Reading, shard: Shard, experts: Shard = WHOLE) -> dict[Place, Slice]:
+def slices_of(layout: DecoderLayout, shard: Shard, experts: Shard = WHOLE) -> dict[ParamRef, Slice]:
     """A rank's part of every place of a reading."""
     found = {}
-    for layer in (reading.outer, *reading.layers):
-        for role, place in layer.items():
-            key = ("vocabulary" if role in VOCABULARY else role, place.select)
-            cut = cut_of(role, reading.spec, shard, experts)
-            found[place] = Slice(place, key, cut, role in ("o.weight", "down.weight"))
+    for layer in (layout.outer, *layout.layers):
+        for role, ref in layer.items():
+            key = ("vocabulary" if role in VOCABULARY else role, ref.select)
+            cut = cut_of(role, layout.spec, shard, experts)
+            found[ref] = Slice(ref, key, cut, role in ("o.weight", "down.weight"))
     return found
 
 
@@ -159,11 +159,11 @@ def cut_as(cut: str, share: Share, shard: Shard) -> Callable[[torch.Tensor], tor
     }[cut]
 
 
-def planned_slices(plan: TensorPlan, shard: Shard) -> dict[Place, Slice]:
+def planned_slices(plan: TensorPlan, shard: Shard) -> dict[ParamRef, Slice]:
     """A rank's part of every place that a plan cuts."""
     found = {}
     for share in plan.shares:
         for name, cut in share.cuts.items():
-            place = Place(share.module, name)
-            found[place] = Slice(place, (cut,), cut_as(cut, share, shard))
+            ref = ParamRef(share.module, name)
+            found[ref] = Slice(ref, (cut,), cut_as(cut, share, shard))
     return found

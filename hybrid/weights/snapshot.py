@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from hybrid.models.spec import Place
+from hybrid.models.spec import ParamRef
 from hybrid.models.structure import Structure
 from hybrid.profiling import Phase
 from hybrid.weights.gather import (
@@ -86,7 +86,7 @@ class Snapshot:
         layers_per_group: int,
         unmerged: bool = False,
         version: WeightVersion | None = None,
-        joined: Iterable[tuple[Place, ...]] = (),
+        joined: Iterable[tuple[ParamRef, ...]] = (),
     ):
         self.model, self.structure = model, structure
         self.adapted, self.unmerged = adapted, unmerged
@@ -98,9 +98,9 @@ class Snapshot:
         self.merged: dict[Adapted, dict[str, nn.Parameter]] = {}
         self.stamps: dict[nn.Parameter | Adapted, tuple] = {}  # of which version each copy is
         self.owners = owners_of_joined(joined, adapted)
-        self.joined = JoinedBuffers(places for places in joined if self.owners.keys() >= set(places))
-        self.place_of = {param: place for place, (_, param) in self.owners.items()}
-        self.fills: dict[Place, torch.Tensor] = {}  # copies of what is not merged, among what is
+        self.joined = JoinedBuffers(refs for refs in joined if self.owners.keys() >= set(refs))
+        self.place_of = {param: ref for ref, (_, param) in self.owners.items()}
+        self.fills: dict[ParamRef, torch.Tensor] = {}  # copies of what is not merged, among what is
         self.layout = 0  # grows where `tensor` and `weights_of` give other tensors than before
         self.lent: dict[bool, tuple[tuple, list]] = {}  # what a window has made of the copies, until these are freed
         self.fresh: dict[bool, tuple] = {}  # with adapters, and without: of which version every copy is
@@ -122,13 +122,13 @@ class Snapshot:
         """Those of `weights` whose copy is of an older version, or does not exist."""
         return [weight for weight in weights if self.stamps.get(weight) != self.wanted(weight)]
 
-    def is_beside(self, one: Adapted, adapters: bool) -> bool:
+    def is_unmerged(self, one: Adapted, adapters: bool) -> bool:
         """Whether what is active in `one` is computed beside its weights, with `adapters`."""
         return adapters and self.unmerged and bool(one.state()) and one.has_side_path()
 
     def is_merged(self, one: Adapted, adapters: bool) -> bool:
         """Whether what is active in `one` is merged into its weights, with `adapters`."""
-        return adapters and bool(one.state()) and not self.is_beside(one, adapters)
+        return adapters and bool(one.state()) and not self.is_unmerged(one, adapters)
 
     def refresh(self, phase: Phase, adapters: bool) -> int:
         """Bring every copy up to date, group by group; with `adapters` false, merged weights are left as they are.
@@ -159,13 +159,13 @@ class Snapshot:
         return (self.version.loads, self.version.steps, *(active_adapters(self.adapted) if adapters else ()))
 
     def _is_stale(self, group: Group, adapters: bool) -> bool:
-        unmerged = [param for one in group.adapted if self.is_beside(one, adapters) for param in one.adapter_params()]
+        unmerged = [param for one in group.adapted if self.is_unmerged(one, adapters) for param in one.adapter_params()]
         merged = [one for one in group.adapted if self.is_merged(one, adapters)]
         return bool(self.stale([*filter(is_partitioned, (*group.carried, *unmerged)), *merged]))
 
     @torch.no_grad()
     def _refresh_group(self, group: Group, phase: Phase, adapters: bool) -> int:
-        unmerged = [param for one in group.adapted if self.is_beside(one, adapters) for param in one.adapter_params()]
+        unmerged = [param for one in group.adapted if self.is_unmerged(one, adapters) for param in one.adapter_params()]
         copies = self.stale(param for param in (*group.carried, *unmerged) if is_partitioned(param))
         merges = self.stale(one for one in group.adapted if self.is_merged(one, adapters))
         if not copies and not merges:
@@ -189,8 +189,8 @@ class Snapshot:
     def _storage(self, param: nn.Parameter) -> torch.Tensor:
         """Where the copy of a partitioned parameter lies, from now on if there was none."""
         if param not in self.storage:
-            place = self.place_of.get(param)
-            self.storage[param] = storage_for(param) if place is None else self._joined_part(place, False).view(-1)
+            ref = self.place_of.get(param)
+            self.storage[param] = storage_for(param) if ref is None else self._joined_part(ref, False).view(-1)
             self.layout += 1
             self.base[param] = nn.Parameter(whole_in(self.storage[param], param), requires_grad=False)
             # A forward may look whether it must gather a weight that it reads directly (TRL 1.16: a fused head).
@@ -200,62 +200,62 @@ class Snapshot:
     def _merge(self, one: Adapted) -> None:
         buffers = self.merged.setdefault(one, {})
         for name, shape in one.changed().items():
-            place = self.place_of.get(one.sources.get(name))
-            if place is not None:  # what a decoder reads among merged weights is merged from here on
-                self.fills.pop(place, None)
-                self.stamps.pop(place, None)
+            ref = self.place_of.get(one.sources.get(name))
+            if ref is not None:  # what a decoder reads among merged weights is merged from here on
+                self.fills.pop(ref, None)
+                self.stamps.pop(ref, None)
             if name not in buffers:
                 like = next(iter(one.sources.values()))
-                data = like.new_empty(shape) if place is None else self._joined_part(place, True)
+                data = like.new_empty(shape) if ref is None else self._joined_part(ref, True)
                 buffers[name] = nn.Parameter(data, requires_grad=False)
                 self.layout += 1
         one.merge({name: self.tensor(param) for name, param in one.sources.items()}, buffers)
         self.stamps[one] = self.wanted(one)
 
-    def _joined_part(self, place: Place, merged: bool) -> torch.Tensor:
+    def _joined_part(self, ref: ParamRef, merged: bool) -> torch.Tensor:
         """A place's part of the buffer that it has in common with what is read as one with it."""
-        return self.joined.part(place, merged, self._blank, torch.device(get_accelerator().current_device_name()))
+        return self.joined.part(ref, merged, self._blank, torch.device(get_accelerator().current_device_name()))
 
-    def _blank(self, place: Place) -> torch.Tensor:
+    def _blank(self, ref: ParamRef) -> torch.Tensor:
         """As what is kept at a place, without memory."""
-        _, param = self.owners[place]
+        _, param = self.owners[ref]
         return torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
 
-    def _is_merged_at(self, place: Place) -> bool:
-        one, _ = self.owners[place]
-        return one is not None and self.is_merged(one, True) and place.parameter in one.changed()
+    def _is_merged_at(self, ref: ParamRef) -> bool:
+        one, _ = self.owners[ref]
+        return one is not None and self.is_merged(one, True) and ref.parameter in one.changed()
 
-    def keeps_joined(self, place: Place) -> bool:
+    def keeps_joined(self, ref: ParamRef) -> bool:
         """Whether what is read as one with a place's weights lies there, with adapters."""
-        if place not in self.joined.sets:
+        if ref not in self.joined.sets:
             return False
-        places = self.joined.sets[place]
-        return any(map(self._is_merged_at, places)) or is_partitioned(self.owners[place][1])
+        refs = self.joined.sets[ref]
+        return any(map(self._is_merged_at, refs)) or is_partitioned(self.owners[ref][1])
 
-    def _joined_to_merged(self) -> list[Place]:
+    def _joined_to_merged(self) -> list[ParamRef]:
         """Places of what is not merged, and is read as one with what is."""
         found = []
-        for places in set(self.joined.sets.values()):
-            unmerged = [place for place in places if not self._is_merged_at(place)]
-            found += unmerged if len(unmerged) < len(places) else []
+        for refs in set(self.joined.sets.values()):
+            unmerged = [ref for ref in refs if not self._is_merged_at(ref)]
+            found += unmerged if len(unmerged) < len(refs) else []
         return found
 
     @torch.no_grad()
     def _fill(self) -> None:
         """Copy what is not merged to where a decoder reads it as one with what is."""
         needed = self._joined_to_merged()
-        for place in needed:
-            one, param = self.owners[place]
-            if self.stamps.get(place) != self.wanted(param):
-                self.fills[place] = self._joined_part(place, True).copy_(self._unmerged_at(place))
-                self.stamps[place] = self.wanted(param)
+        for ref in needed:
+            one, param = self.owners[ref]
+            if self.stamps.get(ref) != self.wanted(param):
+                self.fills[ref] = self._joined_part(ref, True).copy_(self._unmerged_at(ref))
+                self.stamps[ref] = self.wanted(param)
                 self.stamps.pop(one, None)  # what was merged here is overwritten
-        for place in self.fills.keys() - set(needed):
-            del self.fills[place], self.stamps[place]
+        for ref in self.fills.keys() - set(needed):
+            del self.fills[ref], self.stamps[ref]
         self.peak_bytes = max(self.peak_bytes, self.nbytes())
 
-    def _unmerged_at(self, place: Place) -> torch.Tensor:
-        return self.tensor(self.owners[place][1])
+    def _unmerged_at(self, ref: ParamRef) -> torch.Tensor:
+        return self.tensor(self.owners[ref][1])
 
     def tensor(self, param: nn.Parameter) -> nn.Parameter:
         """The whole tensor that inference uses for `param`: its copy, or itself where it was whole all along."""
@@ -266,31 +266,31 @@ class Snapshot:
         base = {name: self.tensor(param) for name, param in one.sources.items()}
         return {**base, **self.merged[one]} if self.is_merged(one, adapters) else base
 
-    def at(self, place: Place, one: Adapted | None, param: nn.Parameter | None, adapters: bool) -> torch.Tensor | None:
+    def at(self, ref: ParamRef, one: Adapted | None, param: nn.Parameter | None, adapters: bool) -> torch.Tensor | None:
         """What a decoder reads at a place: of an adapted module `one`, or of the model's own parameter there; None
         where there is neither."""
-        if adapters and place in self.fills:
-            return self.fills[place]
+        if adapters and ref in self.fills:
+            return self.fills[ref]
         if one is not None:
-            return self.weights_of(one, adapters).get(place.parameter)
+            return self.weights_of(one, adapters).get(ref.parameter)
         return None if param is None else self.tensor(param)
 
-    def sides(self, place: Place, one: Adapted, adapters: bool) -> list[LowRank]:
+    def sides(self, ref: ParamRef, one: Adapted, adapters: bool) -> list[LowRank]:
         """What is computed beside the weight at a place of `one`: b's rows are the place's."""
-        if not self.is_beside(one, adapters):
+        if not self.is_unmerged(one, adapters):
             return []
-        return [low_rank._replace(b=selected(place, one, low_rank.b)) for low_rank in one.low_rank(self.tensor)]
+        return [low_rank._replace(b=selected(ref, one, low_rank.b)) for low_rank in one.low_rank(self.tensor)]
 
-    def factors_beside(self, adapters: bool) -> list[torch.Tensor]:
+    def unmerged_factors(self, adapters: bool) -> list[torch.Tensor]:
         """What is kept of the adapters that are computed beside weights."""
-        beside = [one for one in self.adapted if self.is_beside(one, adapters)]
+        beside = [one for one in self.adapted if self.is_unmerged(one, adapters)]
         return [self.tensor(param) for one in beside for param in one.adapter_params()]
 
     def words(self, module: nn.Module) -> str:
         """How the adapters within a module run, where any may run unmerged; "" where none does."""
         within = set(module.modules())
         active = [one for one in self.adapted if one.state() and not within.isdisjoint((one.wrapper, one.plain))]
-        beside = sum(self.is_beside(one, adapters=True) for one in active)
+        beside = sum(self.is_unmerged(one, adapters=True) for one in active)
         if not self.unmerged or not active:
             return ""
         return f"adapters unmerged in {beside} of {len(active)} modules" + ", merged in the others" * (
@@ -305,13 +305,13 @@ class Snapshot:
     def planned(self) -> tuple[int, int]:
         """Bytes that the copies will take, and the most that is needed beside them while they are made."""
         carried = [param for group in self.groups for param in group.carried]
-        beside = [param for one in self.adapted if self.is_beside(one, True) for param in one.adapter_params()]
+        beside = [param for one in self.adapted if self.is_unmerged(one, True) for param in one.adapter_params()]
         kept = sum(whole_bytes(param) for param in (*carried, *beside) if is_partitioned(param))
         merged = sum(merged_bytes(one) for one in self.adapted if self.is_merged(one, True))
-        fills = sum(self._blank(place).nbytes for place in self._joined_to_merged())
-        return kept + merged + fills, max(map(self._planned_beside, self.groups), default=0)
+        fills = sum(self._blank(ref).nbytes for ref in self._joined_to_merged())
+        return kept + merged + fills, max(map(self._planned_unmerged, self.groups), default=0)
 
-    def _planned_beside(self, group: Group) -> int:
+    def _planned_unmerged(self, group: Group) -> int:
         """Bytes of factors, and of what is staged or computed with, while a group is gathered and merged."""
         merged = [one for one in group.adapted if self.is_merged(one, True)]
         factors = sum(gathered_bytes(param) for one in merged for param in one.adapter_params())
@@ -344,23 +344,23 @@ class Snapshot:
 
 
 def owners_of_joined(
-    joined: Iterable[tuple[Place, ...]], adapted: Iterable[Adapted]
-) -> dict[Place, tuple[Adapted | None, nn.Parameter]]:
+    joined: Iterable[tuple[ParamRef, ...]], adapted: Iterable[Adapted]
+) -> dict[ParamRef, tuple[Adapted | None, nn.Parameter]]:
     """For each place of the sets that can lie in one buffer, the adapted module there, None where there is no adapter,
     and the training parameter. A parameter that layers share is in the first one's set."""
     wrapped = {one.wrapper: one for one in adapted}
-    found: dict[Place, tuple[Adapted | None, nn.Parameter]] = {}
+    found: dict[ParamRef, tuple[Adapted | None, nn.Parameter]] = {}
     taken: set[nn.Parameter] = set()
-    for places in joined:
-        ones = [wrapped.get(place.module) for place in places]
+    for refs in joined:
+        ones = [wrapped.get(ref.module) for ref in refs]
         params = [
-            (place.module._parameters if one is None else one.sources).get(place.parameter)
-            for place, one in zip(places, ones, strict=True)
+            (ref.module._parameters if one is None else one.sources).get(ref.parameter)
+            for ref, one in zip(refs, ones, strict=True)
         ]
-        if None in params or len({*params} - taken) < len(places):
+        if None in params or len({*params} - taken) < len(refs):
             continue
         if len({(param.dtype, whole_shape(param)[1:]) for param in params}) == 1:
-            found |= zip(places, zip(ones, params, strict=True), strict=True)
+            found |= zip(refs, zip(ones, params, strict=True), strict=True)
             taken.update(params)
     return found
 
@@ -375,10 +375,10 @@ def merged_bytes(one: Adapted) -> int:
     return sum(whole_bytes(param) for name, param in one.sources.items() if name != "bias")
 
 
-def selected(place: Place, one: Adapted, b: torch.Tensor) -> torch.Tensor:
+def selected(ref: ParamRef, one: Adapted, b: torch.Tensor) -> torch.Tensor:
     """Of a factor b [out, r] the rows that belong to a place."""
     stored = one.stored(b)
-    return stored if place.select is None else place.select(stored)
+    return stored if ref.select is None else ref.select(stored)
 
 
 def active_adapters(adapted: list[Adapted]) -> tuple:

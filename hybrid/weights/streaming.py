@@ -69,7 +69,7 @@ class StreamedSnapshot(Snapshot):
         they are."""
         if not isinstance(owner, Adapted):
             return [owner]
-        return [*owner.sources.values(), *(owner.adapter_params() if self.is_beside(owner, adapters) else [])]
+        return [*owner.sources.values(), *(owner.adapter_params() if self.is_unmerged(owner, adapters) else [])]
 
     def _fetch(self, params: dict[nn.Parameter, None]) -> Fetch:
         """Begin to bring together what is not whole."""

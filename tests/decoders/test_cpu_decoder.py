@@ -12,7 +12,7 @@ from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.self_check import own_pages_batch
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
-from hybrid.models.spec import Unreadable
+from hybrid.models.spec import UnsupportedModel
 from tests.decoders.test_torch_decoder import VARIANTS, Run, average, distance, hugging_face, own_weights, sequences
 from tests.tiny_models import ALL_FAMILIES, VOCABULARY, tiny_model
 
@@ -83,7 +83,7 @@ def test_alibi_is_rounded_as_hugging_face_rounds_it_far_into_a_sequence(family):
     decoder = decoder_of(model, torch.bfloat16)
     batch = own_pages_batch([ids], CPU)
     decoder.reserve(len(ids))
-    ours = decoder.logits(decoder.forward(batch, decoder.kv(1 + batch.tables.numel())))
+    ours = decoder.logits(decoder.forward(batch, decoder.kv(1 + batch.block_tables.numel())))
     # 0.3 and 0.6; where the position is not rounded, 0.9 and 5.9
     assert (ours - theirs).abs().mean() < 0.7 * (exact - theirs).abs().mean()
 
@@ -120,7 +120,7 @@ class Alone:
             if not here:
                 break
             batch = own_pages_batch([pieces[i] for i in here], CPU, [begin] * len(here), self.longest)
-            batch = type(batch)(**{**vars(batch), "tables": self.tables()[here]})
+            batch = type(batch)(**{**vars(batch), "block_tables": self.block_tables()[here]})
             hidden = self.decoder.forward(batch, self.kv)
             parts = zip(
                 hidden.split([len(pieces[i]) for i in here]),
@@ -131,7 +131,7 @@ class Alone:
                 found[index].append(part)
         return [tuple(torch.cat(part) for part in zip(*pieces, strict=True)) for pieces in found]
 
-    def tables(self) -> torch.Tensor:
+    def block_tables(self) -> torch.Tensor:
         width = -(-self.longest // 32)
         return (1 + torch.arange(len(self.sequences) * width).view(-1, width)).int()
 
@@ -187,8 +187,8 @@ def test_layers_in_ranges_are_the_whole_forward(family):
     decoder = decoder_of(tiny_model(family).eval())
     batch = own_pages_batch([ids[:20] for ids in sequences()], CPU)
     decoder.reserve(20)
-    expected = decoder.forward(batch, decoder.kv(1 + batch.tables.numel()))
-    kv = decoder.kv(1 + batch.tables.numel())
+    expected = decoder.forward(batch, decoder.kv(1 + batch.block_tables.numel()))
+    kv = decoder.kv(1 + batch.block_tables.numel())
     hidden = decoder.embed(batch.ids, batch.positions)
     for first, last in ((0, 1), (1, 3)):
         given = hidden.clone()
@@ -271,9 +271,9 @@ def test_a_token_that_the_embedding_does_not_have_is_refused():
 
 def test_dtypes_without_kernels_are_unreadable():
     model = tiny_model("llama").eval()
-    with pytest.raises(Unreadable, match=r"float32 and bfloat16, not torch\.float16"):
+    with pytest.raises(UnsupportedModel, match=r"float32 and bfloat16, not torch\.float16"):
         decoder_of(model.half(), torch.float16)
     model = tiny_model("llama").eval()
     model.model.layers[1].mlp.up_proj.bfloat16()
-    with pytest.raises(Unreadable, match=r"bfloat16 where the embedding is torch\.float32"):
+    with pytest.raises(UnsupportedModel, match=r"bfloat16 where the embedding is torch\.float32"):
         decoder_of(model)

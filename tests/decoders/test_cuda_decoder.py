@@ -69,19 +69,19 @@ class Decoding:
         self.kv = decoder.kv(1 + sum(needed))
         for pages in (*self.kv.keys, *self.kv.values):
             pages.fill_(torch.nan)
-        self.tables = torch.full((len(ids), max(needed)), 10**6, dtype=torch.int32)
-        for row, own in zip(self.tables, (1 + torch.randperm(sum(needed))).split(needed), strict=True):
+        self.block_tables = torch.full((len(ids), max(needed)), 10**6, dtype=torch.int32)
+        for row, own in zip(self.block_tables, (1 + torch.randperm(sum(needed))).split(needed), strict=True):
             row[: len(own)] = own
-        self.tables = self.tables.to(device)
+        self.block_tables = self.block_tables.to(device)
 
     def batch(self, spans: list[tuple[int, int]]) -> PackedBatch:
         """The tokens of these spans, one for each sequence."""
         return PackedBatch(
             ids=torch.cat([one[begin:end] for one, (begin, end) in zip(self.ids, spans, strict=True)]),
             positions=torch.cat([torch.arange(*span) for span in spans]).int().to(self.device),
-            starts=torch.tensor([0] + [end - begin for begin, end in spans]).cumsum(0).int().to(self.device),
+            cu_seqlens=torch.tensor([0] + [end - begin for begin, end in spans]).cumsum(0).int().to(self.device),
             lengths=torch.tensor([end for _, end in spans], dtype=torch.int32, device=self.device),
-            tables=self.tables,
+            block_tables=self.block_tables,
         )
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class Decoding:
     @torch.no_grad()
     def decode(self, at: list[int]) -> torch.Tensor:
         """Logits after the token at these places, a decode step."""
-        return self.decoder.decode(self.batch([(place, place + 1) for place in at]), self.kv)
+        return self.decoder.decode(self.batch([(ref, ref + 1) for ref in at]), self.kv)
 
     def every_logit(self, prompts: tuple[int, ...] = PROMPTS) -> list[torch.Tensor]:
         """Prompts, decode steps, and the last token behind a prefix: [length, vocabulary] of each sequence."""
@@ -225,7 +225,7 @@ def test_surplus_slots_touch_page_0_alone():
 
 
 def test_a_batch_of_as_many_tokens_as_sequences_need_not_be_a_decode_step():
-    """Two new tokens of one sequence, none of the other: which is whose is told by `starts`."""
+    """Two new tokens of one sequence, none of the other: which is whose is told by `cu_seqlens`."""
     decoder = cuda_decoder(small("llama"))
     ours, alone = (Decoding(decoder, sequences((5, 5))) for _ in range(2))
     ours.run([0, 0], [2, 2])
@@ -269,12 +269,12 @@ def no_attention(q, *args):
     return torch.zeros_like(q)
 
 
-def of_others_pages(q, keys, values, lengths, tables, *features):
-    return decode_attention(q, keys, values, lengths, tables.flip(0).contiguous(), *features)
+def of_others_pages(q, keys, values, lengths, block_tables, *features):
+    return decode_attention(q, keys, values, lengths, block_tables.flip(0).contiguous(), *features)
 
 
-def of_the_first_split(q, keys, values, lengths, tables, *features):
-    return decode_attention(q, keys, values, lengths.clamp(max=SPLIT), tables, *features)
+def of_the_first_split(q, keys, values, lengths, block_tables, *features):
+    return decode_attention(q, keys, values, lengths.clamp(max=SPLIT), block_tables, *features)
 
 
 slow = partial(pytest.param, marks=pytest.mark.slow)  # they take seconds in the interpreter
@@ -313,7 +313,9 @@ def with_stale_inputs(decoder: CudaDecoder, names: tuple[str, ...]) -> Callable:
     return capture
 
 
-@pytest.mark.parametrize("stale", [("lengths",), slow(("tables",)), slow(("positions",)), slow(("ids",)), ()], ids=str)
+@pytest.mark.parametrize(
+    "stale", [("lengths",), slow(("block_tables",)), slow(("positions",)), slow(("ids",)), ()], ids=str
+)
 def test_the_self_check_refuses_graphs_that_replay_something_else(stale):
     """The step itself is right; (): a replay does nothing."""
     model = checked_model()

@@ -18,8 +18,8 @@ from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.fused_model import FusedContainer, FusedModel, plain_call
 from hybrid.decoders.self_check import STEPS, require_equal
 from hybrid.decoders.torch_decoder import TorchDecoder
-from hybrid.generation.block_pool import PageStore
-from hybrid.generation.decode import Decoding, Noise
+from hybrid.generation.block_pool import BlockPool
+from hybrid.generation.decode import Decoding, SamplingKeys
 from hybrid.generation.hf_cache import KVCache
 from hybrid.models.structure import Part, read_structure
 from hybrid.weights.lend import Window
@@ -60,13 +60,13 @@ class Miniature:
             phase=unmeasured,
             request=lambda tokens, why_native: self.requests.request(adapters, tokens, why_native),
             cache=KVCache(32),
-            store=PageStore(32),
+            store=BlockPool(32),
             page_bytes=self.fused.page_bytes,
             require_memory=lambda rows, tokens: None,
             max_slots=100,
             stride=1,
             max_out_tokens=512,
-            noise=lambda rows: Noise(0, torch.arange(rows)),
+            noise=lambda rows: SamplingKeys(0, torch.arange(rows)),
         )
         return self.model.generate(ids, custom_generate=decoding.method(), **kwargs)
 
@@ -194,7 +194,7 @@ def test_a_model_that_computes_something_else_runs_natively(change, dtype, calls
     )
     with pytest.warns(UserWarning, match=words):
         engine.generate(IDS, **REQUEST)
-    assert where in engine.fused.why_not_now(), "coverage does not say so"
+    assert where in engine.fused.fallback_reason_now(), "coverage does not say so"
     require_native(engine, reference, calls)
 
 
@@ -204,7 +204,7 @@ def test_a_decoder_that_is_wrong_over_its_cache_is_found(calls, monkeypatch):
 
     def wrong(self, hidden, batch, kv, first, last):
         added = own(self, hidden, batch, kv, first, last) - hidden
-        alone = batch.starts.diff().max() == 1
+        alone = batch.cu_seqlens.diff().max() == 1
         return hidden + added * (1.01 if alone and first == 2 else 1.0)
 
     monkeypatch.setattr(CpuDecoder, "layers", wrong)
@@ -315,10 +315,10 @@ def test_hooks_see_the_model_run_while_they_are_there(before, calls):
         engine.generate(IDS, **REQUEST)
         del seen[6:12]
     assert len(warned) == 1, "a reason is told once"
-    assert engine.fused.reasons.last == engine.fused.why_not_now()
+    assert engine.fused.reasons.last == engine.fused.fallback_reason_now()
     assert len(seen) == 7  # a prefill, five steps and a forward
     handle.remove()
-    assert engine.fused.why_not_now() == ""
+    assert engine.fused.fallback_reason_now() == ""
     require_fused(engine, reference, calls)
     assert len(seen) == 7
 
@@ -395,7 +395,7 @@ def test_frameworks_own_hooks_do_not_count(add, calls):
         require_fused(engine, reference, calls)
         assert engine.fused.reasons.last == ""
         # Nor do they disturb the model's own layers, where those run.
-        engine.fused.why_not, engine.fused.warns = "the test wants it", False
+        engine.fused.fallback_reason, engine.fused.warns = "the test wants it", False
         require_native(engine, reference, calls)
     finally:
         if end is not None:  # DeepSpeed's profiler patches torch's functions too
@@ -412,7 +412,7 @@ def test_a_hook_that_only_looks_like_one_of_theirs_counts(probe):
 
     model = tiny_model("llama")
     model.get_input_embeddings().register_forward_hook(make_inputs_require_grads if probe == "does more" else look)
-    assert "hooks" in Miniature(model).fused.why_not_now()
+    assert "hooks" in Miniature(model).fused.fallback_reason_now()
 
 
 def test_float64_runs_natively(calls):
@@ -667,5 +667,5 @@ def test_a_token_that_the_model_does_not_have_raises_as_it_does():
 def test_a_module_that_is_no_language_model_runs_as_it_is():
     torch.manual_seed(0)
     engine, x = Miniature(nn.Sequential(nn.Linear(4, 3), nn.ReLU())), torch.randn(2, 4)
-    assert engine.fused.why_not_now()
+    assert engine.fused.fallback_reason_now()
     assert torch.equal(engine.model(x), torch.relu(F.linear(x, engine.model[0].weight, engine.model[0].bias)))

@@ -20,7 +20,7 @@ from hybrid.decoders.tp_decoder import ShardedDecoder
 from hybrid.kernels import torch_ops
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
-from hybrid.models.spec import Unreadable
+from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import read_structure
 from hybrid.weights.int8 import in_int8
 from tests.decoders.test_torch_decoder import own_weights
@@ -55,7 +55,7 @@ def refusal(decoder: object, model: nn.Module) -> str:
     """Why the self-check refuses a decoder of `model`; "" where it does not."""
     try:
         require_equal(decoder, model, [part.module for part in read_structure(model).layers])
-    except Unreadable as reason:
+    except UnsupportedModel as reason:
         return str(reason)
     return ""
 
@@ -250,7 +250,7 @@ def wrong_cpu_steps(own: Callable, wrong: str) -> Callable:
             if wrong == "zeros":
                 kv = PagedKV(kv.keys, [torch.zeros_like(values) for values in kv.values])
             else:
-                batch = dataclasses.replace(batch, tables=batch.tables.flip(0).contiguous())
+                batch = dataclasses.replace(batch, block_tables=batch.block_tables.flip(0).contiguous())
         return own(self, hidden, batch, kv, first, last)
 
     return run
@@ -324,7 +324,7 @@ def test_contexts_are_longer_than_a_page_and_a_split():
         ends = {int(length) for step in sequences.steps for length in step.batch.lengths}
         assert {PAGE, PAGE + 1} <= ends, "no sequence is decoded over the end of a page"
         assert any(
-            begin > 0 for one in sequences.prefills for begin in one.batch.positions[one.batch.starts[:-1].long()]
+            begin > 0 for one in sequences.prefills for begin in one.batch.positions[one.batch.cu_seqlens[:-1].long()]
         )
 
 

@@ -8,7 +8,7 @@ from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.kernels import torch_ops
 from hybrid.models.modules import plain
 from hybrid.models.reader import read_decoder
-from hybrid.models.spec import Place
+from hybrid.models.spec import ParamRef
 from hybrid.weights.lora import read_adapters
 from tests.tiny_models import ALL_FAMILIES, SIZES, VOCABULARY, tiny_model, with_peft
 
@@ -84,9 +84,9 @@ VARIANTS = {
 ROUNDED_OTHERWISE = ("opt", "falcon", "gptj", "bloom")
 
 
-def own_weights(place: Place) -> torch.Tensor | None:
+def own_weights(ref: ParamRef) -> torch.Tensor | None:
     """The model's parameter at a place of a model without adapters."""
-    return getattr(place.module, place.parameter)
+    return getattr(ref.module, ref.parameter)
 
 
 class Run:
@@ -100,8 +100,8 @@ class Run:
             tensor.fill_(torch.nan)
         pages = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(1)).int()
         # What is behind a sequence's last page is undefined: here, a page that does not exist.
-        self.tables = torch.full((len(sequences), max(counts)), 10**6, dtype=torch.int32)
-        for row, count, own in zip(self.tables, counts, pages.split([*counts, 3]), strict=False):
+        self.block_tables = torch.full((len(sequences), max(counts)), 10**6, dtype=torch.int32)
+        for row, count, own in zip(self.block_tables, counts, pages.split([*counts, 3]), strict=False):
             row[:count] = own
 
     def batch(self, begins: list[int], ends: list[int]) -> PackedBatch:
@@ -110,9 +110,9 @@ class Run:
         return PackedBatch(
             ids=torch.cat([ids[begin:end] for ids, begin, end in spans]),
             positions=torch.cat([torch.arange(begin, end) for _, begin, end in spans]).int(),
-            starts=torch.tensor([0] + [end - begin for _, begin, end in spans]).cumsum(0).int(),
+            cu_seqlens=torch.tensor([0] + [end - begin for _, begin, end in spans]).cumsum(0).int(),
             lengths=torch.tensor(ends, dtype=torch.int32),
-            tables=self.tables,
+            block_tables=self.block_tables,
         )
 
     @torch.no_grad()
@@ -250,10 +250,10 @@ def test_adapted_models_run_on_merged_weights(family):
     adapted = with_peft(tiny_model(family)).eval()
     merged = {one.wrapper: one.merged(one.sources) for one in read_adapters(adapted)}
 
-    def weights(place: Place) -> torch.Tensor | None:
-        if place.module in merged:
-            return merged[place.module].get(place.parameter, getattr(plain(place.module), place.parameter))
-        return getattr(place.module, place.parameter)
+    def weights(ref: ParamRef) -> torch.Tensor | None:
+        if ref.module in merged:
+            return merged[ref.module].get(ref.parameter, getattr(plain(ref.module), ref.parameter))
+        return getattr(ref.module, ref.parameter)
 
     ours = Run(decoder_of(adapted, weights=weights), sequences()).every_logit()
     assert distance(ours, hugging_face(adapted)) < 2e-6
@@ -271,8 +271,8 @@ def test_a_bias_that_only_one_of_joined_matrices_has_is_kept():
             layer.self_attn.v_proj.bias.copy_(extra)
     values = {layer.self_attn.v_proj for layer in model.model.layers}
 
-    def weights(place: Place) -> torch.Tensor | None:
-        return extra if place.parameter == "bias" and place.module in values else own_weights(place)
+    def weights(ref: ParamRef) -> torch.Tensor | None:
+        return extra if ref.parameter == "bias" and ref.module in values else own_weights(ref)
 
     ours = Run(decoder_of(model, weights=weights), sequences()).every_logit()
     assert distance(ours, hugging_face(biased)) < 2e-6

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 import hybrid
 from hybrid.decoders import fused_model as fused
 from hybrid.decoders import tp_modules as shared_modules
-from hybrid.models.spec import Unreadable
+from hybrid.models.spec import UnsupportedModel
 from tests.engines import engine_of, settings, storage_digest, train_step
 from tests.rank_pool import free_port, rank_environment
 from tests.tiny_models import SIZES, prompts, tiny_model, twin
@@ -143,7 +143,7 @@ def verdict_differs(case: Case, on: int) -> None:
 
     def differs(*args) -> None:
         own(*args)
-        raise Unreadable(verdict)
+        raise UnsupportedModel(verdict)
 
     usual = case.hit
     if case.rank == on:

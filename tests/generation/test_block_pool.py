@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid.decoders.batch import PAGE, PagedKV
-from hybrid.generation.block_pool import PageStore, pages_for
+from hybrid.generation.block_pool import BlockPool, pages_for
 
 LAYERS, WIDTH = 2, 3
 
@@ -30,21 +30,21 @@ class Maker:
 PAGE_BYTES = 2 * LAYERS * PAGE * WIDTH * 4
 
 
-def store_of(step: int = PAGE, limit_pages: int | None = None, maker: Maker | None = None) -> PageStore:
+def store_of(step: int = PAGE, limit_pages: int | None = None, maker: Maker | None = None) -> BlockPool:
     """A store in which a call has begun; limit_pages: that may be held."""
-    store = PageStore(step, None if limit_pages is None else (limit_pages + 1) * PAGE_BYTES)
+    store = BlockPool(step, None if limit_pages is None else (limit_pages + 1) * PAGE_BYTES)
     store.begin(maker or Maker())
     return store
 
 
-def write(store: PageStore, pages: list[int]) -> None:
+def write(store: BlockPool, pages: list[int]) -> None:
     """Something of its own into every tensor of each page."""
     for page in pages:
         for index, tensor in enumerate((*store.kv.keys, *store.kv.values)):
             tensor[page] = 100.0 * page + index
 
 
-def is_written(store: PageStore, page: int, of: int) -> bool:
+def is_written(store: BlockPool, page: int, of: int) -> bool:
     """Whether a page holds what was written to page `of`."""
     tensors = (*store.kv.keys, *store.kv.values)
     return all(bool((tensor[page] == 100.0 * of + index).all()) for index, tensor in enumerate(tensors))
@@ -166,7 +166,7 @@ def test_the_limit_is_reached_and_not_passed(limit):
 
 
 def test_what_cannot_be_in_the_cache_together_is_refused_in_words():
-    store = PageStore(PAGE, 11 * PAGE_BYTES)
+    store = BlockPool(PAGE, 11 * PAGE_BYTES)
     store.require_room([10 * PAGE], PAGE_BYTES)
     store.require_room([PAGE] * 10, PAGE_BYTES)
     with pytest.raises(
@@ -175,7 +175,7 @@ def test_what_cannot_be_in_the_cache_together_is_refused_in_words():
         store.require_room([10 * PAGE + 1], PAGE_BYTES)
     with pytest.raises(ValueError, match=r"11 rows that have to be in the cache together, the longest of 30 tokens"):
         store.require_room([30] + [1] * 10, PAGE_BYTES)
-    PageStore(PAGE, None).require_room([10**9], PAGE_BYTES)
+    BlockPool(PAGE, None).require_room([10**9], PAGE_BYTES)
     store.require_room([10**9], 0)  # the model runs natively
 
 
@@ -212,7 +212,7 @@ def test_what_is_expected_is_bounded_by_the_limit_and_by_free_memory():
     store = store_of(limit_pages=6)
     store.expect(100)
     assert store.capacity == 7
-    store = PageStore(PAGE, free_bytes=lambda: 20 * PAGE_BYTES)
+    store = BlockPool(PAGE, free_bytes=lambda: 20 * PAGE_BYTES)
     store.begin(Maker())
     store.expect(100)
     assert store.capacity == 18

@@ -5,8 +5,8 @@ import torch
 
 from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
 from hybrid.generation import model_runner as rows
-from hybrid.generation.block_pool import PageStore, pages_for
-from hybrid.generation.model_runner import PageTable, Rows
+from hybrid.generation.block_pool import BlockPool, pages_for
+from hybrid.generation.model_runner import BlockTables, ModelRunner
 
 
 class TableReader:
@@ -22,22 +22,22 @@ class TableReader:
         return torch.zeros(len(batch.ids), 3)
 
 
-def rows_of(lengths: list[int], longest: int) -> tuple[Rows, TableReader, PageStore]:
-    decoder, store = TableReader(), PageStore(PAGE)
+def rows_of(lengths: list[int], longest: int) -> tuple[ModelRunner, TableReader, BlockPool]:
+    decoder, store = TableReader(), BlockPool(PAGE)
     store.begin(decoder.kv)
     store.expect(len(lengths) * pages_for(longest))
-    made = Rows(decoder, store, longest)
+    made = ModelRunner(decoder, store, longest)
     made.add([store.take(pages_for(length)) for length in lengths], lengths)
     return made, decoder, store
 
 
-def require_table(made: Rows, decoder: TableReader, lengths: list[int]) -> None:
+def require_table(made: ModelRunner, decoder: TableReader, lengths: list[int]) -> None:
     """The table that the decoder was given is the lists of pages, with room for every token."""
-    tables = decoder.batch.tables
-    assert tables.is_contiguous()
-    assert tables.dtype == torch.int32
+    block_tables = decoder.batch.block_tables
+    assert block_tables.is_contiguous()
+    assert block_tables.dtype == torch.int32
     assert decoder.batch.lengths.tolist() == lengths
-    for table, own, length in zip(tables.tolist(), made.pages, lengths, strict=True):
+    for table, own, length in zip(block_tables.tolist(), made.pages, lengths, strict=True):
         assert table[: len(own)] == own
         assert len(own) * PAGE >= length
     assert len({page for own in made.pages for page in own}) == sum(map(len, made.pages))
@@ -69,8 +69,10 @@ def test_a_step_writes_the_pages_that_it_adds(monkeypatch):
     made, _, _ = rows_of(lengths, 32_768)
     monkeypatch.setattr(rows, "table_of", lambda *_: pytest.fail("the whole table was made"))
     written = []
-    write = PageTable.write
-    monkeypatch.setattr(PageTable, "write", lambda self, entries: (written.append(len(entries)), write(self, entries)))
+    write = BlockTables.write
+    monkeypatch.setattr(
+        BlockTables, "write", lambda self, entries: (written.append(len(entries)), write(self, entries))
+    )
     memory = made.table.memory.data_ptr()
     tokens = torch.zeros(256, dtype=torch.int64)
     for _ in range(PAGE):

@@ -16,7 +16,7 @@ from transformers import (
 
 from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
 from hybrid.generation import model_runner as rows
-from hybrid.generation.block_pool import PageStore, pages_for
+from hybrid.generation.block_pool import BlockPool, pages_for
 from hybrid.generation.sampling import Draw, draw_tokens_in_torch, mixed, shifted, stream_keys
 from hybrid.generation.scheduler import Completions, Request, complete
 
@@ -63,14 +63,18 @@ class PagedMock:
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         self.steps.append(len(batch.ids))
-        assert torch.equal(batch.starts, torch.arange(len(batch.ids) + 1, dtype=torch.int32))
+        assert torch.equal(batch.cu_seqlens, torch.arange(len(batch.ids) + 1, dtype=torch.int32))
         return self.logits(self._read(batch, kv))
 
     def _read(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Write every new token to its page, then read each sequence; int64 [tokens, 1]."""
         assert batch.ids.dtype == torch.int64
-        assert {batch.positions.dtype, batch.starts.dtype, batch.lengths.dtype, batch.tables.dtype} == {torch.int32}
-        spans = list(zip(batch.starts[:-1].tolist(), batch.starts[1:].tolist(), batch.tables.long(), strict=True))
+        assert {batch.positions.dtype, batch.cu_seqlens.dtype, batch.lengths.dtype, batch.block_tables.dtype} == {
+            torch.int32
+        }
+        spans = list(
+            zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), batch.block_tables.long(), strict=True)
+        )
         for start, stop, table in spans:
             position = batch.positions[start:stop].long()
             assert (table[position // PAGE] != 0).all(), "page 0 belongs to nobody"
@@ -84,7 +88,7 @@ class PagedMock:
         return torch.cat(found)[:, None]
 
 
-class WatchedStore(PageStore):
+class WatchedStore(BlockPool):
     """Notes the most pages that were held at once."""
 
     most = 0

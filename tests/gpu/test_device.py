@@ -111,9 +111,9 @@ def test_graphs_share_their_memory():
         part = type(batch)(
             batch.ids[:count],
             batch.positions[:count],
-            batch.starts[: count + 1],
+            batch.cu_seqlens[: count + 1],
             batch.lengths[:count],
-            batch.tables[:count],
+            batch.block_tables[:count],
         )
         decoder.decode(part, decoding.kv)
     assert len(decoder.graphed.graphs) == 7

@@ -58,11 +58,11 @@ def compiling(arch: int):
 def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     """Both attentions, plain and with everything."""
     q, pages = torch.empty(4, 8, head_dim, dtype=dtype), torch.empty(4, 32, 2, head_dim, dtype=dtype)
-    lengths, tables = torch.empty(4, dtype=torch.int32), torch.empty(4, 128, dtype=torch.int32)
+    lengths, block_tables = torch.empty(4, dtype=torch.int32), torch.empty(4, 128, dtype=torch.int32)
     everything = {"softcap": 50.0, "window": 77, "bias": torch.empty(8, 4096), "rounded": True}
     for features in ({}, everything):
-        triton_attention.decode_attention(q, pages, pages, lengths, tables, 0.1, **features)
-        triton_attention.prefill_attention(q, pages, pages, lengths, lengths, tables, 0.1, **features)
+        triton_attention.decode_attention(q, pages, pages, lengths, block_tables, 0.1, **features)
+        triton_attention.prefill_attention(q, pages, pages, lengths, lengths, block_tables, 0.1, **features)
 
 
 def launch_fused(dtype: torch.dtype) -> None:
@@ -85,8 +85,8 @@ def launch_experts(dtype: torch.dtype) -> None:
     """Few items an expert, and many."""
     x, weight = torch.empty(1000, 2048, dtype=dtype), torch.empty(8, 1408, 2048, dtype=dtype)
     for items in (16, 1000):
-        order, starts = torch.empty(items, dtype=torch.int32), torch.empty(9, dtype=torch.int32)
-        triton_experts.grouped_linear(x, weight, order, starts, 2)
+        order, cu_seqlens = torch.empty(items, dtype=torch.int32), torch.empty(9, dtype=torch.int32)
+        triton_experts.grouped_linear(x, weight, order, cu_seqlens, 2)
 
 
 def main(arch: int) -> None:

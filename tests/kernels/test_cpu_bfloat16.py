@@ -35,9 +35,9 @@ def logits_of(library, model, sequences: list[torch.Tensor]) -> torch.Tensor:
     batch = PackedBatch(
         ids=torch.cat(sequences),
         positions=torch.cat([torch.arange(size) for size in sizes]).int(),
-        starts=torch.cat([torch.zeros(1), sizes.cumsum(0)]).int(),
+        cu_seqlens=torch.cat([torch.zeros(1), sizes.cumsum(0)]).int(),
         lengths=sizes.int(),
-        tables=(1 + torch.arange(len(sequences) * 3).view(-1, 3)).int(),
+        block_tables=(1 + torch.arange(len(sequences) * 3).view(-1, 3)).int(),
     )
     return decoder.logits(decoder.forward(batch, decoder.kv(1 + len(sequences) * 3)))
 

@@ -24,7 +24,7 @@ from hybrid.generation.sampling import (
     draw_tokens,
     draw_tokens_in_torch,
     entropy,
-    judge_tokens,
+    score_tokens,
     selective_log_softmax,
     split_warpers,
     stream_keys,
@@ -209,7 +209,7 @@ def test_judgements_against_float64(vocabulary, temperature):
     entropies = torch.special.entr(exact.exp()).sum(-1)
     scaled = logits / temperature
     for logps, spread in (
-        judge_tokens(logits, targets, temperature),
+        score_tokens(logits, targets, temperature),
         (selective_log_softmax(scaled, targets), entropy(scaled)),
     ):
         torch.testing.assert_close(logps.double(), expected, atol=1e-5, rtol=1e-6)

@@ -32,14 +32,14 @@ class Adder:
 
     def __call__(self, inputs):
         self.seen.append({name: tensor.clone() for name, tensor in inputs.items()})
-        return inputs["lengths"] + self.weight, inputs["tables"].sum(1)
+        return inputs["lengths"] + self.weight, inputs["block_tables"].sum(1)
 
 
 @pytest.fixture
 def graphed() -> GraphedStep:
     blank = {
         "lengths": torch.ones(MAX_SLOTS, dtype=torch.int32),
-        "tables": torch.zeros(MAX_SLOTS, 6, dtype=torch.int32),
+        "block_tables": torch.zeros(MAX_SLOTS, 6, dtype=torch.int32),
     }
     return GraphedStep(Adder(), blank, capture=Recorder())
 
@@ -48,7 +48,7 @@ def slots(count: int, width: int = 6) -> dict[str, torch.Tensor]:
     """Inputs of so many slots, none of them blank."""
     return {
         "lengths": torch.arange(2, 2 + count, dtype=torch.int32),
-        "tables": torch.arange(1, 1 + count * width, dtype=torch.int32).view(count, width),
+        "block_tables": torch.arange(1, 1 + count * width, dtype=torch.int32).view(count, width),
     }
 
 
@@ -69,9 +69,9 @@ def test_outputs_are_those_of_the_step(graphed, count):
 
 def test_a_table_may_be_narrower_than_the_graphs(graphed):
     graphed.replay(slots(5, width=3))
-    seen = graphed.step.seen[-1]["tables"]
+    seen = graphed.step.seen[-1]["block_tables"]
     assert seen.shape == (8, 6)
-    assert torch.equal(seen[:5, :3], slots(5, width=3)["tables"])
+    assert torch.equal(seen[:5, :3], slots(5, width=3)["block_tables"])
 
 
 def test_surplus_slots_are_blank_after_any_call_before(graphed):
@@ -79,8 +79,8 @@ def test_surplus_slots_are_blank_after_any_call_before(graphed):
     graphed.replay(slots(9))
     seen = graphed.step.seen[-1]
     assert len(seen["lengths"]) == 16
-    assert (seen["lengths"][9:] == 1).all() and (seen["tables"][9:] == 0).all()
-    assert torch.equal(seen["tables"][:9], slots(9)["tables"])
+    assert (seen["lengths"][9:] == 1).all() and (seen["block_tables"][9:] == 0).all()
+    assert torch.equal(seen["block_tables"][:9], slots(9)["block_tables"])
 
 
 def test_only_blank_slots_are_captured(graphed):
@@ -89,7 +89,7 @@ def test_only_blank_slots_are_captured(graphed):
     before = len(graphed.step.seen)
     graphed.replay(slots(7))
     captured, replayed = graphed.step.seen[before:]
-    assert (captured["lengths"] == 1).all() and (captured["tables"] == 0).all()
+    assert (captured["lengths"] == 1).all() and (captured["block_tables"] == 0).all()
     assert torch.equal(replayed["lengths"][:7], slots(7)["lengths"])
 
 
@@ -112,16 +112,16 @@ def test_after_a_reset_everything_is_captured_anew(graphed):
 
 
 def test_graphs_are_bounded():
-    graphed = GraphedStep(Adder(), {"lengths": torch.ones(64), "tables": torch.zeros(64, 1)}, 3, Recorder())
+    graphed = GraphedStep(Adder(), {"lengths": torch.ones(64), "block_tables": torch.zeros(64, 1)}, 3, Recorder())
     for count in (1, 2, 4, 1, 8, 64):
-        graphed.replay({"lengths": torch.full((count,), 5.0), "tables": torch.ones(count, 1)})
+        graphed.replay({"lengths": torch.full((count,), 5.0), "block_tables": torch.ones(count, 1)})
     assert list(graphed.graphs) == [1, 8, 64]
 
 
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        ({"lengths": torch.ones(2, dtype=torch.int32)}, "takes \\['lengths', 'tables'\\]"),
+        ({"lengths": torch.ones(2, dtype=torch.int32)}, "takes \\['block_tables', 'lengths'\\]"),
         (slots(MAX_SLOTS + 1), r"lengths is torch.int32 \(21,\), and the graphs hold at most torch.int32 \(20,\)"),
         (slots(2, width=7), r"tables is torch.int32 \(2, 7\)"),
         ({**slots(2), "lengths": torch.ones(2)}, "lengths is torch.float32"),

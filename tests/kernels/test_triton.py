@@ -75,12 +75,12 @@ class Cache:
         needed = [-(-length // PAGE) for length in lengths]
         self.lengths = lengths
         self.keys, self.values = torch.full((2, 1 + sum(needed), PAGE, kv_heads, head_dim), math.nan).to(DEVICE, dtype)
-        self.tables = torch.zeros(len(lengths), max_pages or max(needed), dtype=torch.int32, device=DEVICE)
+        self.block_tables = torch.zeros(len(lengths), max_pages or max(needed), dtype=torch.int32, device=DEVICE)
         pages = (1 + torch.randperm(sum(needed))).to(DEVICE, torch.int32)
         self.k = [random(length, kv_heads, head_dim, dtype=dtype) for length in lengths]
         self.v = [random(length, kv_heads, head_dim, dtype=dtype) for length in lengths]
         for row, (own, length) in enumerate(zip(pages.split(needed), lengths, strict=True)):
-            self.tables[row, : len(own)] = own
+            self.block_tables[row, : len(own)] = own
             for token in range(length):
                 self.keys[own[token // PAGE], token % PAGE] = self.k[row][token]
                 self.values[own[token // PAGE], token % PAGE] = self.v[row][token]
@@ -136,7 +136,7 @@ def test_decode_attention(feature, shape, dtype):
     # Queries are a part of a wider matrix, as after one matmul for q, k and v.
     q = random(5, heads + 3, head_dim, dtype=dtype)[:, :heads]
     ours = attention.decode_attention(
-        q, cache.keys, cache.values, cache.lengths_tensor, cache.tables, head_dim**-0.5, **features
+        q, cache.keys, cache.values, cache.lengths_tensor, cache.block_tables, head_dim**-0.5, **features
     )
     for row in range(5):
         close(
@@ -153,10 +153,10 @@ def test_prefill_attention(feature, shape, dtype):
     lengths, new = [40, 65, 33, 1, 75], [40, 1, 5, 1, 35]
     cache = Cache(lengths, kv_heads, head_dim, dtype)
     features = choices(FEATURES[feature], heads)
-    starts = torch.tensor([0, *new], device=DEVICE).cumsum(0).int()
+    cu_seqlens = torch.tensor([0, *new], device=DEVICE).cumsum(0).int()
     q = random(sum(new), heads + 3, head_dim, dtype=dtype)[:, :heads]
     ours = attention.prefill_attention(
-        q, cache.keys, cache.values, starts, cache.lengths_tensor, cache.tables, head_dim**-0.5, **features
+        q, cache.keys, cache.values, cu_seqlens, cache.lengths_tensor, cache.block_tables, head_dim**-0.5, **features
     )
     for row, own in enumerate(zip(q.split(new), ours.split(new), strict=True)):
         close(own[1], cache.attention(row, own[0], head_dim**-0.5, **features), SLACK.get(feature, 1.0))
@@ -178,14 +178,14 @@ def test_rounded_scores_are_those_of_eager_attention(feature):
         scores = choice["bias"][:, None, :70].baddbmm(q.transpose(0, 1), k[0].transpose(1, 2), beta=1.0, alpha=1.0)
         weights = (scores + mask).softmax(-1, dtype=torch.float32).to(HALF)
         theirs = (weights @ v[0]).transpose(0, 1)
-    starts = torch.tensor([0, 70], dtype=torch.int32, device=DEVICE)
-    last, pages = (q[-1:], cache.keys, cache.values), (cache.lengths_tensor, cache.tables)
+    cu_seqlens = torch.tensor([0, 70], dtype=torch.int32, device=DEVICE)
+    last, pages = (q[-1:], cache.keys, cache.values), (cache.lengths_tensor, cache.block_tables)
     for ours, expected in (
-        (attention.prefill_attention(q, *last[1:], starts, *pages, 1.0, **choice, rounded=True), theirs),
+        (attention.prefill_attention(q, *last[1:], cu_seqlens, *pages, 1.0, **choice, rounded=True), theirs),
         (attention.decode_attention(*last, *pages, 1.0, **choice, rounded=True), theirs[-1:]),
     ):
         close(ours, expected, slack=4)  # our weights are rounded before they are divided by their sum
-    unrounded = attention.prefill_attention(q, *last[1:], starts, *pages, 1.0, **choice)
+    unrounded = attention.prefill_attention(q, *last[1:], cu_seqlens, *pages, 1.0, **choice)
     assert (unrounded - theirs).abs().max() > 20 * TOLERANCE[HALF]["atol"], "rounding makes no difference here"
 
 
@@ -194,9 +194,9 @@ def test_a_row_of_decode_does_not_depend_on_the_batch_around_it():
     alone = Cache([300], 2, 16, torch.float32)
     q = random(3, 4, 16)
     wide = torch.zeros(3, 40, dtype=torch.int32, device=DEVICE)
-    wide[:, : alone.tables.shape[1]] = alone.tables
+    wide[:, : alone.block_tables.shape[1]] = alone.block_tables
     one = attention.decode_attention(
-        q[:1], alone.keys, alone.values, alone.lengths_tensor, alone.tables, 0.25, window=290
+        q[:1], alone.keys, alone.values, alone.lengths_tensor, alone.block_tables, 0.25, window=290
     )
     lengths = torch.tensor([300, 7, 299], dtype=torch.int32, device=DEVICE)
     many = attention.decode_attention(q, alone.keys, alone.values, lengths, wide, 0.25, window=290)
@@ -290,11 +290,11 @@ def written(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return pages.flatten(0, 1)[slots]
 
 
-@pytest.mark.parametrize(("dtype", "tables"), [(torch.float32,) * 2, (HALF,) * 2, (HALF, torch.float32)], ids=str)
+@pytest.mark.parametrize(("dtype", "block_tables"), [(torch.float32,) * 2, (HALF,) * 2, (HALF, torch.float32)], ids=str)
 @pytest.mark.parametrize("normed", ["", "llama", "gemma"])
 @pytest.mark.parametrize("rotary", [0, 8, 20])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_and_write(interleaved, rotary, normed, dtype, tables):
+def test_rope_and_write(interleaved, rotary, normed, dtype, block_tables):
     """Ten query heads (more than one program takes) and two KV heads of size 20, of which `rotary` elements turn.
 
     tables: the dtype of cos and sin, to which products are rounded: float32 is OLMo2's way.
@@ -303,7 +303,7 @@ def test_rope_and_write(interleaved, rotary, normed, dtype, tables):
     q, k, v = qkv.split([10, 2, 2], dim=1)
     positions = torch.tensor([0, 31, 32, 7, 90], device=DEVICE)
     angles = positions.new_tensor(range(100)).float()[:, None] * torch.linspace(1, 0.1, rotary // 2, device=DEVICE)
-    cos, sin = angles.cos().to(tables), angles.sin().to(tables)
+    cos, sin = angles.cos().to(block_tables), angles.sin().to(block_tables)
     keys, values = torch.full((2, 4, PAGE, 2, 20), math.nan).to(DEVICE, dtype)
     slots = torch.tensor([33, 127, 64, 0, 95], device=DEVICE)
     norm, layers = None, [torch.nn.Identity()] * 2

@@ -7,26 +7,26 @@ from torch import nn
 
 from hybrid.models.modules import parameter_at
 from hybrid.models.reader import read_decoder
-from hybrid.models.spec import LAYER_ROLES, OUTER_ROLES, Place, Reading, Unreadable
+from hybrid.models.spec import LAYER_ROLES, OUTER_ROLES, DecoderLayout, ParamRef, UnsupportedModel
 from tests.tiny_models import ADAPTERS, ALL_FAMILIES, SIZES, tiny_model, with_chat_lora, with_peft
 
 NAMES = {"gemma3_text": "gemma3"}  # where the configuration's name is not the family's
 
 
-def places(reading: Reading) -> list[Place]:
+def refs(layout: DecoderLayout) -> list[ParamRef]:
     """Every place of a reading."""
-    return [place for roles in (reading.outer, *reading.layers) for place in roles.values()]
+    return [ref for roles in (layout.outer, *layout.layers) for ref in roles.values()]
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_family_is_read(family, adapter):
-    reading = read_decoder(ADAPTERS[adapter](tiny_model(family)))
-    assert reading.family == NAMES.get(family, family)
-    assert reading.spec == read_decoder(tiny_model(family)).spec
-    assert {name.rpartition(".")[0] for roles in reading.layers for name in roles} <= set(LAYER_ROLES)
-    assert {name.rpartition(".")[0] for name in reading.outer} <= set(OUTER_ROLES)
-    assert reading.rotary.keys() == {layer.rotary for layer in reading.spec.layers} - {""}
+    layout = read_decoder(ADAPTERS[adapter](tiny_model(family)))
+    assert layout.family == NAMES.get(family, family)
+    assert layout.spec == read_decoder(tiny_model(family)).spec
+    assert {name.rpartition(".")[0] for roles in layout.layers for name in roles} <= set(LAYER_ROLES)
+    assert {name.rpartition(".")[0] for name in layout.outer} <= set(OUTER_ROLES)
+    assert layout.rotary.keys() == {layer.rotary for layer in layout.spec.layers} - {""}
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -34,21 +34,21 @@ def test_every_element_has_one_role(family):
     """Elements are numbered, and the roles' tensors hold each number once."""
     model = tiny_model(family, tie_word_embeddings=False)
     held: dict[nn.Parameter, list[torch.Tensor]] = {param: [] for param in model.parameters()}
-    for place in places(read_decoder(model)):
-        param = parameter_at(place)
+    for ref in refs(read_decoder(model)):
+        param = parameter_at(ref)
         if param is not None:
             whole = torch.arange(param.numel()).view(param.shape)
-            held[param].append((whole if place.select is None else place.select(whole)).flatten())
+            held[param].append((whole if ref.select is None else ref.select(whole)).flatten())
     for param, pieces in held.items():
         assert torch.equal(torch.cat(pieces).sort().values, torch.arange(param.numel()))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
 def test_rows_are_views(family):
-    for place in places(read_decoder(tiny_model(family))):
-        param = parameter_at(place)
-        if param is not None and place.select is not None:
-            assert place.select(param).untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
+    for ref in refs(read_decoder(tiny_model(family))):
+        param = parameter_at(ref)
+        if param is not None and ref.select is not None:
+            assert ref.select(param).untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
 
 
 def test_a_place_is_the_wrapper_where_one_sits():
@@ -94,7 +94,9 @@ def test_partitioned_parameters_are_measured_whole():
         param.data = torch.empty(0)
     assert read_decoder(model).spec == read_decoder(tiny_model("phi3")).spec
     model.model.layers[1].self_attn.qkv_proj.weight.ds_shape = torch.Size((72, 32))
-    with pytest.raises(Unreadable, match=r"phi3: layer 1 has a fused parameter of 2304 elements; its roles take 2048"):
+    with pytest.raises(
+        UnsupportedModel, match=r"phi3: layer 1 has a fused parameter of 2304 elements; its roles take 2048"
+    ):
         read_decoder(model)
 
 
@@ -145,20 +147,20 @@ def test_a_choice_that_is_not_covered_is_refused(case):
     except (TypeError, ValueError):
         for name, value in changes.items():
             setattr(model.config, name, value)
-    with pytest.raises(Unreadable, match=words):
+    with pytest.raises(UnsupportedModel, match=words):
         read_decoder(model)
 
 
 def test_what_has_no_role_is_refused():
     model = tiny_model("llama")
     model.score = nn.Linear(32, 1)
-    with pytest.raises(Unreadable, match=r"llama: score.weight, score.bias \(2 in all\) has no role"):
+    with pytest.raises(UnsupportedModel, match=r"llama: score.weight, score.bias \(2 in all\) has no role"):
         read_decoder(model)
     model = tiny_model("llama")
     model.model.layers[2].mlp.extra = nn.Linear(4, 4)
-    with pytest.raises(Unreadable, match=r"nearest is llama: model.layers.2.mlp.extra.weight has no role"):
+    with pytest.raises(UnsupportedModel, match=r"nearest is llama: model.layers.2.mlp.extra.weight has no role"):
         read_decoder(model)
-    with pytest.raises(Unreadable, match="Linear has no Hugging Face configuration"):
+    with pytest.raises(UnsupportedModel, match="Linear has no Hugging Face configuration"):
         read_decoder(nn.Linear(2, 2))
 
 
@@ -182,21 +184,21 @@ def test_what_has_no_role_is_refused():
 def test_sizes_are_the_configurations(family, setting, value, words):
     model = tiny_model(family)
     setattr(model.config, setting, value)
-    with pytest.raises(Unreadable, match=words):
+    with pytest.raises(UnsupportedModel, match=words):
         read_decoder(model)
 
 
 def test_norms_of_two_epsilons_are_refused():
     model = tiny_model("llama")
     model.model.layers[1].input_layernorm.variance_epsilon = 0.5
-    with pytest.raises(Unreadable, match="epsilons"):
+    with pytest.raises(UnsupportedModel, match="epsilons"):
         read_decoder(model)
 
 
 @pytest.mark.parametrize("family", ["gemma", "stablelm", "cohere", "olmo", "arcee", "gpt_bigcode"])
 def test_what_only_looks_like_a_family_is_refused(family):
     """Scaled embeddings, layer norms, a factor at the logits, norms without weights, no gate, one key head."""
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnsupportedModel):
         read_decoder(unlisted_model(family))
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from hybrid.models.modules import plain
-from hybrid.models.spec import Place, Unreadable
+from hybrid.models.spec import ParamRef, UnsupportedModel
 from hybrid.models.tp_plan import STYLES, read_tp_plan
 from hybrid.weights.slices import Shard, planned_slices
 from tests.tiny_models import SIZES, tiny_model, with_peft
@@ -74,8 +74,8 @@ def test_parts_are_the_whole(family, sizes, size):
             whole = share.module._parameters.get(leaf)
             if whole is None:
                 continue
-            place = Place(share.module, leaf)
-            parts, rows = [slices[place].of(whole) for slices in ranks], max(whole.dim() - 2, 0)
+            ref = ParamRef(share.module, leaf)
+            parts, rows = [slices[ref].of(whole) for slices in ranks], max(whole.dim() - 2, 0)
             if cut == "once":
                 assert parts[0] is whole
                 assert parts[1:] == [None] * (size - 1)
@@ -106,5 +106,5 @@ def test_siblings_are_cut_together_or_not_at_all():
 def test_a_tied_parameter_is_cut_in_one_way():
     model = tiny_model("cohere", sizes=SIZES)
     del model.tp_plan["model.embed_tokens"]
-    with pytest.raises(Unreadable, match="lm_head.weight is tied to a parameter that the tp_plan cuts otherwise"):
+    with pytest.raises(UnsupportedModel, match="lm_head.weight is tied to a parameter that the tp_plan cuts otherwise"):
         read_tp_plan(model)

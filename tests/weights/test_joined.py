@@ -142,8 +142,8 @@ def test_as_one():
     assert as_one([turned[:2].T, turned[2:].T]) is None
 
 
-def own_weights(place):
-    return getattr(place.module, place.parameter)
+def own_weights(ref):
+    return getattr(ref.module, ref.parameter)
 
 
 def test_decoders_share_what_they_copy():
@@ -151,12 +151,12 @@ def test_decoders_share_what_they_copy():
     model = tiny_model("gpt_neox").eval()
     other = tiny_model("gpt_neox", seed=4).eval()
     first = TorchDecoder(read_decoder(model), own_weights, torch.float32)
-    second = TorchDecoder(first.reading, own_weights, torch.float32, copies=first.copies)
-    fused = first.reading.layers[0]["q.weight"]
+    second = TorchDecoder(first.layout, own_weights, torch.float32, copies=first.copies)
+    fused = first.layout.layers[0]["q.weight"]
     moved = own_weights(fused).detach().clone()
     third = TorchDecoder(
-        first.reading,
-        lambda place: moved if (place.module, place.parameter) == (fused.module, "weight") else own_weights(place),
+        first.layout,
+        lambda ref: moved if (ref.module, ref.parameter) == (fused.module, "weight") else own_weights(ref),
         torch.float32,
         copies=first.copies,
     )

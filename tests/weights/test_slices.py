@@ -5,30 +5,30 @@ import torch
 from torch.nn import functional as F
 
 from hybrid.models.reader import read_decoder
-from hybrid.models.spec import Place, Reading
+from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.weights.slices import Shard, chunk, require_divisible, shard_spec, slices_of
 from tests.tiny_models import ALL_FAMILIES, tiny_model
 
 
-def parts(reading: Reading, place: Place, size: int) -> list[torch.Tensor | None]:
+def parts(layout: DecoderLayout, ref: ParamRef, size: int) -> list[torch.Tensor | None]:
     """The ranks' parts of a place."""
-    whole = place.module._parameters[place.parameter]
-    return [slices_of(reading, Shard(size, index))[place].of(whole) for index in range(size)]
+    whole = ref.module._parameters[ref.parameter]
+    return [slices_of(layout, Shard(size, index))[ref].of(whole) for index in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_parts_are_the_whole(family, size):
     """Rows, columns and heads of every role, once each; what is no matrix of heads, MLP or vocabulary is whole."""
-    reading = read_decoder(tiny_model(family))
-    spec = reading.spec
-    for layer in (reading.outer, *reading.layers):
-        for role, place in layer.items():
-            whole = place.module._parameters[place.parameter]
+    layout = read_decoder(tiny_model(family))
+    spec = layout.spec
+    for layer in (layout.outer, *layout.layers):
+        for role, ref in layer.items():
+            whole = ref.module._parameters[ref.parameter]
             if whole is None:
                 continue
-            selected = whole if place.select is None else place.select(whole)
-            found = parts(reading, place, size)
+            selected = whole if ref.select is None else ref.select(whole)
+            found = parts(layout, ref, size)
             name, _, kind = role.partition(".")
             if name in ("q", "gate", "up", "embedding", "head"):
                 assert torch.equal(torch.cat(found)[: len(selected)], selected), role

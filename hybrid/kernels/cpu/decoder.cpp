@@ -42,7 +42,7 @@ struct Decoder {
 struct Batch {
   int64_t tokens, sequences, table_width;
   const int64_t* ids;
-  const int32_t *positions, *starts, *tables;
+  const int32_t *positions, *cu_seqlens, *block_tables;
 };
 
 // A float work space: [tokens, ·] buffers one behind the other.
@@ -83,7 +83,7 @@ struct Run {
   const Work& work;
   int thread, threads;
 
-  void meet() const {
+  void barrier() const {
     if (threads > 1) {
 #pragma omp barrier
     }
@@ -95,7 +95,7 @@ struct Run {
   void reduce(const Linear& l, const float* x, int64_t ldx) const {
     if (!l.num_sides) return;
     reduce_sides<W>(l, x, ldx, batch.tokens, work.reduced, thread, threads);
-    meet();
+    barrier();
   }
   // This thread's columns of y = l(x), with what adapters add. Others do the rest.
   void product(const Linear& l, const float* x, int64_t ldx, float* y, int64_t ldy) const {
@@ -201,7 +201,7 @@ struct Run {
     const Part mine = rows();
     int64_t sequence = 0;
     for (int64_t t = mine.first; t < mine.last; t++) {
-      while (batch.starts[sequence + 1] <= t) sequence++;
+      while (batch.cu_seqlens[sequence + 1] <= t) sequence++;
       float* row = work.qkv + t * (q + 2 * kv);
       if (d.qk_norm_row) {
         norm(layer.q_norm, row, row, q);
@@ -214,7 +214,7 @@ struct Run {
       if (layer.cos)
         for (int64_t h = 0; h < d.heads + d.kv_heads; h++)
           turn(row + h * size, layer.cos + position * (d.rotary_dim / 2), layer.sin + position * (d.rotary_dim / 2));
-      const int64_t page = batch.tables[sequence * batch.table_width + position / PAGE], slot = position % PAGE;
+      const int64_t page = batch.block_tables[sequence * batch.table_width + position / PAGE], slot = position % PAGE;
       for (int64_t h = 0; h < d.kv_heads; h++) {
         W* key = keys + (page * d.kv_heads + h) * size * PAGE + slot;
         W* value = values + ((page * d.kv_heads + h) * PAGE + slot) * pad;
@@ -251,11 +251,11 @@ struct Run {
     while (at < mine.last) {
       const int64_t head = at / batch.tokens, first = at % batch.tokens;
       const int64_t end = std::min(batch.tokens, first + mine.last - at);  // this thread's tokens of this head
-      int64_t sequence = std::upper_bound(batch.starts, batch.starts + batch.sequences + 1, int32_t(first)) - batch.starts - 1;
+      int64_t sequence = std::upper_bound(batch.cu_seqlens, batch.cu_seqlens + batch.sequences + 1, int32_t(first)) - batch.cu_seqlens - 1;
       for (int64_t t = first; t < end; sequence++) {
-        const int64_t last = std::min<int64_t>(batch.starts[sequence + 1], end);
+        const int64_t last = std::min<int64_t>(batch.cu_seqlens[sequence + 1], end);
         int count = 0;
-        const int32_t* table = batch.tables + sequence * batch.table_width;
+        const int32_t* table = batch.block_tables + sequence * batch.table_width;
         auto flush = [&] {
           const W *keys = (const W*)layer.keys, *values = (const W*)layer.values;
           int done = 0;
@@ -298,12 +298,12 @@ struct Run {
   void add_linear(const Linear& l, const float* x, int64_t ldx, const Norm& post, float* hidden) const {
     if (post.weight || l.num_sides) {
       product(l, x, ldx, work.delta, d.hidden);
-      meet();
+      barrier();
       add_normed(post, work.delta, hidden);
     } else {
       linear<W>(l, x, ldx, batch.tokens, hidden, d.hidden, Add{float(d.residual_multiplier)}, thread, threads);
     }
-    meet();
+    barrier();
   }
 
   void layer(const Layer& layer, float* hidden) const {
@@ -321,27 +321,27 @@ struct Run {
       }
       ready(row, d.hidden);
     }
-    meet();
+    barrier();
     const int64_t q = d.heads * d.head_dim;
     product(layer.qkv, work.normed, d.hidden, work.qkv, (d.heads + 2 * d.kv_heads) * d.head_dim);
-    meet();
+    barrier();
     turn_and_write(layer);
-    meet();
+    barrier();
     attention(layer);
-    meet();
+    barrier();
     if (d.half) {
       for (int64_t t = rows().first; t < rows().last; t++) ready(work.attended + t * q, q);
-      meet();
+      barrier();
     }
     const int64_t intermediate = outputs(layer.up) / (d.gated ? 2 : 1);
     if (d.parallel) {
       product(layer.o, work.attended, q, work.delta, d.hidden);
       expand(layer.up, work.mlp_normed, batch.tokens, work.up, intermediate);
-      meet();
+      barrier();
       product(layer.down, work.up, outputs(layer.up), work.normed, d.hidden);
-      meet();
+      barrier();
       add_both(layer, hidden);
-      meet();
+      barrier();
       return;
     }
     add_linear(layer.o, work.attended, q, layer.attention_post_norm, hidden);
@@ -349,15 +349,15 @@ struct Run {
       norm(layer.mlp_norm, hidden + t * d.hidden, work.mlp_normed + t * d.hidden, d.hidden);
       ready(work.mlp_normed + t * d.hidden, d.hidden);
     }
-    meet();
+    barrier();
     if (layer.experts) {
       mixture(layer);
       add_normed(layer.mlp_post_norm, work.delta, hidden);
-      meet();
+      barrier();
       return;
     }
     expand(layer.up, work.mlp_normed, batch.tokens, work.up, intermediate);
-    meet();
+    barrier();
     add_linear(layer.down, work.up, outputs(layer.up), layer.mlp_post_norm, hidden);
   }
 
@@ -365,12 +365,12 @@ struct Run {
   void mixture(const Layer& layer) const {
     const int64_t experts = layer.experts, intermediate = d.expert_intermediate, width = intermediate * (d.gated ? 2 : 1);
     product(layer.router, work.mlp_normed, d.hidden, work.shares, experts);
-    meet();
+    barrier();
     for (int64_t t = rows().first; t < rows().last; t++) {
       route(work.shares + t * experts, experts);
       std::memset(work.delta + t * d.hidden, 0, d.hidden * sizeof(float));
     }
-    meet();
+    barrier();
     std::vector<int64_t> chosen;
     for (int64_t e = 0; e < experts; e++) {
       chosen.clear();
@@ -380,12 +380,12 @@ struct Run {
       const Part mine = part(chosen.size(), 1, thread, threads);
       for (int64_t i = mine.first; i < mine.last; i++)
         std::memcpy(work.expert_in + i * d.hidden, work.mlp_normed + chosen[i] * d.hidden, d.hidden * sizeof(float));
-      meet();
+      barrier();
       const Linear up = rows_of<W>(layer.experts_up, e * width, width), down = rows_of<W>(layer.experts_down, e * d.hidden, d.hidden);
       expand(up, work.expert_in, chosen.size(), work.up, intermediate);
-      meet();
+      barrier();
       linear<W>(down, work.up, width, chosen.size(), work.expert_out, d.hidden, Store{}, thread, threads);
-      meet();
+      barrier();
       for (int64_t i = mine.first; i < mine.last; i++) {
         const float share = work.shares[chosen[i] * experts + e];
         for (int64_t k = 0; k < d.hidden; k++) {
@@ -393,7 +393,7 @@ struct Run {
           work.delta[chosen[i] * d.hidden + k] += d.experts_float32 ? scaled : rounded<W>(scaled);
         }
       }
-      meet();
+      barrier();
     }
     for (int64_t t = rows().first; t < rows().last; t++)
       for (int64_t k = 0; k < d.hidden; k++) work.delta[t * d.hidden + k] = rounded<W>(work.delta[t * d.hidden + k]);
@@ -432,10 +432,10 @@ struct Run {
       }
       if (d.project_in.parts) ready(row, size);
     }
-    meet();
+    barrier();
     if (d.project_in.parts) {
       product(d.project_in, work.delta, size, hidden, d.hidden);
-      meet();
+      barrier();
     }
     for (int64_t t = rows().first; t < rows().last; t++) {
       float* row = hidden + t * d.hidden;
@@ -445,7 +445,7 @@ struct Run {
       }
       norm(d.embedding_norm, row, row, d.hidden);
     }
-    meet();
+    barrier();
   }
 
   // Logits of every row of hidden.
@@ -455,19 +455,19 @@ struct Run {
       norm(d.final_norm, hidden + t * d.hidden, row, d.hidden);
       ready(row, d.hidden);
     }
-    meet();
+    barrier();
     const float* x = work.normed;
     int64_t in = d.hidden;
     if (d.project_out.parts) {
       in = d.embedding_size;
       product(d.project_out, x, d.hidden, work.delta, in);
-      meet();
+      barrier();
       for (int64_t t = rows().first; t < rows().last; t++) ready(work.delta + t * in, in);
-      meet();
+      barrier();
       x = work.delta;
     }
     product(d.head, x, in, out, d.vocabulary);
-    meet();
+    barrier();
     if (d.logits_divisor == 1.0 && d.logits_softcap == 0.0) return;
     for (int64_t i = rows().first * d.vocabulary; i < rows().last * d.vocabulary; i++) {
       float value = rounded<W>(out[i] / float(d.logits_divisor));

@@ -39,7 +39,7 @@ static inline Vec held(Vec v) {
 
 // What an adapter adds to a product: outputs [first, first + rows) get scale · b (a x).  a [rank, in], b [rows, rank] of the
 // model's dtype.  at: floats for each token before a x in the work space, which is [tokens, rank].
-struct Side {
+struct LoraDelta {
   const void *a, *b;
   int64_t rank, first, rows, at;
   double scale;
@@ -53,7 +53,7 @@ struct Linear {
   int64_t rows[3];
   int64_t parts;
   int64_t in;
-  const Side* sides;
+  const LoraDelta* sides;
   int64_t num_sides;
   const float* scale[3];
   int64_t groups;
@@ -333,7 +333,7 @@ template <typename W>
 static void reduce_sides(const Linear& l, const float* x, int64_t ldx, int64_t rows, float* reduced, int thread, int threads) {
   const Part mine = part(l.num_sides * rows, 1, thread, threads);
   for (int64_t i = 0; i < l.num_sides; i++) {
-    const Side& side = l.sides[i];
+    const LoraDelta& side = l.sides[i];
     const int64_t first = std::max<int64_t>(mine.first - i * rows, 0), last = std::min(mine.last - i * rows, rows);
     if (first >= last) continue;
     float* y = reduced + side.at * rows + first * side.rank;
@@ -346,7 +346,7 @@ static void reduce_sides(const Linear& l, const float* x, int64_t ldx, int64_t r
 template <typename W>
 static void add_sides(const Linear& l, const float* reduced, int64_t rows, float* y, int64_t ldy, int64_t first, int64_t last) {
   for (int64_t i = 0; i < l.num_sides; i++) {
-    const Side& side = l.sides[i];
+    const LoraDelta& side = l.sides[i];
     const int64_t from = std::max<int64_t>(first - side.first, 0), to = std::min(last - side.first, side.rows);
     if (from < to)
       columns<W>(reduced + side.at * rows, side.rank, (const W*)side.b, {}, nullptr, side.rank, y + side.first, ldy, rows, from, to, AddScaled{float(side.scale)});
