@@ -37,7 +37,7 @@ test-all: .venv/.installed ## every test
 
 check: .venv/.installed ## ruff, format, layout and the tests that need no ranks
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q tests/test_layout.py tests/test_config.py tests/generation tests/weights tests/rlhf_examples/test_losses.py
+	$(BIN)/python -m pytest -q tests/test_layout.py tests/test_config.py tests/generation tests/weights tests/rlhf_examples/common/test_losses.py
 
 bench: .venv/.installed ## the switch and rollouts under ZeRO-3: every way to hold weights, Hugging Face's ways
 	$(LAUNCH) -m benchmarks.modes

@@ -14,12 +14,12 @@ import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 import hybrid
-from rlhf_examples.arguments import ChatArguments
-from rlhf_examples.command_line import run_command
-from rlhf_examples.conversations import turn_end
-from rlhf_examples.engines import deepspeed_config
-from rlhf_examples.models import load_exported, load_tokenizer, merged, require_model
-from rlhf_examples.ranks import device, preparation_is_over, seed_everything
+from rlhf_examples.common.arguments import ChatArguments
+from rlhf_examples.common.command_line import run_command
+from rlhf_examples.common.engines import deepspeed_config
+from rlhf_examples.common.models import load_exported, load_tokenizer, merged, require_model
+from rlhf_examples.common.ranks import device, preparation_is_over, seed_everything
+from rlhf_examples.data.conversations import turn_end
 
 Messages = list[dict[str, str]]
 HELP = "Write, and end with Enter. /new begins a new conversation, /quit (or Ctrl-D) ends."

@@ -11,19 +11,19 @@ from functools import partial
 import torch
 
 import hybrid
-from rlhf_examples.arguments import DPOArguments
-from rlhf_examples.command_line import run_command
-from rlhf_examples.data import collate_preference
-from rlhf_examples.engines import Judge, Training, judge, trained_policy
-from rlhf_examples.forwards import judged_logps, token_logps
-from rlhf_examples.held_out import examples_of
-from rlhf_examples.losses import Loss, dpo_loss
-from rlhf_examples.models import load_policy, load_tokenizer, require_model
-from rlhf_examples.ranks import device, seed_everything
-from rlhf_examples.rollouts import Row
-from rlhf_examples.run_directory import begin_run
-from rlhf_examples.trackers import Metrics
-from rlhf_examples.training import fit, total_steps
+from rlhf_examples.common.arguments import DPOArguments
+from rlhf_examples.common.command_line import run_command
+from rlhf_examples.common.engines import Judge, Training, judge, trained_policy
+from rlhf_examples.common.forwards import judged_logps, token_logps
+from rlhf_examples.common.losses import Loss, dpo_loss
+from rlhf_examples.common.models import load_policy, load_tokenizer, require_model
+from rlhf_examples.common.ranks import device, seed_everything
+from rlhf_examples.common.rollouts import Row
+from rlhf_examples.common.run_directory import begin_run
+from rlhf_examples.common.trackers import Metrics
+from rlhf_examples.common.training import fit, total_steps
+from rlhf_examples.data.examples import collate_preference
+from rlhf_examples.data.held_out import examples_of
 
 EMBEDDED = "synthetic:preferences"
 BAR = {"loss": "loss", "accuracy": "rewards/accuracies", "held out": "eval_rewards/accuracies"}

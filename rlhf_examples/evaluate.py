@@ -15,17 +15,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_examples.actor import Evaluation, in_groups, mean_of_judged, standard_error
-from rlhf_examples.arguments import EvaluateArguments
-from rlhf_examples.command_line import run_command
-from rlhf_examples.data import tokenised
-from rlhf_examples.engines import frozen
-from rlhf_examples.files import printable, write_atomically
-from rlhf_examples.models import load_exported, load_tokenizer, require_model
-from rlhf_examples.records import load_records
-from rlhf_examples.run_log import without_nan
-from rlhf_examples.scorers import Rewards
-from rlhf_examples.texts import RecordFormat
+from rlhf_examples.common.actor import Evaluation, in_groups, mean_of_judged, standard_error
+from rlhf_examples.common.arguments import EvaluateArguments
+from rlhf_examples.common.command_line import run_command
+from rlhf_examples.common.engines import frozen
+from rlhf_examples.common.files import printable, write_atomically
+from rlhf_examples.common.models import load_exported, load_tokenizer, require_model
+from rlhf_examples.common.run_log import without_nan
+from rlhf_examples.common.scorers import Rewards
+from rlhf_examples.data.examples import tokenised
+from rlhf_examples.data.records import load_records
+from rlhf_examples.data.texts import RecordFormat
 
 
 def main() -> None:

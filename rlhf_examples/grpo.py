@@ -16,18 +16,16 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.actor import Actor, Evaluation, load_rewards, start_log, time_metrics, train_iterations
-from rlhf_examples.arguments import GRPOArguments
-from rlhf_examples.best_model import BestModel
-from rlhf_examples.checkpoint import Checkpoints
-from rlhf_examples.command_line import run_command
-from rlhf_examples.data import RowStream
-from rlhf_examples.engines import step_on
-from rlhf_examples.files import CHECKPOINTS
-from rlhf_examples.forwards import token_logps
-from rlhf_examples.groups import groups_with_spread, has_spread, next_groups
-from rlhf_examples.held_out import examples_of
-from rlhf_examples.losses import (
+from rlhf_examples.common.actor import Actor, Evaluation, load_rewards, start_log, time_metrics, train_iterations
+from rlhf_examples.common.arguments import GRPOArguments
+from rlhf_examples.common.best_model import BestModel
+from rlhf_examples.common.checkpoint import Checkpoints
+from rlhf_examples.common.command_line import run_command
+from rlhf_examples.common.engines import step_on
+from rlhf_examples.common.files import CHECKPOINTS
+from rlhf_examples.common.forwards import token_logps
+from rlhf_examples.common.groups import groups_with_spread, has_spread, next_groups
+from rlhf_examples.common.losses import (
     entropy_bonus,
     figure_means,
     group_advantages,
@@ -38,10 +36,10 @@ from rlhf_examples.losses import (
     rloo_advantages,
     soft_overlong_punishment,
 )
-from rlhf_examples.measures import Phases, flops_metrics, scores_by_source
-from rlhf_examples.models import load_tokenizer, require_model
-from rlhf_examples.ranks import over_ranks, seed_everything, sums_over_ranks
-from rlhf_examples.rollouts import (
+from rlhf_examples.common.measures import Phases, flops_metrics, scores_by_source
+from rlhf_examples.common.models import load_tokenizer, require_model
+from rlhf_examples.common.ranks import over_ranks, seed_everything, sums_over_ranks
+from rlhf_examples.common.rollouts import (
     Experience,
     Numerics,
     completion_metrics,
@@ -50,9 +48,11 @@ from rlhf_examples.rollouts import (
     optimizer_steps,
     training_logps,
 )
-from rlhf_examples.run_directory import begin_run
-from rlhf_examples.scorers import Rewards, Scorer
-from rlhf_examples.trackers import Metrics
+from rlhf_examples.common.run_directory import begin_run
+from rlhf_examples.common.scorers import Rewards, Scorer
+from rlhf_examples.common.trackers import Metrics
+from rlhf_examples.data.examples import RowStream
+from rlhf_examples.data.held_out import examples_of
 
 EMBEDDED = "synthetic:arithmetic"
 BAR = {"reward": "reward", "length": "completions/mean_length", "tokens/s": "time/tokens_per_s"}

@@ -12,20 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_examples.actor import Evaluation
-from rlhf_examples.arguments import PairsArguments
-from rlhf_examples.command_line import run_command
-from rlhf_examples.data import tokenised
-from rlhf_examples.engines import frozen
-from rlhf_examples.files import PAIRS, write_atomically
-from rlhf_examples.models import load_exported, load_tokenizer, require_model
-from rlhf_examples.ranks import is_first, rendezvous
-from rlhf_examples.records import load_records
-from rlhf_examples.rollouts import Row
-from rlhf_examples.scorers import Rewards
-from rlhf_examples.synthetic import preference_pairs
-from rlhf_examples.texts import RecordFormat, template_columns
-from rlhf_examples.trackers import Metrics
+from rlhf_examples.common.actor import Evaluation
+from rlhf_examples.common.arguments import PairsArguments
+from rlhf_examples.common.command_line import run_command
+from rlhf_examples.common.engines import frozen
+from rlhf_examples.common.files import PAIRS, write_atomically
+from rlhf_examples.common.models import load_exported, load_tokenizer, require_model
+from rlhf_examples.common.ranks import is_first, rendezvous
+from rlhf_examples.common.rollouts import Row
+from rlhf_examples.common.scorers import Rewards
+from rlhf_examples.common.trackers import Metrics
+from rlhf_examples.data.examples import tokenised
+from rlhf_examples.data.records import load_records
+from rlhf_examples.data.synthetic import preference_pairs
+from rlhf_examples.data.texts import RecordFormat, template_columns
 
 
 def main() -> None:

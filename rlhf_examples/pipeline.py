@@ -15,7 +15,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from rlhf_examples import dpo, grpo, pairs, ppo, reward_model, sft, throughput
-from rlhf_examples.arguments import (
+from rlhf_examples.common.arguments import (
     DPOArguments,
     GRPOArguments,
     PairsArguments,
@@ -29,13 +29,13 @@ from rlhf_examples.arguments import (
     require_known,
     split_command_line,
 )
-from rlhf_examples.command_line import input_errors_reported
-from rlhf_examples.files import DONE, SETTINGS, write_atomically
-from rlhf_examples.ranks import end_ranks, is_first, preparing, rendezvous, start_ranks
-from rlhf_examples.report import write_report
+from rlhf_examples.common.command_line import input_errors_reported
+from rlhf_examples.common.files import DONE, SETTINGS, write_atomically
+from rlhf_examples.common.ranks import end_ranks, is_first, preparing, rendezvous, start_ranks
+from rlhf_examples.common.run_directory import begin_run, require_same_settings
+from rlhf_examples.common.served_rewards import served_rewards
+from rlhf_examples.report.write import write_report
 from rlhf_examples.rewards import SERVER
-from rlhf_examples.run_directory import begin_run, require_same_settings
-from rlhf_examples.served_rewards import served_rewards
 
 SCRIPTS = {
     "sft": (SFTArguments, sft.run),

@@ -15,18 +15,16 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.actor import Actor, Evaluation, load_rewards, start_log, time_metrics, train_iterations
-from rlhf_examples.arguments import PPOArguments
-from rlhf_examples.batches import require_exact_values
-from rlhf_examples.best_model import BestModel
-from rlhf_examples.checkpoint import Checkpoints
-from rlhf_examples.command_line import run_command
-from rlhf_examples.data import RowStream
-from rlhf_examples.engines import Training, step_on, trained
-from rlhf_examples.files import CHECKPOINTS
-from rlhf_examples.forwards import judged_values, token_logps, token_values
-from rlhf_examples.held_out import examples_of
-from rlhf_examples.losses import (
+from rlhf_examples.common.actor import Actor, Evaluation, load_rewards, start_log, time_metrics, train_iterations
+from rlhf_examples.common.arguments import PPOArguments
+from rlhf_examples.common.batches import require_exact_values
+from rlhf_examples.common.best_model import BestModel
+from rlhf_examples.common.checkpoint import Checkpoints
+from rlhf_examples.common.command_line import run_command
+from rlhf_examples.common.engines import Training, step_on, trained
+from rlhf_examples.common.files import CHECKPOINTS
+from rlhf_examples.common.forwards import judged_values, token_logps, token_values
+from rlhf_examples.common.losses import (
     AdaptiveKLController,
     FixedKLController,
     Loss,
@@ -41,11 +39,11 @@ from rlhf_examples.losses import (
     shaped_rewards,
     value_loss,
 )
-from rlhf_examples.measures import Phases, TrainingFlops, flops_metrics, scores_by_source
-from rlhf_examples.models import load_tokenizer, load_value_model, require_model
-from rlhf_examples.pretraining import PretrainingTexts
-from rlhf_examples.ranks import over_ranks, own_share, seed_everything, sums_over_ranks
-from rlhf_examples.rollouts import (
+from rlhf_examples.common.measures import Phases, TrainingFlops, flops_metrics, scores_by_source
+from rlhf_examples.common.models import load_tokenizer, load_value_model, require_model
+from rlhf_examples.common.pretraining import PretrainingTexts
+from rlhf_examples.common.ranks import over_ranks, own_share, seed_everything, sums_over_ranks
+from rlhf_examples.common.rollouts import (
     Experience,
     Numerics,
     Row,
@@ -60,9 +58,11 @@ from rlhf_examples.rollouts import (
     sampling,
     training_logps,
 )
-from rlhf_examples.run_directory import begin_run
-from rlhf_examples.scorers import Rewards, Scorer
-from rlhf_examples.trackers import Metrics
+from rlhf_examples.common.run_directory import begin_run
+from rlhf_examples.common.scorers import Rewards, Scorer
+from rlhf_examples.common.trackers import Metrics
+from rlhf_examples.data.examples import RowStream
+from rlhf_examples.data.held_out import examples_of
 
 EMBEDDED = "synthetic:stories"
 BAR = {"score": "objective/scores", "kl": "objective/kl", "tokens/s": "time/tokens_per_s"}

@@ -6,18 +6,18 @@ torchrun --nproc_per_node=8 -m rlhf_examples.reward_model --model_name_or_path m
     --dtype bfloat16
 """
 
-from rlhf_examples.arguments import RewardModelArguments
-from rlhf_examples.command_line import run_command
-from rlhf_examples.data import collate_preference
-from rlhf_examples.engines import Training, trained
-from rlhf_examples.held_out import examples_of
-from rlhf_examples.losses import Loss, last_token_values, pairwise_reward_loss, tokenwise_pairwise_reward_loss
-from rlhf_examples.models import load_tokenizer, load_value_model, require_model
-from rlhf_examples.ranks import device, seed_everything
-from rlhf_examples.rollouts import Row
-from rlhf_examples.run_directory import begin_run
-from rlhf_examples.trackers import Metrics
-from rlhf_examples.training import fit, total_steps
+from rlhf_examples.common.arguments import RewardModelArguments
+from rlhf_examples.common.command_line import run_command
+from rlhf_examples.common.engines import Training, trained
+from rlhf_examples.common.losses import Loss, last_token_values, pairwise_reward_loss, tokenwise_pairwise_reward_loss
+from rlhf_examples.common.models import load_tokenizer, load_value_model, require_model
+from rlhf_examples.common.ranks import device, seed_everything
+from rlhf_examples.common.rollouts import Row
+from rlhf_examples.common.run_directory import begin_run
+from rlhf_examples.common.trackers import Metrics
+from rlhf_examples.common.training import fit, total_steps
+from rlhf_examples.data.examples import collate_preference
+from rlhf_examples.data.held_out import examples_of
 
 EMBEDDED = "synthetic:preferences"
 BAR = {"loss": "loss", "accuracy": "accuracy", "held out": "eval_accuracy"}

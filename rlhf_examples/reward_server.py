@@ -16,9 +16,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from rlhf_examples.arguments import RewardServerArguments, parse_arguments
-from rlhf_examples.command_line import input_errors_reported
-from rlhf_examples.files import write_atomically
+from rlhf_examples.common.arguments import RewardServerArguments, parse_arguments
+from rlhf_examples.common.command_line import input_errors_reported
+from rlhf_examples.common.files import write_atomically
 from rlhf_examples.rewards import Reward, judged_by_all, load_reward, reward_name
 
 LOOK_S = 0.5  # between looks at whether the parent is still there

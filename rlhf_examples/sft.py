@@ -8,20 +8,20 @@ torchrun --nproc_per_node=8 -m rlhf_examples.sft --model_name_or_path my-model -
 import torch
 from transformers import LlamaConfig
 
-from rlhf_examples.arguments import SFTArguments
-from rlhf_examples.command_line import run_command
-from rlhf_examples.data import PackedExamples, collate_supervised
-from rlhf_examples.engines import Training, trained_policy
-from rlhf_examples.forwards import token_logps
-from rlhf_examples.held_out import examples_of
-from rlhf_examples.losses import Loss, language_model_loss
-from rlhf_examples.models import load_policy, load_tokenizer, require_attention, require_model, small_model
-from rlhf_examples.ranks import device, seed_everything
-from rlhf_examples.rollouts import Row
-from rlhf_examples.run_directory import begin_run
-from rlhf_examples.synthetic import synthetic_tokenizer
-from rlhf_examples.trackers import Metrics
-from rlhf_examples.training import fit, total_steps
+from rlhf_examples.common.arguments import SFTArguments
+from rlhf_examples.common.command_line import run_command
+from rlhf_examples.common.engines import Training, trained_policy
+from rlhf_examples.common.forwards import token_logps
+from rlhf_examples.common.losses import Loss, language_model_loss
+from rlhf_examples.common.models import load_policy, load_tokenizer, require_attention, require_model, small_model
+from rlhf_examples.common.ranks import device, seed_everything
+from rlhf_examples.common.rollouts import Row
+from rlhf_examples.common.run_directory import begin_run
+from rlhf_examples.common.trackers import Metrics
+from rlhf_examples.common.training import fit, total_steps
+from rlhf_examples.data.examples import PackedExamples, collate_supervised
+from rlhf_examples.data.held_out import examples_of
+from rlhf_examples.data.synthetic import synthetic_tokenizer
 
 EMBEDDED = "synthetic:stories"
 BAR = {"loss": "loss", "held out": "eval_loss"}

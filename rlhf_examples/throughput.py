@@ -17,16 +17,16 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 import hybrid
-from rlhf_examples.arguments import ThroughputArguments
-from rlhf_examples.command_line import run_command
-from rlhf_examples.data import collate_prompts, tokenised
-from rlhf_examples.engines import deepspeed_config, frozen
-from rlhf_examples.models import load_exported, load_tokenizer, merged, require_model
-from rlhf_examples.ranks import device, over_ranks, own_share, rendezvous
-from rlhf_examples.records import load_records
-from rlhf_examples.rollouts import sampling
-from rlhf_examples.texts import RecordFormat
-from rlhf_examples.trackers import Metrics
+from rlhf_examples.common.arguments import ThroughputArguments
+from rlhf_examples.common.command_line import run_command
+from rlhf_examples.common.engines import deepspeed_config, frozen
+from rlhf_examples.common.models import load_exported, load_tokenizer, merged, require_model
+from rlhf_examples.common.ranks import device, over_ranks, own_share, rendezvous
+from rlhf_examples.common.rollouts import sampling
+from rlhf_examples.common.trackers import Metrics
+from rlhf_examples.data.examples import collate_prompts, tokenised
+from rlhf_examples.data.records import load_records
+from rlhf_examples.data.texts import RecordFormat
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 
-from rlhf_examples import checkpoint, dpo, grpo, ppo, reward_model, sft
-from rlhf_examples.arguments import (
+from rlhf_examples import dpo, grpo, ppo, reward_model, sft
+from rlhf_examples.common import checkpoint
+from rlhf_examples.common.arguments import (
     DPOArguments,
     GRPOArguments,
     PPOArguments,
@@ -17,9 +18,9 @@ from rlhf_examples.arguments import (
     SFTArguments,
     arguments_of,
 )
-from rlhf_examples.models import small_model
-from rlhf_examples.run_log import read_metrics
-from rlhf_examples.synthetic import synthetic_tokenizer
+from rlhf_examples.common.models import small_model
+from rlhf_examples.common.run_log import read_metrics
+from rlhf_examples.data.synthetic import synthetic_tokenizer
 
 SCRIPTS = {
     "sft": (sft, SFTArguments),

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import hybrid
 from rlhf_examples import chat, evaluate, pairs, pipeline, throughput
-from rlhf_examples.actor import Actor
-from rlhf_examples.arguments import (
+from rlhf_examples.common.actor import Actor
+from rlhf_examples.common.arguments import (
     ChatArguments,
     EvaluateArguments,
     PairsArguments,
@@ -23,9 +23,9 @@ from rlhf_examples.arguments import (
     arguments_of,
     read_yaml,
 )
-from rlhf_examples.engines import deepspeed_config, frozen
-from rlhf_examples.models import load_exported
-from rlhf_examples.rollouts import sampling
+from rlhf_examples.common.engines import deepspeed_config, frozen
+from rlhf_examples.common.models import load_exported
+from rlhf_examples.common.rollouts import sampling
 from tests.engines import engine_of, train_step
 from tests.rlhf_examples.scripts import run_here, small_directory
 from tests.rlhf_examples.test_recipes import CONFIGS, RECIPES

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_examples.actor import Evaluation, pass_at, standard_error
-from rlhf_examples.arguments import EvaluateArguments, GRPOArguments
-from rlhf_examples.engines import frozen
-from rlhf_examples.models import load_exported, load_tokenizer
-from rlhf_examples.scorers import Rewards
+from rlhf_examples.common.actor import Evaluation, pass_at, standard_error
+from rlhf_examples.common.arguments import EvaluateArguments, GRPOArguments
+from rlhf_examples.common.engines import frozen
+from rlhf_examples.common.models import load_exported, load_tokenizer
+from rlhf_examples.common.scorers import Rewards
 from tests.rank_pool import RankPool
 from tests.rlhf_examples.scripts import small_directory
 

@@ -22,9 +22,9 @@ from transformers import (
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.memory_plan import Modes
 from rlhf_examples import pipeline
-from rlhf_examples.actor import hybrid_blocks
-from rlhf_examples.arguments import PPOArguments, read_yaml
-from rlhf_examples.run_log import read_metrics
+from rlhf_examples.common.actor import hybrid_blocks
+from rlhf_examples.common.arguments import PPOArguments, read_yaml
+from rlhf_examples.common.run_log import read_metrics
 from tests.rlhf_examples.chat_models import chat_model, tokenizer_of
 from tests.rlhf_examples.scripts import ROLLOUTS
 from tests.test_launchers import finished

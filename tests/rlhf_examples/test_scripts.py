@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import hybrid
 from rlhf_examples import chat, evaluate, pipeline
-from rlhf_examples.arguments import ChatArguments, EvaluateArguments
-from rlhf_examples.run_log import read_metrics
+from rlhf_examples.common.arguments import ChatArguments, EvaluateArguments
+from rlhf_examples.common.run_log import read_metrics
 from tests.rank_pool import run_script
 from tests.rlhf_examples.scripts import (
     ROLLOUTS,
@@ -45,7 +45,7 @@ STEPS = {
         "num_iterations": 2,
         "actor_model_name_or_path": "step:sft/model",
         "critic_model_name_or_path": "step:reward_model/model",
-        "eval_reward": "rlhf_examples.synthetic:gold_score",
+        "eval_reward": "rlhf_examples.data.synthetic:gold_score",
         "eval_every": 1,
     },
     "grpo": {

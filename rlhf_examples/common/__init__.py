@@ -1,0 +1,1 @@
+"""What the scripts share: engines, rollouts, losses, checkpoints, logs."""

@@ -1,0 +1,347 @@
+"""What PPO and GRPO share beside rollouts: the policy with its reference, what scores completions, evaluation."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+import hybrid
+from rlhf_examples.common.arguments import EvaluateArguments, PairsArguments, RolloutArguments, RunArguments
+from rlhf_examples.common.best_model import BestModel
+from rlhf_examples.common.checkpoint import Checkpoints, Stateful
+from rlhf_examples.common.ema import MovingAverage
+from rlhf_examples.common.engines import Judge, Training, export, judge, trained_policy
+from rlhf_examples.common.files import AVERAGE, BEFORE, MODEL, write_atomically
+from rlhf_examples.common.forwards import judged_logps
+from rlhf_examples.common.measures import Phases, TokenCount, TrainingFlops
+from rlhf_examples.common.models import load_policy, require_model
+from rlhf_examples.common.ranks import from_all_ranks, interleaved, is_first, own_share, sums_over_ranks
+from rlhf_examples.common.rollouts import (
+    Row,
+    decode_completions,
+    noise_seed,
+    own_numbers,
+    roll_out,
+    rows_of_forward,
+    sampling,
+)
+from rlhf_examples.common.run_log import RunLog, read_metrics
+from rlhf_examples.common.scorers import Rewards
+from rlhf_examples.common.trackers import Metrics
+
+
+@dataclass
+class Actor:
+    """The policy, and what belongs to it.
+
+    reference: None where it is the policy without its adapter, or where none is needed.  flops: of training the policy.
+    """
+
+    policy: hybrid.HybridEngine
+    reference: Judge | None
+    average: MovingAverage | None
+    args: RolloutArguments
+    flops: TrainingFlops
+    tokens: TokenCount = field(default_factory=TokenCount)
+
+    @classmethod
+    def load(cls, args: RolloutArguments, total_steps: int, needs_reference: bool) -> "Actor":
+        """All from `args.actor_model_name_or_path`.  total_steps: of the optimizer."""
+        name = args.actor_model_name_or_path
+        require_model("actor_model_name_or_path", name)
+        training = Training.of(args, "actor_", args.per_device_training_batch_size, total_steps)
+        load, reference = partial(load_policy, attn_implementation=args.attn_implementation), None
+        if needs_reference and not args.actor_lora_dim:
+            reference = judge(load, name, args.dtype, args.offload_reference_model)
+        loading = training.lora, training.gradient_checkpointing
+        model = load(name, training.config(args), *loading, disable_dropout=args.disable_dropout)
+        policy = trained_policy(model, args, training, **hybrid_blocks(args))
+        average = MovingAverage(policy, args.ema_beta) if args.enable_ema else None
+        return cls(policy, reference, average, args, TrainingFlops.of(policy.module))
+
+    def reference_logps(self, batch: hybrid.RolloutBatch) -> torch.Tensor:
+        """The reference's logprobs of completions, at the sampling temperature.  float32 [rows, completion]"""
+        temperature, width = self.args.temperature, batch.completion_mask.shape[1]
+        if self.reference is None:
+            scores = self.policy.score(batch.sequences, batch.attention_mask, adapters=False, temperature=temperature)
+            return scores.per_token_logps[:, -width:]
+        rows = rows_of_forward(self.args, batch.sequences.shape[1])
+        return judged_logps(self.reference, batch.sequences, batch.attention_mask, width, temperature, rows)
+
+    def old_logps(self, batch: hybrid.RolloutBatch) -> torch.Tensor:
+        """The policy's own in eval mode, or as sampled: `logprob_mode`.  float32 [rows, completion]"""
+        if self.args.logprob_mode == "sampling":
+            return batch.old_per_token_logps
+        scores = self.policy.score(batch.sequences, batch.attention_mask, temperature=self.args.temperature)
+        return scores.per_token_logps[:, -batch.completion_mask.shape[1] :]
+
+    def parts(self) -> dict[str, Stateful | None]:
+        """What checkpoints hold beside the policy."""
+        return {"average": self.average, "tokens": self.tokens}
+
+    def stepped(self) -> None:
+        """After an optimizer step."""
+        if self.average is not None:
+            self.average.update()
+
+    def export(self, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+        """Write the policy as `model`, and its average as `model_ema`. Every rank takes part."""
+        export_trained(self.policy, self.average, tokenizer, directory, self.args.lora_export == "merged")
+
+    def destroy(self) -> None:
+        """Free the engines."""
+        for engine in (self.policy, self.reference):
+            if engine is not None:
+                engine.destroy()
+
+
+def train_iterations(
+    iterate: Callable[[int], Metrics],
+    actor: Actor,
+    evaluation: "Evaluation",
+    checkpoints: Checkpoints,
+    best: BestModel,
+    log: RunLog,
+    done: int,
+    args: RolloutArguments,
+) -> tuple[Metrics, int]:
+    """The iterations of a run that are not done, with the evaluations, log lines and checkpoints that are due; gives
+    the last one's metrics, and the iteration after which the policy is as it is left: the best where that is asked for.
+
+    iterate: trains the iteration of a number, from 1, and gives its metrics.
+    """
+    metrics = last_logged(Path(args.output_dir)) if done == args.num_iterations or best.ends_training else {}
+    outside, last = Phases(), done
+    for iteration in range(done + 1, args.num_iterations + 1):
+        if best.ends_training:
+            log.note(best.reason)
+            break
+        with log.room_for_engine():
+            actor.policy.eval()  # prints DeepSpeed's line about the iteration before
+        metrics, last, is_best = iterate(iteration), iteration, False
+        ends = bool(best.metric) and iteration == args.num_iterations  # the last model may be the best
+        if args.eval_every and (iteration % args.eval_every == 0 or ends):
+            with outside.timed("eval"):
+                found = evaluation.logged(log, iteration)
+            is_best = best.judge(found, iteration)
+            metrics |= found
+        log.add(iteration, metrics | outside.metrics())
+        outside = Phases()  # a checkpoint's time is on the next line of the log
+        if is_best or (args.save_every and iteration % args.save_every == 0):
+            with outside.timed("save"):
+                checkpoints.save(iteration, best.iteration)
+    if args.load_best_model_at_end and best.iteration:
+        checkpoints.load(best.iteration)
+        last = best.iteration
+    return metrics, last
+
+
+def export_trained(
+    engine: hybrid.HybridEngine,
+    average: MovingAverage | None,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    merged: bool,
+) -> None:
+    """Write a trained model as `model` in `directory`, and its average, where there is one, as `model_ema`."""
+    export(engine, tokenizer, directory / MODEL, merged)
+    if average is not None:
+        export(engine, tokenizer, directory / AVERAGE, merged, average)
+
+
+def kept_before(directory: Path, resumed: bool, find: Callable[[], dict]) -> dict:
+    """What `find` finds before the first update, kept in `directory`, where a resumed run reads it."""
+    path = directory / BEFORE
+    if resumed and path.is_file():
+        return json.loads(path.read_text())
+    found = find()
+    if is_first():
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(found))
+    return found
+
+
+def last_logged(directory: Path) -> Metrics:
+    """The metrics of the last iteration that a run has logged; none where there is none."""
+    rows = read_metrics(directory)
+    return rows[-1] if rows else {}
+
+
+def start_log(args: RunArguments, description: str, bar_metrics: dict[str, str], total: int, done: int) -> RunLog:
+    """The log of a run in its output_dir.  done: iterations that a resumed run has behind it."""
+    return RunLog(
+        Path(args.output_dir),
+        total=total,
+        start=done,
+        description=description,
+        bar_metrics=bar_metrics,
+        print_every=args.print_every,
+        report_to=args.report_to,
+        settings=asdict(args),
+    )
+
+
+def time_metrics(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, phases: Phases) -> Metrics:
+    """Where an iteration's time went on this rank; tokens a second are of all ranks.
+
+    phases: of the whole iteration. Of a rollout there are parts (gather to wait), and score is all between it and
+    training.
+    """
+    spent = {f"time/{name}": batch.timings[name] for name in ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s")}
+    tokens, stats = sums_over_ranks({"tokens": batch.completion_mask.sum()})["tokens"], policy.stats()
+    return {
+        **spent,
+        **phases.metrics(),
+        "time/score_s": sum(s for name, s in phases.seconds.items() if name not in ("rollout", "train")),
+        "time/iteration_s": phases.last - phases.begun,
+        "time/tokens_per_s": tokens / phases.seconds["rollout"],
+        "memory/peak_bytes": stats["peak_bytes"],
+    }
+
+
+def hybrid_blocks(args: RolloutArguments) -> dict[str, dict]:
+    """The engine's blocks, from DeepSpeed-Chat's flags."""
+    return {
+        "hybrid_engine": {
+            "max_out_tokens": args.max_prompt_seq_len + args.max_answer_seq_len,
+            "inference_tp_size": args.inference_tp_size,
+            "release_inference_cache": args.release_inference_cache,
+            "pin_parameters": not args.unpin_actor_parameters,
+            "tp_gather_partition_size": args.tp_gather_partition_size,
+        },
+        "rollout": {
+            "containers": "fused" if args.enable_hybrid_engine else "native",
+            "lora": "unmerged" if args.unmerged_lora else "merged",
+        },
+    }
+
+
+def load_rewards(names: list[str], weights: list[float], args: RolloutArguments, offload: bool = False) -> Rewards:
+    """What judges completions.  names, weights, offload: as `Rewards.load`."""
+    rows, waiting = args.per_device_training_batch_size, (args.reward_timeout_s, args.reward_retries)
+    return Rewards.load(names, args.dtype, rows, offload, weights, *waiting, args.attn_implementation)
+
+
+@dataclass
+class Evaluation:
+    """The policy on held-out prompts: always the same ones, with the same noise, whatever the number of ranks.
+
+    num_generations: completions of a prompt, which stand next to each other.  greedy: they are not drawn.
+    pass_at_k, pass_score: as the arguments of these names.
+    """
+
+    policy: hybrid.HybridEngine
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[Row]
+    rewards: list[Rewards]
+    args: RolloutArguments | EvaluateArguments | PairsArguments
+    num_generations: int = 1
+    greedy: bool = False
+    pass_at_k: tuple[int, ...] = ()
+    pass_score: float = 1.0
+
+    @classmethod
+    def load(
+        cls,
+        policy: hybrid.HybridEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: list[Row],
+        rewards: Rewards,
+        args: RolloutArguments,
+    ) -> "Evaluation":
+        """By what training goes by, and by what it never sees, where there is that."""
+        others = load_rewards(args.eval_reward, [], args, args.offload_reference_model) if args.eval_reward else None
+        passing = args.eval_num_generations, args.eval_greedy, tuple(args.pass_at_k), args.pass_score
+        return cls(policy, tokenizer, prompts, [rewards, *filter(None, [others])], args, *passing)
+
+    def __call__(self, draw: int = 0) -> tuple[Metrics, list[str], dict[str, list[float]]]:
+        """The scorers' means, of what they could judge, with standard errors, and shares that pass, as metrics;
+        completions of all prompts; scores of them by the scorers' names, the first scorer's first. All are empty
+        without prompts.
+
+        Of what training never sees, a name that training has too begins with `eval_`.  draw: another one has other
+        noise.
+        """
+        if not self.prompts:
+            return {}, [], {}
+        ranks, each = dist.get_world_size(), self.num_generations
+        padded = [*self.prompts, *self.prompts[:1] * (-len(self.prompts) % ranks)]  # as many on each rank
+        own = own_share(padded)
+        params = sampling(self.args, noise_seed(self.args.seed, draw))
+        params = replace(params, temperature=0.0) if self.greedy else params
+        with self.policy.inference():
+            batch = roll_out(self.policy, self.tokenizer, own, own_numbers(len(own)), params, each)
+        completions = decode_completions(self.tokenizer, batch)
+        found, of_each = {"": completions}, [row for row in own for _ in range(each)]
+        for rewards in self.rewards:
+            scores = rewards.by_name(batch, of_each, completions)
+            found |= {f"eval_{name}" if name in found else name: of.tolist() for name, of in scores.items()}
+        from_ranks = from_all_ranks({name: in_groups(of, each) for name, of in found.items()})
+        groups = {name: interleaved(part[name] for part in from_ranks)[: len(self.prompts)] for name in found}
+        found = {name: [one for group in of for one in group] for name, of in groups.items()}
+        texts = found.pop("")
+        metrics = {f"eval_{name}": mean_of_judged(scores) for name, scores in found.items()}
+        errors = {name: standard_error(of) for name, of in groups.items() if name in found}
+        metrics |= {f"eval_{name}_stderr": error for name, error in errors.items() if not math.isnan(error)}
+        for name in found:
+            passed = [[score >= self.pass_score for score in group] for group in groups[name]]  # NaN does not
+            shares = {k: statistics.fmean(pass_at(k, of_prompt) for of_prompt in passed) for k in self.pass_at_k}
+            metrics |= {f"eval_{name}/pass@{k}": share for k, share in shares.items()}
+        return metrics, texts, found
+
+    def before(self, directory: Path, resumed: bool) -> dict:
+        """What was found before the first update; a resumed run reads what its beginning wrote."""
+        return kept_before(directory, resumed, lambda: dict(zip(("metrics", "texts", "scores"), self(), strict=True)))
+
+    def logged(self, log: RunLog, iteration: int, found: dict | None = None) -> Metrics:
+        """Evaluate while training, and log every completion.  found: what `before` gave, in the place of evaluating."""
+        metrics, texts, scores = self() if found is None else found.values()
+        self._log(log, iteration, texts, scores, self.args.num_samples)
+        return metrics
+
+    def _log(self, log: RunLog, iteration: int, texts: list[str], scores: dict[str, list[float]], shown: int) -> None:
+        if texts:
+            prompts = [row["prompt"] for row in self.prompts for _ in range(self.num_generations)]
+            log.add_completions(iteration, {"prompt": prompts, "completion": texts, **scores}, shown)
+
+    def show(self, log: RunLog, before: dict, iteration: int) -> Metrics:
+        """Evaluate after the last iteration, and show samples before and after; gives the metrics, with those before
+        under `before_`."""
+        metrics, texts, scores = self()
+        self._log(log, iteration, texts, scores, shown=0)
+        few = slice(0, self.args.num_samples)
+        prompts = [row["prompt"] for row in self.prompts]
+        if prompts[few]:
+            columns = before["texts"], texts, *(next(iter(of.values())) for of in (before["scores"], scores))
+            log.show_samples(prompts[few], *(column[:: self.num_generations][few] for column in columns))
+        return {**{f"before_{name}": value for name, value in before["metrics"].items()}, **metrics}
+
+
+def in_groups(items: list, size: int) -> list[list]:
+    """Parts of `size` items in a row."""
+    return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+def pass_at(k: int, passed: list[bool]) -> float:
+    """The probability that one of k of a prompt's completions passes, without bias (arXiv:2107.03374, section 2.1)."""
+    return 1 - math.comb(passed.count(False), k) / math.comb(len(passed), k)
+
+
+def mean_of_judged(scores: list[float]) -> float:
+    """The mean of the scores that are not NaN; NaN where none is left."""
+    kept = [score for score in scores if not math.isnan(score)]
+    return statistics.fmean(kept) if kept else math.nan
+
+
+def standard_error(groups: list[list[float]]) -> float:
+    """Of the mean over prompts, of which each has a group of scores: completions of one prompt are alike. NaN for fewer
+    than two prompts that were judged."""
+    means = [mean for mean in map(mean_of_judged, groups) if not math.isnan(mean)]
+    return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan

@@ -1,0 +1,272 @@
+"""Micro batches: which rows go together, rows without padding, logits a chunk at a time.
+
+B rows of T columns, prompt and completion together; a row may be padded on the left, the right or both.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hybrid
+from rlhf_examples.common.losses import entropy_of, wide
+
+CHUNK_SIZE = 1024  # tokens whose logits exist at once: 0.6 GB in float32 with a vocabulary of 150 thousand
+TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05  # nats, on average; 16 bits have 3 digits, of logits of 10 and more
+
+
+def balanced(lengths: Sequence[int] | torch.Tensor, num_batches: int) -> list[list[int]]:
+    """Row numbers in `num_batches` batches of about as many tokens each; no batch is empty.
+
+    lengths: tokens of each row. The longest row not yet placed goes to the batch with the fewest tokens, of those to
+    the one with the fewest rows, of those to the first. Tokens, not rows, are made even: time and memory follow them.
+    The number of batches is given, because under ZeRO every rank must run as many forwards and backwards.
+    Raises ValueError where there are fewer rows than batches.
+    """
+    lengths = torch.as_tensor(lengths).tolist()
+    if len(lengths) < num_batches:
+        raise ValueError(f"num_batches: {num_batches} given for {len(lengths)} rows; a batch needs a row")
+    batches, tokens = [[] for _ in range(num_batches)], [0] * num_batches
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        fewest = min(range(num_batches), key=lambda batch: (tokens[batch], len(batches[batch]), batch))
+        batches[fewest].append(row)
+        tokens[fewest] += lengths[row]
+    return [sorted(batch) for batch in batches]
+
+
+def token_budget_batches(
+    lengths: torch.Tensor, max_tokens: int, over_ranks_max: Callable[[torch.Tensor], torch.Tensor]
+) -> list[list[int]]:
+    """`balanced` batches of at most `max_tokens` tokens: on every rank as many, as few as the neediest can do with.
+
+    lengths int64 [rows], this rank's. over_ranks_max: the maximum of a tensor over all ranks; called once, on every
+    rank, and what one rank refuses all refuse.
+    DeepSpeed takes as many backwards in each optimizer step as `gradient_accumulation_steps` says. For a number that
+    changes, leave that 1, say `engine.set_gradient_accumulation_boundary(last)` before each backward, and call
+    `engine.step()` after each: nothing is then averaged over the backwards, so a micro batch's loss is divided by the
+    number of all tokens over that of ranks (`loss_denominator` with micro_batches = ranks).
+    Raises ValueError where a row is longer than max_tokens, or a rank has fewer rows than batches are needed.
+    """
+    own = lengths.tolist()
+    needed = max(-(-sum(own) // max_tokens), 1)
+    while needed < len(own) and any(sum(own[row] for row in rows) > max_tokens for rows in balanced(own, needed)):
+        needed += 1
+    needed, longest, fewest = over_ranks_max(lengths.new_tensor([needed, max(own, default=0), -len(own)])).tolist()
+    if longest > max_tokens:
+        raise ValueError(f"max_tokens: {max_tokens} given; the longest row has {longest} tokens")
+    if needed > -fewest:
+        raise ValueError(f"max_tokens: {max_tokens} given; a rank needs {needed} batches, and one has {-fewest} rows")
+    return balanced(own, needed)
+
+
+def packed(sequences: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows' real tokens one after another, and their positions, which begin at 0 in each row.
+
+    sequences, mask [B, T]; gives ids, position_ids [1, total].
+    Most of Hugging Face's decoders, called with these, attention_mask=None and use_cache=False, keep the rows apart:
+    transformers reads the boundaries off the positions and makes the mask that sdpa or eager attention needs, but only
+    where it is given neither a mask nor a cache (masking_utils.py, 5.23). `require_exact` says whether a model does.
+    """
+    kept = mask.bool()
+    positions = mask.long().cumsum(dim=1) - 1
+    return sequences[kept].unsqueeze(0), positions[kept].unsqueeze(0)
+
+
+def unpacked(per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """What belongs to packed tokens, back in its rows, with gradients.
+
+    per_token [1, total, ...], mask [B, T]; gives [B, T, ...], 0 where masked.
+    """
+    rows = per_token.new_zeros(*mask.shape, *per_token.shape[2:])
+    return rows.index_put(tuple(mask.nonzero(as_tuple=True)), per_token[0])
+
+
+def chunked_logps(
+    hidden: torch.Tensor,
+    head: nn.Module,
+    ids: torch.Tensor,
+    temperature: float = 1.0,
+    chunk_size: int = CHUNK_SIZE,
+    after_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs of `ids` and entropies in nats by head(hidden) / temperature, with gradients, logits a chunk at a time.
+
+    hidden [N, hidden size], ids int64 [N], N may be 0; gives two of float32 [N] (float64 where logits are).
+    head: hidden states to logits, such as `model.get_output_embeddings()`. after_head: what the model does to its
+    logits then, for the vocabulary of a token: `logits_after_head`.
+    Backward computes each chunk's logits again, so that those of `chunk_size` tokens live at a time.
+    Raises ValueError for a head of several modules whose parameters ZeRO-3 partitions.
+    """
+    own = head.forward
+
+    def judge(part: torch.Tensor, part_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = wide(own(part))
+        logits = logits if after_head is None else after_head(logits)
+        log_probs = torch.log_softmax(logits / temperature, dim=-1)
+        return log_probs.gather(-1, part_ids.unsqueeze(-1)).squeeze(-1), entropy_of(log_probs)
+
+    def judge_chunks(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = zip(hidden.split(chunk_size), ids.split(chunk_size), strict=True)
+        logps, entropies = zip(*(checkpoint(judge, *part, use_reentrant=False) for part in parts), strict=True)
+        return torch.cat(logps), torch.cat(entropies)
+
+    # The head is called once, with the chunks inside: ZeRO-3's hooks are on the call, and gather its weight once for
+    # the forward and once for the backward. A call for each chunk gives the same gradients, but gathers for each, and
+    # stops for ever where ranks have other numbers of tokens, and so of chunks (deepspeed 0.19.8).
+    inside = (p for child in head.children() for p in child.parameters())
+    if any(hasattr(parameter, "ds_id") for parameter in inside):
+        raise ValueError(
+            f"head: {type(head).__name__} has modules inside that ZeRO-3 partitions; take its logits whole"
+        )
+    with forward_lent(head, judge_chunks):
+        return head(hidden)
+
+
+@contextlib.contextmanager
+def forward_lent(module: nn.Module, forward: Callable) -> Iterator[None]:
+    """Inside the block calling `module` runs `forward`, within the module's hooks; afterwards its own again."""
+    own = vars(module).get("forward")  # of this object, where something has replaced its class's
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def logits_after_head(config) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a Hugging Face model does to the logits of its head: Gemma's cap, Granite's and Cohere's scales."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+
+    def after_head(logits: torch.Tensor) -> torch.Tensor:
+        logits = logits if scale == 1 else logits * scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return after_head
+
+
+def packed_forward(engine: nn.Module, sequences: torch.Tensor, mask: torch.Tensor, **more):
+    """The output of a Hugging Face decoder for `packed` rows: what belongs to tokens in it is [1, total, ...].
+
+    engine: the model, or a DeepSpeed engine around it. sequences, mask [B, T]; more: other arguments of the model.
+    """
+    ids, positions = packed(sequences, mask)
+    return engine(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **more)
+
+
+def per_token_logps_and_entropies(
+    engine: nn.Module,
+    sequences: torch.Tensor,
+    mask: torch.Tensor,
+    wanted: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = CHUNK_SIZE,
+    padding_free: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs of the tokens that are wanted, and the entropies that they were judged by, with gradients.
+
+    engine: a Hugging Face decoder, or a DeepSpeed engine around one in train mode. sequences, mask, wanted [B, T];
+    gives two of float32 [B, T], 0 where masked, not wanted, or without a token before it. padding_free: the forward is
+    of packed rows. Before the first call, `require_exact` says whether the model can do this.
+    Under ZeRO-3 every rank takes part, with whatever it has, also no wanted token at all.
+    """
+    model, kept = getattr(engine, "module", engine), mask.bool()
+    more = {"output_hidden_states": True, "logits_to_keep": 1}
+    if padding_free:
+        hidden = unpacked(packed_forward(engine, sequences, mask, **more).hidden_states[-1], mask)
+    else:
+        call = functools.partial(engine, **more)
+        hidden = hybrid.padded_forward(model, call)(sequences, mask).hidden_states[-1]  # [B, T, hidden size]
+    rows, columns = (kept[:, 1:] & kept[:, :-1] & wanted[:, 1:].bool()).nonzero(as_tuple=True)  # of the tokens before
+    found = chunked_logps(
+        hidden[rows, columns],
+        model.get_output_embeddings(),
+        sequences[rows, columns + 1],
+        temperature,
+        chunk_size,
+        logits_after_head(model.config),
+    )
+    return tuple(values.new_zeros(mask.shape).index_put((rows, columns + 1), values) for values in found)
+
+
+@torch.no_grad()
+def require_exact(engine: nn.Module, padding_free: bool) -> None:
+    """Raises ValueError where `per_token_logps_and_entropies` does not give what the model's own logits do.
+
+    Compared on three short rows of random tokens: a model may mix packed rows (BLOOM, Falcon and OPT do, transformers
+    5.23), or change its logits in ways of its own. Every rank takes part.
+    """
+    model = getattr(engine, "module", engine)
+    was_training, vocabulary = model.training, model.config.get_text_config().vocab_size
+    ids, mask = (tensor.to(next(model.parameters()).device) for tensor in padded_example(vocabulary))
+    model.eval()  # no dropout; the forwards stay those of training
+    try:
+        logits = hybrid.padded_forward(model, engine)(ids, mask).logits[:, :-1]
+        ours, _ = per_token_logps_and_entropies(engine, ids, mask, mask, padding_free=padding_free, chunk_size=4)
+        mixed = padding_free and rows_mix(engine, ids, mask, vocabulary)
+    finally:
+        model.train(was_training)
+    judged = (mask[:, 1:] * mask[:, :-1]).bool()
+    error = (hybrid.selective_log_softmax(logits, ids[:, 1:]) - ours[:, 1:])[judged].abs().mean().item()
+    name = type(model).__name__
+    if mixed:
+        raise ValueError(
+            f"padding_free: true given; {name} mixes packed rows: one changes with another; use padded ones"
+        )
+    if not error < (HALF_TOLERANCE if logits.dtype.itemsize == 2 else TOLERANCE):
+        raise ValueError(
+            f"padding_free: {padding_free} given; {name}'s logprobs with logits in chunks are {error:.2g} off its own, "
+            "on average; use its logits whole"
+        )
+
+
+@torch.no_grad()
+def require_exact_values(engine: nn.Module) -> None:
+    """Raises ValueError where a value model's packed rows are not what they are padded: see `require_exact`.
+
+    Hidden states are compared: a new head makes 0 of everything. Every rank takes part.
+    """
+    model = getattr(engine, "module", engine)
+    was_training, vocabulary = model.training, model.classifier.config.get_text_config().vocab_size
+    ids, mask = (tensor.to(next(model.parameters()).device) for tensor in padded_example(vocabulary))
+    model.eval()
+    try:
+        padded, of_packed = (
+            engine(input_ids=ids, attention_mask=mask, padding_free=packs, output_hidden_states=True).hidden_states[0]
+            for packs in (False, True)
+        )
+    finally:
+        model.train(was_training)
+    expected = padded[mask.bool()]
+    error = ((of_packed[0] - expected).float().abs().mean() / expected.float().abs().mean()).item()
+    if not error < (HALF_TOLERANCE if expected.dtype.itemsize == 2 else TOLERANCE):
+        raise ValueError(
+            f"padding_free: true given; {type(model.classifier).__name__} mixes packed rows: its hidden states are "
+            f"{error:.2g} of their size off those of padded rows; use padded ones"
+        )
+
+
+def padded_example(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three short rows of random tokens, padded left, right and not, and their mask.  int64 [3, 9]"""
+    ids = torch.randint(vocabulary, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[1, 5:] = 0, 0
+    return ids, mask
+
+
+def rows_mix(engine: nn.Module, ids: torch.Tensor, mask: torch.Tensor, vocabulary: int) -> bool:
+    """Whether packed rows behind the first change with it, by more than a few roundings.  ids, mask [B, T]."""
+    changed = torch.cat([(ids[:1] + 1) % vocabulary, ids[1:]])
+    one, other = (
+        packed_forward(engine, rows, mask, output_hidden_states=True, logits_to_keep=1).hidden_states[-1][0]
+        for rows in (ids, changed)
+    )
+    change = (one - other)[int(mask[0].sum()) :].abs().max()
+    return bool(change > 4 * torch.finfo(one.dtype).eps * one.abs().max())

@@ -1,0 +1,182 @@
+"""Checkpoints of a run that a kill at any moment leaves loadable."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+import hybrid
+from rlhf_examples.common.files import write_atomically
+from rlhf_examples.common.reshard import Piece, pieces_of, reshard
+
+LATEST, PREFIX = "latest", "iteration-"
+
+
+class Stateful(Protocol):
+    """What can be saved beside engines, on each rank: controllers, averages, the data's position.
+
+    What is not alike on all ranks has `load_state_dicts` too: of those of every rank of another number of them.
+    """
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Checkpoints:
+    """The checkpoints of a run in `directory`: engines and other parts by name, and the random states of every rank.
+
+    Where a run stands in its data and its noise are functions of seed and iteration, so the iteration is all of that.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        engines: dict[str, hybrid.HybridEngine],
+        parts: dict[str, Stateful | None],
+        keep_last: int,
+    ):
+        self.directory, self.engines, self.keep_last = Path(directory), engines, keep_last
+        self.parts = {name: part for name, part in parts.items() if part is not None}
+
+    def save(self, iteration: int, best: int = 0) -> None:
+        """Save everything as of the end of `iteration`. Every rank takes part.  best: iteration of a checkpoint that
+        stays, however many come after it.
+
+        Written under a temporary name; `latest` names it only when it is whole. Frozen weights, such as those under a
+        LoRA, are left out: a run reads them where it began.
+        """
+        name = f"{PREFIX}{iteration:06d}"
+        unfinished = self.directory / f"{name}.unfinished"
+        if dist.get_rank() == 0:
+            for old in self.directory.glob("*.unfinished"):
+                shutil.rmtree(old)
+            unfinished.mkdir(parents=True)
+        dist.barrier()
+        for engine_name, engine in self.engines.items():
+            engine.save_checkpoint(str(unfinished), tag=engine_name, save_latest=False, exclude_frozen_parameters=True)
+        own = {
+            "random": random_states(),
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            "pieces": {name: pieces_of(engine) for name, engine in self.engines.items()},
+        }
+        torch.save(own, unfinished / f"rank{dist.get_rank()}.pt")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            about = {"iteration": iteration, "world_size": dist.get_world_size(), "zero_stages": self._zero_stages()}
+            (unfinished / "run.json").write_text(json.dumps(about))
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+            unfinished.rename(self.directory / name)
+            write_atomically(self.directory / LATEST, name)
+            self._prune(iteration, best)
+        dist.barrier()
+
+    def _prune(self, iteration: int, best: int) -> None:
+        """Delete all but the newest checkpoints up to `iteration`, which is there and stays, as that of `best` does.
+
+        Later ones are left: a run that went on from an earlier iteration has not come to them.
+        """
+        found = {int(path.name.removeprefix(PREFIX)): path for path in self.directory.glob(f"{PREFIX}*[0-9]")}
+        for number in sorted(number for number in found if number <= iteration)[: -self.keep_last]:
+            if number != best:
+                shutil.rmtree(found[number])
+
+    def load_latest(self) -> int:
+        """Restore the newest checkpoint on every rank; gives the iteration after which it was saved, 0 where there is
+        none. Another number of ranks may have saved it.
+        """
+        if not (self.directory / LATEST).is_file():
+            return 0
+        return self._load((self.directory / LATEST).read_text())
+
+    def load(self, iteration: int) -> None:
+        """Restore the checkpoint of an iteration on every rank. Raises ValueError where it is not there."""
+        name = f"{PREFIX}{iteration:06d}"
+        if not (self.directory / name).is_dir():
+            raise ValueError(f"checkpoint: there is no {self.directory / name}, which was kept; was it deleted?")
+        self._load(name)
+
+    def _load(self, name: str) -> int:
+        newest = self.directory / name
+        about = json.loads((newest / "run.json").read_text())
+        rank, ranks = dist.get_rank(), about["world_size"]
+        same = ranks == dist.get_world_size()
+        numbers = [rank] if same else range(ranks)
+        saved = [torch.load(newest / f"rank{number}.pt", mmap=True, weights_only=False) for number in numbers]
+        own = saved[0] if same else saved[rank % ranks]
+        if missing := sorted(self.parts.keys() - own["parts"].keys()):
+            raise ValueError(
+                f"resume: {newest} holds no {', '.join(missing)}; give the settings that the run began with, or begin "
+                "another"
+            )
+        if about["zero_stages"] != self._zero_stages():
+            raise ValueError(
+                f"resume: {newest} was saved under ZeRO {about['zero_stages']}, and this run has {self._zero_stages()}"
+                "; give the stages that the run began with"
+            )
+        for name, engine in self.engines.items():
+            if same or not engine.zero_optimization():  # without ZeRO every rank has all
+                engine.load_checkpoint(str(newest), tag=name, custom_load_fn=load_trained)
+            else:
+                self._load_resharded(engine, newest / name, [of_rank["pieces"][name] for of_rank in saved])
+        for name, part in self.parts.items():
+            if same or not hasattr(part, "load_state_dicts"):
+                part.load_state_dict(own["parts"][name])
+            else:
+                part.load_state_dicts([of_rank["parts"][name] for of_rank in saved])
+        restore(own["random"])
+        return about["iteration"]
+
+    def _zero_stages(self) -> dict[str, int]:
+        return {name: int(engine.zero_optimization_stage()) for name, engine in self.engines.items()}
+
+    def _load_resharded(self, engine: hybrid.HybridEngine, tag: Path, pieces: list[list[Piece]]) -> None:
+        """Restore an engine from ranks of another number, which had `pieces`."""
+        target = self.directory / "resharded.unfinished"
+        if dist.get_rank() == 0:
+            shutil.rmtree(target, ignore_errors=True)
+        dist.barrier()
+        reshard(engine, tag, pieces, target)
+        dist.barrier()
+        engine.load_checkpoint(str(target), tag=tag.name, custom_load_fn=load_trained)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(target)
+
+
+def load_trained(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+    """Load what a checkpoint has of a module, frozen weights or not.
+
+    Raises ValueError where it lacks a weight that is trained, or has one that the module lacks.
+    """
+    missing, unexpected = dst.load_state_dict(src, strict=False)
+    trained = {name for name, parameter in dst.named_parameters() if parameter.requires_grad}
+    if unfit := sorted(trained.intersection(missing)) + unexpected:
+        raise ValueError(
+            f"resume: the checkpoint is one of another model: {', '.join(unfit[:4])} is on one side alone; give the "
+            "settings that the run began with"
+        )
+
+
+def random_states() -> dict[str, Any]:
+    """Python's, numpy's, torch's and the device's generators."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": get_accelerator().get_rng_state(),
+    }
+
+
+def restore(states: dict[str, Any]) -> None:
+    """Set the generators as `random_states` found them."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    get_accelerator().set_rng_state(states["device"])

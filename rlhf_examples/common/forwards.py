@@ -1,0 +1,91 @@
+"""Forwards of a training engine: logprobs, entropies and values of given tokens.
+
+B rows of T columns, padded on either side or both; `width`: the columns of the completions, the last ones.
+"""
+
+import torch
+
+import hybrid
+from rlhf_examples.common.batches import per_token_logps_and_entropies
+from rlhf_examples.common.losses import entropy_from_logits
+
+
+def token_logps(
+    policy: hybrid.HybridEngine,
+    sequences: torch.Tensor,
+    mask: torch.Tensor,
+    width: int,
+    temperature: float = 1.0,
+    logit_chunk: int = 0,
+    padding_free: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and entropies of the completion tokens, with gradients.  sequences, mask [B, T]; float32 [B, width], 0
+    where masked.
+
+    logit_chunk: tokens whose logits exist at once; 0: all.  padding_free: rows stand one behind the other in the
+    forward, without padding. For both the model must be one that `require_exact` accepts.
+    """
+    if logit_chunk:
+        wanted = torch.zeros_like(mask)
+        wanted[:, -width:] = 1
+        settings = {"temperature": temperature, "chunk_size": logit_chunk, "padding_free": padding_free}
+        found = per_token_logps_and_entropies(policy, sequences, mask, wanted, **settings)
+        return tuple(values[:, -width:] for values in found)
+    kept, targets = mask[:, -width:].bool(), sequences[:, -width:]
+    logits = hybrid.padded_forward(policy.module, policy)(sequences, mask).logits[:, -width - 1 : -1] / temperature
+    logps = hybrid.selective_log_softmax(logits, targets)
+    return torch.where(kept, logps, 0.0), torch.where(kept, entropy_from_logits(logits), 0.0)
+
+
+def token_values(
+    critic: hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, width: int, padding_free: bool = False
+) -> torch.Tensor:
+    """The value of the state before each completion token.  sequences, mask [B, T]; float32 [B, width].
+
+    padding_free: rows stand one behind the other in the forward, without padding.
+    """
+    logits = critic(input_ids=sequences, attention_mask=mask, padding_free=padding_free).logits
+    return logits[:, -width - 1 : -1, 0].float()
+
+
+@torch.no_grad()
+def judged_logps(
+    reference: hybrid.InferenceEngine | hybrid.HybridEngine,
+    sequences: torch.Tensor,
+    mask: torch.Tensor,
+    width: int,
+    temperature: float,
+    rows: int,
+) -> torch.Tensor:
+    """The reference's logprobs of the completion tokens, `rows` rows a forward.  float32 [B, width]."""
+    if isinstance(reference, hybrid.HybridEngine):
+        return reference.score(sequences, mask, temperature=temperature).per_token_logps[:, -width:]
+    forward, logps = hybrid.padded_forward(reference.module, reference), []
+    for ids, of_ids in zip(sequences.split(rows), mask.split(rows), strict=True):
+        logits = forward(ids, of_ids).logits[:, -width - 1 : -1] / temperature
+        logps.append(hybrid.selective_log_softmax(logits, ids[:, -width:]))
+    return torch.cat(logps)
+
+
+@torch.no_grad()
+def judged_values(
+    model: hybrid.InferenceEngine | hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, rows: int
+) -> torch.Tensor:
+    """A number for every token by a reward model or critic, `rows` rows a forward.  float32 [B, T]."""
+    parts = zip(sequences.split(rows), mask.split(rows), strict=True)
+    return torch.cat([model(input_ids=ids, attention_mask=of_ids).logits[..., 0].float() for ids, of_ids in parts])
+
+
+@torch.no_grad()
+def token_logps_alone(
+    policy: hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, width: int, temperature: float
+) -> torch.Tensor:
+    """`token_logps` by another batch shape: each row in a forward of its own, without padding; without gradients.
+
+    sequences, mask [B, T]; float32 [B, width], 0 behind a completion. Every rank gives as many rows.
+    """
+    alone = torch.zeros(len(sequences), width, device=sequences.device)
+    for logps, row, kept in zip(alone, sequences, mask.bool(), strict=True):
+        length, ids = int(kept[-width:].sum()), row[kept][None]
+        logps[:length] = token_logps(policy, ids, torch.ones_like(ids), length, temperature)[0][0]
+    return alone

@@ -1,0 +1,358 @@
+"""What is trained and what judges, as Hugging Face modules."""
+
+import copy
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from deepspeed import zero
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.modeling_outputs import TokenClassifierOutput
+from transformers.utils import find_adapter_config_file
+
+import hybrid
+from rlhf_examples.common.batches import packed_forward, unpacked
+from rlhf_examples.common.ranks import from_all_ranks
+from rlhf_examples.rewards import REWARDS_ALLOWED
+
+
+def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBase:
+    """The tokenizer, with a padding token.  chat_template: file of one, in the place of its own."""
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if chat_template:
+        if not Path(chat_template).is_file():
+            raise ValueError(f"chat_template: no file at {chat_template!r}")
+        tokenizer.chat_template = Path(chat_template).read_text()
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """A PEFT LoRA.  rank: 0 is none.  modules: PEFT's `target_modules`, names with commas between.  dropout: share of
+    its inputs.  alone: written as an adapter over the model that it begins from."""
+
+    rank: int
+    alpha: int
+    modules: str
+    dropout: float = 0.0
+    alone: bool = False
+
+    def on(self, model: nn.Module, task: str) -> nn.Module:
+        """`model`, frozen under the adapter; or as it is, where the rank is 0.  task: PEFT's `task_type`."""
+        if not self.rank:
+            return model
+        names = self.modules if self.modules == "all-linear" else self.modules.split(",")
+        config = peft.LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=names,
+            task_type=task,
+        )
+        # Factors in the weights' dtype: DeepSpeed refuses a partitioned model with parameters of two (0.19.8).
+        return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def small_model(
+    hidden_size: int, num_hidden_layers: int, tokenizer: PreTrainedTokenizerBase, attn_implementation: str = ""
+) -> PreTrainedModel:
+    """A new Llama of a few million parameters.  attn_implementation: as `load`."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 3,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation or None)
+
+
+def load(
+    kind: type,
+    name: str,
+    engine: dict[str, Any],
+    new: str = "",
+    config: PretrainedConfig | None = None,
+    disable_dropout: bool = False,
+    attn_implementation: str = "",
+) -> PreTrainedModel:
+    """A model from a directory or hub name, in the dtype of the engine that it is for. Every rank takes part.
+
+    Under ZeRO-3 parameters are partitioned from the start, and the first rank maps the files and hands out a module's
+    weights at a time: no rank ever holds the model. Under ZeRO 0 to 2 every rank holds it, as it will in training.
+
+    kind: one of Hugging Face's Auto classes.  engine: the engine's DeepSpeed configuration.
+    new: beginning of the names of weights that the files need not have; they are initialized, alike on every rank.
+    config: in place of the one that lies there.  disable_dropout: `without_dropout`.
+    attn_implementation: transformers'; its own choice where empty.
+    Raises ValueError on every rank where weights are missing, do not fit or cannot be read.
+    """
+    dtype = torch.bfloat16 if engine["bf16"]["enabled"] else torch.float32
+    partitioned = HfDeepSpeedConfig(engine)  # transformers looks for it as long as it lives
+    error, model = "", None
+    try:
+        config = config or AutoConfig.from_pretrained(name)
+        config = without_dropout(config) if disable_dropout else config
+        settings = {"config": config, "dtype": dtype, "attn_implementation": attn_implementation or None}
+        model, report = kind.from_pretrained(name, **settings, output_loading_info=True)
+        if missing := sorted(key for key in report["missing_keys"] if not new or not key.startswith(new)):
+            error = f"it has no {', '.join(missing[:20])}; give the checkpoint of a {type(model).__name__}"
+    except (ImportError, OSError, RuntimeError, ValueError, SafetensorError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    finally:
+        del partitioned
+    # A weight that does not fit shows on the rank that reads it alone, and the others would wait for it.
+    if error := next(filter(None, from_all_ranks(error)), ""):
+        raise ValueError(f"{name!r} cannot be loaded: {error}")
+    return model
+
+
+def load_merged(kind: type, name: str, engine: dict[str, Any], new: str = "", **kwargs: Any) -> PreTrainedModel:
+    """`load`, of a whole model or of PEFT's adapter, which is then merged into its base. What is `new` begins at zero,
+    but for what the adapter has of it."""
+    base = base_of(name)
+    model = load(kind, base, engine, new, **kwargs)
+    zero_(model, new)
+    return model if base == name else with_adapter(model, name)
+
+
+def base_of(name: str) -> str:
+    """The model that the adapter in a directory or of a hub name is over; `name` where it holds none."""
+    try:
+        if find_adapter_config_file(name) is None:
+            return name
+    except OSError:  # there is no model either, which `load` says
+        return name
+    return peft.PeftConfig.from_pretrained(name).base_model_name_or_path
+
+
+def zero_(model: PreTrainedModel, new: str) -> None:
+    """Set the parameters whose names begin with `new` to zero; none where that is empty."""
+    parameters = [parameter for name, parameter in model.named_parameters() if new and name.startswith(new)]
+    with zero.GatheredParameters(parameters, modifier_rank=0):
+        for parameter in parameters:
+            nn.init.zeros_(parameter)
+
+
+@torch.no_grad()
+def with_adapter(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """`model`, whole or partitioned, with an adapter merged into its weights, a module at a time, and the weights that
+    were trained beside the adapter (`modules_to_save`) in the place of its own. Every rank takes part.
+
+    Raises ValueError where the adapter is one of another model.
+    """
+    config = peft.PeftConfig.from_pretrained(name)
+    # A language model's adapter fits its classifier too; what was trained beside it is copied below.
+    config.task_type, config.modules_to_save, config.inference_mode = None, None, False
+    tensors = {key.removeprefix("base_model.model."): value for key, value in peft.load_peft_weights(name).items()}
+    own = dict(model.named_parameters())
+    beside = {own[key]: tensors.pop(key) for key in sorted(tensors.keys() & own.keys())}
+    adapted = peft.get_peft_model(model, config)
+    tensors = {f"base_model.model.{key}": value for key, value in tensors.items()}
+    unexpected = peft.set_peft_model_state_dict(adapted, tensors).unexpected_keys
+    if unexpected or not tensors:
+        raise ValueError(
+            f"{name!r} is no adapter of a {type(model).__name__}: it has {', '.join(unexpected[:4]) or 'no weights'}"
+        )
+    for parameter, values in beside.items():
+        with zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.copy_(values)
+    for module in adapted.modules():
+        if isinstance(module, BaseTunerLayer):
+            with zero.GatheredParameters([*module.get_base_layer().parameters()], modifier_rank=0):
+                module.merge()
+    return adapted.unload().requires_grad_(True)
+
+
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration, in which every probability of dropout and every width of a router's noise is 0.
+
+    Not only `nn.Dropout` modules read these: OPT, BLOOM and Llama's attention give them to functions.
+    """
+    for part in (config, config.get_text_config()):
+        for name, value in vars(part).items():
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return config
+
+
+def load_policy(
+    name: str,
+    engine: dict[str, Any],
+    lora: LoRA | None = None,
+    gradient_checkpointing: bool = False,
+    disable_dropout: bool = False,
+    attn_implementation: str = "",
+) -> nn.Module:
+    """A language model from a directory or hub name, an adapter's too, as `load_merged`.
+
+    Raises ValueError for a LoRA on an adapter that is to be written alone: its base would lack the first one.
+    """
+    if lora is not None and lora.rank and lora.alone and base_of(name) != name:
+        raise ValueError(
+            f"lora_export: adapter given, and {name!r} is an adapter itself, over which the new one would stand; give "
+            "merged, or a whole model"
+        )
+    settings = {"disable_dropout": disable_dropout, "attn_implementation": attn_implementation}
+    model = load_merged(AutoModelForCausalLM, name, engine, **settings)
+    checkpoint_gradients(model, gradient_checkpointing)
+    return model if lora is None else lora.on(model, "CAUSAL_LM")
+
+
+class ValueModel(nn.Module):
+    """A number for every token, by a sequence classifier with one label: a reward model, or a critic.
+
+    classifier: of any family whose head is a linear layer over the last hidden states, with PEFT's adapters or without.
+    """
+
+    def __init__(self, classifier: nn.Module):
+        super().__init__()
+        self.classifier = classifier
+        model = classifier.get_base_model() if isinstance(classifier, peft.PeftModel) else classifier
+        if model.config.num_labels != 1:
+            raise ValueError(f"{model.config.name_or_path!r} has {model.config.num_labels} labels; it must have 1")
+        if not hasattr(model, "score"):
+            raise ValueError(
+                f"{type(model).__name__} has no linear head `score` over its last hidden states; give a decoder's "
+                "sequence classifier"
+            )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        use_cache: bool = False,
+        padding_free: bool = False,
+        output_hidden_states: bool = False,
+    ):
+        """input_ids, attention_mask int64 [rows, tokens], padded on either side; logits [rows, tokens, 1].
+
+        padding_free: rows stand one behind the other in the forward, and logits are 0 where masked;
+        `require_exact_values` says whether the model keeps them apart.  output_hidden_states: the last ones too, of
+        packed rows [1, total, hidden size], else [rows, tokens, hidden size].
+        """
+        model = self.classifier
+        model = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+        if padding_free:
+            hidden = packed_forward(model.base_model, input_ids, attention_mask).last_hidden_state
+            logits = unpacked(model.score(hidden), attention_mask)
+        else:
+            hidden = hybrid.padded_forward(model.base_model)(input_ids, attention_mask).last_hidden_state
+            logits = model.score(hidden)
+        return TokenClassifierOutput(logits=logits, hidden_states=(hidden,) if output_hidden_states else None)
+
+
+def load_value_model(
+    name: str,
+    engine: dict[str, Any],
+    lora: LoRA | None = None,
+    gradient_checkpointing: bool = False,
+    disable_dropout: bool = False,
+    attn_implementation: str = "",
+) -> ValueModel:
+    """The reward model in a directory or of a hub name, an adapter's too, as `load_merged`; or any language model,
+    whose head then begins at zero."""
+    config = AutoConfig.from_pretrained(base_of(name), num_labels=1)
+    has_head = any("SequenceClassification" in kind for kind in config.architectures or [])
+    settings = {"config": config, "disable_dropout": disable_dropout, "attn_implementation": attn_implementation}
+    model = load_merged(AutoModelForSequenceClassification, name, engine, "" if has_head else "score.", **settings)
+    value_model = ValueModel(model)
+    checkpoint_gradients(model, gradient_checkpointing)
+    return value_model if lora is None else ValueModel(lora.on(model, "SEQ_CLS"))
+
+
+def checkpoint_gradients(model: PreTrainedModel, enabled: bool) -> None:
+    """Compute activations again in the backward, where `enabled`."""
+    if enabled:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()  # under a LoRA nothing before the first adapter would have gradients
+
+
+def is_reward_model(name: str) -> bool:
+    """Whether a directory or hub name is a sequence classifier's, or its adapter's; a function's name is neither."""
+    if not name or ":" in name:
+        return False
+    try:
+        if base_of(name) != name:
+            return peft.PeftConfig.from_pretrained(name).task_type == "SEQ_CLS"
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"reward: {name!r} given; it must be {REWARDS_ALLOWED} ({error})") from error
+    return any("SequenceClassification" in kind for kind in config.architectures or [])
+
+
+def require_model(argument: str, name: str, attn_implementation: str = "") -> None:
+    """Raise ValueError where no model is named, where the name is of none, or where the model lacks the attention."""
+    if not name:
+        raise ValueError(f"{argument}: nothing given; give the directory or hub name of a model")
+    try:
+        config = AutoConfig.from_pretrained(base_of(name))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{argument}: {name!r} given, and there is no model ({error})") from error
+    require_attention(config, attn_implementation)
+
+
+def require_attention(config: PretrainedConfig, attn_implementation: str) -> None:
+    """Raise ValueError where transformers refuses an attention for a model, with those that it takes here."""
+    if not attn_implementation:
+        return
+    try:
+        with torch.device("meta"):
+            AutoModel.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        allowed = ", ".join(attentions_of(config))
+        raise ValueError(
+            f"attn_implementation: {attn_implementation!r} given; allowed for this model, here: {allowed} ({error})"
+        ) from error
+
+
+def attentions_of(config: PretrainedConfig) -> list[str]:
+    """The attentions of transformers' own that it takes for a model of `config` on this machine."""
+    with torch.device("meta"):
+        model = AutoModel.from_config(copy.deepcopy(config))
+    taken = []
+    for name in ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"):
+        with suppress(ImportError, ValueError):
+            model.get_correct_attn_implementation(name)
+            taken.append(name)
+    return taken
+
+
+def load_exported(name: str, engine: dict[str, Any], attn_implementation: str = "") -> nn.Module:
+    """A language model for inference, as `load`: a whole one, or the base of an adapter's directory under the adapter.
+
+    PEFT's own Auto classes also resize the embeddings to the tokenizer that lies there (0.21).
+    """
+    base = load(AutoModelForCausalLM, base_of(name), engine, attn_implementation=attn_implementation)
+    if base_of(name) == name:
+        return base
+    return peft.PeftModel.from_pretrained(base, name, autocast_adapter_dtype=False)
+
+
+def merged(model: nn.Module) -> PreTrainedModel:
+    """`model` with the adapter that it is under in its weights, which must be whole; or `model` where it has none."""
+    return model.merge_and_unload() if isinstance(model, peft.PeftModel) else model

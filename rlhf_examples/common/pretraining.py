@@ -1,0 +1,75 @@
+"""Texts of pretraining that PPO goes on learning from: the ptx mixture (InstructGPT, arXiv:2203.02155)."""
+
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+import hybrid
+from rlhf_examples.common.arguments import PPOArguments
+from rlhf_examples.common.forwards import token_logps
+from rlhf_examples.common.losses import Loss, language_model_loss
+from rlhf_examples.common.ranks import device
+from rlhf_examples.common.rollouts import OptimizerStep
+from rlhf_examples.data.examples import Examples, collate_supervised, tokenised
+from rlhf_examples.data.records import load_records
+
+
+@dataclass
+class PtxBatch:
+    """Texts of the ptx mixture in a micro batch.  ids, mask, learned int64 [rows, tokens]; denominator: of the step's
+    tokens."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    learned: torch.Tensor
+    denominator: float
+
+    def loss(self, policy: hybrid.HybridEngine, args: PPOArguments) -> Loss:
+        """The language model's, over every token but the first."""
+        width, forward = self.ids.shape[1] - 1, (1.0, args.logit_chunk, args.padding_free)
+        logps, _ = token_logps(policy, self.ids, self.mask, width, *forward)
+        return language_model_loss(logps, self.learned[:, 1:], self.denominator)
+
+
+@dataclass
+class PretrainingTexts:
+    """Texts that PPO goes on learning from, as many in an optimizer step as there are completions in it.
+
+    taken: how many were, by all ranks; a checkpoint holds it.
+    """
+
+    examples: Examples
+    pad_token_id: int
+    seed: int
+    taken: int = 0
+
+    @classmethod
+    def load(cls, tokenizer: PreTrainedTokenizerBase, args: PPOArguments) -> "PretrainingTexts | None":
+        """From `unsupervised_data_path`; None where that is empty."""
+        if not args.unsupervised_data_path:
+            return None
+        records = load_records(args.unsupervised_data_path, cache_dir=args.data_output_path or None)
+        length = args.max_prompt_seq_len + args.max_answer_seq_len
+        found = tokenised(records, tokenizer, "supervised", length, args.data_output_path or None)
+        return cls(found, tokenizer.pad_token_id, args.seed)
+
+    def next(self, step: OptimizerStep) -> list[PtxBatch]:
+        """This rank's for each micro batch of a step."""
+        rows = list(islice(self.examples.ordered(self.seed, self.taken), len(step.rows)))
+        self.taken += len(rows)
+        tokens = sum(len(row["prompt_ids"]) + len(row["completion_ids"]) - 1 for row in rows)
+        of_step = collate_supervised(rows, self.pad_token_id)
+        ids, mask = of_step["input_ids"].to(device()), of_step["attention_mask"].to(device())
+        denominator = step.denominator(tokens)
+        # One without rows is a row of which nothing is learned, as of completions.
+        return [PtxBatch(ids[p or [0]], mask[p or [0]], mask[p or [0]] * bool(p), denominator) for p in step.places]
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands."""
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self.taken = state["taken"]

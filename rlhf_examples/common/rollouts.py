@@ -1,0 +1,323 @@
+"""What an iteration learns from: completions of all ranks, what is known of their tokens, and which rank learns what.
+
+Where rows are, and which of them an optimizer step learns from, depends on seed and iteration alone, not on the number
+of ranks: every rank holds the experience of all, and takes its part of each step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from transformers import PreTrainedTokenizerBase
+
+import hybrid
+from rlhf_examples.common.arguments import EvaluateArguments, RolloutArguments
+from rlhf_examples.common.batches import balanced
+from rlhf_examples.common.forwards import token_logps, token_logps_alone
+from rlhf_examples.common.losses import importance_sampling_weights, loss_denominator
+from rlhf_examples.common.ranks import over_ranks
+from rlhf_examples.common.trackers import LOGP_DIFFERENCE_EDGES, Histogram, Metrics
+from rlhf_examples.data.conversations import turn_end
+from rlhf_examples.data.examples import collate_prompts
+
+Row = dict[str, Any]  # of `data.Examples`
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Rows of completions.  sequences, attention_mask [rows, prompt + completion]; the others [rows, completion], but
+    for GRPO's advantages [rows].
+
+    mask: of the tokens that are learned from.  sampling_logps: the sampler's, of the policy at the temperature.
+    weights: factors of the tokens' policy loss.
+    """
+
+    sequences: torch.Tensor
+    attention_mask: torch.Tensor
+    mask: torch.Tensor
+    sampling_logps: torch.Tensor
+    old_logps: torch.Tensor
+    weights: torch.Tensor
+    advantages: torch.Tensor
+    ref_logps: torch.Tensor | None = None
+    old_values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+
+    def take(self, rows: torch.Tensor) -> "Experience":
+        """Some of the rows, without the columns that are padding in all of them; one completion column is left."""
+        used = self.attention_mask[rows].any(dim=0).nonzero()[[0, -1], 0].tolist()
+        width, total = self.mask.shape[1], self.attention_mask.shape[1]
+        first, last = min(used[0], total - width - 1), max(used[1] + 1, total - width + 1)
+        tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        wholes = {name: tensors.pop(name)[rows, first:last] for name in ("sequences", "attention_mask")}
+        columns = slice(0, last - (total - width))
+        others = {name: of[rows, columns] if of.dim() == 2 else of[rows] for name, of in tensors.items()}
+        return Experience(**wholes, **others)
+
+    def of_all_ranks(self, num_generations: int = 1) -> "Experience":
+        """The rows of every rank, in the order of their prompts' numbers; ranks have as many rows, of one width."""
+        tensors = {name: own for name, own in vars(self).items() if own is not None}
+        return Experience(**{name: in_order(own, num_generations) for name, own in tensors.items()})
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The rows of all ranks that a step learns from, and this rank's micro batches of them; ranks have as many.
+
+    places: this rank's micro batches as places in `rows`; none in the last ones where rows do not go round.
+    least_rows: of the first micro batch of any rank.
+    """
+
+    rows: torch.Tensor
+    places: list[list[int]]
+    least_rows: int
+
+    def micro_batches(self, experience: "Experience") -> Iterator["Experience"]:
+        """The rows of each. One without rows is a row of which nothing is learned: under ZeRO every rank must run as
+        many forwards and backwards."""
+        for places in self.places:
+            e = experience.take(self.rows[places or [0]])
+            yield e if places else replace(e, mask=torch.zeros_like(e.mask))
+
+    def denominator(self, tokens: int, sequences: int = 0, loss_type: str = "dapo", max_length: int = 0) -> float:
+        """What a micro batch's sum is divided by: see `loss_denominator`; tokens, sequences: of all ranks."""
+        return loss_denominator(
+            loss_type,
+            sequences=sequences,
+            tokens=tokens,
+            max_completion_length=max_length,
+            micro_batches=dist.get_world_size() * len(self.places),
+        )
+
+
+def own_numbers(count: int) -> torch.Tensor:
+    """The numbers among all ranks' of this rank's `count` prompts, int64 [count]: ranks take turns."""
+    return torch.arange(count) * dist.get_world_size() + dist.get_rank()
+
+
+def in_order(own: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """The rows of every rank as their prompts are numbered.  own [prompts · generations, ...], as many on all ranks."""
+    everybodys = own.new_empty(dist.get_world_size() * len(own), *own.shape[1:])
+    dist.all_gather_into_tensor(everybodys, own.contiguous())
+    by_rank = everybodys.view(dist.get_world_size(), -1, num_generations, *own.shape[1:])
+    return by_rank.transpose(0, 1).reshape(everybodys.shape)
+
+
+def sampling(args: RolloutArguments | EvaluateArguments, seed: int) -> hybrid.SamplingParams:
+    """How the run draws its completions."""
+    return hybrid.SamplingParams(
+        max_new_tokens=args.max_answer_seq_len,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=seed,
+        stop_token_ids=tuple(args.stop_token_ids),
+    )
+
+
+def noise_seed(seed: int, draw: int) -> int:
+    """The seed of a run's draw 1, 2, … (its iterations), or 0 (its evaluations): of no other draw, and no other run's
+    below a million draws."""
+    return seed * 1_000_003 + draw
+
+
+def roll_out(
+    policy: hybrid.HybridEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Row],
+    row_ids: torch.Tensor,
+    params: hybrid.SamplingParams,
+    num_generations: int = 1,
+) -> hybrid.RolloutBatch:
+    """Completions of this rank's prompts, padded to one width on all ranks.
+
+    They end with the token that ends a turn in the tokenizer's chat template, too.
+
+    row_ids int64 [prompts]: their numbers among all ranks', of which the noise is a function.
+    """
+    ids, mask = (tensor.to(policy.device) for tensor in collate_prompts(prompts, tokenizer.pad_token_id).values())
+    if (end := turn_end(tokenizer)) is not None:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
+    return of_one_width(policy.rollout(ids, mask, params, num_generations, row_ids=row_ids), tokenizer.pad_token_id)
+
+
+def of_one_width(batch: hybrid.RolloutBatch, pad_token_id: int) -> hybrid.RolloutBatch:
+    """A batch with prompts padded further on the left, and completions on the right, to the widest of any rank."""
+    widths = torch.tensor([batch.prompt_ids.shape[1], batch.completion_ids.shape[1]], device=batch.prompt_ids.device)
+    return padded(batch, *over_ranks(widths, dist.ReduceOp.MAX).tolist(), pad_token_id)
+
+
+def padded(
+    batch: hybrid.RolloutBatch, prompt_width: int, completion_width: int, pad_token_id: int
+) -> hybrid.RolloutBatch:
+    """A batch with prompts padded further on the left, and completions on the right, to these widths."""
+    left, right = prompt_width - batch.prompt_ids.shape[1], completion_width - batch.completion_ids.shape[1]
+    ids = {"prompt_ids": (left, 0), "completion_ids": (0, right)}
+    logps = ("sampling_per_token_logps", "old_per_token_logps", "raw_per_token_logps")
+    zeros = {"prompt_mask": (left, 0)} | dict.fromkeys(("completion_mask", *logps), (0, right))
+    wider = {name: functional.pad(getattr(batch, name), amount, value=pad_token_id) for name, amount in ids.items()}
+    return replace(
+        batch, **wider, **{name: functional.pad(getattr(batch, name), amount) for name, amount in zeros.items()}
+    )
+
+
+def decode_completions(tokenizer: PreTrainedTokenizerBase, batch: hybrid.RolloutBatch) -> list[str]:
+    """The completions as text, without special tokens."""
+    lengths = batch.completion_mask.sum(dim=1).tolist()
+    rows = [ids[:length] for ids, length in zip(batch.completion_ids, lengths, strict=True)]
+    return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+def optimizer_steps(experience: Experience, passes: int, iteration: int, args: RolloutArguments) -> list[OptimizerStep]:
+    """Every optimizer step of an update, pass after pass, `num_mini_batches` in each. The rows of a step are a function
+    of seed and iteration; steps of a pass differ by a row at most.
+
+    Micro batches have about as many tokens each where `max_tokens_per_batch` is given, else about as many rows.
+    Raises ValueError where there are fewer rows than steps.
+    """
+    ranks, rank, lengths = dist.get_world_size(), dist.get_rank(), experience.attention_mask.sum(dim=1).cpu()
+    if len(lengths) < args.num_mini_batches:
+        raise ValueError(
+            f"num_mini_batches: {args.num_mini_batches} given; an iteration has {len(lengths)} completions, and an "
+            "optimizer step needs one"
+        )
+    steps = []
+    for number in range(passes):
+        generator = torch.Generator().manual_seed(noise_seed(args.seed, iteration) * 1009 + number)
+        for rows in torch.randperm(len(lengths), generator=generator).tensor_split(args.num_mini_batches):
+            batches = micro_batches(lengths[rows], ranks, args)
+            steps.append(OptimizerStep(rows, batches[rank::ranks], min(map(len, batches[:ranks]))))
+    return steps
+
+
+def micro_batches(lengths: torch.Tensor, ranks: int, args: RolloutArguments) -> list[list[int]]:
+    """Rows of an optimizer step in batches, as many for each rank, the last of which may be empty.  lengths [rows]: in
+    tokens.
+
+    Raises ValueError where a row does not fit.
+    """
+    if not args.max_tokens_per_batch:
+        each = -(-len(lengths) // (ranks * args.per_device_training_batch_size))
+        return shared_out(torch.ones_like(lengths), ranks * each)
+    if int(lengths.max()) > args.max_tokens_per_batch:
+        raise ValueError(
+            f"max_tokens_per_batch: {args.max_tokens_per_batch} given; a sequence has {int(lengths.max())} tokens"
+        )
+    each = 1
+    while True:  # with a row a batch at the latest, all of them fit
+        batches = shared_out(lengths, ranks * each)
+        if max(int(lengths[batch].sum()) for batch in batches) <= args.max_tokens_per_batch:
+            return batches
+        each += 1
+
+
+def shared_out(lengths: torch.Tensor, num_batches: int) -> list[list[int]]:
+    """`balanced` rows in `num_batches` batches, the last of which are empty where there are fewer rows."""
+    batches = balanced(lengths, min(num_batches, len(lengths)))
+    return batches + [[]] * (num_batches - len(batches))
+
+
+def rows_of_forward(args: RolloutArguments, width: int) -> int:
+    """Rows of a forward without gradients, padded to `width` tokens: as many as `max_tokens_per_batch` allows."""
+    return (
+        max(args.max_tokens_per_batch // width, 1) if args.max_tokens_per_batch else args.per_device_training_batch_size
+    )
+
+
+def completion_metrics(batch: hybrid.RolloutBatch) -> Metrics:
+    """Of the lengths of all ranks' completions; TRL's names."""
+    lengths = batch.completion_mask.sum(dim=1).double()
+    cut = torch.tensor([reason == "length" for reason in batch.finish_reason], device=lengths.device)
+    rows, total, clipped = over_ranks(
+        torch.stack([torch.ones_like(lengths).sum(), lengths.sum(), cut.double().sum()])
+    ).tolist()
+    least, most = over_ranks(torch.stack([-lengths.min(), lengths.max()]), dist.ReduceOp.MAX).tolist()
+    return {
+        "completions/mean_length": total / rows,
+        "completions/min_length": -least,
+        "completions/max_length": most,
+        "completions/clipped_ratio": clipped / rows,
+    }
+
+
+def loss_weights(
+    old_logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor, args: RolloutArguments
+) -> tuple[torch.Tensor, Metrics]:
+    """The weights of the tokens in the policy loss, and their metrics; 1, and none, without a correction.
+
+    old_logps, sampling_logps, mask [rows, completion]; the weights are [rows, completion]. Names are TRL's.
+    sampling_logps: of the distribution that the tokens were drawn from, truncation included: what importance sampling
+    divides by.
+    """
+    if not args.importance_sampling_correction:
+        return torch.ones_like(old_logps), {}
+    weights = importance_sampling_weights(
+        old_logps,
+        sampling_logps,
+        mask,
+        cap=args.importance_sampling_clip_max,
+        mode=args.importance_sampling_mode,
+        floor=args.importance_sampling_clip_min,
+    )
+    kept = weights[mask.bool()].double()
+    total, tokens = over_ranks(torch.stack([kept.sum(), mask.sum().double()])).tolist()
+    below, most = over_ranks(torch.stack([-kept.min(), kept.max()]), dist.ReduceOp.MAX).tolist()
+    name = "sampling/importance_sampling_ratio"
+    return weights, {f"{name}/min": -below, f"{name}/mean": total / tokens, f"{name}/max": most}
+
+
+@torch.no_grad()
+def training_logps(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, args: RolloutArguments) -> torch.Tensor:
+    """`token_logps` of the training forward itself, in train mode; without gradients.  float32 [rows, completion]."""
+    policy.train()
+    width, size = batch.completion_mask.shape[1], rows_of_forward(args, batch.sequences.shape[1])
+    parts = zip(batch.sequences.split(size), batch.attention_mask.split(size), strict=True)
+    forward = (args.temperature, args.logit_chunk, args.padding_free)
+    return torch.cat([token_logps(policy, *part, width, *forward)[0] for part in parts])
+
+
+class Numerics:
+    """How far the sampler is from the trainer over an update's first optimizer step; and, as a control, how far the
+    trainer is from itself at another batch shape.
+
+    control_rows: rows of a rank for the control; 0 is off.
+    """
+
+    def __init__(
+        self, policy: hybrid.HybridEngine, experience: Experience, step: OptimizerStep, control_rows: int, args
+    ):
+        self.logps: list[torch.Tensor] = []
+        self.rows = list(step.micro_batches(experience))
+        control = step.rows[step.places[0][: min(control_rows, step.least_rows)]]
+        self.control = experience.take(control) if len(control) else None
+        if self.control is not None:  # before the first step, by the weights that sampled
+            e = self.control
+            self.alone = token_logps_alone(policy, e.sequences, e.attention_mask, e.mask.shape[1], args.temperature)
+
+    def add(self, logps: torch.Tensor) -> None:
+        """Of the next micro batch's training forward [rows, completion]; those of later steps are not looked at."""
+        if len(self.logps) < len(self.rows):
+            self.logps.append(logps.detach())
+
+    def metrics(self) -> Metrics:
+        """Of all ranks."""
+        masks = [e.mask.bool() for e in self.rows]
+        logps, sampled, old = (
+            torch.cat([values[mask] for values, mask in zip(of_rows, masks, strict=True)])[None]
+            for of_rows in (self.logps, [e.sampling_logps for e in self.rows], [e.old_logps for e in self.rows])
+        )
+        every = torch.ones_like(logps)
+        error = torch.cat([((logps - old).exp() - 1).abs().flatten(), logps.new_zeros(1)]).max()
+        metrics = {"val/first_ratio_error": over_ranks(error, dist.ReduceOp.MAX).item()}
+        metrics |= hybrid.sampling_metrics(sampled, logps, every, over_ranks)
+        difference = (sampled - logps).abs()
+        metrics["sampling/sampling_logp_difference"] = Histogram.of(difference, LOGP_DIFFERENCE_EDGES, over_ranks)
+        if self.control is not None:
+            rows, width = self.alone.shape
+            metrics |= hybrid.sampling_metrics(
+                self.alone, self.logps[0][:rows, :width], self.control.mask, over_ranks, name="control"
+            )
+        return metrics

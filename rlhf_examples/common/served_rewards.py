@@ -1,0 +1,88 @@
+"""Reward servers that a pipeline starts, and ends: one of each on every host, in a process of its own."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from rlhf_examples.common.arguments import RewardServerArguments
+from rlhf_examples.common.ranks import from_all_ranks
+from rlhf_examples.rewards import SERVERS
+
+LOOK_S = 0.1  # between looks at whether a server is there
+START_S = 120.0  # in which a server is there: importing what a reward needs may take long
+END_S = 10.0  # in which it has ended when it is told to
+
+
+@contextmanager
+def served_rewards(servers: dict[str, RewardServerArguments]) -> Iterator[None]:
+    """Inside the block `server:NAME` is a reward. Every rank takes part.
+
+    servers: by name. The first rank of each host starts them; they end with the block, and with that rank's process,
+    however it ends. Raises ValueError on every rank where one does not start.
+    """
+    processes: list[subprocess.Popen] = []
+    before = os.environ.get(SERVERS)
+    try:
+        own, error = {}, ""
+        if servers and os.environ.get("LOCAL_RANK", "0") == "0":
+            try:
+                own = {name: started(name, args, processes) for name, args in servers.items()}
+            except ValueError as failure:
+                error = str(failure)
+        found = from_all_ranks((socket.gethostname(), own, error)) if servers else []
+        for _, _, error in found:
+            if error:
+                raise ValueError(error)
+        addresses = {name: at for host, of, _ in found if host == socket.gethostname() for name, at in of.items()}
+        os.environ[SERVERS] = json.dumps(addresses)
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(SERVERS, None)
+        else:
+            os.environ[SERVERS] = before
+        for process in processes:
+            ended(process)
+
+
+def started(name: str, args: RewardServerArguments, processes: list[subprocess.Popen]) -> str:
+    """Start a server, which joins `processes`; gives its address once it answers.  Raises ValueError where it does
+    not."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "address"
+        flags = asdict(replace(args, parent_pid=os.getpid(), address_file=str(path)))
+        command = [sys.executable, "-m", "rlhf_examples.reward_server"]
+        command += [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        processes.append(process)
+        deadline = time.monotonic() + START_S
+        while not path.is_file() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        address = path.read_text() if path.is_file() else ""
+    try:
+        if not address:
+            raise URLError("it has ended" if process.poll() is not None else f"it took longer than {START_S:.0f} s")
+        with urlopen(address, timeout=END_S):
+            return address
+    except OSError as error:
+        raise ValueError(f"servers.{name}: the server of {args.reward!r} did not start ({error})") from error
+
+
+def ended(process: subprocess.Popen) -> None:
+    """End a process."""
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

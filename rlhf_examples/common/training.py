@@ -1,0 +1,159 @@
+"""Training on records, an optimizer step after the other: what supervised tuning, reward models and DPO share."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+import hybrid
+from rlhf_examples.common.actor import export_trained, kept_before, last_logged, start_log
+from rlhf_examples.common.arguments import TrainArguments
+from rlhf_examples.common.best_model import BestModel
+from rlhf_examples.common.checkpoint import Checkpoints
+from rlhf_examples.common.ema import MovingAverage
+from rlhf_examples.common.engines import step_on
+from rlhf_examples.common.files import CHECKPOINTS
+from rlhf_examples.common.losses import Loss, figure_means
+from rlhf_examples.common.measures import Phases, TokenCount, TrainingFlops, flops_metrics
+from rlhf_examples.common.ranks import device, over_ranks, own_share, sums_over_ranks
+from rlhf_examples.common.rollouts import Row
+from rlhf_examples.common.trackers import Metrics
+from rlhf_examples.data.examples import Examples, RowStream
+
+# The loss of some rows, over a denominator; and how many tokens or pairs of rows a loss is a mean over.
+LossOf = Callable[[list[Row], float], Loss]
+Count = Callable[[list[Row]], int]
+
+
+def total_steps(examples: Examples, args: TrainArguments) -> int:
+    """Optimizer steps of a run. Raises ValueError where a stream's end would have to be known."""
+    if args.max_steps:
+        return args.max_steps
+    if args.streaming:
+        raise ValueError("max_steps: 0 given with streaming, where nobody knows how many records there are; give it")
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * dist.get_world_size()
+    return math.ceil(args.num_train_epochs * len(examples) / rows)
+
+
+def fit(
+    engine: hybrid.HybridEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Examples,
+    held_out: list[Row],
+    loss_of: LossOf,
+    count: Count,
+    args: TrainArguments,
+    description: str,
+    bar_metrics: dict[str, str],
+) -> Metrics:
+    """Train, evaluate, keep checkpoints and logs, and write the model; gives the last metrics, those of held-out rows
+    among them, and those before the first step under `before_`."""
+    average, best = MovingAverage(engine, args.ema_beta) if args.enable_ema else None, BestModel.of(args)
+    tokens, flops, outside = TokenCount(), TrainingFlops.of(engine.module), Phases()
+    stream = RowStream(examples, args.seed)
+    parts = {"rows": stream, "average": average, "tokens": tokens, "best": best}
+    checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, {"model": engine}, parts, args.keep_last)
+    done, total = checkpoints.load_latest() if args.resume else 0, total_steps(examples, args)
+    log = start_log(args, description, bar_metrics, total, done)
+    before = kept_before(Path(args.output_dir), done > 0, lambda: evaluate(engine, held_out, loss_of, args))
+    best.check(before)
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    metrics = last_logged(Path(args.output_dir)) if done == total or best.ends_training else {}
+    for step in range(done + 1, total + 1):
+        if best.ends_training:
+            log.note(best.reason)
+            break
+        phases, rows_of_step = Phases(), own_share(stream.next(rows * dist.get_world_size()))
+        phases.end("load")
+        metrics = train_step(engine, rows_of_step, loss_of, count, args)
+        phases.end("train")
+        lengths = [length for row in rows_of_step for length in lengths_of(row)]
+        metrics |= {"lr": engine.get_lr()[0], **tokens.add(sum(lengths)), **phases.metrics()}
+        of_all = sums_over_ranks({"flops": flops(lengths)})["flops"]
+        metrics |= flops_metrics(of_all, phases.seconds["train"], args.peak_tflops)
+        if average is not None:
+            average.update()
+        found, is_best = {}, False
+        if step == total or (args.eval_every and step % args.eval_every == 0):
+            with outside.timed("eval"):
+                found = evaluate(engine, held_out, loss_of, args)
+            is_best = best.judge(found, step)
+        metrics |= found
+        seconds = {**outside.metrics(), "time/iteration_s": time.perf_counter() - phases.begun}
+        log.add(step, {**metrics, **seconds})
+        outside = Phases()  # a checkpoint's time is on the next line of the log
+        if is_best or (args.save_every and step % args.save_every == 0):
+            with outside.timed("save"):
+                checkpoints.save(step, best.iteration)
+    if args.load_best_model_at_end and best.iteration:
+        checkpoints.load(best.iteration)
+        metrics |= evaluate(engine, held_out, loss_of, args)
+    export_trained(engine, average, tokenizer, Path(args.output_dir), args.lora_export == "merged")
+    log.close()
+    return {**{f"before_{name}": value for name, value in before.items()}, **metrics}
+
+
+def train_step(
+    engine: hybrid.HybridEngine, rows: list[Row], loss_of: LossOf, count: Count, args: TrainArguments
+) -> Metrics:
+    """An optimizer step on this rank's rows; gives the figures of all ranks."""
+    size = args.per_device_train_batch_size
+    parts = [rows[first : first + size] for first in range(0, len(rows), size)]
+    denominator = over_all(count(rows)) / (dist.get_world_size() * len(parts))
+    losses, norms = [], []
+    for number, part in enumerate(parts):
+        losses.append(loss_of(part, denominator))
+        norms += step_on(engine, losses[-1].loss, number, len(parts))
+    return {**figure_means(losses, over_ranks), "grad_norm": norms[-1]}
+
+
+def lengths_of(row: Row | list[Row]) -> list[int]:
+    """The tokens of each sequence that a row of records is: a pair is two, with the prompt in both, and a pack as many
+    as its rows."""
+    if isinstance(row, list):
+        return [length for one in row for length in lengths_of(one)]
+    return [
+        len(row["prompt_ids"]) + len(ids) for name, ids in row.items() if name.endswith("_ids") and name != "prompt_ids"
+    ]
+
+
+def evaluate(engine: hybrid.HybridEngine, rows: list[Row], loss_of: LossOf, args: TrainArguments) -> Metrics:
+    """The figures of held-out rows, all ranks', under names that begin with eval_; none without rows."""
+    if not rows:
+        return {}
+    own, size = own_share(rows), args.per_device_eval_batch_size
+    forwards = -(-len(rows) // (size * dist.get_world_size()))  # as many on each rank, as ZeRO-3 needs them
+    losses = []
+    with evaluating(engine.module), torch.no_grad():
+        for first in range(0, forwards * size, size):
+            part = own[first : first + size]
+            loss = loss_of(part or rows[:1], 1.0)
+            losses.append(loss if part else without_weight(loss))
+    return {f"eval_{name}": value for name, value in figure_means(losses, over_ranks).items()}
+
+
+@contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Inside the block there is no dropout."""
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train()
+
+
+def without_weight(loss: Loss) -> Loss:
+    """A loss whose figures count for nothing."""
+    zero = {name: torch.zeros_like(value) for name, value in loss.sums.items()}
+    return replace(loss, sums=zero, counts=dict.fromkeys(loss.counts, 0))
+
+
+def over_all(count: int) -> float:
+    """A count's sum over all ranks."""
+    return over_ranks(torch.tensor(float(count), dtype=torch.float64, device=device())).item()

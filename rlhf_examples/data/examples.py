@@ -1,0 +1,354 @@
+"""Records as tokens: tokenised once, cached by content, in an order that can be resumed, padded into tensors."""
+
+import hashlib
+import json
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from datasets import Features, IterableDataset, List, Value
+from filelock import FileLock
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_examples.data import conversations, messages, texts
+from rlhf_examples.data.conversations import assistant_mask, through_end
+from rlhf_examples.data.records import Rows
+from rlhf_examples.data.texts import AS_NAMED, BadRecord, LeftOut, RecordFormat, Texts, texts_of
+
+TOKENS = List(Value("int32"))
+PLACE = {"source": Value("string"), "number": Value("int64"), "reason": Value("string")}
+FEATURES = {
+    "supervised": Features(PLACE | {"prompt_ids": TOKENS, "completion_ids": TOKENS}),
+    "turns": Features(PLACE | {"prompt_ids": TOKENS, "completion_ids": TOKENS, "assistant_mask": List(Value("int8"))}),
+    "preference": Features(
+        PLACE | {"prompt_ids": TOKENS, "chosen_ids": TOKENS, "rejected_ids": TOKENS, "margin": Value("float64")}
+    ),
+    "prompt": Features(
+        PLACE
+        | {
+            "prompt_ids": TOKENS,
+            "prompt": Value("string"),
+            "messages": Value("string"),
+            "columns": Value("string"),
+        }
+    ),
+}
+NOT_COLUMNS = ("prompt", "messages", "completion")  # of a record, to a reward function
+IDS = ("prompt_ids", "completion_ids")  # of a supervised example
+SHUFFLE_BUFFER = 1024  # rows of a stream among which the next is drawn
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Tokenised records without those that cannot be used.
+
+    rows: FEATURES by form; turns are supervised, with a mask of all turns of the assistant's. Of a prompt's record, as
+    JSON: `messages`, the conversation that `prompt` is, or nothing where it is a text; `columns`, what else it has.
+    A stream's rows are not sifted yet.
+    left_out: of a stream, as far as its first pass has come.
+    """
+
+    rows: Rows
+    left_out: LeftOut
+
+    def __len__(self) -> int:
+        """Rows of a pass; a stream's are not known."""
+        return len(self.rows)
+
+    def ordered(self, seed: int, position: int = 0) -> Iterator[dict[str, Any]]:
+        """Rows without end from the `position`th on: every pass has all, in an order of its own.
+
+        A pure function of seed and position. A stream is shuffled among SHUFFLE_BUFFER rows, and what lies before
+        `position` is read again.
+        """
+        if isinstance(self.rows, IterableDataset):
+            return islice(self._streamed(seed), position, None)
+        return (self.rows[number] for number in prompt_order(len(self.rows), seed, position))
+
+    def _streamed(self, seed: int) -> Iterator[dict[str, Any]]:
+        epoch = 0
+        while True:
+            passed = LeftOut() if epoch else self.left_out
+            for row in self.rows.shuffle(seed=epoch_seed(seed, epoch), buffer_size=SHUFFLE_BUFFER):
+                if passed.usable(row["source"], row["number"], row["reason"]):
+                    yield row
+            refuse_empty(passed)
+            epoch += 1
+
+
+@dataclass
+class RowStream:
+    """The rows that a run learns from, in the order of `Examples.ordered`.
+
+    taken: how many all ranks have had; a checkpoint holds it.
+    """
+
+    examples: Examples
+    seed: int
+    taken: int = 0
+    _rows: Iterator[Any] | None = field(default=None, repr=False)
+
+    def next(self, count: int) -> list[Any]:
+        """The next `count`, of all ranks."""
+        if self._rows is None:
+            self._rows = self.examples.ordered(self.seed, self.taken)
+        self.taken += count
+        return list(islice(self._rows, count))
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands."""
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self.taken, self._rows = state["taken"], None
+
+
+@dataclass(frozen=True)
+class PackedExamples(Examples):
+    """Examples of which several share a sequence: what stands for a row is the list of a pack's rows.
+
+    packs: row numbers.
+    """
+
+    packs: list[list[int]]
+
+    @classmethod
+    def of(cls, examples: Examples, max_length: int) -> "PackedExamples":
+        """Packs of at most `max_length` tokens of supervised examples, none of which is longer."""
+        lengths = [sum(map(len, ids)) for ids in zip(*(examples.rows[name] for name in IDS), strict=True)]
+        return cls(examples.rows, examples.left_out, best_fit(lengths, max_length))
+
+    def __len__(self) -> int:
+        """Packs of a pass."""
+        return len(self.packs)
+
+    def ordered(self, seed: int, position: int = 0) -> Iterator[list[dict[str, Any]]]:
+        """Packs without end from the `position`th on, as rows elsewhere."""
+        numbers = prompt_order(len(self.packs), seed, position)
+        return ([self.rows[row] for row in self.packs[number]] for number in numbers)
+
+
+def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Row numbers in packs of at most `capacity` tokens: the longest row first, each where the least room is left that
+    takes it (TRL's "bfd").  lengths: tokens of each row, none above `capacity`."""
+    packs: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # tokens that a pack has room for, and its number; sorted
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        place = bisect_left(rooms, (lengths[row], -1))
+        room, pack = rooms.pop(place) if place < len(rooms) else (capacity, len(packs))
+        if pack == len(packs):
+            packs.append([])
+        packs[pack].append(row)
+        insort(rooms, (room - lengths[row], pack))
+    return packs
+
+
+def tokenised(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    form: str,
+    max_length: int = 0,
+    cache_dir: str | Path | None = None,
+    num_proc: int | None = None,
+    record_format: RecordFormat = AS_NAMED,
+) -> Examples:
+    """Raw rows as tokens.  form: supervised, turns, preference or prompt; record_format: how records are read.
+
+    max_length: tokens of prompt and completion together, with special tokens; a longer record is left out. 0: any.
+    cache_dir: where tokens are kept by content of rows, tokenizer and settings; datasets' own cache where None. Of the
+    ranks that share it one tokenises, and the others wait for its file. num_proc: processes that tokenise.
+    Raises ValueError where no record can be used, with the reasons; for a stream, at the end of its first pass.
+    """
+    if form not in FEATURES:
+        raise ValueError(f"form: {form!r} given; allowed: {', '.join(FEATURES)}")
+    work = {
+        "function": partial(
+            example, form=form, tokenizer=tokenizer, max_length=max_length, record_format=record_format
+        ),
+        "remove_columns": ["record", "problem"],
+        "features": FEATURES[form],
+    }
+    if isinstance(rows, IterableDataset):
+        return Examples(rows.map(**work), LeftOut())
+    directory = Path(cache_dir or Path(datasets.config.HF_DATASETS_CACHE) / "rlhf_examples")
+    directory.mkdir(parents=True, exist_ok=True)
+    key = cache_key(rows, tokenizer, form, max_length, record_format)
+    with FileLock(directory / f"{key}.lock"):
+        found = rows.map(
+            **work, cache_file_name=str(directory / f"{key}.arrow"), new_fingerprint=key, num_proc=num_proc
+        )
+    left_out, usable = LeftOut(), []
+    for batch in found.select_columns(list(PLACE)).iter(batch_size=1000):
+        usable += [left_out.usable(*place) for place in zip(*(batch[name] for name in PLACE), strict=True)]
+    refuse_empty(left_out)
+    return Examples(found.select([i for i, kept in enumerate(usable) if kept]), left_out)
+
+
+def refuse_empty(left_out: LeftOut) -> None:
+    """Raise ValueError where nothing is left."""
+    if left_out.counts.total() == left_out.total:
+        raise ValueError(f"no record can be used: {left_out}")
+
+
+def cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
+    """A name that changes with all that the tokens depend on, the files that make them among it."""
+    digest = hashlib.sha256(repr((settings, tokenizer_state(tokenizer))).encode())
+    for file in (__file__, conversations.__file__, messages.__file__, texts.__file__):
+        digest.update(Path(file).read_bytes())
+    for batch in rows.iter(batch_size=1000):
+        digest.update(repr(batch).encode())
+    return digest.hexdigest()[:32]
+
+
+def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What decides a tokenizer's tokens, as text; not the padding and truncation that its last call has left in it."""
+    state = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "chat_template")}
+    if tokenizer.is_fast:
+        state["backend"] = {**json.loads(tokenizer.backend_tokenizer.to_str()), "padding": None, "truncation": None}
+    else:
+        state |= {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab(), "init": tokenizer.init_kwargs}
+    return json.dumps(state, sort_keys=True, default=str)
+
+
+def example(
+    row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, max_length: int, record_format: RecordFormat
+) -> dict[str, Any]:
+    """A row of FEATURES from a raw row: with tokens, or with the reason why there are none."""
+    names = [name for name in FEATURES[form] if name.endswith(("_ids", "_mask"))]
+    try:
+        known = texts_of(row, form, tokenizer, record_format)
+        tokens = tokens_of(known, tokenizer)
+        if max_length and len(tokens[0]) + max(map(len, tokens[1:]), default=0) > max_length:
+            raise BadRecord(f"longer than {max_length} tokens")
+        if form == "preference" and tokens[1] == tokens[2]:
+            raise BadRecord("chosen and rejected are the same tokens")
+        margin = record_format.margin(json.loads(row["record"])) if form == "preference" else 0.0
+        if form == "turns":
+            ids = tokens[0] + tokens[1]
+            tokens.append(assistant_mask(known, ids, tokenizer) if known.templated else masked(*tokens))
+    except BadRecord as bad:
+        known, tokens, margin, reason = Texts("", ()), [[] for _ in names], 0.0, str(bad)
+    else:
+        reason = ""
+    found = {
+        "source": row["source"],
+        "number": row["number"],
+        "reason": reason,
+        **dict(zip(names, tokens, strict=True)),
+    }
+    if form == "preference":
+        found |= {"margin": margin}
+    if form == "prompt":
+        record = {} if reason else json.loads(row["record"])
+        own = {*NOT_COLUMNS, record_format.prompt_column, record_format.messages_column}
+        columns = {name: value for name, value in record.items() if name not in own}
+        conversation = json.dumps(known.messages) if known.messages else ""
+        found |= {"prompt": known.prompt, "messages": conversation, "columns": json.dumps(columns)}
+    return found
+
+
+def tokens_of(known: Texts, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The tokens of a prompt and of each of its completions.
+
+    A prompt begins with the start token and a completion ends with the end token, where the tokenizer has them and
+    neither a chat template nor the text itself has written them; a conversation's completion ends where the
+    assistant's turn does. A completion is what follows the prompt's tokens in those of both together; where a token
+    spans the border, it is tokenised alone: the prompt is always as a rollout sees it.
+    """
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    prompt = encode(known.prompt)
+    before = [] if known.templated or start is None or prompt[:1] == [start] else [start]
+    rows = [before + prompt]
+    for completion in known.completions:
+        whole = encode(known.prompt + completion)
+        tokens = whole[len(prompt) :] if whole[: len(prompt)] == prompt else encode(completion)
+        if known.templated:
+            tokens = through_end(tokens, tokenizer)
+        elif end is not None and tokens[-1:] != [end]:
+            tokens = [*tokens, end]
+        rows.append(tokens)
+    return rows
+
+
+def prompt_order(count: int, seed: int, position: int = 0) -> Iterator[int]:
+    """Numbers below `count` without end, from the `position`th: each pass has all of them in an order of its own."""
+    epoch, start = divmod(position, count)
+    while True:
+        generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
+        yield from torch.randperm(count, generator=generator).tolist()[start:]
+        epoch, start = epoch + 1, 0
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """A seed of its own for every pass."""
+    return seed * 1_000_003 + epoch
+
+
+def collate_supervised(
+    rows: list[dict[str, Any]], pad_token_id: int, completion_only_loss: bool = True
+) -> dict[str, torch.Tensor]:
+    """`input_ids`, `attention_mask`, `labels`, int64 [rows, longest], right padded.
+
+    labels: -100 on padding, and on prompts where `completion_only_loss`; where rows have an `assistant_mask`, on all
+    tokens but those of the assistant's turns.
+    """
+    ids, mask = pad([row["prompt_ids"] + row["completion_ids"] for row in rows], pad_token_id, left=False)
+    completions = [masked(row["prompt_ids"], row["completion_ids"]) for row in rows]
+    turns = [row.get("assistant_mask", of_row) for row, of_row in zip(rows, completions, strict=True)]
+    learned, _ = pad(turns, 0, left=False)
+    kept = learned if completion_only_loss or "assistant_mask" in rows[0] else mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(kept == 0, -100)}
+
+
+def collate_preference(rows: list[dict[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """`input_ids`, `attention_mask`, `completion_mask`, int64 [2 * rows, longest], right padded: first every chosen
+    sequence, then every rejected one. `margin`, float32 [rows]."""
+    pairs = [(row["prompt_ids"], row[name]) for name in ("chosen_ids", "rejected_ids") for row in rows]
+    ids, mask = pad([prompt + completion for prompt, completion in pairs], pad_token_id, left=False)
+    completion_mask, _ = pad([masked(*pair) for pair in pairs], 0, left=False)
+    margin = torch.tensor([row["margin"] for row in rows], dtype=torch.float32)
+    return {"input_ids": ids, "attention_mask": mask, "completion_mask": completion_mask, "margin": margin}
+
+
+def masked(prompt: list[int], completion: list[int]) -> list[int]:
+    """0 for every token of a prompt, 1 for every token of its completion."""
+    return [0] * len(prompt) + [1] * len(completion)
+
+
+def collate_prompts(rows: list[dict[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """`prompt_ids`, `prompt_mask`, int64 [rows, longest], left padded."""
+    ids, mask = pad([row["prompt_ids"] for row in rows], pad_token_id, left=True)
+    return {"prompt_ids": ids, "prompt_mask": mask}
+
+
+def reward_columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """What the records of these rows have besides their prompts, by name; None where a record lacks it.
+
+    Keywords for a reward function, as TRL gives them.
+    """
+    records = [json.loads(row["columns"]) for row in rows]
+    names = sorted({name for record in records for name in record})
+    return {name: [record.get(name) for record in records] for name in names}
+
+
+def pad(rows: list[list[int]], pad_token_id: int, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of tokens as ids and mask, int64 [len(rows), longest]; the mask comes from lengths."""
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), pad_token_id)
+    mask = torch.zeros(len(rows), width, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, place] = torch.tensor(row)
+        mask[i, place] = 1
+    return ids, mask

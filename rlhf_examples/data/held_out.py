@@ -1,0 +1,66 @@
+"""The records of a script: those that it learns from, and those that it is judged on."""
+
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_examples.common.arguments import RunArguments
+from rlhf_examples.data.examples import Examples, tokenised
+from rlhf_examples.data.records import Rows, load_records, share
+from rlhf_examples.data.texts import RecordFormat
+
+SHARE_OF_STEP = {"sft": 0, "reward_model": 1, "dpo": 1, "ppo": 2, "grpo": 2}  # in data_split
+
+
+def examples_of(
+    step: str, embedded: str, form: str, max_length: int, tokenizer: PreTrainedTokenizerBase, args: RunArguments
+) -> tuple[Examples, list[dict[str, Any]]]:
+    """What a step learns from, and at most `eval_rows` rows that it does not.
+
+    No rows where `eval_fraction` is 0 and there is no `eval_data_path`.
+    step: of SHARE_OF_STEP.  embedded: the synthetic set where `data_path` is empty.  form, max_length: as `tokenised`.
+    Rank 0 says which records were left out, and why.
+    """
+    embedded_names = ([f"{embedded}@train"], [f"{embedded}@test"])
+    names, eval_names = (args.data_path, args.eval_data_path) if args.data_path else embedded_names
+    records = load_records(names, streaming=args.streaming, cache_dir=args.data_output_path or None)
+    if args.data_split:
+        records = share(records, args.data_split, SHARE_OF_STEP[step], args.seed)
+    if eval_names:
+        held_out = load_records(eval_names, "test", streaming=args.streaming, cache_dir=args.data_output_path or None)
+    else:
+        records, held_out = held_out_share(records, args)
+    settings = {"cache_dir": args.data_output_path or None, "record_format": RecordFormat.of(args)}
+    train, *judged = (
+        tokenised(rows, tokenizer, form, max_length, **settings) for rows in (records, held_out) if rows is not None
+    )
+    rows = [row for examples in judged for row in first_rows(examples, args)]
+    for examples in (train, *judged):
+        if dist.get_rank() == 0 and examples.left_out.counts:
+            print(examples.left_out)
+    return train, rows
+
+
+def held_out_share(records: Rows, args: RunArguments) -> tuple[Rows, Rows | None]:
+    """Records to learn from, and a share of `eval_fraction` to be judged on; None where that is 0.
+
+    Raises ValueError where one of the two would be empty.
+    """
+    if not args.eval_fraction:
+        return records, None
+    weights = f"{1 - args.eval_fraction},{args.eval_fraction}"
+    try:
+        return tuple(share(records, weights, part, args.seed, purpose="held out ") for part in (0, 1))
+    except ValueError as error:
+        raise ValueError(
+            f"eval_fraction: {args.eval_fraction} of {len(records)} records leaves none to learn from, or none to be "
+            "judged on; give another, an eval_data_path, or 0 to hold none out"
+        ) from error
+
+
+def first_rows(examples: Examples, args: RunArguments) -> list[dict[str, Any]]:
+    """At most `eval_rows` rows, in an order of the seed's."""
+    count = args.eval_rows if args.streaming else min(args.eval_rows, len(examples.rows))
+    return list(islice(examples.ordered(args.seed), count))

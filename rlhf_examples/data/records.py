@@ -1,0 +1,261 @@
+"""Raw rows of any source: files, directories, hub sets and our own, several mixed, and shares of them.
+
+A raw row is {"source", "number", "record", "problem"}: where a record stands, what stands there as JSON, and why it
+could not be read. So sets of different columns mix, and a record that is broken can still be named.
+"""
+
+import csv
+import hashlib
+import json
+from bisect import bisect
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets, interleave_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError
+
+from rlhf_examples.data.synthetic import SETS, SIZES
+
+Rows = Dataset | IterableDataset
+RAW = Features(
+    {"source": Value("string"), "number": Value("int64"), "record": Value("string"), "problem": Value("string")}
+)
+SYNTHETIC = [f"synthetic:{name}" for name in SETS]
+
+
+def load_records(
+    names: str | list[str], split: str = "train", streaming: bool = False, cache_dir: str | Path | None = None
+) -> Rows:
+    """The raw rows of a set, or of several mixed.
+
+    names: each a JSON, JSONL, Parquet, CSV or text file, a directory of those, `synthetic:set[@split]`, or a hub name,
+    `name[:config][@split]`. split: of names that do not give theirs; a file is whole whatever it says.
+    streaming: nothing is copied or counted; rows are read as they are asked for, and several sets take turns.
+    cache_dir: where raw rows are kept, by content; datasets' own cache where None.
+    Raises ValueError in words for what is not there, cannot be reached or has no records.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    if not names:
+        raise ValueError(f"no set is named; give files, directories, hub names, or {', '.join(SYNTHETIC)}")
+    sets = [one_set(name, split, streaming, None if cache_dir is None else str(cache_dir)) for name in names]
+    if streaming and len(sets) > 1:
+        return interleave_datasets(sets, stopping_strategy="all_exhausted_without_replacement")
+    return concatenate_datasets(sets)
+
+
+def one_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Rows:
+    """The raw rows of one set."""
+    base, _, own_split = (name, "", "") if Path(name).exists() else name.partition("@")
+    if base.startswith("synthetic:"):
+        return synthetic_set(base, own_split or split, streaming)
+    if Path(base).exists():
+        return local_set(Path(base), own_split, split, streaming, cache_dir)
+    if Path(base).suffix in READERS or base.startswith((".", "/", "~")):
+        raise ValueError(f"{name!r}: there is no file or directory of that name")
+    return hub_set(base, own_split or split, streaming, cache_dir)
+
+
+def synthetic_set(name: str, split: str, streaming: bool) -> Rows:
+    """A set that the project makes itself."""
+    if name not in SYNTHETIC or split not in SIZES:
+        known = f"{', '.join(SYNTHETIC)}, each with @{' and @'.join(SIZES)}"
+        raise ValueError(f"'{name}@{split}': there is no such set; there are {known}")
+    records = SETS[name.removeprefix("synthetic:")](split)
+    rows = [raw_row(f"{name}@{split}", number, as_json(record)) for number, record in enumerate(records, start=1)]
+    made = Dataset.from_list(rows, features=RAW)
+    return made.to_iterable_dataset() if streaming else made
+
+
+def hub_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Rows:
+    """A set of the Hugging Face hub."""
+    path, _, config = name.partition(":")
+    try:
+        found = load_dataset(path, config or None, split=split, streaming=streaming, cache_dir=cache_dir)
+        columns = list(next(iter(found)))
+    except StopIteration:
+        raise ValueError(f"'{name}@{split}' has no records") from None
+    except (OSError, ValueError) as error:  # datasets raises these without a network, a set, a config, a split
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{name!r}: there is no such file or directory, and split {split!r} of a set of that name cannot be read "
+            f"from the Hugging Face hub: {reason}"
+        ) from error
+    return found.map(
+        lambda record, number: raw_row(f"{name}@{split}", number + 1, as_json(dict(record))),
+        with_indices=True,
+        remove_columns=columns,
+        features=RAW,
+    )
+
+
+def local_set(path: Path, own_split: str, split: str, streaming: bool, cache_dir: str | None) -> Rows:
+    """The records of a file, or of the files of a directory."""
+    files = [str(file) for file in files_of(path, own_split, split)]
+    if streaming:
+        return IterableDataset.from_generator(raw_rows, features=RAW, gen_kwargs={"paths": files})
+    if next(raw_rows(files), None) is None:
+        raise ValueError(f"'{path}' has no records")
+    content = hashlib.sha256(Path(__file__).read_bytes())  # another reader may read other rows
+    for file in files:
+        content.update(f"{file} {digest_of(file)}\n".encode())
+    key = content.hexdigest()[:32]
+    try:
+        return Dataset.from_generator(
+            raw_rows, features=RAW, gen_kwargs={"paths": files}, cache_dir=cache_dir, fingerprint=key
+        )
+    except DatasetGenerationError as error:
+        raise ValueError(str(error.__cause__)) from error
+
+
+def files_of(path: Path, own_split: str, split: str) -> list[Path]:
+    """The files that `path` stands for, in the order of their names.
+
+    Of a directory, those of the split ("train-00.jsonl", "train/00.jsonl") where there are such, else all.
+    """
+    kinds = ", ".join(READERS)
+    if path.is_file():
+        if own_split:
+            raise ValueError(f"'{path}@{own_split}': a file has no splits")
+        if path.suffix not in READERS:
+            raise ValueError(f"'{path}': a file that ends in {kinds} is needed")
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
+    if not files:
+        raise ValueError(f"'{path}': no file in this directory ends in {kinds}")
+    of_split = [file for file in files if str(file.relative_to(path)).startswith(own_split or split)]
+    if own_split and not of_split:
+        raise ValueError(f"'{path}@{own_split}': no file in this directory has a name that begins with {own_split!r}")
+    return of_split or files
+
+
+def digest_of(path: str) -> str:
+    """A hash of a file's bytes."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def raw_rows(paths: list[str]) -> Iterator[dict[str, Any]]:
+    """The raw rows of files, numbered in each from 1: by the line in text and JSONL, else by the record.
+
+    Raises ValueError for a file that is not of its kind from some place on, so that nothing behind can be read.
+    """
+    for path in paths:
+        try:
+            for number, record, problem in READERS[Path(path).suffix](path):
+                yield raw_row(path, number, record, problem)
+        except (csv.Error, pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
+            raise ValueError(f"{path!r} cannot be read: {error}") from error
+
+
+def raw_row(source: str, number: int, record: str, problem: str = "") -> dict[str, Any]:
+    """One raw row."""
+    return {"source": source, "number": number, "record": record, "problem": problem}
+
+
+def as_json(record: Any) -> str:
+    """A record as JSON; what JSON has no form for becomes an object, which is not taken for text."""
+    return json.dumps(record, default=lambda value: {"type": type(value).__name__})
+
+
+Read = tuple[int, str, str]  # number, record, problem
+
+
+def read_jsonl(path: str) -> Iterator[Read]:
+    """A record a line; blank lines are none."""
+    return read_lines(path, lambda line: line)
+
+
+def read_text(path: str) -> Iterator[Read]:
+    """A text a line; blank lines are none."""
+    return read_lines(path, lambda line: as_json({"text": line}))
+
+
+def read_lines(path: str, record_of: Callable[[str], str]) -> Iterator[Read]:
+    """The lines of a file that are not blank."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                text = line.decode("utf-8-sig").strip()
+            except UnicodeDecodeError:
+                yield number, "", "not UTF-8"
+                continue
+            if text:
+                yield number, record_of(text), ""
+
+
+def read_json(path: str) -> Iterator[Read]:
+    """A list of records, that list as the only field `data`, one record, or what is JSONL by another name."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+    except ValueError:
+        yield from read_jsonl(path)
+        return
+    if isinstance(found, dict):
+        found = found["data"] if list(found) == ["data"] else [found]
+    for number, record in enumerate(found if isinstance(found, list) else [found], start=1):
+        yield number, as_json(record), ""
+
+
+def read_csv(path: str) -> Iterator[Read]:
+    """The rows under a header; every field is text."""
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        for number, record in enumerate(csv.DictReader(file, strict=True), start=1):
+            surplus = record.pop(None, None)
+            yield number, as_json(record), "more fields than the header has names" if surplus else ""
+
+
+def read_parquet(path: str) -> Iterator[Read]:
+    """The rows of a Parquet file."""
+    number = 0
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches():
+            for record in batch.to_pylist():
+                number += 1
+                yield number, as_json(record), ""
+
+
+READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".txt": read_text, ".parquet": read_parquet}
+
+
+def share(records: Rows, data_split: str, step: int, seed: int = 0, purpose: str = "") -> Rows:
+    """The share of step 0, 1, … where `data_split`, such as DeepSpeed-Chat's "2,4,4", weighs the shares.
+
+    A record's share is a function of its content and the seed: of neither world size, nor order, nor the other records.
+    Equal records are in the same share, so no share knows another's.
+    purpose: shares of another one are drawn independently of these: a share of a share has records of all of them.
+    Raises ValueError for weights that are none, a step that has none, or a share without records.
+    """
+    weights = share_weights(data_split)
+    if not 0 <= step < len(weights):
+        raise ValueError(f"data_split: {data_split!r} has {len(weights)} shares; there is none of step {step}")
+    if isinstance(records, IterableDataset):
+        return records.filter(lambda row: share_of(row["record"], weights, seed, purpose) == step)
+    numbers = [i for i, record in enumerate(records["record"]) if share_of(record, weights, seed, purpose) == step]
+    if not numbers:
+        raise ValueError(f"data_split: {data_split!r} leaves step {step} none of the {len(records)} records")
+    return records.select(numbers)
+
+
+def share_weights(data_split: str) -> list[float]:
+    """The weights in "2,4,4"."""
+    try:
+        weights = [float(part) for part in data_split.split(",")]
+    except ValueError:
+        weights = []
+    if not weights or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
+        raise ValueError(f"data_split: {data_split!r} given; allowed: weights between commas, such as '2,4,4'")
+    return weights
+
+
+def share_of(record: str, weights: list[float], seed: int, purpose: str = "") -> int:
+    """The number of the share that a record is in."""
+    drawn = hashlib.sha256(f"{purpose}{seed} {record}".encode()).digest()[:8]
+    point = int.from_bytes(drawn, "big") / 2**64 * sum(weights)
+    return min(bisect(list(accumulate(weights)), point), len(weights) - 1)

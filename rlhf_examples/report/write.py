@@ -1,0 +1,376 @@
+"""A run as one HTML file that needs nothing else: python -m rlhf_examples.report runs/demo
+
+It has a section for every step that logged: those in directories of the run, and the run itself.
+"""
+
+import json
+import math
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import pandas as pd
+
+from rlhf_examples.common.files import METRICS, SAMPLES, SETTINGS, printable, write_atomically
+from rlhf_examples.common.run_log import read_completions, read_metrics, short
+from rlhf_examples.common.trackers import Histogram
+from rlhf_examples.report.charts import (
+    Chart,
+    Drawing,
+    draw_histogram,
+    draw_lines,
+    draw_phases,
+    draw_spark,
+    phase_color,
+    phase_seconds,
+)
+from rlhf_examples.report.page import PAGE
+
+REPORT, SUMMARY, PIPELINE = "report.html", "summary.json", "pipeline.json"
+
+SHOWN_PROMPTS = 4  # of a run that has not ended
+
+STEP_TITLES = {
+    "sft": "Supervised fine-tuning",
+    "reward": "Reward model",
+    "reward_model": "Reward model",
+    "ppo": "PPO",
+    "grpo": "GRPO",
+    "dpo": "DPO",
+}
+
+# Names are TRL's.  Of a step's metrics, those in LEARNING come first.
+LEARNING = (
+    Chart("Reward", "score of a completion", {"objective/scores": "reward", "reward": "reward"}),
+    Chart("Reward less the KL penalty", "of a completion", {"objective/rlhf_reward": "reward"}),
+    Chart("KL to the reference", "nats a sequence", {"objective/kl": "KL"}),
+    Chart("KL to the reference, by token", "nats a token", {"kl": "KL"}),
+    Chart("Loss", "what training lowers", {"loss": "training", "eval_loss": "held out"}),
+    Chart("Token accuracy", "share", {"mean_token_accuracy": "training", "eval_mean_token_accuracy": "held out"}),
+    Chart(
+        "Pairs ranked right",
+        "share",
+        {
+            "accuracy": "training",
+            "rewards/accuracies": "training",
+            "eval_accuracy": "held out",
+            "eval_rewards/accuracies": "held out",
+        },
+    ),
+    Chart(
+        "Margin of the chosen over the rejected",
+        "reward",
+        {
+            "margin": "training",
+            "rewards/margins": "training",
+            "eval_margin": "held out",
+            "eval_rewards/margins": "held out",
+        },
+    ),
+    Chart("Rewards of both", "log ratio × beta", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}),
+    Chart("Entropy", "nats a sequence", {"objective/entropy": "entropy"}),
+    Chart("Entropy, by token", "nats a token", {"entropy": "entropy"}),
+    Chart(
+        "Completion length",
+        "tokens",
+        {
+            "completions/mean_length": "mean",
+            "completions/min_length": "shortest",
+            "completions/max_length": "longest",
+        },
+    ),
+    Chart("Completions cut off at the limit", "share", {"completions/clipped_ratio": "cut off"}),
+    Chart("Spread of rewards", "standard deviation", {"reward_std": "spread"}),
+    Chart("Prompts whose completions all scored the same", "share", {"frac_reward_zero_std": "share"}),
+    Chart("Policy loss", "mean over tokens", {"loss/policy_avg": "loss"}),
+    Chart("Value loss", "mean over tokens", {"loss/value_avg": "loss"}),
+    Chart("Ratio of new to old probability", "mean over tokens", {"val/ratio": "ratio"}),
+    Chart("KL of an update", "nats a token, approximate", {"policy/approxkl_avg": "KL"}),
+    Chart(
+        "Clipped tokens",
+        "share",
+        {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "value", "clip_ratio/region_mean": "policy"},
+    ),
+    Chart("Gradient norm", "before clipping", {"grad_norm": "model", "val/grad_norm": "critic"}),
+    Chart("Returns that the critic explains", "share of their variance", {"val/var_explained": "explained"}),
+    Chart("Learning rate", "a step", {"learning_rate": "rate", "lr": "rate"}, smooth=False),
+)
+SPEED = (
+    Chart("Generation", "tokens a second", {"time/tokens_per_s": "tokens"}),
+    Chart("Training", "TFLOP/s of a rank", {"time/tflops_per_s": "TFLOP/s"}),
+    Chart("Model FLOPs utilisation in training", "share of the peak", {"time/mfu": "MFU"}),
+)
+NUMERICS = (
+    Chart(
+        "Logprob differences of sampler and trainer",
+        "nats a token",
+        {
+            "sampling/sampling_logp_difference/mean": "mean",
+            "sampling/sampling_logp_difference/max": "largest",
+            "control/sampling_logp_difference/mean": "trainer against itself, mean",
+            "control/sampling_logp_difference/max": "trainer against itself, largest",
+        },
+        log_scale=True,
+    ),
+    Chart(
+        "Importance sampling weights",
+        "ratio",
+        {
+            f"sampling/importance_sampling_ratio/{name}": label
+            for name, label in (("mean", "mean"), ("min", "least"), ("max", "most"))
+        },
+    ),
+)
+CHARTED = {name for chart in (*LEARNING, *SPEED, *NUMERICS) for name in chart.series}
+# The figures of a step that stand above its charts: of each row the first that the step has.
+HEADLINES = (
+    {"objective/scores": "Reward", "reward": "Reward", "eval_loss": "Loss, held out", "loss": "Loss"},
+    {"objective/kl": "KL, nats a sequence", "kl": "KL, nats a token"},
+    {
+        "eval_accuracy": "Pairs ranked right, held out",
+        "eval_rewards/accuracies": "Pairs ranked right, held out",
+        "accuracy": "Pairs ranked right",
+        "rewards/accuracies": "Pairs ranked right",
+    },
+    {"completions/mean_length": "Length, tokens"},
+    {"time/tokens_per_s": "Tokens a second"},
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that stands for a run, before and after where both are known."""
+
+    label: str
+    now: str
+    before: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step of the run logged.
+
+    log: a row an iteration, numbers alone.  not_finite: metric → the iterations whose value was not finite.
+    histograms: metric → its own, in order.
+    """
+
+    key: str
+    title: str
+    log: pd.DataFrame
+    not_finite: dict[str, list[int]]
+    histograms: dict[str, list[Histogram]]
+    samples: list[dict]
+    completions: pd.DataFrame
+    settings: dict
+
+
+def write_report(directory: Path) -> Path:
+    """Write report.html from the logs under `directory`; gives its path. One rank calls it, at any time of the run.
+
+    Raises ValueError where nothing was logged there.
+    """
+    directory = Path(directory)
+    steps = [read_step(path) for path in step_directories(directory)]
+    if not steps:
+        raise ValueError(f"no {METRICS} in {str(directory)!r} or in a directory of it; give the directory of a run")
+    page = PAGE.render(
+        name=directory.resolve().name,
+        made=f"{datetime.now():%Y-%m-%d %H:%M}",
+        summary=summary_figures(read_json(directory / SUMMARY, {})),
+        settings=[] if (directory / METRICS).is_file() else rows_of(read_json(directory / SETTINGS, {})),
+        steps=[section(step) for step in steps],
+    )
+    write_atomically(directory / REPORT, page)
+    return directory / REPORT
+
+
+def step_directories(directory: Path) -> list[Path]:
+    """Where steps logged, the run's own directory last: in the order of pipeline.json's steps, then as they ended."""
+    found = [path.parent for path in directory.glob(f"*/{METRICS}")]
+    names = list(read_json(directory / PIPELINE, {}).get("steps", []))
+    known = [path for name in names for path in found if path.name == name]
+    others = sorted(set(found) - set(known), key=lambda path: (path / METRICS).stat().st_mtime)
+    return [*known, *others, *([directory] if (directory / METRICS).is_file() else [])]
+
+
+def read_step(directory: Path) -> Step:
+    """A step from its directory."""
+    rows = read_metrics(directory)
+    iterations = [row.pop("iteration") for row in rows]
+    numbers = [{name: v for name, v in row.items() if not isinstance(v, Histogram)} for row in rows]
+    not_finite, histograms = defaultdict(list), defaultdict(list)
+    for iteration, row in zip(iterations, rows, strict=True):
+        for name, value in row.items():
+            if isinstance(value, Histogram):
+                histograms[name].append(value)
+            elif math.isnan(value):
+                not_finite[name].append(iteration)
+    key = directory.resolve().name
+    return Step(
+        key=key,
+        title=STEP_TITLES.get(key, key),
+        log=pd.DataFrame(numbers, index=pd.Index(iterations, dtype=int), dtype=float),
+        not_finite=not_finite,
+        histograms=histograms,
+        samples=read_json(directory / SAMPLES, []),
+        completions=read_completions(directory),
+        settings=read_json(directory / SETTINGS, {}),
+    )
+
+
+def section(step: Step) -> dict:
+    """What the page says of a step."""
+    log, seconds = step.log, phase_seconds(step.log)
+    return {
+        "key": step.key,
+        "title": step.title,
+        "iterations": len(log),
+        "duration": duration(log["time/iteration_s"].sum()) if "time/iteration_s" in log else "",
+        "figures": headline_figures(log),
+        "learning": drawn(log, (*LEARNING, *charts_of_others(log))),
+        "phases": draw_phases(seconds),
+        "phase_rows": phase_rows(seconds),
+        "not_finite": not_finite(step),
+        "speed": [*drawn(log, SPEED), *draw_memory(log)],
+        "numerics": [*draw_histograms(step.histograms), *drawn(log, NUMERICS)],
+        "samples": [sample_of(sample) for sample in step.samples],
+        "completions": completions_by_prompt(step.completions, len(step.samples) or SHOWN_PROMPTS),
+        "settings": rows_of(step.settings),
+        "metrics": metric_rows(log),
+    }
+
+
+def drawn(log: pd.DataFrame, charts) -> list[Drawing]:
+    """Those of `charts` that the log has something for."""
+    drawings = (draw_lines(log, chart) for chart in charts)
+    return [drawing for drawing in drawings if drawing]
+
+
+def charts_of_others(log: pd.DataFrame) -> list[Chart]:
+    """A chart for each evaluation and each reward function that no other chart has."""
+    names = [name for name in log if name.startswith(("eval", "rewards/")) and not name.endswith("_stderr")]
+    names = [name for name in names if name not in CHARTED]
+    words = {name: re.sub("[/_]+", " ", name).capitalize() for name in names}
+    return [Chart(words[name], "held out" if name.startswith("eval") else "", {name: name}) for name in names]
+
+
+def draw_memory(log: pd.DataFrame) -> list[Drawing]:
+    """All bytes in one chart, in the unit that suits the largest."""
+    names = [name for name in log if name.startswith("memory/") and name.endswith("bytes")]
+    largest = log[names].max().max() if names else math.nan
+    unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
+    labels = {name: name.removeprefix("memory/").removesuffix("bytes").strip("_").replace("_", " ") for name in names}
+    return drawn(log / size, [Chart("Memory of a rank", unit, labels, smooth=False)])
+
+
+def draw_histograms(histograms: dict[str, list[Histogram]]) -> list[Drawing]:
+    """A chart for each histogram; logprob differences in words."""
+    titles = {name: "Logprob differences, token by token" for name in histograms if "logp_diff" in name}
+    drawings = (draw_histogram(titles.get(name, name), "nats", histograms[name]) for name in histograms)
+    return [drawing for drawing in drawings if drawing]
+
+
+def headline_figures(log: pd.DataFrame) -> list[Figure]:
+    """Of HEADLINES the means of the first and of the last tenth of the iterations, at least one."""
+    found = [[(label, log[n].dropna()) for n, label in row.items() if n in log] for row in HEADLINES]
+    figures = []
+    for label, column in [row[0] for row in found if row]:
+        tenth = max(1, len(column) // 10)
+        before = short(column[:tenth].mean()) if len(column) > 1 else ""
+        figures += [Figure(label, short(column[-tenth:].mean()), before)] if len(column) else []
+    return figures
+
+
+def summary_figures(summary: dict) -> list[Figure]:
+    """The pipeline's figures: those that are known in words, then the others by their names. A figure that has a
+    standard error (`NAME_stderr`) is written with it."""
+    texts = {
+        name: short(value) if isinstance(value, int | float | None) else str(value) for name, value in summary.items()
+    }
+    errors = {f"{name}_stderr" for name in texts} & texts.keys()
+    left = {
+        name: f"{text} ± {texts[error]}" if (error := f"{name}_stderr") in errors else text
+        for name, text in texts.items()
+        if name not in errors
+    }
+    ours, theirs = summary.get("tokens_per_second"), summary.get("hf_tokens_per_second")
+    speedup = f"{ours / theirs:.1f} × Hugging Face's {short(theirs)}" if ours and theirs else ""
+    known = [
+        ("Gold score", "gold_score_after", "gold_score_before", "never seen in training"),
+        ("KL to the reference", "kl", "", "nats"),
+        ("GRPO, exact match", "grpo_exact_match_after", "grpo_exact_match_before", "held-out problems"),
+        ("Reward model", "reward_accuracy", "", "held-out pairs ranked right"),
+        ("Tokens a second", "tokens_per_second", "", speedup),
+    ]
+    figures = [
+        Figure(label, left.pop(after), left.pop(before, ""), note)
+        for label, after, before, note in known
+        if after in left
+    ]
+    if speedup:
+        del left["hf_tokens_per_second"]
+    return figures + [Figure(name.replace("_", " "), value) for name, value in left.items()]
+
+
+def phase_rows(seconds: pd.DataFrame) -> list[tuple[str, int, str, str]]:
+    """Phase, the number of its colour, mean seconds of an iteration, share of all time: the top of the stack first."""
+    shares = 100 * seconds.sum() / seconds.to_numpy().sum()
+    return [(p, phase_color(p), f"{seconds[p].mean():.3f}", f"{shares[p]:.1f} %") for p in reversed(seconds.columns)]
+
+
+def not_finite(step: Step) -> list[str]:
+    """A line for each metric that was nan or infinite: where."""
+    lines = []
+    for name, iterations in step.not_finite.items():
+        more = f" and {len(iterations) - 5} more" if len(iterations) > 5 else ""
+        lines.append(f"{name} in iteration {', '.join(map(str, iterations[:5]))}{more}")
+    return lines
+
+
+def metric_rows(log: pd.DataFrame) -> list[dict[str, str]]:
+    """Every metric: name, a small line, first, last, least and most."""
+    rows = []
+    for name in sorted(log):
+        column = log[name].dropna()
+        figures = (column.iloc[0], column.iloc[-1], column.min(), column.max()) if len(column) else (None,) * 4
+        rows.append({"name": name, "spark": draw_spark(column), "figures": [short(figure) for figure in figures]})
+    return rows
+
+
+def sample_of(sample: dict) -> dict[str, str]:
+    """A sample as text that an HTML file may hold."""
+    texts = {name: printable(str(sample.get(name, ""))) for name in ("prompt", "before", "after")}
+    rewards = {name: short(sample[name]) for name in ("reward_before", "reward_after") if name in sample}
+    return {"reward_before": "", "reward_after": "", **texts, **rewards}
+
+
+def completions_by_prompt(completions: pd.DataFrame, most: int) -> list[tuple[str, list[tuple[int, str, str]]]]:
+    """Of the first prompts of evaluations: the prompt, and by iteration its completion and the first score of that."""
+    scores = [name for name in completions.columns if name not in ("iteration", "prompt", "completion")]
+    found = []
+    for _, rows in completions.groupby(completions.groupby("iteration").cumcount()):
+        first = rows[scores[0]] if scores else [None] * len(rows)
+        texts = zip(rows["iteration"], rows["completion"], first, strict=True)
+        by_iteration = [(iteration, printable(text), short(score)) for iteration, text, score in texts]
+        found.append((printable(rows["prompt"].iloc[0]), by_iteration))
+    return found[:most]
+
+
+def rows_of(settings: dict) -> list[tuple[str, str]]:
+    """Settings as text."""
+    return [(name, printable(v if isinstance(v, str) else json.dumps(v))) for name, v in settings.items()]
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the units that people use."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {left} s" if minutes else f"{seconds:.1f} s"
+
+
+def read_json(path: Path, default):
+    """What a JSON file holds, or `default` where there is none."""
+    return json.loads(path.read_text()) if path.is_file() else default

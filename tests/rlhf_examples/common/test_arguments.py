@@ -1,0 +1,151 @@
+"""Arguments: a YAML file, flags over it, and errors that name the key."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_examples.common.arguments import (
+    ChatArguments,
+    DPOArguments,
+    EvaluateArguments,
+    GRPOArguments,
+    PPOArguments,
+    RewardModelArguments,
+    SFTArguments,
+    parse_arguments,
+    read_yaml,
+)
+from rlhf_examples.pipeline import SCRIPTS, arguments_of_step, parse
+
+CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
+PIPELINES = [path for path in CONFIGS if "steps" in read_yaml(path)]
+KINDS = [SFTArguments, RewardModelArguments, DPOArguments, PPOArguments, GRPOArguments, EvaluateArguments]
+KINDS += [ChatArguments]
+
+
+@pytest.mark.parametrize("path", sorted({*CONFIGS} - {*PIPELINES}), ids=lambda path: path.name)
+def test_every_other_config_is_ppos(path):
+    args = parse_arguments(PPOArguments, [str(path)])
+    for name, value in read_yaml(path).items():
+        assert getattr(args, name) in (value, [value])
+
+
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.name)
+def test_every_config_is_a_pipeline(path):
+    settings = read_yaml(path)
+    args = parse(read_yaml(path), ["--output_dir", "runs/elsewhere"])
+    for name, own in settings["steps"].items():
+        of_step = arguments_of_step(name, args)
+        for key, value in own.items():
+            if key != "script" and "step:" not in str(value):
+                assert getattr(of_step, key) in (value, [value])
+    known = {key for name in args.steps for key in vars(arguments_of_step(name, args))}
+    assert settings.get("common", {}).keys() <= known, "a common setting that no step knows"
+
+
+def test_flags_override_the_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 3\nactor_lora_dim: 4\nactor_learning_rate: 1.0e-5\nenable_hybrid_engine: false\n")
+    flags = ["--seed", "9", "--stop_token_ids", "1", "2", "--adap_kl_ctrl"]
+    args = parse_arguments(PPOArguments, [str(path), *flags])
+    assert (args.seed, args.actor_lora_dim, args.actor_learning_rate) == (9, 4, 1e-5)
+    assert (args.stop_token_ids, args.adap_kl_ctrl, args.enable_hybrid_engine) == ([1, 2], True, False)
+
+
+def test_a_table_in_the_file_is_json_in_a_flag(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("chat_template_kwargs: {enable_thinking: false}\n")
+    of_file = parse_arguments(SFTArguments, [str(path)])
+    assert of_file == parse_arguments(SFTArguments, ["--chat_template_kwargs", '{"enable_thinking": false}'])
+    path.write_text("seed: {a: 1}\n")
+    with pytest.raises(ValueError, match=r"seed: .* given; it must be int"):
+        parse_arguments(SFTArguments, [str(path)])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_without_arguments_there_are_defaults(kind):
+    assert parse_arguments(kind, []) == kind()
+    assert parse_arguments(kind, ["--local_rank=1"]) == kind()  # DeepSpeed's launcher
+
+
+def test_deepspeed_chats_constants():
+    args = PPOArguments()
+    hard_coded = {"kl_ctl": 0.1, "clip_reward": 5.0, "cliprange": 0.2, "cliprange_value": 0.2, "gamma": 1, "lam": 0.95}
+    assert {name: getattr(args, name) for name in hard_coded} == hard_coded
+
+
+def test_an_unknown_key_is_named_with_the_nearest(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("kl_coeff: 3\nkl_ctrl: 1\n")
+    with pytest.raises(ValueError, match="unknown key 'kl_coeff'; the nearest known key is '"):
+        parse_arguments(PPOArguments, [str(path)])
+    with pytest.raises(ValueError, match="unknown key 'kl_ctrl'; the nearest known key is 'kl_ctl'"):
+        parse_arguments(PPOArguments, ["--kl_ctrl", "3"])
+    with pytest.raises(ValueError, match="no file at 'nowhere.yaml'"):
+        parse_arguments(PPOArguments, ["nowhere.yaml"])
+    path.write_text("- 3\n")
+    with pytest.raises(ValueError, match="it holds a list; it must be settings by name"):
+        parse_arguments(PPOArguments, [str(path)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        (SFTArguments, {"dtype": "float8"}, "dtype: 'float8' given; allowed: float32, bfloat16"),
+        (SFTArguments, {"zero_stage": 4}, "zero_stage: 4 given; allowed: 0, 1, 2, 3"),
+        (SFTArguments, {"keep_last": 0}, "keep_last: 0 given; it must be at least 1"),
+        (SFTArguments, {"eval_fraction": 2.0}, "eval_fraction: 2.0 given; it must be at most 1"),
+        (SFTArguments, {"padding_free": True, "logit_chunk": 0}, "give a logit_chunk"),
+        (RewardModelArguments, {"loss_form": "first"}, "loss_form: 'first' given; allowed: last, tokenwise"),
+        (PPOArguments, {"logprob_mode": "guess"}, "logprob_mode: 'guess' given"),
+        (
+            PPOArguments,
+            {"importance_sampling_correction": True, "logprob_mode": "sampling"},
+            "every weight would be 1; use logprob_mode: 'recompute'",
+        ),
+        (
+            PPOArguments,
+            {"importance_sampling_clip_max": 0.5},
+            "clip_max: 0.5 given; it must be at least 1",
+        ),
+        (PPOArguments, {"numerics_control_rows": -1}, "numerics_control_rows: -1 given; it must be at least 0"),
+        (PPOArguments, {"critic_zero_stage": 4}, "critic_zero_stage: 4 given; allowed: 0, 1, 2, 3"),
+        (GRPOArguments, {"loss_type": "ppo"}, "loss_type: 'ppo' given; allowed: grpo, dr_grpo, dapo, bnpo"),
+        (GRPOArguments, {"num_generations": 1}, "num_generations: 1 given; it must be at least 2"),
+    ],
+)
+def test_what_does_not_fit_is_named(kind, changes, words):
+    with pytest.raises(ValueError, match=words):
+        kind(**changes)
+
+
+def test_a_pipelines_mistakes_are_found_before_it_begins():
+    good = {"steps": {"sft": {}, "ppo": {"actor_model_name_or_path": "step:sft/model"}}}
+    args = parse({**good, "output_dir": "here"}, [])
+    assert arguments_of_step("ppo", args).actor_model_name_or_path == "here/sft/model"
+    wrong = {
+        "steps.sft: unknown key 'learning_rat'; the nearest known key is 'learning_rate'": {
+            "steps": {"sft": {"learning_rat": 1}}
+        },
+        "steps.a: unknown key 'sftt'; the nearest known key is 'sft'": {"steps": {"a": {"script": "sftt"}}},
+        "steps.ppo: unknown key 'sfd'; the nearest known key is": {
+            "steps": {"ppo": {"actor_model_name_or_path": "step:sfd/model"}}
+        },
+        "summary.loss: unknown key 'sfd'": {**good, "summary": {"loss": "sfd/eval_loss"}},
+        "steps: none given": {},
+        "unknown key 'stepz'; the nearest known key is": {**good, "stepz": {}},
+    }
+    for words, settings in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            parse(settings, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "seed"), [({}, [], 0), ({"seed": 4}, [], 4), ({"seed": 4}, ["--seed", "5"], 5)]
+)
+@pytest.mark.parametrize("where", ["common", "pipeline"])
+def test_the_seed_reaches_every_step(given, flags, seed, where):
+    steps = {name: {} for name in SCRIPTS} | {"own": {"script": "sft", "seed": 9}}
+    settings = {"steps": steps, **(given if where == "pipeline" else {"common": given})}
+    args = parse(settings, flags)
+    assert {name: arguments_of_step(name, args).seed for name in steps} == dict.fromkeys(SCRIPTS, seed) | {"own": 9}

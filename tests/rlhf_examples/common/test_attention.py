@@ -1,0 +1,139 @@
+"""`attn_implementation`: every model of a script has it, what is learned does not depend on it, rollouts stay fused."""
+
+import pytest
+from transformers import AutoConfig, LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from rlhf_examples import chat, evaluate, pairs, throughput
+from rlhf_examples.common.arguments import (
+    ChatArguments,
+    EvaluateArguments,
+    PairsArguments,
+    RunArguments,
+    ThroughputArguments,
+)
+from rlhf_examples.common.models import require_attention, require_model
+from tests.rlhf_examples.scripts import SCRIPTS, logged, models_of, run_here, small_directory
+from tests.rlhf_examples.test_coverage import FUSED, watched
+
+TOLERANCE = 1e-4  # attention weights and sums in another order, in float32, over three updates
+ROUNDING = ("sampling/", "control/", "val/first_ratio_error", "val/clipfrac_avg")  # as test_same_curves
+SHORT = {
+    "sft": {"max_steps": 3, "padding_free": True, "packing": True, "max_seq_len": 64},
+    "reward_model": {"max_steps": 3},
+    "dpo": {"max_steps": 3},
+    "ppo": {"num_iterations": 3, "padding_free": True},
+    "grpo": {"num_iterations": 3, "beta": 0.1},
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return small_directory(tmp_path_factory.mktemp("small"))
+
+
+def run_counted(script: str, settings: dict, refuse: str) -> int:
+    """A script, in which the other attention raises; gives how many of eager's attentions were computed."""
+    own, eager = ALL_ATTENTION_FUNCTIONS["sdpa"], modeling_llama.eager_attention_forward
+    count = 0
+
+    def counting(*args, **kwargs):
+        nonlocal count
+        assert refuse != "eager", "a model of this run has eager attention"
+        count += 1
+        return eager(*args, **kwargs)
+
+    def sdpa(*args, **kwargs):
+        assert refuse != "sdpa", "a model of this run has sdpa"
+        return own(*args, **kwargs)
+
+    modeling_llama.eager_attention_forward = counting
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+    try:
+        with watched() as found:
+            run_here(script, settings)
+    finally:
+        modeling_llama.eager_attention_forward = eager
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+    for one in found:
+        if one.containers:  # DPO's and supervised tuning's engines generate nothing
+            assert (one.containers, one.native_reason) == FUSED, one
+    return count
+
+
+def require_the_same_curves(script: str, ranks, small, tmp_path, **changes) -> None:
+    settings = {**(models_of(script, small) if script != "sft" else {}), **SHORT[script], **changes}
+    for name, refuse in (("eager", "sdpa"), ("sdpa", "eager")):
+        of_run = {"attn_implementation": name, "output_dir": str(tmp_path / name)}
+        (count, *_) = ranks.run(run_counted, script, {**settings, **of_run}, refuse)
+        assert (count > 0) == (name == "eager")
+    rows = [logged(tmp_path / name) for name in ("eager", "sdpa")]
+    assert [len(of_run) for of_run in rows] == [3, 3]
+    for eager, sdpa in zip(*rows, strict=True):
+        assert eager.keys() == sdpa.keys()
+        for name, value in eager.items():
+            if isinstance(value, float | int) and not name.startswith(ROUNDING):
+                assert sdpa[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
+
+
+def test_sft_with_packing_learns_the_same(ranks, small, tmp_path):
+    require_the_same_curves("sft", ranks, small, tmp_path)
+
+
+def test_ppo_learns_the_same(ranks, small, tmp_path):
+    judge = {"reward": [str(small / "reward_model")]}
+    require_the_same_curves("ppo", ranks, small, tmp_path, **judge)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["reward_model", "dpo", "grpo"])
+def test_the_others_learn_the_same(script, ranks, small, tmp_path):
+    require_the_same_curves(script, ranks, small, tmp_path)
+
+
+def test_every_script_that_loads_a_model_has_the_flag():
+    kinds = [kind for _, kind in SCRIPTS.values()]
+    kinds += [EvaluateArguments, PairsArguments, ThroughputArguments, ChatArguments]
+    for kind in kinds:
+        assert kind(attn_implementation="eager").attn_implementation == "eager"
+        with pytest.raises(ValueError, match=r"'flash_attention_2' given with dtype: 'float32'; it needs bfloat16"):
+            kind(attn_implementation="flash_attention_2")
+        kind(attn_implementation="flash_attention_2", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "model"),
+    [
+        (evaluate, EvaluateArguments, "model_name_or_path"),
+        (pairs, PairsArguments, "model_name_or_path"),
+        (throughput, ThroughputArguments, "model_name_or_path"),
+        (chat, ChatArguments, "path"),
+        *((module, kind, "") for module, kind in SCRIPTS.values()),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_transformers_refuses_is_refused_before_the_records(script, kind, model, small, tmp_path):
+    name = str(small / "model")
+    of_script = {model: [name] if kind is EvaluateArguments else name} if model else {}
+    if not model:
+        of_script = {
+            key: str(small / "model")
+            for key in ("model_name_or_path", "actor_model_name_or_path")
+            if hasattr(kind(), key) and kind is not SCRIPTS["sft"][1]  # its own small model
+        }
+    output = {"output_dir": str(tmp_path / "run")} if issubclass(kind, RunArguments) else {}
+    args = kind(**of_script, **output, attn_implementation="flash")
+    allowed = r"attn_implementation: 'flash' given; allowed for this model, here: eager, sdpa, .*flex_attention \("
+    with pytest.raises(ValueError, match=allowed):
+        script.run(args)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_family_lacks_is_refused(small):
+    config = AutoConfig.for_model("bloom", hidden_size=16, n_layer=1, n_head=2, vocab_size=16)
+    with pytest.raises(ValueError, match=r"'sdpa' given; allowed for this model, here: eager \(BloomModel"):
+        require_attention(config, "sdpa")
+    require_attention(config, "eager")
+    require_attention(LlamaConfig(num_hidden_layers=1), "flex_attention")
+    require_model("path", str(small / "model"), "eager")

@@ -1,0 +1,115 @@
+"""What was given and does not fit: one line, status 2, no traceback, before any engine."""
+
+import importlib
+import logging
+import sys
+
+import datasets
+import pytest
+
+from rlhf_examples.common import command_line, ranks
+from tests.rank_pool import run_script
+from tests.rlhf_examples.scripts import small_directory
+
+MODEL = "{model}"
+CASES = {
+    "a flag": ("grpo", ["--num_generation", "4"], "unknown key 'num_generation'; the nearest known key is"),
+    "a flag's value": ("ppo", ["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+    "a setting": ("sft", ["{folder}/unknown.yaml"], "unknown key 'learningrate'"),
+    "a setting's type": ("sft", ["{folder}/typed.yaml"], "max_steps: [3] given; it must be int"),
+    "a list's type": ("sft", ["{folder}/listed.yaml"], "report_to: {'a': 1} given; it must be a list of str"),
+    "a setting's value": ("dpo", ["--zero_stage", "4"], "zero_stage: 4 given; allowed: 0, 1, 2, 3"),
+    "no file of settings": ("pipeline", ["{folder}/none.yaml"], "no file at"),
+    "a step": ("pipeline", ["{folder}/steps.yaml"], "steps.sft: unknown key 'epochs'"),
+    "a tracker": ("sft", ["--report_to", "papers"], "report_to: 'papers' given; allowed: tensorboard"),
+    "no model": ("reward_model", [], "model_name_or_path: nothing given"),
+    "another model": ("grpo", ["--actor_model_name_or_path", "{folder}/m"], "actor_model_name_or_path: '{folder}/m'"),
+    "another critic": (
+        "ppo",
+        ["--actor_model_name_or_path", MODEL, "--critic_model_name_or_path", "{folder}/m"],
+        "critic_model_name_or_path: '{folder}/m' given, and there is no model",
+    ),
+    "a reward": (
+        "grpo",
+        ["--actor_model_name_or_path", MODEL, "--reward", "nowhere:f"],
+        "reward: 'nowhere:f' given; it must be module:function",
+    ),
+    "records": ("sft", ["--data_path", "{folder}/none.jsonl"], "there is no file or directory of that name"),
+    "records' form": ("dpo", ["--model_name_or_path", MODEL, "--data_path", "{folder}/odd.jsonl"], "odd.jsonl"),
+    "a template": (
+        "sft",
+        ["--model_name_or_path", MODEL, "--chat_template", "{folder}/none"],
+        "chat_template: no file at '{folder}/none'",
+    ),
+    "a model to talk with": ("chat", ["--path", "{folder}/m"], "path: '{folder}/m' given"),
+    "one of the compared": ("evaluate", ["--model_name_or_path", MODEL, "{folder}/m"], "'{folder}/m' given"),
+}
+
+
+class Ended(Exception):
+    """In the place of the process' end."""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "unknown.yaml").write_text("learningrate: 1\n")
+    (tmp_path / "typed.yaml").write_text("max_steps: [3]\n")
+    (tmp_path / "listed.yaml").write_text("report_to: {a: 1}\n")
+    (tmp_path / "steps.yaml").write_text("steps: {sft: {epochs: 3}}\n")
+    rows = [f'{{"question": "what is {n}?", "answer": "{n}"}}\n' for n in range(200)]
+    (tmp_path / "odd.jsonl").write_text("".join(rows))
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_does_not_fit_is_one_line(case, folder, tmp_path_factory, monkeypatch, capsys):
+    script, argv, words = CASES[case]
+    datasets.disable_progress_bars()  # as `start_ranks` does
+    model = small_directory(tmp_path_factory.mktemp("small")) / "model" if MODEL in argv else ""
+    filled = [text.format(folder=folder, model=model) for text in argv]
+    module = importlib.import_module(f"rlhf_examples.{script}")
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    monkeypatch.setattr(sys, "argv", [script, *filled])
+    monkeypatch.setattr(command_line.os, "_exit", end)
+    for one in (command_line, module):
+        monkeypatch.setattr(one, "start_ranks", lambda: None, raising=False)
+    for name, value in (("get_rank", 0), ("get_world_size", 1)):
+        monkeypatch.setattr(ranks.dist, name, lambda *_, value=value: value)
+    capsys.readouterr()
+    with pytest.raises(Ended) as ended:
+        module.main()
+    assert ended.value.args == (2,)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    line = err.strip()
+    assert line.startswith("error: ")
+    assert words.replace("{folder}", str(folder)) in line
+
+
+def test_an_error_once_there_is_an_engine_keeps_its_traceback(caplog):
+    with pytest.raises(ValueError, match="inside"), command_line.input_errors_reported():
+        ranks.preparation_is_over()
+        raise ValueError("inside")
+
+
+def test_a_later_step_is_prepared_anew(monkeypatch, capsys, caplog):
+    monkeypatch.setattr(command_line.os, "_exit", lambda status: None)
+    with caplog.at_level(logging.DEBUG, "rlhf_examples"), command_line.input_errors_reported():
+        with ranks.preparing():
+            ranks.preparation_is_over()
+        with ranks.preparing():
+            raise ValueError("two\nlines")
+    assert capsys.readouterr().err == "error: two lines\n"
+    assert "Traceback" in caplog.text
+
+
+def test_ranks_say_it_once():
+    done = run_script(["-m", "rlhf_examples.grpo", "--reward", "x", "--temprature", "1"], 2, timeout_s=120)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("error")]
+    assert lines == ["error: unknown key 'temprature'; the nearest known key is 'temperature'"]
+    assert done.stdout.count("Traceback") <= 1, "the launcher's"
+    assert "rlhf_examples/" not in done.stdout
+    assert done.returncode != 0

@@ -1,0 +1,169 @@
+"""What a run measures of itself is what it says."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForSequenceClassification
+
+from rlhf_examples.common.arguments import SFTArguments
+from rlhf_examples.common.engines import step_on, trained
+from rlhf_examples.common.losses import explained_variance
+from rlhf_examples.common.measures import (
+    Phases,
+    TokenCount,
+    TrainingFlops,
+    data_source,
+    flops_metrics,
+    scores_by_source,
+)
+from rlhf_examples.common.models import LoRA, ValueModel, load_policy
+from rlhf_examples.common.run_log import read_metrics
+from rlhf_examples.common.scorers import Rewards, Scorer
+from tests.rlhf_examples.common.test_models import on_first_rank, training
+from tests.rlhf_examples.scripts import models_of, run_here, small_directory
+from tests.tiny_models import prompts, tiny_model, with_peft
+
+alone = pytest.mark.usefixtures("alone")
+
+
+def test_explained_variance_is_the_formula():
+    generator = torch.Generator().manual_seed(0)
+    values, returns = torch.randn(2, 3, 5, generator=generator).double()
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+    kept = mask.bool()
+    expected = 1 - (returns - values)[kept].var(unbiased=False) / returns[kept].var(unbiased=False)
+    values[~kept] = math.nan
+    assert explained_variance(values, returns, mask) == pytest.approx(expected.item(), rel=1e-12)
+    assert explained_variance(returns + 3, returns, mask) == pytest.approx(1.0), "a constant explains itself"
+    assert explained_variance(torch.zeros_like(returns), returns, mask) == pytest.approx(0.0)
+    assert math.isnan(explained_variance(values, torch.ones_like(returns), mask))
+
+
+def counted(model, ids: torch.Tensor) -> float:
+    """Operations of a forward and backward, by torch's counter."""
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("gpt2", True)])
+def test_flops_are_torchs(family, tied):
+    """Matrices' to the operation: norms and biases are counted as weights here, and attention in full."""
+    model = tiny_model(family, tie_word_embeddings=tied)
+    model.set_attn_implementation("eager")
+    flops, ids = TrainingFlops.of(model), prompts(2, 16, padded=False)[0]
+    assert flops([16, 16]) == pytest.approx(counted(model, ids), rel=0.05)
+
+
+def test_frozen_weights_have_no_gradient_to_compute():
+    base = TrainingFlops.of(tiny_model("llama"))
+    adapted = TrainingFlops.of(with_peft(tiny_model("llama")))
+    assert 4 / 6 < adapted.per_token / base.per_token < 0.9
+    config = tiny_model("llama").config
+    config.num_labels = 1
+    critic = TrainingFlops.of(ValueModel(AutoModelForSequenceClassification.from_config(config)))
+    assert critic.per_pair == base.per_pair and critic.per_token < base.per_token, "it has no head over the vocabulary"
+
+
+@alone
+def test_utilisation_is_a_share_of_the_peak():
+    found = flops_metrics(3e12, seconds=2.0, peak_tflops=6.0)
+    assert found == {"time/tflops_per_s": 1.5, "time/mfu": 0.25}
+    if not torch.cuda.is_available():
+        assert "time/mfu" not in flops_metrics(3e12, 2.0, 0.0), "a peak that nobody knows"
+
+
+@alone
+def test_tokens_are_counted_over_runs_that_go_on():
+    count = TokenCount()
+    assert [count.add(tokens)["num_tokens"] for tokens in (3, torch.tensor(4))] == [3, 7]
+    resumed = TokenCount()
+    resumed.load_state_dict(count.state_dict())
+    assert resumed.add(1) == {"num_tokens": 8}
+
+
+def test_phases_are_one_behind_the_other(monkeypatch):
+    times = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
+    monkeypatch.setattr("rlhf_examples.common.measures.time.perf_counter", lambda: next(times))
+    phases = Phases()
+    for name in ("rollout", "score", "rollout"):
+        phases.end(name)
+    with phases.timed("eval"):
+        pass
+    assert phases.metrics() == {"time/rollout_s": 4.0, "time/score_s": 2.0, "time/eval_s": 5.0}
+
+
+@alone
+def test_a_mean_score_of_every_set():
+    sets = ["data/one.jsonl", "data", "org/set@train"]
+    sources = ["data/one.jsonl", "data/two/x.parquet", "org/set@train", "org/set@train"]
+    assert [data_source(source, sets) for source in sources] == ["data/one.jsonl", "data", *["org/set@train"] * 2]
+    rows = [{"source": source} for source in sources]
+    found = scores_by_source(rows, torch.tensor([1.0, math.nan, 2.0, 4.0]), sets)
+    assert found == {"rewards_by_source/data/one.jsonl": 1.0, "rewards_by_source/org/set@train": 3.0}
+    assert scores_by_source(rows, torch.zeros(4), sets[:1]) == {}
+
+
+@alone
+def test_least_and_most_of_every_reward_and_of_their_sum():
+    scored = {"a": [1.0, 3.0, None], "b": [0.5, -1.0, None]}
+    scorers = [Scorer(name, function=lambda *_, name=name, **__: scored[name]) for name in scored]
+    rewards, rows = Rewards(scorers, [1.0, 10.0]), [{"prompt": "", "columns": "{}"}] * 3
+    rewards.by_name(None, rows, [""] * 3)
+    found = rewards.metrics()
+    edges = {name: (found[f"rewards/{name}/min"], found[f"rewards/{name}/max"]) for name in ("a", "b", "reward")}
+    assert edges == {"a": (1.0, 3.0), "b": (-1.0, 0.5), "reward": (-7.0, 6.0)}
+    assert found["rewards/reward/mean"] == -0.5 and found["rewards/a/std"] == pytest.approx(2**0.5)
+    scored |= {"a": [None] * 3, "b": [None] * 3}
+    rewards.by_name(None, rows, [""] * 3)
+    assert rewards.metrics() == {}
+
+
+def check_gradient_norm(folder: str, stage: int, dtype: str) -> None:
+    """Of one step over the rows of both ranks, in two backwards: as the whole model has it in one process."""
+    on_first_rank(lambda: tiny_model("llama").save_pretrained(f"{folder}/base"))
+    args, settings = SFTArguments(dtype=dtype), training(stage)
+    engine = trained(load_policy(f"{folder}/base", settings.config(args), LoRA(0, 16, "")), args, settings)
+    ids = torch.cat([prompts(2, 8, padded=False, seed=rank)[0] for rank in range(dist.get_world_size())])
+    own, norms = ids[2 * dist.get_rank() :][:2], []
+    for number in range(2):
+        row = own[number : number + 1]
+        norms += step_on(engine, engine(input_ids=row, labels=row).loss, number, 2)
+    whole = tiny_model("llama")
+    whole(input_ids=ids, labels=ids).loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in whole.parameters()]).norm().item()
+    assert norms == pytest.approx([expected], rel=1e-4 if dtype == "float32" else 0.05)
+    assert expected > 1.5, "it would not be clipped"
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (0, "bfloat16"), (2, "float32"), (3, "float32")])
+def test_the_gradients_norm_is_of_all_ranks_before_clipping(ranks, tmp_path, stage, dtype):
+    ranks.run(check_gradient_norm, str(tmp_path), stage, dtype)
+
+
+EVERYWHERE = {"grad_norm", "num_tokens", "time/tflops_per_s", "time/mfu", "time/train_s", "time/eval_s", "time/save_s"}
+OF_PPO = {"val/var_explained", "val/grad_norm", "rewards/number_of_words/min", "rewards/number_of_words/max"}
+OF_PPO |= {f"time/{phase}_s" for phase in ("rollout", "old_logps", "ref_logps", "values", "rewards", "advantages")}
+
+
+def run_and_read(script: str, folder: str) -> list[dict]:
+    on_first_rank(lambda: small_directory(Path(folder)))
+    more = {"num_iterations": 2, "reward": ["tests.rlhf_examples.scripts:number_of_words"]} if script == "ppo" else {}
+    more |= {"output_dir": f"{folder}/run", "save_every": 1, "eval_every": 1, "peak_tflops": 1.0}
+    run_here(script, {**models_of(script, Path(folder)), **more})
+    return read_metrics(Path(folder) / "run")
+
+
+@pytest.mark.parametrize("script", ["ppo", "sft"])
+def test_a_run_logs_what_it_measures(ranks, tmp_path, script):
+    (rows, _) = ranks.run(run_and_read, script, str(tmp_path))
+    names = EVERYWHERE | (OF_PPO if script == "ppo" else set())
+    assert names <= rows[-1].keys(), names - rows[-1].keys()
+    assert all(math.isfinite(rows[-1][name]) for name in names)
+    assert 0 < rows[-1]["time/mfu"] < 1 and rows[-1]["grad_norm"] > 0
+    tokens = [row["num_tokens"] for row in rows if row["iteration"]]
+    assert tokens[0] > 0 and tokens == sorted(set(tokens))

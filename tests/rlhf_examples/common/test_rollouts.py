@@ -1,0 +1,367 @@
+"""An iteration's experience: one gather, whatever is asked of the policy in the window; every rank learns its part."""
+
+from dataclasses import replace
+from itertools import chain
+from math import isfinite
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf_examples import grpo
+from rlhf_examples.common import rollouts
+from rlhf_examples.common.actor import Actor
+from rlhf_examples.common.arguments import GRPOArguments, PPOArguments, RolloutArguments
+from rlhf_examples.common.forwards import token_logps, token_logps_alone
+from rlhf_examples.common.losses import FixedKLController
+from rlhf_examples.common.measures import Phases
+from rlhf_examples.common.models import load_tokenizer
+from rlhf_examples.common.ranks import from_all_ranks, over_ranks
+from rlhf_examples.common.rollouts import (
+    Experience,
+    decode_completions,
+    in_order,
+    loss_weights,
+    noise_seed,
+    optimizer_steps,
+    own_numbers,
+    roll_out,
+    sampling,
+    training_logps,
+)
+from rlhf_examples.data.synthetic import synthetic_tokenizer
+from rlhf_examples.ppo import Models, judged, ppo_iteration
+from tests.engines import CollectiveCount, engine_of, settings, storage_digest
+from tests.rlhf_examples.scripts import number_of_words, small_directory
+from tests.tiny_models import prompts, tiny_model
+
+REWARD = "tests.rlhf_examples.scripts:number_of_words"
+TEXTS = ["anna found a red ball", "ben laughed", "the sun was warm and", "it was"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    return small_directory(tmp_path_factory.mktemp("small"))
+
+
+def arguments(directory: Path, **changes) -> PPOArguments:
+    """Of a run of two optimizer steps an iteration."""
+    few = {"per_device_generation_batch_size": 4, "per_device_training_batch_size": 2, "max_answer_seq_len": 6}
+    few |= {"num_mini_batches": 2, "reward": [REWARD], "critic_model_name_or_path": str(directory / "reward_model")}
+    return PPOArguments(actor_model_name_or_path=str(directory / "model"), **few, **changes)
+
+
+def rows_of(tokenizer) -> list[dict]:
+    return [{"prompt": text, "columns": "{}", "prompt_ids": [1, *tokenizer(text)["input_ids"]]} for text in TEXTS]
+
+
+def check_bytes(directory: Path, lora_dim: int, logprob_mode: str) -> None:
+    """What a whole PPO iteration gathers of the policy outside training: each parameter once, or only the adapters."""
+    args = arguments(directory, actor_lora_dim=lora_dim, logprob_mode=logprob_mode)
+    models, tokenizer = Models.load(args), load_tokenizer(args.actor_model_name_or_path)
+    policy = models.actor.policy
+    sizes = {name: p.ds_numel * p.element_size() for name, p in policy.module.named_parameters()}
+    adapters = sum(size for name, size in sizes.items() if "lora_" in name)
+    assert (adapters > 0) == (lora_dim > 0)
+    for iteration in (1, 2, 3):
+        policy.eval()
+        ppo_iteration(models, tokenizer, rows_of(tokenizer), None, FixedKLController(0.1), iteration, args)
+        expected = adapters if lora_dim and iteration > 1 else sum(sizes.values())
+        assert policy.stats()["gathered_bytes"] == expected
+
+
+@pytest.mark.parametrize(
+    ("lora_dim", "logprob_mode"),
+    [(0, "recompute"), pytest.param(4, "recompute", marks=pytest.mark.slow), (4, "sampling")],
+)
+def test_an_iteration_gathers_the_policy_once(ranks, small, lora_dim, logprob_mode):
+    ranks.run(check_bytes, small, lora_dim, logprob_mode)
+
+
+def check_unjudged(directory: Path, zero_stage: int) -> None:
+    """A completion without a score trains nothing: the others train as if it had not been there."""
+    reward = "tests.rlhf_examples.scripts:words_but_of_the_first"
+    args = arguments(directory, actor_zero_stage=zero_stage, critic_zero_stage=zero_stage)
+    models = Models.load(replace(args, reward=[reward], whiten_rewards=True))
+    tokenizer, policy = load_tokenizer(args.actor_model_name_or_path), models.actor.policy
+    rows, before = rows_of(tokenizer), storage_digest(policy)
+    with policy.inference():
+        batch = roll_out(policy, tokenizer, rows, own_numbers(4), sampling(args, 1))
+        logps = models.actor.old_logps(batch), models.actor.reference_logps(batch)
+    own, metrics = judged(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
+    scores = number_of_words([""] * 4, decode_completions(tokenizer, batch))
+    scored = sum(chain(*from_all_ranks(scores[1:]))) / (3 * dist.get_world_size())
+    assert own.mask[0].sum() == 0 and torch.equal(own.mask[1:], batch.completion_mask[1:])
+    learned = own.mask.bool()
+    assert own.advantages.isfinite().all() and (own.advantages[~learned] == 0).all()
+    assert over_ranks(own.advantages[learned].sum()) / over_ranks(learned.sum()) == pytest.approx(0, abs=1e-5)
+    assert metrics["objective/scores"] == pytest.approx(scored) and metrics["completions/learned"] == 0.75
+    policy.eval()
+    metrics = ppo_iteration(models, tokenizer, rows, None, FixedKLController(0.1), 1, args)
+    assert all(isfinite(value) for value in metrics.values() if isinstance(value, float))
+    assert storage_digest(policy) != before, "nothing was trained"
+    for engine in (policy, models.critic):
+        for parameter in engine.module.parameters():
+            assert getattr(parameter, "ds_tensor", parameter).isfinite().all()
+
+
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_completion_without_a_score_trains_nothing(ranks, small, zero_stage):
+    ranks.run(check_unjudged, small, zero_stage)
+
+
+class Doubling(FixedKLController):
+    """A weight that every update doubles."""
+
+    def update(self, current: float, n_steps: int) -> None:
+        self.value *= 2
+
+
+def check_kl_coef(directory: Path) -> None:
+    args = arguments(directory, actor_lora_dim=2)
+    models, tokenizer, controller = Models.load(args), load_tokenizer(args.actor_model_name_or_path), Doubling(0.1)
+    for iteration, used in ((1, 0.1), (2, 0.2)):
+        models.actor.policy.eval()
+        metrics = ppo_iteration(models, tokenizer, rows_of(tokenizer), None, controller, iteration, args)
+        assert metrics["objective/kl_coef"] == used
+        assert metrics["objective/non_score_reward"] == pytest.approx(-used * metrics["objective/kl"])
+
+
+def test_the_weight_of_the_kl_is_the_one_that_was_used(ranks, small):
+    ranks.run(check_kl_coef, small)
+
+
+def count_scores(directory: Path) -> None:
+    """Old logprobs are made once: by the trainer for the correction, else by the sampler; the reference's once."""
+    for correction, lora_dim, expected in ((True, 0, 0), (False, 0, 1), (True, 4, 1), (False, 4, 2)):
+        args = arguments(directory, actor_lora_dim=lora_dim, importance_sampling_correction=correction)
+        args = replace(args, max_tokens_per_batch=40, padding_free=True)
+        models, tokenizer = Models.load(args), load_tokenizer(args.actor_model_name_or_path)
+        policy, calls, widest = models.actor.policy, [], []
+        score, judge = policy.score, models.critic.module.forward
+
+        def counted(*values, score=score, calls=calls, **settings):
+            calls.append(settings)
+            return score(*values, **settings)
+
+        def measured(input_ids, attention_mask, judge=judge, widest=widest, critic=models.critic.module, **settings):
+            packs = settings.get("padding_free") and critic.training
+            widest.append(int(attention_mask.sum()) if packs else input_ids.numel())
+            return judge(input_ids=input_ids, attention_mask=attention_mask, **settings)
+
+        policy.score, models.critic.module.forward = counted, measured
+        ppo_iteration(models, tokenizer, rows_of(tokenizer), None, FixedKLController(0.1), 1, args)
+        assert len(calls) == expected
+        assert 0 < max(widest) <= 40, "the critic has no budget"
+
+
+def test_logprobs_are_made_once_and_the_critic_keeps_the_budget(ranks, small):
+    ranks.run(count_scores, small)
+
+
+def count_collectives(directory: Path, zero_stage: int, lora_dim: int) -> list[int]:
+    """Collectives of rollout, old and reference logprobs and all that is judged, in two iterations by equal weights."""
+    args = arguments(directory, actor_zero_stage=zero_stage, critic_zero_stage=zero_stage, actor_lora_dim=lora_dim)
+    models, tokenizer = Models.load(args), load_tokenizer(args.actor_model_name_or_path)
+    rows, policy, counts = rows_of(tokenizer), models.actor.policy, []
+    for iteration in (1, 2):
+        with CollectiveCount() as collecting:
+            with policy.inference():
+                batch = roll_out(policy, tokenizer, rows, own_numbers(4), sampling(args, iteration))
+                logps = models.actor.old_logps(batch), models.actor.reference_logps(batch)
+            experience, _ = judged(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
+            experience.of_all_ranks()
+        counts.append(collecting.count)
+    return counts
+
+
+@pytest.mark.parametrize("lora_dim", [0, 4])
+def test_a_second_window_gathers_nothing(ranks, small, lora_dim):
+    """Counted at torch.distributed: with the weights gathered, partitioned ones need what whole ones do, reductions."""
+    first, again = ranks.run(count_collectives, small, 3, lora_dim)[0]
+    assert ranks.run(count_collectives, small, 0, lora_dim)[0] == [again, again]
+    assert first > again
+
+
+def check_rows_alone() -> None:
+    engine = engine_of(tiny_model("llama"), settings(3))
+    ids, mask = prompts(4, 9, padded=True, seed=dist.get_rank())
+    lengths = torch.tensor([5, 1, 3, 4])
+    mask[:, 4:] = (torch.arange(5) < lengths[:, None]).long()  # completions, right padded
+    batch = token_logps(engine, ids, mask, 5, 0.7)[0].detach()
+    alone = token_logps_alone(engine, ids, mask, 5, 0.7)
+    torch.testing.assert_close(alone, batch, atol=1e-5, rtol=1e-5)  # sums in another order
+    assert (alone[mask[:, 4:] == 0] == 0).all()
+    assert token_logps_alone(engine, ids[:0], mask[:0], 5, 0.7).shape == (0, 5)
+    for chunk, padding_free in ((3, False), (3, True)):
+        found, entropies = token_logps(engine, ids, mask, 5, 0.7, chunk, padding_free)
+        torch.testing.assert_close(found.detach(), batch, atol=1e-5, rtol=1e-5)
+        assert ((entropies == 0) == (mask[:, 4:] == 0)).all()
+
+
+def test_rows_alone_have_the_batchs_logprobs(ranks):
+    ranks.run(check_rows_alone)
+
+
+def check_order() -> None:
+    rank = dist.get_rank()
+    rows = torch.tensor([[10 * number + sample] for number in own_numbers(3).tolist() for sample in range(2)])
+    assert in_order(rows, 2)[:, 0].tolist() == [0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51]
+    engine = engine_of(tiny_model("llama"), settings(0))
+    prompts = [{"prompt_ids": list(range(3, 5 + rank))}, {"prompt_ids": [3]}]
+    params = rollouts.hybrid.SamplingParams(max_new_tokens=3 + 2 * rank, seed=1)
+    batch = roll_out(engine, synthetic_tokenizer(), prompts, own_numbers(2), params)
+    assert batch.prompt_ids.shape == (2, 3) and batch.completion_ids.shape[1] == batch.completion_mask.shape[1] <= 5
+    assert batch.prompt_mask.sum(dim=1).tolist() == [2 + rank, 1]
+    widths = rollouts.over_ranks(torch.tensor([batch.completion_ids.shape[1]]))
+    assert int(widths) == 2 * batch.completion_ids.shape[1], "ranks have other widths"
+
+
+def test_rows_of_all_ranks_are_in_order_and_of_one_width(ranks):
+    ranks.run(check_order)
+
+
+def experience_of(lengths: list[int]) -> Experience:
+    """Rows whose values say where they come from; prompts of 3 tokens, the first of them padding in odd rows."""
+    rows, width = len(lengths), max(lengths)
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    prompt = torch.ones(rows, 3, dtype=torch.int64)
+    prompt[1::2, 0] = 0
+    values = torch.arange(rows * width, dtype=torch.float32).view(rows, width)
+    ids = torch.arange(rows * (3 + width)).view(rows, 3 + width)
+    return Experience(ids, torch.cat([prompt, mask], dim=1), mask, values, values, values, torch.arange(rows))
+
+
+def test_what_is_taken_is_all_but_padding():
+    whole = experience_of([2, 5, 1, 3])
+    part = whole.take(torch.tensor([1, 3]))
+    assert part.sequences.tolist() == whole.sequences[[1, 3], 1:].tolist()
+    assert part.mask.tolist() == whole.mask[[1, 3]].tolist() and part.advantages.tolist() == [1, 3]
+    part = whole.take(torch.tensor([2, 0]))
+    assert part.sequences.tolist() == whole.sequences[[2, 0], :5].tolist()
+    assert part.old_logps.tolist() == whole.old_logps[[2, 0], :2].tolist() and part.returns is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "budget"), [(8, 2, 0), (8, 2, 20), (7, 1, 0), (7, 2, 0), (7, 2, 8), (2, 1, 0)]
+)
+def test_ranks_share_a_step_between_them_whatever_their_number(monkeypatch, rows, size, budget):
+    """Also where rows do not go round: some rank then learns nothing from its last micro batch."""
+    experience = experience_of([2, 5, 1, 3, 4, 4, 1, 2][:rows])
+    args = RolloutArguments(per_device_training_batch_size=size, num_mini_batches=2, max_tokens_per_batch=budget)
+    lengths, of_all = experience.attention_mask.sum(dim=1), []
+    for world_size in (1, 2, 4):
+        by_rank = []
+        for rank in range(world_size):
+            pretended = SimpleNamespace(get_rank=lambda r=rank: r, get_world_size=lambda w=world_size: w)
+            monkeypatch.setattr(rollouts, "dist", pretended)
+            by_rank.append(optimizer_steps(experience, 3, 7, args))
+        of_all.append([step.rows.tolist() for step in by_rank[0]])
+        for steps in zip(*by_rank, strict=True):
+            batches = [list(step.micro_batches(experience)) for step in steps]
+            learned = [e.advantages[e.mask.any(dim=1)] for e in chain(*batches)]  # advantages are row numbers
+            assert sorted(chain(*(e.tolist() for e in learned))) == sorted(steps[0].rows.tolist()), "twice, or never"
+            assert len({len(of_rank) for of_rank in batches}) == 1
+            assert steps[0].least_rows == min(len(step.places[0]) for step in steps)
+            if budget:
+                assert max(int(lengths[e.advantages].sum()) for e in chain(*batches)) <= budget
+            else:
+                assert max(len(e.mask) for e in chain(*batches)) <= size
+    assert of_all[0] == of_all[1] == of_all[2]
+    assert [len(step) for step in of_all[0]] == [-(-rows // 2), rows // 2] * 3
+    assert rows == 2 or of_all[0][:2] != of_all[0][2:4]
+    assert of_all[0] != [step.rows.tolist() for step in optimizer_steps(experience, 3, 8, args)]
+
+
+def test_a_sequence_that_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr(rollouts, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 2))
+    refused = {
+        "max_tokens_per_batch: 6 given; a sequence has 7 tokens": {"max_tokens_per_batch": 6},
+        "num_mini_batches: 5 given; an iteration has 4 completions": {"num_mini_batches": 5},
+    }
+    for words, changes in refused.items():
+        with pytest.raises(ValueError, match=words):
+            optimizer_steps(experience_of([2, 5, 1, 3]), 1, 1, RolloutArguments(**changes))
+    (step,) = optimizer_steps(experience_of([5, 5, 5]), 1, 1, RolloutArguments(max_tokens_per_batch=9))
+    assert [len(places) for places in step.places] == [1, 1]
+
+
+def test_the_spread_of_groups_is_of_what_was_judged():
+    """One NaN took its group's deviation out of the sum, and not out of the number of groups."""
+    nan = float("nan")
+    rewards = torch.tensor([1.0, 3.0, nan, 0.1, 0.1, 0.1, 0.2, nan, nan, nan, 0.7, 0.7])
+    found = {name: value.item() for name, value in grpo.spread(rewards, 3).items()}
+    assert found == {"groups": 3, "deviations": pytest.approx(2**0.5), "equal": 2}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_what_a_step_divides_by_is_trls(monkeypatch, loss_type):
+    """Rows of which nothing is learned are sequences, and their tokens are none (GRPOTrainer 1.16, `_compute_loss`)."""
+    losses = []
+    monkeypatch.setattr(grpo, "token_logps", lambda policy, ids, mask, width, *_: [torch.zeros(len(ids), width)] * 2)
+    monkeypatch.setattr(grpo, "Numerics", lambda *_: SimpleNamespace(add=lambda logps: None, metrics=dict))
+    monkeypatch.setattr(
+        grpo, "step_on", lambda engine, loss, number, count: [losses.append(loss.item() / count) or 0.0]
+    )
+    e = experience_of([2, 3, 4])
+    kept = torch.tensor([1, 1, 0])
+    advantages = torch.tensor([1.0, 2.0, 5.0])
+    zeros = torch.zeros(e.mask.shape)
+    e = replace(e, mask=e.mask * kept[:, None], old_logps=zeros, weights=zeros + 1, advantages=advantages)
+    args = GRPOArguments(loss_type=loss_type, per_device_training_batch_size=1, max_answer_seq_len=7)
+    grpo.update(SimpleNamespace(policy=None, stepped=lambda: None), e, 1, args)
+    of_rows = {
+        "grpo": -(1.0 + 2.0) / 3,  # each sequence's mean over its tokens, over all three
+        "dr_grpo": -(2 * 1.0 + 3 * 2.0) / (3 * 7),
+        "dapo": -(2 * 1.0 + 3 * 2.0) / 5,
+    }
+    assert sum(losses) == pytest.approx(of_rows[loss_type])
+
+
+@pytest.mark.usefixtures("alone")
+def test_runs_of_different_seeds_share_no_noise():
+    draws = [noise_seed(seed, draw) for seed in range(3) for draw in range(5000)]
+    assert len(set(draws)) == len(draws)
+    assert noise_seed(0, 7) == 7
+    experience, steps = experience_of([1] * 40), []
+    for seed in range(3):
+        steps += [optimizer_steps(experience, 1, n, RolloutArguments(seed=seed))[0] for n in (1, 1009, 1010, 2018)]
+    orders = [tuple(step.rows.tolist()) for step in steps]
+    assert len(set(orders)) == len(orders)
+
+
+def check_truncated(directory: Path) -> None:
+    """Old logprobs are the policy's, in both modes; importance sampling divides by what the tokens were drawn with."""
+    engine, tokenizer = engine_of(tiny_model("llama"), settings(3)), synthetic_tokenizer()
+    args = RolloutArguments(
+        actor_model_name_or_path=str(directory / "model"),
+        reward=[REWARD],
+        temperature=0.7,
+        top_k=5,
+        max_answer_seq_len=6,
+        importance_sampling_correction=True,
+        importance_sampling_clip_max=10.0,
+    )
+    batch = roll_out(engine, tokenizer, rows_of(tokenizer), own_numbers(4), sampling(args, seed=1))
+    mask = batch.completion_mask
+    recomputed, sampled = (
+        Actor(engine, None, None, replace(args, importance_sampling_correction=False, logprob_mode=mode)).old_logps(
+            batch
+        )
+        for mode in ("recompute", "sampling")
+    )
+    torch.testing.assert_close(sampled * mask, recomputed * mask, atol=1e-5, rtol=1e-5)
+    trained = training_logps(engine, batch, args)
+    weights, metrics = loss_weights(trained, batch.sampling_per_token_logps, mask, args)
+    # Of the policy's mass a draw among five keeps a part, which is each token's weight.
+    expected = (trained - batch.sampling_per_token_logps).double().exp()
+    torch.testing.assert_close(weights[mask.bool()].double(), expected[mask.bool()], atol=1e-5, rtol=1e-5)
+    assert (weights <= 1 + 1e-4).all()
+    assert metrics["sampling/importance_sampling_ratio/mean"] < 0.99
+
+
+def test_importance_sampling_knows_of_truncation(ranks, small):
+    ranks.run(check_truncated, small)

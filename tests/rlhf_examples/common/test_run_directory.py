@@ -1,0 +1,195 @@
+"""A run neither deletes another's results without being told to, nor its own checkpoints."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_examples import pipeline
+from rlhf_examples.common.arguments import PairsArguments, SFTArguments
+from rlhf_examples.common.checkpoint import Checkpoints, load_trained
+from rlhf_examples.common.engines import trained
+from rlhf_examples.common.models import load_policy
+from rlhf_examples.common.run_directory import begin_run, require_same_settings
+from tests.engines import storage_digest, train_step
+from tests.rlhf_examples.common.test_models import on_first_rank, training
+from tests.rlhf_examples.scripts import SCRIPTS, models_of, run_here, small_directory
+from tests.tiny_models import tiny_model
+
+alone = pytest.mark.usefixtures("alone")
+
+
+class Counter:
+    """A part of a run that can be saved."""
+
+    value = 0
+
+    def state_dict(self) -> int:
+        return self.value
+
+    def load_state_dict(self, state: int) -> None:
+        self.value = state
+
+
+def checkpoints_of(directory: Path, keep_last: int = 2) -> tuple[Checkpoints, Counter]:
+    counter = Counter()
+    return Checkpoints(directory, {}, {"counter": counter}, keep_last), counter
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@alone
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_run_behind_a_longer_one_keeps_its_own_checkpoints(tmp_path, keep_last):
+    """As a run that goes on from an earlier iteration than others have come to."""
+    directory = tmp_path / "checkpoints"
+    longer, counter = checkpoints_of(directory)
+    for iteration in (100, 200):
+        longer.save(iteration)
+    shorter, counter = checkpoints_of(directory, keep_last)
+    for iteration in (1, 2, 3):
+        counter.value = iteration
+        shorter.save(iteration)
+        fresh, found = checkpoints_of(directory)
+        assert fresh.load_latest() == found.value == iteration
+    kept = [f"iteration-{iteration:06d}" for iteration in (*range(4 - keep_last, 4), 100, 200)]
+    assert names(directory) == [*kept, "latest"]
+
+
+@alone
+def test_checkpoints_are_in_the_order_of_their_iterations(tmp_path):
+    checkpoints, _ = checkpoints_of(tmp_path / "checkpoints")
+    for iteration in (999_998, 999_999, 1_000_000, 1_000_001):
+        checkpoints.save(iteration)
+    assert names(tmp_path / "checkpoints") == ["iteration-1000000", "iteration-1000001", "latest"]
+    assert checkpoints.load_latest() == 1_000_001
+
+
+def with_a_run(directory: Path) -> Path:
+    """A directory in which a run and its user have left something."""
+    (directory / "model").mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    (directory / "notes.txt").write_text("mine")
+    return directory
+
+
+@alone
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_directory_that_holds_another_run_is_refused(script, tmp_path):
+    directory = with_a_run(tmp_path / "run")
+    settings = {**models_of(script, small_directory(tmp_path / "small")), "output_dir": str(directory)}
+    with pytest.raises(ValueError, match=r"output_dir: .*run' holds another run .*model.*--resume.*--overwrite"):
+        run_here(script, settings)
+    assert names(directory) == ["metrics.jsonl", "model", "notes.txt"]
+
+
+@alone
+def test_what_does_not_fit_is_refused_before_a_directory_is_cleared(tmp_path):
+    directory = with_a_run(tmp_path / "run")
+    with pytest.raises(ValueError, match="actor_model_name_or_path"):
+        run_here("grpo", {"output_dir": str(directory), "overwrite": True, "actor_model_name_or_path": "/none"})
+    assert names(directory) == ["metrics.jsonl", "model", "notes.txt"]
+
+
+@alone
+@pytest.mark.parametrize("left", ["checkpoints/iteration-000004", "model", "metrics.jsonl"])
+def test_each_thing_that_a_run_leaves_is_one(left, tmp_path):
+    path = tmp_path / "run" / left
+    path.parent.mkdir(parents=True)
+    path.write_text("{}\n") if left.endswith("jsonl") else path.mkdir()
+    args = SFTArguments(output_dir=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="holds another run"):
+        begin_run(args)
+    assert path.exists()
+
+
+@alone
+def test_only_what_a_run_writes_is_overwritten(tmp_path):
+    directory = with_a_run(tmp_path / "run")
+    begin_run(SFTArguments(output_dir=str(directory), resume=True))
+    assert names(directory) == ["metrics.jsonl", "model", "notes.txt"]
+    begin_run(SFTArguments(output_dir=str(directory), overwrite=True))
+    assert names(directory) == ["notes.txt"]
+    begin_run(SFTArguments(output_dir=str(directory)))  # nothing that another run would miss
+    with pytest.raises(ValueError, match="overwrite: true given with resume: true"):
+        SFTArguments(resume=True, overwrite=True)
+
+
+@alone
+def test_a_pipeline_does_not_delete_the_steps_of_another(tmp_path, monkeypatch):
+    monkeypatch.setitem(pipeline.SCRIPTS, "pairs", (PairsArguments, lambda args: {"pairs": 1}))
+    sft = with_a_run(tmp_path / "run" / "sft")
+    settings = {"output_dir": str(tmp_path / "run"), "steps": {"sft": {"script": "pairs"}, "pairs": {}}}
+    with pytest.raises(ValueError, match="output_dir: .* holds another run"):
+        pipeline.run(pipeline.parse(dict(settings), []))
+    assert names(tmp_path / "run") == ["sft"] and names(sft) == ["metrics.jsonl", "model", "notes.txt"]
+    pipeline.run(pipeline.parse(dict(settings), ["--overwrite", "true"]))
+    assert names(sft) == ["done.json", "notes.txt", "settings.json"]
+
+
+@alone
+def test_a_resumed_pipeline_refuses_other_settings_of_a_finished_step(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setitem(pipeline.SCRIPTS, "pairs", (PairsArguments, lambda args: ran.append(args.rounds) or {"n": 1}))
+
+    def run(rounds: int, *flags: str, **more) -> None:
+        steps = {"one": {"script": "pairs", "rounds": rounds, **more}, "pairs": {}}
+        pipeline.run(pipeline.parse({"output_dir": str(tmp_path / "run"), "steps": steps}, [*flags]))
+
+    run(2)
+    (tmp_path / "run" / "pairs" / "done.json").unlink()  # the run was killed in its second step
+    words = r"resume: the step in '.*run/one' is finished, .* settings: rounds was 2 and is 3; .*--overwrite true"
+    with pytest.raises(ValueError, match=words):
+        run(3, "--resume", "true")
+    with pytest.raises(ValueError, match="seed was 0 and is 5"):
+        run(2, "--resume", "true", "--seed", "5")
+    assert ran == [2, 4], "nothing has run"
+    run(2, "--resume", "true")
+    assert ran == [2, 4, 4]
+    run(3, "--overwrite", "true")
+    assert ran == [2, 4, 4, 3, 4]
+
+
+@alone
+def test_settings_without_effect_may_change(tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(SFTArguments())))
+    same = SFTArguments(output_dir="other", resume=True, print_every=3, report_to=[], keep_last=9, save_every=4)
+    require_same_settings({str(tmp_path): same})
+    with pytest.raises(ValueError, match="max_steps was 0 and is 3; learning_rate was 0.0001 and is 0.1"):
+        require_same_settings({str(tmp_path): SFTArguments(max_steps=3, learning_rate=0.1)})
+    (tmp_path / "settings.json").write_text("{}")  # of an earlier version
+    require_same_settings({str(tmp_path): same})
+
+
+def check_frozen_left_out(folder: str, stage: int) -> None:
+    """A LoRA's checkpoint has no tensor of the base, and a run that goes on from it trains to the same bits."""
+    base, settings, args = f"{folder}/base", training(stage, 4), SFTArguments()
+    on_first_rank(lambda: tiny_model("llama", tie_word_embeddings=True).save_pretrained(base))  # a head of two names
+    engines = []
+    for seed in range(2):  # other factors, which are loaded over
+        torch.manual_seed(seed)
+        engines.append(trained(load_policy(base, settings.config(args), settings.lora), args, settings))
+    first, second = engines
+    train_step(first)
+    Checkpoints(Path(folder) / "kept", {"model": first}, {}, 1).save(1)
+    for path in (Path(folder) / "kept" / "iteration-000001" / "model").glob("*model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        assert state["module"] and all("lora_" in name for name in state["module"]), path
+        assert not state.get("frozen_param_fragments")
+    assert Checkpoints(Path(folder) / "kept", {"model": second}, {}, 1).load_latest() == 1
+    assert storage_digest(first) == storage_digest(second)
+    for engine in engines:
+        train_step(engine, 1)
+    assert storage_digest(first) == storage_digest(second)
+    lacking = {name: values for name, values in second.module.state_dict().items() if "lora_A" in name}
+    with pytest.raises(ValueError, match=r"resume: the checkpoint is one of another model: .*lora_B"):
+        load_trained(lacking, second.module)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_checkpoint_leaves_the_frozen_base_out(ranks, tmp_path, stage):
+    ranks.run(check_frozen_left_out, str(tmp_path), stage)

@@ -1,0 +1,297 @@
+"""The log of a run: what is kept, what a resumed run goes on from, who else is told."""
+
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import rlhf_examples.common.run_log as module
+from rlhf_examples.common import files
+from rlhf_examples.common.run_log import RunLog, read_completions, read_metrics, short
+from rlhf_examples.common.trackers import LOGP_DIFFERENCE_EDGES, Histogram, check_report_to
+
+# A module that stands for Trackio and for W&B: both have these calls.
+SERVICE = """
+calls = []
+class Histogram:
+    def __init__(self, np_histogram):
+        self.np_histogram = np_histogram
+class Table:
+    def __init__(self, columns=None, data=None, dataframe=None):
+        self.dataframe = dataframe
+class Run:
+    def log(self, metrics, step):
+        calls.append(("log", step, metrics))
+    def finish(self):
+        calls.append(("finish",))
+def init(**kwargs):
+    calls.append(("init", kwargs))
+    return Run()
+"""
+
+
+def run_log(directory, total=4, **options) -> RunLog:
+    """A quiet log without trackers."""
+    return RunLog(directory, **{"total": total, "print_every": 0, "report_to": [], **options})
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch, request):
+    """A fake of the package whose name the test gives, installed; gives its calls."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / f"{request.param}.py").write_text(SERVICE)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delitem(sys.modules, request.param, raising=False)
+    yield request.param, lambda: sys.modules[request.param].calls
+    sys.modules.pop(request.param, None)
+
+
+def test_a_resumed_log_drops_what_was_after_and_what_was_cut(tmp_path):
+    log = run_log(tmp_path)
+    for iteration in (1, 2, 3):
+        log.add(iteration, {"loss": float(iteration)})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 4, "lo')  # the kill came here
+    assert [row["iteration"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    log = run_log(tmp_path, start=2)
+    log.add(3, {"loss": 30.0})
+    log.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"iteration": 1, "loss": 1.0},
+        {"iteration": 2, "loss": 2.0},
+        {"iteration": 3, "loss": 30.0},
+    ]
+
+
+def test_a_log_that_begins_anew_forgets(tmp_path):
+    run_log(tmp_path).add(1, {"loss": 1.0})
+    run_log(tmp_path)
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_kill_while_resuming_loses_nothing(tmp_path, monkeypatch):
+    run_log(tmp_path).add(1, {"loss": 1.0})
+    before = (tmp_path / "metrics.jsonl").read_text()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_log(tmp_path, start=1)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n{"iteration": 2\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not JSON"):
+        read_metrics(tmp_path)
+
+
+def test_what_is_not_finite_is_null_and_told_once(tmp_path):
+    log = run_log(tmp_path)
+    with pytest.warns(UserWarning, match="iteration 1: loss is nan, grad_norm is inf") as warned:
+        log.add(1, {"loss": math.nan, "grad_norm": math.inf, "reward": 1.0})
+        log.add(2, {"loss": math.nan, "grad_norm": 1.0, "reward": 1.0})
+    assert len(warned) == 1
+
+    def no_constant(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(lines[0], parse_constant=no_constant)
+    assert row == {"iteration": 1, "loss": None, "grad_norm": None, "reward": 1.0}
+    assert math.isnan(read_metrics(tmp_path)[0]["loss"]), "a number stays a number to who reads it"
+    log = run_log(tmp_path, start=2)  # what was read is written again
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines
+
+
+def test_tensors_and_numpy_are_numbers(tmp_path):
+    run_log(tmp_path).add(1, {"a": torch.tensor(0.5), "b": np.float32(0.25), "c": np.int64(3), "d": 2**40})
+    assert read_metrics(tmp_path) == [{"iteration": 1, "a": 0.5, "b": 0.25, "c": 3.0, "d": 2**40}]
+
+
+def test_histograms_count_as_numpy_does(tmp_path):
+    edges = (0.0, 0.5, 1.0, 4.0)
+    values = torch.tensor([[0.0, 0.5, 0.75], [4.0, 1.0, 0.49]])
+    ours = Histogram.of(values, edges)
+    assert list(ours.counts) == np.histogram(values.numpy(), edges)[0].tolist()
+    outside = Histogram.of(torch.tensor([-1.0, 9.0, math.inf, math.nan]), edges)
+    assert outside.counts == (1, 0, 2)
+    summed = Histogram.of(values, edges, over_ranks=lambda counts: counts * 2)
+    assert summed.counts == tuple(2 * count for count in ours.counts)
+    assert Histogram.of(torch.empty(0), edges).counts == (0, 0, 0)
+    run_log(tmp_path).add(1, {"difference": ours})
+    assert read_metrics(tmp_path) == [{"iteration": 1, "difference": ours}]
+    assert list(LOGP_DIFFERENCE_EDGES) == sorted(set(LOGP_DIFFERENCE_EDGES))
+
+
+def test_the_bar_and_the_tables_show_what_was_asked_for(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True, raising=False)
+    log = run_log(
+        tmp_path, print_every=2, description="GRPO", bar_metrics={"KL": "kl", "reward": "score", "eval": "eval"}
+    )
+    for iteration in (1, 2, 3):
+        log.add(iteration, {"score": 0.5, "kl": 1234.5, "loss": 7.0, "histogram": Histogram((0, 1), (5,))})
+    log.close()
+    out, err = capfd.readouterr()
+    last = err.replace("\r", "\n").strip().splitlines()[-1]
+    assert last.startswith("GRPO:  75%") and "3/4" in last and "KL=1,23" in last and "reward=0.5" in last, last
+    assert "loss" not in last and "eval" not in last
+    assert "iteration 1" in out and "iteration 2" in out and "iteration 3" not in out
+    assert "│ loss" in out and "histogram" not in out
+
+
+def test_samples_are_kept_and_shown_as_they_are(tmp_path, capfd):
+    log = run_log(tmp_path)
+    after = "[/red] \ud83d \x1b[2J <b> 🙂"
+    log.show_samples(["p"], ["b"], [after], rewards_before=[math.nan], rewards_after=[2.0])
+    kept = json.loads((tmp_path / "samples.json").read_text())
+    assert kept == [{"prompt": "p", "before": "b", "after": after, "reward_before": None, "reward_after": 2.0}]
+    out = capfd.readouterr().out
+    assert "[/red] \ufffd \ufffd[2J <b> 🙂" in out, "no markup, no commands to the terminal"
+    log.show_samples(["p", "q"], ["b", "c"], ["a", "d"])
+    kept = json.loads((tmp_path / "samples.json").read_text())
+    assert kept == [{"prompt": "p", "before": "b", "after": "a"}, {"prompt": "q", "before": "c", "after": "d"}]
+    with pytest.raises(ValueError):
+        log.show_samples(["p", "q"], ["b"], ["a", "d"])
+
+
+def test_settings_are_kept(tmp_path):
+    run_log(tmp_path, settings={"lr": 1e-4, "model": tmp_path})
+    assert json.loads((tmp_path / "settings.json").read_text()) == {"lr": 1e-4, "model": str(tmp_path)}
+
+
+def test_tensorboard_reads_it_and_a_resumed_run_shows_no_lost_iterations(tmp_path):
+    for start, value in ((0, 1.0), (2, 5.0)):
+        log = run_log(tmp_path, report_to=["tensorboard"], start=start)
+        for iteration in range(start + 1, 5):
+            log.add(iteration, {"loss": value, "difference": Histogram((0.0, 1.0, 2.0), (3.0, 4.0))})
+        log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0})
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 5.0), (4, 5.0)]
+    histograms = events.Histograms("difference")
+    assert [event.step for event in histograms] == [1, 2, 3, 4]
+    shown = histograms[-1].histogram_value
+    assert (shown.num, list(shown.bucket_limit), list(shown.bucket)) == (7, [1.0, 2.0], [3.0, 4.0])
+
+
+@pytest.mark.parametrize("service", ["trackio", "wandb"], indirect=True)
+def test_services_are_told_everything(tmp_path, service):
+    name, calls = service
+    run = tmp_path / "my-run"
+    log = run_log(run, report_to=[name], project="words", settings={"lr": 1e-4})
+    log.add(1, {"loss": 1.0, "difference": Histogram((0.0, 1.0), (3.0,))})
+    log.add(2, {"loss": 2.0})
+    log.close()
+    init, first, second, finish = calls()
+    assert init[1].items() >= {"project": "words", "name": "my-run", "config": {"lr": 1e-4}}.items()
+    assert (first[1], first[2]["loss"], first[2]["difference"].np_histogram) == (1, 1.0, ([3.0], [0.0, 1.0]))
+    assert second == ("log", 2, {"loss": 2.0})
+    assert finish == ("finish",)
+    calls().clear()
+    run_log(run, report_to=[name], start=1, run_name="mine").add(2, {"loss": 20.0})
+    assert calls()[0][1]["name"] == "mine-from-2"
+    steps = [(call[1], call[2]["loss"]) for call in calls()[1:]]
+    assert steps == [(1, 1.0), (2, 20.0)], "a resumed run is told of what it goes on from"
+
+
+def test_trackers_that_are_unknown_or_missing_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="report_to: 'mlflow' given; allowed: tensorboard, trackio, wandb"):
+        run_log(tmp_path / "a", report_to=["mlflow"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="'wandb' given, and it is not installed; try: pip install wandb"):
+        run_log(tmp_path / "a", report_to=["wandb"])
+    assert not (tmp_path / "a").exists(), "refused before anything was written"
+    check_report_to([])
+
+
+def log_on_a_rank(directory: str) -> None:
+    """A whole run of the log, in a directory of the rank's own."""
+    log = run_log(f"{directory}/{dist.get_rank()}")
+    log.add(1, {"loss": 1.0})
+    with log.room_for_output():
+        pass
+    log.show_samples(["p"], ["b"], ["a"])
+    log.close()
+
+
+def test_one_rank_logs(ranks, tmp_path):
+    ranks.run(log_on_a_rank, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert sorted(path.name for path in (tmp_path / "0").iterdir()) == ["metrics.jsonl", "samples.json"]
+
+
+def test_short_numbers():
+    figures = (None, 0.0, -0.0, 0.012345, 1.0, 999.9, 12345.6, -1e6, math.nan, math.inf)
+    assert [short(x) for x in figures] == "– 0 0 0.0123 1 1,000 12,346 -1,000,000 nan inf".split()
+
+
+def test_progress_in_a_file_is_a_line_every_few_seconds(tmp_path, monkeypatch, capsys):
+    """Without a terminal no bar is drawn again and again, and DeepSpeed's line comes as often as the progress."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    log = RunLog(tmp_path, total=40, bar_metrics={"reward": "reward"}, description="PPO", print_every=0, report_to=[])
+    for iteration in range(1, 26):
+        with log.room_for_engine():
+            print(f"|E2E latency={iteration}")
+        now[0] += 1
+        log.add(iteration, {"reward": iteration / 2})
+    log.close()
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert [line.split(" [")[0] for line in lines] == ["PPO: 1/40", "PPO: 11/40", "PPO: 21/40", "PPO: 25/40"]
+    assert lines[1] == "PPO: 11/40 [00:11<00:29,  1.00it/s, reward=5.5]"
+    assert "\r" not in err
+    assert [line for line in out.splitlines() if line.startswith("|E2E")] == [f"|E2E latency={n}" for n in (2, 12, 22)]
+
+
+def test_a_terminal_has_a_bar(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True, raising=False)
+    log = RunLog(tmp_path, total=2, report_to=[])
+    assert isinstance(log.bar, module.tqdm)
+    log.close()
+
+
+COLUMNS = {"prompt": ["one |", "<two>"], "completion": ["a\nb", "[bold]c[/bold]"], "cheerful": [0.5, math.nan]}
+
+
+@pytest.mark.parametrize("service", ["trackio", "wandb"], indirect=True)
+def test_completions_of_evaluations_are_kept_and_told(tmp_path, service, capfd):
+    name, calls = service
+    run = tmp_path / "run"
+    log = run_log(run, report_to=["tensorboard", name], print_every=1)
+    for iteration in (0, 2, 4):
+        log.add_completions(iteration, COLUMNS, shown=1)
+    log.close()
+    out = capfd.readouterr().out
+    assert "iteration 2" in out and "one |" in out and "<two>" not in out, "as many as are to be shown"
+    found = read_completions(run)
+    assert found["iteration"].tolist() == [0, 0, 2, 2, 4, 4]
+    assert found["completion"].tolist()[:2] == COLUMNS["completion"]
+    assert found["cheerful"].tolist()[0] == 0.5 and math.isnan(found["cheerful"][1])
+    tables = [call[2]["completions"].dataframe for call in calls() if call[0] == "log"]
+    assert [table["prompt"].tolist() for table in tables] == [COLUMNS["prompt"]] * 3
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    texts = events.Tensors("completions/text_summary")
+    assert [event.step for event in texts] == [0, 2, 4]
+    assert "one &#124;" in texts[0].tensor_proto.string_val[0].decode()
+    assert "&lt;two&gt;" in texts[0].tensor_proto.string_val[0].decode()
+
+    calls().clear()
+    run_log(run, report_to=[name], start=2)
+    assert read_completions(run)["iteration"].tolist() == [0, 0, 2, 2], "of iterations that are run again"
+    assert [call[1] for call in calls() if call[0] == "log"] == [0, 2]
+    run_log(run, start=2).add_completions(2, COLUMNS, shown=0)
+    assert read_completions(run)["iteration"].tolist() == [0, 0, 2, 2], "an iteration's are logged once"
+    run_log(run)
+    assert read_completions(run).empty

@@ -1,0 +1,112 @@
+"""Reward servers that a pipeline starts: their scores are the function's, and they end with it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import torch.distributed as dist
+
+from rlhf_examples import pipeline
+from rlhf_examples.common.arguments import RewardServerArguments
+from rlhf_examples.common.ranks import from_all_ranks
+from rlhf_examples.common.served_rewards import served_rewards
+from rlhf_examples.rewards import SERVERS, address_of, load_reward, reward_name
+from tests.rlhf_examples.scripts import TINY, logged, models_of, small_directory
+
+REWARD = "tests.rlhf_examples.scripts:number_of_words"
+SUMS = "rlhf_examples.rewards:exact_match"
+
+
+def is_there(address: str) -> bool:
+    try:
+        with urlopen(address, timeout=5):
+            return True
+    except OSError:  # refused, or reset
+        return False
+
+
+def require_ended(address: str) -> None:
+    deadline = time.monotonic() + 10
+    while is_there(address):
+        assert time.monotonic() < deadline, "the server is still there"
+        time.sleep(0.1)
+
+
+def check_grpo(directory: str) -> None:
+    settings = {**TINY["grpo"], **models_of("grpo", Path(directory)), "num_iterations": 2, "script": "grpo"}
+    steps = {"here": {**settings, "reward": REWARD}, "asked": {**settings, "reward": "server:words"}}
+    servers = {"words": {"reward": REWARD}}
+    pipeline.run(pipeline.parse({"output_dir": f"{directory}/run", "steps": steps, "servers": servers}, []))
+    here, asked = (logged(Path(directory) / "run" / name) for name in steps)
+    assert len(here) == 2 and here == asked, "of rewards the same metrics, by the same names"
+    assert SERVERS not in os.environ
+
+
+def test_grpo_learns_the_same_from_a_server(ranks, tmp_path):
+    small_directory(tmp_path)
+    ranks.run(check_grpo, str(tmp_path))
+
+
+def check_life() -> None:
+    """Of one host's ranks the first starts a server, that all may ask; it ends with the block, on an exception too."""
+    with pytest.raises(KeyError, match="mine"), served_rewards({"sums": RewardServerArguments(SUMS, port=0)}):
+        address = address_of("server:sums")
+        assert len(set(from_all_ranks(address))) == 1 and is_there(address)
+        assert reward_name("server:sums") == "exact_match"
+        with pytest.raises(ValueError, match="'server:other' given; servers that a pipeline has .* run: server:sums"):
+            load_reward("server:other")
+        dist.barrier()
+        raise KeyError("mine")
+    dist.barrier()
+    assert not is_there(address)
+    with (
+        pytest.raises(ValueError, match="servers.sums: the server of 'nowhere:f' did not start"),
+        served_rewards({"sums": RewardServerArguments("nowhere:f", port=0)}),
+    ):
+        raise AssertionError("the block was entered")
+
+
+def test_a_server_lives_as_long_as_the_block(ranks):
+    ranks.run(check_life)
+
+
+HOLDING = f"""
+import time, torch.distributed as dist
+from rlhf_examples.common.arguments import RewardServerArguments
+from rlhf_examples.rewards import address_of
+from rlhf_examples.common.served_rewards import served_rewards
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+with served_rewards({{"sums": RewardServerArguments({SUMS!r}, port=0)}}):
+    print(address_of("server:sums"), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_ends_with_the_process_that_started_it(number):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDING], stdout=subprocess.PIPE, text=True)
+    try:
+        address = next(line.strip() for line in holder.stdout if line.startswith("http"))
+        assert is_there(address)
+        holder.send_signal(number)
+        assert holder.wait(20) == -number
+        require_ended(address)
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+def test_servers_that_do_not_fit_are_refused_before_anything_begins():
+    steps = {"grpo": {"reward": "server:sum"}}
+    with pytest.raises(ValueError, match="steps.grpo: 'server:sum' given, and there are no servers"):
+        pipeline.parse({"steps": steps}, [])
+    with pytest.raises(ValueError, match="steps.grpo: unknown key 'sum'; the nearest known key is 'sums'"):
+        pipeline.parse({"steps": steps, "servers": {"sums": {"reward": SUMS}}}, [])
+    with pytest.raises(ValueError, match="servers.sums: unknown key 'rewards'"):
+        pipeline.parse({"steps": {"grpo": {}}, "servers": {"sums": {"rewards": SUMS}}}, [])

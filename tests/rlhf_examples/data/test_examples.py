@@ -1,0 +1,290 @@
+"""Tokens are what a rollout sees, tokenised once, in an order that can be resumed, padded by lengths."""
+
+import itertools
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_examples.data.examples import (
+    RowStream,
+    collate_preference,
+    collate_prompts,
+    collate_supervised,
+    prompt_order,
+    reward_columns,
+    tokenised,
+)
+from rlhf_examples.data import examples as data
+from rlhf_examples.data.records import load_records
+from rlhf_examples.data.synthetic import synthetic_tokenizer
+from rlhf_examples.data.texts import RecordFormat
+from tests.rlhf_examples.data.test_texts import ASK, CHAT, GOOD
+
+PAIR = {"prompt": "anna found a red ball", "chosen": " in the garden .", "rejected": " in the river ."}
+
+
+@pytest.fixture
+def tokenizer():
+    return synthetic_tokenizer()
+
+
+@pytest.fixture
+def examples(tmp_path, tokenizer):
+    """`examples(records, form, ...)`: the records written as JSONL, and read and tokenised."""
+
+    def make(records: list, form: str, tokenizer=tokenizer, streaming: bool = False, **settings):
+        path = tmp_path / "x.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        rows = load_records(str(path), streaming=streaming, cache_dir=tmp_path / "cache")
+        return tokenised(rows, tokenizer, form, cache_dir=tmp_path / "cache", **settings)
+
+    return make
+
+
+def texts(count: int) -> list[dict]:
+    """Records that can be told apart by their lengths."""
+    return [{"prompt": "anna " * (i + 1), "answer": i} for i in range(count)]
+
+
+def number_of(row: dict) -> int:
+    return json.loads(row["columns"])["answer"]
+
+
+def test_special_tokens_stand_around_the_text(examples, tokenizer):
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    (row,) = examples([PAIR], "preference").rows
+    assert row["prompt_ids"] == [bos, *tokenizer(PAIR["prompt"])["input_ids"]]
+    assert row["chosen_ids"] == [*tokenizer(PAIR["chosen"])["input_ids"], eos]
+    assert row["rejected_ids"] == [*tokenizer(PAIR["rejected"])["input_ids"], eos]
+    (row,) = examples([PAIR], "supervised").rows
+    assert (
+        tokenizer.decode(row["prompt_ids"] + row["completion_ids"]) == "<s> anna found a red ball in the garden . </s>"
+    )
+    (row,) = examples([{"text": "anna found"}], "supervised").rows
+    assert row["prompt_ids"] == [bos] and tokenizer.decode(row["completion_ids"]) == "anna found </s>"
+
+
+def test_a_conversation_has_the_tokens_of_its_template(examples, tokenizer):
+    tokenizer.chat_template = CHAT
+    (row,) = examples([{"messages": ASK + GOOD}], "supervised").rows
+    whole = tokenizer.apply_chat_template(ASK + GOOD, tokenize=False)
+    assert row["prompt_ids"] + row["completion_ids"] == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    assert tokenizer.bos_token_id not in row["prompt_ids"], "the template writes none"
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """Characters, and the merge "ab"."""
+    vocabulary = {token: i for i, token in enumerate(("<pad>", "<s>", "</s>", "a", "b", "ab"))}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("a", "b")]))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def test_a_prompt_is_as_a_rollout_sees_it_where_a_token_would_span_the_border(examples):
+    made = merging_tokenizer()
+    assert made("ba" + "bb")["input_ids"] == [4, 5, 4], "b ab b: the merge spans the border"
+    (row,) = examples([{"prompt": "ba", "completion": "bb"}], "supervised", made).rows
+    assert (row["prompt_ids"], row["completion_ids"]) == ([1, 4, 3], [4, 4, 2])
+    (row,) = examples([{"prompt": "bb", "completion": "ab"}], "supervised", made).rows
+    assert (row["prompt_ids"], row["completion_ids"]) == ([1, 4, 4], [5, 2])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_record_that_is_too_long_is_left_out(streaming, examples):
+    records = [PAIR, {**PAIR, "rejected": PAIR["rejected"] + " anna"}, {**PAIR, "chosen": " anna"}]
+    longest = 1 + 5 + 4 + 1  # start, prompt, completion, end
+    for max_length, kept in ((longest, [0, 2]), (longest + 1, [0, 1, 2]), (longest - 1, None), (0, [0, 1, 2])):
+        if kept is None:
+            with pytest.raises(ValueError, match=rf"3 × longer than {max_length} tokens"):
+                list(examples(records, "preference", streaming=streaming, max_length=max_length).ordered(0))
+            continue
+        made = examples(records, "preference", streaming=streaming, max_length=max_length)
+        rows = list(itertools.islice(made.ordered(0), len(kept)))
+        assert sorted(row["number"] - 1 for row in rows) == kept
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_records_are_counted_and_the_good_ones_used(streaming, examples):
+    records = [PAIR, {"prompt": "anna"}, 7, {**PAIR, "rejected": PAIR["chosen"]}, {**PAIR, "chosen": ""}, PAIR]
+    unknown = {"prompt": "anna", "chosen": "zebra", "rejected": "yak"}  # both <unk>
+    made = examples([*records, unknown], "preference", streaming=streaming)
+    rows = list(itertools.islice(made.ordered(seed=0), 5))  # into the third pass of two
+    assert {row["number"] for row in rows} == {1, 6}
+    assert made.left_out.total == 7, "every record once, however many passes"
+    assert made.left_out.counts == {
+        "no chosen among the columns prompt; --chosen_column can name another": 1,
+        "not an object with named fields": 1,
+        "chosen equals rejected": 1,
+        "empty chosen": 1,
+        "chosen and rejected are the same tokens": 1,
+    }
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_set_of_bad_records_is_an_error_that_says_why(streaming, examples):
+    with pytest.raises(ValueError, match=r"no record can be used: 2 of 2 records left out; 1 × .*x.jsonl, record 1"):
+        next(examples([{"prompt": ""}, {"text": 3}], "prompt", streaming=streaming).ordered(0))
+
+
+def test_a_form_that_is_none(examples):
+    with pytest.raises(ValueError, match="form: 'sft' given; allowed: supervised, turns, preference, prompt"):
+        examples([PAIR], "sft")
+
+
+@pytest.mark.parametrize("position", [0, 1, 9, 10, 11, 35])
+def test_an_order_goes_on_where_it_was_left(position):
+    whole = list(itertools.islice(prompt_order(10, seed=1), 60))
+    assert [sorted(whole[i : i + 10]) for i in range(0, 60, 10)] == [list(range(10))] * 6
+    assert len({tuple(whole[i : i + 10]) for i in range(0, 60, 10)}) == 6, "each pass has an order of its own"
+    assert list(itertools.islice(prompt_order(10, 1, position), 20)) == whole[position : position + 20]
+    assert whole[:10] != list(itertools.islice(prompt_order(10, seed=2), 10))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_go_on_where_they_were_left(streaming, examples):
+    made = examples(texts(7), "prompt", streaming=streaming)
+    whole = [number_of(row) for row in itertools.islice(made.ordered(seed=3), 42)]
+    assert [sorted(whole[i : i + 7]) for i in range(0, 42, 7)] == [list(range(7))] * 6
+    assert len({tuple(whole[i : i + 7]) for i in range(0, 42, 7)}) > 1
+    assert whole != [number_of(row) for row in itertools.islice(made.ordered(seed=4), 42)]
+    assert [number_of(row) for row in itertools.islice(made.ordered(3, 10), 20)] == whole[10:30]
+    stream = RowStream(made, seed=3)
+    assert [number_of(row) for count in (6, 0, 1, 5) for row in stream.next(count)] == whole[:12]
+    again = RowStream(made, seed=3)
+    again.load_state_dict(stream.state_dict())
+    assert [number_of(row) for row in again.next(20)] == whole[12:32]
+
+
+def test_one_record_is_a_set(examples):
+    made = examples([PAIR], "prompt")
+    assert [row["number"] for row in itertools.islice(made.ordered(0), 3)] == [1, 1, 1]
+
+
+def count_calls(monkeypatch) -> list:
+    """A list that grows with every record that is tokenised."""
+    calls, real = [], data.tokens_of
+    monkeypatch.setattr(data, "tokens_of", lambda *request: calls.append(1) or real(*request))
+    return calls
+
+
+def test_tokens_are_read_from_the_cache_until_something_changes(examples, tokenizer, tmp_path, monkeypatch):
+    calls = count_calls(monkeypatch)
+
+    def tokenised_now(changes=(), records=(PAIR,), **settings) -> int:
+        calls.clear()
+        made = examples(list(records), **{"form": "preference", **dict(changes), **settings})
+        assert len(made.rows) == len(records)
+        return len(calls)
+
+    assert tokenised_now() == 1
+    assert tokenised_now() == 0
+    os.utime(tmp_path / "x.jsonl", ns=(1, 1))
+    assert tokenised_now() == 0, "a file's time is not its content"
+    tokenizer(["anna", "anna found"], padding=True, truncation=True, max_length=1)
+    assert tokenised_now() == 0, "padding is a tokenizer's last call, not its tokens"
+    assert tokenised_now(records=(PAIR, {**PAIR, "chosen": " anna"})) == 2
+    assert tokenised_now({"max_length": 50}) == 1
+    assert tokenised_now({"form": "prompt"}) == 1
+    assert tokenised_now({"form": "prompt", "record_format": RecordFormat(input_template="{}.")}) == 1
+    tokenizer.chat_template = CHAT
+    assert tokenised_now() == 1
+    tokenizer.add_tokens(["garden ."])
+    assert tokenised_now() == 1
+    tokenizer.eos_token = "<pad>"
+    assert tokenised_now() == 1
+    assert tokenised_now() == 0
+
+
+def test_several_processes_give_the_same_rows(examples):
+    alone = examples(texts(20), "prompt").rows.to_list()
+    shared = examples(texts(21)[:20], "prompt", max_length=1000, num_proc=2).rows.to_list()
+    assert shared == alone
+
+
+def tokenise_on_a_rank(path: str, cache: str) -> tuple[int, list]:
+    """How many records this rank tokenised, and what it got; both ranks at the same time."""
+    calls, real = [], data.tokens_of
+    data.tokens_of = lambda *request: calls.append(1) or real(*request)
+    try:
+        dist.barrier()
+        made = tokenised(load_records(path, cache_dir=cache), synthetic_tokenizer(), "prompt", cache_dir=cache)
+    finally:
+        data.tokens_of = real
+    return len(calls), made.rows.to_list()
+
+
+def test_of_two_ranks_one_tokenises(ranks, tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in texts(300)))
+    (first, rows), (second, others) = ranks.run(tokenise_on_a_rank, str(path), str(tmp_path / "cache"))
+    assert sorted((first, second)) == [0, 300]
+    assert rows == others and len(rows) == 300
+
+
+def lengths_of(names: tuple[str, ...], *lengths: tuple[int, ...]) -> list[dict]:
+    """Rows of random tokens, 0 among them, which is the padding token too."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {name: torch.randint(0, 3, (n,), generator=generator).tolist() for name, n in zip(names, row, strict=True)}
+        for row in lengths
+    ]
+
+
+def padded(rows: list[list[int]], value: int) -> torch.Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
+
+
+@pytest.mark.parametrize("completion_only_loss", [False, True])
+def test_supervised_tensors(completion_only_loss):
+    rows = lengths_of(("prompt_ids", "completion_ids"), (3, 4), (1, 1), (6, 2))
+    batch = collate_supervised(rows, 0, completion_only_loss)
+    wholes = [row["prompt_ids"] + row["completion_ids"] for row in rows]
+    hidden = [-100 if completion_only_loss else None] * 6
+    labels = [
+        [h if h is not None else t for h, t in zip(hidden, row["prompt_ids"], strict=False)] + row["completion_ids"]
+        for row in rows
+    ]
+    assert torch.equal(batch["input_ids"], padded(wholes, 0))
+    assert batch["attention_mask"].sum(dim=1).tolist() == [7, 2, 8]
+    assert torch.equal(batch["attention_mask"], padded([[1] * len(row) for row in wholes], 0))
+    assert torch.equal(batch["labels"], padded(labels, -100))
+
+
+def test_preference_tensors():
+    rows = lengths_of(("prompt_ids", "chosen_ids", "rejected_ids"), (3, 4, 1), (1, 2, 6))
+    rows = [{**row, "margin": number / 2} for number, row in enumerate(rows)]
+    batch = collate_preference(rows, 0)
+    assert torch.equal(batch.pop("margin"), torch.tensor([0.0, 0.5]))
+    pairs = [(row["prompt_ids"], row[name]) for name in ("chosen_ids", "rejected_ids") for row in rows]
+    assert torch.equal(batch["input_ids"], padded([prompt + completion for prompt, completion in pairs], 0))
+    assert batch["attention_mask"].sum(dim=1).tolist() == [7, 3, 4, 7]
+    masks = [[0] * len(prompt) + [1] * len(completion) for prompt, completion in pairs]
+    assert torch.equal(batch["completion_mask"], padded(masks, 0))
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+
+
+def test_prompt_tensors_are_left_padded():
+    rows = lengths_of(("prompt_ids",), (3,), (1,), (5,))
+    batch = collate_prompts(rows, 0)
+    assert torch.equal(batch["prompt_ids"], padded([row["prompt_ids"][::-1] for row in rows], 0).flip(1))
+    assert batch["prompt_mask"].tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1], [1] * 5]
+
+
+def test_columns_reach_a_reward_by_name(examples):
+    records = [{"prompt": "a", "answer": 7, "completion": "9"}, {"prompt": "b", "tags": ["x"]}]
+    rows = sorted(examples(records, "prompt").rows, key=lambda row: row["number"])
+    assert reward_columns(rows) == {"answer": [7, None], "tags": [None, ["x"]]}
+    assert [row["prompt"] for row in rows] == ["a", "b"]
+
+
+def test_a_column_that_is_mapped_reaches_a_reward_by_its_own_name(examples):
+    """As GSM8K's `answer` does, where one file of settings is SFT's and GRPO's."""
+    record_format = RecordFormat(prompt_column="question", completion_column="answer")
+    (row,) = examples([{"question": "a", "answer": 7}], "prompt", record_format=record_format).rows
+    assert row["prompt"] == "a" and reward_columns([row]) == {"answer": [7]}

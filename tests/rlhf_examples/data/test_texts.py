@@ -1,0 +1,194 @@
+"""A record's columns and conversations as texts, and every defect by its name."""
+
+import json
+
+import pytest
+
+from rlhf_examples.data.synthetic import synthetic_tokenizer
+from rlhf_examples.data.texts import BadRecord, LeftOut, RecordFormat, texts_of
+
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ASK = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "Grüß dich 🙂"}]
+GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("hello", "go"))
+NONE_OF_PROMPTS = (
+    "none of prompt, messages and text among the columns {}; --prompt_column, --messages_column, --text_column can "
+    "name another"
+)
+NO_OTHER = "no {0} among the columns {1}; --{0}_column can name another"
+DIALOGUE = "\n\nHuman: Is it so?\n\nAssistant: It is: Assistant: is me.\n\nHuman: And?\n\nAssistant:"
+
+
+@pytest.fixture
+def tokenizer():
+    made = synthetic_tokenizer()
+    made.chat_template = CHAT
+    return made
+
+
+def row(record) -> dict:
+    return {"source": "x", "number": 1, "record": json.dumps(record), "problem": ""}
+
+
+def raw(text: str, problem: str = "") -> dict:
+    return {"source": "x", "number": 1, "record": text, "problem": problem}
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "prompt", "completions"),
+    [
+        ("supervised", {"prompt": "p", "completion": " c"}, "p", (" c",)),
+        ("supervised", {"prompt": "p", "chosen": " c"}, "p", (" c",)),
+        ("supervised", {"prompt": "p", "chosen": " c", "rejected": " r"}, "p", (" c",)),
+        ("supervised", {"chosen": "H: hi\n\nA: yes", "rejected": "H: hi\n\nA: no"}, "H: hi\n\nA:", (" yes",)),
+        ("supervised", {"chosen": f"{DIALOGUE} I am", "rejected": f"{DIALOGUE} I can"}, DIALOGUE, (" I am",)),
+        ("supervised", {"text": "t"}, "", ("t",)),
+        ("supervised", {"text": "t", "completion": None}, "", ("t",)),
+        ("preference", {"prompt": "p", "chosen": "c", "rejected": "r", "score": 3}, "p", ("c", "r")),
+        ("preference", {"chosen": "say gold", "rejected": "say good"}, "say", (" gold", " good")),
+        ("preference", {"chosen": "a b", "rejected": "a b c"}, "a", (" b", " b c")),
+        ("preference", {"chosen": f"{DIALOGUE} I", "rejected": f"{DIALOGUE} I do"}, DIALOGUE, (" I", " I do")),
+        ("prompt", {"prompt": "p", "answer": "7"}, "p", ()),
+        ("prompt", {"chosen": f"{DIALOGUE} I am", "rejected": f"{DIALOGUE} I can"}, DIALOGUE, ()),
+        ("prompt", {"text": "t"}, "t", ()),
+        ("prompt", {"chosen": "say gold", "rejected": "say good"}, "say", ()),
+    ],
+)
+def test_columns_of_text(form, record, prompt, completions, tokenizer):
+    found = texts_of(row(record), form, tokenizer)
+    assert (found.prompt, found.completions, found.templated) == (prompt, completions, False)
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "wholes"),
+    [
+        ("supervised", {"messages": ASK + GOOD}, [ASK + GOOD]),
+        ("supervised", {"messages": ASK + BAD + ASK + GOOD}, [ASK + BAD + ASK + GOOD]),
+        ("supervised", {"prompt": ASK, "completion": GOOD}, [ASK + GOOD]),
+        ("preference", {"prompt": ASK, "chosen": GOOD, "rejected": BAD}, [ASK + GOOD, ASK + BAD]),
+        ("preference", {"chosen": ASK + GOOD, "rejected": ASK + BAD}, [ASK + GOOD, ASK + BAD]),
+        ("prompt", {"prompt": ASK}, []),
+        ("prompt", {"messages": ASK}, []),
+        ("prompt", {"messages": ASK + GOOD}, []),
+        ("prompt", {"chosen": ASK + GOOD, "rejected": ASK + BAD}, []),
+        ("preference", {"prompt": "Hi", "chosen": ASK + GOOD, "rejected": ASK + BAD}, [ASK + GOOD, ASK + BAD]),
+        ("prompt", {"prompt": "Hi", "messages": ASK + GOOD, "chosen": ASK + GOOD, "rejected": ASK + BAD}, []),
+        ("prompt", {"prompt": "Hi", "chosen": ASK + GOOD, "rejected": ASK + BAD}, []),
+    ],
+)
+def test_conversations_are_what_the_template_writes(form, record, wholes, tokenizer):
+    """The oracle is the template itself, over the whole conversation."""
+    found = texts_of(row(record), form, tokenizer)
+    asked = (wholes or [ASK + GOOD])[0][:-1]
+    assert found.templated
+    assert found.prompt == tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    expected = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in wholes]
+    assert [found.prompt + completion for completion in found.completions] == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "broken", "reason"),
+    [
+        ("prompt", raw("{bad"), "not JSON"),
+        ("prompt", raw(""), "not JSON"),
+        ("prompt", raw("", "not UTF-8"), "not UTF-8"),
+        ("prompt", row([1]), "not an object with named fields"),
+        ("prompt", row("text"), "not an object with named fields"),
+        ("prompt", row({}), NONE_OF_PROMPTS.format(r"\(none\)")),
+        ("prompt", row({"prompt": None}), NONE_OF_PROMPTS.format("prompt")),
+        ("prompt", row({"prompt": " \n"}), "empty prompt"),
+        ("prompt", row({"prompt": []}), "empty prompt"),
+        ("prompt", row({"prompt": 3}), "prompt is neither a text nor a list of messages"),
+        ("prompt", row({"prompt": {"type": "bytes"}}), "prompt is neither a text nor a list of messages"),
+        ("prompt", row({"prompt": [{"role": "user"}]}), "prompt is neither a text nor a list of messages"),
+        (
+            "prompt",
+            row({"prompt": [{"role": "user", "content": [1]}]}),
+            "prompt is neither a text nor a list of messages",
+        ),
+        ("prompt", row({"prompt": [{"role": "user", "content": " "}]}), "empty prompt"),
+        ("prompt", row({"prompt": "half \ud83d"}), "prompt is not Unicode"),
+        ("prompt", row({"prompt": [{"role": "user", "content": "\ud83d"}]}), "prompt is not Unicode"),
+        ("prompt", row({"prompt": [{"role": "tool", "content": "x"}]}), "the chat template refuses it: no tools"),
+        ("prompt", row({"messages": GOOD}), "empty prompt"),
+        ("prompt", row({"messages": []}), "empty messages"),
+        (
+            "supervised",
+            row({"prompt": "p", "answer": "a"}),
+            "none of completion, chosen, messages and text among the columns answer, prompt; --completion_column, "
+            "--chosen_column, --messages_column, --text_column can name another",
+        ),
+        (
+            "supervised",
+            row({"completion": "c"}),
+            "no prompt among the columns completion; --prompt_column can name another",
+        ),
+        ("supervised", row({"prompt": "p", "completion": ""}), "empty completion"),
+        ("supervised", row({"prompt": "p", "completion": GOOD}), "one field is a text and another a conversation"),
+        ("supervised", row({"messages": ASK}), "the last message is not the assistant's"),
+        ("preference", row({"prompt": "p", "chosen": "c"}), NO_OTHER.format("rejected", "chosen, prompt")),
+        ("preference", row({"prompt": "p", "rejected": "c"}), NO_OTHER.format("chosen", "prompt, rejected")),
+        ("preference", row({"prompt": "p", "chosen": "c", "rejected": "c"}), "chosen equals rejected"),
+        ("preference", row({"chosen": "p c", "rejected": "p c"}), "chosen equals rejected"),
+        ("preference", row({"chosen": "a", "rejected": "b"}), "empty prompt"),
+        ("preference", row({"chosen": ASK, "rejected": ASK + BAD}), "empty completion"),
+        ("preference", row({"chosen": "a", "rejected": BAD}), "one field is a text and another a conversation"),
+    ],
+)
+def test_a_defect_has_a_name(form, broken, reason, tokenizer):
+    with pytest.raises(BadRecord, match=f"^{reason}$"):
+        texts_of(broken, form, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("form", "columns", "record", "prompt", "completions"),
+    [
+        ("supervised", {"prompt": "question", "completion": "answer"}, {"question": "q", "answer": "a"}, "q", ("a",)),
+        ("preference", {"chosen": "good", "rejected": "bad"}, {"good": "a b", "bad": "a c"}, "a", (" b", " c")),
+        ("prompt", {"prompt": "question"}, {"question": "q", "prompt": "another", "text": "t"}, "q", ()),
+        ("supervised", {"text": "content"}, {"content": "t"}, "", ("t",)),
+        ("supervised", {"messages": "turns"}, {"turns": ASK + GOOD, "text": "t"}, None, ("hello</s>",)),
+    ],
+)
+def test_columns_of_other_names(form, columns, record, prompt, completions, tokenizer):
+    record_format = RecordFormat(**{f"{name}_column": other for name, other in columns.items()})
+    found = texts_of(row(record), form, tokenizer, record_format)
+    assert prompt is None or found.prompt == prompt
+    assert found.completions == completions
+
+
+def test_the_error_names_the_columns_and_the_flags_of_those_that_are_looked_for(tokenizer):
+    with pytest.raises(BadRecord, match="^no ask among the columns a, completion; --prompt_column can name another$"):
+        texts_of(row({"completion": "c", "a": "b"}), "supervised", tokenizer, RecordFormat(prompt_column="ask"))
+
+
+def test_a_text_prompt_stands_in_its_template(tokenizer):
+    record_format = RecordFormat(input_template="Q: {}\nA:")
+    assert texts_of(row({"prompt": "{p}"}), "prompt", tokenizer, record_format).prompt == "Q: {p}\nA:"
+    assert texts_of(row({"text": "t"}), "supervised", tokenizer, record_format).prompt == ""
+    with pytest.raises(ValueError, match="input_template: 'Q:' given; it must have {} for the prompt"):
+        RecordFormat(input_template="Q:")
+
+
+def test_a_template_that_changes_the_prompt_is_named(tokenizer):
+    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(BadRecord, match="the chat template writes the prompt in another way where an answer follows"):
+        texts_of(row({"prompt": ASK, "completion": GOOD}), "supervised", tokenizer)
+
+
+def test_a_conversation_without_a_template_is_an_error_of_the_run():
+    with pytest.raises(ValueError, match="the set is of conversations, and the tokenizer has no chat template"):
+        texts_of(row({"prompt": ASK}), "prompt", synthetic_tokenizer())
+
+
+def test_what_is_left_out_is_counted_and_the_first_are_named():
+    left_out = LeftOut()
+    reasons = ["", "empty prompt", "not JSON", "empty prompt", "", "empty prompt", "empty prompt"]
+    usable = [left_out.usable("x.jsonl", number, reason) for number, reason in enumerate(reasons, start=1)]
+    assert usable == [not reason for reason in reasons]
+    assert str(left_out) == (
+        "5 of 7 records left out; 4 × empty prompt (x.jsonl, record 2, x.jsonl, record 4, x.jsonl, record 6); "
+        "1 × not JSON (x.jsonl, record 3)"
+    )

@@ -1,0 +1,343 @@
+"""The report of a run: what it says is what was logged, it needs nothing else, and a browser shows all of it."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pandas as pd
+import pytest
+
+from rlhf_examples.common.run_log import RunLog
+from rlhf_examples.common.trackers import Histogram
+from rlhf_examples.report.charts import MOST_POINTS, draw_histogram, phase_seconds, smoothed, thinned
+from rlhf_examples.report.write import duration, write_report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ODD = "<script>alert(1)</script> </p> &amp; {{ 7 * 7 }} \u202egnp 🙂 \ud83d \x00 [/red] 'q' \"q\""
+SECONDS = {"gather": 0.05, "merge": 0.02, "prefill": 0.1, "decode": 0.4, "score": 0.08, "wait": 0.05, "train": 0.2}
+
+
+class Page(HTMLParser):
+    """What a browser would see: elements, attributes, and the text of each by its tag, or by its class with a dot."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.open: list[str] = []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in ("meta", "link"):
+            self.open.append(f".{dict(attrs)['class']}" if dict(attrs).get("class") else tag)
+            self.texts.setdefault(self.open[-1], []).append("")
+
+    def handle_endtag(self, tag):
+        self.open.pop()
+        if tag in ("td", "th"):
+            self.handle_data(" ")
+
+    def handle_data(self, data):
+        for name in set(self.open):
+            self.texts[name][-1] += data
+
+    @property
+    def charts(self) -> list[str]:
+        """The titles of the charts."""
+        return [value for tag, name, value in self.attributes if (tag, name) == ("svg", "aria-label")]
+
+
+def log_ppo(directory: Path, iterations: int = 20, **more) -> None:
+    """A PPO step whose reward, say, is the iteration."""
+    log = RunLog(directory, total=iterations, print_every=0, report_to=[], settings={"seed": 3, "model": "<tiny>"})
+    for i in range(1, iterations + 1):
+        metrics = {
+            "objective/scores": float(i),
+            "objective/kl": i / 10,
+            "objective/entropy": 20.0 - i,
+            "completions/mean_length": 30.0,
+            "loss/policy_avg": 0.1 / i,
+            "loss/value_avg": 1 / i,
+            "sampling/sampling_logp_difference/mean": 1e-7 * i,
+            "sampling/sampling_logp_difference/max": 1e-6 * i,
+            "sampling/sampling_logp_difference/histogram": Histogram((0.0, 1e-8, 1e-7, 1e-6, 1.0), (1, 2, 3, 0)),
+            "memory/peak_bytes": 3 * 2**30,
+            "time/iteration_s": 1.0,
+            "time/tokens_per_s": 1500.0,
+            **{f"time/{name}_s": seconds for name, seconds in SECONDS.items()},
+            "time/release_s": 0.0,
+        }
+        log.add(i, metrics | {name: value for name, value in more.items() if value is not None})
+    log.show_samples(["p <1>", "p2"], [ODD, ""], ["joy", ODD], [-1.0, math.nan], [2.0, 3.0])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run of two steps."""
+    directory = tmp_path_factory.mktemp("runs") / "demo"
+    log_ppo(directory / "ppo")
+    sft = RunLog(directory / "sft", total=30, print_every=0, report_to=[])
+    for i in range(1, 31):
+        sft.add(i, {"loss": 3 / i, "learning_rate": 1e-4, **({"eval_loss": 3.5 / i} if i % 10 == 0 else {})})
+    (directory / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"done": True}, "ppo": {}}}))
+    summary = {"gold_score_before": 0.48, "gold_score_after": 0.91, "kl": 3.25, "tokens_per_second": 1500.0}
+    summary |= {"gold_score_after_stderr": 0.012}
+    (directory / "summary.json").write_text(json.dumps(summary | {"hf_tokens_per_second": 500.0, "my_own": 7}))
+    write_report(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def page(run) -> Page:
+    """Its report."""
+    return Page(run / "report.html")
+
+
+def test_every_step_has_a_section_in_the_order_of_the_pipeline(run, page, tmp_path):
+    assert page.texts["h1"] == ["demo"]
+    assert page.texts["h2"] == ["Supervised fine-tuning", "PPO"]
+    sft, ppo = page.source.split('<section id="ppo">')
+    assert re.findall('aria-label="([^"]*)', sft) == ["Loss", "Learning rate"]
+    assert re.findall('aria-label="([^"]*)', ppo) == [
+        "Reward",
+        "KL to the reference",
+        "Entropy",
+        "Completion length",
+        "Policy loss",
+        "Value loss",
+        "Where an iteration&#x27;s time went",
+        "Generation",
+        "Memory of a rank",
+        "Logprob differences, token by token",
+        "Logprob differences of sampler and trainer",
+    ]
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "pipeline.json").unlink()
+    for number, name in enumerate(("ppo", "sft")):
+        os.utime(tmp_path / "run" / name / "metrics.jsonl", (number, number))
+    assert Page(write_report(tmp_path / "run")).texts["h2"] == ["PPO", "Supervised fine-tuning"], "as they ended"
+
+
+def test_the_figures_are_those_of_the_log(page):
+    figures = dict(zip(page.texts[".label"], page.texts[".value"], strict=True))
+    assert figures == {
+        "Gold score": "0.48 → 0.91 ± 0.012",
+        "KL to the reference": "3.25",
+        "Tokens a second": "1,500 → 1,500",  # the step's; the summary's has the same label
+        "my own": "7",
+        "Loss, held out": "0.35 → 0.117",
+        "Reward": "1.5 → 19.5",  # means of 1, 2 and of 19, 20
+        "KL, nats a sequence": "0.15 → 1.95",
+        "Length, tokens": "30 → 30",
+    }
+    assert "3.0 × Hugging Face's 500" in page.texts[".note"]
+    rows = [" ".join(row.split()) for row in page.texts["tr"]]
+    assert "loss/value_avg 1 0.05 0.05 1" in rows  # first, last, least, most
+    assert "model <tiny>" in rows
+
+
+def test_the_phases_are_the_whole_iteration(page):
+    cells = [row.split() for row in page.texts["tr"] if row.strip().endswith("%")]
+    shares = {name: float(share) for name, _, share, _ in cells}
+    other = 1 - sum(SECONDS.values())
+    assert shares == {name: pytest.approx(100 * s, abs=0.051) for name, s in {**SECONDS, "other": other}.items()}
+    log = pd.DataFrame({"time/train_s": [2.0, math.nan], "time/iteration_s": [1.5, 3.0]}, index=[1, 2])
+    assert phase_seconds(log).to_dict("list") == {"train": [2.0, 0.0], "other": [0.0, 3.0]}, "never less than nothing"
+    assert not phase_seconds(pd.DataFrame({"loss": [1.0]})).size
+
+
+def test_smoothing_is_a_centred_mean():
+    values = np.random.default_rng(0).normal(size=57)
+    ours = smoothed(pd.Series(values)).to_numpy()
+    windows = [values[max(0, i - 2) : i + 3] for i in range(57)]  # 57 // 10 = 5 points
+    np.testing.assert_allclose(ours, [window.mean() for window in windows], rtol=1e-12)
+    assert smoothed(pd.Series(values[:7])) is None
+
+
+def test_long_lines_keep_their_extremes():
+    values = np.random.default_rng(0).normal(size=50_000)
+    column = pd.Series(values, index=np.arange(1, 50_001))
+    ours = thinned(column)
+    assert len(ours) <= MOST_POINTS and ours.index.is_monotonic_increasing
+    assert (ours == column[ours.index]).all()
+    for part in np.array_split(np.arange(1, 50_001), 100):
+        inside = ours[(ours.index >= part[0]) & (ours.index <= part[-1])]
+        assert (inside.min(), inside.max()) == (column[part].min(), column[part].max())
+
+
+def test_completions_are_text_whatever_they_hold(page):
+    assert "script" not in page.tags
+    assert page.tags.count("html") == page.tags.count("body") == 1
+    shown = ODD.replace("\ud83d", "\ufffd").replace("\x00", "\ufffd")
+    assert page.texts[".text"] == ["p <1>", shown, "joy", "p2", shown]
+    assert [tag.strip() for tag in page.texts[".tag"]] == [
+        "prompt",
+        "before · reward -1",
+        "after · reward 2",
+        "prompt",
+        "before · reward –",
+        "after · reward 3",
+    ]
+
+
+def test_the_page_asks_for_nothing(page):
+    links = [value for _, name, value in page.attributes if name in ("src", "href", "srcset", "data", "xlink:href")]
+    assert links and all(link.startswith("#") or link == "data:," for link in links)
+    addresses = re.findall(r'(\S+?)=?["\']?https?://', page.source)
+    assert set(addresses) <= {"xmlns", "xmlns:xlink"}
+    assert not re.search(r"@import|url\((?!#)", page.source)
+    assert not {"script", "iframe", "object", "img"} & set(page.tags)
+    ids = [value for _, name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', page.source))
+    assert used <= set(ids), "a chart refers to what is not there"
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 2])
+def test_short_runs_have_reports(tmp_path, iterations):
+    log_ppo(tmp_path / "ppo", iterations)
+    page = Page(write_report(tmp_path / "ppo"))  # the run is the step
+    assert len(page.charts) == (11 if iterations else 0)
+    assert (f"{iterations} iteration" in page.source) == (iterations > 0)
+    assert ("no iteration was logged" in page.source) == (iterations == 0)
+
+
+def test_what_is_missing_or_not_finite_leaves_the_rest(tmp_path):
+    log = RunLog(tmp_path, total=3, print_every=0, report_to=[])
+    with pytest.warns(UserWarning):
+        for i in (1, 2, 3):
+            metrics = {"loss": math.nan if i == 2 else 1.0, "kl": math.inf, "time/train_s": math.nan, "empty": math.nan}
+            log.add(i, {**metrics, "difference": Histogram((0, 1), (0,)), "eval/gold_score": 0.5})
+    page = Page(write_report(tmp_path))
+    assert page.charts == ["Loss", "Eval gold score"]
+    told = " ".join(page.texts[".card warning"][0].split())
+    assert told.startswith("Not finite: kl in iteration 1, 2, 3; ") and told.endswith("; loss in iteration 2")
+
+
+def test_histograms_of_other_edges_are_not_mixed():
+    few, many = Histogram((0.0, 1.0, 2.0), (1, 1)), Histogram((0.0, 1.0, 2.0, 3.0), (1, 2, 3))
+    assert draw_histogram("t", "nats", [few, many]) is not None
+    assert draw_histogram("t", "nats", [Histogram((0.0, 1.0), (0,))]) is None
+    assert draw_histogram("t", "nats", []) is None
+
+
+def test_durations():
+    assert [duration(s) for s in (3.21, 75, 3600 * 5 + 121)] == ["3.2 s", "1 min 15 s", "5 h 2 min"]
+
+
+def test_a_directory_without_a_log_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no metrics.jsonl in '.*' or in a directory of it"):
+        write_report(tmp_path)
+
+
+def test_the_command_writes_it(run, tmp_path):
+    shutil.copytree(run / "sft", tmp_path / "sft")
+    command = [sys.executable, "-m", "rlhf_examples.report", str(tmp_path)]
+    root = str(Path(__file__).resolve().parents[3])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root}, cwd=root
+    )
+    assert done.stdout.strip() == str(tmp_path / "report.html"), done.stderr
+    assert (tmp_path / "report.html").is_file()
+
+
+# In a browser.
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+# Tells the window's and the page's width and every chart's rectangle over the console.
+MEASURE = """<script>
+const charts = [...document.querySelectorAll("figure svg")].map(svg => {
+  const box = svg.getBoundingClientRect();
+  return [svg.getAttribute("aria-label"), box.x, box.y, box.width, box.height];
+});
+console.log(JSON.stringify({window: innerWidth, page: document.documentElement.scrollWidth, charts}));
+</script></body>"""
+
+
+def console_of(page: Path, screenshot: Path, width: int = 1280, height: int = 4200) -> list[str]:
+    """Open a page, take its picture; gives what it wrote to the console, errors too."""
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    command += ["--force-device-scale-factor=1", f"--user-data-dir={screenshot.parent / 'profile'}"]
+    command += [f"--window-size={width},{height}", f"--screenshot={screenshot}", f"file://{page}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert screenshot.is_file(), done.stderr[-3000:]
+    return re.findall(r'CONSOLE[^"]*"(.*)", source', done.stderr)
+
+
+def measured(run: Path, directory: Path, width: int, height: int = 4200) -> dict:
+    """The sizes of a report's charts in a window of `width`: in a frame, as a window is never narrower than 500."""
+    source = (run / "report.html").read_text(encoding="utf-8")
+    source = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", source)
+    (directory / "measured.html").write_text(source.replace("</body>", MEASURE), encoding="utf-8")
+    frame = f'<iframe src="measured.html" style="border:0;width:{width}px;height:{height}px"></iframe>'
+    (directory / "frame.html").write_text(f'<!DOCTYPE html><body style="margin:0">{frame}')
+    (line,) = console_of(directory / "frame.html", directory / f"{width}.png", max(width, 500), height)
+    return json.loads(line)
+
+
+@needs_chromium
+def test_a_browser_has_nothing_to_complain_of(run, tmp_path):
+    assert console_of(run / "report.html", tmp_path / "page.png") == []
+    broken = (run / "report.html").read_text().replace("</body>", '<img src="http://localhost:9/x.png"></body>')
+    (tmp_path / "broken.html").write_text(broken)
+    assert "Content Security Policy" in console_of(tmp_path / "broken.html", tmp_path / "broken.png")[0]
+
+
+@needs_chromium
+@pytest.mark.parametrize(("width", "columns"), [(1280, 3), (400, 1)])
+def test_every_chart_is_seen_on_a_screen_and_on_a_phone(run, page, tmp_path, width, columns):
+    sizes = measured(run, tmp_path, width, height=7000)
+    assert sizes["window"] == width and sizes["page"] <= width, "nothing leaves the screen to the right"
+    assert [chart[0] for chart in sizes["charts"]] == page.charts
+    assert len({round(x) for _, x, *_ in sizes["charts"]}) == columns
+    picture = matplotlib.image.imread(tmp_path / f"{width}.png")[..., :3]
+    for title, x, y, wide, high in ([chart[0], *(round(number) for number in chart[1:])] for chart in sizes["charts"]):
+        assert 280 < wide < 500 and 140 < high < 300, title
+        inside = picture[y : y + high, x : x + wide]
+        line = np.ptp(inside, axis=2) > 0.2  # what has a colour: neither text nor grid has
+        assert line.any(axis=0).mean() > 0.3, f"{title} is blank"
+
+
+@needs_chromium
+def test_the_stack_has_the_shares_of_the_phases(run, tmp_path):
+    sizes = measured(run, tmp_path, 1280)
+    ((_, *box),) = [chart for chart in sizes["charts"] if "time went" in chart[0]]
+    x, y, wide, high = (round(number) for number in box)
+    inside = (matplotlib.image.imread(tmp_path / "1280.png")[y : y + high, x : x + wide, :3] * 255).round()
+    source = (run / "report.html").read_text().split("prefers-color-scheme")[0]
+    series = [tuple(bytes.fromhex(color)) for color in re.findall(r"--series-\d: #(\w{6})", source)]
+    pixels = {
+        phase: int((inside == series[number]).all(axis=2).sum()) for phase, number in (("train", 4), ("decode", 0))
+    }
+    assert pixels["train"] > 2000
+    assert pixels["decode"] / pixels["train"] == pytest.approx(SECONDS["decode"] / SECONDS["train"], rel=0.08)  # edges
+
+
+def test_completions_while_training_are_shown_by_prompt(tmp_path):
+    log = RunLog(tmp_path / "grpo", total=2, print_every=0, report_to=[])
+    log.add(1, {"reward": 0.5})
+    for iteration, score in ((0, 0.25), (1, 0.75)):
+        columns = {"prompt": ["one", "two <b>"], "completion": [f"a{iteration}", f"b{iteration}"]}
+        log.add_completions(iteration, {**columns, "correct": [score, None]}, shown=0)
+    log.close()
+    page = write_report(tmp_path).read_text()
+    part = page[page.index("Completions of held-out prompts while training") :]
+    assert "two &lt;b&gt;" in part
+    assert part.index("a0") < part.index("0.25") < part.index("a1") < part.index("0.75") < part.index("b0")
+
+
+def test_the_report_needs_no_deepspeed():
+    code = "import rlhf_examples.report.write, sys; assert 'deepspeed' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
