@@ -13,8 +13,8 @@ import torch
 import hybrid
 from rlhf_examples.common.arguments import DPOArguments
 from rlhf_examples.common.command_line import run_command
-from rlhf_examples.common.engines import Judge, Training, judge, trained_policy
-from rlhf_examples.common.forwards import judged_logps, token_logps
+from rlhf_examples.common.engines import FrozenModel, Training, frozen_model, trained_policy
+from rlhf_examples.common.forwards import frozen_logps, token_logps
 from rlhf_examples.common.losses import Loss, dpo_loss
 from rlhf_examples.common.models import load_policy, load_tokenizer, require_model
 from rlhf_examples.common.ranks import device, seed_everything
@@ -44,7 +44,7 @@ def run(args: DPOArguments) -> Metrics:
     begin_run(args)
     load, reference = partial(load_policy, attn_implementation=args.attn_implementation), None
     if not args.lora_dim:
-        reference = judge(load, args.model_name_or_path, args.dtype, args.offload_reference_model)
+        reference = frozen_model(load, args.model_name_or_path, args.dtype, args.offload_reference_model)
     config = training.config(args)
     loading = training.lora, training.gradient_checkpointing
     model = load(args.model_name_or_path, config, *loading, disable_dropout=args.disable_dropout)
@@ -71,7 +71,11 @@ def run(args: DPOArguments) -> Metrics:
 
 @torch.no_grad()
 def reference_logps(
-    engine: hybrid.HybridEngine, reference: Judge | None, ids: torch.Tensor, mask: torch.Tensor, args: DPOArguments
+    engine: hybrid.HybridEngine,
+    reference: FrozenModel | None,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    args: DPOArguments,
 ) -> torch.Tensor:
     """Logprobs of every token but the first by the reference, or by the model without its adapter.
 
@@ -79,7 +83,7 @@ def reference_logps(
     """
     width = ids.shape[1] - 1
     if reference is not None:
-        return judged_logps(reference, ids, mask, width, 1.0, args.per_device_train_batch_size)
+        return frozen_logps(reference, ids, mask, width, 1.0, args.per_device_train_batch_size)
     with engine.module.disable_adapter():
         return token_logps(engine, ids, mask, width, 1.0, args.logit_chunk, args.padding_free)[0]
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_examples.common.actor import Evaluation, in_groups, mean_of_judged, standard_error
+from rlhf_examples.common.actor import Evaluation, in_groups, mean_score, standard_error
 from rlhf_examples.common.arguments import EvaluateArguments
 from rlhf_examples.common.command_line import run_command
 from rlhf_examples.common.engines import frozen
@@ -64,7 +64,7 @@ def run(args: EvaluateArguments) -> list[dict]:
         found.append(
             {
                 "model": name,
-                rewards.name: mean_of_judged(scores),
+                rewards.name: mean_score(scores),
                 "standard_error": standard_error(in_groups(scores, each)),
                 **passed,
                 "samples": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],

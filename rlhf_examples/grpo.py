@@ -109,7 +109,7 @@ def grpo_iteration(
     iteration: int,
     args: GRPOArguments,
 ) -> Metrics:
-    """Roll out groups of completions of the next prompts, judge, learn; gives the metrics. The policy comes in eval
+    """Roll out groups of completions of the next prompts, score, learn; gives the metrics. The policy comes in eval
     mode and leaves in train mode."""
     phases, policy, sampled = Phases(), actor.policy, {}
     with policy.inference():
@@ -137,7 +137,7 @@ def grpo_iteration(
     if args.soft_punish_cache:
         lengths = batch.completion_mask.sum(dim=1)
         scores = scores + soft_overlong_punishment(lengths, args.max_answer_seq_len, args.soft_punish_cache)
-    experience, metrics = judged(batch, old_logps, ref_logps, scores, learned, args)
+    experience, metrics = make_experience(batch, old_logps, ref_logps, scores, learned, args)
     metrics |= sampled | rewards.metrics() | scores_by_source(groups.prompts, scores, args.data_path)
     experience = experience.of_all_ranks(args.num_generations)
     phases.end("advantages")
@@ -155,7 +155,7 @@ def grpo_iteration(
     }
 
 
-def judged(
+def make_experience(
     batch: hybrid.RolloutBatch,
     old_logps: torch.Tensor,
     ref_logps: torch.Tensor | None,
@@ -165,7 +165,7 @@ def judged(
 ) -> tuple[Experience, Metrics]:
     """What every token of this rank's completions is worth; gives the experience and the metrics of all ranks.
 
-    old_logps, ref_logps [rows, completion]; rewards [rows], NaN where a completion could not be judged.
+    old_logps, ref_logps [rows, completion]; rewards [rows], NaN where a completion could not be scored.
     learned: bool [rows], False where a completion trains nothing.
     """
     mask = batch.completion_mask
@@ -189,7 +189,7 @@ def judged(
     sums = sums_over_ranks(
         {
             "rows": len(rewards),
-            "judged": (~rewards.isnan()).sum(),
+            "scored": (~rewards.isnan()).sum(),
             "rewards": rewards.nansum(),
             **spread(rewards, args.num_generations),
             "entropy": -masked_sum(old_logps, mask),
@@ -197,7 +197,7 @@ def judged(
         }
     )
     return experience, {
-        "reward": sums["rewards"] / max(sums["judged"], 1),
+        "reward": sums["rewards"] / max(sums["scored"], 1),
         "reward_std": sums["deviations"] / max(sums["groups"], 1),
         "frac_reward_zero_std": sums["equal"] / max(sums["groups"], 1),
         "objective/entropy": sums["entropy"] / sums["rows"],
@@ -208,8 +208,8 @@ def judged(
 
 
 def spread(rewards: torch.Tensor, num_generations: int) -> dict[str, torch.Tensor]:
-    """How many groups have a deviation, two of their completions or more being judged; the sum of the deviations; and
-    in how many groups all that was judged scored the same.  rewards [rows], NaN where there is none."""
+    """How many groups have a deviation, two of their completions or more being scored; the sum of the deviations; and
+    in how many groups all that was scored scored the same.  rewards [rows], NaN where there is none."""
     deviations = group_std(rewards, num_generations)
     known, equal = ~deviations.isnan(), ~has_spread(rewards, num_generations)
     return {"groups": known.sum(), "deviations": deviations.nansum(), "equal": (known & equal).sum()}

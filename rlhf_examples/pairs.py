@@ -4,7 +4,7 @@ Stories of a small pretrained model, on CPUs; and of a model of 7B on 8 GPUs:
 torchrun --nproc_per_node=2 -m rlhf_examples.pairs --model_name_or_path ../shared/models/stories260K \\
     --stop_token_ids 1 2 --reward rlhf_examples.rewards:joyful_story
 torchrun --nproc_per_node=8 -m rlhf_examples.pairs --model_name_or_path my-model --data_path prompts.jsonl \\
-    --reward my_judge:prefers --zero_stage 3 --dtype bfloat16
+    --reward my_rewards:prefers --zero_stage 3 --dtype bfloat16
 """
 
 import json

@@ -23,7 +23,7 @@ from rlhf_examples.common.checkpoint import Checkpoints
 from rlhf_examples.common.command_line import run_command
 from rlhf_examples.common.engines import Training, step_on, trained
 from rlhf_examples.common.files import CHECKPOINTS
-from rlhf_examples.common.forwards import judged_values, token_logps, token_values
+from rlhf_examples.common.forwards import frozen_values, token_logps, token_values
 from rlhf_examples.common.losses import (
     AdaptiveKLController,
     FixedKLController,
@@ -169,7 +169,7 @@ def ppo_iteration(
     iteration: int,
     args: PPOArguments,
 ) -> Metrics:
-    """Roll out this rank's prompts, judge, learn; gives the metrics. The policy comes in eval mode and leaves in train
+    """Roll out this rank's prompts, score, learn; gives the metrics. The policy comes in eval mode and leaves in train
     mode."""
     phases, policy = Phases(), models.actor.policy
     with policy.inference():
@@ -184,7 +184,7 @@ def ppo_iteration(
         old_logps = training_logps(policy, batch, args)
         phases.end("old_logps")
     settings = (kl_ctl.value, args, phases)
-    experience, metrics = judged(models, tokenizer, batch, prompts, old_logps, ref_logps, *settings)
+    experience, metrics = make_experience(models, tokenizer, batch, prompts, old_logps, ref_logps, *settings)
     experience = experience.of_all_ranks()
     phases.end("advantages")
     policy.train()
@@ -206,7 +206,7 @@ def ppo_iteration(
     }
 
 
-def judged(
+def make_experience(
     models: Models,
     tokenizer: PreTrainedTokenizerBase,
     batch: hybrid.RolloutBatch,
@@ -220,12 +220,12 @@ def judged(
     """What every token of this rank's completions is worth; gives the experience and the metrics of all ranks.
 
     old_logps, ref_logps [rows, completion].  phases: values and rewards are ended.
-    A completion that could not be judged trains nothing.
+    A completion that could not be scored trains nothing.
     """
     completed, width = batch.completion_mask, batch.completion_mask.shape[1]
     with models.critic.inference():
         rows = rows_of_forward(args, batch.sequences.shape[1])
-        values = judged_values(models.critic, batch.sequences, batch.attention_mask, rows)[:, -width - 1 : -1]
+        values = frozen_values(models.critic, batch.sequences, batch.attention_mask, rows)[:, -width - 1 : -1]
     phases.end("values")
     raw_scores = models.rewards(batch, prompts, decode_completions(tokenizer, batch))
     phases.end("rewards")
@@ -263,13 +263,13 @@ def judged(
         }
     )
     by_row = {name: value / sums["rows"] for name, value in sums.items()}
-    by_judged = {name: sums[name] / max(sums["learned"], 1) for name in ("scores", "clipped_scores")}
+    by_scored = {name: sums[name] / max(sums["learned"], 1) for name in ("scores", "clipped_scores")}
     return experience, {
         "objective/kl": by_row["kl"],
         "objective/entropy": by_row["entropy"],
-        "objective/scores": by_judged["scores"],
+        "objective/scores": by_scored["scores"],
         "objective/non_score_reward": -kl_coef * by_row["kl"],
-        "objective/rlhf_reward": by_judged["clipped_scores"] - kl_coef * by_row["kl"],
+        "objective/rlhf_reward": by_scored["clipped_scores"] - kl_coef * by_row["kl"],
         "completions/learned": by_row["learned"],
         "val/num_eos_tokens": sums["ended"],
         "completions/ref_nll": sums["ref_nll"] / sums["tokens"],  # of a token; low while text stays language

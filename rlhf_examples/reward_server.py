@@ -4,7 +4,7 @@ python -m rlhf_examples.reward_server --reward rlhf_examples.rewards:exact_match
 torchrun --nproc_per_node=2 -m rlhf_examples.grpo --reward http://127.0.0.1:8765/exact_match ...
 
 POST {"prompts": [text, ...], "completions": [text, ...], "columns": {name: [value, ...]}} gives
-{"rewards": [number or null, ...]}, null where a completion cannot be judged. What does not fit gives status 400 and
+{"rewards": [number or null, ...]}, null where a completion cannot be scored. What does not fit gives status 400 and
 {"error": text}. GET says which reward it is, and that the server is there. A pipeline starts servers itself: `servers`.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from rlhf_examples.common.arguments import RewardServerArguments, parse_arguments
 from rlhf_examples.common.command_line import input_errors_reported
 from rlhf_examples.common.files import write_atomically
-from rlhf_examples.rewards import Reward, judged_by_all, load_reward, reward_name
+from rlhf_examples.rewards import Reward, load_reward, reward_name, score_all
 
 LOOK_S = 0.5  # between looks at whether the parent is still there
 
@@ -82,7 +82,7 @@ def scores_of(reward: Reward, name: str, asked: bytes) -> list[float | None]:
     """What a request is answered with."""
     request = json.loads(asked)
     prompts, completions, columns = request["prompts"], request["completions"], request.get("columns", {})
-    scores = judged_by_all({name: reward}, prompts, completions, columns)[name]
+    scores = score_all({name: reward}, prompts, completions, columns)[name]
     return [None if math.isnan(score) else score for score in scores]
 
 

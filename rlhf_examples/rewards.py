@@ -20,7 +20,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-# A number for each completion, NaN or None where one cannot be judged: it trains nothing.
+# A number for each completion, NaN or None where one cannot be scored: it trains nothing.
 Reward = Callable[..., list[float | None]]
 REWARDS_ALLOWED = "module:function, the address of a reward server, or the directory or hub name of a reward model"
 SERVER = "server:"  # before the name of a server that the pipeline has started
@@ -161,7 +161,7 @@ def answer_to(request: Request) -> bytes:
         raise
 
 
-def judged_by_all(
+def score_all(
     rewards: dict[str, Reward],
     prompts: list[str],
     completions: list[str],
@@ -208,13 +208,13 @@ async def with_retries(name: str, call: Callable, timeout_s: float, retries: int
 
 
 def as_numbers(given: Any, name: str, count: int) -> list[float]:
-    """What a reward function gave as `count` floats, NaN where a completion could not be judged.
+    """What a reward function gave as `count` floats, NaN where a completion could not be scored.
 
     name: of the function, for errors. Raises ValueError where it gave something else.
     """
     given = given.tolist() if hasattr(given, "tolist") else given  # of torch, numpy
     wanted = f"reward: {name} must give a list of {count} numbers, one for each completion, with None where "
-    wanted += "one cannot be judged"
+    wanted += "one cannot be scored"
     if not isinstance(given, list | tuple) or len(given) != count:
         size = f" of {len(given)}" if hasattr(given, "__len__") else ""
         raise ValueError(f"{wanted}; it gave a {type(given).__name__}{size}")

@@ -17,9 +17,9 @@ from rlhf_examples.common.arguments import EvaluateArguments, PairsArguments, Ro
 from rlhf_examples.common.best_model import BestModel
 from rlhf_examples.common.checkpoint import Checkpoints, Stateful
 from rlhf_examples.common.ema import MovingAverage
-from rlhf_examples.common.engines import Judge, Training, export, judge, trained_policy
+from rlhf_examples.common.engines import FrozenModel, Training, export, frozen_model, trained_policy
 from rlhf_examples.common.files import AVERAGE, BEFORE, MODEL, write_atomically
-from rlhf_examples.common.forwards import judged_logps
+from rlhf_examples.common.forwards import frozen_logps
 from rlhf_examples.common.measures import Phases, TokenCount, TrainingFlops
 from rlhf_examples.common.models import load_policy, require_model
 from rlhf_examples.common.ranks import from_all_ranks, interleaved, is_first, own_share, sums_over_ranks
@@ -45,7 +45,7 @@ class Actor:
     """
 
     policy: hybrid.HybridEngine
-    reference: Judge | None
+    reference: FrozenModel | None
     average: MovingAverage | None
     args: RolloutArguments
     flops: TrainingFlops
@@ -59,7 +59,7 @@ class Actor:
         training = Training.of(args, "actor_", args.per_device_training_batch_size, total_steps)
         load, reference = partial(load_policy, attn_implementation=args.attn_implementation), None
         if needs_reference and not args.actor_lora_dim:
-            reference = judge(load, name, args.dtype, args.offload_reference_model)
+            reference = frozen_model(load, name, args.dtype, args.offload_reference_model)
         loading = training.lora, training.gradient_checkpointing
         model = load(name, training.config(args), *loading, disable_dropout=args.disable_dropout)
         policy = trained_policy(model, args, training, **hybrid_blocks(args))
@@ -73,7 +73,7 @@ class Actor:
             scores = self.policy.score(batch.sequences, batch.attention_mask, adapters=False, temperature=temperature)
             return scores.per_token_logps[:, -width:]
         rows = rows_of_forward(self.args, batch.sequences.shape[1])
-        return judged_logps(self.reference, batch.sequences, batch.attention_mask, width, temperature, rows)
+        return frozen_logps(self.reference, batch.sequences, batch.attention_mask, width, temperature, rows)
 
     def old_logps(self, batch: hybrid.RolloutBatch) -> torch.Tensor:
         """The policy's own in eval mode, or as sampled: `logprob_mode`.  float32 [rows, completion]"""
@@ -130,7 +130,7 @@ def train_iterations(
         if args.eval_every and (iteration % args.eval_every == 0 or ends):
             with outside.timed("eval"):
                 found = evaluation.logged(log, iteration)
-            is_best = best.judge(found, iteration)
+            is_best = best.update(found, iteration)
             metrics |= found
         log.add(iteration, metrics | outside.metrics())
         outside = Phases()  # a checkpoint's time is on the next line of the log
@@ -224,7 +224,7 @@ def hybrid_blocks(args: RolloutArguments) -> dict[str, dict]:
 
 
 def load_rewards(names: list[str], weights: list[float], args: RolloutArguments, offload: bool = False) -> Rewards:
-    """What judges completions.  names, weights, offload: as `Rewards.load`."""
+    """What scores completions.  names, weights, offload: as `Rewards.load`."""
     rows, waiting = args.per_device_training_batch_size, (args.reward_timeout_s, args.reward_retries)
     return Rewards.load(names, args.dtype, rows, offload, weights, *waiting, args.attn_implementation)
 
@@ -262,7 +262,7 @@ class Evaluation:
         return cls(policy, tokenizer, prompts, [rewards, *filter(None, [others])], args, *passing)
 
     def __call__(self, draw: int = 0) -> tuple[Metrics, list[str], dict[str, list[float]]]:
-        """The scorers' means, of what they could judge, with standard errors, and shares that pass, as metrics;
+        """The scorers' means, of what they could score, with standard errors, and shares that pass, as metrics;
         completions of all prompts; scores of them by the scorers' names, the first scorer's first. All are empty
         without prompts.
 
@@ -287,7 +287,7 @@ class Evaluation:
         groups = {name: interleaved(part[name] for part in from_ranks)[: len(self.prompts)] for name in found}
         found = {name: [one for group in of for one in group] for name, of in groups.items()}
         texts = found.pop("")
-        metrics = {f"eval_{name}": mean_of_judged(scores) for name, scores in found.items()}
+        metrics = {f"eval_{name}": mean_score(scores) for name, scores in found.items()}
         errors = {name: standard_error(of) for name, of in groups.items() if name in found}
         metrics |= {f"eval_{name}_stderr": error for name, error in errors.items() if not math.isnan(error)}
         for name in found:
@@ -334,7 +334,7 @@ def pass_at(k: int, passed: list[bool]) -> float:
     return 1 - math.comb(passed.count(False), k) / math.comb(len(passed), k)
 
 
-def mean_of_judged(scores: list[float]) -> float:
+def mean_score(scores: list[float]) -> float:
     """The mean of the scores that are not NaN; NaN where none is left."""
     kept = [score for score in scores if not math.isnan(score)]
     return statistics.fmean(kept) if kept else math.nan
@@ -342,6 +342,6 @@ def mean_of_judged(scores: list[float]) -> float:
 
 def standard_error(groups: list[list[float]]) -> float:
     """Of the mean over prompts, of which each has a group of scores: completions of one prompt are alike. NaN for fewer
-    than two prompts that were judged."""
-    means = [mean for mean in map(mean_of_judged, groups) if not math.isnan(mean)]
+    than two prompts that were scored."""
+    means = [mean for mean in map(mean_score, groups) if not math.isnan(mean)]
     return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan

@@ -223,7 +223,7 @@ class RolloutArguments(RunArguments):
     reward_weights: list[float] = listed([], "of each reward in their sum; empty: 1")
     reward_timeout_s: float = about(60.0, "seconds that an attempt of an awaited function or a server may take")
     reward_retries: int = about(2, "attempts after one of those that failed")
-    eval_reward: list[str] = listed([], "as reward: what held-out completions are judged by, and training is not")
+    eval_reward: list[str] = listed([], "as reward: what held-out completions are scored by, and training is not")
     stop_token_ids: list[int] = listed([], "end tokens besides the model's own")
     max_prompt_seq_len: int = about(256, "longest prompt in tokens; longer ones are counted and left out")
     max_answer_seq_len: int = about(32, "longest completion in tokens")

@@ -102,15 +102,15 @@ def chunked_logps(
     """
     own = head.forward
 
-    def judge(part: torch.Tensor, part_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(part: torch.Tensor, part_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = wide(own(part))
         logits = logits if after_head is None else after_head(logits)
         log_probs = torch.log_softmax(logits / temperature, dim=-1)
         return log_probs.gather(-1, part_ids.unsqueeze(-1)).squeeze(-1), entropy_of(log_probs)
 
-    def judge_chunks(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def score_chunks(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         parts = zip(hidden.split(chunk_size), ids.split(chunk_size), strict=True)
-        logps, entropies = zip(*(checkpoint(judge, *part, use_reentrant=False) for part in parts), strict=True)
+        logps, entropies = zip(*(checkpoint(score, *part, use_reentrant=False) for part in parts), strict=True)
         return torch.cat(logps), torch.cat(entropies)
 
     # The head is called once, with the chunks inside: ZeRO-3's hooks are on the call, and gather its weight once for
@@ -121,7 +121,7 @@ def chunked_logps(
         raise ValueError(
             f"head: {type(head).__name__} has modules inside that ZeRO-3 partitions; take its logits whole"
         )
-    with forward_lent(head, judge_chunks):
+    with forward_lent(head, score_chunks):
         return head(hidden)
 
 
@@ -170,7 +170,7 @@ def per_token_logps_and_entropies(
     chunk_size: int = CHUNK_SIZE,
     padding_free: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs of the tokens that are wanted, and the entropies that they were judged by, with gradients.
+    """Logprobs of the tokens that are wanted, and the entropies of their distributions, with gradients.
 
     engine: a Hugging Face decoder, or a DeepSpeed engine around one in train mode. sequences, mask, wanted [B, T];
     gives two of float32 [B, T], 0 where masked, not wanted, or without a token before it. padding_free: the forward is
@@ -213,8 +213,8 @@ def require_exact(engine: nn.Module, padding_free: bool) -> None:
         mixed = padding_free and rows_mix(engine, ids, mask, vocabulary)
     finally:
         model.train(was_training)
-    judged = (mask[:, 1:] * mask[:, :-1]).bool()
-    error = (hybrid.selective_log_softmax(logits, ids[:, 1:]) - ours[:, 1:])[judged].abs().mean().item()
+    compared = (mask[:, 1:] * mask[:, :-1]).bool()
+    error = (hybrid.selective_log_softmax(logits, ids[:, 1:]) - ours[:, 1:])[compared].abs().mean().item()
     name = type(model).__name__
     if mixed:
         raise ValueError(

@@ -40,7 +40,7 @@ class BestModel:
             there = ", ".join(sorted(metrics)) or "none, without held-out records (eval_fraction, eval_data_path)"
             raise ValueError(f"metric_for_best_model: {self.metric!r} given; an evaluation of this run has: {there}")
 
-    def judge(self, metrics: Metrics, iteration: int) -> bool:
+    def update(self, metrics: Metrics, iteration: int) -> bool:
         """Look at an evaluation after `iteration`; gives whether it is the best. Every rank takes part, and goes by
         what the first one has found.
 

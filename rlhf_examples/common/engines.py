@@ -1,4 +1,4 @@
-"""Engines around models: what trains, what only judges, and what is written at the end."""
+"""Engines around models: what trains, what is frozen, and what is written at the end."""
 
 import shutil
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from rlhf_examples.common.models import LoRA, ValueModel
 from rlhf_examples.common.ranks import preparation_is_over
 from rlhf_examples.data.conversations import end_with_turns
 
-Judge = hybrid.InferenceEngine | hybrid.HybridEngine
+FrozenModel = hybrid.InferenceEngine | hybrid.HybridEngine
 # Gives the model in a directory or of a hub name, for an engine of a DeepSpeed configuration.
 Load = Callable[[str, dict[str, Any]], nn.Module]
 
@@ -94,7 +94,7 @@ def trained_policy(model: nn.Module, args: RunArguments, training: Training, **b
     return engine
 
 
-def judge(load: Load, name: str, dtype: str, offload: bool = False) -> Judge:
+def frozen_model(load: Load, name: str, dtype: str, offload: bool = False) -> FrozenModel:
     """A model that does not train in an InferenceEngine, whole on every rank.
 
     offload: partitioned by ZeRO-3 in host memory instead, and gathered layer by layer.

@@ -49,7 +49,7 @@ def token_values(
 
 
 @torch.no_grad()
-def judged_logps(
+def frozen_logps(
     reference: hybrid.InferenceEngine | hybrid.HybridEngine,
     sequences: torch.Tensor,
     mask: torch.Tensor,
@@ -68,7 +68,7 @@ def judged_logps(
 
 
 @torch.no_grad()
-def judged_values(
+def frozen_values(
     model: hybrid.InferenceEngine | hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, rows: int
 ) -> torch.Tensor:
     """A number for every token by a reward model or critic, `rows` rows a forward.  float32 [B, T]."""

@@ -87,12 +87,12 @@ def groups_with_spread(
 ) -> tuple[Groups, Metrics]:
     """This rank's share of an iteration's groups by dynamic sampling (DAPO, arXiv:2503.14476, section 3.2), scored.
 
-    A group of which all completions that could be judged are worth the same is dropped, and the next prompt takes its
+    A group of which all completions that could be scored are worth the same is dropped, and the next prompt takes its
     place, up to `max_num_gen_batches` rollouts; what then is still without a spread stays, and trains nothing. Every
     rank decides by the scores of all ranks. The metrics count groups of all of them.
     """
     each, wanted = args.num_generations, args.per_device_generation_batch_size * dist.get_world_size()
-    kept, without, first, rounds, total, judged, timings = None, None, 0, 0, 0.0, 0, Counter()
+    kept, without, first, rounds, total, scored, timings = None, None, 0, 0, 0.0, 0, Counter()
     while kept is None or (len(kept.prompts) < wanted * each and rounds < args.max_num_gen_batches):
         drawn = prompts.next(wanted - (len(kept.prompts) // each if kept else 0))
         own = next_groups(policy, tokenizer, drawn, first, iteration, args)
@@ -106,7 +106,7 @@ def groups_with_spread(
         more, without = found.take(spread), found.take(~spread)
         kept = more if kept is None else kept.joined(more, tokenizer.pad_token_id)
         first, rounds = first + len(drawn), rounds + 1
-        total, judged = total + learned.nansum().item(), judged + int((~learned.isnan()).sum())
+        total, scored = total + learned.nansum().item(), scored + int((~learned.isnan()).sum())
     left = wanted - len(kept.prompts) // each
     own = own_groups(kept.joined(without, tokenizer.pad_token_id) if left else kept, each)
     rewards.last = own.scores  # `Rewards.metrics` are of what is learned
@@ -115,12 +115,12 @@ def groups_with_spread(
         "dynamic_sampling/groups_sampled": first,
         "dynamic_sampling/groups_dropped": first - wanted,
         "dynamic_sampling/groups_without_spread": left,
-        "dynamic_sampling/reward": total / max(judged, 1),  # of all that was sampled
+        "dynamic_sampling/reward": total / max(scored, 1),  # of all that was sampled
     }
 
 
 def has_spread(rewards: Tensor, num_generations: int) -> Tensor:
-    """Whether two completions of a group, or more, could be judged, and are not worth the same.
+    """Whether two completions of a group, or more, could be scored, and are not worth the same.
 
     rewards [rows], NaN where there is none; bool [rows / num_generations].
     """

@@ -430,7 +430,7 @@ def group_advantages(
     ranks (arXiv:2508.08221). none: over nothing (Dr. GRPO, arXiv:2503.20783). Deviations are the unbiased ones, and
     1e-4 is added.
     over_ranks: sums a tensor over all ranks; called twice for batch, else not.
-    A reward that is NaN could not be judged: others do not see it, and its advantage is 0. Where fewer than two are
+    A reward that is NaN could not be scored: others do not see it, and its advantage is 0. Where fewer than two are
     left to take a deviation of, advantages are 0.
     Raises ValueError for another scale_rewards, or a number of rewards that is no multiple of num_generations.
     """
@@ -557,9 +557,9 @@ def grpo_loss(
 
     is_low, is_high = (bounded < low) & (advantages < 0), (bounded > high) & (advantages > 0)
     figures = {"low_mean": is_low, "high_mean": is_high, "region_mean": is_low | is_high}
-    judged = torch.ones_like(is_low) if by_sequence else kept
-    sums = {f"clip_ratio/{name}": (clipped & judged).sum() for name, clipped in figures.items()}
-    counts = dict.fromkeys(sums, judged.sum())
+    counted = torch.ones_like(is_low) if by_sequence else kept
+    sums = {f"clip_ratio/{name}": (clipped & counted).sum() for name, clipped in figures.items()}
+    counts = dict.fromkeys(sums, counted.sum())
     if beta:
         kl = kl_k3(torch.where(kept, logps, 0.0), torch.where(kept, ref_logps, 0.0))
         kl = kl * ratio if use_bias_correction_kl else kl

@@ -116,7 +116,7 @@ def data_source(source: str, data_path: list[str]) -> str:
 
 
 def scores_by_source(rows: list[dict], scores: Tensor, data_path: list[str]) -> Metrics:
-    """The mean score of each set, where several are mixed, of which a completion was judged.
+    """The mean score of each set, where several are mixed, of which a completion was scored.
 
     rows: prompts of the completions, of this rank.  scores [rows], NaN where there is none. Every rank takes part.
     """

@@ -1,4 +1,4 @@
-"""What is trained and what judges, as Hugging Face modules."""
+"""Policies, critics and frozen models, as Hugging Face modules."""
 
 import copy
 from contextlib import suppress

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid
-from rlhf_examples.common.engines import Judge, judge
-from rlhf_examples.common.forwards import judged_values
+from rlhf_examples.common.engines import FrozenModel, frozen_model
+from rlhf_examples.common.forwards import frozen_values
 from rlhf_examples.common.losses import last_token_values
 from rlhf_examples.common.models import is_reward_model, load_value_model
 from rlhf_examples.common.ranks import device, over_ranks, sums_over_ranks
 from rlhf_examples.common.rollouts import Row
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.data.examples import reward_columns
-from rlhf_examples.rewards import judged_by_all, load_reward, reward_name
+from rlhf_examples.rewards import load_reward, reward_name, score_all
 
 TOTAL = "reward"  # the name of a sum's metric
 
@@ -30,7 +30,7 @@ class Scorer:
 
     name: str
     function: Callable | None = None
-    model: Judge | None = None
+    model: FrozenModel | None = None
     rows: int = 16
 
     @staticmethod
@@ -45,16 +45,16 @@ class Scorer:
         """reward: module:function, the address of a server, or the directory or hub name of a reward model that shares
         the policy's tokens.
 
-        rows: of a reward model's forward.  offload: as `judge`.  attn_implementation: as `models.load`.
+        rows: of a reward model's forward.  offload: as `frozen_model`.  attn_implementation: as `models.load`.
         """
         if is_reward_model(reward):
             load = partial(load_value_model, attn_implementation=attn_implementation)
-            return cls("reward_model", model=judge(load, reward, dtype, offload), rows=rows)
+            return cls("reward_model", model=frozen_model(load, reward, dtype, offload), rows=rows)
         return cls(reward_name(reward), function=load_reward(reward))
 
     def by_model(self, batch: hybrid.RolloutBatch) -> Tensor:
         """A reward model's score of the last real token of each row, float32 [rows]; NaN where it is not finite."""
-        values = judged_values(self.model, batch.sequences, batch.attention_mask, self.rows)
+        values = frozen_values(self.model, batch.sequences, batch.attention_mask, self.rows)
         scores = last_token_values(values, batch.attention_mask)
         return torch.where(scores.isfinite(), scores, torch.nan)
 
@@ -103,7 +103,7 @@ class Rewards:
         return self.scorers[0].name if len(self.scorers) == 1 and self.weights == [1.0] else TOTAL
 
     def __call__(self, batch: hybrid.RolloutBatch, prompts: list[Row], completions: list[str]) -> Tensor:
-        """The weighted sum of what the scorers give each completion, float32 [rows]; NaN where none could judge it.
+        """The weighted sum of what the scorers give each completion, float32 [rows]; NaN where none could score it.
 
         prompts: of each completion.
         """
@@ -113,7 +113,7 @@ class Rewards:
         """What `__call__` gives, first, and each scorer's scores."""
         functions = {scorer.name: scorer.function for scorer in self.scorers if scorer.function is not None}
         texts, columns = [row["prompt"] for row in prompts], reward_columns(prompts)
-        given = judged_by_all(functions, texts, completions, columns, self.timeout_s, self.retries)
+        given = score_all(functions, texts, completions, columns, self.timeout_s, self.retries)
         scores = {
             scorer.name: scorer.by_model(batch)
             if scorer.model is not None

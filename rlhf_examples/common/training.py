@@ -83,7 +83,7 @@ def fit(
         if step == total or (args.eval_every and step % args.eval_every == 0):
             with outside.timed("eval"):
                 found = evaluate(engine, held_out, loss_of, args)
-            is_best = best.judge(found, step)
+            is_best = best.update(found, step)
         metrics |= found
         seconds = {**outside.metrics(), "time/iteration_s": time.perf_counter() - phases.begun}
         log.add(step, {**metrics, **seconds})

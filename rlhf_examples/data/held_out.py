@@ -1,4 +1,4 @@
-"""The records of a script: those that it learns from, and those that it is judged on."""
+"""The records of a script: those that it learns from, and those that it is evaluated on."""
 
 from itertools import islice
 from typing import Any
@@ -33,18 +33,18 @@ def examples_of(
     else:
         records, held_out = held_out_share(records, args)
     settings = {"cache_dir": args.data_output_path or None, "record_format": RecordFormat.of(args)}
-    train, *judged = (
+    train, *evaluated = (
         tokenised(rows, tokenizer, form, max_length, **settings) for rows in (records, held_out) if rows is not None
     )
-    rows = [row for examples in judged for row in first_rows(examples, args)]
-    for examples in (train, *judged):
+    rows = [row for examples in evaluated for row in first_rows(examples, args)]
+    for examples in (train, *evaluated):
         if dist.get_rank() == 0 and examples.left_out.counts:
             print(examples.left_out)
     return train, rows
 
 
 def held_out_share(records: Rows, args: RunArguments) -> tuple[Rows, Rows | None]:
-    """Records to learn from, and a share of `eval_fraction` to be judged on; None where that is 0.
+    """Records to learn from, and a share of `eval_fraction` to be evaluated on; None where that is 0.
 
     Raises ValueError where one of the two would be empty.
     """
@@ -56,7 +56,7 @@ def held_out_share(records: Rows, args: RunArguments) -> tuple[Rows, Rows | None
     except ValueError as error:
         raise ValueError(
             f"eval_fraction: {args.eval_fraction} of {len(records)} records leaves none to learn from, or none to be "
-            "judged on; give another, an eval_data_path, or 0 to hold none out"
+            "evaluated on; give another, an eval_data_path, or 0 to hold none out"
         ) from error
 
 

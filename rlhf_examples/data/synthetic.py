@@ -200,7 +200,7 @@ def preference_pairs(
     score: Callable[[list[str], list[str]], list[float]],
 ) -> Records:
     """The better of two completions of each prompt as `chosen`, by a reward function; equally good ones, and those
-    of which one could not be judged (NaN), are no pair."""
+    of which one could not be scored (NaN), are no pair."""
     scores = [score(list(prompts), list(completions)) for completions in (completions_a, completions_b)]
     pairs = []
     for prompt, *texts, a, b in zip(prompts, completions_a, completions_b, *scores, strict=True):

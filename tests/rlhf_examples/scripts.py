@@ -58,7 +58,7 @@ def number_of_words(prompts: list[str], completions: list[str], **columns: list)
 
 
 def words_but_of_the_first(prompts: list[str], completions: list[str], **columns: list) -> list[float | None]:
-    """`number_of_words`, where the first completion cannot be judged."""
+    """`number_of_words`, where the first completion cannot be scored."""
     return [None, *number_of_words(prompts[1:], completions[1:])]
 
 

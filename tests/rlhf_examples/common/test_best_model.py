@@ -43,7 +43,7 @@ def test_it_stops_where_transformers_callback_does(alone, tmp_path, greater, thr
             callback.on_evaluate(args, state, control, {"eval_x": value})
             is_best = state.best_metric is None or (value > state.best_metric) == greater
             state.best_metric = value if is_best else state.best_metric  # as Trainer._determine_best_metric
-            assert ours.judge({"eval_x": value}, iteration) == is_best
+            assert ours.update({"eval_x": value}, iteration) == is_best
             assert (ours.value, ours.ends_training) == (state.best_metric, control.should_training_stop)
             if ours.ends_training:
                 break
@@ -52,7 +52,7 @@ def test_it_stops_where_transformers_callback_does(alone, tmp_path, greater, thr
 
 def test_what_is_nan_is_never_the_best(alone):
     best = BestModel("eval_x", patience=3)
-    assert [best.judge({"eval_x": value}, 1 + i) for i, value in enumerate((math.nan, 1.0, math.nan))] == [0, 1, 0]
+    assert [best.update({"eval_x": value}, 1 + i) for i, value in enumerate((math.nan, 1.0, math.nan))] == [0, 1, 0]
     assert (best.value, best.iteration, best.waited) == (1.0, 2, 1)
 
 
@@ -94,7 +94,7 @@ def test_the_best_checkpoint_is_not_pruned(tmp_path):
     best = BestModel("eval_x")
     checkpoints = Checkpoints(tmp_path, {}, {"best": best}, keep_last=1)
     for iteration, value in enumerate((1.0, 3.0, 2.0, 0.0, 4.0), start=1):
-        best.judge({"eval_x": value}, iteration)
+        best.update({"eval_x": value}, iteration)
         checkpoints.save(iteration, best.iteration)
         kept = sorted(int(path.name[-6:]) for path in tmp_path.glob("iteration-*"))
         assert kept == sorted({iteration, best.iteration})

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import hybrid
 from rlhf_examples.common import models
 from rlhf_examples.common.arguments import SFTArguments
-from rlhf_examples.common.engines import Training, deepspeed_config, export, frozen, judge, trained
+from rlhf_examples.common.engines import Training, deepspeed_config, export, frozen, frozen_model, trained
 from rlhf_examples.common.forwards import token_values
 from rlhf_examples.common.models import (
     LoRA,
@@ -206,7 +206,7 @@ def with_adapters(folder: str) -> dict[str, nn.Module]:
 
 def check_begins_from_adapter(folder: str, stage: int, lora: LoRA) -> None:
     """A policy that is loaded from an adapter's directory is the adapted model, in training and under a LoRA of its
-    own; the critic and the judge are the adapted classifier, or the adapted language model under a new head."""
+    own; the critic and the reward model are the adapted classifier, or the adapted language model under a new head."""
     expected = with_adapters(folder)
     args, settings = SFTArguments(), training(stage, lora)
     ids, mask = prompts(2, 7, padded=False, seed=dist.get_rank())
@@ -232,7 +232,7 @@ def check_begins_from_adapter(folder: str, stage: int, lora: LoRA) -> None:
         written = AutoModelForCausalLM.from_pretrained(f"{folder}/out")(ids, attention_mask=mask).logits
     torch.testing.assert_close(written, now, atol=1e-3, rtol=1e-4)
     critic = trained(load_value_model(f"{folder}/reward", settings.config(args), lora), args, settings)
-    judging = judge(load_value_model, f"{folder}/reward", "float32", offload=stage == 3)
+    judging = frozen_model(load_value_model, f"{folder}/reward", "float32", offload=stage == 3)
     for engine in (critic, judging):
         with torch.no_grad():
             found = engine(input_ids=ids, attention_mask=mask).logits
@@ -289,7 +289,7 @@ def check_frozen(folder: str, offload: bool) -> None:
     reference = AutoModelForCausalLM.from_pretrained(base).eval()
     adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), f"{folder}/adapter").eval()
     engines = {
-        reference: judge(load_policy, base, "float32", offload),
+        reference: frozen_model(load_policy, base, "float32", offload),
         adapted: frozen(load_exported, f"{folder}/adapter", "float32", zero_stage=3 if offload else 0),
     }
     for model, engine in engines.items():

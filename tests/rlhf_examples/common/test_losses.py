@@ -693,7 +693,7 @@ def scale_of(rewards: list[float], group: list[float], scale_rewards: str) -> fl
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 def test_group_advantages(scale_rewards):
-    """Groups of four: ordinary, all equal, one that could not be judged, only one that could."""
+    """Groups of four: ordinary, all equal, one that could not be scored, only one that could."""
     ours = group_advantages(torch.tensor(REWARDS, dtype=torch.float64), 4, scale_rewards)
     for start in range(0, len(REWARDS), 4):
         group = REWARDS[start : start + 4]

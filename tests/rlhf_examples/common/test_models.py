@@ -13,8 +13,8 @@ from rlhf_examples.common.actor import Actor
 from rlhf_examples.common.arguments import PPOArguments, SFTArguments, arguments_of
 from rlhf_examples.common.batches import require_exact_values
 from rlhf_examples.common.ema import MovingAverage
-from rlhf_examples.common.engines import Training, deepspeed_config, export, judge, trained
-from rlhf_examples.common.forwards import judged_values, token_values
+from rlhf_examples.common.engines import Training, deepspeed_config, export, frozen_model, trained
+from rlhf_examples.common.forwards import frozen_values, token_values
 from rlhf_examples.common.losses import last_token_values
 from rlhf_examples.common.models import LoRA, ValueModel, load_exported, load_policy, load_value_model
 from rlhf_examples.common.models import merged as merged_adapter
@@ -72,12 +72,12 @@ def check_values(folder: str, family: str, lora_rank: int) -> None:
     critic = trained(load_value_model(base, settings.config(SFTArguments()), settings.lora), SFTArguments(), settings)
     ids, mask = prompts(2, 7, padded=True, seed=dist.get_rank())
     with critic.inference():
-        assert (judged_values(critic, ids, mask, 1) == 0).all(), "values begin at zero"
+        assert (frozen_values(critic, ids, mask, 1) == 0).all(), "values begin at zero"
     for _ in range(3):
         critic.backward((token_values(critic, ids, mask, 4) - 1).square().mean())
         critic.step()
     with critic.inference():
-        values = judged_values(critic, ids, mask, 1)
+        values = frozen_values(critic, ids, mask, 1)
     torch.testing.assert_close(values[:, -5:-1], token_values(critic, ids, mask, 4).detach(), atol=1e-5, rtol=1e-5)
     assert values[mask.bool()].abs().max() > 1e-2
     require_exact_values(critic)
@@ -88,8 +88,8 @@ def check_values(folder: str, family: str, lora_rank: int) -> None:
     export(critic, synthetic_tokenizer(), out)
     # Hugging Face's own classifier judges the last token that is not padding: rows of real tokens alone.
     classifier = AutoModelForSequenceClassification.from_pretrained(out, num_labels=1).eval()
-    engine = judge(load_value_model, out, "float32")
-    again = last_token_values(judged_values(engine, ids, mask, 2), mask)
+    engine = frozen_model(load_value_model, out, "float32")
+    again = last_token_values(frozen_values(engine, ids, mask, 2), mask)
     for row, kept, value, judged in zip(ids, mask.bool(), last_token_values(values, mask), again, strict=True):
         with torch.no_grad():
             expected = classifier(row[kept][None]).logits[0, 0]

@@ -32,7 +32,7 @@ from rlhf_examples.common.rollouts import (
     training_logps,
 )
 from rlhf_examples.data.synthetic import synthetic_tokenizer
-from rlhf_examples.ppo import Models, judged, ppo_iteration
+from rlhf_examples.ppo import Models, make_experience, ppo_iteration
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest
 from tests.rlhf_examples.scripts import number_of_words, small_directory
 from tests.tiny_models import prompts, tiny_model
@@ -80,7 +80,7 @@ def test_an_iteration_gathers_the_policy_once(ranks, small, lora_dim, logprob_mo
     ranks.run(check_bytes, small, lora_dim, logprob_mode)
 
 
-def check_unjudged(directory: Path, zero_stage: int) -> None:
+def check_unscored(directory: Path, zero_stage: int) -> None:
     """A completion without a score trains nothing: the others train as if it had not been there."""
     reward = "tests.rlhf_examples.scripts:words_but_of_the_first"
     args = arguments(directory, actor_zero_stage=zero_stage, critic_zero_stage=zero_stage)
@@ -90,7 +90,7 @@ def check_unjudged(directory: Path, zero_stage: int) -> None:
     with policy.inference():
         batch = roll_out(policy, tokenizer, rows, own_numbers(4), sampling(args, 1))
         logps = models.actor.old_logps(batch), models.actor.reference_logps(batch)
-    own, metrics = judged(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
+    own, metrics = make_experience(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
     scores = number_of_words([""] * 4, decode_completions(tokenizer, batch))
     scored = sum(chain(*from_all_ranks(scores[1:]))) / (3 * dist.get_world_size())
     assert own.mask[0].sum() == 0 and torch.equal(own.mask[1:], batch.completion_mask[1:])
@@ -109,7 +109,7 @@ def check_unjudged(directory: Path, zero_stage: int) -> None:
 
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_completion_without_a_score_trains_nothing(ranks, small, zero_stage):
-    ranks.run(check_unjudged, small, zero_stage)
+    ranks.run(check_unscored, small, zero_stage)
 
 
 class Doubling(FixedKLController):
@@ -171,7 +171,7 @@ def count_collectives(directory: Path, zero_stage: int, lora_dim: int) -> list[i
             with policy.inference():
                 batch = roll_out(policy, tokenizer, rows, own_numbers(4), sampling(args, iteration))
                 logps = models.actor.old_logps(batch), models.actor.reference_logps(batch)
-            experience, _ = judged(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
+            experience, _ = make_experience(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
             experience.of_all_ranks()
         counts.append(collecting.count)
     return counts

@@ -19,7 +19,7 @@ from rlhf_examples import rewards
 from rlhf_examples.common.arguments import GRPOArguments, arguments_of
 from rlhf_examples.common.scorers import Rewards, Scorer, weighted_sum
 from rlhf_examples.reward_server import make_server
-from rlhf_examples.rewards import judged_by_all, load_reward, reward_name
+from rlhf_examples.rewards import load_reward, reward_name, score_all
 from tests.rlhf_examples.scripts import models_of, run_here, small_directory
 
 HERE = "tests.rlhf_examples.common.test_scorers"
@@ -66,12 +66,12 @@ def test_awaited_functions_run_together_and_beside_others():
         return [2.0] * len(completions)
 
     functions = {"one": awaited("one"), "plain": plain, "other": awaited("other")}
-    found = judged_by_all(functions, PROMPTS, COMPLETIONS, {"answer": [1, 2, 3]})
+    found = score_all(functions, PROMPTS, COMPLETIONS, {"answer": [1, 2, 3]})
     assert found == {"one": [1.0] * 3, "plain": [2.0] * 3, "other": [1.0] * 3}
     assert list(found) == list(functions)
 
     async def within_a_loop():
-        return judged_by_all({"later": later}, PROMPTS, COMPLETIONS, {})
+        return score_all({"later": later}, PROMPTS, COMPLETIONS, {})
 
     assert asyncio.run(within_a_loop()) == {"later": [0.5] * 3}
 
@@ -88,7 +88,7 @@ def test_an_attempt_that_fails_or_lasts_is_made_again():
         return [1.0] * len(completions)
 
     start = time.perf_counter()
-    assert judged_by_all({"shaky": shaky}, PROMPTS, COMPLETIONS, {}, timeout_s=0.2)["shaky"] == [1.0] * 3
+    assert score_all({"shaky": shaky}, PROMPTS, COMPLETIONS, {}, timeout_s=0.2)["shaky"] == [1.0] * 3
     assert time.perf_counter() - start < 20 and calls == [3, 3, 3]
 
     async def broken(prompts, completions, **columns):
@@ -102,11 +102,11 @@ def test_an_attempt_that_fails_or_lasts_is_made_again():
         return [1.0]
 
     with pytest.raises(RuntimeError, match=r"reward: broken failed \(ConnectionError\('gone'\)\), after 1 retries"):
-        judged_by_all({"broken": broken}, PROMPTS, COMPLETIONS, {}, retries=1)
+        score_all({"broken": broken}, PROMPTS, COMPLETIONS, {}, retries=1)
     with pytest.raises(RuntimeError, match=r"reward: slow took longer than 0.1 s, after 0 retries"):
-        judged_by_all({"slow": slow}, PROMPTS, COMPLETIONS, {}, timeout_s=0.1, retries=0)
+        score_all({"slow": slow}, PROMPTS, COMPLETIONS, {}, timeout_s=0.1, retries=0)
     with pytest.raises(ValueError, match="wrong must give a list of 3 numbers"):
-        judged_by_all({"wrong": wrong}, PROMPTS, COMPLETIONS, {})
+        score_all({"wrong": wrong}, PROMPTS, COMPLETIONS, {})
     assert calls.count("wrong") == 1, "asked again, it would say the same"
 
 
@@ -125,12 +125,12 @@ def test_a_server_gives_what_its_function_gives():
     with served(make_server("rlhf_examples.rewards:exact_match", "127.0.0.1", 0)) as address:
         name = f"{address}/exact_match"
         ask = {reward_name(name): load_reward(name)}
-        found = judged_by_all(ask, PROMPTS, COMPLETIONS, {"answer": ["one", "two", "three  three three"]})
+        found = score_all(ask, PROMPTS, COMPLETIONS, {"answer": ["one", "two", "three  three three"]})
         assert found == {"exact_match": [1.0, 0.0, 1.0]}
         with pytest.raises(ValueError, match="refuses: 400, .*compares with the records"):
-            judged_by_all(ask, PROMPTS, COMPLETIONS, {})
+            score_all(ask, PROMPTS, COMPLETIONS, {})
     with served(make_server(f"{HERE}:only_long", "127.0.0.1", 0)) as address:
-        (found,) = judged_by_all({"s": load_reward(address)}, PROMPTS, COMPLETIONS, {}).values()
+        (found,) = score_all({"s": load_reward(address)}, PROMPTS, COMPLETIONS, {}).values()
         assert math.isnan(found[0]) and found[1:] == [10.0, 10.0]
     assert reward_name("http://host:1/a/helpful/") == "helpful"
     assert reward_name("https://host") == "reward_server"
@@ -153,15 +153,15 @@ def test_a_server_that_is_not_well(tmp_path):
 
     with served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as address:
         ask = {"s": load_reward(address)}
-        found = judged_by_all(ask, PROMPTS, COMPLETIONS, {"x": [1, 2, 3]})["s"]
+        found = score_all(ask, PROMPTS, COMPLETIONS, {"x": [1, 2, 3]})["s"]
         assert found[0] == 1 and math.isnan(found[1]) and found[2] == 2.5
         assert asked[1] == {"prompts": PROMPTS, "completions": COMPLETIONS, "columns": {"x": [1, 2, 3]}}
         with pytest.raises(ValueError, match=r'must give \{"rewards": \[...\]\}; it gave b\'<html>\''):
-            judged_by_all(ask, PROMPTS, COMPLETIONS, {})
+            score_all(ask, PROMPTS, COMPLETIONS, {})
         with pytest.raises(RuntimeError, match="reward: s failed .*500"):
-            judged_by_all(ask, PROMPTS, COMPLETIONS, {}, retries=1)
+            score_all(ask, PROMPTS, COMPLETIONS, {}, retries=1)
     with pytest.raises(RuntimeError, match="reward: s failed .*URLError"):
-        judged_by_all(ask, PROMPTS, COMPLETIONS, {}, retries=0)
+        score_all(ask, PROMPTS, COMPLETIONS, {}, retries=0)
 
 
 @pytest.mark.parametrize(

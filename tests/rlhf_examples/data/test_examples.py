@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_examples.data import examples as data
 from rlhf_examples.data.examples import (
     RowStream,
     collate_preference,
@@ -20,7 +21,6 @@ from rlhf_examples.data.examples import (
     reward_columns,
     tokenised,
 )
-from rlhf_examples.data import examples as data
 from rlhf_examples.data.records import load_records
 from rlhf_examples.data.synthetic import synthetic_tokenizer
 from rlhf_examples.data.texts import RecordFormat

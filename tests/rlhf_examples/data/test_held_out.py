@@ -1,4 +1,4 @@
-"""What a script learns from, and what it is judged on: neither is empty, and they are apart."""
+"""What a script learns from, and what it is evaluated on: neither is empty, and they are apart."""
 
 import json
 
@@ -34,27 +34,27 @@ def found(step: str, records, **settings) -> tuple[set[int], set[int], list]:
 @pytest.mark.parametrize("data_split", ["2,4,4", ""])
 def test_a_share_of_every_share_is_held_out(step, data_split, records):
     """One hash drew both, so that what a step held out was where the last step's share lies."""
-    learned, judged, _ = found(step, records, data_split=data_split)
+    learned, evaluated, _ = found(step, records, data_split=data_split)
     of_step = 1200 * (0.4 if data_split else 1)
-    assert not learned & judged
+    assert not learned & evaluated
     # The count is binomial; 5 sigma.
-    assert len(judged) == pytest.approx(0.05 * of_step, abs=5 * (0.05 * 0.95 * of_step) ** 0.5)
-    assert len(learned | judged) == pytest.approx(of_step, abs=5 * (0.24 * 1200) ** 0.5)
+    assert len(evaluated) == pytest.approx(0.05 * of_step, abs=5 * (0.05 * 0.95 * of_step) ** 0.5)
+    assert len(learned | evaluated) == pytest.approx(of_step, abs=5 * (0.24 * 1200) ** 0.5)
 
 
-def test_the_steps_learn_from_and_are_judged_on_records_of_their_own(records):
+def test_the_steps_learn_from_and_are_evaluated_on_records_of_their_own(records):
     by_share = {}
     for step in ("reward_model", "dpo", "ppo", "grpo"):
-        learned, judged, _ = found(step, records, data_split="2,4,4")
-        by_share.setdefault(SHARE_OF_STEP[step], set()).update((frozenset(learned), frozenset(judged)))
+        learned, evaluated, _ = found(step, records, data_split="2,4,4")
+        by_share.setdefault(SHARE_OF_STEP[step], set()).update((frozenset(learned), frozenset(evaluated)))
     first, second = by_share[1], by_share[2]
     assert len(first) == len(second) == 2, "two steps of one share differ"
     assert not frozenset.union(*first) & frozenset.union(*second)
 
 
 def test_nothing_need_be_held_out(records):
-    learned, judged, held_out = found("ppo", records, eval_fraction=0.0)
-    assert len(learned) == 1200 and not judged
+    learned, evaluated, held_out = found("ppo", records, eval_fraction=0.0)
+    assert len(learned) == 1200 and not evaluated
     assert evaluate(None, held_out, None, SFTArguments()) == {}
 
 
