@@ -1,4 +1,4 @@
-"""A model that is being trained under DeepSpeed ZeRO, and generates in the same process from the same weights."""
+"""RLHF rollouts in-process: a model trained under DeepSpeed ZeRO also generates, from the same weights."""
 
 from hybrid.compat.install import install, installed, uninstall
 from hybrid.compat.rollout_engine import HybridRollout, build_rollout

@@ -1,4 +1,4 @@
-"""One call of an engine at a time: a lock for threads that share an engine, in the order in which they came."""
+"""A fair, re-entrant lock: threads that share an engine call it one at a time, in the order in which they asked."""
 
 import asyncio
 import functools
@@ -8,21 +8,21 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-REPORT_AFTER_S = 60.0  # of waiting: longer than most calls, shorter than anybody's patience
+REPORT_AFTER_S = 60.0  # longer than most calls, short enough that a deadlock is reported soon
 
 
 class CallLock:
-    """A lock that a thread may take again while it holds it, and that others get in the order in which they asked.
+    """A re-entrant lock that waiting threads get in the order in which they asked.
 
-    `threading.RLock` is not fair (CPython 3.11): a thread that releases and takes it in a loop keeps others waiting.
-    Raises RuntimeError where an asyncio task asks while another task of the same thread holds it: the thread cannot
-    wait for itself, and the two calls would mix.
-    report_after_s: a thread that has waited so long warns, once a wait, and says for whom.
+    `threading.RLock` is not fair (CPython 3.11): a thread that releases and takes it in a loop starves the rest.
+    report_after_s: a thread that has waited this long warns once, and names the thread that holds the lock.
+    Raises RuntimeError if an asyncio task asks for the lock while another task of the same thread holds it: the thread
+    cannot wait for itself, and re-entering would mix the two calls. Also if it is released by another thread.
     """
 
     def __init__(self, report_after_s: float = REPORT_AFTER_S):
         self.report_after_s = report_after_s
-        self._mutex = threading.Lock()  # guards what follows
+        self._mutex = threading.Lock()  # guards the attributes below
         self._owner: threading.Thread | None = None
         self._task: asyncio.Task | None = None
         self._depth = 0
@@ -80,7 +80,7 @@ class CallLock:
         waiter.turn.wait()
 
     def _give_up(self, waiter: "Waiter") -> None:
-        """An exception has ended the waiting; the turn may have come all the same."""
+        """Leave the queue after an exception; pass the lock on if it was handed over meanwhile."""
         with self._mutex:
             if waiter.turn.is_set():
                 self._hand_on()
@@ -96,14 +96,14 @@ class CallLock:
 
 
 class Waiter:
-    """A thread that waits for its turn."""
+    """A waiting thread; `turn` is set when it gets the lock."""
 
     def __init__(self, thread: threading.Thread, task: asyncio.Task | None):
         self.thread, self.task, self.turn = thread, task, threading.Event()
 
 
 def current_task() -> asyncio.Task | None:
-    """The asyncio task that runs in this thread; None outside of an event loop."""
+    """The asyncio task that runs in this thread; None outside an event loop."""
     try:
         return asyncio.current_task()
     except RuntimeError:
@@ -111,7 +111,7 @@ def current_task() -> asyncio.Task | None:
 
 
 def one_at_a_time(method: Callable) -> Callable:
-    """A method of an engine that runs while no other thread's call does; `self.call_lock` is the engine's CallLock."""
+    """Decorator: run a method while holding the engine's CallLock, `self.call_lock`."""
 
     @functools.wraps(method)
     def locked(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The settings, validated: DeepSpeed's `hybrid_engine` block and our own `rollout` block beside it, and the keys of
-DeepSpeed's `init_inference`.
+"""Validated settings: DeepSpeed's `hybrid_engine` block, our `rollout` block, and the keys of DeepSpeed's
+`init_inference`.
 
-Defaults live here and nowhere else. Knows nothing of torch.
+Defaults live here and nowhere else. This module does not import torch.
 """
 
 import copy
@@ -15,23 +15,25 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 
 class Block(BaseModel):
-    """A frozen block of settings that refuses keys it does not know."""
+    """A frozen block of settings. Raises ValidationError for a key that is not a field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
 class HybridEngineConfig(Block):
-    """DeepSpeed's `hybrid_engine` block: the same keys and, `enabled` apart, the same defaults. Where two keys say how
-    weights are held, "auto" leaves it to the engine: it takes the fastest way that fits (`MemoryPlan`).
+    """DeepSpeed's `hybrid_engine` block: the same keys and, except for `enabled`, the same defaults.
 
-    enabled: absent means yes, because `hybrid.initialize` was called; an explicit false gives DeepSpeed's own engine.
-    max_out_tokens: the most tokens of a sequence, prompt included.
+    `inference_tp_size` and `pin_parameters` decide how weights are held. Where they are "auto", the engine takes the
+    fastest mode that fits in memory (`MemoryPlan`).
+
+    enabled: absent means true, because `hybrid.initialize` was called; an explicit false builds DeepSpeed's own engine.
+    max_out_tokens: maximum tokens of a sequence, prompt included.
     inference_tp_size: ranks that share one copy of the weights during generation; or "auto".
-    release_inference_cache: free the KV cache after every call, within `inference()` at its end.
+    release_inference_cache: free the KV cache after every call; inside `inference()`, when the block ends.
     pin_parameters: keep a gathered snapshot for generation; false gathers layer by layer, as ZeRO-3 does in training;
-        or "auto". Without an effect at ZeRO 0 to 2, where nothing is partitioned.
-    tp_gather_partition_size: transformer layers gathered together.
-    enable_cuda_graph: capture the decode step.
+        or "auto". No effect with ZeRO 0 to 2, where nothing is partitioned.
+    tp_gather_partition_size: transformer layers per gather.
+    enable_cuda_graph: run decode steps as CUDA graphs.
     """
 
     enabled: bool = True
@@ -46,21 +48,22 @@ class HybridEngineConfig(Block):
 class RolloutConfig(Block):
     """Our own `rollout` block.
 
-    keep_snapshot: keep the snapshot's buffers over `train()`. False frees them there: less memory while training,
-        and the frozen weights are gathered again for the next rollout.
+    keep_snapshot: keep the snapshot's buffers during training. False frees them in `train()`: less memory while
+        training, but the frozen weights are gathered again for the next rollout.
     kv_step: tokens by which the KV cache grows.
-    kv_cache_bytes: the most that the KV cache of fused containers may hold; rows wait until there is room, and
-        what could never have room is refused. None: no end.
-    max_slots: rows that are decoded at once; others wait in a queue.
-    memory_limit: bytes that inference may add to what a rank holds for training: snapshot, KV cache and the like. What
-        cannot fit is refused. None: no limit; where "auto" chooses, it goes by what is free when the engine is built.
-    sync_interval: where the model's own layers gather as they run, tokens between two looks at whether all ranks are
-        done. Decoders that ranks run together say so at every step, with the tokens that they bring.
-    containers: "fused" computes with our decoder wherever it equals the model's own layers; "native" runs those.
-    lora: "merged" adds adapters to a copy of the weights that they adapt; "unmerged" computes them beside these, and
-        keeps no such copy. Adapters that can only be merged are.
-    offload_states: optimizer states, master weights and gradients are in host memory while a window of inference is
-        open, and come back with its end.
+    kv_cache_bytes: maximum size of the fused containers' KV cache. Sequences wait until blocks are free; a request that
+        can never fit raises ValueError. None: no limit.
+    max_slots: sequences decoded at once; the rest wait in a queue.
+    memory_limit: bytes that inference may add to what a rank holds for training: snapshot, KV cache, logits,
+        activations. A request that cannot fit raises ValueError. None: no limit; "auto" then uses the memory that is
+        free when the engine is built.
+    sync_interval: where the model's own layers gather their weights as they run, forwards between two collectives that
+        check whether every rank is done. Shared decoders check at every step, in the exchange of their batches.
+    containers: "fused" uses our decoder wherever it equals the model's own layers; "native" runs those layers.
+    lora: "merged" adds adapters to a copy of the weights that they adapt; "unmerged" computes the low-rank product
+        separately and makes no copy. Adapters that can only be merged are merged in both cases.
+    offload_states: keep optimizer states, master weights and gradients in host memory while an inference window is
+        open; they are moved back when it ends.
     """
 
     keep_snapshot: bool = True
@@ -78,9 +81,10 @@ BLOCKS: dict[str, type[Block]] = {"hybrid_engine": HybridEngineConfig, "rollout"
 
 
 def load_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """The DeepSpeed configuration as a dictionary of its own: neither the caller's dict nor the file is changed.
+    """The DeepSpeed configuration as a new dictionary; neither the caller's dict nor the file is changed.
 
-    Raises ValueError for a path that does not exist and for a file that is not JSON.
+    Raises ValueError if `config` is neither a dict nor a path, the path does not exist, the file is not a JSON object,
+    or the file gives one key two different values.
     """
     if isinstance(config, dict):
         return copy.deepcopy(config)
@@ -99,7 +103,7 @@ def load_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 
 def said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The keys and values of one dictionary in a file. Raises ValueError for a key that has two different values."""
+    """The key-value pairs of one JSON object as a dict. Raises ValueError for a key with two different values."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         require_same(key, found.setdefault(key, value), value)
@@ -107,7 +111,7 @@ def said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def require_same(key: str, one: Any, other: Any) -> None:
-    """Raise ValueError where a key's two values are different."""
+    """Raise ValueError if a key's two values differ."""
     if one is not other and one != other:
         raise ValueError(f"{key}: given twice, as {one!r} and as {other!r}; give it once")
 
@@ -115,7 +119,7 @@ def require_same(key: str, one: Any, other: Any) -> None:
 def read_blocks(config: dict[str, Any]) -> tuple[HybridEngineConfig, RolloutConfig]:
     """The two validated blocks of a DeepSpeed configuration.
 
-    Raises ValueError naming the key, the value and what is allowed; for a key that is not known, the nearest one.
+    Raises ValueError for an unknown key, with the nearest known one, and for an invalid value, with what is allowed.
     """
     for key in config:
         if key not in BLOCKS and (near := difflib.get_close_matches(key, BLOCKS, n=1, cutoff=0.8)):
@@ -124,7 +128,10 @@ def read_blocks(config: dict[str, Any]) -> tuple[HybridEngineConfig, RolloutConf
 
 
 def read_block(config: dict[str, Any], name: str) -> Any:
-    """The validated block `name` of `config`; its defaults where the block is absent."""
+    """The validated block `name` of `config`; the defaults if it is absent.
+
+    Raises ValueError if the block is not a dict, for an unknown key, and for an invalid value.
+    """
     values = config.get(name, {})
     if not isinstance(values, dict):
         raise ValueError(f"config: {name!r} must be a dictionary of settings, not {values!r}")
@@ -140,7 +147,7 @@ def read_block(config: dict[str, Any], name: str) -> Any:
 
 
 def nearest(key: str, known: Any) -> str:
-    """Words that name the known key nearest to `key`, and all of them."""
+    """Part of an error message: the known key nearest to `key`, and all known keys."""
     ranked = sorted(known, key=lambda name: difflib.SequenceMatcher(None, key, name).ratio(), reverse=True)
     return f"the nearest known key is {ranked[0]!r} (known: {', '.join(sorted(known))})"
 
@@ -151,12 +158,12 @@ def nearest(key: str, known: Any) -> str:
 class TensorParallelConfig(Block):
     """Tensor parallelism.
 
-    enabled: false is a tp_size of 1.
-    tp_size: ranks that share one copy of the weights. Here: neighbours, of as many groups as there are, unless a group
-        says which; DeepSpeed has one group, of the first ranks.
-    tp_grain_size: granularity of parts. Here: no effect, parts may be of any size.
+    enabled: false means tp_size 1.
+    tp_size: ranks that share one copy of the weights. Here: neighbours, in groups over the whole world, unless
+        `mpu` or `tp_group` gives the group; DeepSpeed has one group, of the first ranks.
+    tp_grain_size: granularity of slices. Here: no effect, slices may have any size.
     mpu: an object with `get_model_parallel_group()`, whose ranks share the weights.
-    tp_group: the process group whose ranks share the weights. Here: a tp_size given with it must be its size.
+    tp_group: the process group whose ranks share the weights. Here: a tp_size given with it must equal its size.
     """
 
     enabled: bool = True
@@ -169,13 +176,13 @@ class TensorParallelConfig(Block):
 class MoEConfig(Block):
     """Expert parallelism.
 
-    enabled: false is an ep_size of 1.
-    ep_size: ranks that share out the experts of a layer. Here: of Hugging Face's models too; DeepSpeed's own layers
-        keep the ep_size that they were built with, which this must be.
-    moe_experts: experts in a layer. Here: a check of the model; [1] says nothing.
-    type: of DeepSpeed's layers. Here: a check of the model.
-    ep_mp_group: ranks that share an expert. Here: refused, use tensor_parallel.
-    ep_group: ranks that share out experts. Here: with tp_size=1 alone; DeepSpeed makes its own groups all the same.
+    enabled: false means ep_size 1.
+    ep_size: ranks that a layer's experts are divided over. Here: for Hugging Face's models too; for DeepSpeed's own MoE
+        layers it must equal the ep_size that they were built with.
+    moe_experts: experts in a layer. Here: checked against the model; [1] is not checked.
+    type: kind of DeepSpeed's MoE layers. Here: checked against the model.
+    ep_mp_group: ranks that share one expert. Here: refused, use tensor_parallel.
+    ep_group: ranks that the experts are divided over. Here: only with tp_size=1; DeepSpeed still makes its own groups.
     """
 
     enabled: bool = True
@@ -192,8 +199,8 @@ class WeightQuantConfig(Block):
     enabled: whether weights are quantized. Here: false is refused with int8.
     num_bits: bits of a weight. Here: 8.
     q_type: how values are mapped. Here: symmetric.
-    q_groups: parts that have a scale each. Here: of each output channel's row; DeepSpeed's are of a whole matrix.
-    quantized_initialization, post_init_quant: ZeRO-Inference's. Here: refused with int8.
+    q_groups: groups with one scale each. Here: per output channel; DeepSpeed's are per matrix.
+    quantized_initialization, post_init_quant: ZeRO-Inference's settings. Here: refused with int8.
     """
 
     enabled: bool = True
@@ -208,9 +215,9 @@ class QuantConfig(Block):
     """How `dtype=int8` quantizes.
 
     enabled: whether anything is quantized. Here: false is refused with int8.
-    activation: of activations. Here: no effect, they stay as they are.
-    qkv: of queries, keys and values. Here: no effect, they are quantized as all other weights are.
-    weight: of weights.
+    activation: settings for activations. Here: no effect, activations are not quantized.
+    qkv: settings for the q, k and v projections. Here: no effect, they are quantized like all other weights.
+    weight: settings for weights.
     """
 
     enabled: bool = True
@@ -220,10 +227,10 @@ class QuantConfig(Block):
 
 
 class CheckpointConfig(Block):
-    """The checkpoint's keys in a block of their own.
+    """The checkpoint's keys in one block.
 
-    checkpoint_dir: as `checkpoint`. Here: followed; DeepSpeed reads nothing of this block.
-    save_mp_checkpoint_path, base_dir: as outside the block. Here: as checkpoint_dir.
+    checkpoint_dir: same as `checkpoint`. Here: used; DeepSpeed ignores this block.
+    save_mp_checkpoint_path, base_dir: same as the keys outside the block. Here: used; DeepSpeed ignores this block.
     """
 
     checkpoint_dir: str | None = None
@@ -240,42 +247,42 @@ DTYPES = {
 
 
 class InferenceConfig(Block):
-    """What `deepspeed.init_inference` takes: the same keys, aliases and defaults.
+    """The configuration of `deepspeed.init_inference`: the same keys, aliases and defaults.
 
-    replace_with_kernel_inject: fused containers, where there is one for the model; false runs the model's own layers.
-        Here: a model without one runs in its own layers, with a warning.
-    dtype: of the weights; a torch dtype, or a name of one. Here: int8 quantizes them, and activations keep the model's
+    replace_with_kernel_inject: fused containers, if the model has one; false runs the model's own layers. Here: a model
+        without one runs its own layers, with a warning.
+    dtype: of the weights; a torch dtype or its name. Here: int8 quantizes the weights, and activations keep the model's
         dtype.
-    tensor_parallel: who shares the weights.
-    enable_cuda_graph: capture forwards and replay them. Here: refused without a CUDA device.
-    use_triton: Triton's kernels. Here: those that fused containers use on CUDA; refused where they are not there.
-    triton_autotune: tune them. Here: no effect, there is nothing to be tuned.
-    zero: ZeRO. Here: stage 3 is refused, a model that it partitions is `hybrid.initialize`'s; else no effect.
-    triangular_masking: attention looks back only. Here: false is refused for decoders.
-    moe: who shares out the experts; a bool is `enabled`.
-    keep_module_on_host: leave the weights where they are, or load them there.
+    tensor_parallel: how ranks share the weights.
+    enable_cuda_graph: run forwards as CUDA graphs. Here: refused without a CUDA device.
+    use_triton: use Triton kernels. Here: those of the fused containers on CUDA; refused where Triton is not available.
+    triton_autotune: tune the Triton kernels. Here: no effect, they have nothing to tune.
+    zero: ZeRO settings. Here: stage 3 is refused, use `hybrid.initialize` for a partitioned model; otherwise no effect.
+    triangular_masking: causal attention. Here: false is refused for decoders.
+    moe: how ranks divide the experts; a bool sets `enabled`.
+    keep_module_on_host: keep the weights in host memory, or load them there.
     quant: how int8 quantizes.
-    checkpoint: from which the weights are read: DeepSpeed's JSON, a path from the working directory or a dict. Here:
-        also a directory or a file of weights, in any form.
-    base_dir: where the files that the JSON names begin, unless it has its own. Here: also directories and files of
-        weights; and a JSON that is not in the working directory.
-    strict: whether checkpoint and model must have the same tensors. Here: not a key of DeepSpeed's; false loads what a
-        checkpoint has and the model can take, with a warning.
-    set_empty_params: let go of the model's own weights before the checkpoint's are read.
-    save_mp_checkpoint_path: a directory that the weights are written to, a part by each rank. Here: in parts that this
-        engine reads at any number of ranks, and DeepSpeed does not read.
-    checkpoint_config: the three in a block.
+    checkpoint: source of the weights: DeepSpeed's JSON, as a path relative to the working directory or as a dict. Here:
+        also a directory or a file of weights in any supported format.
+    base_dir: directory that the JSON's file names are relative to, unless the JSON has its own. Here: also for
+        directories and files of weights, and for a JSON that is not in the working directory.
+    strict: whether checkpoint and model must have the same tensors. Here: not a key of DeepSpeed's; false loads the
+        tensors that both have, with a warning.
+    set_empty_params: free the model's own weights before the checkpoint is read.
+    save_mp_checkpoint_path: directory that the weights are written to, one part per rank. Here: this engine reads the
+        parts with any number of ranks; DeepSpeed cannot read them.
+    checkpoint_config: the three checkpoint keys in a block.
     return_tuple: what transformer layers return. Here: what the engine returns: the model's output, or with false its
-        first tensor (logits, or hidden states).
-    training_mp_size: parts that the checkpoint is in. Here: a check, where it is not 1.
+        first tensor (logits or hidden states).
+    training_mp_size: number of parts of the checkpoint. Here: checked against the checkpoint if it is not 1.
     replace_method: no effect, as in DeepSpeed.
-    injection_policy: layer class to names of the projections whose outputs are summed over the ranks. Here: or to a
-        `hybrid.LayerPolicy`.
-    injection_policy_tuple: DeepSpeed's own use. Here: refused.
-    config: takes the place of the model's configuration as `engine.config`.
-    max_out_tokens: the most tokens of a sequence, prompt included.
-    min_out_tokens: new tokens that must fit behind every prompt. Here: must be less than max_out_tokens.
-    transposed_mode: how weights lie. Here: no effect, they are read as the model has them.
+    injection_policy: maps a layer class to the names of the projections whose outputs are summed over the ranks. Here:
+        or to a `hybrid.LayerPolicy`.
+    injection_policy_tuple: internal to DeepSpeed. Here: refused.
+    config: replaces the model's configuration as `engine.config`.
+    max_out_tokens: maximum tokens of a sequence, prompt included.
+    min_out_tokens: new tokens that must fit after every prompt. Here: must be less than max_out_tokens.
+    transposed_mode: layout of the weights. Here: no effect, weights are read in the model's layout.
     """
 
     replace_with_kernel_inject: bool = Field(False, alias="kernel_inject")
@@ -315,10 +322,10 @@ class InferenceConfig(Block):
         raise ValueError(f"known are {', '.join(other for others in DTYPES.values() for other in others)}")
 
 
-# Keys of blocks within blocks.
+# Keys whose values are nested blocks.
 INNER = {"tensor_parallel", "tp", "moe", "zero", "quant", "weight", "activation", "qkv", "checkpoint_config"}
 INNER |= {"ckpt_config"}
-# DeepSpeed's old names (0.19.8), and where their values go.
+# DeepSpeed's deprecated keys (0.19.8), and the block and key that replace each.
 FORWARDED = {
     "mp_size": ("tensor_parallel", "tp_size"),
     "mpu": ("tensor_parallel", "mpu"),
@@ -344,10 +351,10 @@ def read_inference_config(
     config: str | Path | dict[str, Any] | BaseModel | None, given: dict[str, Any]
 ) -> InferenceConfig:
     """`init_inference`'s configuration (a dict, the path of a JSON file, or DeepSpeed's object) and keyword arguments,
-    as one. Values of "auto" are as if not given, as in DeepSpeed.
+    combined into one InferenceConfig. Neither is changed. "auto" means not given, as in DeepSpeed.
 
-    Neither is changed. Raises ValueError for a key that has two different values, for one that is not known, with the
-    nearest, and for a value that is not allowed. Warns of old names, and of keys that have no effect here.
+    Raises ValueError for a key with two different values, for an unknown key, with the nearest known one, and for an
+    invalid value. Warns about deprecated keys and about keys that have no effect here.
     """
     if config is not None and not isinstance(config, str | Path | dict | BaseModel):
         raise ValueError(f"config: {type(config).__name__} given; it must be a dict or the path of a JSON file")
@@ -363,9 +370,10 @@ def read_inference_config(
 
 
 def plain(values: dict[str, Any] | BaseModel) -> dict[str, Any]:
-    """Settings as a dictionary of their own: without what is "auto", and DeepSpeed's objects (`DeepSpeedTPConfig` and
-    the like) as what was set in them."""
-    if isinstance(values, BaseModel):  # a deprecated name is gone, and has set something in an inner block (0.19.8)
+    """Settings as a new dictionary, without keys that are "auto". DeepSpeed's config objects (`DeepSpeedTPConfig` and
+    the like) become dictionaries of the fields that were set."""
+    # DeepSpeed (0.19.8) deletes a deprecated field once it has set the new one in a nested block.
+    if isinstance(values, BaseModel):
         inner = {name for name in type(values).model_fields if isinstance(getattr(values, name, None), BaseModel)}
         names = inner | {name for name in values.model_fields_set if hasattr(values, name)}
         values = {name: getattr(values, name) for name in names}
@@ -375,12 +383,15 @@ def plain(values: dict[str, Any] | BaseModel) -> dict[str, Any]:
 
 
 def is_auto(value: Any) -> bool:
-    """Whether a value is left to the engine."""
+    """Whether a value is "auto"."""
     return isinstance(value, str) and value == "auto"
 
 
 def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of `init_inference` with those of old names in their blocks, which are copied."""
+    """`init_inference`'s values with deprecated keys moved into the blocks that replace them; these blocks are copied.
+
+    Raises ValueError for an unknown key, for a key with two different values, and if a block is no dict or bool.
+    """
     values = by_name(InferenceConfig, values, FORWARDED)
     for old in FORWARDED.keys() & values.keys():
         block, new = FORWARDED[old]
@@ -399,7 +410,10 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_checkpoint_block(config: InferenceConfig) -> InferenceConfig:
-    """`config` with the values of `checkpoint_config` where they belong."""
+    """`config` with the values of `checkpoint_config` moved to the outer keys.
+
+    Raises ValueError if an outer key was given with a different value.
+    """
     block = config.checkpoint_config
     given = {
         "checkpoint": block.checkpoint_dir,
@@ -413,9 +427,9 @@ def with_checkpoint_block(config: InferenceConfig) -> InferenceConfig:
 
 
 def by_name(kind: type[Block], values: dict[str, Any], more: Any = ()) -> dict[str, Any]:
-    """`values` with aliases as the names of `kind`'s fields; keys of `more` stay as they are.
+    """`values` with aliases replaced by the field names of `kind`; keys in `more` are kept.
 
-    Raises ValueError for a key that is not known, and for two names of one field with different values.
+    Raises ValueError for an unknown key, and if a field's name and alias have different values.
     """
     aliases = {field.alias: name for name, field in kind.model_fields.items() if field.alias}
     named: dict[str, Any] = {}
@@ -428,7 +442,10 @@ def by_name(kind: type[Block], values: dict[str, Any], more: Any = ()) -> dict[s
 
 
 def block_of(kind: type[Block], values: dict[str, Any], where: str = "") -> Any:
-    """`values` as a validated block of `kind`, and blocks within it."""
+    """`values` as a validated block of `kind`, nested blocks included.
+
+    where: path of the block, for error messages. Raises ValueError for an unknown key and for an invalid value.
+    """
     values = by_name(kind, values)
     for name, value in values.items():
         inner = kind.model_fields[name].annotation
@@ -445,7 +462,7 @@ def block_of(kind: type[Block], values: dict[str, Any], where: str = "") -> Any:
 
 
 def values_set(block: Block, path: str) -> Any:
-    """The value at a path where it was given and is not the default; None otherwise."""
+    """The value at a dotted path if it was given and is not the default, else None."""
     *outer, name = path.split(".")
     for one in outer:
         block = getattr(block, one)

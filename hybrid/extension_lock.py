@@ -1,4 +1,4 @@
-"""Waiting for a lock in torch's extension directory, said aloud: torch waits there without a word (2.13)."""
+"""Warns about a long wait for a lock in torch's extension directory, where torch (2.13) waits without a message."""
 
 import os
 import sys
@@ -17,11 +17,11 @@ LOOK_EVERY_S = 0.5
 
 @contextmanager
 def extension_lock_reported(report_after_s: float = REPORT_AFTER_S) -> Iterator[None]:
-    """Log a warning, once for each file, where this thread waits longer than `report_after_s` inside the block for
-    another process to build an extension. Of the ranks of a host the first one does.
+    """Inside the block, log a warning once per lock file if this thread waits longer than `report_after_s` seconds for
+    another process to build an extension. Only local rank 0 of a host logs.
 
-    Whoever builds an operator of DeepSpeed's holds a file named `lock`; a process that is killed as it builds leaves it
-    behind, and everybody who needs the operator waits for ever.
+    The process that builds one of DeepSpeed's operators holds a file named `lock`. A process that is killed while
+    building leaves the file behind, and every process that needs the operator then waits forever.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         yield
@@ -37,8 +37,8 @@ def extension_lock_reported(report_after_s: float = REPORT_AFTER_S) -> Iterator[
 
 
 def report_waits(thread: int, done: threading.Event, report_after_s: float) -> None:
-    """Look at what `thread`, by its identifier, waits for, until `done` is set; log what takes long."""
-    since: dict[str, float] = {}  # when each lock was first seen waited for
+    """Until `done` is set, log each lock file that the thread with identifier `thread` waits for too long."""
+    since: dict[str, float] = {}  # by lock file: when the wait was first seen
     reported: set[str] = set()
     while not done.wait(LOOK_EVERY_S):
         path = lock_waited_for(thread)
@@ -58,7 +58,7 @@ def report_waits(thread: int, done: threading.Event, report_after_s: float) -> N
 
 
 def lock_waited_for(thread: int) -> str | None:
-    """The lock file that a thread waits for in torch's FileBaton at this moment; None where it does not wait."""
+    """Path of the lock file that a thread waits for in torch's FileBaton now; None if it does not wait."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code is FileBaton.wait.__code__:
@@ -68,7 +68,7 @@ def lock_waited_for(thread: int) -> str | None:
 
 
 def is_abandoned(path: str) -> bool:
-    """Whether no process of this machine, of those that we may look into, has a lock file open, as its owner has
+    """Whether no process of this machine that we may inspect has the lock file open. Its owner keeps it open
     (`FileBaton`, torch 2.13)."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -78,7 +78,7 @@ def is_abandoned(path: str) -> bool:
 
 
 def age_of(path: str) -> str:
-    """How long ago a file was made; that it is gone, where it is."""
+    """Part of a message: the age of a file, or that it has been removed."""
     try:
         return f"which is {time.time() - os.path.getmtime(path):.0f} s old"
     except FileNotFoundError:

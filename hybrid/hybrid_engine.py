@@ -1,3 +1,3 @@
-"""Where the engine was before 0.3: import it from `hybrid`."""
+"""The engine's module path before 0.3. Import from `hybrid` instead."""
 
 from hybrid.engine import HybridEngine as HybridEngine

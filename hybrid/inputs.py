@@ -1,4 +1,4 @@
-"""What callers pass, in the types that everything inside relies on: ids int64, masks int64 of 0 and 1, one device."""
+"""Casts callers' tensors to what the engine expects: ids int64, masks int64 with 0 and 1, all on one device."""
 
 from typing import Any
 
@@ -9,18 +9,18 @@ IDS = ("inputs", "labels", "cache_position")  # and every name that ends in "_id
 
 
 def is_integer(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has an integer dtype; bool is none."""
+    """Whether a tensor has an integer dtype; bool does not count."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def as_ids(ids: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Integers of any width as int64, on `device` where one is given."""
+    """Ids of any integer dtype as int64, on `device` if given. Any shape."""
     assert is_integer(ids), f"ids are integers, not {ids.dtype}"
     return ids.to(device=device, dtype=torch.int64)
 
 
 def as_mask(mask: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A padding mask of any dtype as int64, 1 where it is not 0, on `device` where one is given.
+    """A padding mask of any dtype and shape as int64, 1 where it is not 0, on `device` if given.
 
     int64, not bool: Hugging Face's models compute with it.
     """
@@ -30,8 +30,8 @@ def as_mask(mask: torch.Tensor, device: torch.device | None = None) -> torch.Ten
 def as_model_inputs(
     args: tuple, kwargs: dict[str, Any], device: torch.device | None = None
 ) -> tuple[tuple, dict[str, Any]]:
-    """Arguments of a model's `forward` or `generate`: ids and [rows, tokens] masks in their types, every tensor on
-    `device`. Positional integers [rows, tokens] are ids; everything else keeps its dtype."""
+    """Arguments of a model's `forward` or `generate`: ids and [rows, tokens] masks cast to int64, every tensor on
+    `device`. Positional integer tensors [rows, tokens] count as ids; all other tensors keep their dtype."""
 
     def settled(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

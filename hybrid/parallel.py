@@ -1,4 +1,4 @@
-"""Ranks: who shares noise, and the few things that ranks tell each other. Knows nothing of models."""
+"""Ranks and groups: row ids that key the sampling RNG, small collectives, detection of lost ranks. Knows no models."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-# Data-parallel ranks number their prompt rows from `rank * ROWS_PER_RANK`, so that they never share noise.
+# Data-parallel ranks number their prompt rows from `rank * ROWS_PER_RANK`, so that no two rows share a sampling key.
 ROWS_PER_RANK = 1 << 40
 
 
@@ -23,12 +23,12 @@ def world_size() -> int:
 
 
 def own_row_ids(rows: int, who: int | None = None) -> torch.Tensor:
-    """Row numbers for `rows` prompts of this rank, or of group `who`, that no other uses.  int64 [rows]"""
+    """Row ids for `rows` prompts of this rank, or of group number `who`, unique over all ranks.  int64 [rows]"""
     return torch.arange(rows) + (rank() if who is None else who) * ROWS_PER_RANK
 
 
 def all_ranks(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether `flag` holds on every rank, or on every one of `group`. A collective of these."""
+    """Whether `flag` is true on every rank of `group` (None: of the world). A collective of these ranks."""
     if world_size() == 1:
         return flag
     unmet = torch.tensor(0 if flag else 1, device=device)
@@ -37,7 +37,7 @@ def all_ranks(flag: bool, device: torch.device, group: dist.ProcessGroup | None 
 
 
 def lowest(number: int, device: torch.device) -> int:
-    """The lowest of all ranks' numbers. A collective."""
+    """The minimum of `number` over all ranks. A collective."""
     if world_size() == 1:
         return number
     found = torch.tensor(number, device=device)
@@ -46,25 +46,27 @@ def lowest(number: int, device: torch.device) -> int:
 
 
 def any_rank(flags: list[bool], device: torch.device, group: dist.ProcessGroup | None = None) -> list[bool]:
-    """For each flag, whether any rank of the group has it. A collective."""
+    """For each flag, whether it is true on any rank of the group. A collective."""
     found = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(found, group=group)
     return [count > 0 for count in found.tolist()]
 
 
 def all_objects(thing: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's thing, pickled, by rank of the group. A collective. What cannot be pickled raises before anybody
-    waits."""
+    """Every rank's `thing`, in the order of the group's ranks. A collective.
+
+    An object that cannot be pickled raises before this rank enters the collective.
+    """
     found = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, thing, group=group)
     return found
 
 
 class LostRankError(RuntimeError):
-    """A rank that this one works with has ended, or does not answer any more."""
+    """Another rank of a collective has exited or no longer answers."""
 
 
-# What gloo and NCCL say where a peer's process is gone, or has not answered in time (torch 2.13).
+# Error messages of gloo and NCCL if a peer's process has exited or timed out (torch 2.13).
 LOST_RANK_MESSAGES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -76,7 +78,7 @@ LOST_RANK_MESSAGES = (
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether a collective failed because another rank has ended, or does not answer."""
+    """Whether an error means that a collective failed because another rank has exited or timed out."""
     text = str(error).partition("\n")[0]
     said = isinstance(error, RuntimeError) and any(message in text for message in LOST_RANK_MESSAGES)
     return said or isinstance(error, LostRankError)
@@ -84,7 +86,10 @@ def is_lost_rank(error: BaseException) -> bool:
 
 @contextmanager
 def lost_rank_reported(doing: str) -> Iterator[None]:
-    """Raise LostRankError where a collective in the block fails because another rank has ended.  doing: what for."""
+    """Inside the block, raise LostRankError if a collective fails because another rank has exited or timed out.
+
+    doing: what this rank was doing, for the error message.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -98,14 +103,14 @@ def lost_rank_reported(doing: str) -> Iterator[None]:
 
 
 class ForwardInterrupted(RuntimeError):
-    """Another rank's part of a forward has failed."""
+    """Another rank's part of a joint forward has failed."""
 
 
 class Guard:
-    """Forwards of which every rank of a group computes a part, so that one that fails on one rank ends on all.
+    """Runs forwards that all ranks of a group compute together, and ends a forward on all of them if it fails on one.
 
-    is_on: whether ranks look before each collective within a forward if all are well: it costs a small one more.
-    failed_here: whether the last forward failed on this rank and not on all.
+    is_on: whether ranks exchange a failure flag before each collective of a forward; costs one small all-reduce each.
+    failed_here: whether the last forward failed on this rank but not on every rank.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None):
@@ -113,12 +118,13 @@ class Guard:
         self.is_on = self.failed_here = False
 
     def require_all_well(self) -> None:
-        """Raise ForwardInterrupted where another rank's part has failed. Before each collective of a forward."""
+        """Raise ForwardInterrupted if another rank's part has failed. Call it before each collective of a forward."""
         if self.is_on and any_rank([False], self.device, self.group)[0]:
             raise ForwardInterrupted
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """What the forward gives. Where it fails on one rank, all raise: its error, or RuntimeError with what it is."""
+        """The forward's output. If `is_on` and it fails on a rank, that rank raises its own error and the other ranks
+        raise RuntimeError with its text."""
         self.failed_here = False
         if not self.is_on:
             return forward()
@@ -137,14 +143,14 @@ class Guard:
 
 
 class InferenceGroup:
-    """Consecutive ranks that share one copy of the weights during inference, and what they tell each other.
+    """Ranks that share one copy of the weights during inference, and their collectives.
 
-    size: ranks in a group; it divides the world size, and with 1 every rank is by itself.  index: this rank's place
-    in its group.  number: the group's place among the groups.
-    connected: false for a group that is only planned, whose ranks tell each other nothing. Building a connected one is
-        a collective of all ranks, unless `group` is there already.
-    tensor: this rank's neighbours who share heads and matrices: `tensor_size` of the group; the whole group, unless
-        experts are shared out in it too.
+    size: ranks in a group, consecutive unless `group` is given; it divides the world size. 1: each rank is alone.
+    index: this rank's index in its group.  number: the group's index among the groups.
+    connected: false for a group that is only planned and has no process group. Building a connected group is a
+        collective of all ranks, unless `group` is given.
+    tensor: the tensor-parallel subgroup: `tensor_size` consecutive ranks that slice heads and matrices; the whole
+        group, unless experts are divided over it too.
     """
 
     def __init__(
@@ -158,26 +164,26 @@ class InferenceGroup:
         if group is not None:
             self.index, self.number = dist.get_rank(group), dist.get_global_rank(group, 0)
         firsts = range(0, world_size(), size) if size > 1 and connected and group is None else ()
-        for first in firsts:  # every rank takes part in making every group
+        for first in firsts:  # new_group is a collective of all ranks, for every group
             members = list(range(first, first + size))
             made = dist.new_group(members)
             self.group = made if rank() in members else self.group
         self.tensor = self if tensor_size in (None, size) else InferenceGroup(tensor_size, connected)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' tensors, in place of this rank's."""
+        """All-reduce: `tensor` becomes, in place, the sum over the group. Gives `tensor`."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The first rank's tensor, in place of the others'."""
+        """Broadcast: `tensor` becomes, in place, that of the group's first rank. Gives `tensor`."""
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's tensor, which are of one shape.  [size, ...]"""
+        """All-gather of tensors that have one shape on every rank.  [size, ...]"""
         if self.size == 1:
             return tensor[None]
         found = tensor.new_empty(self.size, *tensor.shape)
@@ -185,26 +191,29 @@ class InferenceGroup:
         return found
 
     def gather_objects(self, thing: Any) -> list[Any]:
-        """As `all_objects`, of this group."""
+        """`all_objects` over this group. A collective."""
         return all_objects(thing, self.group)
 
     def gather_rows(self, rows: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
-        """Every rank's [count, ...], of which this rank has its own."""
+        """All-gather of tensors [count, ...] whose row counts differ by rank. A collective.
+
+        rows: this rank's.  counts: rows of each rank.  Gives one tensor [count, ...] per rank.
+        """
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
         return [found[:count] for found, count in zip(self.gather(padded), counts, strict=True)]
 
 
 def engine_name() -> str:
-    """A name for the engine under construction that is the same on every rank and unused by any other engine.
+    """A name for the engine under construction: equal on every rank, different from every other engine's.
 
-    Ranks build their engines in the same order, so each counts its own.
+    Ranks build their engines in the same order, so the name is a per-rank count of engines.
     """
     return str(_get_default_store().add(f"hybrid/engines/rank{rank()}", 1)) if world_size() > 1 else "0"
 
 
 def first_to(what: str) -> bool:
-    """Whether this rank comes to `what` before all others; when it comes again, it is their next coming that counts."""
+    """Whether this rank is the first to call this for `what`. A rank's n-th call is compared with the others' n-th."""
     if world_size() == 1:
         return True
     store = _get_default_store()
@@ -213,9 +222,9 @@ def first_to(what: str) -> bool:
 
 
 class SharedCounter:
-    """A number that every rank adds to and rank 0 reads, without a collective: nobody waits for anybody.
+    """A counter that every rank adds to and any rank reads, without a collective: no rank waits for another.
 
-    It lives in torch.distributed's key-value store. What a rank has not yet added is counted by the next reading.
+    It lives in torch.distributed's key-value store. A rank's additions after a read appear in the next read.
     """
 
     def __init__(self, name: str):
@@ -224,13 +233,13 @@ class SharedCounter:
         self.seen = 0
 
     def add(self, amount: int) -> None:
-        """Count `amount` more."""
+        """Add `amount`."""
         self.local += amount
         if world_size() > 1 and amount:
             _get_default_store().add(self.name, amount)
 
     def since_last(self) -> int:
-        """What all ranks have counted since the last call."""
+        """The sum of all ranks' additions since this rank's last call."""
         total = _get_default_store().add(self.name, 0) if world_size() > 1 else self.local
         new, self.seen = total - self.seen, total
         return new

@@ -1,4 +1,4 @@
-"""Where an iteration's time goes, measured in one place, and the line that DeepSpeed's users know."""
+"""Seconds by phase of an iteration, the summary line of DeepSpeed's hybrid engine, and the time of each forward."""
 
 import time
 from collections import defaultdict
@@ -7,16 +7,16 @@ from contextlib import AbstractContextManager, contextmanager
 
 from hybrid.parallel import SharedCounter, rank
 
-# gather: collectives that bring partitioned weights together.  merge: adapters into weights.  prefill, decode: the
-# model over prompts and over new tokens.  wait: for other ranks, where decoding needs them.  release: freeing memory,
-# and moving to the host and back what training alone needs.  train: forward, backward and step in train mode.
+# gather: all-gathers of partitioned weights.  merge: adapters into weights.  prefill, decode: forwards over prompts and
+# over new tokens.  wait: for other ranks, where ranks decode together.  release: freeing memory, and offloading and
+# reloading training states.  train: forward, backward and step in train mode.
 PHASES = ("gather", "merge", "prefill", "decode", "wait", "release", "train")
 
-Phase = Callable[[str], AbstractContextManager]  # times the block as one of PHASES
+Phase = Callable[[str], AbstractContextManager]  # times its block under one of PHASES
 
 
 class Iteration:
-    """Seconds by phase, tokens and bytes of one iteration: from one `eval()` after training to the next."""
+    """Seconds by phase, generated tokens and gathered bytes of one iteration: from one `eval()` to the next."""
 
     def __init__(self):
         self.started = time.perf_counter()
@@ -31,23 +31,24 @@ class Iteration:
 
 
 class Profiler:
-    """The phases of an engine's iterations.
+    """Times the phases of an engine's iterations.
 
-    `synchronize` is called where a phase ends whose work a device may still be doing.
+    name: the engine's, equal on every rank.
+    synchronize: waits for the device; called at the end of a phase, so that its time includes the device's work.
     """
 
     def __init__(self, name: str, synchronize):
         self.samples = SharedCounter(f"hybrid/{name}/samples")
         self.synchronize = synchronize
-        self.finished_s: list[float] = []  # elapsed seconds of the iterations that are over
+        self.finished_s: list[float] = []  # elapsed seconds of each finished iteration
         self.finished_samples = 0
         self.evals = 0
-        self.inner_s: list[float] = []  # for each phase open now: seconds of the phases inside it
+        self.inner_s: list[float] = []  # for each open phase: seconds of the phases nested in it
         self.now = Iteration()
 
     @contextmanager
     def phase(self, name: str, wait_for_device: bool = True) -> Iterator[None]:
-        """Count the block's seconds under `name`; a phase inside counts for itself alone."""
+        """Add the block's seconds to phase `name`, without those of phases nested in it."""
         assert name in PHASES, f"{name!r} is no phase; the phases are {PHASES}"
         start = time.perf_counter()
         self.inner_s.append(0.0)
@@ -62,17 +63,17 @@ class Profiler:
                 self.inner_s[-1] += elapsed_s
 
     def generated(self, samples: int, tokens: int) -> None:
-        """Count `samples` sequences and `tokens` new tokens of this rank."""
+        """Add `samples` sequences and `tokens` new tokens of this rank."""
         self.samples.add(samples)
         self.now.tokens += tokens
 
     def gathered(self, nbytes: int) -> None:
-        """Count bytes that this rank has gathered."""
+        """Add bytes that this rank has gathered."""
         self.now.gathered_bytes += nbytes
 
     def stats(self) -> dict[str, float]:
-        """This rank's figures of the iteration in progress: `<phase>_s` seconds, tokens, tokens per second of
-        prefill + decode, bytes gathered."""
+        """This rank's statistics of the current iteration: `<phase>_s` and `elapsed_s` in seconds, `tokens`,
+        `tokens_per_s` of prefill, decode and wait together, `gathered_bytes`."""
         seconds = {f"{name}_s": self.now.seconds[name] for name in PHASES}
         generating_s = self.now.seconds["prefill"] + self.now.seconds["decode"] + self.now.seconds["wait"]
         return {
@@ -84,9 +85,9 @@ class Profiler:
         }
 
     def next_iteration(self) -> None:
-        """Close the iteration, as `eval()` does; from the second on, rank 0 prints DeepSpeed's line.
+        """Start a new iteration; from the second call on, rank 0 prints the finished one in DeepSpeed's format.
 
-        An `eval()` after which nothing ran closes nothing.
+        Called by `eval()`. Does nothing if no phase has run since the last call.
         """
         if self.evals and not any(self.now.seconds.values()):
             return
@@ -120,15 +121,15 @@ class Profiler:
 
 
 class ModelTimes:
-    """Milliseconds of every forward of a model, until somebody takes them.
+    """Milliseconds of every forward of a model, kept until `taken` is called.
 
-    synchronize: waits for the device.  make_event: an event of the device that can be timed, where there are such.
+    synchronize: waits for the device.  make_event: makes a timing event of the device; None if it has none.
     """
 
     def __init__(self, synchronize: Callable[[], None], make_event: Callable | None):
         self.synchronize, self.make_event = synchronize, make_event
         self.enabled = self.use_events = False
-        self.open: list = []  # when the forwards that run now began
+        self.open: list = []  # start times of the forwards that are running
         self.times: list[float | tuple] = []  # milliseconds, or a pair of events
 
     def enable(self, use_events: bool) -> None:
@@ -144,17 +145,17 @@ class ModelTimes:
         return time.perf_counter()
 
     def begin(self, *_) -> None:
-        """A forward begins; also a hook of the model's."""
+        """Start timing a forward; also usable as a module hook."""
         self.open.append(self._now())
 
     def end(self, *_) -> None:
-        """The forward that began last has ended; also a hook of the model's."""
+        """End the forward that started last; also usable as a module hook."""
         begun, ended = self.open.pop(), self._now()
         self.times.append((begun, ended) if self.use_events else (ended - begun) * 1e3)
 
     @contextmanager
     def forward(self, goes_on: bool = False) -> Iterator[None]:
-        """The block is a forward; or, where it goes on, more of the one before."""
+        """Time the block as a forward; with `goes_on`, add its time to the previous forward."""
         before = self._taken() if goes_on and self.times else []
         self.begin()
         try:
@@ -172,6 +173,6 @@ class ModelTimes:
         return found
 
     def taken(self) -> list[float]:
-        """The times since they were taken last."""
+        """Milliseconds of each forward since the last call."""
         assert self.enabled, "model profiling is not enabled"
         return self._taken()
