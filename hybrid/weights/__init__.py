@@ -1,1 +1,1 @@
-"""How the training engine's parameters become inference tensors: gather, merge, write into the snapshot."""
+"""Training parameters to inference tensors: gather, merge adapters, write into the snapshot."""

@@ -1,4 +1,4 @@
-"""A training model written as a directory that Hugging Face loads, a layer at a time: no rank ever holds it whole."""
+"""Export a training model to a Hugging Face directory, one layer at a time: no rank ever holds the full model."""
 
 import json
 import os
@@ -21,9 +21,9 @@ from hybrid.weights.gather import gathered
 from hybrid.weights.lora import Adapted, read_adapters
 
 WEIGHTS = "model.safetensors"
-# A parameter's float32 values that are written instead of its own; None where it has no others. A collective.
+# The full float32 values to write in a parameter's place; None: write the parameter itself. A collective.
 Instead = Callable[[nn.Parameter], torch.Tensor | None]
-# Names and tensors on the host: on the first rank; others take part in what gathers them, and get nothing.
+# Tensors in host memory by name, on rank 0 only. The other ranks join the gathers and get an empty dict.
 Tensors = dict[str, torch.Tensor]
 Values = dict[nn.Parameter, torch.Tensor]
 
@@ -31,10 +31,15 @@ Values = dict[nn.Parameter, torch.Tensor]
 def save_pretrained(
     model: nn.Module, directory: str | Path, merged: bool, max_shard_bytes: int, instead: Instead | None
 ) -> None:
-    """Write `model` into `directory`, which is made; the first rank writes, and every rank takes part.
+    """Write `model` into `directory`, which is created if needed. Rank 0 writes; a collective of all ranks.
 
-    Peak host memory: on the first rank a file and a layer (a module, outside the layers), on others one parameter.
-    Raises what writing raised on every rank, as RuntimeError on those that did not write.
+    merged: write the full model with the active adapters merged; else write PEFT's adapter files.
+    instead: gives the float32 values to write in a parameter's place, or None for the parameter itself.
+    Peak host memory: on rank 0 one shard and one layer (outside the layers, one module), on other ranks one parameter.
+
+    Raises ValueError if `model` is no PreTrainedModel, or if `merged` is False and it has no PEFT adapters;
+    NotImplementedError if its adapters cannot be merged. An error while writing is raised on rank 0, and as
+    RuntimeError on the other ranks.
     """
     base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     if not isinstance(base, PreTrainedModel):
@@ -53,9 +58,9 @@ def save_pretrained(
             write_model(base, layers, Path(directory), max_shard_bytes, instead)
         elif first:
             model.save_pretrained(directory, state_dict=next(layers))
-    except Exception as raised:  # the other ranks are still gathering: they hear of it below
+    except Exception as raised:  # the other ranks are still gathering: the error is broadcast below
         error = raised
-    for _ in layers:  # on the ranks that do not write; and what an error has left on the one that does
+    for _ in layers:  # joins the gathers: all of them on the other ranks, on rank 0 those left after an error
         pass
     message = [repr(error) if error else ""]
     dist.broadcast_object_list(message)
@@ -72,7 +77,10 @@ def write_model(
     max_shard_bytes: int,
     instead: Instead | None,
 ) -> None:
-    """Write a whole model: its tensors as they come, and what Hugging Face writes beside them."""
+    """Write the full model from rank 0: the config and Hugging Face's other files, then the tensors.
+
+    layers: the tensors, in the form that `merged_layers` gives.  instead: if not None, config.json says float32.
+    """
     model.save_pretrained(directory, state_dict={})  # all but the weights
     if instead is not None:
         config = copy(model.config)
@@ -81,23 +89,23 @@ def write_model(
     shards = Shards(directory, max_shard_bytes)
     for modules in layers:
         tensors: Tensors = {}
-        while modules:  # what a module's tensors were made of is free before the next one's are made
+        while modules:  # popped, so that a module's gathered parameters are freed before the next module is merged
             tensors |= modules.pop(0)()
         shards.add(revert_weight_conversion(model, tensors))
     shards.close()
 
 
 class Shards:
-    """safetensors files in `directory` and their index, written as tensors come."""
+    """Writes safetensors shards of at most `max_shard_bytes` (or one tensor), and their index, into `directory`."""
 
     def __init__(self, directory: Path, max_shard_bytes: int):
         self.directory, self.max_shard_bytes = directory, max_shard_bytes
-        self.files: list[list[str]] = []  # names of the tensors in each
+        self.files: list[list[str]] = []  # by shard: the names of its tensors
         self.pending: Tensors = {}
         self.total_bytes = self.total_parameters = 0
 
     def add(self, tensors: Tensors) -> None:
-        """Write tensors, now or with later ones."""
+        """Add tensors to the current shard, which is written when it is full."""
         for name, tensor in tensors.items():
             pending_bytes = sum(other.nbytes for other in self.pending.values())
             if self.pending and pending_bytes + tensor.nbytes > self.max_shard_bytes:
@@ -105,7 +113,7 @@ class Shards:
             self.pending[name] = tensor.contiguous()
 
     def close(self) -> None:
-        """Write what is left, and name the files: how many there are is known only now."""
+        """Write the last shard and the index, and rename the shards: their names contain the number of shards."""
         self._write()
         (self.directory / WEIGHTS).unlink(missing_ok=True)
         count = len(self.files)
@@ -113,7 +121,7 @@ class Shards:
         for number, name in enumerate(names):
             os.replace(self._unfinished(number), self.directory / name)
         index = self.directory / f"{WEIGHTS}.index.json"
-        index.unlink(missing_ok=True)  # of a model that was there before
+        index.unlink(missing_ok=True)  # a model that was saved here before may have left one
         if count > 1:
             metadata = {"total_parameters": self.total_parameters, "total_size": self.total_bytes}
             files = {name: file for file, of_file in zip(names, self.files, strict=True) for name in of_file}
@@ -135,14 +143,17 @@ class Shards:
 
 
 Wrappers = dict[nn.Module, Adapted]
-# A module's name without adapters' wrappers, the module without adapters, and how it is adapted, if it is.
+# A module's name without adapter wrappers, the module without adapters, and its `Adapted` (None: not adapted).
 Plain = tuple[str, nn.Module, Adapted | None]
 
 
 def merged_layers(model: PreTrainedModel, instead: Instead | None) -> Iterator[list[Callable[[], Tensors]]]:
-    """The tensors of a model, adapters merged, a layer at a time, and one module at a time outside the layers: for each
-    module what makes its tensors of gathered ones, which the first rank calls. A parameter that modules share comes
-    once, by the name that Hugging Face gives it."""
+    """The tensors of a model with adapters merged: per item one layer or, outside the layers, one module.
+
+    An item is a list with a function for each module, which gives the module's tensors by name; rank 0 calls them. A
+    shared parameter comes once, under the name that Hugging Face saves it by. Advancing the iterator is a collective.
+    Raises NotImplementedError if an adapter cannot be merged.
+    """
     wrappers = {one.wrapper: one for one in read_adapters(model)}
     require_mergeable(model)
     layers = list(layers_of("", model, wrappers))
@@ -152,7 +163,8 @@ def merged_layers(model: PreTrainedModel, instead: Instead | None) -> Iterator[l
 
 
 def gather(ref: Plain, owners: dict[nn.Parameter, str], instead: Instead | None) -> Values:
-    """What a module's tensors are made of, but for parameters that another one owns. A collective."""
+    """The gathered parameters from which a module's tensors are made, without those that another module owns. A
+    collective; empty on all ranks but 0."""
     name, module, one = ref
     if is_merged(one):
         params = dict.fromkeys((*one.sources.values(), *one.adapter_params()))
@@ -163,7 +175,10 @@ def gather(ref: Plain, owners: dict[nn.Parameter, str], instead: Instead | None)
 
 @torch.no_grad()
 def tensors_of(ref: Plain, values: Values, ignored: set[str]) -> Tensors:
-    """A module's tensors by their names in the model."""
+    """A module's tensors to save, buffers included, by their full names in the model.
+
+    values: the module's gathered parameters.  ignored: names that are not saved.
+    """
     name, module, one = ref
     if is_merged(one):
         found = merged_tensors(one, values)
@@ -176,7 +191,8 @@ def tensors_of(ref: Plain, values: Values, ignored: set[str]) -> Tensors:
 
 
 def owners_of(layers: list[list[Plain]], tied: set[str]) -> dict[nn.Parameter, str]:
-    """By which of its names a parameter is written: the first that is not among `tied`. Merged ones are apart."""
+    """The name under which each parameter is saved: its first name that is not in `tied`. Parameters of modules with
+    merged adapters are left out."""
     owners: dict[nn.Parameter, str] = {}
     for name, module, one in (ref for layer in layers for ref in layer if not is_merged(ref[2])):
         for key, param in own_params(module, one).items():
@@ -186,7 +202,8 @@ def owners_of(layers: list[list[Plain]], tied: set[str]) -> dict[nn.Parameter, s
 
 
 def adapter_tensors(model: peft.PeftModel, instead: Instead | None) -> Tensors:
-    """The parameters that an adapter's files hold, and those that train beside it."""
+    """The tensors of PEFT's adapter files, and every other trainable parameter. A collective; empty on all ranks but
+    0."""
     marks = (model.base_model.prefix, "modules_to_save.", "trainable_tokens_")
     params = {
         name: param for name, param in model.named_parameters() if param.requires_grad or any(m in name for m in marks)
@@ -195,7 +212,8 @@ def adapter_tensors(model: peft.PeftModel, instead: Instead | None) -> Tensors:
 
 
 def layers_of(name: str, module: nn.Module, wrappers: Wrappers) -> Iterator[list[Plain]]:
-    """What is gathered together: a layer, which is a child of a list of modules; outside, every module for itself."""
+    """The modules that are gathered together: those of a layer (a child of an nn.ModuleList); elsewhere each module
+    alone."""
     plain, one = unwrapped(module, wrappers)
     yield [(name, plain, one)]
     for key, child in plain.named_children():
@@ -206,7 +224,7 @@ def layers_of(name: str, module: nn.Module, wrappers: Wrappers) -> Iterator[list
 
 
 def modules_of(name: str, module: nn.Module, wrappers: Wrappers) -> Iterator[Plain]:
-    """A module and those in it, as they are without adapters."""
+    """A module and all modules inside it, without their adapters."""
     plain, one = unwrapped(module, wrappers)
     yield name, plain, one
     for key, child in plain.named_children():
@@ -214,7 +232,7 @@ def modules_of(name: str, module: nn.Module, wrappers: Wrappers) -> Iterator[Pla
 
 
 def unwrapped(module: nn.Module, wrappers: Wrappers) -> tuple[nn.Module, Adapted | None]:
-    """The module without adapters, and how it is adapted; of PEFT's modules_to_save the copy that is active."""
+    """The module without adapters, and its `Adapted` or None; for PEFT's modules_to_save the active copy."""
     if isinstance(module, ModulesToSaveWrapper):
         active = None if module.disable_adapters else next(iter(module.active_adapters), None)
         saved = module.modules_to_save
@@ -224,18 +242,18 @@ def unwrapped(module: nn.Module, wrappers: Wrappers) -> tuple[nn.Module, Adapted
 
 
 def own_params(module: nn.Module, one: Adapted | None) -> dict[str, nn.Parameter]:
-    """A module's own parameters by name; of an adapted one, those that training has in their place."""
+    """A module's own parameters by name; for an adapted module its base's training parameters."""
     params = module._parameters if one is None else one.sources
     return {key: param for key, param in params.items() if param is not None}
 
 
 def is_merged(one: Adapted | None) -> bool:
-    """Whether adapters are active in a module."""
+    """Whether a module has active adapters, which are then merged."""
     return one is not None and bool(one.state())
 
 
 def require_mergeable(model: PreTrainedModel) -> None:
-    """Raise NotImplementedError for adapters whose weights cannot be written merged."""
+    """Raise NotImplementedError if a module has an adapter that cannot be saved merged (e.g. trainable tokens)."""
     for name, module in model.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper):
             raise NotImplementedError(
@@ -246,9 +264,9 @@ def require_mergeable(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def read(param: nn.Parameter, instead: Instead | None) -> torch.Tensor | None:
-    """A parameter's whole values on the host, on the first rank; other ranks have part in gathering them.
+    """A parameter's full values in host memory on rank 0, None on the other ranks. A collective.
 
-    With `instead` in float32: its values, or the parameter's own where it has none.
+    With `instead` the values are float32: those that it gives, or the parameter's own where it gives None.
     """
     value = None if instead is None else instead(param)
     if value is None:
@@ -258,13 +276,14 @@ def read(param: nn.Parameter, instead: Instead | None) -> torch.Tensor | None:
 
 
 def on_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A copy in host memory: what was gathered is freed after it."""
+    """A copy in host memory, in `dtype` if given and the tensor is floating point. A copy also on CPUs: the gathered
+    tensor is freed afterwards."""
     floating = dtype is not None and tensor.is_floating_point()
     return tensor.detach().to("cpu", dtype if floating else tensor.dtype, copy=True)
 
 
 def merged_tensors(one: Adapted, values: Values) -> Tensors:
-    """An adapted module's tensors with its active adapters in them: summed in float32, and rounded once to the dtype
+    """An adapted module's tensors with the active adapters merged: summed in float32, then rounded once to the dtype
     that the weight has in `values`."""
     base = {key: values[param] for key, param in one.sources.items()}
     with lent(one, values):
@@ -274,8 +293,8 @@ def merged_tensors(one: Adapted, values: Values) -> Tensors:
 
 @contextmanager
 def lent(one: Adapted, values: Values) -> Iterator[None]:
-    """Inside the block the adapter's modules have the tensors given for their parameters. Their dictionaries are
-    replaced: ZeRO-3's would gather on access (deepspeed 0.19.8)."""
+    """Inside the block the adapter's modules hold `values` in place of their parameters. Their parameter dictionaries
+    are replaced: ZeRO-3's would gather on access (deepspeed 0.19.8)."""
     own, before = one.own, {module: module._parameters for module in one.own}
     try:
         one.own = {m: {key: values.get(param, param) for key, param in params.items()} for m, params in own.items()}
@@ -289,5 +308,5 @@ def lent(one: Adapted, values: Values) -> Iterator[None]:
 
 
 def joined(*names: str) -> str:
-    """A path in the model."""
+    """Names joined to a dotted module path; empty names are skipped."""
     return ".".join(filter(None, names))

@@ -1,4 +1,4 @@
-"""Partitioned parameters made whole for a moment, to be read."""
+"""Gathering ZeRO-3's partitioned parameters, to be read: in place, or into memory of our own."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,24 +16,24 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # 
 
 
 def is_partitioned(param: torch.Tensor) -> bool:
-    """Whether ZeRO-3 owns this parameter (it may be whole at the moment all the same)."""
+    """Whether ZeRO-3 partitions this parameter (it may be gathered at the moment)."""
     return hasattr(param, "ds_id")
 
 
 def whole_shape(param: torch.Tensor) -> torch.Size:
-    """The parameter's shape when it is whole."""
+    """The parameter's full (unpartitioned) shape."""
     return param.ds_shape if is_partitioned(param) else param.shape
 
 
 def whole_bytes(param: torch.Tensor) -> int:
-    """The parameter's size in bytes when it is whole."""
+    """The parameter's full (unpartitioned) size in bytes."""
     return whole_shape(param).numel() * param.element_size()
 
 
 def missing(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of `params` that this rank holds only a part of now.
+    """Those of `params` that are not gathered now.
 
-    What the caller has gathered, or what ZeRO-3 keeps whole (persistent parameters), is used as it is: DeepSpeed
+    Parameters that the caller has gathered or that ZeRO-3 keeps gathered (persistent ones) are left out: DeepSpeed
     refuses to gather a parameter twice (0.19.8).
     """
     return [param for param in params if is_partitioned(param) and param.ds_status != ZeroParamStatus.AVAILABLE]
@@ -41,9 +41,9 @@ def missing(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 @contextmanager
 def gathered(params: Iterable[torch.Tensor]) -> Iterator[int]:
-    """Inside the block every one of `params` is whole, to be read and not written. Gives the bytes gathered.
+    """Inside the block all of `params` are gathered, read-only. Yields the number of bytes gathered.
 
-    A collective, unless nothing is missing; every rank must come with the same parameters.
+    A collective unless all are gathered already; every rank must pass the same parameters.
     """
     absent = missing(params)
     with zero.GatheredParameters(absent, enabled=bool(absent)):
@@ -51,17 +51,17 @@ def gathered(params: Iterable[torch.Tensor]) -> Iterator[int]:
 
 
 def has_plain_shard(param: torch.Tensor) -> bool:
-    """Whether this rank's part of a partitioned parameter is just the part: not quantized, not on an NVMe drive, and
-    not laid out in MiCS's groups of groups (deepspeed 0.19.8)."""
+    """Whether this rank's shard of a partitioned parameter is plain data in memory: not quantized, not on NVMe, and not
+    laid out by MiCS in nested groups (deepspeed 0.19.8)."""
     shard = param.ds_tensor
     stored = shard.final_location != OffloadDeviceEnum.nvme and not hasattr(shard, "ds_quant_scale")
     return stored and not hasattr(param, "comm")
 
 
 def storage_for(param: torch.Tensor, host: HostMemory | None = None) -> torch.Tensor:
-    """Memory for the whole of a partitioned parameter.  [numel]
+    """Uninitialized memory for a full partitioned parameter, in its dtype.  [numel]
 
-    host: where ranks share it; a collective then.
+    host: memory that the ranks of one host share; the call is then a collective. None: on this rank's device.
     """
     dtype = param.ds_tensor.dtype
     if host:
@@ -70,25 +70,26 @@ def storage_for(param: torch.Tensor, host: HostMemory | None = None) -> torch.Te
 
 
 def whole_in(storage: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The parameter's shape over the memory that `storage_for` gave for it."""
+    """A view of `storage` [numel], as from `storage_for`, in the parameter's full shape."""
     return storage.view(whole_shape(param))
 
 
 def staging_bytes(param: torch.Tensor) -> int:
-    """Bytes that a `Fetch` of a partitioned parameter takes beside its storage: an all-gather writes the padding behind
-    the last part too, which has no place there. Over gloo no padding is sent."""
+    """Bytes of staging memory for `Fetch`ing a partitioned parameter: an all-gather also writes the padding behind the
+    last shard, for which `storage` has no room. 0 without padding, and over gloo, where no padding is sent."""
     padded = param.ds_tensor.ds_numel * dist.get_world_size(param.ds_process_group)
     is_exact = padded == param.ds_numel or dist.get_backend(param.ds_process_group) == "gloo"
     return 0 if is_exact else padded * param.ds_tensor.element_size()
 
 
 class Fetch:
-    """Partitioned parameters on their way into memory of ours: each part goes where it belongs, and nowhere else.
+    """An asynchronous all-gather of partitioned parameters straight into the caller's memory.
 
-    storage: for each parameter, memory for the whole of it, as of `storage_for`. Parameters keep their own storage and
-    status.
-    host: where `storage` lies, if ranks share it: each writes its own parts, and nobody sends anything.
-    A collective, unless all are whole; every rank must come with the same parameters. Nothing is there before `wait`.
+    storage: for each parameter, memory [numel] for the full tensor, as from `storage_for`. The parameters' own storage
+        and status do not change.
+    host: the shared memory that `storage` lies in, if any: each rank then writes its own shards, and nothing is sent.
+    A collective unless all are gathered already; every rank must pass the same parameters. `storage` is complete when
+    `wait` returns.
     """
 
     def __init__(self, storage: dict[torch.Tensor, torch.Tensor], host: HostMemory | None = None):
@@ -97,7 +98,7 @@ class Fetch:
         direct = {param for param in absent if has_plain_shard(param)}
         self.others = [param for param in storage if param not in direct]
         self.nbytes = sum(map(whole_bytes, absent))
-        self.staged: dict[torch.Tensor, torch.Tensor] = {}  # all-gathers that write more than the storage holds
+        self.staged: dict[torch.Tensor, torch.Tensor] = {}  # targets of all-gathers that write padding too
         self.works: list[dist.Work] = []
         for param in storage:
             if param in direct and host:
@@ -107,11 +108,11 @@ class Fetch:
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes taken beside `storage` until `wait` returns."""
+        """Bytes held in addition to `storage` until `wait` returns."""
         return sum(staging.nbytes for staging in self.staged.values())
 
     def wait(self) -> None:
-        """Every parameter is whole in its storage from here on."""
+        """Wait for the transfers: afterwards `storage` holds every full parameter."""
         for work in self.works:
             work.wait()
         for param, staging in self.staged.items():
@@ -124,10 +125,10 @@ class Fetch:
                 whole_in(self.storage[param], param).copy_(param)
 
     def _bring(self, param: torch.Tensor) -> list[dist.Work]:
-        """Starts what brings a parameter's parts together.
+        """Start the all-gather of one parameter; the returned works are to be waited for.
 
-        Over gloo each rank sends its part to every other: the same bytes as all_gather's, which copies every part twice
-        more, or a broadcast's, which waits for a thread; they took 2-3 and 1.5-2.5 times as long.
+        Over gloo each rank sends its shard to every other rank: the same bytes as all_gather, which copies every shard
+        twice more, or as broadcasts, which wait for a thread; those took 2-3 and 1.5-2.5 times as long.
         """
         storage, group = self.storage[param], param.ds_process_group
         if dist.get_backend(group) != "gloo":
@@ -145,17 +146,17 @@ class Fetch:
 
 
 def parts_of(param: torch.Tensor, storage: torch.Tensor) -> list[torch.Tensor]:
-    """Where each rank's part lies in the memory of the whole, without the padding; the last ones may be empty."""
+    """Views of each rank's shard in `storage` [numel], without padding; those of the last ranks may be empty."""
     size, count = param.ds_tensor.ds_numel, dist.get_world_size(param.ds_process_group)
     return [storage[rank * size : (rank + 1) * size] for rank in range(count)]
 
 
 def own_part(param: torch.Tensor, storage: torch.Tensor) -> torch.Tensor:
-    """Where this rank's part lies in the memory of the whole."""
+    """A view of this rank's shard in `storage` [numel], without padding."""
     return parts_of(param, storage)[dist.get_rank(param.ds_process_group)]
 
 
 def own_shard(param: torch.Tensor) -> torch.Tensor:
-    """This rank's part, without the padding."""
+    """This rank's shard of a partitioned parameter, without padding."""
     size, rank = param.ds_tensor.ds_numel, dist.get_rank(param.ds_process_group)
     return param.ds_tensor.data[: max(min(size, param.ds_numel - rank * size), 0)]

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share: what each of them writes, all of them read."""
+"""Shared memory of the ranks on one host."""
 
 import os
 import socket
@@ -12,9 +12,9 @@ from hybrid.parallel import InferenceGroup
 
 
 class HostMemory:
-    """Memory on the CPU that every rank of `group` reads and writes. All functions are collectives of the group.
+    """CPU memory that every rank of `group` reads and writes. All methods are collectives of the group.
 
-    Nothing has to be freed: the kernel does when the last tensor over it is gone, or the last process.
+    The kernel frees the memory when the last tensor over it, or the last process, is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -22,7 +22,8 @@ class HostMemory:
 
     @classmethod
     def shared_by(cls, group: dist.ProcessGroup) -> "HostMemory | None":
-        """The memory that the ranks of `group` share, if they run on CPUs of one host and see each other's files."""
+        """Shared memory for the ranks of `group`; None unless they compute on the CPUs of one host and can open each
+        other's files under /proc."""
         host = cls(group)
         homes = host.ranks.gather_objects(home())
         if homes[0] is None or len(set(homes)) > 1:
@@ -30,36 +31,36 @@ class HostMemory:
         return None if host._opened(1) is None else host
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over the same memory on every rank.  [numel]"""
+        """A new tensor over the same memory on every rank.  [numel], `dtype`"""
         memory = self._opened(numel * dtype.itemsize)
         assert memory is not None, "ranks that shared memory before cannot open each other's anymore"
         return memory.view(dtype)
 
     def settle(self) -> None:
-        """What any rank has written before, every rank reads from here on; and nobody reads anymore what it read."""
+        """A barrier: afterwards all ranks see all earlier writes, and all earlier reads are done."""
         dist.barrier(group=self.group)
 
     def _opened(self, nbytes: int) -> torch.Tensor | None:
-        """New memory, uint8 [nbytes]; None if a rank may not open it."""
+        """New shared memory, uint8 [nbytes]; None on all ranks if one of them may not open it."""
         path, file = [None], None
         if dist.get_rank(self.group) == 0:
-            file = os.memfd_create("hybrid")  # no limit of /dev/shm, and nothing left behind if we are killed
+            file = os.memfd_create("hybrid")  # not limited by /dev/shm's size; nothing is left behind if we are killed
             os.ftruncate(file, nbytes)
             path = [f"/proc/{os.getpid()}/fd/{file}"]
         dist.broadcast_object_list(path, group=self.group, group_src=0)
         try:
             memory = torch.from_file(path[0], shared=True, size=nbytes, dtype=torch.uint8)
-        except RuntimeError:  # not allowed to look into /proc of the first rank
+        except RuntimeError:  # no permission to open the first rank's files under /proc
             memory = None
         everybody = all(self.ranks.gather_objects(memory is not None))
         if file is not None:
-            os.close(file)  # what is mapped stays
+            os.close(file)  # mappings stay valid
         return memory if everybody else None
 
 
 def home() -> tuple | None:
-    """Equal for processes that can open each other's files under /proc; None for one that has no such files, or
-    computes elsewhere than on the CPU."""
+    """A key that is equal for processes that can open each other's files under /proc. None if this process has no
+    memfd or /proc, or computes on an accelerator."""
     if get_accelerator().device_name() != "cpu" or not hasattr(os, "memfd_create"):
         return None
     boot = Path("/proc/sys/kernel/random/boot_id")

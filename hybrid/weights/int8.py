@@ -1,7 +1,6 @@
-"""Weights in int8: symmetric, a scale for each output channel or for each of several parts of it. Activations stay as
-they are.
+"""int8 weight-only quantization: symmetric, with one scale per output channel or per group of a channel's inputs.
 
-Beside an int8 parameter `name` its module has the buffer `name_scale`.
+A module with an int8 parameter `name` has its scales in the buffer `name_scale`. Activations are not quantized.
 """
 
 from collections.abc import Callable
@@ -17,14 +16,14 @@ from transformers.pytorch_utils import Conv1D
 from hybrid.models.spec import ParamRef
 
 Take = Callable[[torch.Tensor], None]
-LEVELS = 127  # on each side of 0
+LEVELS = 127  # quantization levels on each side of 0
 
 
 def quantized(weight: torch.Tensor, groups: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 [..., out, in] and scales [..., out, groups] in `dtype`, of a weight [..., out, in].
+    """Quantize a weight [..., out, in]: int8 [..., out, in], and scales [..., out, groups] in `dtype`.
 
-    An element is off by at most half its scale, which is the largest of its group over LEVELS. Rounded to bfloat16 the
-    scale is off by 2^-9 of itself at most, which is a quarter of a step at the last level: nothing is cut off.
+    scale = max |group| / LEVELS; the error of an element is at most half its scale. Rounding the scale to bfloat16
+    changes it by at most 2^-9 of itself, a quarter of a step at level 127, so no value leaves the int8 range.
     """
     parts = weight.float().unflatten(-1, (groups, -1))
     scale = (parts.abs().amax(dim=-1) / LEVELS).clamp(min=torch.finfo(dtype).tiny).to(dtype)
@@ -32,50 +31,55 @@ def quantized(weight: torch.Tensor, groups: int, dtype: torch.dtype) -> tuple[to
 
 
 def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The weight [..., out, in] in the scales' dtype."""
+    """The weight [..., out, in] in the scales' dtype.  weight: int8 [..., out, in], scale: [..., out, groups]"""
     return (weight.unflatten(-1, (scale.shape[-1], -1)).to(scale.dtype) * scale[..., None]).flatten(-2)
 
 
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [..., in] by a weight [out, in], which is quantized where it has scales; [..., out] in x's dtype."""
+    """x @ weightᵀ + bias: [..., out] in x's dtype.
+
+    x: [..., in], weight: [out, in], int8 with scales [out, groups], or floating point with None; bias: [out].
+    """
     if scale is None:
         return F.linear(x, weight, bias)
     if scale.shape[1] > 1 or x.dtype != torch.bfloat16 or x.device.type != "cpu":
         return F.linear(x, dequantized(weight, scale).to(x.dtype), bias)
-    # Reads int8 as it goes; in float32, and elsewhere, torch's is slower than making floats first (2.13).
+    # Dequantizes inside the matmul. In float32 and on GPUs torch's kernel is slower than dequantizing first (2.13).
     y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), weight.contiguous(), scale[:, 0].contiguous())
     y = y.view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias
 
 
 def keep_in_int8(module: nn.Module, name: str, weight: torch.Tensor, groups: int) -> None:
-    """Let a module's parameter be `weight` [..., out, in], quantized."""
-    # float16's smallest numbers are too large for scales of small weights.
+    """Replace a module's parameter `name` by `weight` [..., out, in], quantized to int8, and register its scales."""
+    # In float16 the scales of small weights would underflow.
     values, scale = quantized(weight, groups, torch.float32 if weight.dtype == torch.float16 else weight.dtype)
     setattr(module, name, nn.Parameter(values, requires_grad=False))
     module.register_buffer(f"{name}_scale", scale)
 
 
 def int8_weights(module: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A module's own weights that are quantized, each with its scales."""
+    """A module's own int8 parameters, each with its scales."""
     names = [name for name, param in module._parameters.items() if param is not None and param.dtype == torch.int8]
     return [(module._parameters[name], getattr(module, f"{name}_scale")) for name in names]
 
 
 def scale_of(ref: ParamRef) -> torch.Tensor:
-    """The scales of the quantized weight that is there."""
+    """The scales of the int8 weight that `ref` refers to."""
     scale = getattr(ref.module, f"{ref.parameter}_scale")
     return scale if ref.select is None else ref.select(scale)
 
 
 class Int8Linear(nn.Linear):
-    """A linear layer in int8, in the place of nn.Linear, or of Hugging Face's Conv1D, whose weight is [in, out]. It
-    computes what that layer does until it takes a weight."""
+    """An int8 replacement of nn.Linear or of Hugging Face's Conv1D (weight [in, out]).
+
+    It computes with the replaced layer's own weight until `take` is called. groups: scales per output channel.
+    """
 
     def __init__(self, linear: nn.Linear | Conv1D, groups: int):
-        nn.Module.__init__(self)  # it has a weight already
+        nn.Module.__init__(self)  # not nn.Linear's, which would allocate a weight
         self.turned, self.groups = isinstance(linear, Conv1D), groups
         self.weight, self.bias = linear.weight, linear.bias
         sizes = reversed(linear.weight.shape) if self.turned else linear.weight.shape
@@ -83,17 +87,21 @@ class Int8Linear(nn.Linear):
         self.register_buffer("weight_scale", None)
 
     def take(self, weight: torch.Tensor) -> None:
-        """Quantize a weight as the layer in whose place this is has it."""
+        """Quantize `weight`, in the layout of the replaced layer, and compute with it from here on."""
         keep_in_int8(self, "weight", weight.T if self.turned else weight, self.groups)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As nn.Linear's."""
+        """x [..., in] to [..., out], in x's dtype."""
         taken = self.weight_scale is not None
         return int8_linear(x, self.weight.T if self.turned and not taken else self.weight, self.weight_scale, self.bias)
 
 
 class Int8Experts:
-    """A module of experts, whose matrices are int8, and floats while it runs; as it was until it takes weights."""
+    """Keeps a module's expert matrices in int8 and dequantizes them for its forward. Until `take` is called the module
+    computes as before.
+
+    groups: scales per output channel.
+    """
 
     def __init__(self, module: nn.Module, groups: int):
         self.module, self.groups = module, groups
@@ -101,7 +109,7 @@ class Int8Experts:
         self.own_forward, module.forward = module.forward, self._forward
 
     def take(self, name: str, weight: torch.Tensor) -> None:
-        """Quantize the experts' matrices [experts, out, in] called `name`."""
+        """Quantize `weight` [experts, out, in] as the module's parameter `name`."""
         self.dtypes[name] = weight.dtype
         keep_in_int8(self.module, name, weight, self.groups)
 
@@ -118,20 +126,20 @@ class Int8Experts:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer and nothing more: a subclass may compute otherwise, or be read by others.
-    Falcon's differs in rounding alone."""
+    """Whether a module is a plain linear layer. Other subclasses are not: they may compute something else, or other
+    code may read their weight. FalconLinear differs only in rounding."""
     return type(module) in (nn.Linear, Conv1D, FalconLinear, Int8Linear)
 
 
 def expert_matrices(module: nn.Module) -> list[str]:
-    """Names of a module's parameters that are a matrix for each of its experts, [experts, out, in]."""
+    """Names of a module's parameters that hold a matrix for each expert, [experts, out, in]."""
     count = getattr(module, "num_experts", None)
     params = module._parameters.items()
     return [name for name, param in params if param is not None and param.dim() == 3 and len(param) == count]
 
 
 def quantizable(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of a model whose weights are quantized, by name: linear ones that share theirs with no other."""
+    """The layers of a model that can be quantized, by name: linear layers whose weight no other module shares."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for param in module._parameters.values():
@@ -142,7 +150,8 @@ def quantizable(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def require_groups(model: nn.Module, groups: int, ranks: int) -> None:
-    """Raise ValueError where rows, or a rank's part of them, cannot be parted so."""
+    """Raise ValueError if `groups` does not divide the inputs of every quantizable layer and expert matrix on each of
+    `ranks` tensor-parallel ranks."""
     inputs = {
         name: linear.weight.shape[0 if isinstance(linear, Conv1D) else 1] for name, linear in quantizable(model).items()
     }
@@ -158,8 +167,8 @@ def require_groups(model: nn.Module, groups: int, ranks: int) -> None:
 
 
 def in_int8(model: nn.Module, groups: int) -> dict[str, Take]:
-    """Put int8 layers in the place of linear ones, and let experts run on int8; gives, by a weight's name, what takes
-    it."""
+    """Replace the model's linear layers and expert matrices by int8 ones. Gives, by parameter name, the function that
+    quantizes a floating-point weight into it."""
     found: dict[str, Take] = {}
     for name, linear in quantizable(model).items():
         parent, _, child = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Buffers that several tensors have in common: what a decoder reads as one matrix is gathered and merged as one."""
+"""Joined buffers: tensors that a decoder reads as one matrix (q, k, v; gate, up) lie in one piece of memory."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -8,10 +8,10 @@ from hybrid.models.spec import JOINED, DecoderLayout, ParamRef
 
 
 class JoinedBuffers:
-    """Memory in which the tensors of a set of places lie one above the other; made on first use.
+    """Memory in which the tensors of each set of ParamRefs are concatenated along dimension 0; allocated on first use.
 
-    sets: places of matrices, or of biases, in the order in which a decoder reads them. Each has two buffers: of the
-    base's weights, and of weights with adapters merged into them.
+    sets: refs of matrices, or of biases, in the order in which a decoder reads them. Each set has two buffers: one for
+    base weights and one for merged weights.
     """
 
     def __init__(self, sets: Iterable[tuple[ParamRef, ...]] = ()):
@@ -21,7 +21,10 @@ class JoinedBuffers:
     def part(
         self, ref: ParamRef, merged: bool, blank: Callable[[ParamRef], torch.Tensor], device: torch.device
     ) -> torch.Tensor:
-        """The part of a place, [rows, ...].  blank: a tensor of the shape and dtype that each place's part has."""
+        """The view of the joined buffer that belongs to `ref`.  [rows, ...]
+
+        merged: in the buffer of merged weights.  blank: gives a tensor with the shape and dtype of a ref's part.
+        """
         if (merged, ref) not in self.parts:
             refs = self.sets[ref]
             parts = one_above_another([blank(member) for member in refs], device)
@@ -29,19 +32,19 @@ class JoinedBuffers:
         return self.parts[merged, ref]
 
     def release(self, merged: bool | None = None) -> None:
-        """Let go of the memory; merged: of merged weights alone."""
+        """Free the buffers: of merged weights alone (merged=True), of base weights alone (False), or all (None)."""
         self.parts = {key: part for key, part in self.parts.items() if merged is not None and key[0] != merged}
 
 
 def one_above_another(blanks: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Views of one new tensor, like `blanks` in shape and dtype."""
+    """Views of one new uninitialized tensor, shaped like `blanks`, concatenated along dimension 0."""
     rows = [len(blank) for blank in blanks]
     whole = torch.empty(sum(rows), *blanks[0].shape[1:], dtype=blanks[0].dtype, device=device)
     return whole.split(rows)
 
 
 def as_one(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A view of all rows of `pieces`, where each lies behind the one before it in the same memory; else None."""
+    """A view of `pieces` as one tensor, concatenated along dimension 0; None if they are not adjacent in memory."""
     first = pieces[0]
     end = first.storage_offset()
     for piece in pieces:
@@ -59,7 +62,7 @@ def as_one(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def joined_refs(layout: DecoderLayout) -> list[tuple[ParamRef, ...]]:
-    """The sets of places that a decoder reads as one and that are whole parameters, of every layer."""
+    """The sets of ParamRefs, in every layer, that a decoder reads as one matrix and that are complete parameters."""
     found = []
     for layer in layout.layers:
         for roles in JOINED.values():

@@ -1,7 +1,7 @@
-"""The snapshot lent to the model for the length of a `with`.
+"""Lending the snapshot to the model: inside a `with` block the model's modules compute with the snapshot's tensors.
 
-The parameter *dictionaries* of modules are replaced, not parameters' `.data`: under ZeRO-3 the getter would gather
-again on access and run the base weights (deepspeed 0.19.8). What belongs to the model is put back untouched.
+The modules' parameter *dictionaries* are replaced, not the parameters' `.data`: under ZeRO-3 the getter would gather
+again on access and run the base weights (deepspeed 0.19.8). Afterwards the model has its own dictionaries, unchanged.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +20,8 @@ from hybrid.weights.snapshot import Snapshot, active_adapters
 
 
 class InferenceOnly(dict):
-    """In the place of a lent module's `state_dict` hooks: what the module holds now is inference's, which no checkpoint
-    and no copy may have."""
+    """Replaces the `state_dict` hooks of a module inside a window. The module then holds inference's weights, so a
+    `state_dict`, a copy or a pickle of it raises RuntimeError."""
 
     def values(self) -> list[Callable]:
         return [refuse_lent]
@@ -34,7 +34,7 @@ class InferenceOnly(dict):
 
 
 def refuse_lent(*args: Any) -> NoReturn:
-    """Raise RuntimeError for a copy, a pickle or a `state_dict` of what inference has lent."""
+    """Raise RuntimeError: a module that holds inference's weights cannot be saved, loaded or copied."""
     raise RuntimeError(
         "state_dict(), load_state_dict(), a copy or a pickle of a module inside `with engine.inference()`: there the "
         "module holds inference's weights, adapters merged. Leave the block first; the engine's own save_checkpoint() "
@@ -47,18 +47,18 @@ STATE_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 
 
 class Window:
-    """Opens the snapshot to a model: inside `opened()`, the model computes with the snapshot's tensors.
+    """The window of a model: inside `opened()` the model computes with the snapshot's tensors.
 
-    refresh: brings the snapshot up to date before it is used; called with whether adapters will be.
-    hooks_off: entered while the snapshot is lent: the training engine's hooks are off.
-    lends: false where there is nothing to lend: weights are gathered layer by layer as the model's own layers run
-        (streaming), or the snapshot is a decoder's of ours alone.  merges: the snapshot has adapters, merged or
-        beside what they adapt.
-    sharing: entered while the snapshot is lent: modules that are lent slices compute with other ranks there.
-    around: what is entered first of all and left last, once for windows within each other.
-    renew: called before an outermost window is opened: brings what runs up to date with the model's modules, and gives
-        whether they were others, so that another window than this one is the model's now.
-    device: where calls of the model are to have their inputs; None: where they are.
+    refresh: updates the snapshot before it is used; its argument says whether adapters will be used.
+    hooks_off: a context, entered while the snapshot is lent, that takes the training engine's hooks off.
+    lends: False if the model's modules get no tensors: weights are gathered layer by layer as the model's own layers
+        run (streaming), or only the fused decoder reads the snapshot.
+    merges: whether the snapshot contains the adapters, merged or as unmerged factors.
+    sharing: a context, entered while the snapshot is lent, in which modules with lent slices compute with other ranks.
+    around: a context that is entered first and left last, once for nested windows.
+    renew: called before an outermost window is opened. It rebuilds what runs the model if the model's modules have
+        changed, and gives whether it did; this window is then out of date.
+    device: where a call of the model moves its inputs to; None: they stay where they are.
     """
 
     def __init__(
@@ -80,36 +80,37 @@ class Window:
         self.hooks_off = hooks_off
         self.lends, self.merges = lends, merges
         self.sharing, self.around, self.renew, self.device = sharing, around, renew, device
-        self.adapters: list[bool] = []  # for each window open now, the outermost first: whether adapters are used
-        self.replaced: list[tuple[dict, str, dict]] = []  # what a dictionary of a module's `__dict__` was, in order
-        # The model's own dictionaries, read once: inside a window, the model's tree is another one.
+        self.adapters: list[bool] = []  # whether adapters are used, for each open window, the outermost first
+        self.replaced: list[tuple[dict, str, dict]] = []  # module's `__dict__`, key, own dictionary, in order
+        # The model's own dictionaries, read once: inside a window the module tree is a different one.
         self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
         self.plains = [(one, dict(one.plain._parameters)) for one in snapshot.adapted]
-        # What runs as it is, and so must be switched off to run without adapters. LoRA layers the snapshot has, or not.
+        # Adapter layers whose own forward runs, and which must be disabled to run without adapters. LoRA layers are
+        # among them unless the snapshot contains the adapters.
         kinds = AuxiliaryTrainingWrapper | (TrainableTokensLayer if merges else BaseTunerLayer)
         self.layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         self.switchable = [module for module in model.modules() if isinstance(module, kinds)]
 
     @property
     def is_open(self) -> bool:
-        """Whether the model is computing with the snapshot now."""
+        """Whether a window is open: the model computes with the snapshot."""
         return bool(self.adapters)
 
     @property
     def uses_adapters(self) -> bool:
-        """Whether the window that is open uses adapters."""
+        """Whether the innermost open window uses adapters. Expects an open window."""
         return self.adapters[-1]
 
     def resolved(self, adapters: bool | None) -> bool:
-        """Whether a window that is opened with `adapters` now uses them: None is as the one around it, or as the model
-        has them."""
+        """Whether a window opened now with `adapters` uses them. None: as the enclosing window, or True without one."""
         return (self.adapters[-1] if self.adapters else True) if adapters is None else adapters
 
     @contextmanager
     def opened(self, adapters: bool | None = None) -> Iterator[None]:
-        """Inside the block the model runs on the snapshot, fresh; adapters: None as the model has them, False none.
+        """Inside the block the model computes with the snapshot, which is refreshed first.
 
-        Windows nest: an inner one that uses the same adapters costs nothing.
+        adapters: False: without adapters; None: as the enclosing window or the model. A nested window with the same
+        choice costs nothing. Raises NotImplementedError for False if the adapters cannot be disabled.
         """
         adapters = self.resolved(adapters)
         with ExitStack() as stack:
@@ -134,7 +135,7 @@ class Window:
     def _lent(self, adapters: bool) -> Iterator[None]:
         lent = self._to_lend(adapters)
         owners, names = [owner for owner, _, _ in lent], [name for _, name, _ in lent]
-        # A dictionary that was lent may have been changed by who it was lent to.
+        # Copied: code inside the window may change a dictionary that was lent.
         content = [table if table is INFERENCE_ONLY else table.copy() for _, _, table in lent]
         count = len(self.replaced)
         self.replaced += zip(owners, names, map(getitem, owners, names), strict=True)
@@ -146,17 +147,17 @@ class Window:
             del self.replaced[count:]
 
     def _to_lend(self, adapters: bool) -> list[tuple[dict, str, dict]]:
-        """Of each module whose own content is not what inference uses its `__dict__`, the name of one of its
-        dictionaries, and what takes that one's place: made once for each layout of the snapshot and active adapters."""
-        # The refresh before has looked at what is active; without adapters nothing depends on it.
+        """For each dictionary to replace: its module's `__dict__`, its name there, and the replacement. Made once for
+        each layout of the snapshot and set of active adapters."""
+        # The refresh has just read the active adapters; without adapters the result does not depend on them.
         fresh = self.snapshot.fresh.get(adapters)
         active = active_adapters(self.snapshot.adapted) if fresh is None else fresh[2:]
         key = (self.snapshot.layout, adapters, active)
         known_for, lent = self.snapshot.lent.get(adapters, (None, []))
-        # Within another window the model's tree is another one.
+        # Inside another window the module tree is a different one.
         if self.adapters or key != known_for:
             lent = list(self._lent_dictionaries(adapters)) if self.lends else []
-            # With adapters off by PEFT's flag a copy of any module would have them off for ever.
+            # With adapters disabled by PEFT's flag a copy of any module would have them disabled for ever.
             modules = [module for module, _, _ in lent] if adapters else [module for module, _ in self.owners]
             lent += [(module, name, INFERENCE_ONLY) for module in modules for name in STATE_HOOKS]
             lent = distinct([(module.__dict__, name, content) for module, name, content in lent])
@@ -165,23 +166,23 @@ class Window:
         return lent
 
     def _lent_dictionaries(self, adapters: bool) -> Iterator[tuple[nn.Module, str, dict]]:
-        """Each module whose own content is not what inference uses, which of its dictionaries, what takes its place."""
+        """For each dictionary to replace: its module, its name, and the replacement."""
         for module, own in self.owners:
             tensors = {name: param if param is None else self.snapshot.tensor(param) for name, param in own.items()}
             if any(tensors[name] is not param for name, param in own.items()):
                 yield module, "_parameters", tensors
         children: dict[nn.Module, dict] = {}
         for one, own in self.plains:
-            if not self.snapshot.is_unmerged(one, adapters):  # else the wrapper runs, over what its modules are lent
+            if not self.snapshot.is_unmerged(one, adapters):  # else the wrapper itself runs, on lent tensors
                 yield one.plain, "_parameters", {**own, **self.snapshot.weights_of(one, adapters)}
                 children.setdefault(one.parent, dict(one.parent._modules))[one.child] = one.plain
-            elif one.parent._modules[one.child] is not one.wrapper:  # in a window within one without adapters
+            elif one.parent._modules[one.child] is not one.wrapper:  # nested in a window without adapters
                 children.setdefault(one.parent, dict(one.parent._modules))[one.child] = one.wrapper
         yield from ((parent, "_modules", own) for parent, own in children.items())
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside the block the model has its own parameters and modules, in an open window too."""
+        """Inside the block the model has its own parameters and modules, also while a window is open."""
         lent = [(owner, name, owner[name]) for owner, name, _ in self.replaced]
         give_back(self.replaced)
         try:
@@ -192,8 +193,11 @@ class Window:
 
     @contextmanager
     def as_asked(self) -> Iterator[None]:
-        """Inside the block the model's own modules compute with adapters, or without, as the window has them: where
-        the snapshot has them and is not lent, they are there all the same."""
+        """Inside the block the model's own modules use adapters exactly if the open window does.
+
+        Needed where the snapshot contains the adapters and is not lent: the modules then still have theirs. Raises
+        NotImplementedError if they cannot be disabled.
+        """
         if self.lends or not self.merges or self.uses_adapters:
             yield
             return
@@ -212,22 +216,22 @@ class Window:
 
 
 def distinct(lent: list[tuple[dict, str, dict]]) -> list[tuple[dict, str, dict]]:
-    """Of what takes the place of one dictionary twice the last: an adapted module's plain one is lent to as an owner of
-    parameters, and as itself."""
+    """`lent` with only the last replacement of each dictionary: the plain module of an adapted one occurs twice, as an
+    owner of parameters and as `plain`."""
     return list({(id(owner), name): (owner, name, content) for owner, name, content in lent}.values())
 
 
 def give_back(replaced: list[tuple[dict, str, dict]]) -> None:
-    """Give modules the dictionaries that they had; the last first, as one may have been replaced twice."""
+    """Put the modules' own dictionaries back, the last replaced first: nested windows may replace one twice."""
     for owner, name, content in reversed(replaced):
         owner[name] = content
 
 
 @contextmanager
 def disabled(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside the block PEFT's adapters in `layers` are off.
+    """Inside the block PEFT's adapters in `layers` are disabled.
 
-    The flag alone: PEFT's `enable_adapters` would also rewrite which parameters require gradients (0.21).
+    Only the flag is set: PEFT's `enable_adapters` would also change which parameters require gradients (0.21).
     """
     before = [(layer, layer._disable_adapters) for layer in layers]
     try:

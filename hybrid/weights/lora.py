@@ -1,7 +1,7 @@
-"""Adapters, read and merged out of place: what PEFT and DeepSpeed-Chat put into a model.
+"""The adapters of PEFT and DeepSpeed-Chat: read from a model, and merged out of place.
 
-An adapted module is two things to us: the plain module that it adapts, which takes its place during inference, and
-a formula that gives that module's weights with the active adapters in them. Training weights are read, never written.
+An adapted module is described by the plain module that it wraps, which takes its place during inference, and by a
+formula for that module's weights with the active adapters merged. Training weights are read, never written.
 """
 
 from abc import ABC, abstractmethod
@@ -24,11 +24,11 @@ MERGEABLE = (
 )
 
 
-MERGE_ELEMENTS = 2**22  # of a weight that are float32 at once while adapters are merged into it
+MERGE_ELEMENTS = 2**22  # elements of a weight that are held in float32 at once while adapters are merged
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a weight [out, in]: scale · b · a.  a [r, in], b [out, r]."""
+    """The low-rank delta of an adapter to a weight [out, in]: scale · b · a.  a [r, in], b [out, r]."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -52,17 +52,18 @@ def dora_weight(
     scale: float,
     magnitude: torch.Tensor,
 ) -> torch.Tensor:
-    """m · (W + s·B·A) / ‖W₀ + s·B·A‖, float32 (DoRA, arXiv:2402.09353).  magnitude [out], others as in LoRA.
+    """m · (W + s·B·A) / ‖W₀ + s·B·A‖ in float32 (DoRA, arXiv:2402.09353).
 
-    The norm, over each output row, is of the `base` weight W₀; `weight` W may already hold other adapters. This is
-    the order of PEFT's forward in eval mode (0.21).
+    weight, base [out, in], lora_a [r, in], lora_b [out, r], magnitude [out]. The norm, over each output row, is of the
+    `base` weight W₀; `weight` W may already contain other adapters. This is the order of PEFT's forward in eval mode
+    (0.21).
     """
     norm = torch.linalg.norm(merged_weight(base, lora_a, lora_b, scale), dim=1)
     return (magnitude.float() / norm).unsqueeze(1) * merged_weight(weight, lora_a, lora_b, scale)
 
 
 def row_blocks(weight: torch.Tensor) -> Iterator[slice]:
-    """The rows of a weight [out, in], as many at a time as MERGE_ELEMENTS allows."""
+    """Slices over the rows of a weight [out, in], each of at most MERGE_ELEMENTS elements or one row."""
     rows, columns = weight.shape
     step = max(MERGE_ELEMENTS // max(columns, 1), 1)
     yield from (slice(start, start + step) for start in range(0, rows, step))
@@ -81,10 +82,12 @@ class Adapted(ABC):
     """One adapted module of a model.
 
     name: the adapted module's name in the model.
-    parent, child: where it is, and `plain` is during inference.
+    parent, child: its parent module and its name there; `plain` takes its place during inference.
+    wrapper: the module with the adapters.
     plain: the module without adapters.
-    sources: the training parameters behind `plain`'s, by its parameter names.
-    own: the wrapper's modules' own parameters: they have others while the snapshot is lent.
+    sources: the base's training parameters, by `plain`'s parameter names.
+    own: the training parameters of each module inside `wrapper`, kept because lending replaces them.
+    Raises NotImplementedError if a base weight is quantized (not floating point).
     """
 
     def __init__(self, name: str, parent: nn.Module, wrapper: nn.Module, plain: nn.Module, sources: dict):
@@ -103,65 +106,68 @@ class Adapted(ABC):
 
     @abstractmethod
     def state(self) -> tuple:
-        """What is active here now, to be compared with what was merged. Empty: nothing, the base is used."""
+        """The active adapters and their scales, comparable with those of an earlier merge. Empty: none is active."""
 
     @abstractmethod
     def adapter_params(self) -> list[nn.Parameter]:
-        """The parameters that `merged` reads besides the base."""
+        """The adapters' parameters that `merge` reads."""
 
     @abstractmethod
     def changed(self) -> dict[str, torch.Size]:
-        """Whole shapes of those tensors of `plain` that the active adapters change, by parameter name."""
+        """Full shapes of the tensors of `plain` that the active adapters change, by parameter name."""
 
     @abstractmethod
     def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
-        """Write the tensors of `changed` to `into`, from whole `base` tensors: summed in float32 and rounded once.
+        """Write the tensors of `changed` to `into`, from full `base` tensors: summed in float32 and rounded once.
 
-        Beside the factors, MERGE_ELEMENTS (at least a row) of one weight are in float32 at once.
+        At most MERGE_ELEMENTS (at least a row) of one weight are in float32 at once, in addition to the factors.
         """
 
     def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As `merge`, in new tensors of the module's dtype."""
+        """The tensors of `changed` with the active adapters merged, as new tensors in the base's dtype."""
         weight = next(iter(base.values()))
         into = {name: weight.new_empty(shape) for name, shape in self.changed().items()}
         self.merge(base, into)
         return into
 
     def merge_temporary_bytes(self) -> int:
-        """Bytes that `merge` takes beside the factors and what it writes: a block of rows, and their sum in float32."""
+        """Bytes that `merge` needs in addition to the factors and its output: a block of rows and its float32 sum."""
         sizes = [(whole_shape(param), self._per_element(param)) for param in self.sources.values()]
         blocks = [min(shape.numel(), max(MERGE_ELEMENTS, shape[-1])) * each for shape, each in sizes if len(shape) > 1]
         return max(blocks, default=0)
 
     def _per_element(self, param: torch.Tensor) -> int:
-        """Bytes of `merge_temporary_bytes` for each element of a block."""
+        """Temporary bytes of `merge` per element of a block of rows."""
         return 4 if param.dtype == torch.float32 else 8
 
     def is_low_rank(self) -> bool:
-        """Whether the active adapters add products of two factors to `weight`, and change nothing else."""
+        """Whether the active adapters only add low-rank products to `weight` and change no other tensor."""
         return False
 
     def low_rank(self, whole: Callable[[nn.Parameter], torch.Tensor]) -> list[LowRank]:
-        """What the active adapters add to `weight` [out, in], in their order; nothing unless `is_low_rank`.
+        """The deltas of the active adapters to `weight` [out, in], in their order. Expects `is_low_rank`.
 
-        whole: gives a parameter's whole tensor.
+        whole: gives a parameter's full tensor.
         """
         return []
 
     def has_side_path(self) -> bool:
-        """Whether the module's output may be made without merging: y = W x, and then y + scale · b (a x) for each of
-        `low_rank`. Factors of another dtype are merged: PEFT computes with them in theirs, and rounds elsewhere."""
+        """Whether the module may be computed unmerged: y = W x, then y + scale · b (a x) for each of `low_rank`.
+
+        Factors in another dtype than the weight are merged: PEFT computes with them in their dtype and rounds at other
+        points.
+        """
         if not self.is_low_rank() or not isinstance(self.plain, nn.Linear | Conv1D):
             return False
         return {param.dtype for param in self.adapter_params()} == {self.sources["weight"].dtype}
 
     def stored(self, rows: torch.Tensor) -> torch.Tensor:
-        """[out, n] as `weight` is stored, whose inputs may come first."""
+        """`rows` [out, n] in the layout of `weight`: transposed to [n, out] if the weight is [in, out]."""
         return rows
 
 
 class PeftAdapted(Adapted):
-    """What PEFT's LoRA layers share: which adapters are active, and their factors."""
+    """The common base of PEFT's LoRA layers: active adapters, scales and variants."""
 
     def state(self) -> tuple:
         if self.wrapper.disable_adapters or self.wrapper.merged:
@@ -172,7 +178,7 @@ class PeftAdapted(Adapted):
     def active(self) -> list[str]:
         """Names of the active adapters that this module has.
 
-        Raises NotImplementedError where one is of a variant that cannot be merged.
+        Raises NotImplementedError if one is of a variant other than DoRA.
         """
         scaling = self.wrapper.scaling
         names = [adapter for adapter in self.wrapper.active_adapters if adapter in scaling]
@@ -186,7 +192,7 @@ class PeftAdapted(Adapted):
         return names
 
     def merge_rows(self, weight: torch.Tensor, factors: dict[str, tuple], into: torch.Tensor) -> None:
-        """Write `weight` [out, in] with adapters in it, by name of factors a [r, in] and b [out, r], to `into`."""
+        """Write `weight` [out, in] with adapters merged to `into`.  factors: by adapter, a [r, in] and b [out, r]."""
         for rows in row_blocks(weight):
             total = weight[rows]
             for adapter, (a, b) in factors.items():
@@ -205,7 +211,7 @@ class PeftAdapted(Adapted):
         return not any(adapter in self.wrapper.lora_variant for adapter in self.active())
 
     def magnitudes(self) -> list[nn.Parameter]:
-        """DoRA's magnitude vectors of the active adapters."""
+        """The DoRA magnitude vectors [out] of the active adapters."""
         return [
             self.wrapper.lora_magnitude_vector[adapter].weight
             for adapter in self.active()
@@ -274,10 +280,10 @@ class PeftEmbedding(PeftAdapted):
 
 
 class PeftExperts(PeftAdapted):
-    """`lora.ParamWrapper`s, one inside the other, each over one parameter of the same module (an experts block)."""
+    """Nested `lora.ParamWrapper`s, each over one parameter of the same module (an experts block)."""
 
     def wrappers(self) -> list[lora.ParamWrapper]:
-        """From the outermost to the innermost."""
+        """The nested wrappers, the outermost first."""
         chain, module = [], self.wrapper
         while isinstance(module, lora.ParamWrapper):
             chain.append(module)
@@ -307,20 +313,21 @@ class PeftExperts(PeftAdapted):
                 merge_low_rank(expert_matrix(wrapper, weight, expert), products, expert_matrix(wrapper, merged, expert))
 
     def is_low_rank(self) -> bool:
-        return False  # a product for each expert, of several parameters
+        return False  # a product for each expert, over several parameters
 
 
 def expert_factors(
     wrapper: lora.ParamWrapper, a: torch.Tensor, b: torch.Tensor, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An expert's a [r, in] and b [out, r], of a [experts·r, in] and b [out, r·experts] (PEFT 0.21,
-    ParamWrapper.get_delta_weight)."""
+    """One expert's factors a [r, in] and b [out, r], from those of all experts: a [experts·r, in], b [out, r·experts]
+    (PEFT 0.21, ParamWrapper.get_delta_weight)."""
     experts = wrapper.num_experts
     return a.view(experts, -1, a.shape[-1])[expert], b.view(b.shape[0], -1, experts)[..., expert]
 
 
 def expert_matrix(wrapper: lora.ParamWrapper, weight: torch.Tensor, expert: int) -> torch.Tensor:
-    """An expert's matrix [out, in], of a parameter [experts, in, out] ([experts, out, in] where PEFT swapped them)."""
+    """One expert's matrix [out, in], from a parameter [experts, in, out], or [experts, out, in] where PEFT swapped the
+    features."""
     if wrapper.num_experts == 1:
         return weight
     return weight[expert] if wrapper._did_swap_in_out_features else weight[expert].T
@@ -352,14 +359,14 @@ class ChatLinear(Adapted):
 
 
 def is_chat_lora(module: nn.Module) -> bool:
-    """Whether `module` follows DeepSpeed-Chat's convention."""
+    """Whether `module` has the attributes of DeepSpeed-Chat's LoRA layer."""
     return all(hasattr(module, name) for name in ("lora_right_weight", "lora_left_weight", "lora_scaling"))
 
 
 def read_adapters(model: nn.Module) -> list[Adapted]:
     """Every adapted module of `model`.
 
-    Raises NotImplementedError that names the module, where one has an adapter that cannot be merged.
+    Raises NotImplementedError, with the module's name, if it has an adapter that cannot be merged.
     """
     for name, config in getattr(model, "peft_config", {}).items():
         if config.is_prompt_learning or config.is_adaption_prompt:
@@ -367,7 +374,7 @@ def read_adapters(model: nn.Module) -> list[Adapted]:
                 f"adapter {name!r} is {config.peft_type} and cannot be merged for generation; what can: {MERGEABLE}"
             )
     adapted: list[Adapted] = []
-    inner: set[nn.Module] = set()  # the tuner layers inside one already read
+    inner: set[nn.Module] = set()  # tuner layers inside an adapted module that is already listed
     for name, module in model.named_modules():
         if module in inner or isinstance(module, TrainableTokensLayer):
             continue
@@ -379,7 +386,7 @@ def read_adapters(model: nn.Module) -> list[Adapted]:
 
 
 def read_adapter(parent: nn.Module, name: str, module: nn.Module) -> Adapted:
-    """The kind of adapted module that `module` is."""
+    """`module`, an adapter layer, as an `Adapted`. Raises NotImplementedError if it cannot be merged."""
     if isinstance(module, BaseTunerLayer):
         plain = module.get_base_layer()
         if isinstance(module, lora.Linear) and isinstance(plain, nn.Linear | Conv1D):
@@ -393,5 +400,5 @@ def read_adapter(parent: nn.Module, name: str, module: nn.Module) -> Adapted:
             f"what can: {MERGEABLE}"
         )
     rows, columns = whole_shape(module.weight)
-    shell = nn.Linear(columns, rows, bias=module.bias is not None, device="meta")  # its weights are lent
+    shell = nn.Linear(columns, rows, bias=module.bias is not None, device="meta")  # gets lent weights
     return ChatLinear(name, parent, module, shell, {"weight": module.weight, "bias": module.bias})

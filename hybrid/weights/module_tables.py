@@ -1,5 +1,5 @@
-"""What is changed in all modules of a model at once: hooks off, training mode off. Large models have tens of thousands
-of tables of hooks, so each change is one pass over lists that are made once."""
+"""Changes to all modules of a model at once: hooks off, eval mode on. Large models have tens of thousands of hook
+dictionaries, so each change is one pass over lists that are made once."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,22 +12,22 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-END = object()  # of a list that is compared with a longer or shorter one
+END = object()  # ends a sequence that is compared with one of another length
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def set_all(owners: Iterable[dict], names: Iterable[str], values: Iterable) -> None:
-    """owner[name] = value for each of them."""
+    """owner[name] = value for each triple."""
     deque(map(setitem, owners, names, values), maxlen=0)
 
 
 def all_the_same(these: Iterable, those: Iterable) -> bool:
-    """Whether two sequences of one length, or that end with END, hold the same objects."""
+    """Whether two sequences, of equal length or ending with END, hold the same objects."""
     return all(map(is_, these, those))
 
 
 class ModuleTree:
-    """The modules of a model, listed once, until `changed` says that the model has others."""
+    """The modules of a model, listed once, and again when `changed` finds that they have changed."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -44,7 +44,7 @@ class ModuleTree:
         return chain(chain.from_iterable(map(dict.values, self.tables)), (END,))
 
     def changed(self) -> bool:
-        """Whether modules or parameters were added, removed or replaced since the last look. They are listed again."""
+        """Whether modules or parameters were added, removed or replaced since the last call. If so, relists them."""
         if all_the_same(self._content(), self.content):
             return False
         self._list()
@@ -52,7 +52,7 @@ class ModuleTree:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside the block the listed modules do not train; afterwards each of them trains or not as it did."""
+        """Inside the block the listed modules are in eval mode; afterwards each has its own mode back."""
         states = self.states
         before = list(map(getitem, states, repeat("training")))
         try:
@@ -66,24 +66,24 @@ class ModuleTree:
 
 
 def does_more_in_train(module: nn.Module) -> bool:
-    """Whether `train()` of a module that overrides it does more than note the mode (transformers 5.23 would exchange
-    kernels, if it were to use any)."""
+    """Whether a module's override of `train()` does more than set the flag (transformers 5.23 exchanges kernels if the
+    model uses any)."""
     return type(module).train is not PreTrainedModel.train or module.use_kernels
 
 
 class EngineHooks:
-    """A training engine's hooks on some modules, to be taken off and put back.
+    """Takes a training engine's hooks off modules and puts them back.
 
-    modules: gives the modules.  handles: gives the handles of the engine's hooks, on these modules and on others.
+    modules: gives the modules.  handles: gives the handles of the engine's hooks, on these and on other modules.
 
-    A table that holds the engine's hooks alone is replaced by an empty one. From a table that holds others' hooks too
-    they are taken one by one. What is where is read on first use, and again where a table has changed since.
+    A hook dictionary ("table") with only the engine's hooks is replaced by an empty one. From a table that also holds
+    other hooks the engine's are removed one by one. The tables are read on first use, and again after one has changed.
     """
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]], handles: Callable[[], Iterable[RemovableHandle]]):
         self.modules, self.handles = modules, handles
         self.is_off = False
-        self.counts: list[int] | None = None  # of hooks, by table; None: not read
+        self.counts: list[int] | None = None  # number of hooks in each table; None: not read
 
     def _read(self) -> None:
         handles: dict[int, list[RemovableHandle]] = {}
@@ -93,7 +93,7 @@ class EngineHooks:
                 handles.setdefault(id(table), []).append(handle)
         self.owners, self.names, self.tables, self.own, self.among_others = [], [], [], [], []
         for module in self.modules():
-            if type(module).forward is nn.Module.forward:  # a list or dictionary of modules, which nobody calls
+            if type(module).forward is nn.Module.forward:  # a ModuleList or ModuleDict, which is never called
                 continue
             for name in HOOK_TABLES:
                 table = module.__dict__[name]
@@ -111,7 +111,7 @@ class EngineHooks:
     def _is_current(self) -> bool:
         if self.counts is None:
             return False
-        if RemovableHandle.next_id != self.next_id:  # of hooks of all kinds, anywhere
+        if RemovableHandle.next_id != self.next_id:  # a hook of any kind was registered somewhere in the process
             if list(map(len, self.tables)) != self.counts:
                 return False
             self.next_id = RemovableHandle.next_id
@@ -122,8 +122,8 @@ class EngineHooks:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside the block the engine's hooks do not run; afterwards they are back in their order. Others' hooks may
-        come and go meanwhile. Within itself it does nothing."""
+        """Inside the block the engine's hooks do not run; afterwards they are back in their order. Other hooks may be
+        added and removed meanwhile. Re-entrant: a nested block does nothing."""
         if self.is_off:
             yield
             return
@@ -148,7 +148,8 @@ class EngineHooks:
             if now is empty and not empty:
                 owner[name] = table
                 continue
-            # Somebody has hooks here whose handles know this table: the engine's move into it, and come first.
+            # Hooks were registered in the replacement table, and their handles refer to it: the engine's hooks move
+            # into it, and run first.
             content = {**table, **now}
             now.clear()
             now.update(content)
@@ -159,11 +160,11 @@ class EngineHooks:
 
 @contextmanager
 def unhooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Inside the block the hooks behind `handles` do not run; afterwards they are back in their order.
+    """Inside the block the hooks of `handles` do not run; afterwards they are back in their order.
 
-    Other hooks on the same modules stay, and may come and go meanwhile.
+    Other hooks on the same modules stay, and may be added and removed meanwhile.
     """
-    taken: dict[int, tuple[dict, dict, set]] = {}  # by dictionary: the dictionary, what it held, whose hooks left
+    taken: dict[int, tuple[dict, dict, set]] = {}  # by id: the dictionary, its hooks before, ids of removed hooks
     try:
         for handle in handles:
             hooks = handle.hooks_dict_ref()

@@ -1,4 +1,4 @@
-"""What training needs and inference does not, in host memory for a while: DeepSpeed's `offload_states` (0.19.8)."""
+"""Moving training-only states to host memory during inference, by DeepSpeed's `offload_states` (0.19.8)."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 
 def require_movable(config: DeepSpeedConfig) -> None:
-    """Raise ValueError, in words, where a configuration leaves nothing that could be moved."""
+    """Raise ValueError if DeepSpeed cannot move states under `config`: ZeRO stage 0, or states offloaded already."""
     zero = config.zero_config
     if zero.stage == 0:
         raise ValueError(
@@ -27,7 +27,8 @@ def require_movable(config: DeepSpeedConfig) -> None:
 
 
 def require_movable_optimizer(optimizer: Any) -> None:
-    """Raise ValueError, in words, where DeepSpeed cannot move the states of an engine's optimizer."""
+    """Raise ValueError if DeepSpeed cannot move the states of `optimizer`, an engine's. Under ZeRO-3 only FusedAdam's
+    can be moved."""
     if not hasattr(optimizer, "offload_states"):
         raise ValueError(
             f"rollout.offload_states: true given with {type(optimizer).__name__} as DeepSpeed's optimizer, which has "
@@ -45,7 +46,8 @@ def require_movable_optimizer(optimizer: Any) -> None:
 
 
 def movable_states(optimizer: Any) -> list[OffloadStateTypeEnum]:
-    """What can be moved now, and comes back as it was. Weights in the model's dtype stay: the snapshot reads them."""
+    """The kinds of state that can be moved now and restored unchanged. Weights in the model's dtype are not moved: the
+    snapshot reads them."""
     states = OffloadStateTypeEnum
     if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return [states.optim_states, states.hp_params, states.lp_grads]
@@ -54,13 +56,13 @@ def movable_states(optimizer: Any) -> list[OffloadStateTypeEnum]:
     if not any(master is weight for master, weight in groups):  # in float32 they may be the weights themselves
         found.append(states.hp_params)
     if all(gradients is None for gradients in optimizer.averaged_gradients.values()):
-        found.append(states.lp_grads)  # what a step still waits for would be forgotten
+        found.append(states.lp_grads)  # moving would drop gradients that the next step still needs
     return found
 
 
 def relink(optimizer: Any) -> None:
-    """Tell ZeRO 1 and 2 where each parameter's states are, once they are back: reloading forgets it (0.19.8), and
-    `safe_get_full_optimizer_state` would fail from then on."""
+    """Link each parameter to its optimizer states again after a reload, for ZeRO 1 and 2. DeepSpeed's reload drops the
+    links (0.19.8), and `safe_get_full_optimizer_state` would fail from then on."""
     if getattr(optimizer, "_hp_optimizer_states_linked", False):
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()

@@ -1,4 +1,4 @@
-"""Snapshots that keep a rank's slices alone: weights are whole for a group at a time, while they are cut."""
+"""Snapshots that keep only a rank's slices: one group of weights at a time is gathered in full, and sliced."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -14,21 +14,21 @@ from hybrid.weights.lora import Adapted, LowRank, merge_low_rank
 from hybrid.weights.slices import Slice
 from hybrid.weights.snapshot import Group, Snapshot, gathered_bytes, selected
 
-Owner = nn.Parameter | tuple[Adapted, str]  # whose slices: a parameter's, or those of what an adapted module merges
+Owner = nn.Parameter | tuple[Adapted, str]  # what is sliced: a parameter, or a merged tensor (module, name)
 
 
 class SlicedSnapshot(Snapshot):
-    """For a decoder that ranks share.
+    """The snapshot of a tensor-parallel decoder: this rank's slices.
 
-    kept, joined: what Snapshot is made of.  slices: what is this rank's.
+    kept, joined: the arguments of Snapshot.  slices: this rank's slice of each ParamRef.
 
-    A parameter without a place is not kept: the model's own forward alone runs on it. There is nothing whole here, so
-    `tensor` and `weights_of` have no meaning; `part` takes their place.
+    A parameter without a ParamRef is not kept: only the model's own forward reads it. No full tensor is kept, so use
+    `part` in place of `tensor` and `weights_of`.
 
-    Products of factors are merged into the kept parts of their base, of factors that are cut as it is, so that factors
-    alone are gathered again. What needs more than a rank's part is merged whole and then cut, from a base that is
-    gathered with it each time: DoRA's norms are of whole rows; experts' products are of several parameters; and a
-    bias that an adapter brings may have a base of which this rank has nothing.
+    Low-rank deltas are merged into the kept slices of their base, from factors that are sliced in the same way, so only
+    the factors are gathered again. Other adapters need full tensors: their base is gathered each time, merged, and then
+    sliced. These are DoRA (norms of full rows), experts (products over several parameters), and an adapter's bias (its
+    base may be on another rank).
     """
 
     def __init__(self, *kept: Any, slices: dict[ParamRef, Slice], joined: Iterable[tuple[ParamRef, ...]] = ()):
@@ -36,14 +36,15 @@ class SlicedSnapshot(Snapshot):
         self.slices = slices
         self.cuts = cuts_by_owner(self.slices, self.adapted)
         self.parts: dict[Owner, dict[tuple, torch.Tensor | None]] = {}  # by owner and slice key
-        self.factors: dict[Adapted, dict[tuple, list[LowRank]]] = {}  # of what runs unmerged, by slice key
+        self.factors: dict[Adapted, dict[tuple, list[LowRank]]] = {}  # sliced unmerged factors, by slice key
 
     def part(self, ref: ParamRef, owner: Owner) -> torch.Tensor | None:
-        """This rank's part of what `owner` has at a place; None where another rank has it all."""
+        """This rank's slice of `owner` at `ref`; None if another rank has all of it."""
         return self.parts[owner][self.slices[ref].key]
 
     def part_of(self, ref: ParamRef, one: Adapted, adapters: bool) -> torch.Tensor | None:
-        """As `part`, of an adapted module; None where the module has no such parameter."""
+        """This rank's slice at `ref` of the adapted module `one`, merged if `adapters`. None if another rank has all of
+        it, or the module has no such parameter."""
         merged = (one, ref.parameter)
         if self.is_merged(one, adapters) and merged in self.parts:
             return self.part(ref, merged)
@@ -87,11 +88,12 @@ class SlicedSnapshot(Snapshot):
         return moved
 
     def merges_parts(self, one: Adapted) -> bool:
-        """Whether what is active in `one` is merged into, or kept beside, the parts of its base."""
+        """Whether the active adapters of `one` can be sliced like their base: merged into its slices or kept
+        unmerged."""
         return one.is_low_rank()
 
     def _take(self, one: Adapted) -> None:
-        """This rank's part of what the adapters in `one` are or make, of whole parameters."""
+        """Keep this rank's slices of the adapters in `one`, merged or unmerged. Expects its parameters gathered."""
         if not self.merges_parts(one):
             for name, tensor in one.merged(one.sources).items():
                 self._cut((one, name), tensor)
@@ -123,7 +125,7 @@ class SlicedSnapshot(Snapshot):
                 self._buffer(owner, one, part).copy_(part)
 
     def _buffer(self, owner: Owner, one: Slice, like: torch.Tensor) -> torch.Tensor:
-        """Where a part of an owner's is kept, from now on if it was not; `like` it in shape and dtype."""
+        """The buffer of a slice of `owner`; allocated on first use with the shape and dtype of `like`."""
         parts, merged = self.parts.setdefault(owner, {}), isinstance(owner, tuple)
         if merged and one.ref in self.joined.sets:
             self.fills.pop(one.ref, None)
@@ -154,7 +156,8 @@ class SlicedSnapshot(Snapshot):
         return None if param is None else self.part(ref, param)
 
     def planned(self) -> tuple[int, int]:
-        """Bytes that the slices will take; and the largest group, which is whole while it is cut."""
+        """Planned bytes: of the slices, and of the temporary memory to make them (the largest group, gathered in full,
+        and the merge)."""
         owners = {
             owner: owner if isinstance(owner, nn.Parameter) else owner[0].sources.get(owner[1])
             for owner in self.cuts
@@ -163,7 +166,7 @@ class SlicedSnapshot(Snapshot):
         kept = sum(
             self._planned_part(param, one) for owner, param in owners.items() for one in unique(self.cuts[owner])
         )
-        # An upper bound: a rank keeps one of two factors whole, and its part of the other.
+        # An upper bound: a rank keeps one of the two factors in full, and a slice of the other.
         beside = [param for one in self.adapted if self.is_unmerged(one, True) for param in one.adapter_params()]
         groups = [[*group.carried, *self._read(group.adapted)] for group in self.groups]
         fills = sum(self._blank(ref).nbytes for ref in self._joined_to_merged())
@@ -172,7 +175,7 @@ class SlicedSnapshot(Snapshot):
         return kept + fills + sum(map(whole_bytes, beside)), gathered + merging
 
     def _read(self, adapted: Iterable[Adapted]) -> list[nn.Parameter]:
-        """What is read of active adapters, and of what they adapt where that is merged whole."""
+        """The parameters to gather for the active adapters: their own, and their bases if these are merged in full."""
         active = [one for one in adapted if one.state()]
         bases = [param for one in active if not self.merges_parts(one) for param in one.sources.values()]
         return list(dict.fromkeys([*(param for one in active for param in one.adapter_params()), *bases]))
@@ -182,7 +185,7 @@ class SlicedSnapshot(Snapshot):
         return 0 if part is None else part.nbytes
 
     def nbytes(self) -> int:
-        """Bytes that the slices hold."""
+        """Bytes that the slices and unmerged factors hold."""
         parts = [part for parts in self.parts.values() for part in parts.values() if part is not None]
         return sum(tensor.nbytes for tensor in (*parts, *self.fills.values(), *self.unmerged_factors(adapters=True)))
 
@@ -193,15 +196,18 @@ class SlicedSnapshot(Snapshot):
         super().drop_merged()
 
     def release(self) -> None:
-        """Free the slices; the next refresh makes them anew."""
+        """Free the slices; the next refresh makes new ones."""
         self.parts.clear()
         self.factors.clear()
         super().release()
 
 
 class LentSlices(SlicedSnapshot):
-    """For a model whose own modules ranks share: what has no slice is kept whole, or is the model's own where that is
-    whole all along. Adapters are merged, always, before their modules' weights are cut."""
+    """The snapshot for tensor parallelism over the model's own modules.
+
+    A partitioned parameter without a slice is kept in full, any other is the model's own. Adapters are always merged,
+    before the weights are sliced.
+    """
 
     def __init__(self, *kept: Any, slices: dict[ParamRef, Slice]):
         super().__init__(*kept, slices=slices)
@@ -214,16 +220,16 @@ class LentSlices(SlicedSnapshot):
                 self.cuts.setdefault((one, name), [whole])
 
     def merges_parts(self, one: Adapted) -> bool:
-        """Not here: a plan may leave a module's weights whole, and parts are then not of one kind."""
+        """False: a plan may leave some of a module's weights unsliced, and slices then differ in kind."""
         return False
 
     def tensor(self, param: nn.Parameter) -> torch.Tensor | None:
-        """What this rank lends in the parameter's place; None where another rank has it all."""
+        """The tensor that this rank lends in place of `param`; None if another rank has all of it."""
         parts = self.parts.get(param)
         return param if parts is None else next(iter(parts.values()))
 
     def weights_of(self, one: Adapted, adapters: bool) -> dict[str, torch.Tensor | None]:
-        """What this rank lends to `one.plain`, by parameter name."""
+        """The tensors that this rank lends to `one.plain`, by parameter name; None as in `tensor`."""
         base = {name: self.tensor(param) for name, param in one.sources.items()}
         if not (adapters and one.state()):
             return base
@@ -232,12 +238,13 @@ class LentSlices(SlicedSnapshot):
 
 
 def unique(slices: list[Slice]) -> list[Slice]:
-    """Of slices that are the same, as of tied embeddings, one."""
+    """The slices without duplicates: tied embeddings have equal keys."""
     return list({one.key: one for one in slices}.values())
 
 
 def cuts_by_owner(slices: dict[ParamRef, Slice], adapted: list[Adapted]) -> dict[Owner, list[Slice]]:
-    """The slices that are cut from each owner."""
+    """The slices of each owner. An adapted module owns its base parameter and its merged tensor, which have the same
+    slices."""
     wrapped = {one.wrapper: one for one in adapted}
     found: dict[Owner, list[Slice]] = {}
     for ref, part in slices.items():
@@ -247,7 +254,7 @@ def cuts_by_owner(slices: dict[ParamRef, Slice], adapted: list[Adapted]) -> dict
             owners = [(wrapped[module], name), wrapped[module].sources.get(name)]
         elif name in module._parameters:
             owners = [module._parameters[name]]
-        else:  # PEFT's modules_to_save: the original, and a copy for each adapter
+        else:  # PEFT's modules_to_save: the original module, and a copy for each adapter
             owners = [child._parameters[name] for child in module.modules() if name in child._parameters]
         for owner in owners:
             if owner is not None:

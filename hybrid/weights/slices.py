@@ -1,8 +1,8 @@
-"""Slices for inference tensor parallelism: which part of a role's tensor a rank of a group keeps.
+"""Slices for inference tensor parallelism: the part of each role's tensor that a rank of a group keeps.
 
-Columns, rows and vocabulary as in Megatron-LM (arXiv:1909.08053): what a rank makes of its heads and of its part of the
-MLP is summed over the group. Where a size does not divide, the last ranks' parts end in zeros: a hidden unit whose
-weights are zeros adds nothing, whatever the activation (all known ones map 0 to 0).
+Column-, row- and vocabulary-parallel as in Megatron-LM (arXiv:1909.08053): the outputs of a rank's heads and of its
+part of the MLP are summed over the group. Where a size does not divide, the last ranks' slices are padded with zeros: a
+hidden unit with zero weights adds nothing, since all known activations map 0 to 0.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from hybrid.weights.lora import LowRank
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `size` parts, the one at `index`."""
+    """Part `index` of `size` equal parts."""
 
     size: int
     index: int
@@ -27,12 +27,15 @@ WHOLE = Shard(1, 0)
 
 
 def sizes_that_fit(heads: int, kv_heads: int) -> list[int]:
-    """Numbers of ranks that can share out the heads."""
+    """The tensor-parallel sizes that the heads can be divided by.
+
+    A size divides `heads`, and divides `kv_heads` or is a multiple of it (ranks then share key and value heads).
+    """
     return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
 
 
 def require_divisible(heads: int, kv_heads: int, size: int, key: str = "hybrid_engine.inference_tp_size") -> None:
-    """Raise ValueError, in words, where the heads cannot be shared out. key: the setting that asks for it."""
+    """Raise ValueError if the heads cannot be divided over `size` ranks.  key: the setting that the error names."""
     fits = sizes_that_fit(heads, kv_heads)
     if size not in fits:
         raise ValueError(
@@ -42,14 +45,14 @@ def require_divisible(heads: int, kv_heads: int, size: int, key: str = "hybrid_e
 
 
 def shard_spec(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
-    """What a rank computes of `spec`: its heads. Key and value heads are repeated where there are fewer than ranks."""
+    """`spec` with one rank's heads. With fewer key and value heads than ranks, ranks share them: each has one."""
     heads = spec.num_heads // shard.size
     alibi = None if spec.alibi is None else spec.alibi[shard.index * heads : (shard.index + 1) * heads]
     return replace(spec, num_heads=heads, num_kv_heads=max(spec.num_kv_heads // shard.size, 1), alibi=alibi)
 
 
 def chunk(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
-    """A rank's part of a dimension; zeros where it has ended."""
+    """A rank's slice of dimension `dim`, of the same size on every rank: padded with zeros at the end."""
     width = -(-tensor.shape[dim] // shard.size)
     start = min(width * shard.index, tensor.shape[dim])
     part = tensor.narrow(dim, start, min(width, tensor.shape[dim] - start))
@@ -61,19 +64,22 @@ def chunk(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
 
 
 def kv_rows(tensor: torch.Tensor, kv_heads: int, shard: Shard) -> torch.Tensor:
-    """Rows of the key or value heads that a rank's query heads look at."""
+    """The rows of the key or value heads that a rank's query heads attend to.  tensor: [kv_heads · head_dim, ...]"""
     if kv_heads >= shard.size:
         return chunk(tensor, 0, shard)
     return tensor.chunk(kv_heads)[shard.index * kv_heads // shard.size]
 
 
 def row_dim(tensor: torch.Tensor) -> int:
-    """The dimension of the outputs of a matrix, of experts' matrices [experts, out, in], or of a bias."""
+    """The output dimension of a matrix [out, in], of expert matrices [experts, out, in], or of a bias [out]."""
     return max(tensor.dim() - 2, 0)
 
 
 def both_halves(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """A rank's part of the gates, above its part of the ups.  [2 · inner, hidden], of experts or not, or a bias"""
+    """A rank's slice of the gate and of the up projection, concatenated.
+
+    tensor: [2 · inner, hidden], gate first, with or without a leading experts dimension, or a bias [2 · inner].
+    """
     dim = row_dim(tensor)
     return torch.cat([chunk(half, dim, shard) for half in tensor.chunk(2, dim=dim)], dim=dim)
 
@@ -81,10 +87,11 @@ def both_halves(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
 def cut_of(
     role: str, spec: DecoderSpec, shard: Shard, experts: Shard = WHOLE
 ) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
-    """How a rank's part of "<role>.weight" or "<role>.bias" is cut from the whole, [out, in] or [out]; None: it is the
-    whole. Biases of what is summed over the group are the first rank's, None for the others.
+    """The function that slices "<role>.weight" [out, in] or "<role>.bias" [out] for a rank; None: it keeps the full
+    tensor.
 
-    experts: which of the experts are the rank's; of these it has its part.
+    Biases of outputs that are summed over the group belong to the first rank; for other ranks the function gives None.
+    experts: the rank's experts, for expert parallelism; the matrices of these are sliced by `shard`.
     """
     name, _, kind = role.partition(".")
     row_norm = name in ("q_norm", "k_norm") and spec.qk_norm == "row"
@@ -105,9 +112,11 @@ def cut_of(
 
 @dataclass(frozen=True)
 class Slice:
-    """A rank's part of the role at one place.
+    """A rank's slice of the tensor at one ParamRef.
 
-    key: equal for parts that are the same, as of tied embeddings.  row_parallel: a matrix is cut along its inputs.
+    key: equal for equal slices of the same tensor, such as those of tied embeddings.
+    cut: slices the full tensor; None: the slice is the full tensor.
+    row_parallel: the matrix is sliced along its inputs.
     """
 
     ref: ParamRef
@@ -116,14 +125,15 @@ class Slice:
     row_parallel: bool = False
 
     def of(self, whole: torch.Tensor) -> torch.Tensor | None:
-        """The part, from the whole tensor of the place; None where another rank has it."""
+        """The slice of the full parameter `whole`; None if another rank has all of it."""
         selected = whole if self.ref.select is None else self.ref.select(whole)
         return selected if self.cut is None else self.cut(selected)
 
     def of_factors(self, low_rank: LowRank) -> LowRank:
-        """What a rank's part of the weight is given of b · a, b's rows being the place's.
+        """The factors of this slice's low-rank delta. b must have the rows of `ref`.
 
-        Where inputs are cut, a x is a sum over ranks; b is linear, so ranks may apply it before they sum.
+        A row-parallel slice gets a slice of `a`: a·x is then a sum over ranks, and as b is linear, ranks may apply it
+        before the sum.
         """
         if self.cut is None:
             return low_rank
@@ -132,11 +142,11 @@ class Slice:
         return low_rank._replace(b=self.cut(low_rank.b))
 
 
-VOCABULARY = ("embedding.weight", "head.weight")  # cut alike, so that tied ones are kept once
+VOCABULARY = ("embedding.weight", "head.weight")  # sliced alike, so that tied weights are kept once
 
 
 def slices_of(layout: DecoderLayout, shard: Shard, experts: Shard = WHOLE) -> dict[ParamRef, Slice]:
-    """A rank's part of every place of a reading."""
+    """A rank's slice of every ParamRef of a layout."""
     found = {}
     for layer in (layout.outer, *layout.layers):
         for role, ref in layer.items():
@@ -147,7 +157,8 @@ def slices_of(layout: DecoderLayout, shard: Shard, experts: Shard = WHOLE) -> di
 
 
 def cut_as(cut: str, share: Share, shard: Shard) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
-    """How a rank's part is cut by a word of `Share.cuts`; None: it is the whole."""
+    """The function that slices a tensor as `cut`, a value of `Share.cuts`, says; None: the rank keeps the full
+    tensor."""
     if cut == "once" and shard.index == 0:
         return None
     return {
@@ -160,7 +171,7 @@ def cut_as(cut: str, share: Share, shard: Shard) -> Callable[[torch.Tensor], tor
 
 
 def planned_slices(plan: TensorPlan, shard: Shard) -> dict[ParamRef, Slice]:
-    """A rank's part of every place that a plan cuts."""
+    """A rank's slice of every parameter that a plan slices."""
     found = {}
     for share in plan.shares:
         for name, cut in share.cuts.items():

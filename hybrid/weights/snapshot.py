@@ -1,9 +1,9 @@
-"""Inference's copy of the weights, and the version of the weights that it was made from.
+"""The snapshot: inference's copy of the weights, and the version of the weights that it was made from.
 
-A parameter that is whole and needs no merge is not copied: the model's own is used. Partitioned parameters (ZeRO-3)
-are gathered in groups, straight into the copies; adapted weights are merged out of place, or, unmerged, adapters'
-factors are kept beside the weights. What a decoder reads as one matrix lies in one buffer: q, k and v; gate and up.
-Buffers keep their addresses while they live.
+A parameter that is not partitioned and needs no merge is not copied: the model's own is used. Partitioned parameters
+(ZeRO-3) are gathered in groups, straight into the copies. Adapted weights are merged out of place, or the adapters'
+factors are kept unmerged. Weights that a decoder reads as one matrix lie in one buffer: q, k and v; gate and up.
+Buffers keep their addresses until they are freed.
 """
 
 from collections.abc import Iterable
@@ -34,37 +34,38 @@ from hybrid.weights.lora import Adapted, LowRank
 
 @dataclass
 class WeightVersion:
-    """Counts what changes weights. Learning parameters change with a step, every parameter with a load."""
+    """Counts the changes of weights. A step changes the trainable parameters, a load changes all parameters."""
 
     steps: int = 0
     loads: int = 0
     adapter_changes: int = 0
-    adapters: tuple = field(default=())  # what was active when last looked
-    updating: bool = False  # an optimizer has begun to write weights since the last `settle`
+    adapters: tuple = field(default=())  # the active adapters at the last `see_adapters`
+    updating: bool = False  # an optimizer may have written weights since the last `settle`
 
     @property
     def number(self) -> int:
-        """The version as one number that only grows."""
+        """The version as one number, which never decreases."""
         return self.steps + self.loads + self.adapter_changes
 
     def begin_update(self, *_: object) -> None:
-        """A hook of an optimizer, from which on weights may be written: also where the step then raises."""
+        """A pre-step hook for an optimizer: weights may be written from here on, even if the step then raises."""
         self.updating = True
 
     def settle(self) -> None:
-        """Count what an optimizer has written as a step, in however many parts it stepped."""
+        """Count all optimizer calls since the last `settle` as one step."""
         self.steps += self.updating
         self.updating = False
 
     def see_adapters(self, adapters: tuple) -> None:
-        """Count a change of the active adapters."""
+        """Count a change if the active adapters differ from the last ones."""
         self.adapter_changes += adapters != self.adapters
         self.adapters = adapters
 
 
 @dataclass(frozen=True)
 class Group:
-    """What is gathered together: parameters that inference carries as they are, and modules that are merged."""
+    """Weights that are gathered together: parameters that are copied unchanged, and modules whose adapters are merged
+    (or kept unmerged)."""
 
     carried: tuple[nn.Parameter, ...]
     adapted: tuple[Adapted, ...]
@@ -73,9 +74,11 @@ class Group:
 class Snapshot:
     """The weights that inference runs on.
 
-    unmerged: adapters that have a side path are kept beside the weights, and not merged.
-    version: of the weights, where somebody has counted before.
-    joined: places of matrices, or of biases, that a decoder reads as one: copies of them lie one behind the other.
+    structure, layers_per_group: the model's parts, and how many layers are gathered together.
+    adapted: the model's adapted modules.
+    unmerged: keep adapters unmerged where `has_side_path` allows it.
+    version: the counter to continue; None: a new one.
+    joined: sets of ParamRefs (matrices, or biases) that a decoder reads as one; their copies lie in one buffer.
     """
 
     def __init__(
@@ -94,46 +97,46 @@ class Snapshot:
         self.version = version or WeightVersion(adapters=active_adapters(adapted))
         self.learning = {param for param in model.parameters() if param.requires_grad}
         self.base: dict[nn.Parameter, nn.Parameter] = {}  # copies of partitioned parameters
-        self.storage: dict[nn.Parameter, torch.Tensor] = {}  # where they lie
+        self.storage: dict[nn.Parameter, torch.Tensor] = {}  # memory of the copies, [numel]
         self.merged: dict[Adapted, dict[str, nn.Parameter]] = {}
-        self.stamps: dict[nn.Parameter | Adapted, tuple] = {}  # of which version each copy is
+        self.stamps: dict[nn.Parameter | Adapted, tuple] = {}  # the version that each copy was made from
         self.owners = owners_of_joined(joined, adapted)
         self.joined = JoinedBuffers(refs for refs in joined if self.owners.keys() >= set(refs))
         self.place_of = {param: ref for ref, (_, param) in self.owners.items()}
-        self.fills: dict[ParamRef, torch.Tensor] = {}  # copies of what is not merged, among what is
-        self.layout = 0  # grows where `tensor` and `weights_of` give other tensors than before
-        self.lent: dict[bool, tuple[tuple, list]] = {}  # what a window has made of the copies, until these are freed
-        self.fresh: dict[bool, tuple] = {}  # with adapters, and without: of which version every copy is
-        self.peak_bytes = 0  # the most that copies and the group being gathered have held
+        self.fills: dict[ParamRef, torch.Tensor] = {}  # copies of unadapted weights in joined buffers of merged ones
+        self.layout = 0  # grows when `tensor` and `weights_of` start to give other tensors
+        self.lent: dict[bool, tuple[tuple, list]] = {}  # Window's cache, by use of adapters: its key, and dictionaries
+        self.fresh: dict[bool, tuple] = {}  # by use of adapters: the version that all copies were made from
+        self.peak_bytes = 0  # most bytes held at once by the copies and the group being gathered
 
     def number(self) -> int:
-        """The version of the weights now, a change of active adapters included."""
+        """The current version of the weights. Changes of the active adapters count."""
         self.version.see_adapters(active_adapters(self.adapted))
         return self.version.number
 
     def wanted(self, weight: nn.Parameter | Adapted) -> tuple:
-        """The stamp that a copy of `weight` made now would get."""
+        """The stamp of a copy of `weight` that is made now."""
         version = self.version
         if isinstance(weight, Adapted):
             return (version.loads, version.steps, weight.state())
         return (version.loads, version.steps if weight in self.learning else 0)
 
     def stale(self, weights: Iterable[nn.Parameter | Adapted]) -> list:
-        """Those of `weights` whose copy is of an older version, or does not exist."""
+        """Those of `weights` whose copy is out of date or does not exist."""
         return [weight for weight in weights if self.stamps.get(weight) != self.wanted(weight)]
 
     def is_unmerged(self, one: Adapted, adapters: bool) -> bool:
-        """Whether what is active in `one` is computed beside its weights, with `adapters`."""
+        """Whether the active adapters of `one` are used unmerged. False if `adapters` is False or none is active."""
         return adapters and self.unmerged and bool(one.state()) and one.has_side_path()
 
     def is_merged(self, one: Adapted, adapters: bool) -> bool:
-        """Whether what is active in `one` is merged into its weights, with `adapters`."""
+        """Whether the active adapters of `one` are merged. False if `adapters` is False or none is active."""
         return adapters and bool(one.state()) and not self.is_unmerged(one, adapters)
 
     def refresh(self, phase: Phase, adapters: bool) -> int:
-        """Bring every copy up to date, group by group; with `adapters` false, merged weights are left as they are.
+        """Update every stale copy, group by group; with `adapters` False, merged weights are not updated.
 
-        Gives the bytes gathered. Performs no collective where nothing is stale.
+        Gives the bytes gathered. A collective unless nothing is stale.
         """
         if self.is_fresh(adapters):
             return 0
@@ -145,17 +148,17 @@ class Snapshot:
         return nbytes
 
     def must_gather(self, adapters: bool) -> bool:
-        """Whether `refresh` would be a collective, where parameters are partitioned."""
+        """Whether `refresh` has copies to update. With partitioned parameters it is then a collective."""
         if self.is_fresh(adapters):
             return False
         return any(self._is_stale(group, adapters) for group in self.groups)
 
     def is_fresh(self, adapters: bool) -> bool:
-        """Whether nothing that a window uses is stale."""
+        """Whether no copy that a window opened with `adapters` uses is stale."""
         return self.fresh.get(adapters) == self._wanted_version(adapters)
 
     def _wanted_version(self, adapters: bool) -> tuple:
-        """What `fresh` has where nothing is stale."""
+        """The value of `fresh` if nothing is stale."""
         return (self.version.loads, self.version.steps, *(active_adapters(self.adapted) if adapters else ()))
 
     def _is_stale(self, group: Group, adapters: bool) -> bool:
@@ -187,13 +190,13 @@ class Snapshot:
         return beside + fetch.nbytes
 
     def _storage(self, param: nn.Parameter) -> torch.Tensor:
-        """Where the copy of a partitioned parameter lies, from now on if there was none."""
+        """The memory [numel] for the copy of a partitioned parameter; allocated on first use."""
         if param not in self.storage:
             ref = self.place_of.get(param)
             self.storage[param] = storage_for(param) if ref is None else self._joined_part(ref, False).view(-1)
             self.layout += 1
             self.base[param] = nn.Parameter(whole_in(self.storage[param], param), requires_grad=False)
-            # A forward may look whether it must gather a weight that it reads directly (TRL 1.16: a fused head).
+            # A forward may check whether it must gather a weight that it reads directly (TRL 1.16: a fused head).
             self.base[param].ds_status = ZeroParamStatus.AVAILABLE
         return self.storage[param]
 
@@ -201,7 +204,7 @@ class Snapshot:
         buffers = self.merged.setdefault(one, {})
         for name, shape in one.changed().items():
             ref = self.place_of.get(one.sources.get(name))
-            if ref is not None:  # what a decoder reads among merged weights is merged from here on
+            if ref is not None:  # this part of the joined buffer now holds a merged weight, no fill
                 self.fills.pop(ref, None)
                 self.stamps.pop(ref, None)
             if name not in buffers:
@@ -213,11 +216,11 @@ class Snapshot:
         self.stamps[one] = self.wanted(one)
 
     def _joined_part(self, ref: ParamRef, merged: bool) -> torch.Tensor:
-        """A place's part of the buffer that it has in common with what is read as one with it."""
+        """The part of the joined buffer that belongs to `ref`."""
         return self.joined.part(ref, merged, self._blank, torch.device(get_accelerator().current_device_name()))
 
     def _blank(self, ref: ParamRef) -> torch.Tensor:
-        """As what is kept at a place, without memory."""
+        """A meta tensor with the shape and dtype of what is kept at `ref`."""
         _, param = self.owners[ref]
         return torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
 
@@ -226,14 +229,14 @@ class Snapshot:
         return one is not None and self.is_merged(one, True) and ref.parameter in one.changed()
 
     def keeps_joined(self, ref: ParamRef) -> bool:
-        """Whether what is read as one with a place's weights lies there, with adapters."""
+        """Whether, with adapters, the weight at `ref` lies in a joined buffer."""
         if ref not in self.joined.sets:
             return False
         refs = self.joined.sets[ref]
         return any(map(self._is_merged_at, refs)) or is_partitioned(self.owners[ref][1])
 
     def _joined_to_merged(self) -> list[ParamRef]:
-        """Places of what is not merged, and is read as one with what is."""
+        """The refs of weights that are not merged but joined with merged ones."""
         found = []
         for refs in set(self.joined.sets.values()):
             unmerged = [ref for ref in refs if not self._is_merged_at(ref)]
@@ -242,14 +245,14 @@ class Snapshot:
 
     @torch.no_grad()
     def _fill(self) -> None:
-        """Copy what is not merged to where a decoder reads it as one with what is."""
+        """Copy weights that are not merged into the joined buffers of the merged ones they are read with."""
         needed = self._joined_to_merged()
         for ref in needed:
             one, param = self.owners[ref]
             if self.stamps.get(ref) != self.wanted(param):
                 self.fills[ref] = self._joined_part(ref, True).copy_(self._unmerged_at(ref))
                 self.stamps[ref] = self.wanted(param)
-                self.stamps.pop(one, None)  # what was merged here is overwritten
+                self.stamps.pop(one, None)  # the merged weight that was here is overwritten
         for ref in self.fills.keys() - set(needed):
             del self.fills[ref], self.stamps[ref]
         self.peak_bytes = max(self.peak_bytes, self.nbytes())
@@ -258,17 +261,19 @@ class Snapshot:
         return self.tensor(self.owners[ref][1])
 
     def tensor(self, param: nn.Parameter) -> nn.Parameter:
-        """The whole tensor that inference uses for `param`: its copy, or itself where it was whole all along."""
+        """The full tensor that inference uses for `param`: its copy, or `param` itself if it is not partitioned."""
         return self.base.get(param, param)
 
     def weights_of(self, one: Adapted, adapters: bool) -> dict[str, nn.Parameter]:
-        """The tensors for `one.plain`, by parameter name."""
+        """The tensors for `one.plain`, by parameter name; merged if `is_merged`."""
         base = {name: self.tensor(param) for name, param in one.sources.items()}
         return {**base, **self.merged[one]} if self.is_merged(one, adapters) else base
 
     def at(self, ref: ParamRef, one: Adapted | None, param: nn.Parameter | None, adapters: bool) -> torch.Tensor | None:
-        """What a decoder reads at a place: of an adapted module `one`, or of the model's own parameter there; None
-        where there is neither."""
+        """The tensor that a decoder reads at `ref`; None if there is no parameter.
+
+        one: the adapted module there, if any.  param: else the model's own parameter.
+        """
         if adapters and ref in self.fills:
             return self.fills[ref]
         if one is not None:
@@ -276,18 +281,19 @@ class Snapshot:
         return None if param is None else self.tensor(param)
 
     def sides(self, ref: ParamRef, one: Adapted, adapters: bool) -> list[LowRank]:
-        """What is computed beside the weight at a place of `one`: b's rows are the place's."""
+        """The unmerged low-rank deltas to the weight at `ref` of `one`, with b's rows those of `ref`."""
         if not self.is_unmerged(one, adapters):
             return []
         return [low_rank._replace(b=selected(ref, one, low_rank.b)) for low_rank in one.low_rank(self.tensor)]
 
     def unmerged_factors(self, adapters: bool) -> list[torch.Tensor]:
-        """What is kept of the adapters that are computed beside weights."""
+        """The factors of all unmerged adapters."""
         beside = [one for one in self.adapted if self.is_unmerged(one, adapters)]
         return [self.tensor(param) for one in beside for param in one.adapter_params()]
 
     def words(self, module: nn.Module) -> str:
-        """How the adapters within a module run, where any may run unmerged; "" where none does."""
+        """How many adapted modules inside `module` run unmerged and merged, for the log; "" if the snapshot merges all
+        adapters or none is active."""
         within = set(module.modules())
         active = [one for one in self.adapted if one.state() and not within.isdisjoint((one.wrapper, one.plain))]
         beside = sum(self.is_unmerged(one, adapters=True) for one in active)
@@ -303,7 +309,7 @@ class Snapshot:
         return sum(buffer.nbytes for buffer in (*self.storage.values(), *merged, *self.fills.values()))
 
     def planned(self) -> tuple[int, int]:
-        """Bytes that the copies will take, and the most that is needed beside them while they are made."""
+        """Planned bytes: of the copies, and of the temporary memory needed while they are made."""
         carried = [param for group in self.groups for param in group.carried]
         beside = [param for one in self.adapted if self.is_unmerged(one, True) for param in one.adapter_params()]
         kept = sum(whole_bytes(param) for param in (*carried, *beside) if is_partitioned(param))
@@ -312,14 +318,14 @@ class Snapshot:
         return kept + merged + fills, max(map(self._planned_unmerged, self.groups), default=0)
 
     def _planned_unmerged(self, group: Group) -> int:
-        """Bytes of factors, and of what is staged or computed with, while a group is gathered and merged."""
+        """Temporary bytes while a group is gathered and merged: factors, and the larger of staging and merging."""
         merged = [one for one in group.adapted if self.is_merged(one, True)]
         factors = sum(gathered_bytes(param) for one in merged for param in one.adapter_params())
         staged = sum(staging_bytes(param) for param in group.carried if is_partitioned(param))
         return factors + max(staged, *(one.merge_temporary_bytes() for one in merged), 0)
 
     def drop_merged(self) -> None:
-        """Free the merged weights; the next refresh merges anew."""
+        """Free the merged weights; the next refresh merges again."""
         for owner in (*self.merged, *self.fills):
             self.stamps.pop(owner, None)
         self.merged.clear()
@@ -328,7 +334,7 @@ class Snapshot:
         self._forget()
 
     def release(self) -> None:
-        """Free the copies; the next refresh makes them anew."""
+        """Free all copies; the next refresh makes new ones."""
         self.base.clear()
         self.storage.clear()
         self.merged.clear()
@@ -346,8 +352,11 @@ class Snapshot:
 def owners_of_joined(
     joined: Iterable[tuple[ParamRef, ...]], adapted: Iterable[Adapted]
 ) -> dict[ParamRef, tuple[Adapted | None, nn.Parameter]]:
-    """For each place of the sets that can lie in one buffer, the adapted module there, None where there is no adapter,
-    and the training parameter. A parameter that layers share is in the first one's set."""
+    """The adapted module (or None) and the training parameter at each ParamRef of the sets that can be joined.
+
+    A set can be joined if its parameters exist, are distinct, and agree in dtype and in all but the first dimension. A
+    parameter that layers share belongs to the first layer's set.
+    """
     wrapped = {one.wrapper: one for one in adapted}
     found: dict[ParamRef, tuple[Adapted | None, nn.Parameter]] = {}
     taken: set[nn.Parameter] = set()
@@ -366,23 +375,23 @@ def owners_of_joined(
 
 
 def gathered_bytes(param: nn.Parameter) -> int:
-    """Bytes of a parameter that is whole only where it is gathered."""
+    """Full bytes of a partitioned parameter; 0 for one that need not be gathered."""
     return whole_bytes(param) if is_partitioned(param) else 0
 
 
 def merged_bytes(one: Adapted) -> int:
-    """Bytes that merging makes of an adapted module. Biases are counted as they are: hardly any adapter changes one."""
+    """Bytes of an adapted module's merged weights. Biases are not counted: hardly any adapter changes one."""
     return sum(whole_bytes(param) for name, param in one.sources.items() if name != "bias")
 
 
 def selected(ref: ParamRef, one: Adapted, b: torch.Tensor) -> torch.Tensor:
-    """Of a factor b [out, r] the rows that belong to a place."""
+    """The rows of a factor b [out, r] that belong to `ref`."""
     stored = one.stored(b)
     return stored if ref.select is None else ref.select(stored)
 
 
 def active_adapters(adapted: list[Adapted]) -> tuple:
-    """What is active in every adapted module, to be compared."""
+    """The state of every adapted module, to be compared with an earlier one."""
     return tuple(one.state() for one in adapted)
 
 
@@ -391,8 +400,8 @@ def make_groups(
 ) -> tuple[Group, ...]:
     """The groups in which weights are gathered: parts outside the layers, then layers, `layers_per_group` at a time.
 
-    A parameter that two parts share is in the first one's group; adapter factors are in none, they come with what they
-    adapt.
+    A parameter that two parts share is in the first part's group. Adapter factors are in no group: they are gathered
+    with the modules that they adapt.
     """
     carried_sources = {param for one in adapted for param in one.sources.values()}
     factors = {param for one in adapted for param in one.wrapper.parameters()} - carried_sources
@@ -406,7 +415,7 @@ def make_groups(
         params = dict.fromkeys(param for module in bundle for param in module.parameters())
         modules = {module for root in bundle for module in root.modules()}
         here = [one for one in waiting if one.wrapper in modules or one.plain in modules]
-        # What is merged here must have been carried here or before.
+        # A merge reads the base's copy, so the base must be in this group or an earlier one.
         params.update(dict.fromkeys(param for one in here for param in one.sources.values()))
         waiting = [one for one in waiting if one not in here]
         groups.append(Group(tuple(param for param in params if param not in taken), tuple(here)))

@@ -1,8 +1,9 @@
-"""What others than the engine do to a model's weights.
+"""Detecting writes to a model's weights by code other than the engine.
 
-Seen without a collective, and the same on every rank: of a partitioned parameter by the counter that torch keeps of
-writes to this rank's partition, which DeepSpeed writes on all ranks where `GatheredParameters` has a `modifier_rank`;
-of a whole one by that counter, its address, and a sample of its elements, as a write through `.data` is not counted.
+Without a collective, and with the same result on every rank. A partitioned parameter is checked by torch's version
+counter of this rank's partition, which DeepSpeed writes on all ranks if `GatheredParameters` has a `modifier_rank`. A
+whole parameter is checked by that counter, its address, and a sample of its elements, since a write through `.data` is
+not counted.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,11 +16,11 @@ from torch import nn
 
 from hybrid.weights.gather import is_partitioned
 
-SAMPLED = 16  # elements of a parameter: a copy, a moving average or a merge changes nearly all of them
+SAMPLED = 16  # elements per parameter: a copy, a moving average or a merge changes nearly all of them
 
 
 class WeightWatch:
-    """Whether a model's weights are those that they were when last looked at."""
+    """Detects whether a model's weights were written since the last check."""
 
     def __init__(self, model: nn.Module):
         params = list(model.parameters())
@@ -42,7 +43,7 @@ class WeightWatch:
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
-        """What is written in the block is known to the engine, or is nothing new."""
+        """Inside the block writes are not reported: the engine knows of them, or they do not change values."""
         self.unreported = self.written()
         try:
             yield
@@ -58,16 +59,17 @@ class WeightWatch:
         self.samples = sampled(self.whole)
 
     def close(self) -> None:
-        """Leave nothing on the parameters."""
+        """Take the counters off the parameters."""
         while self.uneven:
             param = self.uneven.pop()
             param.partition = param.partition.own
 
 
 class CountedPartition:
-    """DeepSpeed's `param.partition`, which ends a `GatheredParameters`, with a count of those that wrote.
+    """Wraps DeepSpeed's `param.partition`, which `GatheredParameters` calls at its end, and counts the calls after a
+    write.
 
-    For a parameter so small that some ranks' partitions are empty: there nothing is written, and nothing counted.
+    For parameters so small that some ranks' partitions are empty: torch's counter does not change on those ranks.
     """
 
     def __init__(self, own: Any):
@@ -79,14 +81,14 @@ class CountedPartition:
 
 
 def has_empty_partitions(param: torch.Tensor) -> bool:
-    """Whether a rank has nothing but padding of a partitioned parameter."""
+    """Whether some rank's partition of a parameter is only padding."""
     ranks = dist.get_world_size(param.ds_process_group)
     return (ranks - 1) * param.ds_tensor.ds_numel >= param.ds_numel
 
 
 @torch.no_grad()
 def sampled(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Up to SAMPLED elements of each parameter, as bytes: a tensor for each dtype and device."""
+    """About SAMPLED elements of each parameter, as bytes: one uint8 tensor per dtype and device."""
     found: dict[tuple, list[torch.Tensor]] = {}
     for param in params:
         stride = max(param.numel() // SAMPLED, 1)
