@@ -1,1 +1,1 @@
-"""RLHF on the public face of `hybrid`: short scripts that read from top to bottom."""
+"""RLHF on the public API of `hybrid`: short scripts that read from top to bottom."""

@@ -1,6 +1,6 @@
-"""Talk with a model in a terminal; its answers come token by token.
+"""Chat with a model in a terminal; its answers are streamed token by token.
 
-What `make demo` leaves, on a CPU; and a model of 7B on a GPU, or its adapter's directory:
+The model that `make demo` trains, on a CPU; a model of 7B, or its adapter's directory, on a GPU:
 python -m rlhf_examples.chat --path runs/demo/ppo/model
 python -m rlhf_examples.chat --path my-model --dtype bfloat16 --max_new_tokens 512
 """
@@ -26,12 +26,12 @@ HELP = "Write, and end with Enter. /new begins a new conversation, /quit (or Ctr
 
 
 def main() -> None:
-    """A conversation from the command line."""
+    """Chat with the settings of the command line."""
     run_command(ChatArguments, run)
 
 
 def run(args: ChatArguments) -> None:
-    """Load the model and talk until there is nothing more to read."""
+    """Load the model and chat until the input ends."""
     require_model("path", args.path, args.attn_implementation)
     seed_everything(args.seed)
     tokenizer = load_tokenizer(args.path)
@@ -47,9 +47,10 @@ def run(args: ChatArguments) -> None:
 def talk(
     engine: hybrid.InferenceEngine, tokenizer: PreTrainedTokenizerBase, ask: Callable[[], str], args: ChatArguments
 ) -> Messages:
-    """A conversation; gives its messages.  ask: gives what the user says, raises EOFError at the end.
+    """Run a conversation and return its messages.
 
-    A model without a chat template goes on from the text alone.
+    ask: returns the next user message; raises EOFError at the end of the input.
+    A model without a chat template continues the last message as plain text.
     """
     beginning = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(beginning)
@@ -70,7 +71,7 @@ def talk(
 def answer(
     engine: hybrid.InferenceEngine, tokenizer: PreTrainedTokenizerBase, messages: Messages, args: ChatArguments
 ) -> str:
-    """The model's answer to the last message, printed as it is made."""
+    """Generate the model's answer to the last message, print it as it is generated, and return it."""
     ids = prompt_of(tokenizer, messages, json.loads(args.chat_template_kwargs or "{}"))
     ends = [*args.stop_token_ids, tokenizer.eos_token_id, turn_end(tokenizer)]
     ends = [token for token in dict.fromkeys(ends) if token is not None]
@@ -90,9 +91,9 @@ def answer(
 def prompt_of(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, settings: dict[str, Any] | None = None
 ) -> torch.Tensor:
-    """The conversation as the model's tokens, int64 [1, tokens]; without a chat template the last message alone.
+    """The conversation as token ids, int64 [1, tokens]; without a chat template the last message alone.
 
-    settings: what the chat template takes besides messages.
+    settings: keyword arguments of the chat template.
     """
     if tokenizer.chat_template is not None:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(settings or {}))

@@ -1,6 +1,6 @@
-"""Direct preference optimization: a policy from pairs of completions, without reward model and rollouts.
+"""Direct preference optimization: a policy from pairs of completions, without a reward model and without rollouts.
 
-What `make demo` leaves of step 1, on CPUs; and a model of 1B on 8 GPUs:
+The SFT model of `make demo`, on CPUs; a model of 1B on 8 GPUs:
 torchrun --nproc_per_node=2 -m rlhf_examples.dpo --model_name_or_path runs/demo/sft/model
 torchrun --nproc_per_node=8 -m rlhf_examples.dpo --model_name_or_path my-sft-model --data_path pairs.jsonl \\
     --dtype bfloat16 --lora_dim 16
@@ -30,12 +30,12 @@ BAR = {"loss": "loss", "accuracy": "rewards/accuracies", "held out": "eval_rewar
 
 
 def main() -> None:
-    """A run from its arguments to the exported policy."""
+    """Train with the arguments of the command line and export the policy."""
     run_command(DPOArguments, run)
 
 
 def run(args: DPOArguments) -> Metrics:
-    """Train; gives the last metrics."""
+    """Train and export the policy; returns the last metrics."""
     seed_everything(args.seed)
     require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
@@ -51,7 +51,7 @@ def run(args: DPOArguments) -> Metrics:
     engine = trained_policy(model, args, training)
 
     def loss_of(rows: list[Row], denominator: float) -> Loss:
-        """DPO's of pairs, over `denominator`."""
+        """DPO loss of pairs, summed and divided by `denominator`."""
         batch = collate_preference(rows, tokenizer.pad_token_id)
         ids, mask, completions = (
             batch[name].to(device()) for name in ("input_ids", "attention_mask", "completion_mask")
@@ -77,9 +77,9 @@ def reference_logps(
     mask: torch.Tensor,
     args: DPOArguments,
 ) -> torch.Tensor:
-    """Logprobs of every token but the first by the reference, or by the model without its adapter.
+    """Logprobs of every token but the first under the reference: a frozen model, or the policy without its adapter.
 
-    ids, mask int64 [rows, tokens]; float32 [rows, tokens - 1].
+    ids, mask int64 [rows, tokens]; returns float32 [rows, tokens - 1].
     """
     width = ids.shape[1] - 1
     if reference is not None:

@@ -1,6 +1,6 @@
-"""What models are worth on held-out prompts: completions of the same prompts, drawn with the same noise, and scored.
+"""Compare models on held-out prompts: completions of the same prompts, drawn with the same sampling keys, and scored.
 
-Before and after `make demo`'s PPO, on CPUs; and two models on 8 GPUs:
+The demo's policy before and after PPO, on CPUs; two models on 8 GPUs:
 torchrun --nproc_per_node=2 -m rlhf_examples.evaluate --model_name_or_path runs/demo/sft/model runs/demo/ppo/model
 torchrun --nproc_per_node=8 -m rlhf_examples.evaluate --model_name_or_path one other --data_path prompts.jsonl \\
     --reward my-reward-model --dtype bfloat16
@@ -29,20 +29,21 @@ from rlhf_examples.data.texts import RecordFormat
 
 
 def main() -> None:
-    """Evaluate, print, and write what was found."""
+    """Evaluate with the arguments of the command line, print the scores and write the output file."""
     run_command(EvaluateArguments, run, report)
 
 
 def report(args: EvaluateArguments, found: list[dict]) -> None:
-    """Print, and write what was found."""
+    """Print the scores, and write them to `output_file` if it is given."""
     show(found, args.num_samples)
     if args.output_file:
         write_atomically(Path(args.output_file), json.dumps(without_nan(found), indent=1))
 
 
 def run(args: EvaluateArguments) -> list[dict]:
-    """For each model: its name, mean score and the standard error of that over prompts, what passes, and prompts with
-    completions and scores."""
+    """Evaluate each model. Returns a dict for each: its name, mean score, the standard error of the mean over prompts,
+    pass@k shares, and prompts with completions and scores.
+    """
     for name in args.model_name_or_path or [""]:
         require_model("model_name_or_path", name, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path[0], args.chat_template)
@@ -75,7 +76,7 @@ def run(args: EvaluateArguments) -> list[dict]:
 
 
 def show(found: list[dict], samples: int) -> None:
-    """Print scores, and what each model makes of the first prompts."""
+    """Print the scores, and every model's completions of the first `samples` prompts."""
     console = Console(width=110)
     figures = [name for name in found[0] if name not in ("model", "samples")]
     scores, texts = Table("model", *figures), Table("prompt", "model", "completion", show_lines=True)
@@ -84,7 +85,7 @@ def show(found: list[dict], samples: int) -> None:
     for i in range(min(samples, len(found[0]["samples"]))):
         for of_model in found:
             sample = of_model["samples"][i]
-            # As Text: a completion may hold what rich takes for markup.
+            # As Text, because rich would read "[...]" in a completion as markup.
             row = (sample["prompt"], of_model["model"], sample["completion"])
             texts.add_row(*(Text(printable(text)) for text in row))
     console.print(texts)

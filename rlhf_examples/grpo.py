@@ -1,6 +1,6 @@
-"""GRPO and its relatives on a HybridEngine: groups of completions, verifiable rewards, no critic.
+"""GRPO and its variants on a HybridEngine: groups of completions, verifiable rewards, no critic.
 
-Sums, by the model that `make demo` supervised on them, on CPUs; and a model of 1B on 8 GPUs:
+Sums with the SFT model of `make demo`, on CPUs; a model of 1B on 8 GPUs:
 torchrun --nproc_per_node=2 -m rlhf_examples.grpo --actor_model_name_or_path runs/demo/sums/model \\
     --reward rlhf_examples.rewards:exact_match
 torchrun --nproc_per_node=8 -m rlhf_examples.grpo --actor_model_name_or_path my-model --data_path problems.jsonl \\
@@ -59,12 +59,14 @@ BAR = {"reward": "reward", "length": "completions/mean_length", "tokens/s": "tim
 
 
 def main() -> None:
-    """A run from its arguments to the exported policy."""
+    """Train with the arguments of the command line and export the policy."""
     run_command(GRPOArguments, run)
 
 
 def run(args: GRPOArguments) -> Metrics:
-    """Train a policy; gives what evaluation found before and after, and the last iteration's metrics."""
+    """Train and export a policy; returns the metrics of the last iteration and of the evaluations before and after
+    training.
+    """
     seed_everything(args.seed)
     directory = Path(args.output_dir)
     require_model("actor_model_name_or_path", args.actor_model_name_or_path, args.attn_implementation)
@@ -109,8 +111,11 @@ def grpo_iteration(
     iteration: int,
     args: GRPOArguments,
 ) -> Metrics:
-    """Roll out groups of completions of the next prompts, score, learn; gives the metrics. The policy comes in eval
-    mode and leaves in train mode."""
+    """One iteration: roll out groups of completions of the next prompts, score them, update the policy; returns
+    metrics.
+
+    Expects the policy in eval mode and leaves it in train mode.
+    """
     phases, policy, sampled = Phases(), actor.policy, {}
     with policy.inference():
         if args.dynamic_sampling:
@@ -124,7 +129,7 @@ def grpo_iteration(
         phases.end("old_logps")
         ref_logps = actor.reference_logps(batch) if args.beta else None
         phases.end("ref_logps")
-    if args.importance_sampling_correction:  # of the trainer: scores come from where the samples came from
+    if args.importance_sampling_correction:  # from the training forward: `score` would be the sampler's own logprobs
         old_logps = training_logps(policy, batch, args)
         phases.end("old_logps")
     if not args.dynamic_sampling:
@@ -132,7 +137,7 @@ def grpo_iteration(
     scores = groups.scores[rewards.name]
     phases.end("rewards")
     learned = ~scores.isnan()
-    if args.dynamic_sampling:  # by the scores alone: what differs in its length is no task that is half solved
+    if args.dynamic_sampling:  # before the length penalty: a group that differs in length alone teaches nothing
         learned &= has_spread(scores, args.num_generations).repeat_interleave(args.num_generations)
     if args.soft_punish_cache:
         lengths = batch.completion_mask.sum(dim=1)
@@ -163,10 +168,10 @@ def make_experience(
     learned: torch.Tensor,
     args: GRPOArguments,
 ) -> tuple[Experience, Metrics]:
-    """What every token of this rank's completions is worth; gives the experience and the metrics of all ranks.
+    """Turn this rank's scored completions into experience; returns it with metrics of all ranks.
 
-    old_logps, ref_logps [rows, completion]; rewards [rows], NaN where a completion could not be scored.
-    learned: bool [rows], False where a completion trains nothing.
+    old_logps, ref_logps float32 [rows, completion]; rewards float32 [rows], NaN where a completion could not be scored.
+    learned: bool [rows], False for completions that are masked out of the loss.
     """
     mask = batch.completion_mask
     if args.advantages == "rloo":
@@ -208,15 +213,21 @@ def make_experience(
 
 
 def spread(rewards: torch.Tensor, num_generations: int) -> dict[str, torch.Tensor]:
-    """How many groups have a deviation, two of their completions or more being scored; the sum of the deviations; and
-    in how many groups all that was scored scored the same.  rewards [rows], NaN where there is none."""
+    """Sums over this rank's groups: the number of groups with at least two scored completions, their standard
+    deviations,
+    and the number of those groups whose scores are all equal.
+
+    rewards float32 [rows], NaN where a completion could not be scored.
+    """
     deviations = group_std(rewards, num_generations)
     known, equal = ~deviations.isnan(), ~has_spread(rewards, num_generations)
     return {"groups": known.sum(), "deviations": deviations.nansum(), "equal": (known & equal).sum()}
 
 
 def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArguments) -> Metrics:
-    """Passes over the experience of all ranks; gives the metrics of all ranks."""
+    """`num_grpo_iterations` passes of optimizer steps over the experience of all ranks; returns metrics of all
+    ranks.
+    """
     steps = optimizer_steps(experience, args.num_grpo_iterations, iteration, args)
     numerics = Numerics(actor.policy, experience, steps[0], args.numerics_control_rows, args)
     losses, norms, forward = [], [], (args.temperature, args.logit_chunk, args.padding_free)
@@ -224,7 +235,7 @@ def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArgum
         mask = experience.mask[step.rows]
         denominator = step.denominator(
             tokens=int(mask.sum()),
-            sequences=len(mask),  # those too of which nothing is learned, as TRL counts
+            sequences=len(mask),  # fully masked sequences count too, as in TRL
             loss_type=args.loss_type,
             max_length=args.max_answer_seq_len,
         )

@@ -1,6 +1,6 @@
-"""Preference pairs from a model's own completions: two of each prompt, of which a function prefers one.
+"""Preference pairs from a model's own completions: two for each prompt, ranked by a reward.
 
-Stories of a small pretrained model, on CPUs; and of a model of 7B on 8 GPUs:
+Stories of a small pretrained model, on CPUs; a model of 7B on 8 GPUs:
 torchrun --nproc_per_node=2 -m rlhf_examples.pairs --model_name_or_path ../shared/models/stories260K \\
     --stop_token_ids 1 2 --reward rlhf_examples.rewards:joyful_story
 torchrun --nproc_per_node=8 -m rlhf_examples.pairs --model_name_or_path my-model --data_path prompts.jsonl \\
@@ -29,12 +29,15 @@ from rlhf_examples.data.texts import RecordFormat, template_columns
 
 
 def main() -> None:
-    """Make the pairs."""
+    """Make pairs with the arguments of the command line."""
     run_command(PairsArguments, run, lambda args, found: print(json.dumps(found)))
 
 
 def run(args: PairsArguments) -> Metrics:
-    """Write pairs.jsonl; gives how many there are. Each round goes over all prompts, with a seed of its own."""
+    """Write pairs.jsonl; returns the number of pairs and of completions. Each of `rounds` passes draws two completions
+    of
+    every prompt with seeds of its own.
+    """
     require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
     records, settings = load_records(args.data_path), {"record_format": RecordFormat.of(args)}
@@ -70,9 +73,10 @@ def run(args: PairsArguments) -> Metrics:
 
 
 def as_record(pair: dict[str, str], row: Row) -> dict[str, Any]:
-    """A pair of texts in the form of its prompt's record: a conversation's with its tools and settings.
+    """A pair of texts as a record of the same form as its prompt's: a conversation keeps its messages, tools and
+    settings.
 
-    The text that a chat template has made is none to write: read again, it would get a second start token.
+    A conversation is not written as the text of the chat template: read again, it would get a second start token.
     """
     if not row["messages"]:
         return pair

@@ -1,6 +1,6 @@
-"""Steps of RLHF in a row, in one group of ranks: supervised tuning, reward model, PPO, or whatever a file says.
+"""Runs RLHF steps one after the other in one group of ranks: SFT, reward model, PPO, or any others that a file lists.
 
-The demo, on CPUs; and DeepSpeed-Chat's three steps for a model of 7B on 8 GPUs:
+The demo, on CPUs; DeepSpeed-Chat's three steps for a model of 7B on 8 GPUs:
 torchrun --nproc_per_node=2 -m rlhf_examples.pipeline configs/demo.yaml
 torchrun --nproc_per_node=8 -m rlhf_examples.pipeline configs/8gpu_7b_lora.yaml --resume true
 """
@@ -46,12 +46,12 @@ SCRIPTS = {
     "pairs": (PairsArguments, pairs.run),
     "throughput": (ThroughputArguments, throughput.run),
 }
-STEP = "step:"  # before a path in another step's directory
+STEP = "step:"  # prefix of a path in another step's directory
 PIPELINE, SUMMARY = "pipeline.json", "summary.json"
 
 
 def main() -> None:
-    """Run the steps, and write what came of them."""
+    """Run the steps, print the summary and write the report."""
     with input_errors_reported():
         args = parse(*split_command_line())
         start_ranks()
@@ -63,9 +63,12 @@ def main() -> None:
 
 
 def parse(settings: dict[str, Any], flags: list[str]) -> PipelineArguments:
-    """The pipeline's arguments. Every step's are checked here, before the first begins."""
+    """The pipeline's arguments. Every step's arguments are checked here, before the first step starts.
+
+    Raises ValueError for a setting that does not fit, with the name of its step, server or summary key.
+    """
     tables = {name: settings.pop(name, {}) for name in ("common", "steps", "summary", "servers")}
-    if "seed" in tables["common"]:  # a flag is above it
+    if "seed" in tables["common"]:  # a --seed flag overrides it
         settings = {"seed": tables["common"]["seed"], **settings}
     args = arguments_of(PipelineArguments, settings, flags)
     args.common, args.steps, args.summary, args.servers = tables.values()
@@ -81,9 +84,9 @@ def parse(settings: dict[str, Any], flags: list[str]) -> PipelineArguments:
 
 
 def arguments_of_step(name: str, args: PipelineArguments) -> Any:
-    """The arguments of a step's script: what is common to those that know it, and the step's own.
+    """The arguments of a step's script: the `common` settings that the script has, overridden by the step's own.
 
-    Raises ValueError, naming the step, for what does not fit.
+    Raises ValueError, with the step's name, if a setting does not fit.
     """
     own = dict(args.steps[name])
     script = own.pop("script", name)
@@ -101,7 +104,10 @@ def arguments_of_step(name: str, args: PipelineArguments) -> Any:
 
 
 def arguments_of_server(name: str, args: PipelineArguments) -> RewardServerArguments:
-    """The settings of a reward server, on a free port where it has none. Raises ValueError, naming the server."""
+    """The settings of a reward server; its port is a free one unless given.
+
+    Raises ValueError, with the server's name, if a setting does not fit.
+    """
     try:
         return arguments_of(RewardServerArguments, {"port": 0, **args.servers[name]})
     except ValueError as error:
@@ -109,8 +115,10 @@ def arguments_of_server(name: str, args: PipelineArguments) -> RewardServerArgum
 
 
 def placed(value: Any, args: PipelineArguments) -> Any:
-    """A setting with `step:NAME/PATH` as the path in that step's directory. Raises ValueError for `server:NAME` of a
-    server that there is not."""
+    """A setting with `step:NAME/PATH` replaced by the path in that step's directory.
+
+    Raises ValueError if `step:NAME` or `server:NAME` names an unknown step or server.
+    """
     if isinstance(value, list):
         return [placed(one, args) for one in value]
     if isinstance(value, str) and value.startswith(SERVER):
@@ -122,14 +130,17 @@ def placed(value: Any, args: PipelineArguments) -> Any:
 
 
 def require_server(reward: str, args: PipelineArguments) -> None:
-    """Raise ValueError for `server:NAME` of a server that there is not."""
+    """Raises ValueError if `server:NAME` names an unknown server."""
     if not args.servers:
         raise ValueError(f"{reward!r} given, and there are no servers; name it under `servers`, with its reward")
     require_known(reward[len(SERVER) :], list(args.servers))
 
 
 def run(args: PipelineArguments) -> dict[str, float]:
-    """Every step that is not done yet; gives the summary."""
+    """Start the reward servers and run every step that is not finished; returns the summary.
+
+    Raises ValueError if a finished step ran with other settings.
+    """
     begin_run(args, args.steps)
     directories = {name: Path(args.output_dir) / name for name in args.steps}
     finished = [name for name, directory in directories.items() if (directory / DONE).is_file()]
@@ -139,7 +150,7 @@ def run(args: PipelineArguments) -> dict[str, float]:
 
 
 def run_steps(args: PipelineArguments) -> dict[str, float]:
-    """`run`, where the servers are there."""
+    """`run`, with the reward servers running."""
     directory, found = Path(args.output_dir), {}
     if is_first():
         directory.mkdir(parents=True, exist_ok=True)
@@ -154,12 +165,12 @@ def run_steps(args: PipelineArguments) -> dict[str, float]:
             of_step = arguments_of_step(name, args)
             with preparing():
                 metrics = SCRIPTS[args.steps[name].get("script", name)][1](of_step)
-            gc.collect()  # an engine that was destroyed is in circles
+            gc.collect()  # a destroyed engine is in reference cycles
             get_accelerator().empty_cache()
             if is_first():
                 seconds = time.perf_counter() - start
                 done.parent.mkdir(exist_ok=True)
-                if not (kept := done.with_name(SETTINGS)).is_file():  # of a script that logs nothing
+                if not (kept := done.with_name(SETTINGS)).is_file():  # scripts without a log do not write it
                     write_atomically(kept, json.dumps(asdict(of_step), indent=1))
                 write_atomically(done, json.dumps({"seconds": seconds, **numbers(metrics)}, indent=1))
                 print(f"step {number} of {len(args.steps)}: {name} took {seconds:.0f} s", flush=True)
@@ -172,12 +183,12 @@ def run_steps(args: PipelineArguments) -> dict[str, float]:
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """The metrics that are numbers."""
+    """The metrics whose values are numbers."""
     return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 
 def at(found: dict[str, dict[str, float]], place: str) -> float:
-    """What is at STEP/METRIC. Raises ValueError where the step has no such metric, with the nearest."""
+    """The value at STEP/METRIC. Raises ValueError, with the nearest name, if the step has no such metric."""
     step, _, metric = place.partition("/")
     require_known(metric, list(found[step]), f"summary: {step}")
     return found[step][metric]

@@ -1,6 +1,6 @@
-"""PPO on a HybridEngine: rollouts, rewards and updates in one process for each rank.
+"""PPO on a HybridEngine: rollouts, rewards and updates in one process per rank.
 
-What `make demo` leaves, on CPUs; and a model of 7B on 8 GPUs:
+The models of `make demo`, on CPUs; a model of 7B on 8 GPUs:
 torchrun --nproc_per_node=2 -m rlhf_examples.ppo --data_path synthetic:stories --actor_model_name_or_path \\
     runs/demo/sft/model --critic_model_name_or_path runs/demo/reward_model/model
 torchrun --nproc_per_node=8 -m rlhf_examples.ppo configs/8gpu_7b_lora.yaml
@@ -69,12 +69,14 @@ BAR = {"score": "objective/scores", "kl": "objective/kl", "tokens/s": "time/toke
 
 
 def main() -> None:
-    """A run from its arguments to the exported policy."""
+    """Train with the arguments of the command line and export the policy."""
     run_command(PPOArguments, run)
 
 
 def run(args: PPOArguments) -> Metrics:
-    """Train a policy; gives what evaluation found before and after, and the last iteration's metrics."""
+    """Train and export a policy; returns the metrics of the last iteration and of the evaluations before and after
+    training.
+    """
     seed_everything(args.seed)
     directory = Path(args.output_dir)
     check(args)
@@ -109,7 +111,7 @@ def run(args: PPOArguments) -> Metrics:
 
 
 def check(args: PPOArguments) -> None:
-    """Raise ValueError where there is nothing that a setting names."""
+    """Raises ValueError if a model or reward that a setting names does not exist, or if there is no reward."""
     require_model("actor_model_name_or_path", args.actor_model_name_or_path, args.attn_implementation)
     if args.critic_model_name_or_path:
         require_model("critic_model_name_or_path", args.critic_model_name_or_path, args.attn_implementation)
@@ -120,7 +122,7 @@ def check(args: PPOArguments) -> None:
 
 @dataclass
 class Models:
-    """The engines of a run.  critic_flops: of training the critic."""
+    """The engines of a run.  critic_flops: floating-point operations of training the critic."""
 
     actor: Actor
     critic: hybrid.HybridEngine
@@ -129,7 +131,7 @@ class Models:
 
     @classmethod
     def load(cls, args: PPOArguments) -> "Models":
-        """Policy and reference, the critic from the reward model, and what scores."""
+        """Load the policy with its reference, the critic (initialized from the reward model) and the rewards."""
         rewarding = args.critic_model_name_or_path
         total_steps = args.num_iterations * args.ppo_epochs * args.num_mini_batches
         actor = Actor.load(args, total_steps, needs_reference=True)
@@ -150,11 +152,11 @@ class Models:
         return cls(actor, critic, rewards, TrainingFlops.of(critic.module))
 
     def trained(self) -> dict[str, hybrid.HybridEngine]:
-        """What checkpoints hold."""
+        """The engines that checkpoints save, by name."""
         return {"policy": self.actor.policy, "critic": self.critic}
 
     def destroy(self) -> None:
-        """Free the engines."""
+        """Destroy the engines."""
         self.actor.destroy()
         self.critic.destroy()
         self.rewards.destroy()
@@ -169,8 +171,10 @@ def ppo_iteration(
     iteration: int,
     args: PPOArguments,
 ) -> Metrics:
-    """Roll out this rank's prompts, score, learn; gives the metrics. The policy comes in eval mode and leaves in train
-    mode."""
+    """One iteration: roll out this rank's prompts, score them, update policy and critic; returns metrics.
+
+    Expects the policy in eval mode and leaves it in train mode.
+    """
     phases, policy = Phases(), models.actor.policy
     with policy.inference():
         params = sampling(args, noise_seed(args.seed, iteration))
@@ -180,7 +184,7 @@ def ppo_iteration(
         phases.end("old_logps")
         ref_logps = models.actor.reference_logps(batch)
         phases.end("ref_logps")
-    if args.importance_sampling_correction:  # of the trainer: scores come from where the samples came from
+    if args.importance_sampling_correction:  # from the training forward: `score` would be the sampler's own logprobs
         old_logps = training_logps(policy, batch, args)
         phases.end("old_logps")
     settings = (kl_ctl.value, args, phases)
@@ -194,7 +198,7 @@ def ppo_iteration(
     lengths = experience.attention_mask.sum(dim=1)
     flops = models.actor.flops(lengths) + models.critic_flops(lengths)
     flops *= metrics["policy/optimizer_steps"] / args.num_mini_batches
-    metrics["objective/kl_coef"] = kl_ctl.value  # of these rewards; what it becomes is the next iteration's
+    metrics["objective/kl_coef"] = kl_ctl.value  # the coefficient of these rewards, before the controller's update
     kl_ctl.update(metrics["objective/kl"], len(experience.mask))
     return {
         **metrics,
@@ -217,10 +221,10 @@ def make_experience(
     args: PPOArguments,
     phases: Phases,
 ) -> tuple[Experience, Metrics]:
-    """What every token of this rank's completions is worth; gives the experience and the metrics of all ranks.
+    """Turn this rank's completions into experience; returns it with metrics of all ranks.
 
-    old_logps, ref_logps [rows, completion].  phases: values and rewards are ended.
-    A completion that could not be scored trains nothing.
+    old_logps, ref_logps float32 [rows, completion].  phases: the timer of the iteration; ends `values` and `rewards`.
+    A completion that could not be scored is masked out of the loss.
     """
     completed, width = batch.completion_mask, batch.completion_mask.shape[1]
     with models.critic.inference():
@@ -272,7 +276,7 @@ def make_experience(
         "objective/rlhf_reward": by_scored["clipped_scores"] - kl_coef * by_row["kl"],
         "completions/learned": by_row["learned"],
         "val/num_eos_tokens": sums["ended"],
-        "completions/ref_nll": sums["ref_nll"] / sums["tokens"],  # of a token; low while text stays language
+        "completions/ref_nll": sums["ref_nll"] / sums["tokens"],  # per token; rises when the text degenerates
         "val/var_explained": explained_variance(values, returns, mask, over_ranks),
         **models.rewards.metrics(),
         **scores_by_source(prompts, raw_scores, args.data_path),
@@ -284,9 +288,9 @@ def make_experience(
 def update(
     models: Models, ptx: PretrainingTexts | None, experience: Experience, iteration: int, args: PPOArguments
 ) -> Metrics:
-    """PPO's epochs over the experience of all ranks; gives the metrics of all ranks, means over tokens of every pass.
+    """PPO's epochs over the experience of all ranks; returns metrics of all ranks: means over the tokens of every pass.
 
-    A loss is a mean over all ranks' tokens in the optimizer step: padding and the split over ranks change nothing.
+    A loss is a mean over all ranks' tokens of the optimizer step: padding and the split over ranks change nothing.
     """
     actor, critic = models.actor, models.critic
     steps = optimizer_steps(experience, args.ppo_epochs, iteration, args)
@@ -334,7 +338,9 @@ def update(
 def actor_loss(
     policy: hybrid.HybridEngine, e: Experience, denominator: float, args: PPOArguments
 ) -> tuple[Loss, torch.Tensor]:
-    """The clipped loss of a micro batch, less the entropy bonus, and the logprobs [rows, completion] that it is of."""
+    """The clipped policy loss of a micro batch minus the entropy bonus, and the policy's logprobs, float32 [rows,
+    completion].
+    """
     width, forward = e.mask.shape[1], (args.temperature, args.logit_chunk, args.padding_free)
     logps, entropies = token_logps(policy, e.sequences, e.attention_mask, width, *forward)
     loss = policy_loss(logps, e.old_logps, e.advantages, e.mask, args.cliprange, denominator, e.weights)
@@ -345,7 +351,7 @@ def actor_loss(
 
 
 def kl_controller(args: PPOArguments) -> FixedKLController:
-    """What the weight of the KL is."""
+    """The controller of the KL coefficient: adaptive if `adap_kl_ctrl`, else fixed."""
     if args.adap_kl_ctrl:
         return AdaptiveKLController(args.kl_ctl, args.kl_target, args.kl_horizon)
     return FixedKLController(args.kl_ctl)

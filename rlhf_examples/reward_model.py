@@ -1,6 +1,6 @@
-"""A reward model from pairs of completions of which one was preferred, step 2 of RLHF.
+"""Train a reward model on preference pairs, step 2 of RLHF.
 
-What `make demo` leaves of step 1, on CPUs; and a model of 1B on 8 GPUs:
+The SFT model of `make demo`, on CPUs; a model of 1B on 8 GPUs:
 torchrun --nproc_per_node=2 -m rlhf_examples.reward_model --model_name_or_path runs/demo/sft/model
 torchrun --nproc_per_node=8 -m rlhf_examples.reward_model --model_name_or_path my-sft-model --data_path pairs.jsonl \\
     --dtype bfloat16
@@ -24,12 +24,12 @@ BAR = {"loss": "loss", "accuracy": "accuracy", "held out": "eval_accuracy"}
 
 
 def main() -> None:
-    """A run from its arguments to the exported model."""
+    """Train with the arguments of the command line and export the reward model."""
     run_command(RewardModelArguments, run)
 
 
 def run(args: RewardModelArguments) -> Metrics:
-    """Train; gives the last metrics."""
+    """Train and export the reward model; returns the last metrics."""
     seed_everything(args.seed)
     require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
@@ -42,7 +42,7 @@ def run(args: RewardModelArguments) -> Metrics:
     engine = trained(model, args, training)
 
     def loss_of(rows: list[Row], denominator: float) -> Loss:
-        """-log σ(chosen - rejected - margin) of pairs, over `denominator`."""
+        """-log σ(chosen - rejected - margin) of pairs, summed and divided by `denominator`."""
         batch = collate_preference(rows, tokenizer.pad_token_id)
         ids, mask, margin = (batch[name].to(device()) for name in ("input_ids", "attention_mask", "margin"))
         values = engine(input_ids=ids, attention_mask=mask).logits[..., 0]  # [2 · pairs, tokens]

@@ -1,11 +1,11 @@
-"""A reward over HTTP: the function of a reward, for runs on other machines or in other environments.
+"""Serves a reward function over HTTP, for runs on other machines or in other environments.
 
 python -m rlhf_examples.reward_server --reward rlhf_examples.rewards:exact_match --port 8765
 torchrun --nproc_per_node=2 -m rlhf_examples.grpo --reward http://127.0.0.1:8765/exact_match ...
 
-POST {"prompts": [text, ...], "completions": [text, ...], "columns": {name: [value, ...]}} gives
-{"rewards": [number or null, ...]}, null where a completion cannot be scored. What does not fit gives status 400 and
-{"error": text}. GET says which reward it is, and that the server is there. A pipeline starts servers itself: `servers`.
+POST {"prompts": [text, ...], "completions": [text, ...], "columns": {name: [value, ...]}} returns
+{"rewards": [number or null, ...]}, null where a completion cannot be scored. An invalid request gets status 400 and
+{"error": text}. GET returns the reward's name, as a health check. A pipeline starts those of its `servers` itself.
 """
 
 import json
@@ -21,11 +21,11 @@ from rlhf_examples.common.command_line import input_errors_reported
 from rlhf_examples.common.files import write_atomically
 from rlhf_examples.rewards import Reward, load_reward, reward_name, score_all
 
-LOOK_S = 0.5  # between looks at whether the parent is still there
+LOOK_S = 0.5  # between checks that the parent process is alive
 
 
 def main() -> None:
-    """Serve until interrupted, or until the parent process has ended."""
+    """Serve until interrupted, or until the process `parent_pid` has ended."""
     with input_errors_reported():
         args = parse_arguments(RewardServerArguments)
         server = make_server(args.reward, args.host, args.port)
@@ -42,14 +42,14 @@ def main() -> None:
 
 
 def end_with(parent_pid: int) -> None:
-    """End this process when its parent has ended, however that did; the parent may have no time to say so."""
+    """Exit when the parent process has ended, whatever ended it: a killed parent cannot stop its servers."""
     while os.getppid() == parent_pid:
         time.sleep(LOOK_S)
     os._exit(0)
 
 
 def make_server(name: str, host: str, port: int) -> ThreadingHTTPServer:
-    """A server of the reward called `name`; each request has a thread.  port: 0 takes a free one."""
+    """An HTTP server of the reward called `name`, with a thread for each request.  port: 0 takes a free one."""
     reward = load_reward(name)
 
     class Handler(BaseHTTPRequestHandler):
@@ -73,13 +73,13 @@ def make_server(name: str, host: str, port: int) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
-            """Nothing: a line for each request would be all that is seen."""
+            """No access log: a line for each request would drown the run's output."""
 
     return ThreadingHTTPServer((host, port), Handler)
 
 
 def scores_of(reward: Reward, name: str, asked: bytes) -> list[float | None]:
-    """What a request is answered with."""
+    """The scores that answer a request's JSON body; None where a completion cannot be scored."""
     request = json.loads(asked)
     prompts, completions, columns = request["prompts"], request["completions"], request.get("columns", {})
     scores = score_all({name: reward}, prompts, completions, columns)[name]

@@ -1,6 +1,7 @@
-"""Rewards: functions of prompts and completions that give a number for each, and how one is loaded.
+"""Reward functions of prompts and completions, and loading them by name.
 
-They get the records' other columns by name, each a list with an entry for every completion, as TRL's do.
+A function returns a number for each completion. It gets the records' other columns as keyword arguments, each a list
+with an entry for every completion, as in TRL.
 """
 
 import asyncio
@@ -20,39 +21,40 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-# A number for each completion, NaN or None where one cannot be scored: it trains nothing.
+# Returns a number for each completion; NaN or None for one that cannot be scored, which is masked out of the loss.
 Reward = Callable[..., list[float | None]]
 REWARDS_ALLOWED = "module:function, the address of a reward server, or the directory or hub name of a reward model"
-SERVER = "server:"  # before the name of a server that the pipeline has started
-SERVERS = "RLHF_REWARD_SERVERS"  # environment variable: JSON, their addresses by name
-FIRST_PAUSE_S = 0.5  # before an attempt is made again; each pause is twice the one before
+SERVER = "server:"  # prefix of the name of a server that the pipeline has started
+SERVERS = "RLHF_REWARD_SERVERS"  # environment variable: a JSON object of the servers' addresses by name
+FIRST_PAUSE_S = 0.5  # before the first retry; each further pause is twice as long
 
 HAPPY = set("laughed danced joy warm happy smiled loved wonderful fun".split())
 SAD = set("cried sad broken lost lonely gloomy angry afraid dark".split())
-# What children's stories have when they are cheerful, and when they are not.
+# Words of cheerful and of gloomy children's stories.
 JOYFUL = set(
     "happy happily smile smiled laugh laughed love loved fun play played hug hugged friend friends joy".split()
 )
 GLOOMY = set("sad cry cried angry scared afraid hurt mad bad lost broke broken".split())
 
 THOUGHT = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
-NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")  # "1,000" is one, "10-5" ends in 5
+NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")  # "1,000" is one number, "10-5" ends in 5
 
 
 def cheerful(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
-    """For the embedded corpus: the mood of the words."""
+    """The mood of the words, for the synthetic stories."""
     return [mood(completion.split(), HAPPY, SAD) for completion in completions]
 
 
 def joyful_story(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
-    """For English stories: the mood of the words."""
+    """The mood of the words, for English stories."""
     return [mood(re.findall(r"[a-z']+", completion.lower()), JOYFUL, GLOOMY) for completion in completions]
 
 
 def mood(words: list[str], good: set[str], bad: set[str]) -> float:
-    """Different good words less different bad ones, less 4 × the share of word triples that repeat.
+    """The number of different good words minus that of different bad ones, minus 4 × the share of repeated word
+    triples.
 
-    The same word over and over earns nothing, and costs where it makes the text go round in circles.
+    Repeating a word earns nothing, and costs if it repeats triples.
     """
     triples = list(zip(words, words[1:], words[2:], strict=False))
     repeated = 1 - len(set(triples)) / len(triples) if triples else 0.0
@@ -61,7 +63,7 @@ def mood(words: list[str], good: set[str], bad: set[str]) -> float:
 
 
 def exact_match(prompts: list[str], completions: list[str], answer: list | None = None, **columns: list) -> list[float]:
-    """1 where a completion is the record's `answer`, but for white space around words; else 0."""
+    """1 if a completion equals the record's `answer` up to white space, else 0."""
     wanted = required("answer", answer)
     return [float(c.split() == str(a).split()) for c, a in zip(completions, wanted, strict=True)]
 
@@ -69,35 +71,37 @@ def exact_match(prompts: list[str], completions: list[str], answer: list | None 
 def number_match(
     prompts: list[str], completions: list[str], answer: list | None = None, **columns: list
 ) -> list[float]:
-    """1 where the last number, behind the last "####" if there is one, is the same as in `answer` (GSM8K); else 0."""
+    """1 if the last number equals that of `answer`, else 0; numbers are looked for after the last "####" if any
+    (GSM8K).
+    """
     wanted = required("answer", answer)
     pairs = [(last_number(c), last_number(str(a))) for c, a in zip(completions, wanted, strict=True)]
     return [float(said is not None and said == right) for said, right in pairs]
 
 
 def format_reward(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
-    """1 where a completion is <think>...</think><answer>...</answer>, each once, and nothing else; else 0."""
+    """1 if a completion is <think>...</think><answer>...</answer>, each once, and nothing else; else 0."""
     return [float(THOUGHT.fullmatch(completion) is not None) for completion in completions]
 
 
 def required(name: str, column: list | None) -> list:
-    """A column that every record has.  Raises ValueError where some record lacks it."""
+    """`column`, which every record must have. Raises ValueError if a record lacks it."""
     if column is None or None in column:
         raise ValueError(f"the reward compares with the records' {name!r}, and some of them have none")
     return column
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in what stands behind the last "####", or in all of it."""
+    """The last number after the last "####", or of the whole text if it has none; None without a number."""
     numbers = NUMBER.findall(text.rpartition("####")[2])
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def load_reward(name: str) -> Reward:
-    """The reward called `module:function`, which may be an `async def`; or the server at an address, or `server:NAME`
-    that the pipeline has started.
+    """The reward `module:function` (also `async def`), or a reward server: its address, or `server:NAME` of the
+    pipeline.
 
-    Raises ValueError, naming what was given and what is allowed.
+    Raises ValueError, with the allowed forms, if there is no such function or server.
     """
     if is_address(name := address_of(name)):
         return partial(ask_server, name)
@@ -113,7 +117,7 @@ def load_reward(name: str) -> Reward:
 
 
 def address_of(name: str) -> str:
-    """A reward's name; of `server:NAME` the address. Raises ValueError where there is no such server."""
+    """A reward's name, `server:NAME` replaced by the server's address. Raises ValueError for an unknown server."""
     if not name.startswith(SERVER):
         return name
     addresses = json.loads(os.environ.get(SERVERS, "{}"))
@@ -124,22 +128,24 @@ def address_of(name: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Whether a reward is a server's."""
+    """Whether a reward's name is the address of a server."""
     return name.startswith(("http://", "https://"))
 
 
 def reward_name(name: str) -> str:
-    """What a reward's metric is called: as its function, or as the last part of its server's path."""
+    """A reward's name in metrics: the function's name, or the last part of the path of the server's address."""
     if is_address(name := address_of(name)):
         return urlsplit(name).path.strip("/").rpartition("/")[2] or "reward_server"
     return name.rpartition(":")[2]
 
 
 async def ask_server(address: str, prompts: list[str], completions: list[str], **columns: list) -> list[float | None]:
-    """What a reward server gives. It gets, by POST, the JSON {"prompts": [text, ...], "completions": [text, ...],
-    "columns": {name: [value, ...]}}, lists of one length, and gives {"rewards": [number or null, ...]}.
+    """The rewards that a server returns. It gets, by POST, the JSON {"prompts": [text, ...], "completions": [text,
+    ...],
+    "columns": {name: [value, ...]}}, lists of equal length, and returns {"rewards": [number or null, ...]}.
 
-    Raises ValueError where it refuses (a status from 400 to 499), or gives something else.
+    Raises ValueError if the server rejects the request (status 400 to 499) or returns anything else, OSError if it does
+    not answer.
     """
     asked = json.dumps({"prompts": prompts, "completions": completions, "columns": columns}).encode()
     request = Request(address, data=asked, headers={"Content-Type": "application/json"})
@@ -151,7 +157,7 @@ async def ask_server(address: str, prompts: list[str], completions: list[str], *
 
 
 def answer_to(request: Request) -> bytes:
-    """A server's answer.  Raises OSError where there is none."""
+    """The body of a server's response. Raises ValueError for a status from 400 to 499, OSError if the request fails."""
     try:
         with urlopen(request) as answer:
             return answer.read()
@@ -169,11 +175,11 @@ def score_all(
     timeout_s: float = 60.0,
     retries: int = 2,
 ) -> dict[str, list[float]]:
-    """What reward functions give, by name: a number for each completion, NaN for None, NaN and infinities.
+    """The scores of all reward functions by name: a float for each completion, NaN for None, NaN and infinities.
 
-    Those that are awaited run together, beside the others. An attempt of theirs takes at most `timeout_s` seconds, and
-    one that fails is made again, `retries` times. Raises ValueError where one gives something else than numbers, and
-    RuntimeError where the last attempt fails.
+    Async functions run concurrently, in a thread next to the others. An attempt takes at most `timeout_s` seconds; a
+    failed one is repeated up to `retries` times.
+    Raises ValueError if a function returns anything but numbers, RuntimeError if the last attempt fails.
     """
     awaited = {name: reward for name, reward in rewards.items() if inspect.iscoroutinefunction(reward)}
     others = {name: reward for name, reward in rewards.items() if name not in awaited}
@@ -185,7 +191,7 @@ def score_all(
         )
         return await asyncio.gather(*attempts)
 
-    with ThreadPoolExecutor(max_workers=1) as beside:  # in a thread: the caller may have an event loop of its own
+    with ThreadPoolExecutor(max_workers=1) as beside:  # in a thread: the caller may already run an event loop
         waiting = beside.submit(asyncio.run, together()) if awaited else None
         given = {name: reward(prompts, completions, **columns) for name, reward in others.items()}
         given |= dict(zip(awaited, waiting.result(), strict=True)) if waiting else {}
@@ -193,11 +199,14 @@ def score_all(
 
 
 async def with_retries(name: str, call: Callable, timeout_s: float, retries: int) -> Any:
-    """What an awaited call gives at last."""
+    """The result of an async call's first successful attempt. ValueError and TypeError are raised at once, any other
+    error
+    as RuntimeError after the last attempt.
+    """
     for attempt in range(retries + 1):
         try:
             return await asyncio.wait_for(call(), timeout_s)
-        except (ValueError, TypeError):  # asked again, it would be the same
+        except (ValueError, TypeError):  # a retry would fail in the same way
             raise
         except Exception as error:
             if attempt == retries:
@@ -208,11 +217,11 @@ async def with_retries(name: str, call: Callable, timeout_s: float, retries: int
 
 
 def as_numbers(given: Any, name: str, count: int) -> list[float]:
-    """What a reward function gave as `count` floats, NaN where a completion could not be scored.
+    """A reward function's return value as `count` floats, NaN where a completion could not be scored.
 
-    name: of the function, for errors. Raises ValueError where it gave something else.
+    name: the function's, for errors. Raises ValueError for any other return value.
     """
-    given = given.tolist() if hasattr(given, "tolist") else given  # of torch, numpy
+    given = given.tolist() if hasattr(given, "tolist") else given  # torch tensors, numpy arrays
     wanted = f"reward: {name} must give a list of {count} numbers, one for each completion, with None where "
     wanted += "one cannot be scored"
     if not isinstance(given, list | tuple) or len(given) != count:

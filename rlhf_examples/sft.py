@@ -1,6 +1,6 @@
 """Supervised fine-tuning of a language model, step 1 of RLHF.
 
-A small model on stories that the project makes itself, on CPUs; and a model of 1B on 8 GPUs:
+A small model on synthetic stories, on CPUs; a model of 1B on 8 GPUs:
 torchrun --nproc_per_node=2 -m rlhf_examples.sft --num_train_epochs 1
 torchrun --nproc_per_node=8 -m rlhf_examples.sft --model_name_or_path my-model --data_path my.jsonl --dtype bfloat16
 """
@@ -28,12 +28,12 @@ BAR = {"loss": "loss", "held out": "eval_loss"}
 
 
 def main() -> None:
-    """A run from its arguments to the exported model."""
+    """Train with the arguments of the command line and export the model."""
     run_command(SFTArguments, run)
 
 
 def run(args: SFTArguments) -> Metrics:
-    """Train; gives the last metrics."""
+    """Train and export the model; returns the last metrics."""
     seed_everything(args.seed)
     if args.model_name_or_path:
         require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
@@ -55,12 +55,12 @@ def run(args: SFTArguments) -> Metrics:
     engine = trained_policy(model, args, training)
 
     def collated(rows: list[Row | list[Row]]) -> dict[str, torch.Tensor]:
-        """`collate_supervised` of rows, or of packs of them."""
+        """`collate_supervised` of rows, or of packs of rows."""
         flat = [row for pack in rows for row in (pack if isinstance(pack, list) else [pack])]
         return collate_supervised(flat, tokenizer.pad_token_id, args.only_completions)
 
     def loss_of(rows: list[Row | list[Row]], denominator: float) -> Loss:
-        """-log p of the tokens that are learned, over `denominator`."""
+        """-log p of the learned tokens, summed and divided by `denominator`."""
         batch = {name: tensor.to(device()) for name, tensor in collated(rows).items()}
         ids, mask, labels = (batch[name] for name in ("input_ids", "attention_mask", "labels"))
         forward = (1.0, args.logit_chunk, args.padding_free)
@@ -68,7 +68,7 @@ def run(args: SFTArguments) -> Metrics:
         return language_model_loss(logps, labels[:, 1:] != -100, denominator)
 
     def learned_tokens(rows: list[Row | list[Row]]) -> int:
-        """As many as `loss_of` sums over."""
+        """The number of tokens that `loss_of` sums over."""
         return int((collated(rows)["labels"][:, 1:] != -100).sum())
 
     found = fit(engine, tokenizer, examples, held_out, loss_of, learned_tokens, args, "SFT", BAR)

@@ -1,6 +1,6 @@
-"""Tokens a second of rollouts under ZeRO-3, beside Hugging Face's generate on the same prompts in the same process.
+"""Tokens per second of rollouts under ZeRO-3 and of Hugging Face's generate on the same prompts in the same process.
 
-What `make demo` leaves, on CPUs; and a model of 7B on 8 GPUs:
+The policy of `make demo`, on CPUs; a model of 7B on 8 GPUs:
 torchrun --nproc_per_node=2 -m rlhf_examples.throughput --model_name_or_path runs/demo/ppo/model
 torchrun --nproc_per_node=8 -m rlhf_examples.throughput --model_name_or_path my-model --dtype bfloat16
 """
@@ -30,15 +30,16 @@ from rlhf_examples.data.texts import RecordFormat
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure with the arguments of the command line and print the result."""
     run_command(ThroughputArguments, run, lambda args, found: print(json.dumps(found, indent=1)))
 
 
 def run(args: ThroughputArguments) -> Metrics:
-    """Both in turns, `rounds` times after one that does not count; gives the medians, and the least and most.
+    """Time both in alternation, `rounds` times after a warm-up round; returns medians, minima and maxima.
 
-    Our engine holds the weights partitioned, and gathers them anew for every rollout, as after an optimizer step.
-    Hugging Face's has them whole on every rank. Tokens are those up to the end token, of all ranks.
+    Our engine holds the weights partitioned and gathers them anew for every rollout, as after an optimizer step.
+    Hugging
+    Face's model is whole on every rank. Counted are the tokens of all ranks up to the end token.
     """
     require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     load = partial(load_exported, attn_implementation=args.attn_implementation)
@@ -71,7 +72,7 @@ def run(args: ThroughputArguments) -> Metrics:
 
 
 def tokens_per_second(contender: Callable[[int], int], seed: int) -> float:
-    """Of all ranks, until the last one is done."""
+    """Tokens of all ranks per second, until the last rank is done."""
     rendezvous()
     start = time.perf_counter()
     tokens = torch.tensor(float(contender(seed)), device=device())
@@ -81,7 +82,9 @@ def tokens_per_second(contender: Callable[[int], int], seed: int) -> float:
 
 @torch.no_grad()
 def hugging_faces(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, params: hybrid.SamplingParams) -> int:
-    """Tokens that `generate` makes of prompts, int64 [rows, tokens] each; those behind an end token do not count."""
+    """The number of tokens that `generate` makes, up to each row's end token.  ids, mask int64 [rows, tokens], left
+    padded.
+    """
     config = params.generation_config(model, 1)
     completions = model.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]
     ends = torch.tensor(config.eos_token_id or [], device=ids.device)

@@ -1,1 +1,1 @@
-"""What the scripts share: engines, rollouts, losses, checkpoints, logs."""
+"""Shared by the scripts: engines, rollouts, losses, checkpoints, logs."""

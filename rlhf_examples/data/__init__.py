@@ -1,1 +1,1 @@
-"""From records to tokens."""
+"""Reads records and turns them into tokens."""

@@ -1,1 +1,1 @@
-"""A run as one HTML page."""
+"""Writes a run's logs as one HTML page."""
