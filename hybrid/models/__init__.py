@@ -1,1 +1,1 @@
-"""How to read a Hugging Face model: where its transformer layers, embeddings, norms and head are."""
+"""Reading a Hugging Face model: its transformer layers, embeddings, norms and head, as a `DecoderLayout`."""

@@ -1,4 +1,4 @@
-"""What a reading must be before anything runs by it: every parameter covered, every size as the configuration says."""
+"""Checks of a `DecoderLayout` before it is used: every parameter has a role, every shape agrees with the spec."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +10,7 @@ from hybrid.models.spec import DecoderLayout, DecoderSpec, ParamRef, Unsupported
 
 
 def require_covered(model: nn.Module, layout: DecoderLayout) -> None:
-    """Raises Unreadable where a parameter of `model` has no role and is no adapter's."""
+    """Raise UnsupportedModel if a parameter of `model` has no role and does not belong to an adapter."""
     every = [ref for roles in (layout.outer, *layout.layers) for ref in roles.values()]
     covered = {param for param in map(parameter_at, every) if param is not None} | adapter_parameters(model)
     left = [name for name, param in model.named_parameters() if param not in covered]
@@ -19,7 +19,8 @@ def require_covered(model: nn.Module, layout: DecoderLayout) -> None:
 
 
 def require_sizes(layout: DecoderLayout) -> None:
-    """Raises UnsupportedModel where a tensor's shape is not what the spec says, or a fused one has rows left over."""
+    """Raise UnsupportedModel if a tensor's shape differs from the spec, a fused parameter has rows without a role, or
+    the rotary tables are wider than a head."""
     if layout.spec.rotary_dim > layout.spec.head_dim:
         raise UnsupportedModel(
             f"{layout.family}: tables turn {layout.spec.rotary_dim} elements of heads of {layout.spec.head_dim}"
@@ -38,16 +39,16 @@ def require_sizes(layout: DecoderLayout) -> None:
 
 
 def picked_shape(ref: ParamRef) -> torch.Size:
-    """The shape of the role's tensor."""
+    """The shape of the tensor at `ref`, after `select`."""
     whole = torch.empty(whole_shape(ref), device="meta")
     try:
         return whole.shape if ref.select is None else ref.select(whole).shape
-    except (RuntimeError, IndexError):  # sizes that the rows cannot be shared out by
+    except (RuntimeError, IndexError):  # the rows cannot be divided by the spec's sizes
         return whole.shape
 
 
 def require_whole(family: str, where: str, together: Iterable[ParamRef]) -> None:
-    """Raises UnsupportedModel where the roles of a fused parameter are not all of it."""
+    """Raise UnsupportedModel if the roles of a fused parameter do not cover all of it."""
     taken: dict[nn.Parameter, int] = {}
     wholes: dict[nn.Parameter, int] = {}
     for ref in together:
@@ -62,13 +63,13 @@ def require_whole(family: str, where: str, together: Iterable[ParamRef]) -> None
 
 
 def inner_size(picked: Mapping[str, torch.Size]) -> int:
-    """The MLP's inner size, which only its weights say: the columns of the matrix that leads back."""
+    """The MLP's inner size, taken from the inputs of its down projection; 0 without one."""
     back = picked.get("down.weight", picked.get("experts_down.weight", (0,)))
     return back[-1]
 
 
 def shapes(spec: DecoderSpec, inner: int) -> dict[str, tuple[int, ...]]:
-    """What the shape of each role's weight must be."""
+    """The expected shape of each role's weight.  inner: the MLP's inner size."""
     hidden, experts = spec.hidden_size, spec.num_experts
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     one_head = spec.qk_norm == "head"

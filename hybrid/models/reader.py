@@ -1,4 +1,4 @@
-"""Reading a model: the family whose row fits it, and what the row makes of it."""
+"""Reading a model: finds the family whose row fits, and makes the `DecoderLayout` from it."""
 
 import inspect
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from hybrid.models.spec import DecoderLayout, DecoderSpec, LayerSpec, ParamRef, 
 
 
 def read_decoder(model: nn.Module) -> DecoderLayout:
-    """`model` as the family describes it that fits. The model may be wrapped by PEFT, and be partitioned.
+    """The layout of `model`, by the first family that fits. The model may be wrapped by PEFT, and partitioned.
 
-    Raises Unreadable, with the reason, where no family fits, a parameter would be left out, a setting is not
-    covered, or a size is not what the configuration says.
+    Raises UnsupportedModel, with the reason, if no family fits, a parameter has no role, the family does not support a
+    setting, or a size differs from the configuration.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(getattr(base, "config", None), PretrainedConfig):
@@ -30,18 +30,18 @@ def read_decoder(model: nn.Module) -> DecoderLayout:
             layout = read_as(family, base)
             require_covered(model, layout)
             return layout
-    # Of equally near ones the plainest, which comes last.
+    # Among equally near families the most general one, which comes last in FAMILIES.
     nearest, reasons = min(reversed(found), key=lambda one: (find(base, one[0].layers) is None, len(one[1])))
     raise UnsupportedModel(
         f"{type(base).__name__} is of no family that is known; nearest is {nearest.name}: " + "; ".join(reasons[:3])
     )
 
 
-# Which family
+# Which family fits
 
 
 def misfits(family: Family, model: nn.Module) -> list[str]:
-    """Why `model` is not of `family`; empty where it is."""
+    """The reasons why `model` does not fit `family`; empty if it does."""
     config = model.config
     paths = [path for role, path in family.outer.items() if role not in family.optional]
     paths += [family.rotary] if family.rotary else []
@@ -61,7 +61,7 @@ def misfits(family: Family, model: nn.Module) -> list[str]:
 
 
 def own_ways(family: Family, model: nn.Module) -> list[str]:
-    """The embedding where it does more than look up (Gemma's scales), and the family knows of no more."""
+    """A reason if the embedding computes more than a lookup (Gemma's scales) and the family does not support that."""
     path = family.outer["embedding"]
     embedding = plain(find(model, path)) if has(model, path) else None
     if embedding is None or family.own_embedding or type(embedding).forward is nn.Embedding.forward:
@@ -70,7 +70,7 @@ def own_ways(family: Family, model: nn.Module) -> list[str]:
 
 
 def layer_misfits(family: Family, stack: nn.ModuleList) -> list[str]:
-    """What the layers lack for `family`, or have beyond it: the first layer that does not fit, its nearest map."""
+    """The reasons why the first layer that does not fit differs from its nearest map of `family`; empty if all fit."""
     for index, layer in enumerate(stack):
         found = [map_misfits(roles, layer, f"{family.layers}.{index}") for roles in family.layer]
         if all(found):
@@ -79,7 +79,7 @@ def layer_misfits(family: Family, stack: nn.ModuleList) -> list[str]:
 
 
 def map_misfits(roles: Mapping[str, str | Fused], layer: nn.Module, name: str) -> list[str]:
-    """What one layer lacks of a map of roles, and which parameters it has beyond them."""
+    """The modules of `roles` that a layer lacks, and its parameters without a role, as reasons.  name: the layer's."""
     paths = [value.path if isinstance(value, Fused) else value for value in roles.values()]
     missing = [f"no {name}.{path}" for path in paths if not has(layer, path)]
     known = {param for path in paths if has(layer, path) for param in own_parameters(layer, path)}
@@ -87,11 +87,14 @@ def map_misfits(roles: Mapping[str, str | Fused], layer: nn.Module, name: str) -
     return missing + [f"{name}.{key} has no role" for key, param in layer.named_parameters() if param not in known]
 
 
-# What the family makes of it
+# The layout
 
 
 def read_as(family: Family, model: nn.Module) -> DecoderLayout:
-    """`model`, which fits, read by the row of `family`."""
+    """The layout of `model` by the row of `family`, which fits.
+
+    Raises UnsupportedModel for a setting that the row does not support or a size that differs from the configuration.
+    """
     config = model.config
     require_choices(family, config)
     stack = model.get_submodule(family.layers)
@@ -110,7 +113,7 @@ def read_as(family: Family, model: nn.Module) -> DecoderLayout:
 
 
 def require_choices(family: Family, config: PretrainedConfig) -> None:
-    """Raises UnsupportedModel where the config makes a choice that the family's row does not cover."""
+    """Raise UnsupportedModel if the config has a value that the family's row refuses, or is_causal=False."""
     if getattr(config, "is_causal", True) is False:
         raise UnsupportedModel(f"{family.name}: config.is_causal=False; a decoder's attention looks back only")
     for words, is_so in family.refuses.items():
@@ -126,7 +129,11 @@ def rotary_keys(family: Family, config: PretrainedConfig) -> list[str]:
 
 
 def decoder_spec(family: Family, model: nn.Module, maps: list, keys: list[str], rotary: dict) -> DecoderSpec:
-    """The spec: what every configuration has, and what the row says."""
+    """The spec, from the configuration's common settings and the row's `spec`, which has precedence.
+
+    maps: each layer's map of roles.  keys: `LayerSpec.rotary` of each layer.  rotary: the tables by key.
+    Raises UnsupportedModel if the configuration does not agree with the model.
+    """
     config = model.config
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -155,7 +162,10 @@ def decoder_spec(family: Family, model: nn.Module, maps: list, keys: list[str], 
 
 
 def activation(family: Family, config: PretrainedConfig) -> dict:
-    """What the spec says of the activation that the config names; nothing where the row says it."""
+    """The spec's activation fields, from the config; {} if the row's `spec` has them.
+
+    Raises UnsupportedModel for an unknown activation.
+    """
     if not family.activation:
         return {}
     name = getattr(config, family.activation)
@@ -167,7 +177,10 @@ def activation(family: Family, config: PretrainedConfig) -> dict:
 
 
 def norm_eps(family: Family, model: nn.Module, maps: list) -> float:
-    """The epsilon of the norms, which is one for all of them, as their kind is the row's."""
+    """The epsilon of all norms.
+
+    Raises UnsupportedModel if the norms differ in it, or are not of the row's kind (RMS or layer norm).
+    """
     stack = model.get_submodule(family.layers)
     owners = [(model, family.outer), *zip(stack, maps, strict=True)]
     paths = [(root, path) for root, roles in owners for role, path in roles.items() if role.endswith("norm")]
@@ -189,7 +202,8 @@ def positions_end(family: Family, config: PretrainedConfig, keys: list[str]) -> 
 
 
 def turning(family: Family, model: nn.Module, maps: list, rotary: Mapping[str, Table]) -> dict:
-    """How much of a head the tables turn, which elements turn together, and whether products are rounded."""
+    """The spec's rotary fields: `rotary_dim`, `rotary_float32` and, unless the row makes its own tables,
+    `rotary_interleaved`. {} without tables. Raises UnsupportedModel if the tables differ in width."""
     if not rotary:
         return {}
     one = torch.ones(1, dtype=torch.long, device=next(model.get_submodule(family.rotary).buffers()).device)
@@ -206,15 +220,18 @@ def turning(family: Family, model: nn.Module, maps: list, rotary: Mapping[str, T
 
 
 def attention_module(family: Family, model: nn.Module, maps: list) -> nn.Module:
-    """The module of the first layer that holds the queries' matrix."""
+    """The first layer's attention module: the parent of its query projection."""
     path = next(value for role, value in maps[0].items() if role.split()[0] == "q")
     path = path.path if isinstance(path, Fused) else path
     return model.get_submodule(family.layers)[0].get_submodule(path.rpartition(".")[0])
 
 
 def interleaved(family: Family, attention: nn.Module, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether neighbours turn together, or an element of each half, which no setting says: the function that the
-    attention's own forward turns with is asked what it makes of a head's first element.  cos, sin [1, rotary_dim / 2]
+    """Whether rope pairs neighbouring elements (True) or an element of each half of a head (False).
+
+    No setting has this, so the attention's own `apply_rotary_pos_emb` is run on a head whose first element is 1.
+    cos, sin: [1, rotary_dim / 2]. Raises UnsupportedModel if the function is missing, has another signature, or does
+    neither.
     """
     forward = inspect.unwrap(type(attention).forward)
     turn = forward.__globals__.get("apply_rotary_pos_emb")
@@ -238,7 +255,7 @@ def interleaved(family: Family, attention: nn.Module, cos: torch.Tensor, sin: to
 
 
 def refs(root: nn.Module, roles: Mapping[str, str | Fused], spec: DecoderSpec) -> dict[str, ParamRef]:
-    """Where the tensors of `roles` are under `root`, by "<role>.weight" and "<role>.bias"."""
+    """The ParamRefs of `roles` under `root`, by "<role>.weight" and "<role>.bias"."""
     found = {}
     for names, value in roles.items():
         if isinstance(value, Fused):
@@ -252,8 +269,8 @@ def refs(root: nn.Module, roles: Mapping[str, str | Fused], spec: DecoderSpec) -
 
 
 def places_of(module: nn.Module, role: str, pick: Pick | None = None) -> dict[str, ParamRef]:
-    """A module's weight and bias. A linear module that has no bias has a place for one all the same: an adapter may
-    bring it."""
+    """The ParamRefs of a module's weight and bias. A linear module without bias gets a ref for it too: an adapter may
+    add one."""
     weight = turned(pick) if isinstance(plain(module), Conv1D) else pick
     found = {f"{role}.weight": ParamRef(module, "weight", weight)}
     if hasattr(plain(module), "bias"):
@@ -262,5 +279,5 @@ def places_of(module: nn.Module, role: str, pick: Pick | None = None) -> dict[st
 
 
 def turned(pick: Pick | None) -> Pick:
-    """`pick` for a weight that is [in, out]."""
+    """`pick` applied to the transpose of a weight [in, out]."""
     return (lambda weight: weight.T) if pick is None else (lambda weight: pick(weight.T))

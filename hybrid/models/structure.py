@@ -1,4 +1,4 @@
-"""A model read by its structure, not by its class name."""
+"""The parts of any model: its layers and outer modules, found by structure, not by class name."""
 
 from dataclasses import dataclass
 
@@ -16,25 +16,25 @@ class Part:
 
 @dataclass(frozen=True)
 class Structure:
-    """The parts of a model in forward order: its transformer layers, and whatever else owns parameters."""
+    """The parts of a model in forward order: its transformer layers, and the other modules that own parameters."""
 
     layers: tuple[Part, ...]
     outer: tuple[Part, ...]
 
 
 def can_generate(module: nn.Module) -> bool:
-    """Whether a module has a `generate` that works: PEFT's wrappers have one over classifiers too (0.21)."""
+    """Whether a module has a working `generate`. PEFT's wrappers have one also around classifiers (0.21)."""
     inner = module.get_base_model() if hasattr(module, "get_base_model") else module
     return hasattr(inner, "generate")
 
 
 def generating_part(model: nn.Module) -> nn.Module:
-    """What of `model` generates: itself, or the one module in it that can, as the policy of a wrapper that holds a
-    value model too. `model` where there is none, or more than one."""
+    """The part of `model` that generates: itself, or the only module in it that can, such as the policy in a wrapper
+    that also has a value model. `model` if there is none or more than one."""
     if can_generate(model):
         return model
     found: list[nn.Module] = []
-    within: set[nn.Module] = set()  # an adapter's wrapper can, and so can what it wraps: the outermost counts
+    within: set[nn.Module] = set()  # an adapter's wrapper can generate, and so can its base: the outermost counts
     for module in model.modules():
         if module not in within and can_generate(module):
             found.append(module)
@@ -45,7 +45,7 @@ def generating_part(model: nn.Module) -> nn.Module:
 def read_structure(model: nn.Module) -> Structure:
     """The transformer layers of `model`, and every module outside them that owns parameters.
 
-    A model in which no stack of layers is found is all "outer": it runs, part by part, like any other.
+    Without a recognised list of layers every part is in `outer`, and the model runs part by part like any other.
     """
     stacks: list[tuple[str, nn.Module]] = []
     within: set[nn.Module] = set()  # a layer may hold lists of its own (T5's sub-layers): the outermost counts
@@ -65,15 +65,15 @@ def read_structure(model: nn.Module) -> Structure:
 
 
 def is_layer_stack(model: nn.Module, module: nn.Module) -> bool:
-    """Whether `module` is the list of a model's transformer layers: a ModuleList that is as long as the
-    configuration says, and whose entries hold more than one module (a list of expert matrices does not)."""
+    """Whether `module` is the list of a model's transformer layers: a ModuleList with as many entries as the
+    configuration has layers, each of which has submodules (expert matrices in a list have none)."""
     if not isinstance(module, nn.ModuleList) or len(module) == 0:
         return False
     return len(module) in layer_counts(model) and all(any(entry.children()) for entry in module)
 
 
 def layer_counts(model: nn.Module) -> set[int]:
-    """Numbers of layers that the model's configuration states, for decoder and encoder alike."""
+    """The numbers of layers in the model's configuration, for decoder and encoder."""
     config = getattr(model, "config", None)
     if config is None:
         return set()
@@ -83,7 +83,7 @@ def layer_counts(model: nn.Module) -> set[int]:
 
 
 def kind_of(model: nn.Module, module: nn.Module) -> str:
-    """What a parameter-owning module outside the layers is."""
+    """`Part.kind` of a module outside the layers that owns parameters."""
     if isinstance(module, nn.Embedding):
         return "embedding"
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -13,11 +13,12 @@ from hybrid.models.spec import ParamRef, UnsupportedModel
 
 @dataclass(frozen=True)
 class Style:
-    """What a rank keeps of a module's weights, and what ranks do around its forward.
+    """How a module's weights are sliced, and what ranks do before and after its forward.
 
-    cut: "rows" (outputs, or a vocabulary), "columns" (inputs), "halves" (rows of each half, gate above up), "": all.
-    before: "part": a rank takes its part of the input; "lookup": of token ids, those in its part of the vocabulary.
-    after: "sum" or "gather": of the ranks' outputs.
+    cut: "rows" (outputs, or a vocabulary), "columns" (inputs, or an embedding's outputs), "halves" (rows of each half,
+        gate before up), "": not sliced.
+    before: "part": a rank slices its input; "lookup": it looks up only the token ids in its slice of the vocabulary.
+    after: "sum" or "gather" of the ranks' outputs; "": neither.
     """
 
     cut: str = ""
@@ -26,16 +27,16 @@ class Style:
 
     @property
     def gives_parts(self) -> bool:
-        """Whether the output is a rank's part of the whole."""
+        """Whether the output is a rank's slice of the full output (column-parallel)."""
         return self.cut in ("rows", "halves") and not self.after
 
     @property
     def takes_parts(self) -> bool:
-        """Whether the input must be a rank's part of the whole."""
+        """Whether the input must be a rank's slice of the full input (row-parallel)."""
         return self.cut == "columns" and self.after == "sum" and not self.before
 
 
-# Names of transformers 5.23. Others are not known: a model whose plan has one is not spread.
+# The names in transformers 5.23. A model whose plan has another name is not tensor-parallel.
 STYLES = {
     "colwise": Style("rows"),
     "colwise_gather_output": Style("rows", after="gather"),
@@ -52,18 +53,18 @@ STYLES = {
     "replicated_with_grad_allreduce": Style(),
     "local_params": Style(),
 }
-HEAD_SIZES = ("head_dim", "head_size", "qk_head_dim")  # what attention modules call theirs; an MLP has none
+HEAD_SIZES = ("head_dim", "head_size", "qk_head_dim")  # attributes of attention modules; an MLP has none of them
 
 
 @dataclass(frozen=True)
 class Share:
     """How ranks share one module.
 
-    module: an adapter's wrapper where one sits there.
-    cuts: parameter names to how they are cut: as `Style.cut`, "kv" (key or value heads), "once" (the first rank's).
+    module: the module, or the wrapper if it is adapted.
+    cuts: parameter name to how it is sliced: as `Style.cut`, "kv" (by key or value heads), "once" (first rank only).
     style: what happens around the module's forward.
-    width: of the whole output; of a vocabulary, its size.
-    kv_heads: of all ranks, where a cut is "kv".
+    width: full size of the weight's sliced dimension; 0 if the module has no weight to slice.
+    kv_heads: number over all ranks, if a cut is "kv".
     """
 
     module: nn.Module
@@ -75,7 +76,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Attention:
-    """A module whose heads are spread, and how many it has."""
+    """An attention module whose heads are divided over the ranks, and its number of heads over all ranks."""
 
     module: nn.Module
     heads: int
@@ -84,21 +85,24 @@ class Attention:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A plan as read: what is not in `shares` is whole on every rank."""
+    """A tensor-parallel plan. Modules that are not in `shares` are replicated on every rank."""
 
     shares: tuple[Share, ...]
     attentions: tuple[Attention, ...]
 
 
 def hugging_face_model(model: nn.Module) -> nn.Module:
-    """The Hugging Face model, PEFT's model around it taken off."""
+    """The Hugging Face model, without PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def read_tp_plan(model: nn.Module) -> TensorPlan:
-    """A model's plan. Raises Unreadable, in words, where there is none, or none that can be followed.
+    """The tensor-parallel plan of `model`, from its `tp_plan`.
 
-    Modules that hand parts to each other are siblings: they are cut together, or are whole together.
+    Modules that pass slices to each other are siblings: all of them are sliced, or none.
+
+    Raises UnsupportedModel if the model has no `tp_plan` or is an encoder-decoder, if the plan has an unknown style or
+    slices no layer, or if it slices tied parameters differently.
     """
     model = hugging_face_model(model)
     plan = getattr(model, "tp_plan", None)
@@ -129,7 +133,7 @@ def read_tp_plan(model: nn.Module) -> TensorPlan:
 
 
 def planned(plan: dict[str, str], name: str, module: nn.Module) -> tuple[Style | None, dict[str, Style]]:
-    """The style of a module, None where the plan does not name it; and those of its parameters that the plan names."""
+    """The plan's style for a module, or None, and its styles for the module's own parameters, by name."""
     general = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
     own = {leaf: plan.get(f"{general}.{leaf}") for leaf in plain(module)._parameters}
     named = {leaf: STYLES[style] for leaf, style in own.items() if style is not None}
@@ -137,7 +141,7 @@ def planned(plan: dict[str, str], name: str, module: nn.Module) -> tuple[Style |
 
 
 def share_of(module: nn.Module, style: Style, named: dict[str, Style]) -> Share | None:
-    """How ranks share a module; None where what runs there is not a layer that can be cut."""
+    """How ranks share a module; None if it is not a layer that can be sliced."""
     if named:
         return Share(module, {leaf: one.cut for leaf, one in named.items()}, style)
     if not style.cut:
@@ -155,22 +159,22 @@ def share_of(module: nn.Module, style: Style, named: dict[str, Style]) -> Share 
 
 
 def gives_parts(block: dict[str, Share]) -> bool:
-    """Whether a module of the block has a part of the whole for its output, or a parameter has."""
+    """Whether a module of the block outputs a slice, by its style or by its parameters' slices."""
     return any(share.style.gives_parts or {"rows", "halves"} & bare_cuts(share) for share in block.values())
 
 
 def takes_parts(block: dict[str, Share]) -> bool:
-    """Whether a module of the block wants a part of the whole for its input, or a parameter does."""
+    """Whether a module of the block expects a slice as input, by its style or by its parameters' slices."""
     return any(share.style.takes_parts or "columns" in bare_cuts(share) for share in block.values())
 
 
 def bare_cuts(share: Share) -> set[str]:
-    """How parameters are cut that a module's own forward combines (experts, attention sinks)."""
+    """The cuts of parameters that the module's own forward combines (experts, attention sinks)."""
     return set() if share.style.cut else set(share.cuts.values())
 
 
 def attention_of(module: nn.Module, block: dict[str, Share], config) -> Attention | None:
-    """The heads of a block that is attention, None where it is not, or its heads are not spread."""
+    """The heads of an attention block; None for other blocks, or if the heads are not divided over the ranks."""
     size = next((getattr(module, name) for name in HEAD_SIZES if hasattr(module, name)), 0)
     if not size or not gives_parts(block):
         return None
@@ -182,14 +186,14 @@ def attention_of(module: nn.Module, block: dict[str, Share], config) -> Attentio
 
 
 def with_kv_heads(leaf: str, share: Share, attention: Attention) -> Share:
-    """A share of a block that is attention: keys and values are cut by their heads."""
+    """`share`, a module of an attention block, with keys and values sliced by their heads."""
     if leaf not in ("k_proj", "v_proj"):
         return share
     return replace(share, cuts=dict.fromkeys(share.cuts, "kv"), kv_heads=attention.kv_heads)
 
 
 def require_cut_alike(model: nn.Module, shares: list[Share]) -> None:
-    """Raise UnsupportedModel where a parameter that two modules share would be cut in two ways."""
+    """Raise UnsupportedModel if a parameter that two modules share would be sliced in two ways."""
     by_module = {plain(share.module): share.cuts for share in shares}
     cuts: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():

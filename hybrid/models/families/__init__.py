@@ -1,4 +1,4 @@
-"""The families that are known, one file each; the more special before those that they vary."""
+"""The known families. Each comes before the families that it is a variant of: the first that fits is used."""
 
 from hybrid.models.families.bloom import BLOOM
 from hybrid.models.families.falcon import FALCON

@@ -24,7 +24,7 @@ BLOOM = Family(
     activation="",
     spec={
         "norm": "layer",
-        "activation": "gelu_tanh",  # its own, which no setting changes
+        "activation": "gelu_tanh",  # fixed: BLOOM has no setting for it
         "alibi": lambda model: alibi_slopes(model.config.num_attention_heads),
     },
     declares=("apply_residual_connection_post_layernorm", "slow_but_exact", "pretraining_tp"),

@@ -1,4 +1,4 @@
-"""Falcon: one key head for all queries or for groups of them, ALiBi or rope, norms and residuals in three ways."""
+"""Falcon: multi-query or grouped-query attention, ALiBi or rope, and three arrangements of norms and residuals."""
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -7,7 +7,7 @@ from hybrid.models.family import Family, Fused, alibi_slopes, grouped
 
 
 def num_kv_heads(model: nn.Module) -> int:
-    """Groups in the new architecture; else one head, or as many as queries have."""
+    """The number of key heads: `num_kv_heads` in the new architecture; else 1 with multi_query, or all heads."""
     config = model.config
     if config.new_decoder_architecture:
         return config.num_kv_heads
@@ -15,7 +15,7 @@ def num_kv_heads(model: nn.Module) -> int:
 
 
 def alibi(model: nn.Module) -> tuple[float, ...] | None:
-    """The slopes, scaled as the scores are: Falcon adds the bias before the scaling."""
+    """ALiBi's slopes times the attention scale, as Falcon adds the bias before scaling; None without ALiBi."""
     config = model.config
     if not config.alibi:
         return None
@@ -23,7 +23,7 @@ def alibi(model: nn.Module) -> tuple[float, ...] | None:
 
 
 def unwritten(config: PretrainedConfig) -> bool:
-    """Combinations for which the model's own forward asks for a norm that it has not made (transformers 5.23)."""
+    """Whether the settings make the model's own forward use a norm that it does not have (transformers 5.23)."""
     if config.new_decoder_architecture:
         return not config.parallel_attn
     return config.parallel_attn and config.num_ln_in_parallel_attn == 2

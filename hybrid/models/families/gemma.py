@@ -1,6 +1,6 @@
-"""Gemma 2 and 3: norms on both sides of attention and MLP, weights of 1 + w, scaled embeddings, windows by type.
+"""Gemma 2 and 3: norms before and after attention and MLP with weights 1 + w, scaled embeddings, windows by layer type.
 
-Gemma 2 has soft caps; Gemma 3 norms the heads of queries and keys, and has a rope for each type of layer.
+Gemma 2 has soft caps. Gemma 3 has norms on the heads of queries and keys, and a rope table for each layer type.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from hybrid.models.family import key
 
 
 def embedding_multiplier(model: nn.Module) -> float:
-    """√hidden, rounded to the dtype of the embedding, as the model does."""
+    """√hidden, rounded to the embedding's dtype as in the model."""
     dtype = model.get_input_embeddings().weight.dtype
     return torch.tensor(model.config.hidden_size**0.5).to(dtype).item()
 
@@ -56,5 +56,5 @@ GEMMA3 = replace(
     name="gemma3",
     layer=({**QWEN3.layer[0], **NORMS},),
     rotaries=lambda config: list(config.layer_types),
-    spec={**SPEC, "qk_norm": "head"},  # its attn_logit_softcapping is read by nothing (transformers 5.23)
+    spec={**SPEC, "qk_norm": "head"},  # nothing reads its attn_logit_softcapping (transformers 5.23)
 )

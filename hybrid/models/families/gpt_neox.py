@@ -1,4 +1,4 @@
-"""GPT-NeoX: queries, keys and values interleaved by head, part of a head turned, attention and MLP side by side."""
+"""GPT-NeoX: queries, keys and values interleaved by head, rope on part of a head, parallel attention and MLP."""
 
 from hybrid.models.family import Family, Fused, grouped, key
 

@@ -1,4 +1,4 @@
-"""GPT-J: one norm for attention and MLP side by side, neighbours turned together, a bias at the head."""
+"""GPT-J: attention and MLP in parallel behind one norm, rope on neighbouring elements, an LM head with a bias."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from hybrid.models.family import Family, Table
 
 
 def sincos_table(module: nn.Module, _key: str) -> Table:
-    """The tables in an attention module's buffer [positions, rotary_dim]: sines, then cosines."""
+    """The rotary tables from an attention module's buffer [positions, rotary_dim], which has sines, then cosines."""
 
     def table(positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         rows = module.embed_positions.to(positions.device)[positions.long()]

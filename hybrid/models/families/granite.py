@@ -1,4 +1,4 @@
-"""Granite: Llama, with a factor at the embedding, the scores, the residual stream and the logits."""
+"""Granite: Llama, with factors on the embedding, the attention scores, the residual stream and the logits."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Llama: the plan that most decoders vary."""
+"""Llama: the layout that most decoders are variants of."""
 
 from hybrid.models.family import Family
 

@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE: Mistral and Qwen3 with a mixture of experts for an MLP, in all or some layers."""
+"""Mixtral and Qwen3-MoE: Mistral and Qwen3 with a mixture of experts as the MLP, in all or some layers."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ DENSE = ("gate", "up", "down")
 
 
 def with_experts(roles: dict) -> dict:
-    """A layer's roles with experts in the place of the MLP."""
+    """A layer's roles, with experts in place of the dense MLP."""
     return {role: path for role, path in roles.items() if role not in DENSE} | EXPERTS
 
 

@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP, none before them, and over whole rows of queries and keys."""
+"""OLMo 2: norms after attention and MLP, none before them; query and key norms over all heads together."""
 
 from dataclasses import replace
 

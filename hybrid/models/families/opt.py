@@ -1,4 +1,4 @@
-"""OPT: learned positions from row 2 on, layer norms, and projections around a narrower embedding."""
+"""OPT: learned positions from row 2 on, layer norms, and projections if the embedding is narrower."""
 
 from hybrid.models.family import Family, key
 

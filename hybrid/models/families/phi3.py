@@ -1,4 +1,4 @@
-"""Phi-3: Llama with queries, keys and values in one matrix, and gate and up in another; one window for all layers."""
+"""Phi-3: Mistral with queries, keys and values in one matrix, and gate and up in another."""
 
 from dataclasses import replace
 

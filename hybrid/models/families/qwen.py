@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3: Llama, with a window in some layers; Qwen3 norms the heads of queries and keys."""
+"""Qwen2 and Qwen3: Llama, with a window in some layers; Qwen3 has norms on the heads of queries and keys."""
 
 from dataclasses import replace
 

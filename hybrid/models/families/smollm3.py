@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, with layers that turn nothing (NoPE), and windows by type."""
+"""SmolLM3: Llama, with some layers without rope (NoPE), and windows by layer type."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from hybrid.models.families.qwen import QWEN2
 
 
 def rotaries(config: PretrainedConfig) -> list[str]:
-    """The setting says it the other way round: 1 in `no_rope_layers` is a layer with rope."""
+    """`LayerSpec.rotary` of every layer. In `no_rope_layers`, contrary to its name, 1 means a layer with rope."""
     return ["rope" if has_rope else "" for has_rope in config.no_rope_layers[: config.num_hidden_layers]]
 
 
