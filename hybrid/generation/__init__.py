@@ -1,1 +1,1 @@
-"""From prompts to tokens: the KV cache, the sampler, the decode loop. Knows nothing of where weights come from."""
+"""Generation: the KV cache, the sampler, the decode loop, scoring. Independent of where the weights come from."""

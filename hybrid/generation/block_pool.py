@@ -1,25 +1,28 @@
-"""Pages of the KV cache: storage that outlives a call, reserved when a call begins, and who holds which page."""
+"""The KV cache's block pool: pages that outlive a call, reserved when a call begins, with reference counts."""
 
 import math
 from collections.abc import Callable
 
 from hybrid.decoders.batch import PAGE, PagedKV
 
-RESERVED_SHARE = 0.9  # of free memory, at most, for what a call may come to need: activations need some too
+RESERVED_SHARE = 0.9  # of free memory: the most that `expect` reserves; activations need the rest
 
 
 def pages_for(tokens: int) -> int:
-    """Pages that hold so many tokens."""
+    """Number of pages that hold `tokens` tokens."""
     return -(-tokens // PAGE)
 
 
 class BlockPool:
-    """The engine's pages, used again by the next call.
+    """The engine's pool of KV pages; every call uses the same storage.
 
-    step: tokens by which the storage grows, at least.  limit_bytes: the most that it may hold; None: no end.
-    limit_name: the setting that says so.  explain: words behind a refusal.
-    free_bytes: memory that is free now, which bounds what `begin` reserves.
-    Page 0 is never given out: what computes rows that are not there writes there.
+    step: growth increment of the storage, in tokens.
+    limit_bytes: the most bytes that the storage may take; None: unlimited.
+    limit_name: the setting that sets `limit_bytes`, named in error messages.
+    explain: gives text that is appended to `require_room`'s error message.
+    free_bytes: gives the bytes of free memory, which bound what `expect` reserves.
+
+    Page 0 is never allocated: the padding rows of a CUDA graph write there.
     """
 
     def __init__(
@@ -35,13 +38,14 @@ class BlockPool:
         self.limit_name, self.explain, self.free_bytes = limit_name, explain, free_bytes
         self.kv: PagedKV | None = None
         self.free: list[int] = []
-        self.holders: list[int] = []  # by page: how many sequences hold it
+        self.holders: list[int] = []  # reference count of each page
         self.peak_bytes = 0
 
     def begin(self, make: Callable[[int], PagedKV]) -> None:
-        """Start a call: no page is held. make: gives new pages.
+        """Start a call with every page free.
 
-        Storage of the call before is kept where its pages are of the same kind.
+        make: allocates a given number of pages. The previous call's storage is kept if its pages have the same shapes,
+            dtype and device.
         """
         one = make(1)
         if self.kv is not None and self.kv.kind != one.kind:
@@ -50,11 +54,11 @@ class BlockPool:
         self._all_free()
 
     def expect(self, pages: int) -> None:
-        """Reserve storage for a call that holds at most so many pages at once, before it takes the first one.
+        """Reserve storage for a call that holds at most `pages` pages at once. Call it before the first `take`.
 
-        Storage that is too small is let go of before new storage is made: for all pages, or for as many as the limit
-        and free memory allow. More than those are made when they are needed; old and new are then held together while
-        the content is copied.
+        Storage that is too small is freed first; then storage is allocated for all pages, or for as many as
+        `limit_bytes` and free memory allow. If the call needs more, `reserve` grows the storage, and old and new are
+        held together while the content is copied.
         """
         assert not self.held, "pages are held, and their content would be lost"
         wanted = self._rounded(pages + 1)
@@ -72,30 +76,30 @@ class BlockPool:
         self.free = list(range(self.capacity - 1, 0, -1))
 
     def _rounded(self, capacity: int) -> int:
-        """Whole steps, within the limit."""
+        """`capacity` rounded up to whole steps, within the limit."""
         steps = pages_for(self.step)
         capacity = -(-capacity // steps) * steps
         return capacity if self.limit is None else min(capacity, self.limit + 1)
 
     @property
     def capacity(self) -> int:
-        """Pages that there is storage for, page 0 included."""
+        """Pages that storage exists for, page 0 included."""
         return 0 if self.kv is None else self.kv.pages
 
     @property
     def limit(self) -> int | None:
-        """Pages that may be held at once; None: no end."""
+        """The most pages that may be in use at once; None: unlimited."""
         return None if self.limit_bytes is None else max(self.limit_bytes // self.page_bytes - 1, 0)
 
     @property
     def held(self) -> int:
-        """Pages that somebody holds."""
+        """Pages in use."""
         return max(self.capacity - 1, 0) - len(self.free)
 
     def require_room(self, lengths: list[int], page_bytes: int) -> None:
-        """Raise ValueError where sequences of so many tokens are too much to be in the cache at once.
+        """Raise ValueError if sequences of these lengths, in the cache at once, may need more than `limit_bytes`.
 
-        page_bytes: what a page takes at most.
+        lengths: tokens of each sequence, new ones included.  page_bytes: the most bytes that a page takes.
         """
         needed = (1 + sum(map(pages_for, lengths))) * page_bytes
         if self.limit_bytes is not None and needed > self.limit_bytes:
@@ -107,7 +111,9 @@ class BlockPool:
             )
 
     def reserve(self, pages: int) -> None:
-        """See to it that so many pages are free, growing by steps. Pages in use keep their numbers and content."""
+        """Make sure that `pages` pages are free; the storage grows by steps. Pages in use keep their numbers and
+        content.
+        """
         if len(self.free) >= pages:
             return
         old, needed = self.capacity, self.capacity + pages - len(self.free) + (self.capacity == 0)
@@ -121,7 +127,7 @@ class BlockPool:
         self.holders += [0] * (capacity - old)
 
     def take(self, pages: int) -> list[int]:
-        """So many pages, held once each; their content is undefined."""
+        """Allocate `pages` pages, each with reference count 1. Their content is undefined."""
         self.reserve(pages)
         taken = [self.free.pop() for _ in range(pages)]
         for page in taken:
@@ -129,26 +135,26 @@ class BlockPool:
         return taken
 
     def hold(self, pages: list[int]) -> None:
-        """Hold pages once more."""
+        """Increment the pages' reference counts."""
         for page in pages:
             self.holders[page] += 1
 
     def give_back(self, pages: list[int]) -> None:
-        """Hold pages once less; those that nobody holds are free."""
+        """Decrement the pages' reference counts; pages at 0 become free."""
         for page in pages:
             self.holders[page] -= 1
             if not self.holders[page]:
                 self.free.append(page)
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Give pages the content of others."""
+        """Copy the content of page `sources[i]` to page `targets[i]`."""
         if sources:
             self.kv.copy(sources, targets)
 
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the storage."""
         return 0 if self.kv is None else self.kv.nbytes
 
     def release(self) -> None:
-        """Let go of the storage."""
+        """Free the storage."""
         self.kv, self.free, self.holders = None, [], []

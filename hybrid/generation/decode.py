@@ -1,7 +1,8 @@
-"""The decode loop: Hugging Face's `generate()` prepares, and calls this as its decoding method.
+"""The decode loop, run by Hugging Face's `generate()` as its decoding method.
 
-Three ways, the first that fits: slots, where rows are independent of each other (`hybrid.generation.scheduler`); the
-fused decoder in lockstep, where something looks at the whole batch at every step; the model's own forward.
+There are three paths, and the first that fits is taken: the scheduler, if rows are independent of each other
+(`hybrid.generation.scheduler`); the fused decoder in lockstep, if a processor, criterion or streamer needs the whole
+batch at every step; the model's own forward.
 """
 
 import copy
@@ -35,10 +36,10 @@ from hybrid.generation.scheduler import Completions, Request, complete
 from hybrid.profiling import Phase
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-# What `generate()` hands to a decoding method that a fused decoder understands (transformers 5.23).
+# Arguments of a decoding method that the fused decoder supports (transformers 5.23).
 UNDERSTOOD = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
-# Processors that treat each row by itself, as a function of its ids and scores alone (transformers 5.23). One's own may
-# say so with an attribute `rowwise = True`.
+# Processors whose result for a row is a function of that row's ids and scores alone (transformers 5.23). A user's
+# processor declares this by an attribute `rowwise = True`.
 ROWWISE = (
     processes.MinLengthLogitsProcessor,
     processes.MinNewTokensLengthLogitsProcessor,
@@ -66,13 +67,13 @@ ROWWISE = (
 
 @dataclass(frozen=True)
 class SamplingKeys:
-    """Who draws which noise.  rows int64 [prompts]: the prompts' row numbers; seed: of the whole call."""
+    """Seed and row ids that key the sampling RNG.  rows: int64 [prompts].  seed: of the whole call."""
 
     seed: int
     rows: torch.Tensor
 
     def keys(self, num_sequences: int, device: torch.device) -> torch.Tensor:
-        """A key for each sequence, where prompts are repeated in place.  int64 [num_sequences]"""
+        """A key for each sequence, int64 [num_sequences]. Samples of one prompt are consecutive."""
         repeats = num_sequences // len(self.rows)
         samples = torch.arange(repeats).repeat(len(self.rows))
         return stream_keys(self.seed, self.rows.repeat_interleave(repeats), samples).to(device)
@@ -80,10 +81,11 @@ class SamplingKeys:
 
 @dataclass
 class TokenLog:
-    """Logprobs of the tokens that were chosen, for a rollout; the loop fills them in.  float32 [sequences, new tokens]
+    """Logprobs of the chosen tokens, for a rollout; the decode loop fills them in.  float32 [sequences, new tokens]
 
-    sampling: in the distribution drawn from, after processors and truncation.  old: under softmax(logits /
-    temperature).  raw: under softmax(logits). These logits are the model's, before processors.
+    sampling: under the distribution drawn from, after processors and truncation.
+    old: under softmax(logits / temperature), with the model's logits before processors.
+    raw: under softmax(logits), with the same logits.
     """
 
     temperature: float
@@ -96,19 +98,24 @@ class TokenLog:
 class Decoding:
     """What decoding needs of the engine, and `generate()`'s decoding method.
 
-    phase: times a phase.  cache: KV storage of the native container.
-    request: opens the window for the forwards; gives the fused decoder for sequences of so many tokens, or None where
-        the model must run natively: for None tokens always, and then for which reason.
-    store: its pages.  page_bytes: the most that one takes, 0 where the model runs natively.
-    require_memory: raises where so many rows of so many tokens cannot run natively.
-    expands: whether rows of a native cache may be repeated and moved, so that equal prompts are computed once: not
-        where other ranks have a part of each cache, or count on messages of one size.
-    runs_other_methods: whether beam search and the like run by Hugging Face's own loop; they are refused where not.
-    max_slots, stride: of `hybrid.generation.scheduler`.
-    max_out_tokens: the most tokens of a sequence, prompt included.  limit: the setting that says so.
-    noise: called once where sampling needs it.  token_log: filled where a rollout wants logprobs.
-    streamer: gets tokens as they come; Hugging Face does not pass its own to a custom decoding method (5.23).
-    produced: told at the end how many sequences and new tokens there are, padding not counted.
+    phase: times a phase.
+    request: context manager that opens the window for the forwards. Its arguments are the longest sequence's tokens,
+        None if the request cannot run fused, and the reason for that; it gives the fused decoder, or None if the model
+        must run natively.
+    cache: KV storage of the native path.  store: the fused decoder's block pool.
+    page_bytes: gives the most bytes that a page takes; 0 if the model runs natively.
+    require_memory: raises if so many rows of so many tokens cannot run natively.
+    max_slots: the most sequences that are decoded at once.
+    stride: decode steps between two checks for ended sequences.
+    max_out_tokens: the most tokens of a sequence, prompt included.  limit: the setting that sets it.
+    noise: gives the SamplingKeys for a number of prompts; called once per call that samples.
+    expands: whether rows of a native cache may be repeated and reordered, so that equal prompts are prefilled once.
+        False if other ranks hold parts of the cache, or if ranks exchange messages of equal size.
+    runs_other_methods: whether other methods, such as beam search, run by Hugging Face's own loop. If False they raise
+        NotImplementedError.
+    token_log: filled in if given.
+    streamer: receives the tokens of each step; Hugging Face does not pass it to a custom decoding method (5.23).
+    produced: called at the end with the numbers of sequences and new tokens, padding not counted.
     """
 
     phase: Phase
@@ -129,7 +136,7 @@ class Decoding:
     produced: Callable[[int, int], None] = lambda sequences, tokens: None
 
     def method(self) -> Callable:
-        """The function that Hugging Face's `generate(custom_generate=...)` takes."""
+        """The function for Hugging Face's `generate(custom_generate=...)`."""
 
         def decoding_method(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
             return decode(
@@ -142,7 +149,9 @@ class Decoding:
 def refuse_what_cannot_run(
     config: GenerationConfig, prompt_len: int, new_tokens: int, max_out_tokens: int, limit: str
 ) -> None:
-    """Raise NotImplementedError or ValueError, in words, for a request that the loop cannot do."""
+    """Raise NotImplementedError for other methods than greedy search and sampling; TooManyTokensError if prompt and
+    completion exceed `max_out_tokens`.
+    """
     mode = config.get_generation_mode()
     if mode not in MODES:
         raise NotImplementedError(
@@ -153,11 +162,11 @@ def refuse_what_cannot_run(
 
 
 class TooManyTokensError(ValueError, RuntimeError):
-    """A sequence is longer than the settings allow. DeepSpeed's engine raises RuntimeError for it."""
+    """A sequence would exceed `max_out_tokens`. Also a RuntimeError, which DeepSpeed's engine raises in this case."""
 
 
 def require_room(prompt_len: int, new_tokens: int, max_out_tokens: int, limit: str) -> None:
-    """Raise TooManyTokensError where a prompt and its completion are longer than the setting `limit` allows."""
+    """Raise TooManyTokensError if prompt and completion exceed `max_out_tokens`, the value of the setting `limit`."""
     if prompt_len + new_tokens > max_out_tokens:
         raise TooManyTokensError(
             f"generate: a prompt of {prompt_len} tokens + {new_tokens} new tokens = {prompt_len + new_tokens} is over "
@@ -167,8 +176,11 @@ def require_room(prompt_len: int, new_tokens: int, max_out_tokens: int, limit: s
 
 
 def with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`generate`'s arguments with `stop_strings` and `tokenizer` as a stopping criterion: Hugging Face does not find
-    the tokenizer where the decoding method is a custom one (5.23)."""
+    """`generate`'s arguments with `stop_strings` and `tokenizer` replaced by a stopping criterion: Hugging Face does
+    not pass the tokenizer on with a custom decoding method (5.23).
+
+    Raises ValueError if there are stop strings and no tokenizer.
+    """
     kwargs = dict(kwargs)
     tokenizer = kwargs.pop("tokenizer", None)
     config = kwargs.get("generation_config")
@@ -186,7 +198,7 @@ def with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Outputs:
-    """What the caller wants back of each step, gathered as Hugging Face's `_sample` does (transformers 5.23)."""
+    """Each step's outputs that the caller asked for, collected as Hugging Face's `_sample` does (transformers 5.23)."""
 
     def __init__(self, config: GenerationConfig, encoder_outputs):
         self.as_dict = config.return_dict_in_generate
@@ -200,7 +212,7 @@ class Outputs:
         }
 
     def add(self, outputs, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Note a step: the model's outputs, its processed scores and raw logits, both [sequences, vocab]."""
+        """Add a step: the model's outputs, the processed scores and the raw logits, both [sequences, vocab]."""
         decoder = "decoder_" if self.encoder_outputs is not None else ""
         step = {
             "scores": scores,
@@ -214,7 +226,7 @@ class Outputs:
                 self.steps[name] = (*seen, step[name])
 
     def result(self, sequences: torch.Tensor, cache: Cache | None):
-        """`sequences`, or Hugging Face's output object around them."""
+        """`sequences`, or Hugging Face's output object if the caller asked for a dict."""
         if not self.as_dict:
             return sequences
         steps = dict(self.steps)
@@ -243,11 +255,13 @@ def decode(
     decoding: Decoding,
     **model_kwargs,
 ):
-    """Prompts to sequences, as Hugging Face's `_sample` (transformers 5.23), with our cache, sampler and window.
+    """Decode prompts as Hugging Face's `_sample` does (transformers 5.23), with our cache, sampler and window.
 
-    input_ids int64 [sequences, prompt_len], left padded; gives int64 [sequences, length], or Hugging Face's output
-    object where the configuration says so. Where `inputs_embeds` are the prompts, input_ids are what processors and the
-    caller see of them, and may have no tokens.
+    input_ids: int64 [sequences, prompt_len], left padded. If the prompts are `inputs_embeds`, these are the ids that
+        processors and the caller see, and may have no tokens.
+    Returns int64 [sequences, length], or Hugging Face's output object if `return_dict_in_generate` is set.
+    Raises NotImplementedError for methods other than greedy search and sampling; ValueError if a sequence is too long,
+    or if the sequences do not fit into `rollout.kv_cache_bytes`.
     """
     embeds, new_tokens = model_kwargs.get("inputs_embeds"), generation_config.max_length - input_ids.shape[1]
     prompt_len = input_ids.shape[1] if embeds is None else embeds.shape[1]
@@ -280,12 +294,15 @@ def decode(
     return sequences_of(done, input_ids, decoding)
 
 
-# Which way
+# Choice of the path
 
 
 def native_request(model, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str:
-    """Why a request is not one that a fused decoder computes, and what the user can do about it; "" where it is: a
-    decoder's, for sequences alone, from token ids alone, from the beginning, padded on the left."""
+    """Why a request cannot run fused, and what the user can do about it; "" if it can.
+
+    Fused requests are for a decoder-only model and give token ids (`input_ids` with left padding) and nothing else;
+    they start with an empty cache and return sequences alone.
+    """
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     beyond = {name for name, value in model_kwargs.items() if value is not None} - UNDERSTOOD
     if model.config.is_encoder_decoder:
@@ -313,7 +330,7 @@ def prompt_lengths(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[i
 
 
 def is_left_padded(mask: torch.Tensor) -> bool:
-    """Whether every row of a mask [rows, tokens] is zeros, then at least one one."""
+    """Whether every row of a mask [rows, tokens] is zeros followed by at least one 1."""
     mask = mask.bool()
     return bool(mask[:, -1].all()) and not bool((mask[:, :-1] & ~mask[:, 1:]).any())
 
@@ -327,12 +344,12 @@ def request_for(
     decoding: Decoding,
     keys: torch.Tensor | None,
 ) -> Request | None:
-    """The request in slots; None where something must see all rows at every step."""
+    """The scheduler's request; None if something must see all rows at every step."""
     known = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria)
     before, draw = split_warpers(processors, config.do_sample)
     if decoding.streamer is not None or not known or not all(map(is_rowwise, before)):
         return None
-    if draw is None:  # warpers in an order of their own: they are processors like the others
+    if draw is None:  # warpers in another order than `Draw` applies them: run them as processors
         before, draw = processors, Draw()
     ends = [criterion.eos_token_id.flatten() for criterion in criteria if type(criterion) is EosTokenCriteria]
     longest = min(criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria)
@@ -351,16 +368,16 @@ def request_for(
 
 
 def is_rowwise(processor: Callable) -> bool:
-    """Whether a processor treats each row by itself."""
+    """Whether a processor's result for a row depends on that row alone."""
     return type(processor) in ROWWISE or getattr(processor, "rowwise", False)
 
 
 def process_rows(
     processors: LogitsProcessorList, ids: torch.Tensor, scores: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Scores [n, vocab] of some rows of a batch, int64 [n], after the batch's processors.
+    """The batch's processors applied to some of its rows: scores [n, vocab] of rows int64 [n] with ids [n, tokens].
 
-    Hugging Face's repetition penalty holds, for each row, how much of it is padding (5.23).
+    Hugging Face's repetition penalty keeps each row's padding length (5.23), so it is given those of `rows`.
     """
     for processor in processors:
         padding = getattr(processor, "prompt_ignore_length", None)
@@ -371,7 +388,9 @@ def process_rows(
 
 
 def sequences_of(done: Completions, input_ids: torch.Tensor, decoding: Decoding) -> torch.Tensor:
-    """Prompts and completions, as wide as the longest, as Hugging Face pads them.  int64 [rows, tokens]"""
+    """Prompts and completions, padded to the longest as Hugging Face pads them, int64 [rows, tokens]. Fills in the
+    token log.
+    """
     width = int(done.lengths.max())
     if decoding.token_log is not None:
         decoding.token_log.sampling = done.sampling_logps[:, :width]
@@ -381,29 +400,33 @@ def sequences_of(done: Completions, input_ids: torch.Tensor, decoding: Decoding)
     return torch.cat([input_ids, done.tokens[:, :width]], dim=1)
 
 
-# All rows at every step
+# Lockstep: all rows at every step
 
 
 class NativeForward:
-    """The model's own forward over Hugging Face's cache, with our storage in it where nobody else will hold it."""
+    """The model's own forward over Hugging Face's cache, which uses our storage if the caller does not get the cache
+    back.
+    """
 
     def __init__(self, model, config: GenerationConfig, model_kwargs: dict[str, Any], decoding: Decoding, keep: bool):
         self.model, self.config, self.kwargs = model, config, model_kwargs
         self.encoder_decoder = model.config.is_encoder_decoder
         cache = model_kwargs.get("past_key_values")
-        # What the caller will hold after the call must not live in storage that the next call overwrites.
+        # A cache that the caller keeps must not be in storage that the next call overwrites.
         ours = isinstance(cache, Cache) and not getattr(cache, "_is_user_defined", False) and not keep
         if ours and not self.encoder_decoder:
             decoding.cache.adopt(cache)
         given = {name for name, value in model_kwargs.items() if value is not None}
         plain = given <= UNDERSTOOD and model_kwargs.get("use_cache") and config.prefill_chunk_size is None
-        # What sees images too keeps numbers of each row beside the cache (Qwen2-VL, transformers 5.23).
+        # Multimodal models keep per-row state outside the cache (Qwen2-VL, transformers 5.23).
         text_alone = model.config.get_text_config() is model.config and not self.encoder_decoder
         self.expands = decoding.expands and ours and plain and text_alone and can_be_expanded(cache)
 
     def prefill(self, input_ids: torch.Tensor):
-        """The model's outputs for the prompts; logits [sequences, ·, vocab]. Equal prompts are computed once, and their
-        part of the cache repeated, where the cache is one whose rows are independent of each other."""
+        """The model's outputs for the prompts, logits [sequences, ·, vocab].
+
+        Equal prompts are computed once and their rows of the cache repeated, if the rows of the cache are independent.
+        """
         mask = self.kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         by_rows = self.expands and mask.shape == input_ids.shape
@@ -418,7 +441,7 @@ class NativeForward:
         return self._noted(outputs)
 
     def step(self, input_ids: torch.Tensor):
-        """The model's outputs for the newest token of each row."""
+        """The model's outputs for the latest token of each row."""
         inputs = self.model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=1 if self.kwargs["use_cache"] else None, **self.kwargs
         )
@@ -432,14 +455,14 @@ class NativeForward:
 
     @property
     def cache(self) -> Cache | None:
-        """What the caller gets as `past_key_values`."""
+        """The cache, for `past_key_values` of the caller's output."""
         return self.kwargs.get("past_key_values")
 
 
 def distinct(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each distinct prompt the first row that has it, and for each row the number of its prompt.  int64 each
+    """The first row of each distinct prompt, int64 [prompts], and each row's index into these prompts, int64 [rows].
 
-    ids, mask: int64 [rows, tokens]; what is masked does not count.
+    ids, mask: int64 [rows, tokens]; masked ids are ignored.
     """
     _, source = torch.cat([ids * mask, mask], dim=1).unique(dim=0, return_inverse=True)
     rows = torch.arange(len(ids), device=ids.device)
@@ -448,7 +471,7 @@ def distinct(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def can_be_expanded(cache: Cache) -> bool:
-    """Whether a cache is empty, and holds keys and values by row and nothing else."""
+    """Whether a cache is empty and all of its state is keys and values by row."""
     kinds = {type(layer) for layer in cache.layers}
     return (
         type(cache) is DynamicCache
@@ -459,13 +482,13 @@ def can_be_expanded(cache: Cache) -> bool:
 
 @dataclass
 class StepOutput:
-    """What the loop reads of a forward.  logits: float32 [sequences, 1, vocab]."""
+    """The part of a forward's outputs that the loop reads.  logits: float32 [sequences, 1, vocab]."""
 
     logits: torch.Tensor
 
 
 class FusedForward:
-    """The fused decoder, every row in it to the end."""
+    """The fused decoder in lockstep: every row stays until the last one has ended."""
 
     cache = None
 
@@ -482,7 +505,7 @@ class FusedForward:
         return StepOutput(logits[:, None])
 
     def step(self, input_ids: torch.Tensor) -> StepOutput:
-        """Logits after the newest token of each row."""
+        """Logits after the latest token of each row."""
         self.rows.make_room(1)
         return StepOutput(self.rows.step(input_ids[:, -1].contiguous())[:, None])
 
@@ -497,7 +520,10 @@ def in_lockstep(
     keys: torch.Tensor | None,
     wanted: Outputs,
 ):
-    """Every row at every step, to the end of the last; rows that have ended are padded, as Hugging Face pads them."""
+    """Decode all rows together until the last one ends; ended rows are padded as Hugging Face pads them.
+
+    Returns int64 [sequences, length], or Hugging Face's output object.
+    """
     pad = generation_config._pad_token_tensor
     has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     log, sampling, old, raw = decoding.token_log, [], [], []
@@ -511,7 +537,7 @@ def in_lockstep(
             logits = outputs.logits[:, -1].to(dtype=torch.float32, device=input_ids.device, copy=True)
             scores = logits_processor(input_ids, logits)
             wanted.add(outputs, scores, logits)
-            outputs = None  # freed: the prefill's may be large
+            outputs = None  # frees the prefill's logits, which may be large
             drawn = draw_tokens(scores, keys, torch.full_like(keys, position), draw)
             tokens = drawn.tokens
             if log is not None:

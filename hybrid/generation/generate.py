@@ -1,4 +1,4 @@
-"""Hugging Face's `generate()` with our decode loop in it: what engines have in common."""
+"""Hugging Face's `generate()` with our decode loop: what the training and the inference engine share."""
 
 import functools
 from collections.abc import Callable
@@ -15,23 +15,25 @@ from hybrid.models.structure import can_generate
 from hybrid.profiling import ModelTimes
 from hybrid.rollout import check_prompts
 
-# Arguments of Hugging Face's `generate` that bring a decoding method of their own.
+# Arguments of Hugging Face's `generate` that select a decoding method of their own.
 OTHER_METHODS = ("custom_generate", "assistant_model")
-STRIDE_ON_DEVICES = 8  # steps between two looks at a device that the host would wait for
+STRIDE_ON_DEVICES = 8  # decode steps between two checks for ended sequences: a check waits for the device
 
 
 def prompts_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The prompts in `generate`'s arguments, checked; None where there are none, or they are no token ids.
+    """The prompts in `generate`'s arguments, checked, [rows, tokens] of any integer dtype.
 
-    Raises TypeError or ValueError, in words, for prompts that cannot be decoded.
+    None if no prompts are given, if they are `inputs_embeds`, or if the model's main input is not `input_ids`.
+    Raises TypeError if the prompts are not a tensor; ValueError if they are not integers, not two-dimensional or empty,
+    or if the mask has another shape or masks a whole row.
     """
     given = kwargs.get("inputs")
     prompts = args[0] if args else kwargs.get("input_ids") if given is None else given
     if prompts is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
         return None
-    if kwargs.get("inputs_embeds") is not None:  # these are the prompts, and the mask is theirs
+    if kwargs.get("inputs_embeds") is not None:  # the prompts are the embeddings; the mask has their shape
         return None
-    # Of a sequence that goes on from a cache, the mask covers what is in the cache too.
+    # With past_key_values, the mask also covers the tokens in the cache.
     mask = None if kwargs.get("past_key_values") is not None else kwargs.get("attention_mask")
     check_prompts(prompts, mask, "input_ids")
     if len(prompts) == 0:
@@ -40,7 +42,7 @@ def prompts_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.T
 
 
 def require_generate(model: nn.Module) -> None:
-    """Raise ValueError where a model has no `generate`."""
+    """Raise ValueError if the model has no `generate`."""
     if not can_generate(model):
         raise ValueError(
             f"{type(model).__name__} has no generate(): generation needs a Hugging Face model with a "
@@ -49,7 +51,7 @@ def require_generate(model: nn.Module) -> None:
 
 
 def require_decoder(model: nn.Module, call: str) -> None:
-    """Raise NotImplementedError for an encoder-decoder, whose prompt and completion are not one sequence."""
+    """Raise NotImplementedError if the model is an encoder-decoder: its prompt and completion are not one sequence."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise NotImplementedError(
             f"{call}: {type(model).__name__} is an encoder-decoder; {call} takes decoders, whose prompt and completion "
@@ -58,7 +60,7 @@ def require_decoder(model: nn.Module, call: str) -> None:
 
 
 def refuse_model_inputs(model_inputs: dict[str, Any], call: str) -> None:
-    """Raise NotImplementedError for inputs of a model besides token ids and their mask, such as images."""
+    """Raise NotImplementedError if a call gives inputs other than token ids and their mask, such as images."""
     if model_inputs:
         raise NotImplementedError(
             f"{call}: {', '.join(model_inputs)} given; {call} takes token ids and their mask alone. engine.generate() "
@@ -67,15 +69,15 @@ def refuse_model_inputs(model_inputs: dict[str, Any], call: str) -> None:
 
 
 class Route:
-    """The `generate` of a module that an engine has: leads through the engine, whoever calls it.
+    """Replaces a module's `generate`: every call goes through the engine.
 
-    A copy or a pickle of the module has its class's again.
+    through: the engine's `generate`. A copy or a pickle of the module has its class's `generate` again.
     """
 
     def __init__(self, module: nn.Module, through: Callable):
         functools.update_wrapper(self, module.generate)  # callers read the signature
         self.module, self.own, self.through = module, module.generate, through
-        self.before = module.__dict__.get("generate")  # somebody's patch, if there was one
+        self.before = module.__dict__.get("generate")  # a `generate` set on the instance, such as a user's patch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.through(*args, **kwargs)
@@ -84,11 +86,11 @@ class Route:
         return getattr, (self.module, "generate")
 
     def open(self) -> None:
-        """From here on it is the module's `generate`."""
+        """Install the route as the module's `generate`."""
         self.module.generate = self
 
     def close(self) -> None:
-        """The module's `generate` is what it was, unless somebody has put another one there since."""
+        """Restore the module's own `generate`, unless it has been replaced again since `open`."""
         if self.module.__dict__.get("generate") is self:
             del self.module.generate
             if self.before is not None:
@@ -96,7 +98,7 @@ class Route:
 
 
 def own_generate(model: nn.Module) -> Callable:
-    """The model's own `generate`, which leads through no engine."""
+    """The model's own `generate`, without an engine's route around it."""
     found = model.generate
     while isinstance(found, Route):
         found = found.own
@@ -104,10 +106,14 @@ def own_generate(model: nn.Module) -> Callable:
 
 
 def generate(model: nn.Module, args: tuple, kwargs: dict[str, Any], decoding: Decoding) -> Any:
-    """The model's own `generate`, which prepares, around our loop; or as it is, for a decoding method that our loop is
-    not."""
+    """The output of the model's own `generate`, with our decode loop as its decoding method.
+
+    Other decoding methods, such as beam search, run by Hugging Face's loop if `decoding.runs_other_methods`.
+    Raises ValueError if the model has no `generate`, a sequence would be too long, or stop strings lack a tokenizer;
+    NotImplementedError for `adapter_names` and for decoding methods that cannot run.
+    """
     require_generate(model)
-    if hasattr(model, "reset_cache"):  # of a cache that the model keeps itself, as DeepSpeed's engines do
+    if hasattr(model, "reset_cache"):  # a model that keeps its own cache, as under DeepSpeed's engines
         model.reset_cache()
     if kwargs.get("adapter_names") is not None:
         raise NotImplementedError(
@@ -130,14 +136,16 @@ def generate(model: nn.Module, args: tuple, kwargs: dict[str, Any], decoding: De
 
 
 def prepared_config(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> GenerationConfig:
-    """What `generate` makes of its arguments, the model's own configuration included (transformers 5.23)."""
+    """The GenerationConfig that `generate` builds from its arguments and the model's own configuration (transformers
+    5.23).
+    """
     kwargs = dict(kwargs)
     given = kwargs.pop("generation_config", None)
     return model._prepare_generation_config(args[1] if len(args) > 1 else given, **kwargs)[0]
 
 
 def other_method(config: GenerationConfig, kwargs: dict[str, Any]) -> str:
-    """What arguments of `generate` ask for besides greedy search and sampling; "" where they ask for one of these."""
+    """The decoding method that `generate`'s arguments ask for; "" for greedy search and sampling."""
     for key in OTHER_METHODS:
         if kwargs.get(key) is not None:
             return key
@@ -148,10 +156,10 @@ def other_method(config: GenerationConfig, kwargs: dict[str, Any]) -> str:
 def generate_natively(
     model: nn.Module, args: tuple, kwargs: dict[str, Any], config: GenerationConfig, decoding: Decoding, method: str
 ) -> Any:
-    """The model's own `generate`, decoding included, over the model's own layers.
+    """The output of Hugging Face's `generate`, with Hugging Face's decode loop, over the model's own layers.
 
-    What it draws comes from torch's generators, which are seeded as the call's other noise would be, and are as they
-    were afterwards.
+    Draws come from torch's generators, seeded from the call's sampling keys; the generators' states are restored
+    afterwards. Raises TooManyTokensError if prompt and completion exceed `decoding.max_out_tokens`.
     """
     reason = f"generate: {method} runs by Hugging Face's own loop (fused are greedy search and sampling, num_beams=1)"
     prompts = prompts_of(model, args, kwargs)
@@ -159,7 +167,7 @@ def generate_natively(
     before = 0 if prompts is None or model.config.is_encoder_decoder else prompts.shape[1]
     new_tokens = config.max_new_tokens or max((config.max_length or 0) - before, 0)
     require_room(before, new_tokens, decoding.max_out_tokens, decoding.limit)
-    if not decoding.expands:  # beams move a cache's rows, which other ranks would not see
+    if not decoding.expands:  # beams reorder a cache's rows, and other ranks hold parts of the cache
         kwargs["use_cache"] = False
     device = next(model.parameters()).device
     with (
@@ -176,12 +184,12 @@ def generate_natively(
 
 
 def stride_on(device: torch.device) -> int:
-    """Steps between two looks at which rows have ended."""
+    """Decode steps between two checks for ended sequences."""
     return 1 if device.type == "cpu" else STRIDE_ON_DEVICES
 
 
 class TimedDecoder:
-    """A decoder whose forwards are timed: one for each forward, head included."""
+    """A decoder whose forwards are timed. A forward and the head that follows it count as one."""
 
     def __init__(self, decoder: Decoder, times: ModelTimes):
         self.decoder, self.times = decoder, times
@@ -190,16 +198,16 @@ class TimedDecoder:
         return getattr(self.decoder, name)
 
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """As the decoder's."""
+        """The decoder's `forward`, timed."""
         with self.times.forward():
             return self.decoder.forward(batch, kv)
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """As the decoder's."""
+        """The decoder's `decode`, timed."""
         with self.times.forward():
             return self.decoder.decode(batch, kv)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the decoder's; the rest of the forward before."""
+        """The decoder's `logits`; its time is added to the preceding forward's."""
         with self.times.forward(goes_on=True):
             return self.decoder.logits(hidden)

@@ -1,13 +1,13 @@
-"""The KV cache: storage that outlives a call, grows in steps, and is written in place."""
+"""The KV cache of the native path: storage that outlives a call, grows in steps, and is written in place."""
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 
 class KVCache:
-    """The engine's storage for keys and values, one pair of buffers a layer, used again by the next call.
+    """The engine's storage for a Hugging Face cache: one pair of buffers per layer, used again by the next call.
 
-    step: tokens by which a layer's capacity grows.
+    step: growth increment of a layer's capacity, in tokens.
     """
 
     def __init__(self, step: int):
@@ -16,8 +16,9 @@ class KVCache:
         self.peak_bytes = 0
 
     def adopt(self, cache: Cache) -> None:
-        """Give the growing layers of an empty Hugging Face cache our storage. Sliding windows, linear attention and
-        whatever else a model brings keep their own."""
+        """Make the growing layers of an empty Hugging Face cache use this storage. Other layers, such as sliding
+        windows and linear attention, keep theirs.
+        """
         if cache.layer_class_to_replicate is DynamicLayer:
             cache.layer_class_to_replicate = LayerFactory(self)
         for index, layer in enumerate(cache.layers):
@@ -35,16 +36,16 @@ class KVCache:
         return flat[:numel].view(shape)
 
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the storage."""
         return sum(flat.nbytes for flat in self.storage.values())
 
     def release(self) -> None:
-        """Let go of the storage: freed, or left to whoever still holds a cache that uses it."""
+        """Drop the storage. A cache that still uses it keeps it alive."""
         self.storage.clear()
 
 
 class LayerFactory:
-    """Makes the layers of a Hugging Face cache that creates them on first use, in order."""
+    """Makes the layers of a Hugging Face cache that creates them in order, on first use."""
 
     def __init__(self, owner: KVCache):
         self.owner = owner
@@ -56,17 +57,17 @@ class LayerFactory:
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer's keys and values [rows, kv heads, tokens, head size], appended in place.
+    """One layer's keys and values [rows, kv_heads, tokens, head_dim], appended in place.
 
-    `keys` and `values` are views of the filled part of larger buffers, so everything that Hugging Face does to a
-    DynamicLayer works here; after a reordering or a crop, the next update moves them into buffers again.
+    `keys` and `values` are views of the filled part of larger buffers, so every operation of Hugging Face's
+    DynamicLayer works. After a reordering or a crop, the next update copies them into buffers again.
     """
 
     def __init__(self, owner: KVCache, index: int):
         super().__init__()
         self.owner = owner
         self.index = index
-        self.buffers: dict[str, torch.Tensor] = {}  # [rows, kv heads, capacity, head size]
+        self.buffers: dict[str, torch.Tensor] = {}  # [rows, kv_heads, capacity, head_dim]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not self.is_initialized:
@@ -95,7 +96,7 @@ class GrowingLayer(DynamicLayer):
         return buffer[:, :, :end]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Rows of what there is, in this order, each as often as it is named: at once in a buffer with room to grow."""
+        """Select rows `indices`, int64 [n], repeats allowed, into a buffer with room to grow."""
         for name in ("keys", "values"):
             filled = getattr(self, name)
             if filled is not None and filled.numel():
@@ -103,7 +104,7 @@ class GrowingLayer(DynamicLayer):
                 setattr(self, name, self._new_buffer(name, rows.shape, rows)[:, :, : rows.shape[2]].copy_(rows))
 
     def _new_buffer(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """A buffer for [rows, heads, tokens, head size] with room to grow. Its content is undefined."""
+        """A buffer for [rows, heads, tokens, head_dim] with room to grow. Its content is undefined."""
         rows, heads, tokens, size = shape
         capacity = -(-tokens // self.owner.step) * self.owner.step
         self.buffers[name] = self.owner.buffer((self.index, name), (rows, heads, capacity, size), like)

@@ -1,4 +1,4 @@
-"""Sequences that are being decoded: prompts packed into pages, then a token for each row at a time."""
+"""The model runner: prompts packed into pages, then one token for each row per step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ import torch
 from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV, packed, table_of
 from hybrid.generation.block_pool import BlockPool, pages_for
 
-PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds what activations need
+PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds the memory of activations
 
 
 class Decoder(Protocol):
-    """What decoding asks of a decoder: `hybrid.decoders` has one for each kind of machine."""
+    """The interface that generation needs of a decoder. `hybrid.decoders` implements it for each device."""
 
     device: torch.device
 
     def kv(self, pages: int) -> PagedKV:
-        """New pages."""
+        """Allocate pages."""
 
     def reserve(self, tokens: int) -> None:
-        """Say how long sequences may become: tables are made for so many positions."""
+        """Prepare for sequences of up to `tokens` tokens, such as by building rope tables of that many positions."""
 
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """The last layer's output.  [tokens, hidden]"""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits after the last layer's output [n, hidden].  float32 [n, vocab]"""
+        """Logits of the last layer's output [n, hidden].  float32 [n, vocab]"""
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
@@ -35,8 +35,11 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a sequence in a forward.  sequence: its number.  begin, stop: positions.  row: where its hidden states
-    begin."""
+    """A part of a sequence in a forward.
+
+    sequence: the sequence's index.  begin, stop: positions in it.  row: index of the piece's first token in the
+        forward.
+    """
 
     sequence: int
     begin: int
@@ -47,8 +50,11 @@ class Piece:
 def hidden_states(
     decoder: Decoder, store: BlockPool, sequences: list[torch.Tensor], pages: list[list[int]]
 ) -> Iterator[tuple[list[Piece], torch.Tensor]]:
-    """Sequences, int64 [n] each, put into their pages: for each forward its pieces and the last layer's output,
-    [tokens, hidden]. They are packed without padding, PREFILL_TOKENS in a forward; a longer one is split."""
+    """Run sequences, int64 [n] each, through the layers and write their keys and values to their pages.
+
+    Yields the pieces and the last layer's output [tokens, hidden] of each forward. Sequences are packed without
+    padding, PREFILL_TOKENS in a forward; a sequence that does not fit is split.
+    """
     for pieces in forwards([len(sequence) for sequence in sequences]):
         ids = [sequences[piece.sequence][piece.begin : piece.stop] for piece in pieces]
         block_tables = [pages[piece.sequence] for piece in pieces]
@@ -59,8 +65,10 @@ def hidden_states(
 
 
 def prefill(decoder: Decoder, store: BlockPool, prompts: list[torch.Tensor]) -> tuple[list[list[int]], torch.Tensor]:
-    """Put prompts, int64 [n] each, into pages; gives the pages of each, and the logits after its last token, float32
-    [prompts, vocab]."""
+    """Write the keys and values of prompts, int64 [n] each, to newly allocated pages.
+
+    Returns each prompt's pages, and the logits after its last token, float32 [prompts, vocab].
+    """
     pages = [store.take(pages_for(len(prompt))) for prompt in prompts]
     found = []
     for pieces, hidden in hidden_states(decoder, store, prompts, pages):
@@ -71,7 +79,7 @@ def prefill(decoder: Decoder, store: BlockPool, prompts: list[torch.Tensor]) -> 
 
 
 def forwards(lengths: list[int]) -> list[list[Piece]]:
-    """How sequences of given lengths are split over forwards of at most PREFILL_TOKENS."""
+    """Split sequences of the given lengths over forwards of at most PREFILL_TOKENS tokens."""
     found: list[list[Piece]] = []
     used = PREFILL_TOKENS
     for sequence, length in enumerate(lengths):
@@ -87,9 +95,9 @@ def forwards(lengths: list[int]) -> list[list[Piece]]:
 
 
 class ModelRunner:
-    """ModelRunner that get a token at each step. A row's place changes when others leave.
+    """The rows that are being decoded: a token for each at every step. A row's index changes when earlier rows leave.
 
-    longest: tokens that a row may come to have.
+    longest: the most tokens that a row may have.
     """
 
     def __init__(self, decoder: Decoder, store: BlockPool, longest: int):
@@ -97,15 +105,15 @@ class ModelRunner:
         self.pages: list[list[int]] = []
         self.lengths = torch.zeros(0, dtype=torch.int32, device=self.device)  # tokens in the cache, by row
         self.steps = 0
-        self.before: list[int] = []  # of each row: tokens in the cache, less the steps made
-        self.room = 0  # tokens that every row has pages for, beyond its length
+        self.before: list[int] = []  # of each row: tokens in the cache minus `steps`
+        self.room = 0  # tokens that every row can still append without another page
         self.table = BlockTables(pages_for(longest), self.device)
 
     def __len__(self) -> int:
         return len(self.pages)
 
     def add(self, pages: list[list[int]], lengths: list[int]) -> None:
-        """New rows behind the others, with what is in their pages; the pages are theirs from now on."""
+        """Append rows with these pages, which hold `lengths` tokens each. The runner takes over the references."""
         self.table.add(pages)
         self.pages += pages
         self.before += [length - self.steps for length in lengths]
@@ -114,7 +122,7 @@ class ModelRunner:
         self._look()
 
     def make_room(self, tokens: int) -> None:
-        """See to it that every row's pages have room for `tokens` more."""
+        """Allocate pages so that every row has room for `tokens` more."""
         if self.room >= tokens:
             return
         entries = []
@@ -128,13 +136,13 @@ class ModelRunner:
         self._look()
 
     def _look(self) -> None:
-        """Note how much room the rows have now."""
+        """Update `room` and `cu_seqlens` after the rows or their pages have changed."""
         spare = (len(own) * PAGE - before for own, before in zip(self.pages, self.before, strict=True))
         self.room = min(spare, default=0) - self.steps
         self.cu_seqlens = torch.arange(len(self) + 1, dtype=torch.int32, device=self.device)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append a token, int64 [rows], to each row; gives the logits after it, float32 [rows, vocab]."""
+        """Append a token, int64 [rows], to each row; returns the logits after it, float32 [rows, vocab]."""
         positions, self.lengths = self.lengths, self.lengths + 1
         self.steps += 1
         self.room -= 1
@@ -142,7 +150,7 @@ class ModelRunner:
         return self.decoder.decode(batch, self.store.kv)
 
     def leave(self, stay: torch.Tensor) -> None:
-        """Let go of the rows that do not stay, bool [rows], and of their pages."""
+        """Remove the rows where `stay`, bool [rows], is False, and give back their pages."""
         staying = stay.tolist()
         for kept, pages in zip(staying, self.pages, strict=True):
             if not kept:
@@ -155,28 +163,28 @@ class ModelRunner:
 
 
 class BlockTables:
-    """The page tables of rows, in memory that is written in place: a step writes the pages that it adds.
+    """The rows' block tables on the device, updated in place: a step writes only the pages that it adds.
 
-    most: pages that a row may come to have.
+    most: the most pages that a row may have.
     """
 
     def __init__(self, most: int, device: torch.device):
         self.count, self.most = 0, most
-        self.memory = torch.zeros(0, 0, dtype=torch.int32, device=device)  # [rows, pages], what is not used undefined
+        self.memory = torch.zeros(0, 0, dtype=torch.int32, device=device)  # [rows, pages], unused entries undefined
 
     def rows(self) -> torch.Tensor:
-        """The tables.  int32 [rows, pages], contiguous; what is behind a row's last page is undefined"""
+        """The block tables, int32 [rows, pages], contiguous. Entries after a row's last page are undefined."""
         return self.memory[: self.count]
 
     def add(self, pages: list[list[int]]) -> None:
-        """New rows behind the others, of given pages."""
+        """Append rows with these pages."""
         self._make_room(self.count + len(pages), max(map(len, pages), default=0))
         first, self.count = self.count, self.count + len(pages)
         own = table_of(pages, self.memory.device)
         self.memory[first : self.count, : own.shape[1]] = own
 
     def write(self, entries: list[tuple[int, int, int]]) -> None:
-        """Pages at given rows and columns: (row, column, page) each."""
+        """Write entries, (row, column, page) each."""
         if not entries:
             return
         rows, columns, pages = zip(*entries, strict=True)
@@ -185,13 +193,13 @@ class BlockTables:
         self.memory[at[0], at[1]] = torch.tensor(pages, dtype=torch.int32, device=self.memory.device)
 
     def keep(self, stay: torch.Tensor) -> None:
-        """The rows that stay, bool [rows], move up."""
+        """Keep the rows where `stay`, bool [rows], is True; they move up."""
         kept = self.rows()[stay]
         self.count = len(kept)
         self.memory[: self.count] = kept
 
     def _make_room(self, rows: int, pages: int) -> None:
-        """Memory that doubles where it does not suffice."""
+        """Grow the memory, by doubling, to at least [rows, pages]."""
         height, width = self.memory.shape
         if rows <= height and pages <= width:
             return

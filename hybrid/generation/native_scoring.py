@@ -1,4 +1,4 @@
-"""Logprobs of sequences by a model's own forward: rows of similar length together, logits of a few tokens at once."""
+"""Logprobs of given sequences by a model's own forward: batches of similar length, logits a few tokens at a time."""
 
 import functools
 import inspect
@@ -12,16 +12,16 @@ from torch import nn
 from hybrid.generation.sampling import score_tokens
 from hybrid.generation.scoring import LOGIT_ROWS, Scores, padded_forward
 
-FORWARD_TOKENS = 4096  # of one forward, padding included; a longer row is a forward of its own
-WHOLE_LOGIT_TOKENS = 1024  # the same, where a forward gives the logits of all its tokens
+FORWARD_TOKENS = 4096  # tokens of a forward, padding included; a longer row gets its own forward
+WHOLE_LOGIT_TOKENS = 1024  # the same, for forwards that compute the logits of all their tokens
 
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """Rows of one forward, padded on the right.
+    """The rows of one forward, padded on the right.
 
-    ids, mask: int64 [rows, width].  row: int64 [rows], where they come from.  first: int64 [rows], the column there of
-    each row's first token.
+    ids, mask: int64 [rows, width].  row: int64 [rows], each row's index in the input.  first: int64 [rows], the input
+        column of each row's first token.
     """
 
     ids: torch.Tensor
@@ -38,11 +38,15 @@ def score_natively(
     rows_per_forward: int,
     in_parts: bool = True,
 ) -> Scores:
-    """Scores of `sequences` by the model's own forward, at most `rows_per_forward` rows, FORWARD_TOKENS tokens at once.
+    """Scores of `sequences` by the model's own forward, at most `rows_per_forward` rows and FORWARD_TOKENS tokens at
+    once.
 
-    sequences, attention_mask int64 [rows, tokens], rows at least 1. Logits exist for LOGIT_ROWS tokens at a time, where
-    the model takes `logits_to_keep`: the head runs for each part, the decoder under it once.
-    in_parts: False where each forward is a collective: one gives the logits of all its tokens, fewer than otherwise.
+    sequences, attention_mask: int64 [rows, tokens], at least one row.
+    in_parts: False if each forward is a collective.
+
+    If `in_parts` and the model takes `logits_to_keep`, logits exist for LOGIT_ROWS tokens at a time: the head runs for
+    each part, the decoder under it once. Otherwise a forward computes the logits of all its tokens, and has at most
+    WHOLE_LOGIT_TOKENS.
     """
     in_parts = in_parts and takes_few_logits(model)
     lengths = [last - first for first, last in zip(*spans(attention_mask), strict=True)]
@@ -62,9 +66,9 @@ def score_natively(
 
 
 def logits_of(model: nn.Module, batch: ModelRunner, in_parts: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Columns of a batch, and the logits behind them [rows, columns, vocab].
+    """Yields columns of a batch, int64 [columns], and the logits after them [rows, columns, vocab].
 
-    in_parts: by a forward of the head for each part; else by one of the model.
+    in_parts: run the head once for each part of the columns; else run the model once.
     """
     columns = columns_of(batch)
     if in_parts:
@@ -72,7 +76,7 @@ def logits_of(model: nn.Module, batch: ModelRunner, in_parts: bool) -> Iterator[
             for part in columns:
                 call = functools.partial(model, logits_to_keep=part)
                 logits = padded_forward(model, call)(batch.ids, batch.mask).logits
-                if not ran:  # its decoder is not where Hugging Face's models have it, and would run for each part
+                if not ran:  # the decoder was not found where Hugging Face's models have it: it would run for each part
                     break
                 yield part, logits
             else:
@@ -83,13 +87,13 @@ def logits_of(model: nn.Module, batch: ModelRunner, in_parts: bool) -> Iterator[
 
 
 def takes_few_logits(model: nn.Module) -> bool:
-    """Whether a model's forward gives the logits of the tokens that `logits_to_keep` names."""
+    """Whether the model's forward can compute the logits of selected tokens alone, by `logits_to_keep`."""
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return "logits_to_keep" in inspect.signature(owner.forward).parameters and bool(decoders(owner))
 
 
 def decoders(model: nn.Module) -> list[nn.Module]:
-    """What a Hugging Face model may call to get hidden states: its base model, or the decoder in that (OPT)."""
+    """Modules that a Hugging Face model may call for hidden states: its base model, or the decoder in that (OPT)."""
     candidates = [getattr(model, "base_model", model)]
     if hasattr(model, "get_decoder"):
         candidates.append(model.get_decoder())
@@ -98,10 +102,11 @@ def decoders(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def decoder_once(model: nn.Module) -> Iterator[list]:
-    """Inside the block the decoder under the model's head runs in the first forward alone; later ones get its output
-    again. Gives a list that is empty until it has run.
+    """Inside the block, the decoder under the model's head runs in the first forward only; later forwards reuse its
+    output.
 
-    The model's own forward makes logits of it each time, whatever it does beside its head: scale, cap, cut off.
+    Gives a list that is empty until the decoder has run. The model's own forward computes the logits each time, so
+    scaling and soft caps around the head apply.
     """
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
     ran: list = []
@@ -112,7 +117,9 @@ def decoder_once(model: nn.Module) -> Iterator[list]:
 
 
 def once(own: Callable, ran: list) -> Callable:
-    """A forward that runs at its first call alone.  ran: filled then."""
+    """A forward that runs `own` at its first call and returns that output again afterwards.  ran: appended to when it
+    runs.
+    """
     outputs: list = []
 
     @functools.wraps(own)
@@ -127,7 +134,7 @@ def once(own: Callable, ran: list) -> Callable:
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """Inside the block the module's forward is another; afterwards it is what it was, the class's or its own."""
+    """Inside the block, `forward` replaces the module's; afterwards the previous one is restored."""
     before = {name: value for name, value in module.__dict__.items() if name == "forward"}
     module.forward = forward
     try:
@@ -137,18 +144,20 @@ def replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
         module.__dict__.update(before)
 
 
-# Which rows and tokens together
+# Batching
 
 
 def spans(mask: torch.Tensor) -> tuple[list[int], list[int]]:
-    """The first column of each row's ones, and the column behind its last.  mask [rows, tokens]"""
+    """The first unmasked column of each row, and the column after the last one.  mask [rows, tokens]"""
     first = mask.argmax(dim=1)
     last = mask.shape[1] - mask.flip(1).argmax(dim=1)
     return first.tolist(), last.tolist()
 
 
 def similar(lengths: list[int], most_rows: int, most_tokens: int) -> list[list[int]]:
-    """Rows in batches, the longest first: `most_rows` at most, and `most_tokens` with padding, but one row at least."""
+    """Batches of rows, longest first, of at most `most_rows` rows and `most_tokens` tokens with padding, but at least
+    one row.
+    """
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         last = batches[-1] if batches else []
@@ -160,7 +169,7 @@ def similar(lengths: list[int], most_rows: int, most_tokens: int) -> list[list[i
 
 
 def padded(sequences: torch.Tensor, mask: torch.Tensor, rows: list[int]) -> ModelRunner:
-    """Some rows, without the padding that none of them needs. At least two columns wide."""
+    """A batch of some rows, without columns that are padding in all of them; at least two columns wide."""
     first, last = spans(mask[rows])
     width = max(2, *(end - begin for begin, end in zip(first, last, strict=True)))
     ids, kept = (tensor.new_zeros(len(rows), width) for tensor in (sequences, mask))
@@ -170,6 +179,6 @@ def padded(sequences: torch.Tensor, mask: torch.Tensor, rows: list[int]) -> Mode
 
 
 def columns_of(batch: ModelRunner) -> tuple[torch.Tensor, ...]:
-    """The columns whose logits score the next column's tokens, in parts of LOGIT_ROWS tokens."""
+    """The columns whose logits score the next column's tokens, split into parts of at most LOGIT_ROWS tokens."""
     rows, width = batch.ids.shape
     return torch.arange(width - 1, device=batch.ids.device).split(max(1, LOGIT_ROWS // rows))

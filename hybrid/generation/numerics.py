@@ -1,4 +1,4 @@
-"""How far sampler and trainer are apart over the same tokens, under the names that trainers log."""
+"""Metrics of the difference between sampling and training logprobs, under the names that trainers log."""
 
 from collections.abc import Callable
 
@@ -15,21 +15,23 @@ def sampling_metrics(
     over_ranks: Callable[[torch.Tensor, ReduceOp.RedOpType], torch.Tensor] = lambda values, op: values,
     name: str = "sampling",
 ) -> dict[str, float]:
-    """What logprobs of the same tokens by two forwards say of each other, in float64, over the unmasked ones.
+    """Metrics of the difference between two forwards' logprobs of the same tokens, in float64, over the unmasked
+    tokens.
 
-    sampling_logps, training_logps, mask: [rows, tokens]; what is masked may hold anything.
-    over_ranks: combines a float64 tensor over all ranks by an operation, SUM or MAX, so that the split over ranks
-        changes nothing. Called twice, also on a rank without tokens.
-    name: before the slash of every metric.
+    sampling_logps, training_logps, mask: [rows, tokens]; masked entries may hold anything.
+    over_ranks: reduces a float64 tensor over all ranks by SUM or MAX, so that the result does not depend on how rows
+        are split over ranks. Called twice, also on a rank without tokens.
+    name: prefix of every metric's name.
 
+    Returns, under `name/`:
     sampling_logp_difference/mean, /max: of |sampling - training|, TRL's names (GRPOTrainer).
-    ratio_outside: the share of tokens whose exp(training - sampling) leaves RATIO_BAND.
+    ratio_outside: the share of tokens whose exp(training - sampling) is outside RATIO_BAND.
     gen_kl_error: KL(sampling ‖ training) by the k3 estimator, the mean of exp(d) - d - 1 with d = training - sampling
         (NeMo-RL, ClippedPGLossFn in nemo_rl/algorithms; Schulman, "Approximating KL divergence", 2020).
-    Without any token on any rank, all are 0.
+    All are 0 if no rank has a token.
     """
     kept = mask.bool()
-    log_ratio = training_logps.double()[kept] - sampling_logps.double()[kept]  # [tokens that are kept]
+    log_ratio = training_logps.double()[kept] - sampling_logps.double()[kept]  # [unmasked tokens]
     ratio, (low, high) = log_ratio.exp(), RATIO_BAND
     sums = torch.stack(
         [

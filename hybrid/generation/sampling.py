@@ -1,4 +1,4 @@
-"""Sampling that can be repeated: a token depends on (seed, row, sample, position) and its logits, on nothing else."""
+"""Reproducible sampling: a token is a function of (seed, row, sample, position) and its logits, and of nothing else."""
 
 import ctypes
 from dataclasses import dataclass
@@ -24,35 +24,35 @@ MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x >> bits without the sign, which torch's int64 shift would repeat."""
+    """Logical right shift of int64 `x`; torch's `>>` repeats the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mixed(x: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finalizer on int64 tensors, whose products wrap as in C."""
+    """splitmix64's finalizer on int64 tensors; products wrap as in C."""
     x = (x ^ shifted(x, 30)) * MIX_1
     x = (x ^ shifted(x, 27)) * MIX_2
     return x ^ shifted(x, 31)
 
 
 def stream_keys(seed: int, rows: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
-    """A key for the noise of each (row, sample).  rows, samples int64 [n]; gives int64 [n]."""
+    """The RNG key of each (row, sample).  rows, samples int64 [n]; returns int64 [n]."""
     key = mixed(torch.full_like(rows, wrapped(seed)) + GOLDEN)
     key = mixed(key ^ mixed(rows + GOLDEN))
     return mixed(key ^ mixed(samples + GOLDEN))
 
 
 def wrapped(seed: int) -> int:
-    """Any integer as an int64."""
+    """Any integer wrapped to int64."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 class Seeds:
-    """Seeds for calls that were given none: a function of torch's initial seed and of how many came before.
+    """Seeds for calls that give none: a function of torch's initial seed and of the number of seeds given before.
 
     Nothing is drawn from torch's generators, so that a run that samples trains to the same bits as one that does not.
-    `torch.manual_seed` with another seed starts the sequence again.
-    initial: in place of torch's initial seed until that changes, for ranks that must draw alike.
+    `torch.manual_seed` with another seed restarts the sequence.
+    initial: replaces torch's initial seed until that changes, for ranks that must draw the same tokens.
     """
 
     def __init__(self, initial: int | None = None):
@@ -70,9 +70,9 @@ class Seeds:
 
 
 def uniform(keys: torch.Tensor, positions: torch.Tensor | int) -> torch.Tensor:
-    """A number in [0, 1) for each key at its position, a pure function of both.
+    """A number in [0, 1) for each (key, position), a pure function of both.
 
-    keys int64 [n], positions int64 [n] or one for all; gives float64 [n].
+    keys int64 [n], positions int64 [n] or an int for all keys; returns float64 [n].
     """
     bits = mixed(
         keys + (positions + 1) * GOLDEN
@@ -83,7 +83,8 @@ def uniform(keys: torch.Tensor, positions: torch.Tensor | int) -> torch.Tensor:
 
 
 def inverse_cdf(scores: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The token at which the cumulative softmax of `scores` passes u.  scores [n, vocab], u [n] in [0, 1); int64 [n].
+    """The token at which the cumulative softmax of `scores` passes u.  scores [n, vocab], u [n] in [0, 1); returns
+    int64 [n].
 
     A token of probability 0 is never chosen: `right=True` steps over flat parts, and u·total stays below total.
     """
@@ -94,21 +95,21 @@ def inverse_cdf(scores: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def selective_log_softmax(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """log softmax(logits) at `ids`, without keeping it for the whole vocabulary.
+    """log softmax(logits) at `ids`, without storing it for the whole vocabulary.
 
-    logits [..., vocab] of any floating dtype, ids integers [...] of any dtype; gives float32 [...], differentiable.
+    logits [..., vocab] of any floating dtype, ids [...] of any integer dtype; returns float32 [...], differentiable.
     """
     chosen = logits.gather(-1, as_ids(ids, logits.device).unsqueeze(-1)).squeeze(-1).float()
     return chosen - torch.logsumexp(logits.float(), dim=-1)
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """The entropy of softmax(logits) in nats.  logits [..., vocab]; gives float32 [...]."""
+    """The entropy of softmax(logits) in nats.  logits [..., vocab]; returns float32 [...]."""
     log_probs = torch.log_softmax(logits.float(), dim=-1).clamp(min=torch.finfo(torch.float32).min)  # 0 · -inf is NaN
     return -(log_probs.exp() * log_probs).sum(dim=-1)
 
 
-# Hugging Face's warpers that `Draw` stands for, in the order in which `generate` applies them (transformers 5.23).
+# Hugging Face's warpers that `Draw` implements, in the order in which `generate` applies them (transformers 5.23).
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
@@ -116,8 +117,8 @@ WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogi
 class Draw:
     """How a token is drawn from logits.
 
-    temperature: logits are divided by it; 0 is greedy.  top_k, top_p, min_p: truncations as Hugging Face's; 0, 1.0 and
-    0.0 are off.
+    temperature: divides the logits; 0 is greedy.  top_k, top_p, min_p: truncations as in Hugging Face; 0, 1.0 and 0.0
+        turn them off.
     """
 
     temperature: float = 1.0
@@ -127,11 +128,11 @@ class Draw:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are left out."""
+        """Whether the distribution is truncated."""
         return self.temperature > 0 and bool(self.top_k or self.top_p < 1.0 or self.min_p)
 
     def warpers(self) -> LogitsProcessorList:
-        """Hugging Face's processors that do the same to logits."""
+        """Hugging Face's processors with the same effect on logits."""
         steps = LogitsProcessorList()
         if self.temperature not in (0, 1.0):
             steps.append(TemperatureLogitsWarper(self.temperature))
@@ -145,10 +146,10 @@ class Draw:
 
 
 def split_warpers(processors: LogitsProcessorList, do_sample: bool) -> tuple[LogitsProcessorList, Draw | None]:
-    """The processors before the warpers that end the list, and the draw that those stand for.
+    """The processors before the warpers at the end of the list, and the Draw that is equal to those warpers.
 
-    Without sampling the draw is greedy. None where the warpers are not the last ones, or are configured as `Draw`
-    cannot say: then every processor is in the first list.
+    Without sampling, the draw is greedy. If the warpers are not the last processors, or are configured in a way that
+    `Draw` cannot express, all processors are returned, and None as the draw.
     """
     if not do_sample:
         return processors, Draw(temperature=0)
@@ -175,10 +176,12 @@ def split_warpers(processors: LogitsProcessorList, do_sample: bool) -> tuple[Log
 
 @dataclass(frozen=True)
 class Drawn:
-    """Tokens and their logprobs.  tokens int64 [n]; the others float32 [n].
+    """Tokens and their logprobs.  tokens: int64 [n].  The logprobs: float32 [n].
 
-    sampling_logps: of the distribution drawn from: softmax(logits / T), truncated and normalised again.  old_logps: of
-    softmax(logits / T).  raw_logps: of softmax(logits). T = 1 where it is greedy.
+    sampling_logps: under the distribution drawn from, softmax(logits / T), truncated and renormalised.
+    old_logps: under softmax(logits / T).
+    raw_logps: under softmax(logits).
+    T is the temperature; 1 if the draw is greedy.
     """
 
     tokens: torch.Tensor
@@ -188,7 +191,7 @@ class Drawn:
 
 
 def draw_tokens(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, how: Draw) -> Drawn:
-    """A token for each row of logits.  logits float32 [n, vocab], keys and positions int64 [n] of `uniform`."""
+    """Draw a token for each row of logits, float32 [n, vocab].  keys, positions: int64 [n], as in `uniform`."""
     if logits.is_cuda and has_triton() and not how.top_k and how.top_p == 1.0:
         return draw_tokens_in_triton(logits, keys, positions, how)
     library = cpu_library() if logits.device.type == "cpu" else None
@@ -216,14 +219,14 @@ def draw_tokens(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tenso
 
 def draw_tokens_in_triton(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, how: Draw) -> Drawn:
     """`draw_tokens` in two passes over the vocabulary, for draws without top_k and top_p."""
-    from hybrid.kernels.triton_sampling import sample  # needs triton, which a CPU install has not
+    from hybrid.kernels.triton_sampling import sample  # needs triton, which a CPU install lacks
 
     settings = (logits.new_full((len(logits),), value) for value in (how.temperature, how.min_p))
     return Drawn(*sample(logits, keys, positions.int(), *settings))
 
 
 def draw_tokens_in_torch(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, how: Draw) -> Drawn:
-    """`draw_tokens` in torch's operations, on any device, without waiting for it."""
+    """`draw_tokens` in torch operations, on any device, without a synchronisation with it."""
     greedy = how.temperature == 0
     scores = logits if greedy else how.warpers()(None, logits)
     tokens = logits.argmax(dim=-1) if greedy else inverse_cdf(scores, uniform(keys, positions))
@@ -233,9 +236,9 @@ def draw_tokens_in_torch(logits: torch.Tensor, keys: torch.Tensor, positions: to
 
 
 def score_tokens(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprob of each row's target, and the entropy, both of softmax(logits / temperature).
+    """Logprob of each row's target, and the entropy, both under softmax(logits / temperature).
 
-    logits float32 [n, vocab], targets int64 [n]; gives float32 [n] twice.
+    logits float32 [n, vocab], targets int64 [n]; returns float32 [n] twice.
     """
     library = cpu_library() if logits.device.type == "cpu" else None
     if library is None:

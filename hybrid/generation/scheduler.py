@@ -1,5 +1,6 @@
-"""The queue of prompts and the slots that they are decoded in: equal prompts are prefilled once, rows that have ended
-leave at once, and those that wait take their place."""
+"""Continuous batching: equal prompts are prefilled once, ended sequences leave at once, waiting ones take their
+place.
+"""
 
 import math
 from collections.abc import Callable
@@ -13,19 +14,21 @@ from hybrid.generation.model_runner import Decoder, ModelRunner, prefill
 from hybrid.generation.sampling import Draw, Drawn, draw_tokens, selective_log_softmax
 from hybrid.profiling import Phase
 
-Processors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of ids, scores, rows of the request
+Processors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (ids, scores, rows) -> scores
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be decoded.
+    """A batch of prompts to decode.
 
     padded: int64 [rows, prompt_len], left padded.  lengths: real tokens of each prompt.
-    keys: int64 [rows], of each row's noise.  max_new_tokens: of every row.  ends: int64 [n], tokens that end a row.
-    pad: fills what is behind a row's end.  draw: how tokens are drawn.
-    processors: change scores [n, vocab] before the draw, of rows int64 [n] of the request whose ids [n, tokens] are of
-        one length; None: nothing does.
-    logprob_temperature: of `Completions.old_logps`.
+    keys: int64 [rows], each row's RNG key.
+    max_new_tokens: of every row.
+    ends: int64 [n], end tokens.  pad: fills the positions after a row's end.
+    draw: how tokens are drawn.
+    processors: change scores [n, vocab] before the draw; their rows, int64 [n], index the request, and have ids [n,
+        tokens] of one length. None: no processors.
+    logprob_temperature: the temperature of `Completions.old_logps`.
     """
 
     padded: torch.Tensor
@@ -41,10 +44,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Completions:
-    """What was decoded.  tokens int64 [rows, max_new_tokens], padded behind each row's length; lengths int64 [rows],
-    the end token included; the logprobs float32 [rows, max_new_tokens], 0 behind the length: sampling_logps of the
-    distribution drawn from, after processors and truncation; old_logps and raw_logps of the model's own logits at the
-    request's temperature and at 1."""
+    """The decoded rows.
+
+    tokens: int64 [rows, max_new_tokens], padded after each row's length.
+    lengths: int64 [rows], the end token included.
+    sampling_logps: float32 [rows, max_new_tokens], 0 after the length: under the distribution drawn from, after
+        processors and truncation.
+    old_logps, raw_logps: the same under the model's own logits, at the request's temperature and at 1.
+    """
 
     tokens: torch.Tensor
     lengths: torch.Tensor
@@ -55,7 +62,7 @@ class Completions:
 
 @dataclass
 class Group:
-    """Rows with the same prompt, those not yet in slots, and what they share once it is prefilled."""
+    """Rows with the same prompt: those that wait, and the prompt's pages and logits once it is prefilled."""
 
     prompt: torch.Tensor
     waiting: list[int]
@@ -66,16 +73,16 @@ class Group:
 def complete(
     request: Request, decoder: Decoder, store: BlockPool, max_slots: int, stride: int, phase: Phase
 ) -> Completions:
-    """Decode a request.
+    """Decode a request; returns all rows' completions.
 
-    max_slots: rows that are decoded at once.  stride: steps between two looks at which rows have ended; where the host
-    would wait for a device, more than 1.
+    max_slots: the most sequences that are decoded at once.
+    stride: decode steps between two checks for ended sequences; more than 1 on a device that a check waits for.
     """
     return Scheduler(request, decoder, store, max_slots, stride, phase).run()
 
 
 def equal_prompts(padded: torch.Tensor, lengths: list[int]) -> list[Group]:
-    """Rows by prompt, in the order of first appearance."""
+    """Rows grouped by prompt, in the order of first appearance."""
     groups: dict[bytes, Group] = {}
     for row, (ids, length) in enumerate(zip(padded.cpu(), lengths, strict=True)):
         prompt = ids[len(ids) - length :]
@@ -84,7 +91,7 @@ def equal_prompts(padded: torch.Tensor, lengths: list[int]) -> list[Group]:
 
 
 class Scheduler:
-    """One call's rows: waiting, in slots, done."""
+    """The rows of one call: waiting, being decoded, finished."""
 
     def __init__(self, request: Request, decoder: Decoder, store: BlockPool, max_slots: int, stride: int, phase: Phase):
         self.request, self.decoder, self.store = request, decoder, store
@@ -93,20 +100,20 @@ class Scheduler:
         self.rows = ModelRunner(decoder, store, max(request.lengths) + request.max_new_tokens)
         count, self.prompt_len = request.padded.shape
         device, new = decoder.device, request.max_new_tokens
-        # Prompts and what follows, as processors see them; what the steps write, for all rows of the request.
+        # By row of the request: the padded prompt and its completion, as processors see them, and the logprobs.
         self.ids = torch.full((count, self.prompt_len + new), request.pad, dtype=torch.int64, device=device)
         self.ids[:, : self.prompt_len] = request.padded
         self.logps = torch.zeros(3, count, new, device=device)  # sampling, old, raw
         self.lengths = torch.zeros(count, dtype=torch.int64)
-        # Of each slot: the row of the request, tokens made, and the last of them.
+        # By sequence being decoded: its row of the request, its number of new tokens, and its latest token.
         self.row = torch.zeros(0, dtype=torch.int64, device=device)
         self.made = torch.zeros(0, dtype=torch.int64, device=device)
         self.last = torch.zeros(0, dtype=torch.int64, device=device)
-        self.most_made = 0  # of any slot, without looking at the device
-        self.most_pages: list[int] = []  # by slot: pages that the row may come to hold
+        self.most_made = 0  # the largest of `made`, as of the last check
+        self.most_pages: list[int] = []  # by sequence being decoded: the most pages that it may need
 
     def run(self) -> Completions:
-        """Decode everything."""
+        """Decode all rows."""
         self.store.expect(self.pages_at_once())
         self.decoder.reserve(max(self.request.lengths) + self.request.max_new_tokens)
         with self.phase("decode"):
@@ -120,8 +127,11 @@ class Scheduler:
         return Completions(tokens, self.lengths.to(tokens.device), *self.logps)
 
     def pages_at_once(self) -> int:
-        """The most pages that are held at once, whatever ends when: of each row in a slot those that it has alone, of
-        each prompt there those that its rows share; and, where rows wait, those that their group keeps for them."""
+        """The most pages that are in use at once, in whatever order sequences end.
+
+        Counted are each decoded sequence's own pages, each decoded prompt's shared pages, and, if rows wait, the pages
+        that their group keeps for them.
+        """
         own = [self.pages_of_row(group) - len(group.prompt) // PAGE for group in self.queue for _ in group.waiting]
         shared = sorted((len(group.prompt) // PAGE for group in self.queue), reverse=True)
         waits = len(own) > self.max_slots
@@ -130,7 +140,7 @@ class Scheduler:
     # ------------------------------------------------------------- admitting
 
     def admit(self) -> None:
-        """Give free slots to rows that wait, as long as the pages that they may come to need are there."""
+        """Start waiting rows, as long as there are free places and the pages that the rows may need."""
         chosen = self.fitting()
         if not chosen and len(self.rows):
             return
@@ -147,7 +157,7 @@ class Scheduler:
         self.finish(1)
 
     def fitting(self) -> list[tuple[Group, list[int]]]:
-        """Takes the rows that now fit off the queue, in its order."""
+        """Remove from the queue, in its order, the rows that fit now, and return them by group."""
         chosen: list[tuple[Group, list[int]]] = []
         free, room = self.max_slots - len(self.rows), self.room()
         for group in self.queue:
@@ -163,8 +173,9 @@ class Scheduler:
         return chosen
 
     def oversized_row(self) -> tuple[Group, list[int]]:
-        """The first row that waits, where it fits only without the pages that its group would keep for the others:
-        they are prefilled again."""
+        """Remove and return the first waiting row, which fits only without the pages that its group would keep for its
+        other rows. Their prompt is prefilled again.
+        """
         first = self.queue[0]
         row = first.waiting.pop(0)
         lone = Group(first.prompt, [], first.pages, first.logits)
@@ -172,21 +183,24 @@ class Scheduler:
         return lone, [row]
 
     def room(self) -> float:
-        """Pages that may yet be promised to rows."""
+        """Pages that are neither in use nor promised to admitted rows; infinity without a limit."""
         if self.store.limit is None:
             return math.inf
         to_come = sum(most - len(pages) for most, pages in zip(self.most_pages, self.rows.pages, strict=True))
         return self.store.limit - self.store.held - to_come
 
     def pages_needed(self, group: Group, count: int) -> int:
-        """Pages, beside those that it has, that a group may come to need for so many of its rows in slots: whole pages
-        of the prompt are shared, and while others wait, the group keeps the last, partial one."""
+        """Additional pages that a group may need for `count` of its rows.
+
+        Full pages of the prompt are shared; while other rows of the group wait, the group keeps the last, partly filled
+        page.
+        """
         whole = len(group.prompt) // PAGE
         kept = pages_for(len(group.prompt)) - whole if count < len(group.waiting) else 0
         return whole + count * (self.pages_of_row(group) - whole) + kept - len(group.pages)
 
     def pages_of_row(self, group: Group) -> int:
-        """Pages that a row of a group may come to hold."""
+        """The most pages that a row of a group may need."""
         return pages_for(len(group.prompt) + self.request.max_new_tokens)
 
     def prefill(self, groups: list[Group]) -> None:
@@ -197,7 +211,9 @@ class Scheduler:
             group.pages, group.logits = own, after
 
     def allocate(self, group: Group, rows: list[int]) -> None:
-        """Slots for rows of a prefilled group: whole pages are shared, the last one, which is written on, is copied."""
+        """Give rows of a prefilled group their pages: full pages are shared, the last one, which decoding writes to, is
+        copied.
+        """
         length = len(group.prompt)
         whole, partial = group.pages[: length // PAGE], group.pages[length // PAGE :]
         own, copies = [], []
@@ -209,13 +225,13 @@ class Scheduler:
         targets = [page for pages in copies if pages is not partial for page in pages]
         self.store.copy(partial * len(targets), targets)
         if not group.waiting:
-            self.store.give_back(whole)  # the group's own hold; its partial page went to its last row
+            self.store.give_back(whole)  # the group's own reference; its partial page went to its last row
             group.pages = []
         self.rows.add(own, [length] * len(rows))
         self.most_pages += [self.pages_of_row(group)] * len(rows)
 
     def latest_tokens(self, chosen: list[tuple[Group, list[int]]]) -> int:
-        """Enter the rows just seated; gives how many there are."""
+        """Add the admitted rows to the per-sequence tensors; returns their number."""
         rows = torch.tensor([row for _, rows in chosen for row in rows], device=self.row.device)
         zeros = torch.zeros_like(rows)
         self.row, self.made, self.last = (
@@ -226,7 +242,7 @@ class Scheduler:
     # -------------------------------------------------------------- stepping
 
     def advance(self) -> None:
-        """A few tokens for every slot; then rows that have ended leave."""
+        """Decode up to `stride` tokens for every sequence, then remove the ended ones."""
         steps = min(self.stride, self.request.max_new_tokens - self.most_made)
         self.rows.make_room(steps)
         for _ in range(steps):
@@ -234,7 +250,7 @@ class Scheduler:
         self.finish(steps)
 
     def draw(self, logits: torch.Tensor, count: int) -> None:
-        """A token for each of the last `count` slots, from their logits [count, vocab]."""
+        """Draw a token for each of the last `count` sequences from their logits [count, vocab]."""
         request = self.request
         row, made = self.row[-count:], self.made[-count:]
         if request.processors is None:
@@ -250,7 +266,7 @@ class Scheduler:
         made += 1
 
     def draw_processed(self, logits: torch.Tensor, row: torch.Tensor, made: torch.Tensor) -> Drawn:
-        """The draw after processors, which see rows of one length at a time, as in Hugging Face's batches."""
+        """The draw after processors, which get rows of one length at a time, as in Hugging Face's batches."""
         scores = torch.empty_like(logits)
         for so_far in made.unique().tolist():
             here = (made == so_far).nonzero().flatten()
@@ -259,13 +275,10 @@ class Scheduler:
         return draw_tokens(scores, self.request.keys[row], made, self.request.draw)
 
     def finish(self, steps: int) -> None:
-        """Look at the last `steps` tokens of every slot: rows that have ended leave, with their length noted.
-
-        Slots that have fewer tokens than that are new, and have been looked at.
-        """
+        """Check the last `steps` tokens of every sequence; record the lengths of ended sequences and remove them."""
         self.most_made = int(self.made.max())
         back = torch.arange(-steps, 0, device=self.made.device)
-        at = (self.made[:, None] + back).clamp(min=0)  # [slots, steps]
+        at = (self.made[:, None] + back).clamp(min=0)  # [sequences, steps]
         recent = self.ids[self.row[:, None], self.prompt_len + at]
         is_end = torch.isin(recent, self.request.ends)
         ended = is_end.any(dim=1)
@@ -275,7 +288,7 @@ class Scheduler:
             return
         row, length = self.row[done], length[done]
         self.lengths[row.cpu()] = length.cpu()
-        if steps > 1:  # what was drawn behind an end
+        if steps > 1:  # clear the tokens drawn after an end
             behind = torch.arange(self.request.max_new_tokens, device=row.device) >= length[:, None]
             self.ids[row, self.prompt_len :] = self.ids[row, self.prompt_len :].masked_fill(behind, self.request.pad)
             self.logps[:, row] = self.logps[:, row].masked_fill(behind, 0.0)

@@ -1,4 +1,4 @@
-"""Logprobs of sequences that are already there."""
+"""Logprobs of given sequences."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -12,15 +12,16 @@ from hybrid.generation.model_runner import Decoder, hidden_states
 from hybrid.generation.sampling import score_tokens
 from hybrid.inputs import as_ids, as_mask
 
-LOGIT_ROWS = 256  # tokens whose logits exist at once
+LOGIT_ROWS = 256  # tokens whose logits are in memory at once
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model makes of given sequences, for each token but the first.  float32 [rows, tokens - 1] each.
+    """A model's scores of given sequences, for each token but the first.  float32 [rows, tokens - 1] each.
 
-    per_token_logps: logprob of the token at the temperature asked for.  entropies: in nats, of the distribution that
-    the token was judged by.  Both 0 where the token is masked, or has no token before it.
+    per_token_logps: the token's logprob at the requested temperature.
+    entropies: in nats, of the distribution that the logprob is of.
+    Both are 0 if the token is masked or has no token before it.
     """
 
     per_token_logps: torch.Tensor
@@ -35,10 +36,10 @@ def score_packed(
     temperature: float,
     rows_at_once: int,
 ) -> Scores:
-    """Scores of `sequences` by a fused decoder, at most `rows_at_once` rows in the cache together.
+    """Scores of `sequences` by a fused decoder, at most `rows_at_once` rows in the cache at once.
 
-    sequences, attention_mask int64 [rows, tokens], each row's ones next to each other. Logits exist for LOGIT_ROWS
-    tokens at a time.
+    sequences, attention_mask: int64 [rows, tokens], each row's ones adjacent. Logits exist for LOGIT_ROWS tokens at a
+        time.
     """
     store.begin(decoder.kv)
     logps = torch.zeros(len(sequences), sequences.shape[1] - 1, device=decoder.device)
@@ -51,7 +52,7 @@ def score_packed(
         real = [sequences[row, first[row] : first[row] + length[row]] for row in rows]
         pages = [store.take(pages_for(len(ids))) for ids in real]
         for pieces, hidden in hidden_states(decoder, store, real, pages):
-            # Every token judges the one behind it: where in `hidden` it is, and what it judges in the outputs.
+            # Every token's logits score the next token: its index in `hidden`, the target, and the output's index.
             judges, targets, row_of, column_of = [], [], [], []
             for piece in pieces:
                 ids, row = real[piece.sequence], rows[piece.sequence]
@@ -73,7 +74,7 @@ def score_packed(
 
 
 def together(lengths: list[int], most: int, limit: int | None) -> Iterator[range]:
-    """Runs of rows of given lengths: `most` of them, fewer where their pages would be more than `limit`."""
+    """Split rows of the given lengths into runs of at most `most` rows and `limit` pages, but at least one row."""
     start = pages = 0
     for row, needed in enumerate(map(pages_for, lengths)):
         if row > start and (row - start == most or (limit is not None and pages + needed > limit)):
@@ -86,9 +87,10 @@ def together(lengths: list[int], most: int, limit: int | None) -> Iterator[range
 def padded_forward(model: nn.Module, call: Callable | None = None) -> Callable:
     """A forward that takes (ids, mask), [rows, tokens], for rows padded on the left, the right or both.
 
-    model: the Hugging Face model; call: what is called with its keyword arguments, such as an engine around it; the
-    model itself where None. Positions start at each row's first real token, as they do in generation; a model that
-    reads them off the mask, or has none, is not given any.
+    model: the Hugging Face model.  call: what is called with the model's keyword arguments, such as an engine; None:
+        the model.
+    Positions start at each row's first real token, as they do in generation. A model without a `position_ids` argument
+    is given none.
     """
     call = model if call is None else call
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
