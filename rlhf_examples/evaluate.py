@@ -41,8 +41,8 @@ def report(args: EvaluateArguments, found: list[dict]) -> None:
 
 
 def run(args: EvaluateArguments) -> list[dict]:
-    """Evaluate each model. Returns a dict for each: its name, mean score, the standard error of the mean over prompts,
-    pass@k shares, and prompts with completions and scores.
+    """Evaluate each model. Returns a dict for each: its name, mean score, the standard error of the mean over
+    prompts, pass@k shares, and prompts with completions and scores.
     """
     for name in args.model_name_or_path or [""]:
         require_model("model_name_or_path", name, args.attn_implementation)

@@ -214,8 +214,7 @@ def make_experience(
 
 def spread(rewards: torch.Tensor, num_generations: int) -> dict[str, torch.Tensor]:
     """Sums over this rank's groups: the number of groups with at least two scored completions, their standard
-    deviations,
-    and the number of those groups whose scores are all equal.
+    deviations, and the number of those groups whose scores are all equal.
 
     rewards float32 [rows], NaN where a completion could not be scored.
     """

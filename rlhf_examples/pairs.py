@@ -34,9 +34,8 @@ def main() -> None:
 
 
 def run(args: PairsArguments) -> Metrics:
-    """Write pairs.jsonl; returns the number of pairs and of completions. Each of `rounds` passes draws two completions
-    of
-    every prompt with seeds of its own.
+    """Write pairs.jsonl; returns the number of pairs and of completions. Each of `rounds` passes draws two
+    completions of every prompt with seeds of its own.
     """
     require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)

@@ -141,8 +141,7 @@ def reward_name(name: str) -> str:
 
 async def ask_server(address: str, prompts: list[str], completions: list[str], **columns: list) -> list[float | None]:
     """The rewards that a server returns. It gets, by POST, the JSON {"prompts": [text, ...], "completions": [text,
-    ...],
-    "columns": {name: [value, ...]}}, lists of equal length, and returns {"rewards": [number or null, ...]}.
+    ...], "columns": {name: [value, ...]}}, lists of equal length, and returns {"rewards": [number or null, ...]}.
 
     Raises ValueError if the server rejects the request (status 400 to 499) or returns anything else, OSError if it does
     not answer.
@@ -200,8 +199,7 @@ def score_all(
 
 async def with_retries(name: str, call: Callable, timeout_s: float, retries: int) -> Any:
     """The result of an async call's first successful attempt. ValueError and TypeError are raised at once, any other
-    error
-    as RuntimeError after the last attempt.
+    error as RuntimeError after the last attempt.
     """
     for attempt in range(retries + 1):
         try:

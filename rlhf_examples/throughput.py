@@ -38,8 +38,7 @@ def run(args: ThroughputArguments) -> Metrics:
     """Time both in alternation, `rounds` times after a warm-up round; returns medians, minima and maxima.
 
     Our engine holds the weights partitioned and gathers them anew for every rollout, as after an optimizer step.
-    Hugging
-    Face's model is whole on every rank. Counted are the tokens of all ranks up to the end token.
+    Hugging Face's model is whole on every rank. Counted are the tokens of all ranks up to the end token.
     """
     require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     load = partial(load_exported, attn_implementation=args.attn_implementation)

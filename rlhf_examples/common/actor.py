@@ -1,4 +1,6 @@
-"""What PPO and GRPO share beside rollouts: the policy with its reference, what scores completions, evaluation."""
+"""Shared by PPO and GRPO in addition to rollouts: the policy with its reference, rewards, evaluation, the
+iterations.
+"""
 
 import json
 import math
@@ -39,9 +41,10 @@ from rlhf_examples.common.trackers import Metrics
 
 @dataclass
 class Actor:
-    """The policy, and what belongs to it.
+    """The policy, its reference and its moving average.
 
-    reference: None where it is the policy without its adapter, or where none is needed.  flops: of training the policy.
+    reference: None if the policy without its adapter is the reference, or if none is needed.
+    flops: floating-point operations of training the policy.
     """
 
     policy: hybrid.HybridEngine
@@ -53,7 +56,7 @@ class Actor:
 
     @classmethod
     def load(cls, args: RolloutArguments, total_steps: int, needs_reference: bool) -> "Actor":
-        """All from `args.actor_model_name_or_path`.  total_steps: of the optimizer."""
+        """Load everything from `args.actor_model_name_or_path`.  total_steps: optimizer steps of the run."""
         name = args.actor_model_name_or_path
         require_model("actor_model_name_or_path", name)
         training = Training.of(args, "actor_", args.per_device_training_batch_size, total_steps)
@@ -67,7 +70,7 @@ class Actor:
         return cls(policy, reference, average, args, TrainingFlops.of(policy.module))
 
     def reference_logps(self, batch: hybrid.RolloutBatch) -> torch.Tensor:
-        """The reference's logprobs of completions, at the sampling temperature.  float32 [rows, completion]"""
+        """The reference's logprobs of completions at the sampling temperature, float32 [rows, completion]."""
         temperature, width = self.args.temperature, batch.completion_mask.shape[1]
         if self.reference is None:
             scores = self.policy.score(batch.sequences, batch.attention_mask, adapters=False, temperature=temperature)
@@ -76,18 +79,20 @@ class Actor:
         return frozen_logps(self.reference, batch.sequences, batch.attention_mask, width, temperature, rows)
 
     def old_logps(self, batch: hybrid.RolloutBatch) -> torch.Tensor:
-        """The policy's own in eval mode, or as sampled: `logprob_mode`.  float32 [rows, completion]"""
+        """The policy's logprobs of completions by `logprob_mode`: recomputed in eval mode, or as sampled.
+        float32 [rows, completion]
+        """
         if self.args.logprob_mode == "sampling":
             return batch.old_per_token_logps
         scores = self.policy.score(batch.sequences, batch.attention_mask, temperature=self.args.temperature)
         return scores.per_token_logps[:, -batch.completion_mask.shape[1] :]
 
     def parts(self) -> dict[str, Stateful | None]:
-        """What checkpoints hold beside the policy."""
+        """What checkpoints save in addition to the policy."""
         return {"average": self.average, "tokens": self.tokens}
 
     def stepped(self) -> None:
-        """After an optimizer step."""
+        """Update the moving average; call it after every optimizer step."""
         if self.average is not None:
             self.average.update()
 
@@ -96,7 +101,7 @@ class Actor:
         export_trained(self.policy, self.average, tokenizer, directory, self.args.lora_export == "merged")
 
     def destroy(self) -> None:
-        """Free the engines."""
+        """Destroy the engines."""
         for engine in (self.policy, self.reference):
             if engine is not None:
                 engine.destroy()
@@ -112,10 +117,11 @@ def train_iterations(
     done: int,
     args: RolloutArguments,
 ) -> tuple[Metrics, int]:
-    """The iterations of a run that are not done, with the evaluations, log lines and checkpoints that are due; gives
-    the last one's metrics, and the iteration after which the policy is as it is left: the best where that is asked for.
+    """Run the remaining iterations, with the evaluations, log lines and checkpoints that are due.
 
-    iterate: trains the iteration of a number, from 1, and gives its metrics.
+    Returns the last iteration's metrics, and the iteration whose policy is left in the engine: the best one with
+    `load_best_model_at_end`.
+    iterate: trains one iteration, by its number from 1, and returns its metrics.
     """
     metrics = last_logged(Path(args.output_dir)) if done == args.num_iterations or best.ends_training else {}
     outside, last = Phases(), done
@@ -124,7 +130,7 @@ def train_iterations(
             log.note(best.reason)
             break
         with log.room_for_engine():
-            actor.policy.eval()  # prints DeepSpeed's line about the iteration before
+            actor.policy.eval()  # prints DeepSpeed's line about the previous iteration
         metrics, last, is_best = iterate(iteration), iteration, False
         ends = bool(best.metric) and iteration == args.num_iterations  # the last model may be the best
         if args.eval_every and (iteration % args.eval_every == 0 or ends):
@@ -133,7 +139,7 @@ def train_iterations(
             is_best = best.update(found, iteration)
             metrics |= found
         log.add(iteration, metrics | outside.metrics())
-        outside = Phases()  # a checkpoint's time is on the next line of the log
+        outside = Phases()  # a checkpoint's time is logged with the next iteration
         if is_best or (args.save_every and iteration % args.save_every == 0):
             with outside.timed("save"):
                 checkpoints.save(iteration, best.iteration)
@@ -150,14 +156,14 @@ def export_trained(
     directory: Path,
     merged: bool,
 ) -> None:
-    """Write a trained model as `model` in `directory`, and its average, where there is one, as `model_ema`."""
+    """Write a trained model as `model` in `directory`, and its average, if there is one, as `model_ema`."""
     export(engine, tokenizer, directory / MODEL, merged)
     if average is not None:
         export(engine, tokenizer, directory / AVERAGE, merged, average)
 
 
 def kept_before(directory: Path, resumed: bool, find: Callable[[], dict]) -> dict:
-    """What `find` finds before the first update, kept in `directory`, where a resumed run reads it."""
+    """The result of `find` before the first update, saved in `directory`; a resumed run reads it there."""
     path = directory / BEFORE
     if resumed and path.is_file():
         return json.loads(path.read_text())
@@ -169,13 +175,13 @@ def kept_before(directory: Path, resumed: bool, find: Callable[[], dict]) -> dic
 
 
 def last_logged(directory: Path) -> Metrics:
-    """The metrics of the last iteration that a run has logged; none where there is none."""
+    """The metrics of the last iteration that a run has logged; empty without a log."""
     rows = read_metrics(directory)
     return rows[-1] if rows else {}
 
 
 def start_log(args: RunArguments, description: str, bar_metrics: dict[str, str], total: int, done: int) -> RunLog:
-    """The log of a run in its output_dir.  done: iterations that a resumed run has behind it."""
+    """The log of a run in its output_dir.  done: iterations that a resumed run has already done."""
     return RunLog(
         Path(args.output_dir),
         total=total,
@@ -189,10 +195,10 @@ def start_log(args: RunArguments, description: str, bar_metrics: dict[str, str],
 
 
 def time_metrics(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, phases: Phases) -> Metrics:
-    """Where an iteration's time went on this rank; tokens a second are of all ranks.
+    """Seconds of an iteration's phases on this rank, tokens per second of all ranks, and the peak memory in bytes.
 
-    phases: of the whole iteration. Of a rollout there are parts (gather to wait), and score is all between it and
-    training.
+    phases: the timer of the whole iteration. gather_s to wait_s are parts of the rollout; score_s is all between the
+        rollout and training.
     """
     spent = {f"time/{name}": batch.timings[name] for name in ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s")}
     tokens, stats = sums_over_ranks({"tokens": batch.completion_mask.sum()})["tokens"], policy.stats()
@@ -207,7 +213,7 @@ def time_metrics(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, phases
 
 
 def hybrid_blocks(args: RolloutArguments) -> dict[str, dict]:
-    """The engine's blocks, from DeepSpeed-Chat's flags."""
+    """The blocks `hybrid_engine` and `rollout` of the engine's configuration, from DeepSpeed-Chat's flags."""
     return {
         "hybrid_engine": {
             "max_out_tokens": args.max_prompt_seq_len + args.max_answer_seq_len,
@@ -224,16 +230,16 @@ def hybrid_blocks(args: RolloutArguments) -> dict[str, dict]:
 
 
 def load_rewards(names: list[str], weights: list[float], args: RolloutArguments, offload: bool = False) -> Rewards:
-    """What scores completions.  names, weights, offload: as `Rewards.load`."""
+    """The rewards that score completions.  names, weights, offload: as in `Rewards.load`."""
     rows, waiting = args.per_device_training_batch_size, (args.reward_timeout_s, args.reward_retries)
     return Rewards.load(names, args.dtype, rows, offload, weights, *waiting, args.attn_implementation)
 
 
 @dataclass
 class Evaluation:
-    """The policy on held-out prompts: always the same ones, with the same noise, whatever the number of ranks.
+    """Evaluates a policy on held-out prompts: always the same prompts and sampling keys, whatever the number of ranks.
 
-    num_generations: completions of a prompt, which stand next to each other.  greedy: they are not drawn.
+    num_generations: completions of a prompt, in adjacent rows.  greedy: the most probable tokens instead of samples.
     pass_at_k, pass_score: as the arguments of these names.
     """
 
@@ -256,23 +262,23 @@ class Evaluation:
         rewards: Rewards,
         args: RolloutArguments,
     ) -> "Evaluation":
-        """By what training goes by, and by what it never sees, where there is that."""
+        """An evaluation by the training rewards, and by `eval_reward`, which training does not use."""
         others = load_rewards(args.eval_reward, [], args, args.offload_reference_model) if args.eval_reward else None
         passing = args.eval_num_generations, args.eval_greedy, tuple(args.pass_at_k), args.pass_score
         return cls(policy, tokenizer, prompts, [rewards, *filter(None, [others])], args, *passing)
 
     def __call__(self, draw: int = 0) -> tuple[Metrics, list[str], dict[str, list[float]]]:
-        """The scorers' means, of what they could score, with standard errors, and shares that pass, as metrics;
-        completions of all prompts; scores of them by the scorers' names, the first scorer's first. All are empty
+        """Returns metrics (each scorer's mean and standard error over the completions that it could score, pass@k
+        shares), completions of all prompts, and their scores by scorer, the training reward first. All are empty
         without prompts.
 
-        Of what training never sees, a name that training has too begins with `eval_`.  draw: another one has other
-        noise.
+        A scorer of `eval_reward` with the name of a training reward gets the prefix `eval_`.  draw: selects the
+        sampling keys.
         """
         if not self.prompts:
             return {}, [], {}
         ranks, each = dist.get_world_size(), self.num_generations
-        padded = [*self.prompts, *self.prompts[:1] * (-len(self.prompts) % ranks)]  # as many on each rank
+        padded = [*self.prompts, *self.prompts[:1] * (-len(self.prompts) % ranks)]  # equally many on each rank
         own = own_share(padded)
         params = sampling(self.args, noise_seed(self.args.seed, draw))
         params = replace(params, temperature=0.0) if self.greedy else params
@@ -291,17 +297,19 @@ class Evaluation:
         errors = {name: standard_error(of) for name, of in groups.items() if name in found}
         metrics |= {f"eval_{name}_stderr": error for name, error in errors.items() if not math.isnan(error)}
         for name in found:
-            passed = [[score >= self.pass_score for score in group] for group in groups[name]]  # NaN does not
+            passed = [[score >= self.pass_score for score in group] for group in groups[name]]  # False for NaN
             shares = {k: statistics.fmean(pass_at(k, of_prompt) for of_prompt in passed) for k in self.pass_at_k}
             metrics |= {f"eval_{name}/pass@{k}": share for k, share in shares.items()}
         return metrics, texts, found
 
     def before(self, directory: Path, resumed: bool) -> dict:
-        """What was found before the first update; a resumed run reads what its beginning wrote."""
+        """The evaluation before the first update; a resumed run reads the saved one."""
         return kept_before(directory, resumed, lambda: dict(zip(("metrics", "texts", "scores"), self(), strict=True)))
 
     def logged(self, log: RunLog, iteration: int, found: dict | None = None) -> Metrics:
-        """Evaluate while training, and log every completion.  found: what `before` gave, in the place of evaluating."""
+        """Evaluate during training, and log every completion.  found: the result of `before`, logged instead of
+        evaluating.
+        """
         metrics, texts, scores = self() if found is None else found.values()
         self._log(log, iteration, texts, scores, self.args.num_samples)
         return metrics
@@ -312,8 +320,9 @@ class Evaluation:
             log.add_completions(iteration, {"prompt": prompts, "completion": texts, **scores}, shown)
 
     def show(self, log: RunLog, before: dict, iteration: int) -> Metrics:
-        """Evaluate after the last iteration, and show samples before and after; gives the metrics, with those before
-        under `before_`."""
+        """Evaluate after the last iteration, and show samples before and after training. Returns the metrics, those
+        before training with the prefix `before_`.
+        """
         metrics, texts, scores = self()
         self._log(log, iteration, texts, scores, shown=0)
         few = slice(0, self.args.num_samples)
@@ -325,23 +334,27 @@ class Evaluation:
 
 
 def in_groups(items: list, size: int) -> list[list]:
-    """Parts of `size` items in a row."""
+    """Consecutive parts of `size` items."""
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def pass_at(k: int, passed: list[bool]) -> float:
-    """The probability that one of k of a prompt's completions passes, without bias (arXiv:2107.03374, section 2.1)."""
+    """The unbiased estimate of the probability that one of k completions of a prompt passes (arXiv:2107.03374,
+    section 2.1).
+    """
     return 1 - math.comb(passed.count(False), k) / math.comb(len(passed), k)
 
 
 def mean_score(scores: list[float]) -> float:
-    """The mean of the scores that are not NaN; NaN where none is left."""
+    """The mean of the scores that are not NaN; NaN if there are none."""
     kept = [score for score in scores if not math.isnan(score)]
     return statistics.fmean(kept) if kept else math.nan
 
 
 def standard_error(groups: list[list[float]]) -> float:
-    """Of the mean over prompts, of which each has a group of scores: completions of one prompt are alike. NaN for fewer
-    than two prompts that were scored."""
+    """The standard error of the mean over prompts.  groups: the scores of each prompt's completions, which are
+    correlated.
+    NaN with fewer than two scored prompts.
+    """
     means = [mean for mean in map(mean_score, groups) if not math.isnan(mean)]
     return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan

@@ -3,7 +3,7 @@
 Names are DeepSpeed-Chat's where the meaning is the same, and TRL's for algorithms.
 """
 
-# ruff: noqa: RUF009 - fields are made by `about` and `listed`
+# ruff: noqa: RUF009 - `about` and `listed` make the fields
 
 import difflib
 import json
@@ -31,13 +31,13 @@ def about(default: Any, text: str) -> Any:
 
 
 def listed(default: list, text: str) -> Any:
-    """A field of a list with its help text."""
+    """A list field with its help text."""
     return field(default_factory=default.copy, metadata={"help": text})
 
 
 @dataclass
 class DataArguments:
-    """Of every script that reads records: how they become texts."""
+    """Arguments of every script that reads records: how records become texts."""
 
     chat_template: str = about("", "file with a Jinja template for conversations; empty: the tokenizer's own")
     prompt_column: str = about("prompt", "column of prompts, texts or conversations")
@@ -54,12 +54,12 @@ class DataArguments:
     chat_template_kwargs: str = about("", 'JSON for the chat template, such as {"enable_thinking": false}')
 
     def __post_init__(self):
-        RecordFormat.of(self)  # raises where it is none
+        RecordFormat.of(self)  # raises ValueError for an invalid format
 
 
 @dataclass
 class RunArguments(DataArguments):
-    """Of every script that trains."""
+    """Arguments of every script that trains."""
 
     output_dir: str = about("runs/run", "where logs, checkpoints and trained models go")
     seed: int = about(0, "of everything random in the run")
@@ -136,7 +136,7 @@ class RunArguments(DataArguments):
 
 @dataclass
 class TrainArguments(RunArguments):
-    """Of a script that trains one model on records: DeepSpeed-Chat's steps 1 and 2."""
+    """Arguments of a script that trains one model on records: DeepSpeed-Chat's steps 1 and 2."""
 
     model_name_or_path: str = about("", "directory or hub name; empty: a small Llama is made")
     hidden_size: int = about(256, "of the small Llama")
@@ -212,7 +212,7 @@ class DPOArguments(TrainArguments):
 
 @dataclass
 class RolloutArguments(RunArguments):
-    """Of a script that trains a policy on its own completions."""
+    """Arguments of a script that trains a policy on its own completions."""
 
     actor_model_name_or_path: str = about("", "directory or hub name of the policy")
     disable_dropout: bool = about(True, NO_DROPOUT)
@@ -347,7 +347,7 @@ class PPOArguments(RolloutArguments):
 
 @dataclass
 class GRPOArguments(RolloutArguments):
-    """Group relative policy optimization and its relatives, on verifiable rewards."""
+    """Group relative policy optimization and its variants, with verifiable rewards."""
 
     output_dir: str = about("runs/grpo", "where logs, checkpoints and the trained policy go")
     num_generations: int = about(8, "completions of a prompt")
@@ -393,7 +393,7 @@ class GRPOArguments(RolloutArguments):
 
 @dataclass
 class GenerationArguments(DataArguments):
-    """Of a script that a model which does not train completes prompts for."""
+    """Arguments of a script in which a frozen model completes prompts."""
 
     tokenizer_name_or_path: str = about("", "directory or hub name; empty: the model's")
     max_prompt_seq_len: int = about(256, "longest prompt in tokens; longer ones are counted and left out")
@@ -414,7 +414,7 @@ class GenerationArguments(DataArguments):
 
 @dataclass
 class EvaluateArguments(GenerationArguments):
-    """What models are worth on held-out prompts."""
+    """Models compared on held-out prompts."""
 
     model_name_or_path: list[str] = listed([], "directories or hub names, compared on the same prompts")
     data_path: list[str] = listed(["synthetic:stories@test"], "prompts: hub names, files or synthetic:… sets")
@@ -454,7 +454,7 @@ class PairsArguments(GenerationArguments):
 
 @dataclass
 class ThroughputArguments(GenerationArguments):
-    """Tokens a second of rollouts, and of Hugging Face's generate."""
+    """Tokens per second of rollouts, and of Hugging Face's generate."""
 
     model_name_or_path: str = about("", "directory or hub name")
     data_path: list[str] = listed(["synthetic:stories"], "prompts: hub names, files or synthetic:… sets")
@@ -468,9 +468,11 @@ class ThroughputArguments(GenerationArguments):
 
 @dataclass
 class PipelineArguments:
-    """Steps in a row. In the file beside these: `steps`, a table of step → settings, among them its `script` where that
-    is not the step's name; `common`, settings of every step that knows them; `summary`, key → step/metric; `servers`,
-    name → settings of a reward server, which runs as long as the pipeline and is the reward `server:NAME` in steps."""
+    """Steps that run one after the other. The YAML file has, in addition to these fields: `steps`, a table of step →
+    settings, among them its `script` unless that is the step's name; `common`, settings of every step that has
+    them; `summary`, key → step/metric; `servers`, name → settings of a reward server, which runs as long as the
+    pipeline and is the reward `server:NAME` in steps.
+    """
 
     output_dir: str = about("runs/pipeline", "each step has a directory in it")
     seed: int = about(0, "of every step that has none of its own")
@@ -503,7 +505,7 @@ class ChatArguments:
     def __post_init__(self):
         require_one_of(self, dtype=("float32", "bfloat16", "int8"))
         require_attention_of_dtype(self)
-        RecordFormat(chat_template_kwargs=self.chat_template_kwargs)  # raises where it is no object
+        RecordFormat(chat_template_kwargs=self.chat_template_kwargs)  # raises ValueError unless it is a JSON object
 
 
 @dataclass
@@ -518,7 +520,9 @@ class RewardServerArguments:
 
 
 def require_pass_at_k(args: Any) -> None:
-    """Raise ValueError for a k that is not among the completions of a prompt."""
+    """Raises ValueError if a k is not between 1 and `eval_num_generations`, or if several completions would be
+    greedy.
+    """
     require_range(args, eval_num_generations=(1, None))
     for k in args.pass_at_k:
         if not 1 <= k <= args.eval_num_generations:
@@ -533,14 +537,14 @@ def require_pass_at_k(args: Any) -> None:
 
 
 def require_one_of(args: Any, **allowed: tuple) -> None:
-    """Raise ValueError for a field whose value is not among what is allowed."""
+    """Raises ValueError if a field's value is not among the allowed ones."""
     for name, values in allowed.items():
         if getattr(args, name) not in values:
             raise ValueError(f"{name}: {getattr(args, name)!r} given; allowed: {', '.join(map(str, values))}")
 
 
 def require_attention_of_dtype(args: Any) -> None:
-    """Raise ValueError for FlashAttention's kernels, which compute in 16 bits alone, in another dtype."""
+    """Raises ValueError for FlashAttention in another dtype than bfloat16: its kernels compute in 16 bits only."""
     if args.attn_implementation.startswith("flash_attention") and args.dtype != "bfloat16":
         raise ValueError(
             f"attn_implementation: {args.attn_implementation!r} given with dtype: {args.dtype!r}; it needs bfloat16, "
@@ -549,7 +553,7 @@ def require_attention_of_dtype(args: Any) -> None:
 
 
 def require_best_model(args: Any) -> None:
-    """Raise ValueError where there would be no best model to keep or to stop by."""
+    """Raises ValueError for settings of the best model without a metric or without evaluations."""
     for name in ("greater_is_better", "load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold"):
         if getattr(args, name) not in (None, 0) and not args.metric_for_best_model:
             raise ValueError(f"{name}: {getattr(args, name)} given without metric_for_best_model; give that too")
@@ -566,13 +570,13 @@ def require_best_model(args: Any) -> None:
 
 
 def require_resume_or_overwrite(args: Any) -> None:
-    """Raise ValueError where both are asked for."""
+    """Raises ValueError if both `resume` and `overwrite` are given."""
     if args.resume and args.overwrite:
         raise ValueError("overwrite: true given with resume: true; give one: to delete the run there, or to go on")
 
 
 def require_range(args: Any, **limits: tuple[float, float | None]) -> None:
-    """Raise ValueError for a field whose value is below its first limit, or above its second."""
+    """Raises ValueError if a field's value is below its lower or above its upper limit."""
     for name, (least, most) in limits.items():
         value = getattr(args, name)
         if value < least:
@@ -582,27 +586,27 @@ def require_range(args: Any, **limits: tuple[float, float | None]) -> None:
 
 
 def parse_arguments(kind: type[Arguments], argv: list[str] | None = None) -> Arguments:
-    """Arguments of a kind from `[file.yaml] [--flag value ...]`.
+    """Arguments of a kind from the command line `[file.yaml] [--flag value ...]`.
 
-    Raises ValueError for a key of the file, or a flag, that is not known, naming the nearest.
+    Raises ValueError for an unknown key of the file or an unknown flag, with the nearest known name.
     """
     settings, flags = split_command_line(argv)
     return arguments_of(kind, settings, flags)
 
 
 def split_command_line(argv: list[str] | None = None) -> tuple[dict[str, Any], list[str]]:
-    """The settings in the file that a command line begins with, and its flags."""
+    """The settings of the YAML file that a command line may begin with, and the flags."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    # The `deepspeed` launcher gives its rank as a flag; it is in the environment too.
+    # The `deepspeed` launcher passes the local rank as a flag; LOCAL_RANK in the environment has it too.
     argv = [text for text in argv if not text.startswith("--local_rank=")]
     settings = read_yaml(Path(argv.pop(0))) if argv and argv[0].endswith((".yaml", ".yml")) else {}
     return settings, argv
 
 
 def arguments_of(kind: type[Arguments], settings: dict[str, Any], flags: list[str] | None = None) -> Arguments:
-    """Arguments of a kind from settings by name, and flags over them.
+    """Arguments of a kind from settings by name, overridden by flags.
 
-    Raises ValueError for a name that is not known, with the nearest.
+    Raises ValueError for an unknown name, with the nearest known one, and for a value of the wrong type.
     """
     known = [field.name for field in fields(kind)]
     for key in settings:
@@ -621,14 +625,14 @@ def arguments_of(kind: type[Arguments], settings: dict[str, Any], flags: list[st
 
 
 class Parser(HfArgumentParser):
-    """Raises ValueError in words where argparse would print all flags, on every rank."""
+    """Raises ValueError where argparse would print all flags and exit on every rank."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def in_lists(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings in which a text alone, where its field is a list of texts, is a list of one."""
+    """Settings in which a single text becomes a list if its field is a list of texts."""
     hints = get_type_hints(kind)
     return {
         name: [value] if isinstance(value, str) and value and hints[name] == list[str] else value
@@ -637,12 +641,16 @@ def in_lists(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_of_table(value: Any, kind: type, name: str) -> Any:
-    """A table in a file as the JSON that a flag would have, where the field is a text; else the value as it is."""
+    """A table of a YAML file as JSON text if its field is a text, as a flag would give it; any other value
+    unchanged.
+    """
     return json.dumps(value) if isinstance(value, dict) and get_type_hints(kind)[name] is str else value
 
 
 def require_types(kind: type, settings: dict[str, Any]) -> None:
-    """Raise ValueError for a setting of another type than its field; the parser reads text as what the field is."""
+    """Raises ValueError for a setting of another type than its field. Text is allowed for numbers: the parser
+    converts it.
+    """
     hints = get_type_hints(kind)
     for name, value in settings.items():
         inner = get_args(hints[name]) if get_origin(hints[name]) is list else ()
@@ -654,14 +662,14 @@ def require_types(kind: type, settings: dict[str, Any]) -> None:
 
 
 def require_known(key: str, known: list[str], where: str = "") -> None:
-    """Raise ValueError for a name that is not known, with the nearest one that is.  where: before the words."""
+    """Raises ValueError for an unknown name, with the nearest known one.  where: prefix of the error message."""
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
         raise ValueError(f"{where}{': ' * bool(where)}unknown key {key!r}; the nearest known key is {near!r}")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a file. Raises ValueError where there is none, or where it is not settings by name."""
+    """The settings in a file. Raises ValueError if the file does not exist or holds no mapping."""
     if not path.is_file():
         raise ValueError(f"no file at {str(path)!r}")
     settings = yaml.safe_load(path.read_text())

@@ -1,6 +1,6 @@
-"""Micro batches: which rows go together, rows without padding, logits a chunk at a time.
+"""Micro batches: balancing rows by tokens, rows packed without padding, logits computed in chunks.
 
-B rows of T columns, prompt and completion together; a row may be padded on the left, the right or both.
+B rows of T columns, prompt and completion together; rows may be padded on the left, the right or both.
 """
 
 import contextlib
@@ -19,12 +19,13 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05  # nats, on average; 16 bits have 3 digit
 
 
 def balanced(lengths: Sequence[int] | torch.Tensor, num_batches: int) -> list[list[int]]:
-    """Row numbers in `num_batches` batches of about as many tokens each; no batch is empty.
+    """Row numbers in `num_batches` batches of about equally many tokens; no batch is empty.
 
-    lengths: tokens of each row. The longest row not yet placed goes to the batch with the fewest tokens, of those to
-    the one with the fewest rows, of those to the first. Tokens, not rows, are made even: time and memory follow them.
-    The number of batches is given, because under ZeRO every rank must run as many forwards and backwards.
-    Raises ValueError where there are fewer rows than batches.
+    lengths: tokens of each row. The longest row left goes to the batch with the fewest tokens; ties go to the batch
+        with the fewest rows, then to the first. Tokens are balanced, not rows, because time and memory grow with
+        tokens.
+    The number of batches is given, because under ZeRO every rank must run equally many forwards and backwards.
+    Raises ValueError if there are fewer rows than batches.
     """
     lengths = torch.as_tensor(lengths).tolist()
     if len(lengths) < num_batches:
@@ -40,15 +41,15 @@ def balanced(lengths: Sequence[int] | torch.Tensor, num_batches: int) -> list[li
 def token_budget_batches(
     lengths: torch.Tensor, max_tokens: int, over_ranks_max: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[list[int]]:
-    """`balanced` batches of at most `max_tokens` tokens: on every rank as many, as few as the neediest can do with.
+    """`balanced` batches of at most `max_tokens` tokens: equally many on every rank, and as few as possible.
 
-    lengths int64 [rows], this rank's. over_ranks_max: the maximum of a tensor over all ranks; called once, on every
-    rank, and what one rank refuses all refuse.
-    DeepSpeed takes as many backwards in each optimizer step as `gradient_accumulation_steps` says. For a number that
-    changes, leave that 1, say `engine.set_gradient_accumulation_boundary(last)` before each backward, and call
-    `engine.step()` after each: nothing is then averaged over the backwards, so a micro batch's loss is divided by the
-    number of all tokens over that of ranks (`loss_denominator` with micro_batches = ranks).
-    Raises ValueError where a row is longer than max_tokens, or a rank has fewer rows than batches are needed.
+    lengths int64 [rows], this rank's. over_ranks_max: the maximum of a tensor over all ranks; called once on every
+    rank, so that all ranks raise the same error.
+    DeepSpeed runs `gradient_accumulation_steps` backwards in an optimizer step. For a number that varies, leave that at
+    1, call `engine.set_gradient_accumulation_boundary(last)` before each backward and `engine.step()` after it:
+    backwards are then summed, not averaged, so divide a micro batch's loss by the number of all tokens over the number
+    of ranks (`loss_denominator` with micro_batches = ranks).
+    Raises ValueError if a row is longer than max_tokens, or if a rank has fewer rows than batches are needed.
     """
     own = lengths.tolist()
     needed = max(-(-sum(own) // max_tokens), 1)
@@ -63,12 +64,12 @@ def token_budget_batches(
 
 
 def packed(sequences: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows' real tokens one after another, and their positions, which begin at 0 in each row.
+    """The rows' real tokens concatenated, and their positions, which start at 0 in each row.
 
-    sequences, mask [B, T]; gives ids, position_ids [1, total].
+    sequences, mask [B, T]; returns ids, position_ids int64 [1, total].
     Most of Hugging Face's decoders, called with these, attention_mask=None and use_cache=False, keep the rows apart:
-    transformers reads the boundaries off the positions and makes the mask that sdpa or eager attention needs, but only
-    where it is given neither a mask nor a cache (masking_utils.py, 5.23). `require_exact` says whether a model does.
+    transformers derives the boundaries from the positions and builds the mask for sdpa or eager attention, but only
+    without a mask and a cache (masking_utils.py, 5.23). `require_exact` checks whether a model does.
     """
     kept = mask.bool()
     positions = mask.long().cumsum(dim=1) - 1
@@ -76,9 +77,9 @@ def packed(sequences: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def unpacked(per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What belongs to packed tokens, back in its rows, with gradients.
+    """Per-token values of packed rows, back in padded rows; differentiable.
 
-    per_token [1, total, ...], mask [B, T]; gives [B, T, ...], 0 where masked.
+    per_token [1, total, ...], mask [B, T]; returns [B, T, ...], 0 where masked.
     """
     rows = per_token.new_zeros(*mask.shape, *per_token.shape[2:])
     return rows.index_put(tuple(mask.nonzero(as_tuple=True)), per_token[0])
@@ -92,13 +93,14 @@ def chunked_logps(
     chunk_size: int = CHUNK_SIZE,
     after_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs of `ids` and entropies in nats by head(hidden) / temperature, with gradients, logits a chunk at a time.
+    """Logprobs of `ids` and entropies in nats under head(hidden) / temperature; differentiable, logits computed in
+    chunks.
 
-    hidden [N, hidden size], ids int64 [N], N may be 0; gives two of float32 [N] (float64 where logits are).
-    head: hidden states to logits, such as `model.get_output_embeddings()`. after_head: what the model does to its
-    logits then, for the vocabulary of a token: `logits_after_head`.
-    Backward computes each chunk's logits again, so that those of `chunk_size` tokens live at a time.
-    Raises ValueError for a head of several modules whose parameters ZeRO-3 partitions.
+    hidden [N, hidden size], ids int64 [N]; N may be 0. Returns two tensors, float32 [N] (float64 if the logits are).
+    head: hidden states to logits, such as `model.get_output_embeddings()`. after_head: what the model applies to the
+        head's logits, see `logits_after_head`.
+    The backward recomputes each chunk's logits, so that only those of `chunk_size` tokens exist at a time.
+    Raises ValueError for a head with submodules whose parameters ZeRO-3 partitions.
     """
     own = head.forward
 
@@ -113,9 +115,9 @@ def chunked_logps(
         logps, entropies = zip(*(checkpoint(score, *part, use_reentrant=False) for part in parts), strict=True)
         return torch.cat(logps), torch.cat(entropies)
 
-    # The head is called once, with the chunks inside: ZeRO-3's hooks are on the call, and gather its weight once for
-    # the forward and once for the backward. A call for each chunk gives the same gradients, but gathers for each, and
-    # stops for ever where ranks have other numbers of tokens, and so of chunks (deepspeed 0.19.8).
+    # The head is called once, with the chunks inside: ZeRO-3's hooks run at the call and gather its weight once for
+    # the forward and once for the backward. A call for each chunk gives the same gradients, but gathers each time, and
+    # hangs if ranks have different numbers of tokens, and so of chunks (deepspeed 0.19.8).
     inside = (p for child in head.children() for p in child.parameters())
     if any(hasattr(parameter, "ds_id") for parameter in inside):
         raise ValueError(
@@ -127,8 +129,10 @@ def chunked_logps(
 
 @contextlib.contextmanager
 def forward_lent(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """Inside the block calling `module` runs `forward`, within the module's hooks; afterwards its own again."""
-    own = vars(module).get("forward")  # of this object, where something has replaced its class's
+    """Inside the block, calling `module` runs `forward` within the module's hooks; afterwards its own forward is
+    restored.
+    """
+    own = vars(module).get("forward")  # an instance attribute that overrides the class's forward
     module.forward = forward
     try:
         yield
@@ -140,7 +144,7 @@ def forward_lent(module: nn.Module, forward: Callable) -> Iterator[None]:
 
 
 def logits_after_head(config) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What a Hugging Face model does to the logits of its head: Gemma's cap, Granite's and Cohere's scales."""
+    """What a Hugging Face model applies to its head's logits: Gemma's soft cap, Granite's and Cohere's scales."""
     cap = getattr(config, "final_logit_softcapping", None)
     scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
 
@@ -152,9 +156,10 @@ def logits_after_head(config) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def packed_forward(engine: nn.Module, sequences: torch.Tensor, mask: torch.Tensor, **more):
-    """The output of a Hugging Face decoder for `packed` rows: what belongs to tokens in it is [1, total, ...].
+    """The output of a Hugging Face decoder for `packed` rows; its per-token tensors are [1, total, ...].
 
-    engine: the model, or a DeepSpeed engine around it. sequences, mask [B, T]; more: other arguments of the model.
+    engine: the model, or a DeepSpeed engine with it. sequences, mask [B, T]; more: other arguments of the model's
+        forward.
     """
     ids, positions = packed(sequences, mask)
     return engine(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **more)
@@ -170,12 +175,12 @@ def per_token_logps_and_entropies(
     chunk_size: int = CHUNK_SIZE,
     padding_free: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs of the tokens that are wanted, and the entropies of their distributions, with gradients.
+    """Logprobs of the wanted tokens and entropies of their distributions; differentiable.
 
-    engine: a Hugging Face decoder, or a DeepSpeed engine around one in train mode. sequences, mask, wanted [B, T];
-    gives two of float32 [B, T], 0 where masked, not wanted, or without a token before it. padding_free: the forward is
-    of packed rows. Before the first call, `require_exact` says whether the model can do this.
-    Under ZeRO-3 every rank takes part, with whatever it has, also no wanted token at all.
+    engine: a Hugging Face decoder, or a DeepSpeed engine with it in train mode. sequences, mask, wanted [B, T]; returns
+        two tensors, float32 [B, T], 0 where masked, not wanted, or without a previous token. padding_free: run the
+        forward on packed rows. Call `require_exact` once before: it checks whether the model supports this.
+    Under ZeRO-3 every rank must take part, also without a wanted token.
     """
     model, kept = getattr(engine, "module", engine), mask.bool()
     more = {"output_hidden_states": True, "logits_to_keep": 1}
@@ -184,7 +189,7 @@ def per_token_logps_and_entropies(
     else:
         call = functools.partial(engine, **more)
         hidden = hybrid.padded_forward(model, call)(sequences, mask).hidden_states[-1]  # [B, T, hidden size]
-    rows, columns = (kept[:, 1:] & kept[:, :-1] & wanted[:, 1:].bool()).nonzero(as_tuple=True)  # of the tokens before
+    rows, columns = (kept[:, 1:] & kept[:, :-1] & wanted[:, 1:].bool()).nonzero(as_tuple=True)  # the previous tokens
     found = chunked_logps(
         hidden[rows, columns],
         model.get_output_embeddings(),
@@ -198,15 +203,15 @@ def per_token_logps_and_entropies(
 
 @torch.no_grad()
 def require_exact(engine: nn.Module, padding_free: bool) -> None:
-    """Raises ValueError where `per_token_logps_and_entropies` does not give what the model's own logits do.
+    """Raises ValueError if `per_token_logps_and_entropies` differs from the logprobs of the model's own logits.
 
-    Compared on three short rows of random tokens: a model may mix packed rows (BLOOM, Falcon and OPT do, transformers
-    5.23), or change its logits in ways of its own. Every rank takes part.
+    Compares three short rows of random tokens: a model may mix packed rows (BLOOM, Falcon and OPT do, transformers
+    5.23), or transform its logits in a way of its own. Every rank takes part.
     """
     model = getattr(engine, "module", engine)
     was_training, vocabulary = model.training, model.config.get_text_config().vocab_size
     ids, mask = (tensor.to(next(model.parameters()).device) for tensor in padded_example(vocabulary))
-    model.eval()  # no dropout; the forwards stay those of training
+    model.eval()  # disables dropout; the module's eval() leaves the engine's training forwards in place
     try:
         logits = hybrid.padded_forward(model, engine)(ids, mask).logits[:, :-1]
         ours, _ = per_token_logps_and_entropies(engine, ids, mask, mask, padding_free=padding_free, chunk_size=4)
@@ -229,9 +234,9 @@ def require_exact(engine: nn.Module, padding_free: bool) -> None:
 
 @torch.no_grad()
 def require_exact_values(engine: nn.Module) -> None:
-    """Raises ValueError where a value model's packed rows are not what they are padded: see `require_exact`.
+    """Raises ValueError if a value model's packed rows differ from the same rows padded: see `require_exact`.
 
-    Hidden states are compared: a new head makes 0 of everything. Every rank takes part.
+    Compares hidden states, because a new head outputs 0 for everything. Every rank takes part.
     """
     model = getattr(engine, "module", engine)
     was_training, vocabulary = model.training, model.classifier.config.get_text_config().vocab_size
@@ -254,7 +259,7 @@ def require_exact_values(engine: nn.Module) -> None:
 
 
 def padded_example(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three short rows of random tokens, padded left, right and not, and their mask.  int64 [3, 9]"""
+    """Three short rows of random tokens, padded left, right and not at all, and their mask, both int64 [3, 9]."""
     ids = torch.randint(vocabulary, (3, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :3], mask[1, 5:] = 0, 0
@@ -262,7 +267,7 @@ def padded_example(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rows_mix(engine: nn.Module, ids: torch.Tensor, mask: torch.Tensor, vocabulary: int) -> bool:
-    """Whether packed rows behind the first change with it, by more than a few roundings.  ids, mask [B, T]."""
+    """Whether a change in the first packed row changes the others by more than a few roundings.  ids, mask [B, T]."""
     changed = torch.cat([(ids[:1] + 1) % vocabulary, ids[1:]])
     one, other = (
         packed_forward(engine, rows, mask, output_hidden_states=True, logits_to_keep=1).hidden_states[-1][0]

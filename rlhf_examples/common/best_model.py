@@ -1,4 +1,4 @@
-"""The best model of a run by a metric of its evaluations, and when training ends because there was no better one."""
+"""The best model of a run by a metric of its evaluations, and early stopping."""
 
 import math
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ from rlhf_examples.common.trackers import Metrics
 
 @dataclass
 class BestModel:
-    """The evaluation that was best so far; a checkpoint holds it.
+    """The best evaluation so far; saved in checkpoints.
 
-    metric: of an evaluation, "eval_…"; empty: none is looked at.  patience: evaluations in a row that are not better by
-    more than `threshold` before training ends; 0: it goes on.
-    value, iteration: of the best; NaN and 0 where there was none.  waited: evaluations since one was better enough.
+    metric: of an evaluation, "eval_…"; empty turns this off.
+    patience: evaluations in a row without an improvement of more than `threshold` that end training; 0 is off.
+    value, iteration: of the best evaluation; NaN and 0 before the first.
+    waited: evaluations since the last such improvement.
     """
 
     metric: str
@@ -27,7 +28,7 @@ class BestModel:
 
     @classmethod
     def of(cls, args: RunArguments) -> "BestModel":
-        """From arguments; transformers' meaning of a name without "eval_", and of no `greater_is_better`."""
+        """From arguments; a name without "eval_" and a missing `greater_is_better` mean the same as in transformers."""
         metric = args.metric_for_best_model
         metric = f"eval_{metric}" if metric and not metric.startswith("eval_") else metric
         greater = args.greater_is_better
@@ -35,16 +36,16 @@ class BestModel:
         return cls(metric, greater, args.early_stopping_patience, args.early_stopping_threshold)
 
     def check(self, metrics: Metrics) -> None:
-        """Raise ValueError where an evaluation that gave `metrics` has not the one that is looked at."""
+        """Raises ValueError if the metrics of an evaluation lack the metric."""
         if self.metric and self.metric not in metrics:
             there = ", ".join(sorted(metrics)) or "none, without held-out records (eval_fraction, eval_data_path)"
             raise ValueError(f"metric_for_best_model: {self.metric!r} given; an evaluation of this run has: {there}")
 
     def update(self, metrics: Metrics, iteration: int) -> bool:
-        """Look at an evaluation after `iteration`; gives whether it is the best. Every rank takes part, and goes by
-        what the first one has found.
+        """Record an evaluation after `iteration`; returns whether it is the best so far. Every rank takes part and uses
+        rank 0's value.
 
-        Raises ValueError where the metric is not there.
+        Raises ValueError if the metric is missing.
         """
         if not self.metric:
             return False
@@ -60,21 +61,21 @@ class BestModel:
 
     @property
     def ends_training(self) -> bool:
-        """Whether the patience is over."""
+        """Whether the patience is exhausted."""
         return 0 < self.patience <= self.waited
 
     @property
     def reason(self) -> str:
-        """Why training ended, for people."""
+        """Why training ended, for the log."""
         return (
             f"training ends: {self.metric} was not better than {self.value:.4g} of iteration {self.iteration} in "
             f"{self.waited} evaluations"
         )
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """The state for a checkpoint."""
         return {"value": self.value, "iteration": self.iteration, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from there."""
+        """Restore the state from a checkpoint."""
         self.value, self.iteration, self.waited = state["value"], state["iteration"], state["waited"]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run that a kill at any moment leaves loadable."""
+"""Checkpoints of a run, written atomically: a kill at any moment leaves a loadable one."""
 
 import json
 import random
@@ -19,9 +19,10 @@ LATEST, PREFIX = "latest", "iteration-"
 
 
 class Stateful(Protocol):
-    """What can be saved beside engines, on each rank: controllers, averages, the data's position.
+    """State that is saved in addition to engines, on each rank: controllers, averages, the position in the data.
 
-    What is not alike on all ranks has `load_state_dicts` too: of those of every rank of another number of them.
+    State that differs between ranks also needs `load_state_dicts`, which restores it from the states of another number
+    of ranks.
     """
 
     def state_dict(self) -> Any: ...
@@ -30,9 +31,9 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of a run in `directory`: engines and other parts by name, and the random states of every rank.
+    """The checkpoints of a run in `directory`: engines and other parts by name, and every rank's random states.
 
-    Where a run stands in its data and its noise are functions of seed and iteration, so the iteration is all of that.
+    The position in the data and the sampling keys are functions of seed and iteration.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class Checkpoints:
         self.parts = {name: part for name, part in parts.items() if part is not None}
 
     def save(self, iteration: int, best: int = 0) -> None:
-        """Save everything as of the end of `iteration`. Every rank takes part.  best: iteration of a checkpoint that
-        stays, however many come after it.
+        """Save everything after `iteration`. Every rank takes part.  best: the iteration whose checkpoint is never
+        deleted.
 
-        Written under a temporary name; `latest` names it only when it is whole. Frozen weights, such as those under a
-        LoRA, are left out: a run reads them where it began.
+        The checkpoint is written under a temporary name; `latest` names it only once it is complete. Frozen weights,
+        such as those under a LoRA, are not saved: a resumed run reads them from the original model.
         """
         name = f"{PREFIX}{iteration:06d}"
         unfinished = self.directory / f"{name}.unfinished"
@@ -78,9 +79,9 @@ class Checkpoints:
         dist.barrier()
 
     def _prune(self, iteration: int, best: int) -> None:
-        """Delete all but the newest checkpoints up to `iteration`, which is there and stays, as that of `best` does.
+        """Delete all but the newest `keep_last` checkpoints up to `iteration`, and that of `best`.
 
-        Later ones are left: a run that went on from an earlier iteration has not come to them.
+        Later ones stay: they belong to a run from which this one resumed at an earlier iteration.
         """
         found = {int(path.name.removeprefix(PREFIX)): path for path in self.directory.glob(f"{PREFIX}*[0-9]")}
         for number in sorted(number for number in found if number <= iteration)[: -self.keep_last]:
@@ -88,15 +89,16 @@ class Checkpoints:
                 shutil.rmtree(found[number])
 
     def load_latest(self) -> int:
-        """Restore the newest checkpoint on every rank; gives the iteration after which it was saved, 0 where there is
-        none. Another number of ranks may have saved it.
+        """Restore the newest checkpoint on every rank; returns its iteration, or 0 without a checkpoint.
+
+        Another number of ranks may have saved it. Raises ValueError if it was saved with other parts or ZeRO stages.
         """
         if not (self.directory / LATEST).is_file():
             return 0
         return self._load((self.directory / LATEST).read_text())
 
     def load(self, iteration: int) -> None:
-        """Restore the checkpoint of an iteration on every rank. Raises ValueError where it is not there."""
+        """Restore the checkpoint of an iteration on every rank. Raises ValueError if it does not exist."""
         name = f"{PREFIX}{iteration:06d}"
         if not (self.directory / name).is_dir():
             raise ValueError(f"checkpoint: there is no {self.directory / name}, which was kept; was it deleted?")
@@ -121,7 +123,7 @@ class Checkpoints:
                 "; give the stages that the run began with"
             )
         for name, engine in self.engines.items():
-            if same or not engine.zero_optimization():  # without ZeRO every rank has all
+            if same or not engine.zero_optimization():  # without ZeRO every rank holds everything
                 engine.load_checkpoint(str(newest), tag=name, custom_load_fn=load_trained)
             else:
                 self._load_resharded(engine, newest / name, [of_rank["pieces"][name] for of_rank in saved])
@@ -137,7 +139,7 @@ class Checkpoints:
         return {name: int(engine.zero_optimization_stage()) for name, engine in self.engines.items()}
 
     def _load_resharded(self, engine: hybrid.HybridEngine, tag: Path, pieces: list[list[Piece]]) -> None:
-        """Restore an engine from ranks of another number, which had `pieces`."""
+        """Restore an engine that another number of ranks has saved, with their `pieces`."""
         target = self.directory / "resharded.unfinished"
         if dist.get_rank() == 0:
             shutil.rmtree(target, ignore_errors=True)
@@ -151,9 +153,9 @@ class Checkpoints:
 
 
 def load_trained(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
-    """Load what a checkpoint has of a module, frozen weights or not.
+    """Load a checkpoint's tensors into a module; frozen weights may be missing.
 
-    Raises ValueError where it lacks a weight that is trained, or has one that the module lacks.
+    Raises ValueError if the checkpoint lacks a trained weight, or has one that the module lacks.
     """
     missing, unexpected = dst.load_state_dict(src, strict=False)
     trained = {name for name, parameter in dst.named_parameters() if parameter.requires_grad}
@@ -165,7 +167,7 @@ def load_trained(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Python's, numpy's, torch's and the device's generators."""
+    """The states of Python's, numpy's, torch's and the device's random generators."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -175,7 +177,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Set the generators as `random_states` found them."""
+    """Set the generators to `random_states`."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

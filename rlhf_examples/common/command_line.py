@@ -1,4 +1,4 @@
-"""A script's way from its command line to its end: one line and status 2 where what was given does not fit."""
+"""Runs a script from its command line to its end; invalid input ends it with a one-line error and status 2."""
 
 import logging
 import os
@@ -12,13 +12,13 @@ from rlhf_examples.common.arguments import Arguments, parse_arguments
 from rlhf_examples.common.ranks import end_ranks, is_first, preparing, start_ranks
 
 USAGE_ERROR = 2  # exit status, as argparse's
-WAIT_S = 30.0  # in which rank 0 comes to its error too, and the launcher ends the others
+WAIT_S = 30.0  # time for rank 0 to report the error too, after which the launcher ends the other ranks
 
 
 def run_command(kind: type[Arguments], run: Callable[[Arguments], Any], show: Callable | None = None) -> None:
-    """`run` with the command line's arguments, on the launcher's ranks.
+    """Call `run` with the arguments of the command line, on the launcher's ranks.
 
-    show: called on rank 0 with the arguments and what `run` gave.
+    show: called on rank 0 with the arguments and the result of `run`.
     """
     with input_errors_reported():
         args = parse_arguments(kind)
@@ -31,11 +31,11 @@ def run_command(kind: type[Arguments], run: Callable[[Arguments], Any], show: Ca
 
 @contextmanager
 def input_errors_reported() -> Iterator[None]:
-    """Inside the block, until the first engine is built, a ValueError or OSError ends the process with status 2 and
-    without a traceback, after one line of rank 0's. With the logging level of `rlhf_examples` at DEBUG the traceback is
+    """Inside the block, until the first engine is built, a ValueError or OSError ends the process with status 2 and one
+    line from rank 0 instead of a traceback. If the logging level of `rlhf_examples` is DEBUG, the traceback is
     printed too.
 
-    A rank that is alone with its error, so that no launcher ends it because of rank 0, prints its line itself.
+    If only another rank fails, so that no launcher ends it because of rank 0, that rank prints the line itself.
     """
     with preparing() as preparation:
         try:
@@ -48,11 +48,11 @@ def input_errors_reported() -> Iterator[None]:
             if rank:
                 time.sleep(WAIT_S)
             print(f"error{f' on rank {rank}' * bool(rank)}: {one_line(error)}", file=sys.stderr, flush=True)
-            # No cleaning up: other ranks may be waiting for this one.
+            # No clean-up: it could block on other ranks that wait for this one.
             sys.stdout.flush()
             os._exit(USAGE_ERROR)
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, without line ends."""
+    """An error's message without line breaks."""
     return " ".join(str(error).split()) or type(error).__name__

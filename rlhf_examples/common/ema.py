@@ -1,4 +1,4 @@
-"""An exponential moving average of trained weights, kept where the weights are kept."""
+"""An exponential moving average of trained weights, partitioned as they are."""
 
 import torch
 import torch.distributed as dist
@@ -8,10 +8,10 @@ import hybrid
 
 
 class MovingAverage:
-    """ema ← beta · ema + (1 - beta) · weights after every step, in float32, of this rank's partitions alone.
+    """ema ← beta · ema + (1 - beta) · weights after every optimizer step, in float32, of this rank's partitions only.
 
     DeepSpeed-Chat averages gathered 16-bit weights, of which its copy under ZeRO-3 has none (deepspeedexamples,
-    `moving_average`); the float32 weights that the optimizer steps are what is averaged here.
+    `moving_average`); this one averages the optimizer's float32 weights.
     """
 
     def __init__(self, engine: hybrid.HybridEngine, beta: float):
@@ -20,33 +20,35 @@ class MovingAverage:
         self.parts = {name: part.clone() for name, part in self._own_parts().items()}
 
     def _own_parts(self) -> dict[str, torch.Tensor]:
-        """This rank's float32 weights, flat, by the parameter that they are of."""
+        """This rank's float32 weights, flat, by parameter name."""
         parts = {name: own_part(parameter) for parameter, name in self.names.items()}
         return {name: part.detach() for name, part in parts.items() if part is not None}
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an optimizer step."""
+        """Update the average; call it after every optimizer step."""
         for name, part in self._own_parts().items():
             self.parts[name].lerp_(part, 1 - self.beta)
 
     @torch.no_grad()
     def whole(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """The average of a parameter in its shape, float32; None of what is not trained. Every rank takes part."""
+        """The average of a parameter, float32, in its shape; None for one that is not trained. Every rank takes
+        part.
+        """
         name = self.names.get(parameter)
         return None if name is None else whole_tensor(parameter, self.parts.get(name))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Of this rank."""
+        """This rank's part of the average."""
         return self.parts
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Go on from there."""
+        """Restore this rank's part from a checkpoint."""
         for name, part in state.items():
             self.parts[name].copy_(part)
 
     def load_state_dicts(self, states: list[dict[str, torch.Tensor]]) -> None:
-        """Go on from there with another number of ranks.  states: of each of those that there were."""
+        """Restore this rank's part from the states of another number of ranks."""
         for parameter, name in self.names.items():
             if name in self.parts:
                 parts, part = [state[name] for state in states if name in state], self.parts[name]
@@ -55,12 +57,12 @@ class MovingAverage:
 
 
 def number_of_elements(parameter: torch.nn.Parameter) -> int:
-    """Of the whole parameter."""
+    """The number of elements of the whole parameter."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def own_start(parameter: torch.nn.Parameter) -> int:
-    """The first element of `own_part` in the flattened parameter."""
+    """The index of the first element of `own_part` in the flattened parameter."""
     if hasattr(parameter, "ds_tensor"):
         return dist.get_rank() * parameter.ds_tensor.numel()
     if getattr(parameter, "_hp_mapping", None) is not None:
@@ -69,7 +71,7 @@ def own_start(parameter: torch.nn.Parameter) -> int:
 
 
 def own_part(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's float32 weights of a parameter, flat; None where it has none of it (ZeRO-1, ZeRO-2)."""
+    """This rank's float32 weights of a parameter, flat; None if this rank holds no part of it (ZeRO-1, ZeRO-2)."""
     if hasattr(parameter, "ds_tensor"):  # ZeRO-3
         return safe_get_local_fp32_param(parameter).flatten()
     if hasattr(parameter, "_hp_mapping"):  # ZeRO-1, ZeRO-2, and bfloat16 without ZeRO
@@ -78,7 +80,7 @@ def own_part(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def whole_tensor(parameter: torch.nn.Parameter, part: torch.Tensor | None) -> torch.Tensor:
-    """What the ranks' parts of a parameter are together, in its shape."""
+    """All ranks' parts of a parameter put together, in its shape. Every rank takes part."""
     if hasattr(parameter, "ds_tensor"):
         parts = torch.empty(dist.get_world_size() * part.numel(), device=part.device)
         dist.all_gather_into_tensor(parts, part)

@@ -1,4 +1,4 @@
-"""Engines around models: what trains, what is frozen, and what is written at the end."""
+"""Engines for trained and frozen models, and exporting a trained model."""
 
 import shutil
 from collections.abc import Callable
@@ -20,13 +20,13 @@ from rlhf_examples.common.ranks import preparation_is_over
 from rlhf_examples.data.conversations import end_with_turns
 
 FrozenModel = hybrid.InferenceEngine | hybrid.HybridEngine
-# Gives the model in a directory or of a hub name, for an engine of a DeepSpeed configuration.
+# Loads a model from a directory or hub name, for an engine with the given DeepSpeed configuration.
 Load = Callable[[str, dict[str, Any]], nn.Module]
 
 
 @dataclass(frozen=True)
 class Training:
-    """How one model of a run is trained.  total_steps: of the optimizer, for the schedule."""
+    """How one model of a run is trained.  total_steps: of the optimizer, for the learning rate schedule."""
 
     zero_stage: int
     micro_batch_size: int
@@ -40,7 +40,7 @@ class Training:
 
     @classmethod
     def of(cls, args: RunArguments, role: str, micro_batch_size: int, total_steps: int) -> "Training":
-        """From arguments whose names begin with `role`: "actor_", "critic_" or nothing."""
+        """From the arguments whose names begin with `role`: "actor_", "critic_" or nothing."""
         return cls(
             zero_stage=getattr(args, f"{role}zero_stage"),
             micro_batch_size=micro_batch_size,
@@ -55,12 +55,14 @@ class Training:
                 args.lora_alpha,
                 getattr(args, f"{role}lora_module_name"),
                 args.lora_dropout,
-                alone=args.lora_export == "adapter" and role != "critic_",  # a critic is not written
+                alone=args.lora_export == "adapter" and role != "critic_",  # the critic is not exported
             ),
         )
 
     def config(self, args: RunArguments) -> dict[str, Any]:
-        """DeepSpeed's, of the engine; backwards of an optimizer step are counted by `step_on`, as many as there are."""
+        """The DeepSpeed configuration of the engine. It has no `gradient_accumulation_steps`: `step_on` counts the
+        backwards.
+        """
         zero = args.dtype, self.zero_stage, args.offload, args.stage3_param_persistence_threshold
         optimizer = {"lr": self.learning_rate, "weight_decay": self.weight_decay, "torch_adam": True}
         return {
@@ -71,7 +73,9 @@ class Training:
 
 
 def trained(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:
-    """`model` in an engine that trains what requires gradients.  blocks: `hybrid_engine` and `rollout`."""
+    """An engine that trains the parameters of `model` that require gradients.  blocks: `hybrid_engine` and
+    `rollout`.
+    """
     preparation_is_over()
     return hybrid.initialize(
         model=model,
@@ -84,9 +88,9 @@ def trained(model: nn.Module, args: RunArguments, training: Training, **blocks: 
 
 
 def trained_policy(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:
-    """`trained`, of a language model that computes its logits in chunks, or rows without padding, where asked for.
+    """`trained`, for a language model, whose logits may be computed in chunks and rows packed without padding.
 
-    Raises ValueError where that is not what the model's own forward gives.
+    Raises ValueError if that differs from the model's own forward.
     """
     engine = trained(model, args, training, **blocks)
     if args.logit_chunk:
@@ -95,9 +99,9 @@ def trained_policy(model: nn.Module, args: RunArguments, training: Training, **b
 
 
 def frozen_model(load: Load, name: str, dtype: str, offload: bool = False) -> FrozenModel:
-    """A model that does not train in an InferenceEngine, whole on every rank.
+    """A frozen model in an InferenceEngine, whole on every rank.
 
-    offload: partitioned by ZeRO-3 in host memory instead, and gathered layer by layer.
+    offload: partition it by ZeRO-3 in host memory instead, and gather it layer by layer.
     """
     if not offload:
         model = load(name, deepspeed_config(dtype, 0))
@@ -109,7 +113,7 @@ def frozen_model(load: Load, name: str, dtype: str, offload: bool = False) -> Fr
 def frozen(
     load: Load, name: str, dtype: str, zero_stage: int = 0, offload: bool = False, **blocks: Any
 ) -> hybrid.HybridEngine:
-    """A model that does not train in an engine with rollouts."""
+    """A frozen model in a HybridEngine, which can roll out and score."""
     config = deepspeed_config(dtype, zero_stage, offload)
     model = load(name, config).requires_grad_(False)
     preparation_is_over()
@@ -119,7 +123,7 @@ def frozen(
 def deepspeed_config(
     dtype: str, zero_stage: int, offload: bool = False, persistence_threshold: int = 0, micro_batch_size: int = 1
 ) -> dict[str, Any]:
-    """What every engine of a run shares, and every model is loaded by."""
+    """The part of the DeepSpeed configuration that all engines share; models are loaded by it too."""
     zero = {"stage": zero_stage, "stage3_param_persistence_threshold": persistence_threshold}
     if offload and zero_stage:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -127,7 +131,7 @@ def deepspeed_config(
         zero["offload_param"] = {"device": "cpu"}
     return {
         "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs on offloaded states too
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW can step offloaded states
         "bf16": {"enabled": dtype == "bfloat16"},
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "steps_per_print": 10**9,
@@ -135,15 +139,15 @@ def deepspeed_config(
 
 
 def step_on(engine: hybrid.HybridEngine, loss: torch.Tensor, number: int, micro_batches: int) -> list[float]:
-    """The backward of micro batch `number` of `micro_batches`, and, with the last, the optimizer's step.
+    """The backward of micro batch `number` of `micro_batches`, and after the last one the optimizer step.
 
-    Gradients are averaged over micro batches and ranks. Gives the norm of all of them before clipping, with the last;
-    else nothing.
+    Gradients are averaged over micro batches and ranks. Returns the global gradient norm before clipping in a list
+    after the last micro batch, else an empty list.
     """
     last = number == micro_batches - 1
     engine.set_gradient_accumulation_boundary(last)
     engine.backward(loss / micro_batches)
-    # Without ZeRO in float32 every rank has all gradients, and DeepSpeed tells no norm (0.19.8).
+    # Without ZeRO in float32 every rank has all gradients, and DeepSpeed reports no norm (0.19.8).
     whole = last and not hasattr(engine.optimizer, "_global_grad_norm")
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None] if whole else []
     norm = torch.nn.utils.get_total_norm(gradients) if whole else 0.0
@@ -158,13 +162,13 @@ def export(
     merged: bool = True,
     average: MovingAverage | None = None,
 ) -> None:
-    """Write the engine's model as a directory that Hugging Face loads, a layer at a time. Every rank takes part.
+    """Write the engine's model as a directory that Hugging Face loads, gathering one layer at a time. Every rank takes
+    part.
 
-    Its generation configuration names the token that ends a turn in the tokenizer's chat template among the end tokens.
-    A kill at any moment leaves the directory that was there before, a whole new one, or none.
-
-    merged: a LoRA as a whole model; else as an adapter, which PEFT loads.  average: of the trained weights, written in
-    their place.
+    The generation configuration lists the token that ends a turn in the tokenizer's chat template among the end tokens.
+    A kill at any moment leaves the old directory, a complete new one, or none.
+    merged: write a LoRA merged into a whole model; else as an adapter, which PEFT loads.
+    average: moving average that is written in place of the trained weights.
     """
     directory, model = Path(directory), engine.module
     end_with_turns(model, tokenizer)

@@ -1,4 +1,4 @@
-"""Files of a run, by name; files that a kill at any moment leaves whole; text that any program may show."""
+"""File names of a run, atomic writes, and text that any terminal can show."""
 
 import os
 import unicodedata
@@ -13,15 +13,15 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is either the old one or the new one, whatever happens."""
+    """Write a file so that a kill leaves either the old or the new content."""
     temporary = path.with_name(f"{path.name}.unfinished")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def printable(text: str) -> str:
-    """`text` with what no UTF-8 file can hold or a terminal would obey replaced by U+FFFD.
+    """`text` with every character that UTF-8 cannot encode or that a terminal would obey replaced by U+FFFD.
 
-    Those are half surrogate pairs and control characters but for tab and line feed: models sample both.
+    These are surrogates and control characters other than tab and line feed; models sample both.
     """
     return "".join(REPLACEMENT if unicodedata.category(c) in ("Cs", "Cc") and c not in "\t\n" else c for c in text)

@@ -1,6 +1,6 @@
-"""Forwards of a training engine: logprobs, entropies and values of given tokens.
+"""Forwards of training engines and frozen models: logprobs, entropies and values of given tokens.
 
-B rows of T columns, padded on either side or both; `width`: the columns of the completions, the last ones.
+B rows of T columns, padded on either side or both; `width`: the number of completion columns, which are the last ones.
 """
 
 import torch
@@ -19,11 +19,12 @@ def token_logps(
     logit_chunk: int = 0,
     padding_free: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropies of the completion tokens, with gradients.  sequences, mask [B, T]; float32 [B, width], 0
-    where masked.
+    """Logprobs and entropies of the completion tokens; differentiable.
 
-    logit_chunk: tokens whose logits exist at once; 0: all.  padding_free: rows stand one behind the other in the
-    forward, without padding. For both the model must be one that `require_exact` accepts.
+    sequences, mask [B, T]; returns two tensors, float32 [B, width], 0 where masked.
+    logit_chunk: tokens whose logits exist at once; 0: all.  padding_free: run the forward on packed rows, without
+        padding.
+    Both need a model that `require_exact` accepts.
     """
     if logit_chunk:
         wanted = torch.zeros_like(mask)
@@ -40,9 +41,9 @@ def token_logps(
 def token_values(
     critic: hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, width: int, padding_free: bool = False
 ) -> torch.Tensor:
-    """The value of the state before each completion token.  sequences, mask [B, T]; float32 [B, width].
+    """The value of the state before each completion token.  sequences, mask [B, T]; returns float32 [B, width].
 
-    padding_free: rows stand one behind the other in the forward, without padding.
+    padding_free: run the forward on packed rows, without padding.
     """
     logits = critic(input_ids=sequences, attention_mask=mask, padding_free=padding_free).logits
     return logits[:, -width - 1 : -1, 0].float()
@@ -57,7 +58,7 @@ def frozen_logps(
     temperature: float,
     rows: int,
 ) -> torch.Tensor:
-    """The reference's logprobs of the completion tokens, `rows` rows a forward.  float32 [B, width]."""
+    """The reference's logprobs of the completion tokens, `rows` rows per forward.  float32 [B, width]"""
     if isinstance(reference, hybrid.HybridEngine):
         return reference.score(sequences, mask, temperature=temperature).per_token_logps[:, -width:]
     forward, logps = hybrid.padded_forward(reference.module, reference), []
@@ -71,7 +72,7 @@ def frozen_logps(
 def frozen_values(
     model: hybrid.InferenceEngine | hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """A number for every token by a reward model or critic, `rows` rows a forward.  float32 [B, T]."""
+    """A reward model's or critic's value of every token, `rows` rows per forward.  float32 [B, T]"""
     parts = zip(sequences.split(rows), mask.split(rows), strict=True)
     return torch.cat([model(input_ids=ids, attention_mask=of_ids).logits[..., 0].float() for ids, of_ids in parts])
 
@@ -80,9 +81,10 @@ def frozen_values(
 def token_logps_alone(
     policy: hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, width: int, temperature: float
 ) -> torch.Tensor:
-    """`token_logps` by another batch shape: each row in a forward of its own, without padding; without gradients.
+    """`token_logps` at another batch shape: each row in its own forward, without padding; no gradients.
 
-    sequences, mask [B, T]; float32 [B, width], 0 behind a completion. Every rank gives as many rows.
+    sequences, mask [B, T]; returns float32 [B, width], 0 after a completion's end. Every rank must pass equally many
+    rows.
     """
     alone = torch.zeros(len(sequences), width, device=sequences.device)
     for logps, row, kept in zip(alone, sequences, mask.bool(), strict=True):

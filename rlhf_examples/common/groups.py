@@ -1,5 +1,6 @@
-"""Where GRPO's groups come from: a rollout of the next prompts, or, by DAPO's dynamic sampling, as many as it takes
-until every group has rewards to learn from."""
+"""GRPO's groups: completions of the next prompts, or, with DAPO's dynamic sampling, of as many prompts as it takes
+until every group has differing rewards.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -21,10 +22,10 @@ from rlhf_examples.data.examples import RowStream
 
 @dataclass(frozen=True)
 class Groups:
-    """Completions of prompts, the generations of each next to each other.
+    """Completions of prompts; the completions of a prompt are adjacent.
 
-    prompts: a row for each completion.  scores: by the names of `Rewards.by_name`, the one that is learned from first,
-    float32 [rows] each; none where nothing is scored yet.
+    prompts: a row for each completion.
+    scores: by the names of `Rewards.by_name`, the training reward first, float32 [rows] each; empty before scoring.
     """
 
     prompts: list[Row]
@@ -32,7 +33,7 @@ class Groups:
     scores: dict[str, Tensor]
 
     def take(self, rows: Tensor) -> "Groups":
-        """Some of the rows, by number or as bool [rows]."""
+        """A selection of the rows, by number or by a bool mask [rows]."""
         numbers = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
         tensors = {name: value[numbers] for name, value in vars(self.batch).items() if isinstance(value, Tensor)}
         reasons = [self.batch.finish_reason[number] for number in numbers.tolist()]
@@ -43,7 +44,7 @@ class Groups:
         )
 
     def joined(self, other: "Groups", pad_token_id: int) -> "Groups":
-        """These, and the rows of another behind them."""
+        """These rows followed by those of `other`."""
         widths = [max(getattr(one.batch, name).shape[1] for one in (self, other)) for name in WIDTHS]
         one, behind = (padded(of.batch, *widths, pad_token_id) for of in (self, other))
         tensors = {
@@ -63,10 +64,10 @@ def next_groups(
     iteration: int,
     args: GRPOArguments,
 ) -> Groups:
-    """This rank's completions of its share of all ranks' `prompts`, not scored.
+    """This rank's completions of its share of all ranks' `prompts`, not yet scored.
 
-    first: number of the first of them in the iteration, of which, with those of the others, the noise is a function.
-    Ranks have as many rows; where prompts do not go round, the first stands again behind the last.
+    first: number of the first prompt within the iteration; the sampling keys depend on it and on the prompts' order.
+    Every rank gets equally many rows; if the prompts do not divide evenly, the first prompt is repeated at the end.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     own = own_share([*prompts, *prompts[:1] * (-len(prompts) % world_size)])
@@ -87,9 +88,9 @@ def groups_with_spread(
 ) -> tuple[Groups, Metrics]:
     """This rank's share of an iteration's groups by dynamic sampling (DAPO, arXiv:2503.14476, section 3.2), scored.
 
-    A group of which all completions that could be scored are worth the same is dropped, and the next prompt takes its
-    place, up to `max_num_gen_batches` rollouts; what then is still without a spread stays, and trains nothing. Every
-    rank decides by the scores of all ranks. The metrics count groups of all of them.
+    A group whose scored completions all have equal scores is dropped, and the next prompt takes its place, in up to
+    `max_num_gen_batches` rollouts; groups that are then still without a spread stay and are masked out of the loss.
+    Every rank decides by the scores of all ranks, and the metrics count groups of all ranks.
     """
     each, wanted = args.num_generations, args.per_device_generation_batch_size * dist.get_world_size()
     kept, without, first, rounds, total, scored, timings = None, None, 0, 0, 0.0, 0, Counter()
@@ -109,20 +110,20 @@ def groups_with_spread(
         total, scored = total + learned.nansum().item(), scored + int((~learned.isnan()).sum())
     left = wanted - len(kept.prompts) // each
     own = own_groups(kept.joined(without, tokenizer.pad_token_id) if left else kept, each)
-    rewards.last = own.scores  # `Rewards.metrics` are of what is learned
+    rewards.last = own.scores  # so that `Rewards.metrics` covers the kept groups
     return replace(own, batch=replace(own.batch, timings=dict(timings))), {
         "dynamic_sampling/num_gen_batches": rounds,
         "dynamic_sampling/groups_sampled": first,
         "dynamic_sampling/groups_dropped": first - wanted,
         "dynamic_sampling/groups_without_spread": left,
-        "dynamic_sampling/reward": total / max(scored, 1),  # of all that was sampled
+        "dynamic_sampling/reward": total / max(scored, 1),  # mean over all sampled completions
     }
 
 
 def has_spread(rewards: Tensor, num_generations: int) -> Tensor:
-    """Whether two completions of a group, or more, could be scored, and are not worth the same.
+    """Whether at least two completions of each group were scored and have different scores.
 
-    rewards [rows], NaN where there is none; bool [rows / num_generations].
+    rewards float32 [rows], NaN where a completion could not be scored; returns bool [rows / num_generations].
     """
     groups = rewards.view(-1, num_generations)
     least, most = groups.nan_to_num(nan=torch.inf).amin(dim=1), groups.nan_to_num(nan=-torch.inf).amax(dim=1)
@@ -130,7 +131,9 @@ def has_spread(rewards: Tensor, num_generations: int) -> Tensor:
 
 
 def of_all_ranks(own: Groups, prompts: list[Row], num_generations: int) -> Groups:
-    """The groups of every rank, in the order of their prompts, without those behind the last.  prompts: all ranks'."""
+    """The groups of every rank, in the order of their prompts, without the repeated prompts at the end.  prompts: of
+    all ranks.
+    """
     rows = len(prompts) * num_generations
     ended = torch.tensor([reason == "stop" for reason in own.batch.finish_reason], device=own.batch.prompt_ids.device)
     tensors = {name: in_order(getattr(own.batch, name), num_generations)[:rows] for name in TENSORS}
@@ -141,7 +144,7 @@ def of_all_ranks(own: Groups, prompts: list[Row], num_generations: int) -> Group
 
 
 def own_groups(groups: Groups, num_generations: int) -> Groups:
-    """This rank's share of groups that all ranks have alike: ranks take turns."""
+    """This rank's share of groups that all ranks hold, dealt out round-robin."""
     rows = torch.arange(len(groups.prompts)).view(-1, num_generations)
     return groups.take(rows[dist.get_rank() :: dist.get_world_size()].flatten())
 
