@@ -1,11 +1,15 @@
-"""The arithmetic of reward models, DPO, PPO and GRPO as pure functions, and the controllers of the KL's weight.
+"""The losses and advantages of reward models, DPO, PPO and GRPO as pure functions, and the controllers of the KL
+coefficient.
 
-Masks are int64 or bool; a masked position contributes nothing, whatever is in it, unless a docstring says so. A row
-without a token (a dropped sample) contributes nothing either.
+Masks are int64 or bool; masked positions contribute nothing, whatever their values, unless a docstring says so. A row
+without tokens (a dropped sample) contributes nothing either.
+
 Shapes: B sequences of T tokens, right padded.
+
 denominator: what a micro batch's sum is divided by. DeepSpeed averages gradients over ranks and accumulated backwards,
-so it is the number of all that is averaged over, on all ranks in the whole optimizer step, divided by the number of
-micro batches that it is spread over (`loss_denominator`). Then padding and the split over ranks change nothing.
+    so it is the number of tokens (or pairs, or sequences) of the whole optimizer step on all ranks, divided by the
+    number of micro batches that they are spread over (`loss_denominator`). Then padding and the split over ranks change
+    nothing.
 """
 
 import math
@@ -21,9 +25,10 @@ IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate"
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss to step on, and figures about it.
+    """A loss for the backward, and figures for the log.
 
-    sums, counts: a figure's sum over this micro batch, and the number of tokens, pairs or the like that it is over.
+    sums, counts: each figure's sum over this micro batch, and the number of tokens, pairs or the like that it sums
+        over.
     """
 
     loss: torch.Tensor
@@ -32,14 +37,14 @@ class Loss:
 
 
 def identity(sums: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, where there is one."""
+    """The default for `over_ranks`: a single rank."""
     return sums
 
 
 def figure_means(
     losses: Iterable[Loss], over_ranks: Callable[[torch.Tensor], torch.Tensor] = identity
 ) -> dict[str, float]:
-    """Every figure's mean over all that it was counted over, in all micro batches of all ranks; 0 where that is none.
+    """The mean of every figure over all micro batches of all ranks; 0 if its count is 0.
 
     losses: at least one on each rank, all with the same figures. over_ranks: sums a tensor over all ranks; called once.
     """
@@ -52,7 +57,7 @@ def figure_means(
 
 
 def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises ValueError where `value` is not among the allowed ones."""
+    """Raises ValueError if `value` is not one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name}: {value!r} given; allowed: {', '.join(allowed)}")
 
@@ -63,13 +68,13 @@ def masked_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def last_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """Where each row's last token is: one True a row, none in a row without tokens.  mask [B, T]; bool [B, T]."""
+    """Marks each row's last token; all False in a row without tokens.  mask [B, T]; returns bool [B, T]."""
     kept = mask.bool()
     return kept & (kept.cumsum(dim=1) == kept.sum(dim=1, keepdim=True))
 
 
 def last_token_values(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The value at each row's last token; 0 where the row has none.  values, mask [B, T]; gives [B]."""
+    """The value at each row's last token; 0 in a row without tokens.  values, mask [B, T]; returns [B]."""
     return torch.where(last_tokens(mask), values, 0.0).sum(dim=1)
 
 
@@ -104,15 +109,15 @@ def tokenwise_pairwise_reward_loss(
     denominator: float,
 ) -> Loss:
     """DeepSpeed-Chat's reward loss: for each pair the mean of -log σ(chosen - rejected) over the positions from the
-    first at which the two differ to the end of the longer one; summed over pairs and divided by `denominator`.
+    first difference to the end of the longer sequence; summed over pairs and divided by `denominator`.
 
-    All [B, T], prompt and completion together. Behind the shorter one's end its values are, as in DeepSpeed-Chat, what
-    the model gives at padding: they must be there, so these are values of padded rows, not of packed ones.
-    What is mended (dschat/utils/model/reward_model.py): an end is the mask's, not the first padding id, which cut a
-    sequence before its end token where that is also the padding token, or in a prompt that has one, and needed
-    `num_padding_at_beginning` for OPT; a sequence that goes on where the other has ended differs from it there,
-    whatever its ids; a pair without any difference contributes nothing, where it was a constant log 2; sequences may
-    differ in the first token, where that was an assertion; half precision is summed in float32, always.
+    All tensors are [B, T], prompt and completion together. After the shorter sequence's end its values are, as in
+    DeepSpeed-Chat, the model's outputs at padding, so the values must come from padded rows, not packed ones.
+    Differences from dschat/utils/model/reward_model.py: a sequence ends where its mask ends, not at the first padding
+    id, which cut a sequence before its end token if that is also the padding token, or in a prompt that contains one,
+    and needed `num_padding_at_beginning` for OPT; after the shorter sequence's end the two differ, whatever the ids; a
+    pair without any difference contributes nothing instead of a constant log 2; sequences may differ in the first
+    token, which was an assertion error; half precision is always summed in float32.
     Figures, by pair, of the scores at the last tokens: loss, accuracy, margin.
     """
     in_one, in_other = chosen_mask.bool(), rejected_mask.bool()
@@ -157,14 +162,14 @@ def dpo_loss(
 
 
 def pairs_loss(total: torch.Tensor, denominator: float, mask: torch.Tensor, figures: dict[str, torch.Tensor]) -> Loss:
-    """A sum over pairs as a Loss, with figures [B] of those in `mask` [B]."""
+    """A Loss from a sum over pairs, with figures [B] of the pairs in `mask` [B]."""
     sums = {name: masked_sum(values.detach().to(total.dtype), mask) for name, values in figures.items()}
     sums["loss"] = total.detach()
     return Loss(total / denominator, sums, dict.fromkeys(sums, mask.sum()))
 
 
 def wide(values: torch.Tensor) -> torch.Tensor:
-    """In float32, or float64 where they are."""
+    """`values` in float32, or in float64 if they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -174,10 +179,11 @@ def masked_whiten(
     shift_mean: bool = True,
     over_ranks: Callable[[torch.Tensor], torch.Tensor] = identity,
 ) -> torch.Tensor:
-    """Values with variance 1, and mean 0 where `shift_mean`, over the unmasked ones.  values, mask [B, T]; [B, T].
+    """Values scaled to variance 1, and shifted to mean 0 if `shift_mean`, over the unmasked positions.  values, mask
+    [B, T]; returns [B, T], 0 where masked.
 
     over_ranks: sums a tensor over all data-parallel ranks, so that the split over ranks changes nothing.
-    The variance is the biased one; 1e-8 keeps equal values finite. Without any token on any rank all are 0.
+    The variance is the biased one; 1e-8 keeps equal values finite. Without a token on any rank the result is 0.
     """
     count, total = over_ranks(torch.stack([mask.sum().to(values.dtype), masked_sum(values, mask)]))
     mean = total / count
@@ -189,10 +195,10 @@ def masked_whiten(
 def shaped_rewards(
     scores: torch.Tensor, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, kl_coef: float
 ) -> torch.Tensor:
-    """-kl_coef · (logp - ref_logp) at every token, and the score at the last (InstructGPT, arXiv:2203.02155).
+    """-kl_coef · (logp - ref_logp) at every token, plus the score at the last token (InstructGPT, arXiv:2203.02155).
 
-    scores [B], logps, ref_logps, mask [B, T]; gives [B, T]. The KL estimate is k1 (Schulman, "Approximating KL
-    divergence", 2020). The score of a row without tokens has no place, and is left out.
+    scores [B], logps, ref_logps, mask [B, T]; returns [B, T]. The KL estimate is k1 (Schulman, "Approximating KL
+    divergence", 2020). The score of a row without tokens is dropped.
     """
     rewards = torch.where(mask.bool(), -kl_coef * (logps - ref_logps), 0.0)
     return rewards + torch.where(last_tokens(mask), scores.to(rewards.dtype).unsqueeze(1), 0.0)
@@ -203,8 +209,8 @@ def advantages_and_returns(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalized advantage estimation (arXiv:1506.02438) and the value targets.
 
-    rewards, values, mask [B, T]: the value at t is of the state before token t; after the last token it is 0.
-    Gives advantages and returns, both [B, T], 0 where masked.
+    rewards, values, mask [B, T]: the value at t is that of the state before token t; after the last token it is 0.
+    Returns advantages and returns, both [B, T], 0 where masked.
     """
     rewards, values = (torch.where(mask.bool(), tensor, 0.0) for tensor in (rewards, values))
     advantage, next_value = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
@@ -225,13 +231,14 @@ def importance_sampling_weights(
     mode: str = "token_truncate",
     floor: float = 0.0,
 ) -> torch.Tensor:
-    """exp(old_logps - sampling_logps), held between `floor` and `cap`, for each token; 1 where masked.  All [B, T].
+    """exp(old_logps - sampling_logps), bounded by `floor` and `cap`, for each token; 1 where masked.  All [B, T].
 
-    Importance sampling: what the trainer's policy gives a token over what the sampler's gave it (Yao et al., "Your
-    efficient RL framework secretly brings you off-policy RL training", https://fengyao.notion.site/off-policy-rl).
+    Importance sampling: a token's probability under the trainer's policy over that under the sampler's (Yao et al.,
+        "Your efficient RL framework secretly brings you off-policy RL training",
+        https://fengyao.notion.site/off-policy-rl).
     mode: TRL's `vllm_importance_sampling_mode` (GRPOTrainer 1.16; cap and floor are its clip_max and clip_min).
-    token_*: a ratio for each token. sequence_*: their product over a row, at each of its tokens. *_truncate: a ratio
-    outside becomes the bound. *_mask: it becomes 0, and the token or row says nothing.
+    token_*: a ratio for each token. sequence_*: the product of a row's ratios, at each of its tokens. *_truncate: a
+    ratio outside the bounds becomes the bound. *_mask: it becomes 0, which removes the token or row from the loss.
     Raises ValueError for another mode.
     """
     require_one_of("mode", mode, IMPORTANCE_SAMPLING_MODES)
@@ -286,8 +293,11 @@ def value_loss(
     cliprange_value: float,
     denominator: float,
 ) -> Loss:
-    """Half the squared error, the worse of the value and the value clipped around the old one, summed over tokens and
-    divided by `denominator`.  values, old_values, returns, mask [B, T]. Figures, by token: loss, clipfrac."""
+    """Half the squared error, the larger of that of the value and that of the value clipped around the old one, summed
+    over tokens and divided by `denominator`.
+
+    values, old_values, returns, mask [B, T]. Figures, by token: loss, clipfrac.
+    """
     values = torch.where(mask.bool(), values, 0.0)
     clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
     error, clipped_error = (values - returns) ** 2, (clipped - returns) ** 2
@@ -303,8 +313,8 @@ def explained_variance(
     mask: torch.Tensor,
     over_ranks: Callable[[torch.Tensor], torch.Tensor] = identity,
 ) -> float:
-    """1 - Var(returns - values) / Var(returns) over the unmasked ones of all ranks: 1 where a critic says what comes,
-    0 where it is no better than a constant, below that where it is worse. NaN where all returns are the same.
+    """1 - Var(returns - values) / Var(returns) over the unmasked positions of all ranks: 1 for a perfect critic, 0 for
+    one no better than a constant, negative for a worse one. NaN if all returns are equal.
 
     values, returns, mask [B, T].  over_ranks: sums a tensor over all ranks; called twice.
     """
@@ -318,21 +328,24 @@ def explained_variance(
 
 
 def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
-    """The entropy of softmax(logits) in nats, with gradients.  logits [..., vocabulary]; gives [...].
+    """The entropy of softmax(logits) in nats; differentiable.  logits [..., vocabulary]; returns [...].
 
-    Half precision is summed in float32. A logit of -inf has probability 0 and adds nothing.
+    Half precision is summed in float32. A logit of -inf has probability 0 and contributes nothing.
     """
     return entropy_of(torch.log_softmax(wide(logits), dim=-1))
 
 
 def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
-    """The entropy of distributions given by their log probabilities.  [..., vocabulary]; gives [...]."""
+    """The entropy in nats of distributions given as log probabilities.  log_probs [..., vocabulary]; returns [...]."""
     return -(log_probs.exp() * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)).sum(dim=-1)  # 0 · -inf is NaN
 
 
 def entropy_bonus(entropies: torch.Tensor, mask: torch.Tensor, denominator: float) -> Loss:
     """The entropy, summed over tokens and divided by `denominator`; `mixed_loss` subtracts it (arXiv:1707.06347, eq. 9;
-    TRL's `entropy_coef`).  entropies, mask [B, T]. Figure, by token: entropy."""
+    TRL's `entropy_coef`).
+
+    entropies, mask [B, T]. Figure, by token: entropy.
+    """
     total = masked_sum(entropies, mask)
     return Loss(total / denominator, {"entropy": total.detach()}, {"entropy": mask.sum()})
 
@@ -340,7 +353,7 @@ def entropy_bonus(entropies: torch.Tensor, mask: torch.Tensor, denominator: floa
 def language_model_loss(logps: torch.Tensor, mask: torch.Tensor, denominator: float) -> Loss:
     """-logps, summed over tokens and divided by `denominator`: supervised training, and PPO's pretraining mixture.
 
-    logps, mask [B, T]: of the true tokens at temperature 1. Figure, by token: loss.
+    logps, mask [B, T]: logprobs of the labels at temperature 1. Figure, by token: loss.
     """
     total = -masked_sum(logps, mask)
     return Loss(total / denominator, {"loss": total.detach()}, {"loss": mask.sum()})
@@ -356,9 +369,9 @@ def mixed_loss(
 ) -> Loss:
     """policy - entropy_coef · entropy + unsup_coef · ptx.
 
-    entropy: of `entropy_bonus`. ptx: of `language_model_loss` on text of pretraining (PPO-ptx: InstructGPT,
-    arXiv:2203.02155, eq. 2, whose γ is DeepSpeed-Chat's `unsup_coef`). Figures: the policy's, entropy, ptx/loss.
-    The loss figure stays the policy's own.
+    entropy: from `entropy_bonus`. ptx: from `language_model_loss` on pretraining text (PPO-ptx: InstructGPT,
+        arXiv:2203.02155, eq. 2, whose γ is DeepSpeed-Chat's `unsup_coef`). Figures: the policy's, entropy, ptx/loss;
+        `loss` stays the policy's own.
     """
     loss, sums, counts = policy.loss, dict(policy.sums), dict(policy.counts)
     if entropy is not None:
@@ -371,28 +384,28 @@ def mixed_loss(
 
 
 class FixedKLController:
-    """A weight of the KL that stays."""
+    """A constant KL coefficient."""
 
     def __init__(self, kl_coef: float):
         self.value = kl_coef
 
     def update(self, current: float, n_steps: int) -> None:
-        """Nothing."""
+        """Leaves the coefficient unchanged."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """The state for a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from there."""
+        """Restore the state from a checkpoint."""
         self.value = state["value"]
 
 
 class AdaptiveKLController(FixedKLController):
-    """A weight of the KL that grows while the KL is above `target`, and shrinks while it is below (Ziegler et al.,
+    """A KL coefficient that grows while the KL is above `target` and shrinks while it is below (Ziegler et al.,
     arXiv:1909.08593, section 2.2, and their lm-human-preferences; TRL's names).
 
-    target: KL of a completion in nats. horizon: completions in which the weight can change by a fifth.
+    target: KL of a completion in nats. horizon: completions over which the coefficient can change by a fifth.
     Raises ValueError for a target or horizon that is not positive.
     """
 
@@ -404,7 +417,9 @@ class AdaptiveKLController(FixedKLController):
         self.target, self.horizon = target, horizon
 
     def update(self, current: float, n_steps: int) -> None:
-        """After `n_steps` completions of all ranks with a mean KL of `current`. Raises ValueError where that is NaN."""
+        """Update after `n_steps` completions of all ranks with a mean KL of `current` nats. Raises ValueError if it
+        is NaN.
+        """
         if math.isnan(current):
             raise ValueError("kl: NaN; logprobs of policy or reference are broken, and so would the KL's weight be")
         error = min(max(current / self.target - 1, -0.2), 0.2)
@@ -412,8 +427,11 @@ class AdaptiveKLController(FixedKLController):
 
 
 def soft_overlong_punishment(lengths: torch.Tensor, max_length: int, cache: int) -> torch.Tensor:
-    """What is added to completions' rewards (DAPO, arXiv:2503.14476, eq. 13): 0 up to `max_length - cache` tokens,
-    falling to -1 at `max_length`.  lengths int64 [N], of at most max_length; gives float32 [N]."""
+    """The length penalty added to completions' rewards (DAPO, arXiv:2503.14476, eq. 13): 0 up to `max_length - cache`
+    tokens, falling linearly to -1 at `max_length`.
+
+    lengths int64 [N], at most max_length; returns float32 [N].
+    """
     return -((lengths - (max_length - cache)).clamp(min=0) / cache).float()
 
 
@@ -423,16 +441,16 @@ def group_advantages(
     scale_rewards: str = "group",
     over_ranks: Callable[[torch.Tensor], torch.Tensor] = identity,
 ) -> torch.Tensor:
-    """GRPO: a reward less the mean of its group, over a standard deviation (arXiv:2402.03300, section 4.1.2).
+    """GRPO: a reward minus the mean of its group, over a standard deviation (arXiv:2402.03300, section 4.1.2).
 
-    rewards [N]: this rank's, the `num_generations` completions of a prompt next to each other; gives [N].
-    scale_rewards: TRL's (GRPOTrainer 1.16). group: over the group's deviation. batch: over that of all rewards of all
-    ranks (arXiv:2508.08221). none: over nothing (Dr. GRPO, arXiv:2503.20783). Deviations are the unbiased ones, and
-    1e-4 is added.
+    rewards [N]: this rank's, the `num_generations` completions of a prompt adjacent; returns [N].
+    scale_rewards: TRL's (GRPOTrainer 1.16). group: divide by the group's deviation. batch: by that of all rewards of
+        all ranks (arXiv:2508.08221). none: by nothing (Dr. GRPO, arXiv:2503.20783). Deviations are unbiased, and 1e-4
+        is added.
     over_ranks: sums a tensor over all ranks; called twice for batch, else not.
-    A reward that is NaN could not be scored: others do not see it, and its advantage is 0. Where fewer than two are
-    left to take a deviation of, advantages are 0.
-    Raises ValueError for another scale_rewards, or a number of rewards that is no multiple of num_generations.
+    A NaN reward (not scored) is left out of means and deviations, and its advantage is 0. Advantages are 0 if fewer
+    than two rewards are left for the deviation.
+    Raises ValueError for another scale_rewards, or if the number of rewards is no multiple of num_generations.
     """
     require_one_of("scale_rewards", scale_rewards, ("group", "batch", "none"))
     groups = in_groups(rewards, num_generations)
@@ -448,9 +466,9 @@ def group_advantages(
 
 
 def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """The unbiased standard deviation of each group, NaNs left out; NaN where fewer than two are left.
+    """The unbiased standard deviation of each group, NaNs left out; NaN if fewer than two rewards are left.
 
-    rewards [N]; gives [N / num_generations]. TRL's `frac_reward_zero_std` is the share of groups where it is 0.
+    rewards [N]; returns [N / num_generations]. TRL's `frac_reward_zero_std` is the share of groups for which it is 0.
     """
     groups = in_groups(rewards, num_generations)
     squares = (groups - groups.nanmean(dim=1, keepdim=True)) ** 2
@@ -459,11 +477,12 @@ def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
 
 
 def rloo_advantages(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """RLOO: a reward less the mean of the others of its group (arXiv:2402.14740, eq. 7; TRL's RLOOTrainer 1.16).
+    """RLOO: a reward minus the mean of the other rewards of its group (arXiv:2402.14740, eq. 7; TRL's RLOOTrainer
+    1.16).
 
-    rewards [N], the `num_generations` completions of a prompt next to each other; gives [N]. NaN as `group_advantages`;
-    alone in its group, a reward's advantage is 0.
-    Raises ValueError for a number of rewards that is no multiple of num_generations.
+    rewards [N], the `num_generations` completions of a prompt adjacent; returns [N]. NaN as in `group_advantages`; a
+    reward that is alone in its group gets advantage 0.
+    Raises ValueError if the number of rewards is no multiple of num_generations.
     """
     groups = in_groups(rewards, num_generations)
     others = (~groups.isnan()).sum(dim=1, keepdim=True) - 1
@@ -472,15 +491,20 @@ def rloo_advantages(rewards: torch.Tensor, num_generations: int) -> torch.Tensor
 
 
 def in_groups(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Rewards [N] as [N / num_generations, num_generations]."""
+    """Rewards [N] as [N / num_generations, num_generations].
+
+    Raises ValueError if N is no multiple of num_generations.
+    """
     if len(rewards) % num_generations:
         raise ValueError(f"rewards: {len(rewards)} given; that is no multiple of num_generations, {num_generations}")
     return rewards.view(-1, num_generations)
 
 
 def kl_k3(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
-    """An estimate of KL(policy ‖ reference) at each token that is never below 0: r - log r - 1, with r the reference's
-    probability over the policy's (k3 of Schulman, "Approximating KL divergence", 2020; GRPO's eq. 4).  All [B, T]."""
+    """A non-negative estimate of KL(policy ‖ reference) at each token: r - log r - 1, with r the reference's
+    probability over the policy's (k3 of Schulman, "Approximating KL divergence", 2020; GRPO's eq. 4).  All [B,
+    T].
+    """
     log_ratio = ref_logps - logps
     return log_ratio.exp() - log_ratio - 1
 
@@ -488,15 +512,15 @@ def kl_k3(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
 def loss_denominator(
     loss_type: str, *, sequences: int, tokens: int, max_completion_length: int, micro_batches: int
 ) -> float:
-    """What a micro batch's `grpo_loss` (or any loss that is a mean over tokens: "dapo") is divided by.
+    """The denominator of a micro batch's `grpo_loss`, or, with "dapo", of any loss that is a mean over tokens.
 
-    sequences, tokens: of all ranks and all of their micro batches in an optimizer step, `micro_batches` in number:
-    ranks · accumulated backwards. A sequence of which nothing is learned is one, as in TRL; its tokens are none. With
-    none that are left, the denominator is that of one.
+    sequences, tokens: of the optimizer step on all ranks, which is spread over `micro_batches` = ranks · accumulated
+        backwards. A fully masked sequence counts as a sequence, as in TRL, but its tokens do not count. The denominator
+        of none is that of one.
     grpo: sequences. dr_grpo: sequences · max_completion_length. dapo, bnpo: tokens.
-    bnpo differs from TRL's, which divides by each micro batch's own tokens, and so gives another gradient for another
-    micro batch size; the batch is the optimizer step's here. TRL's dapo counts all that was generated, in however many
-    optimizer steps it is learned: give the sequences, tokens and micro batches of the generation for that.
+    bnpo differs from TRL's, which divides by each micro batch's own tokens, so that the gradient depends on the micro
+    batch size; here the batch is the optimizer step. TRL's dapo counts the tokens of the whole generation, over however
+    many optimizer steps it is learned: for that, pass the sequences, tokens and micro batches of the generation.
     Raises ValueError for another loss_type.
     """
     require_one_of("loss_type", loss_type, LOSS_TYPES)
@@ -522,21 +546,21 @@ def grpo_loss(
     weights: torch.Tensor | float = 1.0,
     entropies: torch.Tensor | None = None,
 ) -> Loss:
-    """GRPO's loss (arXiv:2402.03300, eq. 3) as TRL 1.16 has it (GRPOTrainer._compute_loss), by micro batch.
+    """GRPO's loss (arXiv:2402.03300, eq. 3) as in TRL 1.16 (GRPOTrainer._compute_loss), for a micro batch.
 
     logps, old_logps, mask, ref_logps, entropies [B, T]; advantages [B].
-    denominator: of `loss_denominator` for the same loss_type.
-    epsilon, epsilon_high: the ratio is clipped to [1 - epsilon, 1 + epsilon_high]; None: both are epsilon. Above it is
-        "clip higher" of DAPO (arXiv:2503.14476).
-    delta: the unclipped ratio is at most this (INTELLECT-2, arXiv:2505.07291).
-    beta: weight of `kl_k3` to the reference, which is then needed. use_bias_correction_kl: times the ratio, so that its
-        gradient is the KL's (DeepSeek-V3.2, arXiv:2512.02556).
+    denominator: from `loss_denominator` for the same loss_type.
+    epsilon, epsilon_high: the ratio is clipped to [1 - epsilon, 1 + epsilon_high]; None: both are epsilon. The higher
+        upper bound is "clip higher" of DAPO (arXiv:2503.14476).
+    delta: upper bound of the unclipped ratio (INTELLECT-2, arXiv:2505.07291).
+    beta: weight of `kl_k3` to the reference, which needs ref_logps. use_bias_correction_kl: multiply it by the ratio,
+        so that its gradient is the KL's (DeepSeek-V3.2, arXiv:2512.02556).
     loss_type: grpo: a mean over each sequence's tokens, then over sequences; the others: a sum over tokens.
     importance_sampling_level: token, or sequence: one ratio for a sequence, exp of the mean log ratio of its tokens
         (GSPO, arXiv:2507.18071).
     weights [B, T]: factors of the clipped terms, such as `importance_sampling_weights`.
-    Figures, TRL's names: loss, a mean over micro batches; kl and entropy, where given, by token; clip_ratio/low_mean,
-    clip_ratio/high_mean, clip_ratio/region_mean by what has a ratio, tokens or rows.
+    Figures, with TRL's names: loss, a mean over micro batches; kl and entropy, if given, by token; clip_ratio/low_mean,
+    clip_ratio/high_mean, clip_ratio/region_mean by token or, at the sequence level, by row.
     Raises ValueError for another loss_type or level, or for a beta without ref_logps.
     """
     require_one_of("loss_type", loss_type, LOSS_TYPES)

@@ -1,4 +1,4 @@
-"""What a run measures of itself: seconds of every phase, tokens seen, and the share of a device's peak that is used."""
+"""What a run measures: seconds of every phase, tokens seen, model FLOPs utilisation, scores by data set."""
 
 import math
 import time
@@ -12,62 +12,61 @@ from torch import Tensor, nn
 from rlhf_examples.common.ranks import sums_over_ranks
 from rlhf_examples.common.trackers import Metrics
 
-# FLOP/s of a device in bfloat16 without sparsity, by a part of its name; the first that fits (NVIDIA's data sheets).
+# Dense bfloat16 FLOP/s of a device by a part of its name; the first match counts (NVIDIA's data sheets).
 PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12}
 
 
 class Phases:
-    """Seconds of the phases of an iteration on this rank, one after the other."""
+    """Times the consecutive phases of an iteration on this rank, in seconds."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
         self.begun = self.last = time.perf_counter()
 
     def end(self, phase: str) -> None:
-        """What has passed since the last phase ended belongs to this one."""
+        """End a phase: the time since the last phase ended is added to it."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
         self.last = now
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """The block is a phase of its own; what lies before it belongs to none."""
+        """Time the block as a phase; the time before it is not counted."""
         self.last = time.perf_counter()
         yield
         self.end(phase)
 
     def metrics(self) -> Metrics:
-        """As time/PHASE_s."""
+        """The seconds as metrics named time/PHASE_s."""
         return {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
 
 
 @dataclass
 class TokenCount:
-    """How many tokens of prompts and completions a run has learned from, on all ranks; a checkpoint holds it."""
+    """Tokens of prompts and completions that a run has learned from, on all ranks; saved in checkpoints."""
 
     total: int = 0
 
     def add(self, own: int | Tensor) -> Metrics:
-        """Count this rank's, and give the run's by TRL's name. Every rank takes part."""
+        """Count this rank's tokens and return the run's total under TRL's name. Every rank takes part."""
         self.total += int(sums_over_ranks({"tokens": own})["tokens"])
         return {"num_tokens": self.total}
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed run needs."""
+        """The state for a checkpoint."""
         return {"total": self.total}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
+        """Restore the state from a checkpoint."""
         self.total = state["total"]
 
 
 @dataclass(frozen=True)
 class TrainingFlops:
-    """Floating-point operations of a forward and backward, without what is computed twice (PaLM, arXiv:2204.02311,
-    appendix B).
+    """Floating-point operations of a forward and backward, without recomputation (PaLM, arXiv:2204.02311, appendix B).
 
-    per_token: 6 for each weight that multiplies, 4 for a frozen one, which has no gradient.  per_pair: of a token and
-    one that it may attend to.
+    per_token: 6 for each weight of a matrix product, 4 for a frozen one, which needs no weight gradient.
+    per_pair: for each pair of a query and a key token.
     """
 
     per_token: float
@@ -75,12 +74,12 @@ class TrainingFlops:
 
     @classmethod
     def of(cls, model: nn.Module) -> "TrainingFlops":
-        """model: a Hugging Face model, under an adapter or in a value model too, whole or partitioned."""
+        """model: a Hugging Face model, possibly with an adapter or in a value model, whole or partitioned."""
         inner = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "classifier", model)
         inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
         head = getattr(inner.get_output_embeddings(), "weight", None)
         tables = {module.weight for module in inner.modules() if isinstance(module, nn.Embedding)}
-        counted = [p for p in model.parameters() if p is head or p not in tables]  # a table is looked up
+        counted = [p for p in model.parameters() if p is head or p not in tables]  # a look-up costs no FLOPs
         config = inner.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
@@ -89,15 +88,15 @@ class TrainingFlops:
         )
 
     def __call__(self, lengths: Iterable[int] | Tensor) -> float:
-        """Of sequences of so many tokens each."""
+        """The operations for sequences of the given lengths in tokens."""
         lengths = torch.as_tensor(list(lengths) if not isinstance(lengths, Tensor) else lengths).double()
         return float(self.per_token * lengths.sum() + self.per_pair * (lengths**2).sum())
 
 
 def flops_metrics(flops: float, seconds: float, peak_tflops: float) -> Metrics:
-    """TFLOP/s of a rank, and its share of the peak (MFU) where that is known.
+    """TFLOP/s of a rank, and their share of the device's peak (MFU) if that is known.
 
-    flops: of all ranks.  peak_tflops: of a device; 0: what is known of this one.
+    flops: of all ranks.  peak_tflops: of a device; 0: look the device up in PEAKS.
     """
     per_second = flops / max(torch.distributed.get_world_size(), 1) / seconds
     peak = peak_tflops * 1e12 or device_peak()
@@ -105,20 +104,22 @@ def flops_metrics(flops: float, seconds: float, peak_tflops: float) -> Metrics:
 
 
 def device_peak() -> float:
-    """This device's FLOP/s in bfloat16; 0 where nothing is known of it."""
+    """This device's FLOP/s in bfloat16; 0 if it is not in PEAKS."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((peak for part, peak in PEAKS.items() if part in name), 0.0)
 
 
 def data_source(source: str, data_path: list[str]) -> str:
-    """The set of `data_path` that a record's `source`, a file or a hub set's split, is of."""
+    """The entry of `data_path` that a record's `source` (a file, or a hub set's split) belongs to."""
     return max((name for name in data_path if source.startswith(name.partition("@")[0])), key=len, default=source)
 
 
 def scores_by_source(rows: list[dict], scores: Tensor, data_path: list[str]) -> Metrics:
-    """The mean score of each set, where several are mixed, of which a completion was scored.
+    """The mean score of each entry of `data_path`, if there are several; entries without a scored completion are left
+    out.
 
-    rows: prompts of the completions, of this rank.  scores [rows], NaN where there is none. Every rank takes part.
+    rows: this rank's prompts, one for each completion.  scores float32 [rows], NaN where not scored. Every rank takes
+        part.
     """
     if len(data_path) < 2:
         return {}

@@ -1,4 +1,4 @@
-"""Policies, critics and frozen models, as Hugging Face modules."""
+"""Policies, critics and frozen models as Hugging Face modules, loaded into partitions."""
 
 import copy
 from contextlib import suppress
@@ -34,7 +34,10 @@ from rlhf_examples.rewards import REWARDS_ALLOWED
 
 
 def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBase:
-    """The tokenizer, with a padding token.  chat_template: file of one, in the place of its own."""
+    """The tokenizer, with a padding token.  chat_template: a file with a Jinja template that replaces its own.
+
+    Raises ValueError if there is no such file.
+    """
     tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -47,8 +50,10 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
 
 @dataclass(frozen=True)
 class LoRA:
-    """A PEFT LoRA.  rank: 0 is none.  modules: PEFT's `target_modules`, names with commas between.  dropout: share of
-    its inputs.  alone: written as an adapter over the model that it begins from."""
+    """A PEFT LoRA.  rank: 0 for none.  modules: PEFT's `target_modules`, names separated by commas.  dropout: of its
+    inputs.
+    alone: exported as an adapter, without its base model.
+    """
 
     rank: int
     alpha: int
@@ -57,7 +62,9 @@ class LoRA:
     alone: bool = False
 
     def on(self, model: nn.Module, task: str) -> nn.Module:
-        """`model`, frozen under the adapter; or as it is, where the rank is 0.  task: PEFT's `task_type`."""
+        """`model` with the adapter, its own weights frozen; `model` itself if the rank is 0.  task: PEFT's
+        `task_type`.
+        """
         if not self.rank:
             return model
         names = self.modules if self.modules == "all-linear" else self.modules.split(",")
@@ -68,14 +75,14 @@ class LoRA:
             target_modules=names,
             task_type=task,
         )
-        # Factors in the weights' dtype: DeepSpeed refuses a partitioned model with parameters of two (0.19.8).
+        # Factors in the weights' dtype: DeepSpeed rejects a partitioned model with parameters of two dtypes (0.19.8).
         return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def small_model(
     hidden_size: int, num_hidden_layers: int, tokenizer: PreTrainedTokenizerBase, attn_implementation: str = ""
 ) -> PreTrainedModel:
-    """A new Llama of a few million parameters.  attn_implementation: as `load`."""
+    """A new Llama of a few million parameters.  attn_implementation: as in `load`."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -100,19 +107,19 @@ def load(
     disable_dropout: bool = False,
     attn_implementation: str = "",
 ) -> PreTrainedModel:
-    """A model from a directory or hub name, in the dtype of the engine that it is for. Every rank takes part.
+    """A model from a directory or hub name, in the dtype of its engine. Every rank takes part.
 
-    Under ZeRO-3 parameters are partitioned from the start, and the first rank maps the files and hands out a module's
-    weights at a time: no rank ever holds the model. Under ZeRO 0 to 2 every rank holds it, as it will in training.
-
+    Under ZeRO-3 parameters are partitioned from the start, and the first rank maps the files and broadcasts one
+    module's weights at a time: no rank ever holds the whole model. Under ZeRO 0 to 2 every rank holds it, as it will in
+    training.
     kind: one of Hugging Face's Auto classes.  engine: the engine's DeepSpeed configuration.
-    new: beginning of the names of weights that the files need not have; they are initialized, alike on every rank.
-    config: in place of the one that lies there.  disable_dropout: `without_dropout`.
-    attn_implementation: transformers'; its own choice where empty.
-    Raises ValueError on every rank where weights are missing, do not fit or cannot be read.
+    new: prefix of the names of weights that may be missing; they are initialized, equally on every rank.
+    config: replaces the model's own.  disable_dropout: see `without_dropout`.
+    attn_implementation: transformers'; empty for its default.
+    Raises ValueError on every rank if weights are missing, have other shapes or cannot be read.
     """
     dtype = torch.bfloat16 if engine["bf16"]["enabled"] else torch.float32
-    partitioned = HfDeepSpeedConfig(engine)  # transformers looks for it as long as it lives
+    partitioned = HfDeepSpeedConfig(engine)  # transformers holds a weak reference, so keep it alive while loading
     error, model = "", None
     try:
         config = config or AutoConfig.from_pretrained(name)
@@ -125,15 +132,16 @@ def load(
         error = f"{type(raised).__name__}: {raised}"
     finally:
         del partitioned
-    # A weight that does not fit shows on the rank that reads it alone, and the others would wait for it.
+    # Only the rank that reads a weight sees that it does not fit; the others would wait for it for ever.
     if error := next(filter(None, from_all_ranks(error)), ""):
         raise ValueError(f"{name!r} cannot be loaded: {error}")
     return model
 
 
 def load_merged(kind: type, name: str, engine: dict[str, Any], new: str = "", **kwargs: Any) -> PreTrainedModel:
-    """`load`, of a whole model or of PEFT's adapter, which is then merged into its base. What is `new` begins at zero,
-    but for what the adapter has of it."""
+    """`load` of a whole model, or of a PEFT adapter that is merged into its base. Weights whose names begin with
+    `new` are set to zero, unless the adapter has them.
+    """
     base = base_of(name)
     model = load(kind, base, engine, new, **kwargs)
     zero_(model, new)
@@ -141,17 +149,17 @@ def load_merged(kind: type, name: str, engine: dict[str, Any], new: str = "", **
 
 
 def base_of(name: str) -> str:
-    """The model that the adapter in a directory or of a hub name is over; `name` where it holds none."""
+    """The base model of the adapter in a directory or of a hub name; `name` itself if it is no adapter."""
     try:
         if find_adapter_config_file(name) is None:
             return name
-    except OSError:  # there is no model either, which `load` says
+    except OSError:  # there is no such model either; `load` raises the error
         return name
     return peft.PeftConfig.from_pretrained(name).base_model_name_or_path
 
 
 def zero_(model: PreTrainedModel, new: str) -> None:
-    """Set the parameters whose names begin with `new` to zero; none where that is empty."""
+    """Set the parameters whose names begin with `new` to zero; none if `new` is empty."""
     parameters = [parameter for name, parameter in model.named_parameters() if new and name.startswith(new)]
     with zero.GatheredParameters(parameters, modifier_rank=0):
         for parameter in parameters:
@@ -160,13 +168,13 @@ def zero_(model: PreTrainedModel, new: str) -> None:
 
 @torch.no_grad()
 def with_adapter(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """`model`, whole or partitioned, with an adapter merged into its weights, a module at a time, and the weights that
-    were trained beside the adapter (`modules_to_save`) in the place of its own. Every rank takes part.
+    """`model`, whole or partitioned, with an adapter merged into its weights, one module at a time; weights trained
+    next to the adapter (`modules_to_save`) replace the model's own. Every rank takes part.
 
-    Raises ValueError where the adapter is one of another model.
+    Raises ValueError if the adapter belongs to another model.
     """
     config = peft.PeftConfig.from_pretrained(name)
-    # A language model's adapter fits its classifier too; what was trained beside it is copied below.
+    # A language model's adapter fits its classifier too; the weights of `modules_to_save` are copied below.
     config.task_type, config.modules_to_save, config.inference_mode = None, None, False
     tensors = {key.removeprefix("base_model.model."): value for key, value in peft.load_peft_weights(name).items()}
     own = dict(model.named_parameters())
@@ -189,9 +197,9 @@ def with_adapter(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration, in which every probability of dropout and every width of a router's noise is 0.
+    """The configuration with every dropout probability and every router's jitter set to 0, changed in place.
 
-    Not only `nn.Dropout` modules read these: OPT, BLOOM and Llama's attention give them to functions.
+    Setting `nn.Dropout` modules is not enough: OPT, BLOOM and Llama's attention pass the probabilities to functions.
     """
     for part in (config, config.get_text_config()):
         for name, value in vars(part).items():
@@ -208,9 +216,10 @@ def load_policy(
     disable_dropout: bool = False,
     attn_implementation: str = "",
 ) -> nn.Module:
-    """A language model from a directory or hub name, an adapter's too, as `load_merged`.
+    """A language model, or an adapter merged into one, from a directory or hub name, with a new LoRA if its rank is not
+    0.
 
-    Raises ValueError for a LoRA on an adapter that is to be written alone: its base would lack the first one.
+    Raises ValueError for a LoRA over an adapter that is to be exported alone: its base would lack the first adapter.
     """
     if lora is not None and lora.rank and lora.alone and base_of(name) != name:
         raise ValueError(
@@ -224,9 +233,10 @@ def load_policy(
 
 
 class ValueModel(nn.Module):
-    """A number for every token, by a sequence classifier with one label: a reward model, or a critic.
+    """A value for every token, by a sequence classifier with one label: a reward model or a critic.
 
-    classifier: of any family whose head is a linear layer over the last hidden states, with PEFT's adapters or without.
+    classifier: of any family with a linear head `score` over its last hidden states, with or without a PEFT adapter.
+    Raises ValueError for a classifier with several labels or without that head.
     """
 
     def __init__(self, classifier: nn.Module):
@@ -249,11 +259,13 @@ class ValueModel(nn.Module):
         padding_free: bool = False,
         output_hidden_states: bool = False,
     ):
-        """input_ids, attention_mask int64 [rows, tokens], padded on either side; logits [rows, tokens, 1].
+        """The output's `logits` are [rows, tokens, 1].  input_ids, attention_mask int64 [rows, tokens], padded on
+        either side.
 
-        padding_free: rows stand one behind the other in the forward, and logits are 0 where masked;
-        `require_exact_values` says whether the model keeps them apart.  output_hidden_states: the last ones too, of
-        packed rows [1, total, hidden size], else [rows, tokens, hidden size].
+        padding_free: run the forward on packed rows; logits are 0 where masked. `require_exact_values` checks whether
+            the model keeps the rows apart.
+        output_hidden_states: also return the last hidden states, [rows, tokens, hidden size], or [1, total, hidden
+            size] of packed rows.
         """
         model = self.classifier
         model = model.get_base_model() if isinstance(model, peft.PeftModel) else model
@@ -274,8 +286,9 @@ def load_value_model(
     disable_dropout: bool = False,
     attn_implementation: str = "",
 ) -> ValueModel:
-    """The reward model in a directory or of a hub name, an adapter's too, as `load_merged`; or any language model,
-    whose head then begins at zero."""
+    """A reward model, or an adapter of one merged, from a directory or hub name; or any language model, whose new
+    value head is zero.
+    """
     config = AutoConfig.from_pretrained(base_of(name), num_labels=1)
     has_head = any("SequenceClassification" in kind for kind in config.architectures or [])
     settings = {"config": config, "disable_dropout": disable_dropout, "attn_implementation": attn_implementation}
@@ -286,14 +299,17 @@ def load_value_model(
 
 
 def checkpoint_gradients(model: PreTrainedModel, enabled: bool) -> None:
-    """Compute activations again in the backward, where `enabled`."""
+    """Turn on gradient checkpointing if `enabled`."""
     if enabled:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()  # under a LoRA nothing before the first adapter would have gradients
+        model.enable_input_require_grads()  # else, under a LoRA, the first checkpointed layer's inputs need no gradient
 
 
 def is_reward_model(name: str) -> bool:
-    """Whether a directory or hub name is a sequence classifier's, or its adapter's; a function's name is neither."""
+    """Whether a directory or hub name holds a sequence classifier, or its adapter; False for a function's name.
+
+    Raises ValueError if there is no model of that name.
+    """
     if not name or ":" in name:
         return False
     try:
@@ -306,7 +322,7 @@ def is_reward_model(name: str) -> bool:
 
 
 def require_model(argument: str, name: str, attn_implementation: str = "") -> None:
-    """Raise ValueError where no model is named, where the name is of none, or where the model lacks the attention."""
+    """Raises ValueError if `name` is empty or no model's, or if the model does not support the attention."""
     if not name:
         raise ValueError(f"{argument}: nothing given; give the directory or hub name of a model")
     try:
@@ -317,7 +333,7 @@ def require_model(argument: str, name: str, attn_implementation: str = "") -> No
 
 
 def require_attention(config: PretrainedConfig, attn_implementation: str) -> None:
-    """Raise ValueError where transformers refuses an attention for a model, with those that it takes here."""
+    """Raises ValueError, with the supported ones, if transformers rejects an attention implementation for a model."""
     if not attn_implementation:
         return
     try:
@@ -331,7 +347,7 @@ def require_attention(config: PretrainedConfig, attn_implementation: str) -> Non
 
 
 def attentions_of(config: PretrainedConfig) -> list[str]:
-    """The attentions of transformers' own that it takes for a model of `config` on this machine."""
+    """The attention implementations of transformers that work for a model of `config` on this machine."""
     with torch.device("meta"):
         model = AutoModel.from_config(copy.deepcopy(config))
     taken = []
@@ -343,9 +359,9 @@ def attentions_of(config: PretrainedConfig) -> list[str]:
 
 
 def load_exported(name: str, engine: dict[str, Any], attn_implementation: str = "") -> nn.Module:
-    """A language model for inference, as `load`: a whole one, or the base of an adapter's directory under the adapter.
+    """A language model for inference: a whole one, or an adapter's base with the adapter.
 
-    PEFT's own Auto classes also resize the embeddings to the tokenizer that lies there (0.21).
+    Does not use PEFT's own Auto classes, which also resize the embeddings to the directory's tokenizer (0.21).
     """
     base = load(AutoModelForCausalLM, base_of(name), engine, attn_implementation=attn_implementation)
     if base_of(name) == name:
@@ -354,5 +370,5 @@ def load_exported(name: str, engine: dict[str, Any], attn_implementation: str = 
 
 
 def merged(model: nn.Module) -> PreTrainedModel:
-    """`model` with the adapter that it is under in its weights, which must be whole; or `model` where it has none."""
+    """`model` with its adapter merged into its weights, which must be whole; `model` itself without an adapter."""
     return model.merge_and_unload() if isinstance(model, peft.PeftModel) else model

@@ -1,4 +1,4 @@
-"""Texts of pretraining that PPO goes on learning from: the ptx mixture (InstructGPT, arXiv:2203.02155)."""
+"""Pretraining texts that PPO also learns from: the ptx mixture (InstructGPT, arXiv:2203.02155)."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -18,8 +18,9 @@ from rlhf_examples.data.records import load_records
 
 @dataclass
 class PtxBatch:
-    """Texts of the ptx mixture in a micro batch.  ids, mask, learned int64 [rows, tokens]; denominator: of the step's
-    tokens."""
+    """The ptx texts of a micro batch.  ids, mask, learned int64 [rows, tokens]; denominator: for
+    `language_model_loss`.
+    """
 
     ids: torch.Tensor
     mask: torch.Tensor
@@ -27,7 +28,7 @@ class PtxBatch:
     denominator: float
 
     def loss(self, policy: hybrid.HybridEngine, args: PPOArguments) -> Loss:
-        """The language model's, over every token but the first."""
+        """The language model loss of every token but the first."""
         width, forward = self.ids.shape[1] - 1, (1.0, args.logit_chunk, args.padding_free)
         logps, _ = token_logps(policy, self.ids, self.mask, width, *forward)
         return language_model_loss(logps, self.learned[:, 1:], self.denominator)
@@ -35,9 +36,9 @@ class PtxBatch:
 
 @dataclass
 class PretrainingTexts:
-    """Texts that PPO goes on learning from, as many in an optimizer step as there are completions in it.
+    """The stream of ptx texts: equally many in an optimizer step as there are completions in it.
 
-    taken: how many were, by all ranks; a checkpoint holds it.
+    taken: texts used so far by all ranks; saved in checkpoints.
     """
 
     examples: Examples
@@ -47,7 +48,7 @@ class PretrainingTexts:
 
     @classmethod
     def load(cls, tokenizer: PreTrainedTokenizerBase, args: PPOArguments) -> "PretrainingTexts | None":
-        """From `unsupervised_data_path`; None where that is empty."""
+        """From `unsupervised_data_path`; None if that is empty."""
         if not args.unsupervised_data_path:
             return None
         records = load_records(args.unsupervised_data_path, cache_dir=args.data_output_path or None)
@@ -56,20 +57,20 @@ class PretrainingTexts:
         return cls(found, tokenizer.pad_token_id, args.seed)
 
     def next(self, step: OptimizerStep) -> list[PtxBatch]:
-        """This rank's for each micro batch of a step."""
+        """This rank's texts for each micro batch of a step."""
         rows = list(islice(self.examples.ordered(self.seed, self.taken), len(step.rows)))
         self.taken += len(rows)
         tokens = sum(len(row["prompt_ids"]) + len(row["completion_ids"]) - 1 for row in rows)
         of_step = collate_supervised(rows, self.pad_token_id)
         ids, mask = of_step["input_ids"].to(device()), of_step["attention_mask"].to(device())
         denominator = step.denominator(tokens)
-        # One without rows is a row of which nothing is learned, as of completions.
+        # An empty micro batch gets one fully masked row, as for completions.
         return [PtxBatch(ids[p or [0]], mask[p or [0]], mask[p or [0]] * bool(p), denominator) for p in step.places]
 
     def state_dict(self) -> dict[str, int]:
-        """Where it stands."""
+        """The state for a checkpoint."""
         return {"taken": self.taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
+        """Restore the state from a checkpoint."""
         self.taken = state["taken"]

@@ -1,4 +1,4 @@
-"""The ranks of a run: how they begin, and what they add up."""
+"""The ranks of a run: starting and ending them, and collectives."""
 
 import logging
 import os
@@ -20,7 +20,9 @@ from deepspeed.accelerator import get_accelerator
 
 @dataclass
 class Preparation:
-    """Arguments, tokenizers and records are read.  is_over: an engine has been built since."""
+    """The part of a run that reads arguments, tokenizers and records.  is_over: whether an engine has been built
+    since.
+    """
 
     is_over: bool = False
 
@@ -30,13 +32,13 @@ _preparations: list[Preparation] = []
 
 @contextmanager
 def preparing() -> Iterator[Preparation]:
-    """A block that begins with reading what the user gave, and goes on with what comes of it."""
+    """A block that starts with a preparation; until `preparation_is_over`, its errors count as invalid input."""
     preparation = Preparation()
     _preparations.append(preparation)
     try:
         yield preparation
     except Exception:
-        for around in _preparations:  # of a pipeline, whose earlier steps have had engines
+        for around in _preparations:  # the pipeline's too: its earlier steps have ended their own preparations
             around.is_over = preparation.is_over
         raise
     finally:
@@ -44,13 +46,15 @@ def preparing() -> Iterator[Preparation]:
 
 
 def preparation_is_over() -> None:
-    """To be called before an engine is built: from here on an error is not what was given."""
+    """Call this before an engine is built: from here on an error is not invalid input."""
     for preparation in _preparations:
         preparation.is_over = True
 
 
 def start_ranks() -> None:
-    """Begin torch.distributed as the launcher says, quietly. A process without a launcher is one rank."""
+    """Initialize torch.distributed from the launcher's environment, with little output. A process without a launcher
+    is rank 0 of 1.
+    """
     deepspeed.utils.logger.setLevel(logging.WARNING)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -72,60 +76,60 @@ def start_ranks() -> None:
 
 
 def rendezvous() -> None:
-    """Wait for each other."""
+    """A barrier over all ranks."""
     dist.barrier()
 
 
 def end_ranks() -> None:
-    """Wait for each other, and go."""
+    """A barrier over all ranks, then destroy the process group."""
     rendezvous()
     dist.destroy_process_group()
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every generator, on this rank as on the others."""
+    """Seed every generator, with the same seed on every rank."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def is_first() -> bool:
-    """Whether this is the rank that prints and writes."""
+    """Whether this is rank 0, which prints and writes."""
     return dist.get_rank() == 0
 
 
 def device() -> torch.device:
-    """This rank's."""
+    """This rank's device."""
     return torch.device(get_accelerator().current_device_name())
 
 
 def over_ranks(values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-    """A tensor's sum, or what else `op` is, over all ranks."""
+    """A tensor reduced over all ranks, by default summed; the input stays unchanged."""
     values = values.clone()
     dist.all_reduce(values, op=op)
     return values
 
 
 def sums_over_ranks(sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
-    """Sums by name, added over all ranks in float64; every rank names the same."""
+    """Sums by name, added over all ranks in float64; every rank must pass the same names."""
     names = sorted(sums)
     values = torch.tensor([float(sums[name]) for name in names], dtype=torch.float64, device=device())
     return dict(zip(names, over_ranks(values).tolist(), strict=True))
 
 
 def from_all_ranks(value: object) -> list:
-    """What every rank has, by rank."""
+    """Every rank's value, in the order of ranks. Every rank takes part."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def own_share(items: list) -> list:
-    """This rank's part of what all ranks have: every so-manieth."""
+    """This rank's items, dealt out round-robin."""
     return items[dist.get_rank() :: dist.get_world_size()]
 
 
 def interleaved(parts: Iterable[list]) -> list:
-    """What `own_share` parted, together again."""
+    """The inverse of `own_share`: the ranks' parts in the original order."""
     parts = list(parts)
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]

@@ -1,8 +1,7 @@
-"""A DeepSpeed engine's checkpoint of one number of ranks, as that of another: parameters and optimizer states of ZeRO 1
-to 3 are cut anew.
+"""Converts a DeepSpeed engine's checkpoint to another number of ranks: parameters and optimizer states of ZeRO 1 to 3.
 
-Which part of which parameter lies where in a rank's flat tensors is saved beside DeepSpeed's files, so that their
-padding and order are nothing that has to be known (deepspeed 0.19.8).
+The checkpoint also holds which part of which parameter lies where in a rank's flat tensors, so this code does not
+depend on DeepSpeed's padding and order (deepspeed 0.19.8).
 """
 
 from collections import defaultdict
@@ -21,8 +20,9 @@ import hybrid
 class Piece:
     """A part of a parameter in a rank's partition.
 
-    name: the parameter's.  group, offset: of the flat tensor that it lies in, and its first element there.  start,
-    numel: its first element in the flattened parameter, and how many there are.
+    name: the parameter's.  group, offset: index of the flat tensor that holds the part, and the part's first element in
+        it.
+    start, numel: the part's first element in the flattened parameter, and its number of elements.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Piece:
 
 
 def pieces_of(engine: hybrid.HybridEngine) -> list[Piece]:
-    """What this rank's flat tensors hold; nothing under ZeRO-0, where every rank has all."""
+    """The parts in this rank's flat tensors; empty under ZeRO-0, where every rank holds everything."""
     optimizer, found = engine.optimizer, []
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
@@ -42,7 +42,7 @@ def pieces_of(engine: hybrid.HybridEngine) -> list[Piece]:
             group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start = dist.get_rank() * numel
             found.append(Piece(name, group, offset, start, max(min(numel, parameter.ds_numel - start), 0)))
-        elif getattr(parameter, "_hp_mapping", None) is not None:  # ZeRO-1 and 2: a stretch of all parameters
+        elif getattr(parameter, "_hp_mapping", None) is not None:  # ZeRO-1 and 2: a range of all parameters
             group = next(i for i, of in enumerate(optimizer.bit16_groups) if any(p is parameter for p in of))
             whole, flat = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
             found.append(Piece(name, group, flat.start, whole.start, whole.numel))
@@ -53,7 +53,7 @@ def pieces_of(engine: hybrid.HybridEngine) -> list[Piece]:
 class Partition:
     """A rank's part of an optimizer, as DeepSpeed saves it.
 
-    flats: by kind, "fp32" for the weights, else a state's name such as "exp_avg": flat tensors by group.
+    flats: flat tensors by kind ("fp32" for the weights, else a state's name such as "exp_avg"), then by group.
     """
 
     flats: dict[str, dict[int, Tensor]]
@@ -61,7 +61,7 @@ class Partition:
 
     @classmethod
     def of(cls, optimizer_state: dict[str, Any], pieces: list[Piece]) -> "Partition":
-        """From a file's `optimizer_state_dict`."""
+        """From the `optimizer_state_dict` of a rank's file."""
         flats = {"fp32": dict(enumerate(optimizer_state[weights_key(optimizer_state)]))}
         for group, state in base_of(optimizer_state)["state"].items():
             for key, value in state.items():
@@ -71,17 +71,19 @@ class Partition:
 
 
 def weights_key(optimizer_state: dict[str, Any]) -> str:
-    """What the flat weights in a file's `optimizer_state_dict` are called: under ZeRO-3, else."""
+    """The key of the flat weights in an `optimizer_state_dict`: that of ZeRO-3, or that of ZeRO-1 and 2."""
     return "fp32_flat_groups" if "fp32_flat_groups" in optimizer_state else "single_partition_of_fp32_groups"
 
 
 def base_of(optimizer_state: dict[str, Any]) -> dict[str, Any]:
-    """The state of torch's optimizer in it."""
+    """The state of torch's optimizer within it."""
     return optimizer_state["optimizer_state_dict" if "fp32_flat_groups" in optimizer_state else "base_optimizer_state"]
 
 
 def recut(old: list[Partition], kind: str, own: list[Piece], sizes: list[int]) -> list[Tensor]:
-    """This rank's flat tensors, float32, one of each of `sizes`, cut out of those of all old ranks; 0 where padded."""
+    """This rank's flat tensors of a kind, float32, with the given sizes, assembled from those of all old ranks; 0 in
+    padding.
+    """
     by_name = defaultdict(list)
     for partition in old:
         for piece in partition.pieces:
@@ -97,10 +99,10 @@ def recut(old: list[Partition], kind: str, own: list[Piece], sizes: list[int]) -
 
 
 def reshard(engine: hybrid.HybridEngine, tag: Path, old: list[list[Piece]], target: Path) -> None:
-    """Write what this rank loads of an engine's checkpoint in `tag`, which ranks with the pieces `old` have saved, as
+    """Write the files that this rank loads: the checkpoint in `tag`, saved by ranks with the pieces `old`, converted to
     the directory of the same name in `target`. Every rank takes part.
 
-    Raises ValueError where the checkpoint is one of other parameters.
+    Raises ValueError if the checkpoint has other parameters.
     """
     own = pieces_of(engine)
     saved = {piece.name for pieces in old for piece in pieces}
@@ -113,7 +115,7 @@ def reshard(engine: hybrid.HybridEngine, tag: Path, old: list[list[Piece]], targ
     loaded = [read(file) for file in files]
     states = [of_rank["optimizer_state_dict"] for of_rank in loaded]
     partitions = [Partition.of(state, pieces) for state, pieces in zip(states, old, strict=True)]
-    found = dict(engine.optimizer.state_dict())  # what is its own in it, such as paddings, is this rank's
+    found = dict(engine.optimizer.state_dict())  # keeps what belongs to this rank, such as its paddings
     live, base, template = found[weights_key(found)], base_of(found), base_of(states[0])
     paddings = found.get("group_paddings", [0] * len(live))
     sizes = [flat.numel() + padding for flat, padding in zip(live, paddings, strict=True)]
@@ -133,10 +135,10 @@ def reshard(engine: hybrid.HybridEngine, tag: Path, old: list[list[Piece]], targ
 
 
 def one_file(directory: Path, name: str) -> Path:
-    """The file of a name, or of that behind "bf16_"."""
+    """The file `name`, or that with the prefix "bf16_"."""
     return next(path for path in (directory / name, directory / f"bf16_{name}") if path.is_file())
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A file's tensors as they are asked for."""
+    """A file's contents, its tensors memory-mapped."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)

@@ -1,7 +1,7 @@
-"""What an iteration learns from: completions of all ranks, what is known of their tokens, and which rank learns what.
+"""The experience of an iteration: completions of all ranks, their per-token data, and the rows of each optimizer step.
 
-Where rows are, and which of them an optimizer step learns from, depends on seed and iteration alone, not on the number
-of ranks: every rank holds the experience of all, and takes its part of each step.
+The order of rows, and which of them an optimizer step learns from, depends on seed and iteration only, not on the
+number of ranks: every rank holds the experience of all ranks, and takes its share of each step.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,16 @@ from rlhf_examples.common.trackers import LOGP_DIFFERENCE_EDGES, Histogram, Metr
 from rlhf_examples.data.conversations import turn_end
 from rlhf_examples.data.examples import collate_prompts
 
-Row = dict[str, Any]  # of `data.Examples`
+Row = dict[str, Any]  # a row of `data.examples.Examples`
 
 
 @dataclass(frozen=True)
 class Experience:
-    """Rows of completions.  sequences, attention_mask [rows, prompt + completion]; the others [rows, completion], but
-    for GRPO's advantages [rows].
+    """Rows of completions.
 
-    mask: of the tokens that are learned from.  sampling_logps: the sampler's, of the policy at the temperature.
+    sequences, attention_mask [rows, prompt + completion]; the others [rows, completion], except GRPO's advantages
+    [rows].
+    mask: the learned tokens.  sampling_logps: the sampler's, of the policy at the sampling temperature.
     weights: factors of the tokens' policy loss.
     """
 
@@ -47,7 +48,9 @@ class Experience:
     returns: torch.Tensor | None = None
 
     def take(self, rows: torch.Tensor) -> "Experience":
-        """Some of the rows, without the columns that are padding in all of them; one completion column is left."""
+        """A selection of the rows, without columns that are padding in all of them; at least one completion column
+        stays.
+        """
         used = self.attention_mask[rows].any(dim=0).nonzero()[[0, -1], 0].tolist()
         width, total = self.mask.shape[1], self.attention_mask.shape[1]
         first, last = min(used[0], total - width - 1), max(used[1] + 1, total - width + 1)
@@ -58,17 +61,19 @@ class Experience:
         return Experience(**wholes, **others)
 
     def of_all_ranks(self, num_generations: int = 1) -> "Experience":
-        """The rows of every rank, in the order of their prompts' numbers; ranks have as many rows, of one width."""
+        """The rows of every rank, ordered by their prompts' numbers. Ranks must have equally many rows of equal
+        width.
+        """
         tensors = {name: own for name, own in vars(self).items() if own is not None}
         return Experience(**{name: in_order(own, num_generations) for name, own in tensors.items()})
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """The rows of all ranks that a step learns from, and this rank's micro batches of them; ranks have as many.
+    """The rows of all ranks that a step learns from, and this rank's micro batches, equally many on every rank.
 
-    places: this rank's micro batches as places in `rows`; none in the last ones where rows do not go round.
-    least_rows: of the first micro batch of any rank.
+    places: this rank's micro batches as indices into `rows`; the last ones are empty if there are too few rows.
+    least_rows: the smallest first micro batch of any rank.
     """
 
     rows: torch.Tensor
@@ -76,14 +81,15 @@ class OptimizerStep:
     least_rows: int
 
     def micro_batches(self, experience: "Experience") -> Iterator["Experience"]:
-        """The rows of each. One without rows is a row of which nothing is learned: under ZeRO every rank must run as
-        many forwards and backwards."""
+        """The rows of each micro batch. An empty one gets one fully masked row: under ZeRO every rank must run
+        equally many forwards and backwards.
+        """
         for places in self.places:
             e = experience.take(self.rows[places or [0]])
             yield e if places else replace(e, mask=torch.zeros_like(e.mask))
 
     def denominator(self, tokens: int, sequences: int = 0, loss_type: str = "dapo", max_length: int = 0) -> float:
-        """What a micro batch's sum is divided by: see `loss_denominator`; tokens, sequences: of all ranks."""
+        """The denominator of a micro batch's loss: see `loss_denominator`.  tokens, sequences: of all ranks."""
         return loss_denominator(
             loss_type,
             sequences=sequences,
@@ -94,12 +100,14 @@ class OptimizerStep:
 
 
 def own_numbers(count: int) -> torch.Tensor:
-    """The numbers among all ranks' of this rank's `count` prompts, int64 [count]: ranks take turns."""
+    """The numbers of this rank's `count` prompts among those of all ranks, round-robin.  int64 [count]"""
     return torch.arange(count) * dist.get_world_size() + dist.get_rank()
 
 
 def in_order(own: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """The rows of every rank as their prompts are numbered.  own [prompts · generations, ...], as many on all ranks."""
+    """The rows of every rank, ordered by their prompts' numbers.  own [prompts · generations, ...], of equal size on
+    all ranks.
+    """
     everybodys = own.new_empty(dist.get_world_size() * len(own), *own.shape[1:])
     dist.all_gather_into_tensor(everybodys, own.contiguous())
     by_rank = everybodys.view(dist.get_world_size(), -1, num_generations, *own.shape[1:])
@@ -107,7 +115,7 @@ def in_order(own: torch.Tensor, num_generations: int) -> torch.Tensor:
 
 
 def sampling(args: RolloutArguments | EvaluateArguments, seed: int) -> hybrid.SamplingParams:
-    """How the run draws its completions."""
+    """The sampling parameters of a run."""
     return hybrid.SamplingParams(
         max_new_tokens=args.max_answer_seq_len,
         temperature=args.temperature,
@@ -119,8 +127,9 @@ def sampling(args: RolloutArguments | EvaluateArguments, seed: int) -> hybrid.Sa
 
 
 def noise_seed(seed: int, draw: int) -> int:
-    """The seed of a run's draw 1, 2, … (its iterations), or 0 (its evaluations): of no other draw, and no other run's
-    below a million draws."""
+    """The seed of a run's draw: 1, 2, … for its iterations, 0 for its evaluations. Seeds of different runs differ
+    below a million draws.
+    """
     return seed * 1_000_003 + draw
 
 
@@ -132,11 +141,10 @@ def roll_out(
     params: hybrid.SamplingParams,
     num_generations: int = 1,
 ) -> hybrid.RolloutBatch:
-    """Completions of this rank's prompts, padded to one width on all ranks.
+    """Completions of this rank's prompts, padded to one width on all ranks. Every rank takes part.
 
-    They end with the token that ends a turn in the tokenizer's chat template, too.
-
-    row_ids int64 [prompts]: their numbers among all ranks', of which the noise is a function.
+    They also stop at the token that ends a turn in the tokenizer's chat template.
+    row_ids int64 [prompts]: the prompts' numbers among all ranks', from which the sampling keys are made.
     """
     ids, mask = (tensor.to(policy.device) for tensor in collate_prompts(prompts, tokenizer.pad_token_id).values())
     if (end := turn_end(tokenizer)) is not None:
@@ -145,7 +153,7 @@ def roll_out(
 
 
 def of_one_width(batch: hybrid.RolloutBatch, pad_token_id: int) -> hybrid.RolloutBatch:
-    """A batch with prompts padded further on the left, and completions on the right, to the widest of any rank."""
+    """`batch` with prompts padded on the left and completions on the right to the greatest widths of any rank."""
     widths = torch.tensor([batch.prompt_ids.shape[1], batch.completion_ids.shape[1]], device=batch.prompt_ids.device)
     return padded(batch, *over_ranks(widths, dist.ReduceOp.MAX).tolist(), pad_token_id)
 
@@ -153,7 +161,7 @@ def of_one_width(batch: hybrid.RolloutBatch, pad_token_id: int) -> hybrid.Rollou
 def padded(
     batch: hybrid.RolloutBatch, prompt_width: int, completion_width: int, pad_token_id: int
 ) -> hybrid.RolloutBatch:
-    """A batch with prompts padded further on the left, and completions on the right, to these widths."""
+    """`batch` with prompts padded on the left and completions on the right to the given widths."""
     left, right = prompt_width - batch.prompt_ids.shape[1], completion_width - batch.completion_ids.shape[1]
     ids = {"prompt_ids": (left, 0), "completion_ids": (0, right)}
     logps = ("sampling_per_token_logps", "old_per_token_logps", "raw_per_token_logps")
@@ -165,18 +173,18 @@ def padded(
 
 
 def decode_completions(tokenizer: PreTrainedTokenizerBase, batch: hybrid.RolloutBatch) -> list[str]:
-    """The completions as text, without special tokens."""
+    """The completions as texts, without special tokens."""
     lengths = batch.completion_mask.sum(dim=1).tolist()
     rows = [ids[:length] for ids, length in zip(batch.completion_ids, lengths, strict=True)]
     return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
 def optimizer_steps(experience: Experience, passes: int, iteration: int, args: RolloutArguments) -> list[OptimizerStep]:
-    """Every optimizer step of an update, pass after pass, `num_mini_batches` in each. The rows of a step are a function
-    of seed and iteration; steps of a pass differ by a row at most.
+    """Every optimizer step of an update: `num_mini_batches` for each pass. A step's rows depend on seed and iteration
+    only, and the steps of a pass differ by at most one row.
 
-    Micro batches have about as many tokens each where `max_tokens_per_batch` is given, else about as many rows.
-    Raises ValueError where there are fewer rows than steps.
+    Micro batches have about equally many tokens with `max_tokens_per_batch`, else about equally many rows.
+    Raises ValueError if there are fewer rows than steps, or if a row is longer than `max_tokens_per_batch`.
     """
     ranks, rank, lengths = dist.get_world_size(), dist.get_rank(), experience.attention_mask.sum(dim=1).cpu()
     if len(lengths) < args.num_mini_batches:
@@ -194,10 +202,10 @@ def optimizer_steps(experience: Experience, passes: int, iteration: int, args: R
 
 
 def micro_batches(lengths: torch.Tensor, ranks: int, args: RolloutArguments) -> list[list[int]]:
-    """Rows of an optimizer step in batches, as many for each rank, the last of which may be empty.  lengths [rows]: in
-    tokens.
+    """The rows of an optimizer step in batches, equally many for each rank; the last ones may be empty.  lengths
+    [rows]: in tokens.
 
-    Raises ValueError where a row does not fit.
+    Raises ValueError if a row is longer than `max_tokens_per_batch`.
     """
     if not args.max_tokens_per_batch:
         each = -(-len(lengths) // (ranks * args.per_device_training_batch_size))
@@ -207,7 +215,7 @@ def micro_batches(lengths: torch.Tensor, ranks: int, args: RolloutArguments) -> 
             f"max_tokens_per_batch: {args.max_tokens_per_batch} given; a sequence has {int(lengths.max())} tokens"
         )
     each = 1
-    while True:  # with a row a batch at the latest, all of them fit
+    while True:  # ends at the latest with one row per batch
         batches = shared_out(lengths, ranks * each)
         if max(int(lengths[batch].sum()) for batch in batches) <= args.max_tokens_per_batch:
             return batches
@@ -215,20 +223,22 @@ def micro_batches(lengths: torch.Tensor, ranks: int, args: RolloutArguments) -> 
 
 
 def shared_out(lengths: torch.Tensor, num_batches: int) -> list[list[int]]:
-    """`balanced` rows in `num_batches` batches, the last of which are empty where there are fewer rows."""
+    """`balanced` rows in `num_batches` batches; the last ones are empty if there are fewer rows."""
     batches = balanced(lengths, min(num_batches, len(lengths)))
     return batches + [[]] * (num_batches - len(batches))
 
 
 def rows_of_forward(args: RolloutArguments, width: int) -> int:
-    """Rows of a forward without gradients, padded to `width` tokens: as many as `max_tokens_per_batch` allows."""
+    """Rows of a forward without gradients that are padded to `width` tokens: as many as `max_tokens_per_batch`
+    allows.
+    """
     return (
         max(args.max_tokens_per_batch // width, 1) if args.max_tokens_per_batch else args.per_device_training_batch_size
     )
 
 
 def completion_metrics(batch: hybrid.RolloutBatch) -> Metrics:
-    """Of the lengths of all ranks' completions; TRL's names."""
+    """Metrics of the lengths of all ranks' completions, with TRL's names."""
     lengths = batch.completion_mask.sum(dim=1).double()
     cut = torch.tensor([reason == "length" for reason in batch.finish_reason], device=lengths.device)
     rows, total, clipped = over_ranks(
@@ -246,11 +256,12 @@ def completion_metrics(batch: hybrid.RolloutBatch) -> Metrics:
 def loss_weights(
     old_logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor, args: RolloutArguments
 ) -> tuple[torch.Tensor, Metrics]:
-    """The weights of the tokens in the policy loss, and their metrics; 1, and none, without a correction.
+    """The tokens' weights in the policy loss, and metrics of them; without a correction all are 1 and there are no
+    metrics.
 
-    old_logps, sampling_logps, mask [rows, completion]; the weights are [rows, completion]. Names are TRL's.
-    sampling_logps: of the distribution that the tokens were drawn from, truncation included: what importance sampling
-    divides by.
+    old_logps, sampling_logps, mask [rows, completion]; weights float32 [rows, completion]. Metrics have TRL's names.
+    sampling_logps: logprobs under the distribution that the tokens were drawn from, truncation included: the
+        denominator of importance sampling.
     """
     if not args.importance_sampling_correction:
         return torch.ones_like(old_logps), {}
@@ -271,7 +282,7 @@ def loss_weights(
 
 @torch.no_grad()
 def training_logps(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, args: RolloutArguments) -> torch.Tensor:
-    """`token_logps` of the training forward itself, in train mode; without gradients.  float32 [rows, completion]."""
+    """`token_logps` of the training forward itself, in train mode, without gradients.  float32 [rows, completion]"""
     policy.train()
     width, size = batch.completion_mask.shape[1], rows_of_forward(args, batch.sequences.shape[1])
     parts = zip(batch.sequences.split(size), batch.attention_mask.split(size), strict=True)
@@ -280,10 +291,10 @@ def training_logps(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, args
 
 
 class Numerics:
-    """How far the sampler is from the trainer over an update's first optimizer step; and, as a control, how far the
-    trainer is from itself at another batch shape.
+    """Compares the sampler's logprobs with the trainer's over an update's first optimizer step, and, as a control, the
+    trainer's with its own at another batch shape.
 
-    control_rows: rows of a rank for the control; 0 is off.
+    control_rows: rows per rank for the control; 0 is off.
     """
 
     def __init__(
@@ -293,17 +304,19 @@ class Numerics:
         self.rows = list(step.micro_batches(experience))
         control = step.rows[step.places[0][: min(control_rows, step.least_rows)]]
         self.control = experience.take(control) if len(control) else None
-        if self.control is not None:  # before the first step, by the weights that sampled
+        if self.control is not None:  # before the first step: the weights are still those that sampled
             e = self.control
             self.alone = token_logps_alone(policy, e.sequences, e.attention_mask, e.mask.shape[1], args.temperature)
 
     def add(self, logps: torch.Tensor) -> None:
-        """Of the next micro batch's training forward [rows, completion]; those of later steps are not looked at."""
+        """Record the logprobs of the next micro batch's training forward [rows, completion]; later steps are
+        ignored.
+        """
         if len(self.logps) < len(self.rows):
             self.logps.append(logps.detach())
 
     def metrics(self) -> Metrics:
-        """Of all ranks."""
+        """The metrics of all ranks. Every rank takes part."""
         masks = [e.mask.bool() for e in self.rows]
         logps, sampled, old = (
             torch.cat([values[mask] for values, mask in zip(of_rows, masks, strict=True)])[None]

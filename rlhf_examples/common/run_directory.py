@@ -1,4 +1,4 @@
-"""A run's directory: what a run writes there, and that no other run's is in it."""
+"""The files that a run writes in its directory, and the check that no other run's results are there."""
 
 import json
 import shutil
@@ -24,23 +24,23 @@ from rlhf_examples.common.ranks import from_all_ranks, is_first, rendezvous
 
 WRITTEN = (CHECKPOINTS, MODEL, AVERAGE, BEFORE, METRICS, SAMPLES, COMPLETIONS, SETTINGS, DONE, PAIRS)
 WRITTEN += ("tensorboard", "report.html")
-# What a run shows, keeps and waits for, but not what it finds.
+# Settings of output, checkpoints and timeouts, which do not change a run's results.
 WITHOUT_EFFECT = {"output_dir", "resume", "overwrite", "print_every", "report_to", "save_every", "keep_last"}
 WITHOUT_EFFECT |= {"num_samples", "peak_tflops", "reward_timeout_s", "reward_retries", "data_output_path"}
-RESULTS = (MODEL, AVERAGE, METRICS, DONE, PAIRS)  # what a run is kept for, beside its checkpoints
+RESULTS = (MODEL, AVERAGE, METRICS, DONE, PAIRS)  # results that a new run would delete, in addition to checkpoints
 
 
 def begin_run(args: RunArguments | PipelineArguments, steps: Iterable[str] = ("",)) -> None:
-    """Make sure that a run begins in an `output_dir` that holds no other run's results. Every rank takes part.
+    """Make sure that `output_dir` holds no other run's results. Every rank takes part.
 
-    steps: the directories in it that are looked at.  args.resume: what is there is the run that goes on.
-    args.overwrite: what another run has written is deleted, and nothing else that lies beside it.
-    Raises ValueError on every rank where there is another run and neither is given.
+    steps: the subdirectories to check.  args.resume: the results there belong to this run.
+    args.overwrite: delete the files that another run has written, and no others.
+    Raises ValueError on every rank if there are other results and neither is given.
     """
     if args.resume:
         return
     directories = [Path(args.output_dir) / step for step in steps]
-    # The first rank alone looks: others would find what it has already written.
+    # Only the first rank looks: the others could see files that it has already written.
     found = [str(path) for directory in directories for path in results_in(directory)] if is_first() else []
     found = from_all_ranks(found)[0]
     if found and not args.overwrite:
@@ -55,10 +55,10 @@ def begin_run(args: RunArguments | PipelineArguments, steps: Iterable[str] = (""
 
 
 def require_same_settings(finished: dict[str, Any]) -> None:
-    """Make sure that what is kept of finished steps is what their settings would give. Every rank takes part.
+    """Check that finished steps ran with the settings of this run. Every rank takes part.
 
-    finished: arguments by the step's directory. Raises ValueError on every rank for a step that ran with others, naming
-    each; a setting that it did not have yet is none of them.
+    finished: arguments by the step's directory. Raises ValueError on every rank for a step with other settings, naming
+        each; a setting that did not exist yet when the step ran is ignored.
     """
     words = [different(directory, args) for directory, args in finished.items()] if is_first() else []
     for changed in from_all_ranks(words)[0]:
@@ -67,7 +67,7 @@ def require_same_settings(finished: dict[str, Any]) -> None:
 
 
 def different(directory: str, args: Any) -> str:
-    """What of a finished step's settings is other than it ran with, as an error says it; empty where nothing is."""
+    """The error message for a finished step that ran with other settings than `args`; empty if they are the same."""
     path = Path(directory) / SETTINGS
     then = json.loads(path.read_text()) if path.is_file() else {}
     now = json.loads(json.dumps(asdict(args)))
@@ -80,14 +80,14 @@ def different(directory: str, args: Any) -> str:
 
 
 def results_in(directory: Path) -> list[Path]:
-    """What a run has left in `directory` that the next one would delete or mix with its own."""
+    """Results in `directory` that a new run would delete or mix with its own."""
     checkpoints = sorted((directory / CHECKPOINTS).glob("iteration-*"))[:1]
     results = [directory / name for name in RESULTS]
     return checkpoints + [path for path in results if path.is_dir() or (path.is_file() and path.stat().st_size)]
 
 
 def clear(directory: Path) -> None:
-    """Delete what a run writes."""
+    """Delete the files that a run writes."""
     for name in WRITTEN:
         path = directory / name
         if path.is_dir():

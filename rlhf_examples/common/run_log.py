@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar, tables, JSONL, trackers, sample texts. On rank 0 alone."""
+"""The output of a run: progress bar, tables, JSONL, trackers, sample texts. On rank 0 only."""
 
 import io
 import json
@@ -24,15 +24,14 @@ from rlhf_examples.common.trackers import Histogram, Metrics, check_report_to, s
 class RunLog:
     """The log of a run, or of a step of one, in `directory`.
 
-    total: iterations of the whole run.  start: those that a resumed run has behind it; what was logged after them by
-        the run that was killed is dropped.
-    description: on the progress bar.  bar_metrics: what stands behind it, label → name of a metric.
-    print_every: iterations between tables of all metrics; the first has one too. 0 prints none.
-    report_to: trackers besides the JSONL, of `trackers.PACKAGES`.
-    project, run_name: what Trackio and W&B know the run by; its name is the directory's where it has none.
-    settings: of the run, kept as settings.json.
-
-    Raises ValueError on every rank where a tracker is unknown or not installed.
+    total: iterations of the whole run.
+    start: iterations that a resumed run has already done; later rows, logged before the run was killed, are dropped.
+    description: shown on the progress bar.  bar_metrics: shown after it, label → name of a metric.
+    print_every: iterations between tables of all metrics; the first iteration has one too; 0 prints none.
+    report_to: trackers in addition to the JSONL, from `trackers.PACKAGES`.
+    project, run_name: the run's names at Trackio and W&B; run_name defaults to the directory's name.
+    settings: of the run, saved as settings.json.
+    Raises ValueError on every rank if a tracker is unknown or not installed.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class RunLog:
         write_atomically(self.directory / METRICS, "".join(as_line(row) for row in rows))
         if settings is not None:
             write_atomically(self.directory / SETTINGS, json.dumps(without_nan(settings), indent=1, default=str))
-        self.not_finite: set[str] = set()  # metrics that were warned about
+        self.not_finite: set[str] = set()  # metrics with a warning so far
         name = run_name or self.directory.name
         self.trackers = start_trackers(report_to, self.directory, start, project, name, settings or {})
         completions = self._kept_completions(start)
@@ -74,9 +73,9 @@ class RunLog:
         self.console = Console(width=110)
 
     def add(self, iteration: int, metrics: Metrics) -> None:
-        """Log an iteration's metrics: numbers, tensors of one, histograms.
+        """Log an iteration's metrics: numbers, tensors with one element, histograms.
 
-        What is not finite is null in the JSONL, with a warning the first time.
+        Values that are not finite become null in the JSONL, with a warning the first time.
         """
         if not self.leads:
             return
@@ -103,7 +102,7 @@ class RunLog:
 
     @contextmanager
     def room_for_output(self) -> Iterator[None]:
-        """Inside the block others may print: the progress bar is out of the way."""
+        """Inside the block other code may print: the progress bar is cleared."""
         if self.leads:
             self.bar.clear()
         yield
@@ -118,8 +117,9 @@ class RunLog:
 
     @contextmanager
     def room_for_engine(self) -> Iterator[None]:
-        """Inside the block DeepSpeed's engine prints its line of the iteration before; in a file it comes where that
-        iteration has a line of progress."""
+        """Inside the block DeepSpeed's engine prints its line about the previous iteration; in a log file only if
+        that iteration has a progress line.
+        """
         hidden = self.leads and isinstance(self.bar, ProgressLines) and self.bar.printed != self.bar.done
         with self.room_for_output(), redirect_stdout(io.StringIO()) if hidden else nullcontext():
             yield
@@ -134,7 +134,9 @@ class RunLog:
             self.console.print(table)
 
     def _kept_completions(self, start: int) -> pd.DataFrame:
-        """What the run that goes on has kept of evaluations' completions; what came after is dropped."""
+        """The logged completions of the iterations that a resumed run has done; later ones are dropped from the
+        file.
+        """
         path = self.directory / COMPLETIONS
         if not start:
             path.unlink(missing_ok=True)
@@ -145,10 +147,10 @@ class RunLog:
         return kept
 
     def add_completions(self, iteration: int, columns: dict[str, list], shown: int) -> None:
-        """Log an evaluation's completions: all in completions.jsonl and at the trackers, a few in the terminal. What is
-        logged of an iteration already stays.
+        """Log an evaluation's completions: all in completions.jsonl and at the trackers, `shown` of them in the
+        terminal. An iteration that is already logged is skipped.
 
-        columns: prompt, completion, and scores by name; as long as each other.  shown: of these rows.
+        columns: prompt, completion, and scores by name, lists of equal length.
         """
         if not self.leads or iteration in self.evaluated:
             return
@@ -170,9 +172,9 @@ class RunLog:
         rewards_before: list[float] | None = None,
         rewards_after: list[float] | None = None,
     ) -> None:
-        """Print what the policy made of the same prompts before and after training, and keep it as samples.json.
+        """Print the policy's completions of the same prompts before and after training, and save them as samples.json.
 
-        Each list has an entry for every prompt; rewards are kept and shown where they are given.
+        Each list has an entry for every prompt; rewards are saved and shown if given.
         """
         if not self.leads:
             return
@@ -186,13 +188,13 @@ class RunLog:
     def _print_texts(self, title: str, columns: dict[str, list]) -> None:
         table = Table(*(name.replace("_", " ") for name in columns), title=title, show_lines=True)
         for row in zip(*columns.values(), strict=True):
-            # As Text: a completion may hold what rich takes for markup.
+            # As Text, because rich would read "[...]" in a completion as markup.
             table.add_row(*(Text(printable(v) if isinstance(v, str) else short(v)) for v in row))
         with self.room_for_output():
             self.console.print(table)
 
     def close(self) -> None:
-        """Finish the bar and the trackers."""
+        """Close the progress bar and the trackers."""
         if not self.leads:
             return
         self.bar.close()
@@ -202,16 +204,18 @@ class RunLog:
 
 
 class ProgressLines:
-    """What tqdm's bar says, for a log that is no terminal: a line every few seconds, and one at the end."""
+    """A progress bar's information as lines, for output that is no terminal: one every few seconds, and one at the
+    end.
+    """
 
     def __init__(self, total: int, initial: int, desc: str, every_s: float = 10.0):
         self.total, self.initial, self.description, self.every_s = total, initial, desc, every_s
         self.done, self.values = initial, {}
         self.began = time.monotonic()
-        self.printed_at, self.printed = self.began, None  # when there was a line last, and of which iteration
+        self.printed_at, self.printed = self.began, None  # time and iteration of the last line
 
     def set_postfix(self, values: dict[str, str], refresh: bool = False) -> None:
-        """What stands behind the progress."""
+        """Set the values that are printed after the progress."""
         self.values = values
 
     def update(self) -> None:
@@ -221,12 +225,12 @@ class ProgressLines:
             self._print()
 
     def clear(self) -> None:
-        """A line is in nobody's way."""
+        """Nothing to clear: lines do not interfere with other output."""
 
     refresh = clear
 
     def close(self) -> None:
-        """Say how far it came."""
+        """Print the last iteration, unless it is printed already."""
         if self.done not in (self.printed, self.initial):
             self._print()
 
@@ -247,7 +251,7 @@ class ProgressLines:
 
 
 def read_metrics(directory: Path) -> list[dict[str, "float | Histogram"]]:
-    """The iterations that a run has logged; null is nan. A line that a kill cut short is left out.
+    """The iterations that a run has logged; null becomes NaN. A line that a kill has truncated is left out.
 
     Raises ValueError for any other line that is not JSON.
     """
@@ -255,30 +259,33 @@ def read_metrics(directory: Path) -> list[dict[str, "float | Histogram"]]:
 
 
 def read_completions(directory: Path) -> pd.DataFrame:
-    """The completions of a run's evaluations: iteration, prompt, completion, scores. Lines are read as
-    `read_metrics` reads them."""
+    """The completions of a run's evaluations: iteration, prompt, completion, scores. Lines are read as in
+    `read_metrics`.
+    """
     rows = read_lines(Path(directory) / COMPLETIONS)
     return pd.DataFrame(rows, columns=None if rows else ["iteration", "prompt", "completion"])
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The rows that `as_line` wrote into a file; none where there is no file."""
+    """The rows that `as_line` wrote into a file; empty if there is no file. Raises ValueError for a line that is not
+    JSON.
+    """
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     return [from_line(line, f"{path}:{i}") for i, line in enumerate(lines, start=1) if line.endswith("\n")]
 
 
 def as_lines(table: pd.DataFrame) -> str:
-    """A line of JSON for each row."""
+    """The table as JSON lines, one for each row."""
     return "".join(as_line(row) for row in table.to_dict("records"))
 
 
 def as_line(row: dict) -> str:
-    """A row of the log as a line of JSON: nan and infinities are null, histograms objects."""
+    """A row of the log as a line of JSON: NaN and infinities become null, histograms objects."""
     return json.dumps(without_nan(row), allow_nan=False) + "\n"
 
 
 def from_line(line: str, where: str) -> dict:
-    """The row that `as_line` wrote.  where: of the line, for the error."""
+    """The row that `as_line` wrote.  where: file and line, for the error. Raises ValueError if the line is not JSON."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -287,14 +294,14 @@ def from_line(line: str, where: str) -> dict:
 
 
 def value_of(value) -> "float | Histogram":
-    """A metric from what JSON has of it."""
+    """A metric from its JSON value."""
     if isinstance(value, dict):
         return Histogram(tuple(value["edges"]), tuple(value["counts"]))
     return math.nan if value is None else value
 
 
 def without_nan(value):
-    """`value`, of which JSON can say everything: None where a number is not finite."""
+    """`value` as JSON can express it: None for numbers that are not finite, objects for histograms."""
     if isinstance(value, Histogram):
         return {"edges": list(value.edges), "counts": list(value.counts)}
     if isinstance(value, dict):
@@ -305,7 +312,7 @@ def without_nan(value):
 
 
 def short(value: float | None) -> str:
-    """A number for people: three digits that count, or all before the point."""
+    """A number for display: three significant digits, or all digits before the point."""
     if value is None:
         return "–"
     return f"{value:,.0f}" if 999.5 <= abs(value) < math.inf else f"{value + 0.0:.3g}"  # no -0

@@ -1,5 +1,4 @@
-"""What scores completions: reward functions, of which some are awaited, reward servers and reward models; and sums of
-several, with weights."""
+"""Scorers of completions (reward functions, reward servers, reward models) and weighted sums of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,12 +20,12 @@ from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.data.examples import reward_columns
 from rlhf_examples.rewards import load_reward, reward_name, score_all
 
-TOTAL = "reward"  # the name of a sum's metric
+TOTAL = "reward"  # metric name of the weighted sum
 
 
 @dataclass
 class Scorer:
-    """A function, a server, or a reward model in an engine.  name: of its metric."""
+    """A reward function, a server, or a reward model in an engine.  name: of its metric."""
 
     name: str
     function: Callable | None = None
@@ -35,17 +34,18 @@ class Scorer:
 
     @staticmethod
     def check(*rewards: str) -> None:
-        """Raise ValueError for a name, as `load` takes them, of nothing."""
+        """Raises ValueError if a name, of a kind that `load` takes, names no reward."""
         for name in rewards:
             if not is_reward_model(name):
                 load_reward(name)
 
     @classmethod
     def load(cls, reward: str, dtype: str, rows: int, offload: bool = False, attn_implementation: str = "") -> "Scorer":
-        """reward: module:function, the address of a server, or the directory or hub name of a reward model that shares
-        the policy's tokens.
+        """reward: module:function, the address of a server, or the directory or hub name of a reward model with the
+        policy's tokenizer.
 
-        rows: of a reward model's forward.  offload: as `frozen_model`.  attn_implementation: as `models.load`.
+        rows: of a reward model's forward.  offload: as in `frozen_model`.  attn_implementation: as in `models.load`.
+        Raises ValueError if there is no such reward.
         """
         if is_reward_model(reward):
             load = partial(load_value_model, attn_implementation=attn_implementation)
@@ -53,30 +53,30 @@ class Scorer:
         return cls(reward_name(reward), function=load_reward(reward))
 
     def by_model(self, batch: hybrid.RolloutBatch) -> Tensor:
-        """A reward model's score of the last real token of each row, float32 [rows]; NaN where it is not finite."""
+        """The reward model's score at the last real token of each row, float32 [rows]; NaN if it is not finite."""
         values = frozen_values(self.model, batch.sequences, batch.attention_mask, self.rows)
         scores = last_token_values(values, batch.attention_mask)
         return torch.where(scores.isfinite(), scores, torch.nan)
 
     def destroy(self) -> None:
-        """Free the engine."""
+        """Destroy the engine."""
         if self.model is not None:
             self.model.destroy()
 
 
 @dataclass
 class Rewards:
-    """Scorers and their sum.
+    """Scorers and their weighted sum.
 
-    weights: of each scorer in the sum.  timeout_s, retries: of a function that is awaited, and of a server: seconds of
-    an attempt, and attempts after the first.
+    weights: of each scorer in the sum.  timeout_s, retries: seconds of an attempt, and attempts after the first, for
+        async functions and servers.
     """
 
     scorers: list[Scorer]
     weights: list[float]
     timeout_s: float = 60.0
     retries: int = 2
-    last: dict[str, Tensor] = field(default_factory=dict)  # what `by_name` gave last
+    last: dict[str, Tensor] = field(default_factory=dict)  # the latest result of `by_name`
 
     @classmethod
     def load(
@@ -90,7 +90,7 @@ class Rewards:
         retries: int = 2,
         attn_implementation: str = "",
     ) -> "Rewards":
-        """rewards, dtype, rows, offload, attn_implementation: as `Scorer.load`.  weights: 1 where there are none."""
+        """rewards, dtype, rows, offload, attn_implementation: as in `Scorer.load`.  weights: all 1 if None or empty."""
         scorers: list[Scorer] = []
         for reward in rewards:
             scorer = Scorer.load(reward, dtype, rows, offload, attn_implementation)
@@ -99,18 +99,18 @@ class Rewards:
 
     @property
     def name(self) -> str:
-        """Of the metric of what `__call__` gives: the only scorer's, where its score is not weighted."""
+        """Metric name of the result of `__call__`: the only scorer's name if its weight is 1, else "reward"."""
         return self.scorers[0].name if len(self.scorers) == 1 and self.weights == [1.0] else TOTAL
 
     def __call__(self, batch: hybrid.RolloutBatch, prompts: list[Row], completions: list[str]) -> Tensor:
-        """The weighted sum of what the scorers give each completion, float32 [rows]; NaN where none could score it.
+        """The weighted sum of the scores of each completion, float32 [rows]; NaN where no scorer could score it.
 
-        prompts: of each completion.
+        prompts: one for each completion.
         """
         return self.by_name(batch, prompts, completions)[self.name]
 
     def by_name(self, batch: hybrid.RolloutBatch, prompts: list[Row], completions: list[str]) -> dict[str, Tensor]:
-        """What `__call__` gives, first, and each scorer's scores."""
+        """The result of `__call__` first, then each scorer's scores, by name; float32 [rows] each."""
         functions = {scorer.name: scorer.function for scorer in self.scorers if scorer.function is not None}
         texts, columns = [row["prompt"] for row in prompts], reward_columns(prompts)
         given = score_all(functions, texts, completions, columns, self.timeout_s, self.retries)
@@ -124,8 +124,10 @@ class Rewards:
         return self.last
 
     def metrics(self) -> Metrics:
-        """Mean, standard deviation, minimum and maximum over all ranks of what `by_name` gave last; TRL's names where
-        it has one. None of a scorer that could score no completion."""
+        """Mean, standard deviation, minimum and maximum over all ranks of the latest scores, with TRL's names where it
+        has them.
+        A scorer that could score no completion has none. Every rank takes part.
+        """
         found = {}
         for name, scores in self.last.items():
             known = scores[~scores.isnan()].double()
@@ -142,19 +144,19 @@ class Rewards:
         return found
 
     def destroy(self) -> None:
-        """Free the engines."""
+        """Destroy the engines."""
         for scorer in self.scorers:
             scorer.destroy()
 
 
 def unused_name(name: str, used: list[str]) -> str:
-    """`name`, or with the first number that makes it differ from the names in use."""
+    """`name`, with a number appended if it is in use."""
     numbered = (f"{name}_{number}" for number in count(2))
     return next(free for free in chain([name], numbered) if free not in used)
 
 
 def weighted_sum(scores: list[Tensor], weights: list[float]) -> Tensor:
-    """The sum of what is known of each row, weighted; NaN where nothing is.  scores: [rows] each"""
+    """The weighted sum of each row's scores that are not NaN; NaN if all are.  scores: float32 [rows] each"""
     if len(scores) == 1 and weights == [1.0]:
         return scores[0]
     stacked = torch.stack(scores)

@@ -1,4 +1,4 @@
-"""Reward servers that a pipeline starts, and ends: one of each on every host, in a process of its own."""
+"""Reward servers that a pipeline starts and ends: one of each on every host, each in its own process."""
 
 import json
 import os
@@ -18,17 +18,17 @@ from rlhf_examples.common.arguments import RewardServerArguments
 from rlhf_examples.common.ranks import from_all_ranks
 from rlhf_examples.rewards import SERVERS
 
-LOOK_S = 0.1  # between looks at whether a server is there
-START_S = 120.0  # in which a server is there: importing what a reward needs may take long
-END_S = 10.0  # in which it has ended when it is told to
+LOOK_S = 0.1  # between checks whether a server has started
+START_S = 120.0  # limit for starting a server: a reward's imports may take long
+END_S = 10.0  # limit for ending a server, after which it is killed; also for its first response
 
 
 @contextmanager
 def served_rewards(servers: dict[str, RewardServerArguments]) -> Iterator[None]:
-    """Inside the block `server:NAME` is a reward. Every rank takes part.
+    """Inside the block the reward servers run and `server:NAME` is a reward. Every rank takes part.
 
-    servers: by name. The first rank of each host starts them; they end with the block, and with that rank's process,
-    however it ends. Raises ValueError on every rank where one does not start.
+    servers: settings by name. The first rank of each host starts them; they end with the block, or with that rank's
+        process, however it ends. Raises ValueError on every rank if a server does not start.
     """
     processes: list[subprocess.Popen] = []
     before = os.environ.get(SERVERS)
@@ -56,8 +56,9 @@ def served_rewards(servers: dict[str, RewardServerArguments]) -> Iterator[None]:
 
 
 def started(name: str, args: RewardServerArguments, processes: list[subprocess.Popen]) -> str:
-    """Start a server, which joins `processes`; gives its address once it answers.  Raises ValueError where it does
-    not."""
+    """Start a server, append its process to `processes`, and return its address once it responds. Raises ValueError
+    if it does not start.
+    """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "address"
         flags = asdict(replace(args, parent_pid=os.getpid(), address_file=str(path)))
@@ -79,7 +80,7 @@ def started(name: str, args: RewardServerArguments, processes: list[subprocess.P
 
 
 def ended(process: subprocess.Popen) -> None:
-    """End a process."""
+    """Terminate a process, and kill it if it does not end in time."""
     process.terminate()
     try:
         process.wait(END_S)

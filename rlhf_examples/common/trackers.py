@@ -1,4 +1,4 @@
-"""Where a run's metrics go besides its JSONL: TensorBoard, Trackio, Weights & Biases, through accelerate's trackers."""
+"""Sends a run's metrics to TensorBoard, Trackio and Weights & Biases, through accelerate's trackers."""
 
 import html
 import importlib
@@ -15,24 +15,24 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter  # optional
 
-# The names that `report_to` allows, and the package that each needs; they are imported where asked for alone.
+# The names that `report_to` allows, and the package that each needs; a package is imported only if it is used.
 PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb"}
-# Absolute differences of logprobs: from none, over rounding in float32 and bfloat16, to another policy.
+# Absolute differences of logprobs: from none, over rounding in float32 and bfloat16, to those of another policy.
 LOGP_DIFFERENCE_EDGES = (0.0, *(10 ** (exponent / 2) for exponent in range(-16, 3)))
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many values lay between each two edges.  edges [bins + 1], rising; counts [bins]."""
+    """The number of values in each bin.  edges [bins + 1], ascending; counts [bins]."""
 
     edges: tuple[float, ...]
     counts: tuple[float, ...]
 
     @classmethod
     def of(cls, values: torch.Tensor, edges: tuple[float, ...], over_ranks=lambda counts: counts) -> "Histogram":
-        """Count `values` of any shape; those outside belong to the first and last bin, NaN to none.
+        """Count `values` of any shape; values outside count in the first and last bin, NaN in none.
 
-        over_ranks: sums a float64 tensor [bins] over all ranks; called also where this rank has no values.
+        over_ranks: sums a float64 tensor [bins] over all ranks; called also if this rank has no values.
         """
         bounds = torch.tensor(edges, dtype=torch.float64, device=values.device)
         kept = values.detach().double()[~values.isnan()].clamp(bounds[0], bounds[-1])
@@ -45,7 +45,7 @@ Metrics = dict[str, "float | Histogram"]
 
 
 def check_report_to(names: list[str]) -> None:
-    """Raise ValueError for a name that is not allowed, or whose package is not installed."""
+    """Raises ValueError for an unknown name, or one whose package is not installed."""
     for name in names:
         if name not in PACKAGES:
             raise ValueError(f"report_to: {name!r} given; allowed: {', '.join(PACKAGES)}")
@@ -56,8 +56,8 @@ def check_report_to(names: list[str]) -> None:
 class Tracker:
     """A run at one of accelerate's trackers.
 
-    TensorBoard's files of a resumed run go on; what lies behind `start` is not shown. At Trackio and Weights & Biases a
-    resumed run is a new one, which must be told again what the log has kept: neither can take back what was lost.
+    A resumed run continues TensorBoard's files, in which entries after `start` are hidden. At Trackio and Weights &
+    Biases a resumed run is a new one that logs the kept iterations again: neither can remove entries.
     """
 
     def __init__(self, name: str, directory: Path, start: int, project: str, run_name: str, settings: dict):
@@ -73,7 +73,7 @@ class Tracker:
         self.tracker.start()
 
     def add(self, iteration: int, metrics: Metrics) -> None:
-        """An iteration's metrics."""
+        """Log an iteration's metrics."""
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, Histogram)}
         histograms = {name: value for name, value in metrics.items() if isinstance(value, Histogram)}
         if self.name == "tensorboard":
@@ -86,7 +86,7 @@ class Tracker:
         self.tracker.log(numbers, step=iteration)
 
     def add_table(self, iteration: int, name: str, table: pd.DataFrame) -> None:
-        """A table; in TensorBoard as text."""
+        """Log a table; in TensorBoard as text."""
         if self.name == "tensorboard":
             self.tracker.log({name: markdown(table)}, step=iteration)
         elif self.name == "wandb":
@@ -96,12 +96,12 @@ class Tracker:
             self.tracker.log({name: package.Table(dataframe=table)}, step=iteration)
 
     def close(self) -> None:
-        """End the run there."""
+        """End the run at the tracker."""
         self.tracker.finish()
 
 
 def add_histogram(writer: "SummaryWriter", name: str, histogram: Histogram, iteration: int) -> None:
-    """Write counts to TensorBoard's files as they are; `add_histogram` would count values."""
+    """Write the counts themselves to TensorBoard's files; its own `add_histogram` would count values."""
     middles = [(low + high) / 2 for low, high in zip(histogram.edges, histogram.edges[1:], strict=False)]
     weighted = list(zip(middles, histogram.counts, strict=True))
     writer.add_histogram_raw(
@@ -118,7 +118,7 @@ def add_histogram(writer: "SummaryWriter", name: str, histogram: Histogram, iter
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """A table in Markdown, whose cells are shown as they are."""
+    """A table in Markdown; the cells' text is escaped."""
 
     def cell(value: object) -> str:
         text = f"{value:.4g}" if isinstance(value, float) else html.escape(str(value))
@@ -131,5 +131,5 @@ def markdown(table: pd.DataFrame) -> str:
 def start_trackers(
     names: list[str], directory: Path, start: int, project: str, run_name: str, settings: dict
 ) -> list[Tracker]:
-    """A tracker for each of `names`, which `check_report_to` has let through."""
+    """A tracker for each of `names`, which `check_report_to` has checked."""
     return [Tracker(name, directory, start, project, run_name, settings) for name in names]

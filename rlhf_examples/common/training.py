@@ -1,4 +1,4 @@
-"""Training on records, an optimizer step after the other: what supervised tuning, reward models and DPO share."""
+"""The training loop over records that supervised tuning, reward models and DPO share."""
 
 import math
 import time
@@ -26,13 +26,13 @@ from rlhf_examples.common.rollouts import Row
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.data.examples import Examples, RowStream
 
-# The loss of some rows, over a denominator; and how many tokens or pairs of rows a loss is a mean over.
+# LossOf: the loss of rows, divided by a denominator. Count: the number of tokens or pairs that it is a mean over.
 LossOf = Callable[[list[Row], float], Loss]
 Count = Callable[[list[Row]], int]
 
 
 def total_steps(examples: Examples, args: TrainArguments) -> int:
-    """Optimizer steps of a run. Raises ValueError where a stream's end would have to be known."""
+    """The optimizer steps of a run. Raises ValueError if `max_steps` is needed for a stream and missing."""
     if args.max_steps:
         return args.max_steps
     if args.streaming:
@@ -52,8 +52,10 @@ def fit(
     description: str,
     bar_metrics: dict[str, str],
 ) -> Metrics:
-    """Train, evaluate, keep checkpoints and logs, and write the model; gives the last metrics, those of held-out rows
-    among them, and those before the first step under `before_`."""
+    """Train, evaluate, save checkpoints and logs, and export the model.
+
+    Returns the last metrics, with those of held-out rows, and with those before the first step under `before_`.
+    """
     average, best = MovingAverage(engine, args.ema_beta) if args.enable_ema else None, BestModel.of(args)
     tokens, flops, outside = TokenCount(), TrainingFlops.of(engine.module), Phases()
     stream = RowStream(examples, args.seed)
@@ -87,7 +89,7 @@ def fit(
         metrics |= found
         seconds = {**outside.metrics(), "time/iteration_s": time.perf_counter() - phases.begun}
         log.add(step, {**metrics, **seconds})
-        outside = Phases()  # a checkpoint's time is on the next line of the log
+        outside = Phases()  # a checkpoint's time is logged with the next step
         if is_best or (args.save_every and step % args.save_every == 0):
             with outside.timed("save"):
                 checkpoints.save(step, best.iteration)
@@ -102,7 +104,7 @@ def fit(
 def train_step(
     engine: hybrid.HybridEngine, rows: list[Row], loss_of: LossOf, count: Count, args: TrainArguments
 ) -> Metrics:
-    """An optimizer step on this rank's rows; gives the figures of all ranks."""
+    """An optimizer step on this rank's rows; returns the figures of all ranks."""
     size = args.per_device_train_batch_size
     parts = [rows[first : first + size] for first in range(0, len(rows), size)]
     denominator = over_all(count(rows)) / (dist.get_world_size() * len(parts))
@@ -114,8 +116,9 @@ def train_step(
 
 
 def lengths_of(row: Row | list[Row]) -> list[int]:
-    """The tokens of each sequence that a row of records is: a pair is two, with the prompt in both, and a pack as many
-    as its rows."""
+    """The lengths in tokens of the sequences of a row: two for a pair, each with the prompt, and one for each row of
+    a pack.
+    """
     if isinstance(row, list):
         return [length for one in row for length in lengths_of(one)]
     return [
@@ -124,11 +127,11 @@ def lengths_of(row: Row | list[Row]) -> list[int]:
 
 
 def evaluate(engine: hybrid.HybridEngine, rows: list[Row], loss_of: LossOf, args: TrainArguments) -> Metrics:
-    """The figures of held-out rows, all ranks', under names that begin with eval_; none without rows."""
+    """The figures of held-out rows of all ranks, with the prefix `eval_`; empty without rows."""
     if not rows:
         return {}
     own, size = own_share(rows), args.per_device_eval_batch_size
-    forwards = -(-len(rows) // (size * dist.get_world_size()))  # as many on each rank, as ZeRO-3 needs them
+    forwards = -(-len(rows) // (size * dist.get_world_size()))  # equally many on each rank, for ZeRO-3's collectives
     losses = []
     with evaluating(engine.module), torch.no_grad():
         for first in range(0, forwards * size, size):
@@ -140,7 +143,7 @@ def evaluate(engine: hybrid.HybridEngine, rows: list[Row], loss_of: LossOf, args
 
 @contextmanager
 def evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Inside the block there is no dropout."""
+    """Inside the block the module is in eval mode, without dropout; afterwards in train mode."""
     module.eval()
     try:
         yield
@@ -149,11 +152,11 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
 
 
 def without_weight(loss: Loss) -> Loss:
-    """A loss whose figures count for nothing."""
+    """A loss whose figures have sums and counts of 0."""
     zero = {name: torch.zeros_like(value) for name, value in loss.sums.items()}
     return replace(loss, sums=zero, counts=dict.fromkeys(loss.counts, 0))
 
 
 def over_all(count: int) -> float:
-    """A count's sum over all ranks."""
+    """A count summed over all ranks."""
     return over_ranks(torch.tensor(float(count), dtype=torch.float64, device=device())).item()
