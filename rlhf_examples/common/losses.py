@@ -233,9 +233,9 @@ def importance_sampling_weights(
 ) -> torch.Tensor:
     """exp(old_logps - sampling_logps), bounded by `floor` and `cap`, for each token; 1 where masked.  All [B, T].
 
-    Importance sampling: a token's probability under the trainer's policy over that under the sampler's (Yao et al.,
-        "Your efficient RL framework secretly brings you off-policy RL training",
-        https://fengyao.notion.site/off-policy-rl).
+    The importance sampling weight of a token is its probability under the trainer's policy over that under the
+    sampler's (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
+    https://fengyao.notion.site/off-policy-rl).
     mode: TRL's `vllm_importance_sampling_mode` (GRPOTrainer 1.16; cap and floor are its clip_max and clip_min).
     token_*: a ratio for each token. sequence_*: the product of a row's ratios, at each of its tokens. *_truncate: a
     ratio outside the bounds becomes the bound. *_mask: it becomes 0, which removes the token or row from the loss.

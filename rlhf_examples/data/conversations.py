@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are the assistant's, and where its turns end, by the tokenizer's chat template."""
+"""Which tokens of a conversation the assistant wrote, and where its turns end, by the tokenizer's chat template."""
 
 import re
 from itertools import takewhile
@@ -8,15 +8,16 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_examples.data.texts import BadRecord, Texts, rendered, templated
 
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # begins what a template marks as the assistant's
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the template's mark for the start of the assistant's text
 PROBE = [{"role": "user", "content": "question"}], [{"role": "assistant", "content": "answer"}]
 
 
 def through_end(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """An assistant's turn up to its end token, where rollouts end: what a template writes behind that is cut.
+    """The tokens of an assistant's turn up to its end token, where rollouts stop; what a template writes after it is
+    cut off.
 
-    Qwen, Gemma and Zephyr write a newline there, Phi-3 a second end token. The end is the last of the first special
-    tokens in a row behind the answer; where there is none, as in Alpaca's form, the tokenizer's end token is added.
+    Qwen, Gemma and Zephyr write a newline there, Phi-3 a second end token. The end is the last token of the first run
+    of special tokens after the answer; if there is none, as in Alpaca's format, the tokenizer's end token is appended.
     """
     first = len(tokens)
     while first and not tokenizer.decode(tokens[first - 1 : first], skip_special_tokens=True).strip():
@@ -33,8 +34,9 @@ def through_end(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[i
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that ends an assistant's turn in the chat template; None without a template, or one that refuses a
-    question with its answer."""
+    """The token that ends an assistant's turn in the chat template; None without a template, or if the template
+    rejects a question with an answer.
+    """
     if tokenizer.chat_template is None:
         return None
     try:
@@ -45,7 +47,9 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def end_with_turns(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Name `turn_end` among the end tokens of a language model's generation configuration, which is written with it."""
+    """Add `turn_end` to the end tokens of a language model's generation configuration, which is saved with the
+    model.
+    """
     config, end = getattr(model, "generation_config", None), turn_end(tokenizer)
     if config is None or end is None:
         return
@@ -55,11 +59,11 @@ def end_with_turns(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def assistant_mask(known: Texts, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """1 for the tokens of every turn of the assistant's, its end token among them, else 0.
+    """1 for the tokens of every assistant turn, its end token included, else 0.
 
     known: a conversation with one answer.  ids: its tokens, up to the end of the last turn.
-    By the template's `{% generation %}` marks where it has them (TRL's training templates do), else by where the
-    template begins a turn and where that ends. Raises BadRecord where the template does not tell.
+    Uses the template's `{% generation %}` marks if it has them (TRL's training templates do), else the positions where
+    the template begins and ends a turn. Raises BadRecord if those cannot be determined.
     """
     if GENERATION.search(tokenizer.chat_template):
         marked = marked_tokens(known, ids, tokenizer)
@@ -79,7 +83,7 @@ def assistant_mask(known: Texts, ids: list[int], tokenizer: PreTrainedTokenizerB
 
 
 def marked_tokens(known: Texts, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """`assistant_mask` by the template's own marks; None where they are of other tokens than `ids`."""
+    """`assistant_mask` from the template's own marks; None if the template's tokens differ from `ids`."""
     found = tokenizer.apply_chat_template(
         known.messages + known.answers[0], return_dict=True, return_assistant_tokens_mask=True, **known.settings
     )
@@ -90,7 +94,10 @@ def marked_tokens(known: Texts, ids: list[int], tokenizer: PreTrainedTokenizerBa
 
 
 def end_of_turn(known: Texts, place: int, begin: int, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many of `ids` there are up to the end of the assistant's turn that message `place` is and `begin` begins."""
+    """The index in `ids` after the assistant turn of message number `place`, which starts at `begin`.
+
+    Raises BadRecord if the template does not end the turn.
+    """
     messages = known.messages + known.answers[0]
     if place == len(messages) - 1:
         return len(ids)
@@ -98,17 +105,17 @@ def end_of_turn(known: Texts, place: int, begin: int, ids: list[int], tokenizer:
     upto = through_end(upto, tokenizer)
     if ids[: len(upto)] == upto:
         return len(upto)
-    end = turn_end(tokenizer)  # Qwen3 writes no thoughts where others follow
+    end = turn_end(tokenizer)  # Qwen3 omits a turn's thoughts if other messages follow
     if end not in ids[begin:]:
         raise BadRecord("the chat template does not end the assistant's turns")
     return ids.index(end, begin) + 1
 
 
 def tokens_of_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Of a text that has its special tokens."""
+    """The tokens of a text that already contains its special tokens."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def shared_length(one: list[int], other: list[int]) -> int:
-    """How many tokens two sequences both begin with."""
+    """The length of the longest common prefix of two token lists."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

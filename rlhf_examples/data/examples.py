@@ -1,4 +1,4 @@
-"""Records as tokens: tokenised once, cached by content, in an order that can be resumed, padded into tensors."""
+"""Tokenized records: cached by content, in an order that can be resumed, padded into tensors."""
 
 import hashlib
 import json
@@ -39,33 +39,34 @@ FEATURES = {
         }
     ),
 }
-NOT_COLUMNS = ("prompt", "messages", "completion")  # of a record, to a reward function
-IDS = ("prompt_ids", "completion_ids")  # of a supervised example
-SHUFFLE_BUFFER = 1024  # rows of a stream among which the next is drawn
+NOT_COLUMNS = ("prompt", "messages", "completion")  # columns that are not passed on to reward functions
+IDS = ("prompt_ids", "completion_ids")  # columns of a supervised example
+SHUFFLE_BUFFER = 1024  # rows of a stream from which the next one is drawn
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Tokenised records without those that cannot be used.
+    """Tokenized records without those that cannot be used.
 
-    rows: FEATURES by form; turns are supervised, with a mask of all turns of the assistant's. Of a prompt's record, as
-    JSON: `messages`, the conversation that `prompt` is, or nothing where it is a text; `columns`, what else it has.
-    A stream's rows are not sifted yet.
-    left_out: of a stream, as far as its first pass has come.
+    rows: columns are FEATURES by form; the form "turns" is supervised with a mask of all assistant turns. A prompt's
+        row has as JSON `messages`, its conversation (empty for a text prompt), and `columns`, the record's other
+        columns.
+    A stream's rows still include unusable ones.
+    left_out: the unusable records; of a stream, those seen so far in its first pass.
     """
 
     rows: Rows
     left_out: LeftOut
 
     def __len__(self) -> int:
-        """Rows of a pass; a stream's are not known."""
+        """The number of rows of a pass; unknown for a stream."""
         return len(self.rows)
 
     def ordered(self, seed: int, position: int = 0) -> Iterator[dict[str, Any]]:
-        """Rows without end from the `position`th on: every pass has all, in an order of its own.
+        """An endless iterator over rows from position `position`: every pass has all rows, in its own order.
 
-        A pure function of seed and position. A stream is shuffled among SHUFFLE_BUFFER rows, and what lies before
-        `position` is read again.
+        The order is a pure function of the seed. A stream is shuffled within a buffer of SHUFFLE_BUFFER rows, and its
+        rows before `position` are read and skipped. Raises ValueError if a stream has no usable record.
         """
         if isinstance(self.rows, IterableDataset):
             return islice(self._streamed(seed), position, None)
@@ -86,7 +87,7 @@ class Examples:
 class RowStream:
     """The rows that a run learns from, in the order of `Examples.ordered`.
 
-    taken: how many all ranks have had; a checkpoint holds it.
+    taken: rows used so far by all ranks; saved in checkpoints.
     """
 
     examples: Examples
@@ -95,51 +96,54 @@ class RowStream:
     _rows: Iterator[Any] | None = field(default=None, repr=False)
 
     def next(self, count: int) -> list[Any]:
-        """The next `count`, of all ranks."""
+        """The next `count` rows, those of all ranks together."""
         if self._rows is None:
             self._rows = self.examples.ordered(self.seed, self.taken)
         self.taken += count
         return list(islice(self._rows, count))
 
     def state_dict(self) -> dict[str, int]:
-        """Where it stands."""
+        """The state for a checkpoint."""
         return {"taken": self.taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
+        """Restore the state from a checkpoint."""
         self.taken, self._rows = state["taken"], None
 
 
 @dataclass(frozen=True)
 class PackedExamples(Examples):
-    """Examples of which several share a sequence: what stands for a row is the list of a pack's rows.
+    """Examples of which several share a sequence: instead of a row there is a list of rows, a pack.
 
-    packs: row numbers.
+    packs: row numbers of each pack.
     """
 
     packs: list[list[int]]
 
     @classmethod
     def of(cls, examples: Examples, max_length: int) -> "PackedExamples":
-        """Packs of at most `max_length` tokens of supervised examples, none of which is longer."""
+        """Packs of supervised examples with at most `max_length` tokens each; no example may be longer."""
         lengths = [sum(map(len, ids)) for ids in zip(*(examples.rows[name] for name in IDS), strict=True)]
         return cls(examples.rows, examples.left_out, best_fit(lengths, max_length))
 
     def __len__(self) -> int:
-        """Packs of a pass."""
+        """The number of packs of a pass."""
         return len(self.packs)
 
     def ordered(self, seed: int, position: int = 0) -> Iterator[list[dict[str, Any]]]:
-        """Packs without end from the `position`th on, as rows elsewhere."""
+        """An endless iterator over packs from position `position`, in the order of `Examples.ordered`."""
         numbers = prompt_order(len(self.packs), seed, position)
         return ([self.rows[row] for row in self.packs[number]] for number in numbers)
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Row numbers in packs of at most `capacity` tokens: the longest row first, each where the least room is left that
-    takes it (TRL's "bfd").  lengths: tokens of each row, none above `capacity`."""
+    """Row numbers in packs of at most `capacity` tokens: the longest row first, each into the fullest pack that has
+    room for it (TRL's "bfd").
+
+    lengths: tokens of each row, none above `capacity`.
+    """
     packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # tokens that a pack has room for, and its number; sorted
+    rooms: list[tuple[int, int]] = []  # (free tokens of a pack, its number), sorted
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         place = bisect_left(rooms, (lengths[row], -1))
         room, pack = rooms.pop(place) if place < len(rooms) else (capacity, len(packs))
@@ -159,12 +163,15 @@ def tokenised(
     num_proc: int | None = None,
     record_format: RecordFormat = AS_NAMED,
 ) -> Examples:
-    """Raw rows as tokens.  form: supervised, turns, preference or prompt; record_format: how records are read.
+    """Tokenize raw rows.  form: supervised, turns, preference or prompt; record_format: how records are read.
 
-    max_length: tokens of prompt and completion together, with special tokens; a longer record is left out. 0: any.
-    cache_dir: where tokens are kept by content of rows, tokenizer and settings; datasets' own cache where None. Of the
-    ranks that share it one tokenises, and the others wait for its file. num_proc: processes that tokenise.
-    Raises ValueError where no record can be used, with the reasons; for a stream, at the end of its first pass.
+    max_length: limit for prompt and completion together, special tokens included; longer records are left out. 0: no
+        limit.
+    cache_dir: where tokens are cached by content of rows, tokenizer and settings; None: datasets' own cache. One of the
+        ranks that share it tokenizes, and the others wait for its file.
+    num_proc: number of tokenizing processes.
+    Raises ValueError for another form, or, with the reasons, if no record can be used; for a stream, that error is
+    raised at the end of its first pass.
     """
     if form not in FEATURES:
         raise ValueError(f"form: {form!r} given; allowed: {', '.join(FEATURES)}")
@@ -192,13 +199,13 @@ def tokenised(
 
 
 def refuse_empty(left_out: LeftOut) -> None:
-    """Raise ValueError where nothing is left."""
+    """Raises ValueError if all records are left out."""
     if left_out.counts.total() == left_out.total:
         raise ValueError(f"no record can be used: {left_out}")
 
 
 def cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
-    """A name that changes with all that the tokens depend on, the files that make them among it."""
+    """A hash of everything that the tokens depend on: rows, tokenizer, settings and the source files that make them."""
     digest = hashlib.sha256(repr((settings, tokenizer_state(tokenizer))).encode())
     for file in (__file__, conversations.__file__, messages.__file__, texts.__file__):
         digest.update(Path(file).read_bytes())
@@ -208,7 +215,9 @@ def cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *setti
 
 
 def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What decides a tokenizer's tokens, as text; not the padding and truncation that its last call has left in it."""
+    """What determines a tokenizer's output, as JSON; without the padding and truncation settings that its last call
+    left.
+    """
     state = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "chat_template")}
     if tokenizer.is_fast:
         state["backend"] = {**json.loads(tokenizer.backend_tokenizer.to_str()), "padding": None, "truncation": None}
@@ -220,7 +229,7 @@ def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
 def example(
     row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, max_length: int, record_format: RecordFormat
 ) -> dict[str, Any]:
-    """A row of FEATURES from a raw row: with tokens, or with the reason why there are none."""
+    """A row of FEATURES from a raw row: with tokens, or with the reason why the record cannot be used."""
     names = [name for name in FEATURES[form] if name.endswith(("_ids", "_mask"))]
     try:
         known = texts_of(row, form, tokenizer, record_format)
@@ -257,10 +266,10 @@ def example(
 def tokens_of(known: Texts, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The tokens of a prompt and of each of its completions.
 
-    A prompt begins with the start token and a completion ends with the end token, where the tokenizer has them and
-    neither a chat template nor the text itself has written them; a conversation's completion ends where the
-    assistant's turn does. A completion is what follows the prompt's tokens in those of both together; where a token
-    spans the border, it is tokenised alone: the prompt is always as a rollout sees it.
+    A start token is put before the prompt and an end token after a completion, if the tokenizer has them and neither a
+    chat template nor the text itself has written them; a conversation's completion ends with the assistant's turn. A
+    completion is what follows the prompt's tokens in those of prompt and completion together; if a token spans the
+    border, the completion is tokenized alone, so that the prompt always has the tokens of a rollout.
     """
 
     def encode(text: str) -> list[int]:
@@ -282,7 +291,9 @@ def tokens_of(known: Texts, tokenizer: PreTrainedTokenizerBase) -> list[list[int
 
 
 def prompt_order(count: int, seed: int, position: int = 0) -> Iterator[int]:
-    """Numbers below `count` without end, from the `position`th: each pass has all of them in an order of its own."""
+    """An endless iterator over the numbers below `count` from position `position`: each pass has all of them, in its
+    own order.
+    """
     epoch, start = divmod(position, count)
     while True:
         generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
@@ -291,7 +302,7 @@ def prompt_order(count: int, seed: int, position: int = 0) -> Iterator[int]:
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """A seed of its own for every pass."""
+    """The seed of a pass."""
     return seed * 1_000_003 + epoch
 
 
@@ -300,8 +311,8 @@ def collate_supervised(
 ) -> dict[str, torch.Tensor]:
     """`input_ids`, `attention_mask`, `labels`, int64 [rows, longest], right padded.
 
-    labels: -100 on padding, and on prompts where `completion_only_loss`; where rows have an `assistant_mask`, on all
-    tokens but those of the assistant's turns.
+    labels: -100 on padding, and on prompts if `completion_only_loss`; if rows have an `assistant_mask`, on all tokens
+        outside the assistant's turns.
     """
     ids, mask = pad([row["prompt_ids"] + row["completion_ids"] for row in rows], pad_token_id, left=False)
     completions = [masked(row["prompt_ids"], row["completion_ids"]) for row in rows]
@@ -333,9 +344,9 @@ def collate_prompts(rows: list[dict[str, Any]], pad_token_id: int) -> dict[str, 
 
 
 def reward_columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """What the records of these rows have besides their prompts, by name; None where a record lacks it.
+    """The other columns of these rows' records, by name; None where a record lacks a column.
 
-    Keywords for a reward function, as TRL gives them.
+    They are keyword arguments of reward functions, as in TRL.
     """
     records = [json.loads(row["columns"]) for row in rows]
     names = sorted({name for record in records for name in record})
@@ -343,7 +354,7 @@ def reward_columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def pad(rows: list[list[int]], pad_token_id: int, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of tokens as ids and mask, int64 [len(rows), longest]; the mask comes from lengths."""
+    """Rows of tokens as ids and mask, both int64 [len(rows), longest]; the mask comes from the lengths."""
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), pad_token_id)
     mask = torch.zeros(len(rows), width, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The records of a script: those that it learns from, and those that it is evaluated on."""
+"""A script's training examples and held-out rows."""
 
 from itertools import islice
 from typing import Any
@@ -11,17 +11,19 @@ from rlhf_examples.data.examples import Examples, tokenised
 from rlhf_examples.data.records import Rows, load_records, share
 from rlhf_examples.data.texts import RecordFormat
 
-SHARE_OF_STEP = {"sft": 0, "reward_model": 1, "dpo": 1, "ppo": 2, "grpo": 2}  # in data_split
+SHARE_OF_STEP = {"sft": 0, "reward_model": 1, "dpo": 1, "ppo": 2, "grpo": 2}  # index of the share in data_split
 
 
 def examples_of(
     step: str, embedded: str, form: str, max_length: int, tokenizer: PreTrainedTokenizerBase, args: RunArguments
 ) -> tuple[Examples, list[dict[str, Any]]]:
-    """What a step learns from, and at most `eval_rows` rows that it does not.
+    """The training examples of a step, and at most `eval_rows` held-out rows; none if `eval_fraction` is 0 and there is
+    no `eval_data_path`.
 
-    No rows where `eval_fraction` is 0 and there is no `eval_data_path`.
-    step: of SHARE_OF_STEP.  embedded: the synthetic set where `data_path` is empty.  form, max_length: as `tokenised`.
-    Rank 0 says which records were left out, and why.
+    step: a key of SHARE_OF_STEP.  embedded: the synthetic set for an empty `data_path`.  form, max_length: as in
+        `tokenised`.
+    Rank 0 prints which records were left out, and why. Raises ValueError if there are no records to train on, or none
+    to evaluate on.
     """
     embedded_names = ([f"{embedded}@train"], [f"{embedded}@test"])
     names, eval_names = (args.data_path, args.eval_data_path) if args.data_path else embedded_names
@@ -44,9 +46,9 @@ def examples_of(
 
 
 def held_out_share(records: Rows, args: RunArguments) -> tuple[Rows, Rows | None]:
-    """Records to learn from, and a share of `eval_fraction` to be evaluated on; None where that is 0.
+    """Training records, and a share of `eval_fraction` for evaluation, None if that is 0.
 
-    Raises ValueError where one of the two would be empty.
+    Raises ValueError if one of the two would be empty.
     """
     if not args.eval_fraction:
         return records, None
@@ -61,6 +63,6 @@ def held_out_share(records: Rows, args: RunArguments) -> tuple[Rows, Rows | None
 
 
 def first_rows(examples: Examples, args: RunArguments) -> list[dict[str, Any]]:
-    """At most `eval_rows` rows, in an order of the seed's."""
+    """At most `eval_rows` rows, in the seed's order."""
     count = args.eval_rows if args.streaming else min(args.eval_rows, len(examples.rows))
     return list(islice(examples.ordered(args.seed), count))

@@ -1,4 +1,4 @@
-"""Messages of conversations, with the tools that they call, in the forms that sets have them in."""
+"""Messages of conversations and their tool calls, in the forms in which data sets have them."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ Messages = list[dict[str, Any]]
 
 
 def is_message(value: Any) -> bool:
-    """Whether something is {"role": text, "content": text, ...}; what calls tools may have no content."""
+    """Whether a value is {"role": text, "content": text, ...}; a message with tool calls may lack the content."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     calls = value.get("tool_calls") or []
@@ -15,14 +15,15 @@ def is_message(value: Any) -> bool:
 
 
 def is_tool_call(value: Any) -> bool:
-    """Whether something is {"function": {"name": text, "arguments": ...}, ...}, or such a function alone."""
+    """Whether a value is {"function": {"name": text, "arguments": ...}, ...}, or such a function by itself."""
     function = value.get("function", value) if isinstance(value, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def plain_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates read it: with content, without keys that are empty, as tables fill them, and with
-    objects as the arguments of its tool calls, where OpenAI's form has JSON."""
+    """A message as chat templates read it: with content, without the empty keys that tables add, and with the
+    arguments of tool calls as objects (OpenAI's form has JSON text).
+    """
     kept = {name: value for name, value in message.items() if value is not None and value != []}
     if "tool_calls" in kept:
         kept["tool_calls"] = [plain_call(call) for call in kept["tool_calls"]]
@@ -30,7 +31,7 @@ def plain_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with an object as its arguments."""
+    """A tool call with its arguments as an object."""
     if "function" in call:
         return {**call, "function": plain_call(call["function"])}
     arguments = call.get("arguments")
@@ -38,7 +39,7 @@ def plain_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def parsed(value: Any) -> Any:
-    """What a text says as JSON, None where it is none; what is no text, as it is."""
+    """A text parsed as JSON, None if it is no JSON; any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

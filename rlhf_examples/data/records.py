@@ -1,7 +1,7 @@
-"""Raw rows of any source: files, directories, hub sets and our own, several mixed, and shares of them.
+"""Raw rows of any source: files, directories, hub sets, synthetic sets, mixtures of them, and shares.
 
-A raw row is {"source", "number", "record", "problem"}: where a record stands, what stands there as JSON, and why it
-could not be read. So sets of different columns mix, and a record that is broken can still be named.
+A raw row is {"source", "number", "record", "problem"}: where the record comes from, its content as JSON, and why it
+could not be read. So sets with different columns can be mixed, and a broken record can still be reported.
 """
 
 import csv
@@ -30,13 +30,13 @@ SYNTHETIC = [f"synthetic:{name}" for name in SETS]
 def load_records(
     names: str | list[str], split: str = "train", streaming: bool = False, cache_dir: str | Path | None = None
 ) -> Rows:
-    """The raw rows of a set, or of several mixed.
+    """The raw rows of a set, or of several sets mixed.
 
     names: each a JSON, JSONL, Parquet, CSV or text file, a directory of those, `synthetic:set[@split]`, or a hub name,
-    `name[:config][@split]`. split: of names that do not give theirs; a file is whole whatever it says.
-    streaming: nothing is copied or counted; rows are read as they are asked for, and several sets take turns.
-    cache_dir: where raw rows are kept, by content; datasets' own cache where None.
-    Raises ValueError in words for what is not there, cannot be reached or has no records.
+        `name[:config][@split]`. split: for names without their own; a single file has no splits and is used whole.
+    streaming: rows are read when they are needed, not copied or counted; several sets alternate.
+    cache_dir: where raw rows are cached by content; None: datasets' own cache.
+    Raises ValueError if a set does not exist, cannot be read or has no records.
     """
     names = [names] if isinstance(names, str) else list(names)
     if not names:
@@ -48,7 +48,7 @@ def load_records(
 
 
 def one_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Rows:
-    """The raw rows of one set."""
+    """The raw rows of one set. Raises ValueError if it does not exist."""
     base, _, own_split = (name, "", "") if Path(name).exists() else name.partition("@")
     if base.startswith("synthetic:"):
         return synthetic_set(base, own_split or split, streaming)
@@ -60,7 +60,7 @@ def one_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Ro
 
 
 def synthetic_set(name: str, split: str, streaming: bool) -> Rows:
-    """A set that the project makes itself."""
+    """A synthetic set. Raises ValueError if there is no such set or split."""
     if name not in SYNTHETIC or split not in SIZES:
         known = f"{', '.join(SYNTHETIC)}, each with @{' and @'.join(SIZES)}"
         raise ValueError(f"'{name}@{split}': there is no such set; there are {known}")
@@ -71,14 +71,14 @@ def synthetic_set(name: str, split: str, streaming: bool) -> Rows:
 
 
 def hub_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Rows:
-    """A set of the Hugging Face hub."""
+    """A set of the Hugging Face hub. Raises ValueError if it cannot be read or has no records."""
     path, _, config = name.partition(":")
     try:
         found = load_dataset(path, config or None, split=split, streaming=streaming, cache_dir=cache_dir)
         columns = list(next(iter(found)))
     except StopIteration:
         raise ValueError(f"'{name}@{split}' has no records") from None
-    except (OSError, ValueError) as error:  # datasets raises these without a network, a set, a config, a split
+    except (OSError, ValueError) as error:  # datasets raises these if the network, set, config or split is missing
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"{name!r}: there is no such file or directory, and split {split!r} of a set of that name cannot be read "
@@ -93,13 +93,15 @@ def hub_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Ro
 
 
 def local_set(path: Path, own_split: str, split: str, streaming: bool, cache_dir: str | None) -> Rows:
-    """The records of a file, or of the files of a directory."""
+    """The records of a file, or of the files of a directory. Raises ValueError if there are none or they cannot be
+    read.
+    """
     files = [str(file) for file in files_of(path, own_split, split)]
     if streaming:
         return IterableDataset.from_generator(raw_rows, features=RAW, gen_kwargs={"paths": files})
     if next(raw_rows(files), None) is None:
         raise ValueError(f"'{path}' has no records")
-    content = hashlib.sha256(Path(__file__).read_bytes())  # another reader may read other rows
+    content = hashlib.sha256(Path(__file__).read_bytes())  # a changed reader may read other rows
     for file in files:
         content.update(f"{file} {digest_of(file)}\n".encode())
     key = content.hexdigest()[:32]
@@ -112,9 +114,10 @@ def local_set(path: Path, own_split: str, split: str, streaming: bool, cache_dir
 
 
 def files_of(path: Path, own_split: str, split: str) -> list[Path]:
-    """The files that `path` stands for, in the order of their names.
+    """The files of `path`, sorted by name.
 
-    Of a directory, those of the split ("train-00.jsonl", "train/00.jsonl") where there are such, else all.
+    In a directory, those of the split ("train-00.jsonl", "train/00.jsonl") if there are any, else all.
+    Raises ValueError for a split of a file, or if there is no file with a known suffix or of the split.
     """
     kinds = ", ".join(READERS)
     if path.is_file():
@@ -142,9 +145,9 @@ def digest_of(path: str) -> str:
 
 
 def raw_rows(paths: list[str]) -> Iterator[dict[str, Any]]:
-    """The raw rows of files, numbered in each from 1: by the line in text and JSONL, else by the record.
+    """The raw rows of files, numbered from 1 in each: by line for text and JSONL, else by record.
 
-    Raises ValueError for a file that is not of its kind from some place on, so that nothing behind can be read.
+    Raises ValueError if a file cannot be parsed from some position on.
     """
     for path in paths:
         try:
@@ -155,12 +158,12 @@ def raw_rows(paths: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def raw_row(source: str, number: int, record: str, problem: str = "") -> dict[str, Any]:
-    """One raw row."""
+    """A raw row."""
     return {"source": source, "number": number, "record": record, "problem": problem}
 
 
 def as_json(record: Any) -> str:
-    """A record as JSON; what JSON has no form for becomes an object, which is not taken for text."""
+    """A record as JSON; a value without a JSON form becomes an object, so that it is not taken for text."""
     return json.dumps(record, default=lambda value: {"type": type(value).__name__})
 
 
@@ -168,17 +171,17 @@ Read = tuple[int, str, str]  # number, record, problem
 
 
 def read_jsonl(path: str) -> Iterator[Read]:
-    """A record a line; blank lines are none."""
+    """A record per line; blank lines are skipped."""
     return read_lines(path, lambda line: line)
 
 
 def read_text(path: str) -> Iterator[Read]:
-    """A text a line; blank lines are none."""
+    """A text per line; blank lines are skipped."""
     return read_lines(path, lambda line: as_json({"text": line}))
 
 
 def read_lines(path: str, record_of: Callable[[str], str]) -> Iterator[Read]:
-    """The lines of a file that are not blank."""
+    """The lines of a file that are not blank, as records; a line that is not UTF-8 has a problem instead."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -191,7 +194,7 @@ def read_lines(path: str, record_of: Callable[[str], str]) -> Iterator[Read]:
 
 
 def read_json(path: str) -> Iterator[Read]:
-    """A list of records, that list as the only field `data`, one record, or what is JSONL by another name."""
+    """A list of records, an object whose only field `data` is that list, a single record, or JSONL."""
     try:
         found = json.loads(Path(path).read_bytes())
     except ValueError:
@@ -204,7 +207,7 @@ def read_json(path: str) -> Iterator[Read]:
 
 
 def read_csv(path: str) -> Iterator[Read]:
-    """The rows under a header; every field is text."""
+    """The rows below a header; every field is text."""
     with open(path, newline="", encoding="utf-8-sig") as file:
         for number, record in enumerate(csv.DictReader(file, strict=True), start=1):
             surplus = record.pop(None, None)
@@ -225,12 +228,14 @@ READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".txt": r
 
 
 def share(records: Rows, data_split: str, step: int, seed: int = 0, purpose: str = "") -> Rows:
-    """The share of step 0, 1, … where `data_split`, such as DeepSpeed-Chat's "2,4,4", weighs the shares.
+    """The records of share number `step`, where the weights of the shares are `data_split`, such as DeepSpeed-Chat's
+    "2,4,4".
 
-    A record's share is a function of its content and the seed: of neither world size, nor order, nor the other records.
-    Equal records are in the same share, so no share knows another's.
-    purpose: shares of another one are drawn independently of these: a share of a share has records of all of them.
-    Raises ValueError for weights that are none, a step that has none, or a share without records.
+    A record's share is a function of its content and the seed, not of the world size, the order or the other records.
+    Equal records are in the same share, so shares do not overlap.
+    purpose: shares for different purposes are drawn independently, so that a share of a share has records of all of
+        them.
+    Raises ValueError for invalid weights, a step without a weight, or a share without records.
     """
     weights = share_weights(data_split)
     if not 0 <= step < len(weights):
@@ -244,7 +249,7 @@ def share(records: Rows, data_split: str, step: int, seed: int = 0, purpose: str
 
 
 def share_weights(data_split: str) -> list[float]:
-    """The weights in "2,4,4"."""
+    """The weights in "2,4,4". Raises ValueError if they are invalid."""
     try:
         weights = [float(part) for part in data_split.split(",")]
     except ValueError:
@@ -255,7 +260,7 @@ def share_weights(data_split: str) -> list[float]:
 
 
 def share_of(record: str, weights: list[float], seed: int, purpose: str = "") -> int:
-    """The number of the share that a record is in."""
+    """The number of the share that a record belongs to."""
     drawn = hashlib.sha256(f"{purpose}{seed} {record}".encode()).digest()[:8]
     point = int.from_bytes(drawn, "big") / 2**64 * sum(weights)
     return min(bisect(list(accumulate(weights)), point), len(weights) - 1)

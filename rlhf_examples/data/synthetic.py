@@ -1,6 +1,6 @@
-"""Sets that the project makes itself: stories with a mood and a gold score, preferences, arithmetic, story openings.
+"""Synthetic sets: stories with a mood and a gold score, preferences, arithmetic, story openings.
 
-Every set is a function of split and seed. `load_records("synthetic:stories@train")` reads one by its name in SETS.
+Every set is a function of split and seed. `load_records("synthetic:stories@train")` reads a set by its name in SETS.
 """
 
 import random
@@ -17,7 +17,7 @@ NAMES = "anna ben clara david emma finn greta hugo ida jonas".split()
 PLACES = "garden forest river kitchen village harbour school meadow".split()
 THINGS = "ball lamp boat book kite drum stone basket letter hat".split()
 COLOURS = "red blue green old small shiny".split()
-# Every story has a mood, and each mood its own sentences; a reward can prefer one.
+# Every story has a mood, and each mood its own sentences, so that a reward can prefer a mood.
 MOODS = {
     "happy": [
         "{name} laughed and danced with joy .",
@@ -44,7 +44,7 @@ MOOD_PATTERNS = {
     mood: re.compile("|".join(re.sub("{.*?}", r"\\w+", text.replace(".", "[.]")) for text in texts))
     for mood, texts in MOODS.items()
 }
-GOLD = {"happy": 1.0, "plain": 0.5, "sad": 0.0}  # what a sentence is worth; one of no mood is worth nothing
+GOLD = {"happy": 1.0, "plain": 0.5, "sad": 0.0}  # worth of a sentence by its mood; 0 without a mood
 
 STORY_OPENINGS = [
     "Once upon a time, there was a little {kind} named {name}.",
@@ -56,11 +56,11 @@ STORY_KINDS = "girl boy dog cat bird bear".split()
 STORY_NAMES = "Lily Tom Max Sue Ben Mia Sam Anna Tim Lucy".split()
 
 SIZES = {"train": 4096, "test": 512}  # records of a split
-TEST_SHARE = 0.1  # of the prompts, which the train split never sees
-OPERANDS, LARGEST = 4, 7  # numbers in a sum of the arithmetic, each from 0 to LARGEST
-HELD_OUT_SUMS = 0.64  # of the 330 sums: an evaluation on 211 different ones has a small standard error
-WRONG = 0.85  # share of the supervised answers that are one more than the sum
-LABEL_NOISE = 0.05  # share of the training pairs that are the wrong way round
+TEST_SHARE = 0.1  # share of the prompts that only the test split has
+OPERANDS, LARGEST = 4, 7  # an arithmetic sum has OPERANDS numbers, each from 0 to LARGEST
+HELD_OUT_SUMS = 0.64  # share of the 330 sums: an evaluation on 211 different ones has a small standard error
+WRONG = 0.85  # share of the supervised answers that are the sum plus one
+LABEL_NOISE = 0.05  # share of the training pairs that are swapped
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
@@ -76,9 +76,9 @@ def stories(split: str, seed: int = 0, size: int | None = None) -> Records:
 
 
 def preferences(split: str, seed: int = 0, size: int | None = None, label_noise: float = LABEL_NOISE) -> Records:
-    """Pairs of stories for one opening: `chosen` has the higher gold score, but for a share of `label_noise`.
+    """Pairs of stories with the same opening: `chosen` has the higher gold score, except in a share of `label_noise`.
 
-    Some stories mix moods, repeat a sentence or do not end, so that a reward model learns what that is worth. The test
+    Some stories mix moods, repeat a sentence or lack an ending, so that a reward model learns to score that. The test
     split has no noise: accuracy on it is agreement with the gold score.
     """
     rng, prompts = random.Random(f"preferences {split} {seed}"), openings(split)
@@ -95,11 +95,11 @@ def preferences(split: str, seed: int = 0, size: int | None = None, label_noise:
 
 
 def arithmetic(split: str, seed: int = 0, size: int | None = None, wrong: float = WRONG) -> Records:
-    """Sums (`prompt`: "3 + 4 + 5 + 0 ="), their `answer`, and a supervised `completion` that in a share of `wrong` is
-    one more.
+    """Sums (`prompt`: "3 + 4 + 5 + 0 ="), their `answer`, and a supervised `completion`, which is too large by one in a
+    share of `wrong`.
 
-    A model that is supervised on them knows sums, and says them seldom enough to have something to learn. The test
-    split has each of its sums once; the train split has none of them in any order.
+    A model supervised on them knows sums but seldom answers right, so that RL has something to improve. The test split
+    has each of its sums once; the train split has none of them in any order.
     """
     rng = random.Random(f"arithmetic {split} {seed}")
     sums = parted([*combinations_with_replacement(range(LARGEST + 1), OPERANDS)], HELD_OUT_SUMS)[split]
@@ -115,7 +115,7 @@ def arithmetic(split: str, seed: int = 0, size: int | None = None, wrong: float 
 
 
 def story_openings(split: str, seed: int = 0, size: int | None = None) -> Records:
-    """English openings (`prompt`) for a pretrained story teller."""
+    """English openings (`prompt`) for a pretrained story model."""
     texts = [
         opening.format(kind=kind, name=name)
         for opening in STORY_OPENINGS
@@ -134,7 +134,7 @@ SETS: dict[str, Callable[..., Records]] = {
 
 
 def parted(items: list, test_share: float = TEST_SHARE) -> dict[str, list]:
-    """The items of each split: a share, always the same ones, is the test split's alone."""
+    """The items of each split; the test split's share is the same on every call."""
     shuffled = random.Random("splits").sample(items, len(items))
     held_out = round(len(items) * test_share)
     return {"test": shuffled[:held_out], "train": shuffled[held_out:]}
@@ -153,12 +153,12 @@ def openings(split: str) -> list[tuple[str, dict[str, str]]]:
 
 
 def told(sentences: list[str], words: dict[str, str]) -> str:
-    """Sentences with their words filled in, as a completion: it begins with the space after the opening."""
+    """Sentences with their words filled in, as a completion: it starts with the space after the opening."""
     return " " + " ".join(sentences).format(**words)
 
 
 def flawed_story(rng: random.Random) -> list[str]:
-    """One to four sentences, sometimes of several moods, with one of them twice, or without an ending."""
+    """One to four sentences, possibly with mixed moods, a repeated sentence, or no ending."""
     pool = MOODS[rng.choice(sorted(MOODS))] if rng.random() < 0.5 else [*chain(*MOODS.values())]
     sentences = rng.sample(pool, rng.randint(1, 4))
     if rng.random() < 0.3:
@@ -167,15 +167,15 @@ def flawed_story(rng: random.Random) -> list[str]:
 
 
 def gold_score(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """How good each story is, in [0, 1]; for evaluation alone, no training sees it.
+    """The quality of each story, in [0, 1]; for evaluation only, training never uses it.
 
-    The mean worth of the sentences (GOLD by their mood), times the share of different ones, halved without an ending.
+    The mean worth of the sentences (GOLD by their mood), times the share of distinct ones, halved without an ending.
     """
     return [story_worth(sentences_of(completion)) for completion in completions]
 
 
 def sentences_of(text: str) -> list[str]:
-    """The sentences of a text with single spaces; what comes behind the last full stop is one too."""
+    """The sentences of a text with single spaces between words; text after the last full stop counts as a sentence."""
     return [" ".join(part.split()) for part in re.split(r"(?<=[.])", text) if part.strip()]
 
 
@@ -189,7 +189,7 @@ def story_worth(sentences: list[str]) -> float:
 
 
 def mood_of(sentence: str) -> str | None:
-    """The mood that a sentence is of, whatever it is about; None where it is of none."""
+    """The mood of a sentence, whatever its words; None if it matches no mood."""
     return next((mood for mood, pattern in MOOD_PATTERNS.items() if pattern.fullmatch(sentence)), None)
 
 
@@ -199,8 +199,9 @@ def preference_pairs(
     completions_b: Sequence[str],
     score: Callable[[list[str], list[str]], list[float]],
 ) -> Records:
-    """The better of two completions of each prompt as `chosen`, by a reward function; equally good ones, and those
-    of which one could not be scored (NaN), are no pair."""
+    """Pairs of two completions of each prompt, the one with the higher score as `chosen`; pairs with equal scores,
+    or with a completion that could not be scored (NaN), are left out.
+    """
     scores = [score(list(prompts), list(completions)) for completions in (completions_a, completions_b)]
     pairs = []
     for prompt, *texts, a, b in zip(prompts, completions_a, completions_b, *scores, strict=True):
@@ -211,7 +212,7 @@ def preference_pairs(
 
 
 def synthetic_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer of everything in the synthetic sets but the English openings."""
+    """A word-level tokenizer for all synthetic sets but the English openings."""
     texts = [OPENING, ENDING, *(sentence for mood in MOODS.values() for sentence in mood)]
     words = {word for text in texts for word in text.split() if "{" not in word}
     sums = ["+", "=", *map(str, range(OPERANDS * LARGEST + 2))]

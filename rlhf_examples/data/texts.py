@@ -1,4 +1,4 @@
-"""A record as the texts that a step learns from: its columns and conversations understood, its defects named."""
+"""Reads the prompt and completions of a record from its columns and conversations, and reports the record's defects."""
 
 import json
 import math
@@ -14,21 +14,21 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_examples.data.messages import Messages, is_message, parsed, plain_message
 
 Part = str | Messages
-NAMED = 3  # records that are named for each reason
+NAMED = 3  # records that are listed for each reason
 
 
 COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages", "text")
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # what a chat template gets of a record besides its messages
-# In dialogues as HH-RLHF writes them, the prompt of a pair ends where the assistant begins its last turn in both.
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # columns that a chat template gets in addition to the messages
+# In HH-RLHF's dialogues the prompt of a pair ends where the assistant's last turn begins in both.
 LAST_TURN = re.compile(r".*^Assistant:", re.DOTALL | re.MULTILINE)
 
 
 class BadRecord(Exception):
-    """Why a record cannot be used, in words that all records with the same defect share."""
+    """Why a record cannot be used; the message is the same for all records with the same defect."""
 
 
 class MissingColumn(BadRecord):
-    """That a record has none of some columns, by the names of COLUMNS."""
+    """A record lacks these columns, given by their names in COLUMNS."""
 
     def __init__(self, *names: str):
         super().__init__(", ".join(names))
@@ -37,12 +37,13 @@ class MissingColumn(BadRecord):
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How records are read: which column of theirs is which of COLUMNS, and what stands around a prompt.
+    """How records are read: the records' names for COLUMNS, and a template for prompts.
 
     margin_column: by how much the rewards of a pair should differ.
-    input_template: a text prompt stands in it in the place of "{}"; empty: alone.
-    chat_template_kwargs: a JSON object of what the chat template takes besides messages and tools; a record's column of
-    that name goes before it.
+    input_template: a text prompt replaces its "{}"; empty: the prompt is used alone.
+    chat_template_kwargs: a JSON object of keyword arguments for the chat template; a record's column of that name takes
+        precedence.
+    Raises ValueError for a template without "{}", or if chat_template_kwargs is no JSON object.
     """
 
     prompt_column: str = "prompt"
@@ -66,37 +67,42 @@ class RecordFormat:
 
     @classmethod
     def of(cls, args: Any) -> "RecordFormat":
-        """From a script's arguments of these names."""
+        """From a script's arguments with the same names."""
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
     def column(self, name: str) -> str:
-        """What a column of COLUMNS is called."""
+        """The records' name for a column of COLUMNS."""
         return getattr(self, f"{name}_column")
 
     def named(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The columns that are not empty, under the names of COLUMNS."""
+        """The columns that are not empty, under their names in COLUMNS."""
         return {name: record[self.column(name)] for name in COLUMNS if record.get(self.column(name)) is not None}
 
     def margin(self, record: dict[str, Any]) -> float:
-        """By how much a pair's rewards should differ; 0 where the record says nothing of it."""
+        """By how much a pair's rewards should differ; 0 without a margin. Raises BadRecord if it is no finite
+        number.
+        """
         value = record.get(self.margin_column)
         if isinstance(value, bool) or not isinstance(value, int | float | None) or not math.isfinite(value or 0):
             raise BadRecord(f"{self.margin_column} is no finite number")
         return float(value or 0)
 
     def templated(self, prompt: str) -> str:
-        """A text prompt as it stands in `input_template`; what is no prompt, of a text to learn as a whole, alone."""
+        """A text prompt inserted into `input_template`; an empty prompt stays empty."""
         return self.input_template.replace("{}", prompt) if self.input_template and prompt else prompt
 
     def template_settings(self, record: dict[str, Any]) -> dict[str, Any]:
-        """What the chat template gets besides a record's messages: `tools`, a list or that as JSON, and settings."""
+        """The chat template's arguments for a record: `tools` (a list, or its JSON) and keyword arguments.
+
+        Raises BadRecord if tools are no list or chat_template_kwargs no object.
+        """
         tools, own = (parsed(template_columns(record).get(name)) or None for name in TEMPLATE_COLUMNS)
         if not isinstance(tools, list | None) or not isinstance(own, dict | None):
             raise BadRecord("tools are no list, or chat_template_kwargs no object")
         return {**(parsed(self.chat_template_kwargs or "{}")), **(own or {}), **({"tools": tools} if tools else {})}
 
     def missing(self, names: tuple[str, ...], record: dict[str, Any]) -> BadRecord:
-        """That a record has none of some columns, with those that it has and the flags that map them."""
+        """The error for a record without these columns, with the columns that it has and the flags that map them."""
         *most, last = (self.column(name) for name in names)
         flags = ", ".join(f"--{name}_column" for name in names)
         wanted = f"none of {', '.join(most)} and {last}" if most else f"no {last}"
@@ -106,9 +112,9 @@ class RecordFormat:
 
 @dataclass
 class LeftOut:
-    """The records that cannot be used: how many for which reason, and where the first ones stand.
+    """Counts the records that cannot be used by reason, with the first ones of each reason.
 
-    total: records looked at, good ones too.
+    total: records checked, usable ones included.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -116,7 +122,7 @@ class LeftOut:
     total: int = 0
 
     def usable(self, source: str, number: int, reason: str) -> bool:
-        """Count a record; gives whether there is no reason against it."""
+        """Count a record; returns whether it can be used, which is when `reason` is empty."""
         self.total += 1
         if not reason:
             return True
@@ -133,10 +139,10 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Texts:
-    """A prompt and what may follow it.
+    """A prompt and its completions.
 
-    messages: the prompt as a conversation, where a chat template has made the texts and written its special tokens;
-    answers: what follows in each completion; settings: what the template has got besides.
+    messages: the prompt as a conversation, if a chat template has made the texts and written their special tokens.
+    answers: the messages of each completion.  settings: the template's other arguments.
     """
 
     prompt: str
@@ -152,19 +158,19 @@ class Texts:
 
 
 def template_columns(record: dict[str, Any]) -> dict[str, Any]:
-    """Those of TEMPLATE_COLUMNS that a record has."""
+    """The columns of TEMPLATE_COLUMNS that a record has."""
     return {name: record[name] for name in TEMPLATE_COLUMNS if record.get(name) is not None}
 
 
-AS_NAMED = RecordFormat()  # columns of the names of COLUMNS
+AS_NAMED = RecordFormat()  # the default column names
 
 
 def texts_of(
     row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, record_format: RecordFormat = AS_NAMED
 ) -> Texts:
-    """The texts of a raw row in one of FORMS; conversations by the tokenizer's chat template.
+    """The texts of a raw row in one of FORMS; conversations are rendered by the tokenizer's chat template.
 
-    Raises BadRecord with the reason, ValueError for a conversation where the tokenizer has no template.
+    Raises BadRecord with the reason, and ValueError for a conversation if the tokenizer has no template.
     """
     if row["problem"]:
         raise BadRecord(row["problem"])
@@ -188,9 +194,10 @@ def texts_of(
 
 
 def supervised(record: dict) -> list[Part]:
-    """Prompt and completion: of those names, else `messages` up to the assistant's last, else all of `text`.
+    """Prompt and completion: the columns of these names, else `messages` with the assistant's last one as the
+    completion, else `text` with an empty prompt.
 
-    A pair's `chosen` is a completion too: DeepSpeed-Chat's first step learns from those.
+    A pair's `chosen` is a completion too: DeepSpeed-Chat's first step learns from those. Raises BadRecord.
     """
     if "messages" in record:
         messages = part(record, "messages")
@@ -207,9 +214,9 @@ def supervised(record: dict) -> list[Part]:
 
 
 def preference(record: dict) -> list[Part]:
-    """Prompt, chosen and rejected; without a prompt it is what both begin with (TRL's implicit prompt).
+    """Prompt, chosen and rejected; without a prompt it is their common prefix (TRL's implicit prompt).
 
-    That of texts ends with the last "Assistant:" where there is one, else between words.
+    The prefix of texts ends with the last "Assistant:" if there is one, else between words. Raises BadRecord.
     """
     chosen, rejected = part(record, "chosen"), part(record, "rejected")
     if "prompt" in record and not repeated_prompt(record, chosen):
@@ -226,13 +233,17 @@ def preference(record: dict) -> list[Part]:
 
 
 def repeated_prompt(record: dict, whole: Any) -> bool:
-    """Whether a record's prompt is a text that a conversation of it begins with, as in UltraFeedback's sets."""
+    """Whether a record's text prompt repeats the beginning of its conversation, as in UltraFeedback's sets."""
     conversation = isinstance(whole, list) and all(map(is_message, whole[:1])) and whole
     return isinstance(record["prompt"], str) and bool(conversation) and whole[0]["role"] != "assistant"
 
 
 def prompted(record: dict) -> list[Part]:
-    """The prompt: of that name, else `messages` up to the assistant's last, else `text`, else the start of a pair."""
+    """The prompt: the column of that name, else `messages` without a final assistant message, else `text`, else that of
+    a pair.
+
+    Raises BadRecord if there is none.
+    """
     for name in ("messages", "chosen"):
         if {"prompt", name} <= record.keys() and repeated_prompt(record, record[name]):
             return prompted({key: value for key, value in record.items() if key not in ("prompt", "text")})
@@ -252,7 +263,7 @@ FORMS = {"supervised": supervised, "turns": supervised, "preference": preference
 
 
 def part(record: dict, name: str) -> Part:
-    """A field that is a text or a conversation, and not empty."""
+    """A field that is a text or a conversation. Raises BadRecord if it is missing, empty or anything else."""
     if name not in record:
         raise MissingColumn(name)
     value = record[name]
@@ -268,7 +279,7 @@ def part(record: dict, name: str) -> Part:
 
 
 def encodable(text: str, name: str) -> None:
-    """Refuse half a character: JSON can write one ("\\ud800"), no tokenizer reads it."""
+    """Raises BadRecord for an unpaired surrogate: JSON can contain one ("\\ud800"), tokenizers cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -276,7 +287,7 @@ def encodable(text: str, name: str) -> None:
 
 
 def not_empty(value: Part, name: str) -> Part:
-    """The value, which has more than white space, or calls tools."""
+    """`value`. Raises BadRecord if it is only white space and has no tool calls."""
     whole = [value] if isinstance(value, str) else value
     texts = [one if isinstance(one, str) else one["content"] + "call" * len(one.get("tool_calls", [])) for one in whole]
     if not any(text.strip() for text in texts):
@@ -290,9 +301,11 @@ def templated(
     tokenizer: PreTrainedTokenizerBase,
     settings: dict[str, Any] | None = None,
 ) -> Texts:
-    """A conversation as the tokenizer's chat template writes it; the prompt ends where the assistant begins.
+    """A conversation rendered by the tokenizer's chat template; the prompt ends where the assistant's turn begins.
 
-    settings: what the template takes besides messages.
+    settings: the template's other arguments.
+    Raises ValueError if the tokenizer has no template, BadRecord if the template rejects the conversation or renders
+    the prompt differently with an answer.
     """
     if tokenizer.chat_template is None:
         raise ValueError("the set is of conversations, and the tokenizer has no chat template; set one, or give texts")
@@ -310,7 +323,7 @@ def rendered(
     settings: dict[str, Any],
     add_generation_prompt: bool = False,
 ) -> str:
-    """A conversation as the chat template writes it. Raises BadRecord where the template refuses it."""
+    """A conversation rendered by the chat template. Raises BadRecord if the template rejects it."""
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **settings

@@ -1,6 +1,6 @@
-"""Curves, stacks and histograms of a run's log as SVG that takes its colours from the page around it.
+"""Curves, stacked charts and histograms of a run's log as SVG that takes its colours from the page around it.
 
-A log is a pandas frame, a row an iteration (the index), a column a metric; what was not logged is NaN.
+A log is a pandas frame with a row for each iteration (the index) and a column for each metric; missing values are NaN.
 """
 
 import html
@@ -20,18 +20,18 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from rlhf_examples.common.trackers import Histogram
 
 SIZE_INCHES = (4.6, 2.3)
-MOST_STEPS = 120  # of a stack; more iterations are averaged
+MOST_STEPS = 120  # in a stacked chart; neighbours are averaged if there are more iterations
 MOST_POINTS = (
-    1200  # of a raw line, more than a screen has columns; of more, every stretch's lowest and highest are drawn
+    1200  # of a raw line, more than a screen has columns; a longer line keeps the minimum and maximum of each range
 )
 FEWEST_TO_SMOOTH = 8
 FEWEST_WITHOUT_DOTS, FEWEST_TO_FADE = 31, 300
-# Matplotlib knows no CSS variables: these colours stand for them, and are replaced in its SVG.
+# Matplotlib knows no CSS variables: these colours are placeholders that are replaced in its SVG.
 INK, MUTED, GRID = "#010101", "#010102", "#010103"
 SERIES = tuple(f"#0102{number:02d}" for number in range(10))
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {c: f"--series-{i}" for i, c in enumerate(SERIES)}
 
-# The phases of an iteration in the order of the stack, and which series' colour each has.
+# The phases of an iteration in the order of the stack, and the number of the series colour of each.
 PHASES = {"gather": 1, "merge": 8, "prefill": 7, "decode": 0, "score": 6, "wait": 5, "train": 4, "release": 3}
 OTHER = 9
 PHASES_TITLE = "Where an iteration's time went"
@@ -39,7 +39,7 @@ PHASES_TITLE = "Where an iteration's time went"
 
 @dataclass(frozen=True)
 class Chart:
-    """What one figure shows.  series: metric → its name in the legend; those that a log lacks are left out."""
+    """The content of a chart.  series: metric → its name in the legend; metrics that a log lacks are left out."""
 
     title: str
     unit: str
@@ -50,7 +50,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart that was drawn.  legend: (label, number of the series' colour); empty where one line needs none."""
+    """A rendered chart.  legend: (label, number of the series colour); empty if a single line needs none."""
 
     title: str
     unit: str
@@ -59,7 +59,7 @@ class Drawing:
 
 
 def draw_lines(log: pd.DataFrame, chart: Chart) -> Drawing | None:
-    """Every iteration as a thin line, their moving average as a thick one; None where there is nothing to draw."""
+    """Every iteration as a thin line, the moving average as a thick one; None without data."""
     columns = {name: log[name].dropna() for name in chart.series if name in log}
     columns = {n: c for n, c in columns.items() if len(c) and (not chart.log_scale or c.max() > 0)}
     if not columns:
@@ -85,20 +85,22 @@ def draw_lines(log: pd.DataFrame, chart: Chart) -> Drawing | None:
 
 
 def points(column: pd.Series, chart: Chart) -> tuple[pd.Index, pd.Series]:
-    """Iterations and values; what a logarithmic axis cannot show is a gap."""
+    """Iterations and values; values that a logarithmic axis cannot show become gaps."""
     kept = thinned(column)
     return kept.index, kept.where(kept > 0) if chart.log_scale else kept
 
 
 def smoothed(column: pd.Series) -> pd.Series | None:
-    """The mean of a tenth of the points around each; None of too few. Centred: it is not late, as a decaying one is."""
+    """A centred moving average over a tenth of the points, which, unlike a decaying one, does not lag; None for few
+    points.
+    """
     if len(column) < FEWEST_TO_SMOOTH:
         return None
     return column.rolling(max(3, len(column) // 10 | 1), center=True, min_periods=1).mean()
 
 
 def thinned(column: pd.Series) -> pd.Series:
-    """`column`, or, where it is long, the lowest and the highest point of every stretch."""
+    """`column`, or, if it is long, the minimum and maximum of every range."""
     if len(column) <= MOST_POINTS:
         return column
     stretches = np.array_split(np.arange(len(column)), MOST_POINTS // 2)
@@ -108,7 +110,9 @@ def thinned(column: pd.Series) -> pd.Series:
 
 
 def phase_seconds(log: pd.DataFrame) -> pd.DataFrame:
-    """Seconds of each phase of each iteration, what is in none of them as "other"; without phases that took none."""
+    """Seconds of each phase in each iteration, the rest of the iteration as "other"; phases without any time are
+    left out.
+    """
     seconds = pd.DataFrame({phase: log[f"time/{phase}_s"] for phase in PHASES if f"time/{phase}_s" in log})
     seconds = seconds.fillna(0.0)
     if "time/iteration_s" in log and len(seconds.columns):
@@ -117,10 +121,7 @@ def phase_seconds(log: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw_phases(seconds: pd.DataFrame) -> Drawing | None:
-    """The phases of every iteration on top of each other, as `phase_seconds` gives them.
-
-    The page's table of phases is the legend.
-    """
+    """A stacked chart of `phase_seconds`; None if it is empty. The page's table of phases is its legend."""
     if not seconds.size:
         return None
     figure, axes = new_figure()
@@ -138,15 +139,15 @@ def draw_phases(seconds: pd.DataFrame) -> Drawing | None:
 
 
 def phase_color(phase: str) -> int:
-    """The number of the series whose colour a phase has."""
+    """The number of a phase's series colour."""
     return PHASES.get(phase, OTHER)
 
 
 def draw_histogram(title: str, unit: str, histograms: Iterable[Histogram]) -> Drawing | None:
-    """The last histogram as an outline over the sum of all, as shares; None where nothing was counted.
+    """The last histogram as an outline over the sum of all, as shares; None if nothing was counted.
 
-    Edges that lie over many orders of magnitude are on a logarithmic axis; the bin that begins at 0 is as wide
-    as the next there.
+    Edges over many orders of magnitude get a logarithmic axis, on which the bin that starts at 0 is as wide as the
+    next.
     """
     counted = [histogram for histogram in histograms if sum(histogram.counts) > 0]
     counted = [histogram for histogram in counted if histogram.edges == counted[-1].edges]
@@ -168,12 +169,12 @@ def draw_histogram(title: str, unit: str, histograms: Iterable[Histogram]) -> Dr
 
 
 def sum_of(histograms: list[Histogram]) -> list[float]:
-    """Counts of all together."""
+    """The sum of the counts of all histograms."""
     return [sum(counts) for counts in zip(*(histogram.counts for histogram in histograms), strict=True)]
 
 
 def draw_spark(column: pd.Series) -> str:
-    """A line without axes, 100 × 20, for a table: at most 60 points, each a mean."""
+    """A line without axes for a table, 100 × 20 units: at most 60 points, each a mean."""
     values = column.dropna().to_numpy(dtype=float)
     if not len(values):
         return ""
@@ -200,14 +201,14 @@ def new_figure() -> tuple[Figure, Axes]:
 
 
 def iteration_axis(axes: Axes, iterations: pd.Index) -> None:
-    """Whole iterations, from the first to the last."""
+    """Format the x axis: integer iterations, from the first to the last."""
     axes.set_xlabel("iteration")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set_xlim(iterations[0] - 0.5, iterations[-1] + 0.5)
 
 
 def plain_ticks(axes: Axes) -> None:
-    """A few values, each written out: no factor or offset stands elsewhere."""
+    """Format the y axis: a few values, written in full without a common factor or offset."""
     axes.yaxis.set_major_locator(MaxNLocator(4))
     if max(map(abs, axes.get_ylim())) < 1e-3:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -216,7 +217,7 @@ def plain_ticks(axes: Axes) -> None:
 
 
 def log_ticks(axis, low: float, high: float) -> None:
-    """At most five powers of ten."""
+    """Format a logarithmic axis: at most five powers of ten."""
     decades = max(1, int(np.ceil(np.log10(high / low) / 5)))
     axis.set_major_locator(LogLocator(10.0**decades, numticks=8))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -225,15 +226,15 @@ def log_ticks(axis, low: float, high: float) -> None:
 
 
 def as_svg(figure: Figure, title: str) -> str:
-    """A figure as an SVG element to stand in a page: its text is text, its size and colours are the page's."""
+    """A figure as an SVG element for the page: its text stays text, and size and colours are the page's."""
     file = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # ids are random: a page holds many figures
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # ids stay random: a page holds many figures
         figure.savefig(file, format="svg", transparent=True)
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
     box = re.search(r'viewBox="[^"]*"', text)[0]
     text = f'<svg {box} role="img" aria-label="{html.escape(title)}">{text[text.index(">") + 1 :]}'
-    # The page has its own font, and ids and styles of groups are for nobody.
+    # The page sets the font, and nothing refers to the ids and styles of groups.
     text = re.sub(r'<g id="[^"]*"', "<g", text.replace("xlink:href", "href"))
     text = re.sub(r"<style.*?</style>| font-family:[^;]*;| transform=\"rotate\(-?0 [^\"]*\"", "", text)
     text = re.sub(r' (d|x|y|transform)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text)

@@ -1,4 +1,4 @@
-"""The page of a report: its HTML and CSS, as a Jinja template that escapes all that it is given but our own SVG."""
+"""The report's HTML and CSS, as a Jinja template that escapes everything it is given except our own SVG."""
 
 import jinja2
 

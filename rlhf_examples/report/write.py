@@ -1,6 +1,6 @@
-"""A run as one HTML file that needs nothing else: python -m rlhf_examples.report runs/demo
+"""Writes a run's logs as one self-contained HTML file: python -m rlhf_examples.report runs/demo
 
-It has a section for every step that logged: those in directories of the run, and the run itself.
+It has a section for every step that logged metrics: the run's subdirectories, and the run itself.
 """
 
 import json
@@ -30,7 +30,7 @@ from rlhf_examples.report.page import PAGE
 
 REPORT, SUMMARY, PIPELINE = "report.html", "summary.json", "pipeline.json"
 
-SHOWN_PROMPTS = 4  # of a run that has not ended
+SHOWN_PROMPTS = 4  # for a run that has not ended and has no samples.json
 
 STEP_TITLES = {
     "sft": "Supervised fine-tuning",
@@ -41,7 +41,7 @@ STEP_TITLES = {
     "dpo": "DPO",
 }
 
-# Names are TRL's.  Of a step's metrics, those in LEARNING come first.
+# Metric names are TRL's. The charts of LEARNING come first.
 LEARNING = (
     Chart("Reward", "score of a completion", {"objective/scores": "reward", "reward": "reward"}),
     Chart("Reward less the KL penalty", "of a completion", {"objective/rlhf_reward": "reward"}),
@@ -124,7 +124,7 @@ NUMERICS = (
     ),
 )
 CHARTED = {name for chart in (*LEARNING, *SPEED, *NUMERICS) for name in chart.series}
-# The figures of a step that stand above its charts: of each row the first that the step has.
+# The figures above a step's charts: from each row the first metric that the step has.
 HEADLINES = (
     {"objective/scores": "Reward", "reward": "Reward", "eval_loss": "Loss, held out", "loss": "Loss"},
     {"objective/kl": "KL, nats a sequence", "kl": "KL, nats a token"},
@@ -141,7 +141,7 @@ HEADLINES = (
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that stands for a run, before and after where both are known."""
+    """A figure of a run, with its value before training if both are known."""
 
     label: str
     now: str
@@ -151,10 +151,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step of the run logged.
+    """The logs of a step of the run.
 
-    log: a row an iteration, numbers alone.  not_finite: metric → the iterations whose value was not finite.
-    histograms: metric → its own, in order.
+    log: a row for each iteration, numbers only.  not_finite: metric → iterations whose value was not finite.
+    histograms: metric → its histograms, in order.
     """
 
     key: str
@@ -168,9 +168,10 @@ class Step:
 
 
 def write_report(directory: Path) -> Path:
-    """Write report.html from the logs under `directory`; gives its path. One rank calls it, at any time of the run.
+    """Write report.html from the logs under `directory`, and return its path. Call it on one rank, at any time of the
+    run.
 
-    Raises ValueError where nothing was logged there.
+    Raises ValueError if nothing was logged there.
     """
     directory = Path(directory)
     steps = [read_step(path) for path in step_directories(directory)]
@@ -188,7 +189,9 @@ def write_report(directory: Path) -> Path:
 
 
 def step_directories(directory: Path) -> list[Path]:
-    """Where steps logged, the run's own directory last: in the order of pipeline.json's steps, then as they ended."""
+    """The directories with logged metrics: steps in the order of pipeline.json, then others by time, then the run's
+    own.
+    """
     found = [path.parent for path in directory.glob(f"*/{METRICS}")]
     names = list(read_json(directory / PIPELINE, {}).get("steps", []))
     known = [path for name in names for path in found if path.name == name]
@@ -197,7 +200,7 @@ def step_directories(directory: Path) -> list[Path]:
 
 
 def read_step(directory: Path) -> Step:
-    """A step from its directory."""
+    """The logs of a step's directory."""
     rows = read_metrics(directory)
     iterations = [row.pop("iteration") for row in rows]
     numbers = [{name: v for name, v in row.items() if not isinstance(v, Histogram)} for row in rows]
@@ -222,7 +225,7 @@ def read_step(directory: Path) -> Step:
 
 
 def section(step: Step) -> dict:
-    """What the page says of a step."""
+    """The template's values for a step."""
     log, seconds = step.log, phase_seconds(step.log)
     return {
         "key": step.key,
@@ -244,13 +247,13 @@ def section(step: Step) -> dict:
 
 
 def drawn(log: pd.DataFrame, charts) -> list[Drawing]:
-    """Those of `charts` that the log has something for."""
+    """The charts for which the log has data, rendered."""
     drawings = (draw_lines(log, chart) for chart in charts)
     return [drawing for drawing in drawings if drawing]
 
 
 def charts_of_others(log: pd.DataFrame) -> list[Chart]:
-    """A chart for each evaluation and each reward function that no other chart has."""
+    """A chart for each evaluation metric and reward that no other chart shows."""
     names = [name for name in log if name.startswith(("eval", "rewards/")) and not name.endswith("_stderr")]
     names = [name for name in names if name not in CHARTED]
     words = {name: re.sub("[/_]+", " ", name).capitalize() for name in names}
@@ -258,7 +261,7 @@ def charts_of_others(log: pd.DataFrame) -> list[Chart]:
 
 
 def draw_memory(log: pd.DataFrame) -> list[Drawing]:
-    """All bytes in one chart, in the unit that suits the largest."""
+    """All memory metrics in one chart, in MiB or GiB by the largest."""
     names = [name for name in log if name.startswith("memory/") and name.endswith("bytes")]
     largest = log[names].max().max() if names else math.nan
     unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
@@ -267,14 +270,16 @@ def draw_memory(log: pd.DataFrame) -> list[Drawing]:
 
 
 def draw_histograms(histograms: dict[str, list[Histogram]]) -> list[Drawing]:
-    """A chart for each histogram; logprob differences in words."""
+    """A chart for each histogram."""
     titles = {name: "Logprob differences, token by token" for name in histograms if "logp_diff" in name}
     drawings = (draw_histogram(titles.get(name, name), "nats", histograms[name]) for name in histograms)
     return [drawing for drawing in drawings if drawing]
 
 
 def headline_figures(log: pd.DataFrame) -> list[Figure]:
-    """Of HEADLINES the means of the first and of the last tenth of the iterations, at least one."""
+    """The metrics of HEADLINES: means over the first and the last tenth of the iterations, at least one iteration
+    each.
+    """
     found = [[(label, log[n].dropna()) for n, label in row.items() if n in log] for row in HEADLINES]
     figures = []
     for label, column in [row[0] for row in found if row]:
@@ -285,8 +290,9 @@ def headline_figures(log: pd.DataFrame) -> list[Figure]:
 
 
 def summary_figures(summary: dict) -> list[Figure]:
-    """The pipeline's figures: those that are known in words, then the others by their names. A figure that has a
-    standard error (`NAME_stderr`) is written with it."""
+    """The pipeline's figures: known ones first, with labels, then the others by their names. A figure that has a
+    standard error (`NAME_stderr`) is shown with it.
+    """
     texts = {
         name: short(value) if isinstance(value, int | float | None) else str(value) for name, value in summary.items()
     }
@@ -316,13 +322,15 @@ def summary_figures(summary: dict) -> list[Figure]:
 
 
 def phase_rows(seconds: pd.DataFrame) -> list[tuple[str, int, str, str]]:
-    """Phase, the number of its colour, mean seconds of an iteration, share of all time: the top of the stack first."""
+    """For each phase its name, the number of its colour, mean seconds of an iteration and share of the total time;
+    the top of the stack first.
+    """
     shares = 100 * seconds.sum() / seconds.to_numpy().sum()
     return [(p, phase_color(p), f"{seconds[p].mean():.3f}", f"{shares[p]:.1f} %") for p in reversed(seconds.columns)]
 
 
 def not_finite(step: Step) -> list[str]:
-    """A line for each metric that was nan or infinite: where."""
+    """A line for each metric that was NaN or infinite, with its iterations."""
     lines = []
     for name, iterations in step.not_finite.items():
         more = f" and {len(iterations) - 5} more" if len(iterations) > 5 else ""
@@ -331,7 +339,7 @@ def not_finite(step: Step) -> list[str]:
 
 
 def metric_rows(log: pd.DataFrame) -> list[dict[str, str]]:
-    """Every metric: name, a small line, first, last, least and most."""
+    """For each metric its name, a spark line, and the first, last, least and greatest value."""
     rows = []
     for name in sorted(log):
         column = log[name].dropna()
@@ -341,14 +349,16 @@ def metric_rows(log: pd.DataFrame) -> list[dict[str, str]]:
 
 
 def sample_of(sample: dict) -> dict[str, str]:
-    """A sample as text that an HTML file may hold."""
+    """A sample as text that HTML can hold."""
     texts = {name: printable(str(sample.get(name, ""))) for name in ("prompt", "before", "after")}
     rewards = {name: short(sample[name]) for name in ("reward_before", "reward_after") if name in sample}
     return {"reward_before": "", "reward_after": "", **texts, **rewards}
 
 
 def completions_by_prompt(completions: pd.DataFrame, most: int) -> list[tuple[str, list[tuple[int, str, str]]]]:
-    """Of the first prompts of evaluations: the prompt, and by iteration its completion and the first score of that."""
+    """For the first `most` held-out prompts: the prompt, and its completion and first score in each evaluated
+    iteration.
+    """
     scores = [name for name in completions.columns if name not in ("iteration", "prompt", "completion")]
     found = []
     for _, rows in completions.groupby(completions.groupby("iteration").cumcount()):
@@ -360,17 +370,17 @@ def completions_by_prompt(completions: pd.DataFrame, most: int) -> list[tuple[st
 
 
 def rows_of(settings: dict) -> list[tuple[str, str]]:
-    """Settings as text."""
+    """Settings as (name, text)."""
     return [(name, printable(v if isinstance(v, str) else json.dumps(v))) for name, v in settings.items()]
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the units that people use."""
+    """Seconds as hours and minutes, minutes and seconds, or seconds."""
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {left} s" if minutes else f"{seconds:.1f} s"
 
 
 def read_json(path: Path, default):
-    """What a JSON file holds, or `default` where there is none."""
+    """The content of a JSON file, or `default` if it does not exist."""
     return json.loads(path.read_text()) if path.is_file() else default
