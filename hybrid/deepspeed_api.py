@@ -1,4 +1,4 @@
-"""What scripts for DeepSpeed's own hybrid engine call of it (`DeepSpeedHybridEngine`, 0.19.8), on this one."""
+"""The methods of DeepSpeed's own hybrid engine (`DeepSpeedHybridEngine`, 0.19.8) that scripts call, on our engine."""
 
 from typing import NoReturn
 
@@ -11,30 +11,32 @@ from hybrid.weights.snapshot import Snapshot
 
 
 class DeepSpeedSurface:
-    """The public names of `DeepSpeedHybridEngine` beside those of a training engine. `HybridEngine` has the rest.
+    """The public names that `DeepSpeedHybridEngine` has in addition to a training engine's. A base of `HybridEngine`.
 
-    Fusing is about inference's copy of the weights: the training weights are read, and keep their bytes.
+    Fusing and unfusing change only inference's copy of the weights; the training weights keep their bytes.
     """
 
     call_lock: CallLock
     _calls: Calls
     _snapshot: Snapshot
     _modes: Modes
-    is_lora_fused = False  # whether `fuse_lora_weight()` was called last; what is generated does not depend on it
+    is_lora_fused = False  # whether `fuse_lora_weight()` was called last; has no effect on generation
 
     @one_at_a_time
     def fuse_lora_weight(self) -> None:
-        """Merge the adapters into inference's copy now, and not with the next `generate()`. Under ZeRO-3 a collective.
+        """Merge the adapters into inference's copy now instead of in the next `generate()`. Under ZeRO-3 a collective.
 
-        Where `rollout.lora` is "unmerged", or weights are gathered as they run, there is nothing to merge.
+        Merges nothing if `rollout.lora` is "unmerged" or weights are gathered layer by layer.
         """
         with self._calls.block(adapters=True):
             self.is_lora_fused = True
 
     @one_at_a_time
     def unfuse_lora_weight(self) -> None:
-        """Drop what was merged. The next `generate()` merges again: the policy always has its adapters
-        (`adapters=False` generates without)."""
+        """Free the merged weights. The next `generate()` merges again; `adapters=False` generates without adapters.
+
+        Raises RuntimeError inside `inference()`.
+        """
         self._refuse_in_window("unfuse_lora_weight()")
         self._snapshot.drop_merged()
         self.is_lora_fused = False
@@ -42,11 +44,11 @@ class DeepSpeedSurface:
     unfuse_lora_weight_non_pinned = unfuse_lora_weight
 
     def retake_inference_cache(self) -> None:
-        """Nothing to do: the KV cache grows as sequences need it."""
+        """Does nothing: the KV cache is allocated when a request needs it."""
 
     @one_at_a_time
     def release_inference_cache(self) -> None:
-        """Free the KV cache; the next `generate()` makes a new one.
+        """Free the KV cache; the next `generate()` allocates a new one.
 
         Raises RuntimeError inside `inference()`.
         """
@@ -55,19 +57,22 @@ class DeepSpeedSurface:
 
     @property
     def layer_params(self) -> list[list[nn.Parameter]]:
-        """The training parameters of each transformer layer, but adapters."""
+        """The training parameters of each transformer layer, without adapters.
+
+        Raises RuntimeError inside `inference()`.
+        """
         factors = set(self.all_lora_params)
         return [[param for param in layer if param not in factors] for layer in self._params_by_layer()]
 
     @property
     def layer_lora_params(self) -> list[list[nn.Parameter]]:
-        """The adapters' parameters in each transformer layer."""
+        """The adapters' parameters in each transformer layer. Raises RuntimeError inside `inference()`."""
         factors = set(self.all_lora_params)
         return [[param for param in layer if param in factors] for layer in self._params_by_layer()]
 
     @property
     def all_lora_params(self) -> list[nn.Parameter]:
-        """The parameters of the adapters that are active."""
+        """The parameters of the active adapters."""
         return [param for one in self._snapshot.adapted for param in one.adapter_params()]
 
     @property
@@ -76,11 +81,11 @@ class DeepSpeedSurface:
         return list(self.module.parameters())
 
     def _params_by_layer(self) -> list[list[nn.Parameter]]:
-        self._refuse_in_window("reading training parameters")  # the model has others there
+        self._refuse_in_window("reading training parameters")  # inside, the model holds lent tensors
         return [list(part.module.parameters()) for part in self._modes.structure.layers]
 
     def prepare_shared_prefill(self, *args, **kwargs) -> NoReturn:
-        """Raises NotImplementedError: the engine sees for itself which prompts are equal."""
+        """Not supported, raises NotImplementedError: the engine detects equal prompts and prefills each once."""
         raise NotImplementedError(
             "prepare_shared_prefill: this engine prefills equal prompts once without being told; use "
             "hybrid.HybridRollout(engine), or engine.rollout(..., num_generations=n)"

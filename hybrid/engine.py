@@ -1,4 +1,4 @@
-"""HybridEngine: DeepSpeed's training engine that also generates. The mode switch, and who calls whom."""
+"""HybridEngine: DeepSpeed's training engine that also generates. Switches modes and delegates to the components."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -76,18 +76,18 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     """DeepSpeed's engine for ZeRO 0-3, whose model also generates, fast and in the same process.
 
     In train mode it is DeepSpeed's engine. In eval mode forwards run without gradients over a snapshot of the
-    weights: gathered once for each version of them, adapters merged, training storage only read. Built by
+    weights: gathered once per weight version, adapters merged. Training storage is only read. Built by
     `hybrid.initialize`.
 
-    Threads may share it: their calls run one at a time, in the order in which they came, and `with inference()` keeps
-    other threads out until it ends. What spans several calls (forward, backward, step) is the caller's to keep
-    together. Calls that are collectives (all, where `in_step`; under ZeRO-3 the first one after a step) must come in
-    the same order on every rank.
+    Threads may share the engine: their calls run one at a time, in the order in which they came, and
+    `with inference()` keeps other threads out until it ends. The caller must keep other threads out of a sequence of
+    calls such as forward, backward, step. Calls that are collectives (all calls, if `in_step`; under ZeRO-3 the first
+    one after a step) must come in the same order on every rank.
     """
 
     def __init__(self, args: Any, model: nn.Module, *, blocks: tuple[HybridEngineConfig, RolloutConfig], **kwargs: Any):
         self.call_lock = CallLock()
-        read_adapters(model)  # refuses what cannot be merged before DeepSpeed partitions anything
+        read_adapters(model)  # raises for adapters that cannot be merged, before DeepSpeed partitions anything
         refuse_heads_that_cannot_be_shared(generating_part(model), blocks[0].inference_tp_size)
         given_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
@@ -96,7 +96,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             require_movable_optimizer(self.optimizer)
         self._in_eval = False
         self._seeds = Seeds()
-        self._unhooked = ExitStack()  # gives back the hooks of switched modules
+        self._unhooked = ExitStack()  # on close, restores the hooks of switched modules
         self._tree = ModuleTree(self.module)
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
         self._modes = Modes(
@@ -115,7 +115,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._exchange = exchange_tokens(expert_layers(self._policy))
         self._group = InferenceGroup(self._modes.in_use.tp_size, group=given_group)
         snapshot, fused = self._modes.weights(self._modes.in_use, self._group)
-        # Where this rank has no whole copy, the model's own layers run on what ZeRO-3 gathers as they run.
+        # If this rank has no whole copy, the model's own layers run on weights that ZeRO-3 gathers as they run.
         self._arrange(snapshot, fused, streams=self._modes.in_use != Mode())
         self._pages = self._make_pages()
         self._replace_refused_decoder()
@@ -123,22 +123,25 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         for route in self._routes:
             route.open()
         if isinstance(head := getattr(self.module, "score", None), nn.Module):
-            # A sequence classifier's: callers reach it through DeepSpeed's engine (TRL's PPO trainer does).
+            # A sequence classifier's head: TRL's PPO trainer reads it through DeepSpeed's engine.
             self.__dict__["score"] = head
 
     @property
     def _policy(self) -> nn.Module:
-        """What of the module generates. Not kept by the engine, whose child it would become beside the module."""
+        """The part of the module that generates. Not an attribute: the engine, an nn.Module, would register it."""
         return self._modes.model
 
     def _replace_refused_decoder(self) -> None:
-        """Where the decoder that was spread over the group cannot be used, the model's own modules are."""
+        """If the tensor-parallel decoder cannot be used, share the model's own modules instead."""
         if self._fused.group is not None and self._fused.fallback_reason:
             self._share_modules(self._fused.fallback_reason)
 
     def _share_modules(self, why: str) -> None:
-        """The model's own modules spread over the group, as its `tp_plan` says, once that is shown to equal what whole
-        weights give; else whole layers, gathered as they run. why: there is no decoder of ours. A collective."""
+        """Run the model's own modules in tensor parallel, by its `tp_plan`, if their output equals that of the whole
+        weights; otherwise run whole layers, gathered one by one. A collective.
+
+        why: reason for not using our decoder.
+        """
         shard = Shard(self._group.size, self._group.index)
         try:
             plan = read_tp_plan(self._policy)
@@ -155,7 +158,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._arrange(snapshot, self._modes.fused(snapshot, layer_by_layer(f"{why}; {reason}")), streams=True)
 
     def _empty_cache(self) -> DynamicCache:
-        """A cache as the model's `generate()` makes them, in storage of its own."""
+        """A cache like those of the model's `generate()`, with its own storage."""
         cache = DynamicCache(config=hugging_face_model(self._policy).config.get_text_config(decoder=True))
         KVCache(self._rollout_settings.kv_step).adopt(cache)
         return cache
@@ -163,10 +166,10 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def _arrange(
         self, snapshot: Snapshot, fused: FusedModel, streams: bool, shared: SharedModules | None = None
     ) -> None:
-        """Decide what eval mode runs on and in.
+        """Set up eval mode: its weights, window, request handling and containers.
 
         streams: the model's own layers run on their own weights, which ZeRO-3 gathers as they run.
-        shared: the model's own modules, where ranks share those.
+        shared: the model's own modules in tensor parallel, if they are.
         """
         self._snapshot, self._fused, self._streams = snapshot, fused, streams
         self._meetings = None if shared is None else shared.meetings
@@ -195,7 +198,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         )
 
     def _make_calls(self, shared: SharedModules | None) -> Calls:
-        """What runs requests, of this rank alone or of the ranks that compute together."""
+        """What runs requests: of this rank alone, or of all ranks that compute together."""
         if not self.in_step:
             return Calls(self._window, self._fused, self._join_refresh, self.call_lock)
         partitioned, group = self.zero_optimization_stage() == 3, self._group.group
@@ -211,13 +214,13 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
                 self.device,
                 self._rollout_settings.sync_interval,
             )
-        # Where weights are partitioned, every rank takes part in gathering them.
+        # Gathering partitioned weights is a collective of all ranks, not only of the group.
         group = None if partitioned else group
         own = (self._window, self._fused, self._join_refresh, self.call_lock)
         return SharedCalls(*own, group, native, self._profiler.phase)
 
     def _make_pages(self) -> BlockPool:
-        """The pages, bounded by the settings: by what the memory limit leaves, where that is less."""
+        """The KV cache's block pool, limited by the lesser of `kv_cache_bytes` and the rest of `memory_limit`."""
         step, kv_cache_bytes = self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes
         left = self._modes.kv_limit()
         if left is None or (kv_cache_bytes is not None and kv_cache_bytes <= left):
@@ -231,7 +234,10 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     @one_at_a_time
     def eval(self) -> None:
-        """Switch forwards to the inference containers. From the second iteration on rank 0 prints DeepSpeed's line."""
+        """Switch to eval mode: forwards run in the inference containers, without gradients.
+
+        From the second iteration on, rank 0 prints the summary line of DeepSpeed's hybrid engine.
+        """
         if not self._window.is_open:
             self._profiler.next_iteration()
             self._modes.native_reasons.reset()
@@ -242,9 +248,9 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     @one_at_a_time
     def train(self, mode: bool = True) -> None:
-        """Give the forwards back: from here on this is DeepSpeed's engine.
+        """Switch to train mode: the model has its own forwards, and this is DeepSpeed's engine.
 
-        Raises RuntimeError inside `inference()`.
+        mode: False calls `eval()`. Raises RuntimeError inside `inference()`.
         """
         if not mode:
             self.eval()
@@ -257,23 +263,23 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     @contextmanager
     def inference(self, adapters: bool | None = None) -> Iterator["HybridEngine"]:
-        """One window: the snapshot is brought up to date once, and nothing is gathered again inside.
+        """An inference window: the snapshot is refreshed once, and nothing is gathered again inside the block.
 
-        adapters: None as the model has them; False runs the base model (a LoRA policy's reference).
-        Afterwards the engine is in the mode that it had, whatever was raised.
+        adapters: None uses the model's active adapters; False runs the base model (a LoRA policy's reference).
+        Afterwards the engine is in its previous mode, even after an exception.
         """
         with self.call_lock, self._eval_mode(), self._calls.block(adapters):
             yield self
 
     @contextmanager
     def _call(self, adapters: bool | None) -> Iterator[None]:
-        """The whole of a user's call, in eval mode: where it fails, other ranks do not wait for this one."""
+        """A user's call, in eval mode. If it fails, this rank still joins the other ranks' collectives."""
         with self.call_lock, self._eval_mode(), autocast_if_enabled(self), self._calls.call(adapters):
             yield
 
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
-        """Eval mode for the block; afterwards every module trains or not as it did."""
+        """Eval mode inside the block; afterwards every module's `training` flag is restored."""
         self._renew()
         if self._in_eval or self._window.is_open:
             try:
@@ -294,12 +300,12 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     @one_at_a_time
     def destroy(self) -> None:
-        """Give the model its forwards back and free the copies, then destroy DeepSpeed's engine.
+        """Restore the model's forwards, free all copies, then destroy DeepSpeed's engine.
 
-        Once nobody refers to the engine, its model and its optimizer any more, their memory is free too. Raises
-        RuntimeError inside `inference()`, where the model holds what is lent.
+        The memory of the engine, its model and its optimizer is freed once no references to them are left. Raises
+        RuntimeError inside `inference()`, where the model holds lent tensors.
         """
-        if "_containers" in self.__dict__:  # DeepSpeed calls this for an engine that failed to be built, too
+        if "_containers" in self.__dict__:  # DeepSpeed also calls this if the engine's constructor failed
             self._refuse_in_window("destroy()")
             for route in self.__dict__.get("_routes", ()):
                 route.close()
@@ -314,7 +320,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         super().destroy()
 
     def _see_changes(self) -> None:
-        """Count what was done to the model since the last look. Not inside a window, where it holds what is lent."""
+        """Update the weight version for changes since the last call. Skipped in a window, where tensors are lent."""
         if self._window.is_open:
             return
         self._version.settle()
@@ -325,8 +331,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._version.loads += 1
 
     def _renew(self) -> bool:
-        """Before a window: count what was done to the model, and, where its modules, adapters or parameters are others
-        than they were, read it again and build what runs anew; every rank does. Gives whether it was.
+        """Before a window: update the weight version; if modules, adapters or parameters were replaced, read the model
+        again and rebuild snapshot, decoder and containers. Every rank does the same. Gives whether it rebuilt them.
 
         Raises NotImplementedError, as `initialize` does, for an adapter that cannot be merged.
         """
@@ -348,7 +354,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         return True
 
     def _install(self) -> None:
-        """Switch forwards. A switched module is called without DeepSpeed's hooks: ZeRO-3's would prefetch."""
+        """Switch forwards to the containers. DeepSpeed's hooks are off on these modules: ZeRO-3's would prefetch."""
         if self._containers[0].installed:
             return
         self._replace_refused_decoder()
@@ -362,7 +368,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._unhooked.close()
 
     def _release(self) -> None:
-        """Free on leaving inference what the configuration says."""
+        """When inference ends, free what the settings say is not kept."""
         with self._profiler.phase("release"):
             if self._meetings is not None:
                 self._meetings.release()
@@ -381,7 +387,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     @contextmanager
     def _states_on_host(self) -> Iterator[None]:
-        """Inside the block what training alone needs is in host memory."""
+        """Inside the block, optimizer states, master weights and gradients are in host memory."""
         try:
             self._send_states()
             yield
@@ -399,10 +405,10 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     @contextmanager
     def _training_state(self) -> Iterator[None]:
-        """Inside the block the model has its own weights, and the device the optimizer's states, in a window too."""
+        """Inside the block, even in a window, the model holds its own weights and training states are on the device."""
         with self.call_lock:
             absent = self._window.is_open and self._rollout_settings.offload_states
-            with self._window.suspended(), self._watch.ignoring():  # DeepSpeed reads with a `modifier_rank`
+            with self._window.suspended(), self._watch.ignoring():  # DeepSpeed sets `modifier_rank` to read
                 try:
                     if absent:
                         self._bring_states()
@@ -419,10 +425,13 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     @one_at_a_time
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """In train mode DeepSpeed's forward; in eval mode the model over the snapshot, without gradients."""
+        """In train mode DeepSpeed's forward; in eval mode the model over the snapshot, without gradients.
+
+        Takes the model's arguments and gives its output.
+        """
         if self._in_eval or self._window.is_open:
             self._renew()
-            # The containers open the window. Of a wrapper, what does not generate runs as in training.
+            # The containers open the window. Parts of a wrapper that do not generate run as in training.
             with autocast_if_enabled(self), torch.no_grad():
                 return self.module(*inputs, **kwargs)
         with self._training():
@@ -435,7 +444,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     @one_at_a_time
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's backward. Raises RuntimeError in eval mode, whose forwards have no gradients."""
+        """DeepSpeed's backward. Raises RuntimeError in eval mode, where forwards have no gradients."""
         if self._in_eval or self._window.is_open:
             raise RuntimeError("backward() in eval mode, whose forwards have no gradients; call engine.train() first")
         with self._training():
@@ -443,28 +452,31 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     @one_at_a_time
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's step; where it applied an update, or raised where it would, the weights have a new version."""
+        """DeepSpeed's step. The weights get a new version if it applied an update, or raised when it would have.
+
+        Raises RuntimeError inside `inference()`.
+        """
         self._refuse_in_window("step()")
-        self._version.settle()  # of an optimizer's own step
+        self._version.settle()  # count a step of the optimizer that was made without the engine
         applies, skipped = self.is_gradient_accumulation_boundary(), self.skipped_steps
         try:
             with self._training(), self._watch.ignoring():
                 super().step(*args, **kwargs)
             self._version.updating |= self.was_step_applied()
         except BaseException:
-            # Also where this rank had not begun to write: other ranks may have, and all must refresh alike.
+            # Even if this rank has not written yet: other ranks may have, and all ranks must refresh together.
             self._version.updating |= applies and self.skipped_steps == skipped
             raise
         finally:
             self._version.settle()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's save_checkpoint, of the training weights; inside `inference()` too."""
+        """DeepSpeed's save_checkpoint, of the training weights; also allowed inside `inference()`."""
         with self._training_state():
             return super().save_checkpoint(*args, **kwargs)
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
-        """DeepSpeed's save_16bit_model, of the training weights; inside `inference()` too."""
+        """DeepSpeed's save_16bit_model, of the training weights; also allowed inside `inference()`."""
         with self._training_state():
             return super().save_16bit_model(*args, **kwargs)
 
@@ -475,9 +487,9 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """DeepSpeed's module_state_dict, of the training weights; inside `inference()` too.
+        """DeepSpeed's module_state_dict, of the training weights; also allowed inside `inference()`.
 
-        exclude_frozen_parameters: under every name that they have; DeepSpeed leaves a tied head in (0.19.8).
+        exclude_frozen_parameters: leaves them out under all their names; DeepSpeed (0.19.8) keeps a tied head.
         """
         with self._training_state():
             found = super().module_state_dict(destination, prefix, keep_vars, exclude_frozen_parameters)
@@ -488,13 +500,13 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         return found
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Whole weights on rank 0 under ZeRO-3, which accelerate asks for; inside `inference()` too."""
+        """The whole weights on rank 0 under ZeRO-3, as accelerate requests them; also allowed inside `inference()`."""
         with self._training_state():
             return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
 
     @one_at_a_time
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's load_checkpoint; afterwards the weights have a new version."""
+        """DeepSpeed's load_checkpoint; the weights get a new version. Raises RuntimeError inside `inference()`."""
         self._refuse_in_window("load_checkpoint()")
         try:
             return super().load_checkpoint(*args, **kwargs)
@@ -503,7 +515,10 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     @one_at_a_time
     def load_module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's load_module_state_dict; afterwards the weights have a new version."""
+        """DeepSpeed's load_module_state_dict; the weights get a new version.
+
+        Raises RuntimeError inside `inference()`.
+        """
         self._refuse_in_window("load_module_state_dict()")
         try:
             return super().load_module_state_dict(*args, **kwargs)
@@ -519,29 +534,30 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         max_shard_bytes: int = 5 * 10**9,
         instead: Callable[[nn.Parameter], torch.Tensor | None] | None = None,
     ) -> None:
-        """Write the model as a directory that Hugging Face's `from_pretrained` loads. Every rank takes part.
+        """Write the model as a directory that Hugging Face's `from_pretrained` loads. A collective of all ranks.
 
-        Weights are gathered a layer at a time and written in files of `max_shard_bytes`: host memory is a file and a
-        layer on the first rank, and a parameter on others.
+        Weights are gathered layer by layer and written in files of up to `max_shard_bytes`. Host memory: one file and
+        one layer on rank 0, one parameter on other ranks.
 
-        part: what of the engine's module is written, where that is a wrapper.
-        merged: adapters are merged into the weights, in float32 and rounded once; False writes PEFT's adapter alone.
-        instead: gives a parameter's whole values that are written in its place, float32, or None where it has no
-            others, such as averages; every rank calls it, in the same order. The whole model is in float32 then.
-        Raises RuntimeError inside `inference()`; ValueError for what Hugging Face cannot load; NotImplementedError for
-        adapters that cannot be merged; on every rank what writing raised.
+        part: the submodule to write, if the engine's module is a wrapper.
+        merged: merge adapters into the weights, in float32 and rounded once; False writes only PEFT's adapter.
+        instead: called with each parameter, on every rank in the same order; gives whole float32 values to write in its
+            place (a moving average, for example), or None for its own. The whole model is then written in float32.
+        Raises RuntimeError inside `inference()`; ValueError for a model that Hugging Face cannot load, and for
+        merged=False without PEFT adapters; NotImplementedError for adapters that cannot be merged. If writing fails,
+        rank 0 raises the error and all other ranks RuntimeError.
         """
         self._refuse_in_window("save_pretrained()")
         save_pretrained(part or self.module, directory, merged, max_shard_bytes, instead)
 
     def mark_weights_changed(self) -> None:
-        """Say, on every rank, that weights were written by means that the engine does not see: the next generation
-        reads all of them again.
+        """Tell the engine that weights were written in a way that it does not detect. Call it on every rank: the next
+        generation reads all weights again.
 
-        Seen without it: steps of the engine and of its optimizer, loading, what `GatheredParameters` writes with a
-        `modifier_rank`, and what is written to a parameter that is whole (ZeRO 0-2): by an operation on it, or through
-        `.data` to most of its elements. Not seen: a few elements written through `.data`, and partitions written in
-        place (`param.ds_tensor.data`, `safe_set_full_fp32_param` and its kin).
+        Detected without it: steps of the engine and of its optimizer, loading, writes in `GatheredParameters` with a
+        `modifier_rank`, and writes to a whole parameter (ZeRO 0-2) by an operation on it or through `.data` to most of
+        its elements. Not detected: a few elements written through `.data`, and partitions written in place
+        (`param.ds_tensor.data`, `safe_set_full_fp32_param` and similar functions).
         """
         self._version.loads += 1
 
@@ -550,22 +566,24 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     @property
     @one_at_a_time
     def weight_version(self) -> int:
-        """Grows with every step that applied an update, with a load, with what else is seen to write weights
-        (`mark_weights_changed`), and with a change of adapters."""
+        """A number that grows with every step that applied an update, every load, every other detected write to weights
+        (see `mark_weights_changed`), and every change of the active adapters."""
         self._see_changes()
         return self._snapshot.number()
 
     def generate(self, *args: Any, adapters: bool | None = None, seed: int | None = None, **kwargs: Any) -> Any:
-        """Hugging Face's `generate`: takes what it takes and returns what it returns.
+        """Hugging Face's `generate`, with the same arguments and return value.
 
-        Greedy search and sampling run fused. Beam search, assisted generation and the like run by Hugging Face's own
-        loop over the model's own layers, with a warning, once.
-        Inputs may be on any device, ids of any integer dtype; what comes back is on the model's device.
-        adapters: None as the model has them; False generates from the base model.
-        seed: of the noise of sampled rows, which is a function of (seed, rank, row, position); None takes
-            `next_seed()`. torch's generators are not drawn from.
-        `synced_gpus` is taken and not needed: ranks do not wait for each other.
-        Raises ValueError and NotImplementedError, in words, before any weight moves.
+        Greedy search and sampling run fused. Beam search, assisted generation and other methods run in Hugging Face's
+        own loop over the model's own layers; the first time with a warning.
+        Inputs may be on any device, ids of any integer dtype; the output is on the model's device.
+        adapters: None uses the model's active adapters; False generates from the base model.
+        seed: of the sampling RNG, whose draws are a function of (seed, rank, row, position); None takes `next_seed()`.
+            torch's generators are not used.
+        `synced_gpus` is accepted and has no effect: the engine synchronises ranks where that is needed.
+        Raises, before any weight is gathered: TypeError or ValueError for prompts that cannot be decoded, a sequence
+        longer than `max_out_tokens`, or one that memory limits do not allow; NotImplementedError for arguments that are
+        not supported.
         """
         with self._call(adapters):
             prompts_of(self._policy, args, kwargs)
@@ -575,8 +593,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     @one_at_a_time
     def next_seed(self) -> int:
-        """The seed of the next call that is given none: of torch's initial seed (`torch.manual_seed`) and of the number
-        of such calls. The sequence starts again where the initial seed has changed."""
+        """The seed of the next call without a `seed`: a function of torch's initial seed (`torch.manual_seed`) and of
+        the number of such calls. The sequence restarts when the initial seed changes."""
         return self._seeds.next()
 
     def rollout(
@@ -589,13 +607,17 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         row_ids: torch.Tensor | None = None,
         **model_inputs: Any,
     ) -> RolloutBatch:
-        """Completions of prompts, with the logprobs that they were drawn with.
+        """Completions of prompts, with the logprobs of the sampled tokens.
 
         prompt_ids, prompt_mask: [rows, prompt_len], left padded; ids of any integer dtype, a mask of any dtype, on any
-            device. A rank may have no rows at all. The batch is int64, on the model's device.
-        row_ids: integers [rows], the prompts' numbers among all ranks'; the same number draws the same noise, whatever
-            the world size. None numbers this rank's rows, so that ranks share no noise.
-        Raises ValueError and NotImplementedError, in words, before any weight moves.
+            device. A rank may have 0 rows. The returned batch is on the model's device, its ids and masks int64.
+        num_generations: completions per prompt, at least 1.
+        adapters: None uses the model's active adapters; False samples from the base model.
+        row_ids: integers [rows] that key the sampling RNG, unique over all ranks' prompts: with the same ids a rollout
+            does not depend on the world size. None numbers the rows of each rank in a range of its own.
+        Raises, before any weight is gathered: TypeError or ValueError for invalid prompts or row ids, a model without
+        `generate`, a sequence longer than `max_out_tokens`, or one that memory limits do not allow;
+        NotImplementedError for an encoder-decoder and for `model_inputs`.
         """
         refuse_model_inputs(model_inputs, "rollout")
         require_decoder(self._policy, "rollout")
@@ -618,7 +640,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if row_ids is not None:
             check_row_ids(row_ids, len(prompt_ids))
         prompt_ids, prompt_mask = as_ids(prompt_ids, self.device), as_mask(prompt_mask, self.device)
-        if len(prompt_ids) == 0:  # other ranks may be gathering, so this one draws a token and gives nothing back
+        if len(prompt_ids) == 0:  # join the other ranks' collectives: draw one token and discard it
             one = prompt_ids.new_zeros(1, prompt_ids.shape[1])
             once = replace(sampling, max_new_tokens=1, min_new_tokens=0)
             return self._rollout(one, torch.ones_like(one), once, 1, adapters, None).first_rows(0)
@@ -660,11 +682,15 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         rows_per_forward: int = 16,
         **model_inputs: Any,
     ) -> Scores:
-        """Logprob and entropy of every token of given sequences but the first.
+        """Logprob and entropy of every token of given sequences except the first.  float32 [rows, tokens - 1] each.
 
-        sequences, attention_mask: [rows, tokens], padded on either side, dtypes and device as `rollout`'s; a rank may
-        have no rows. Logits are made for `rows_per_forward` rows at a time. adapters: None as the model has them; False
-        scores with the base model.
+        sequences, attention_mask: [rows, tokens], padded on either or both sides, dtypes and device as in `rollout`; a
+            rank may have 0 rows.
+        adapters: None uses the model's active adapters; False scores with the base model.
+        temperature: divides the logits; above 0.
+        rows_per_forward: maximum rows in one forward.
+        Raises TypeError or ValueError for invalid sequences, a temperature of 0 or less, or sequences that the KV cache
+        cannot hold; NotImplementedError for an encoder-decoder and for `model_inputs`.
         """
         refuse_model_inputs(model_inputs, "score")
         require_decoder(self._policy, "score")
@@ -714,7 +740,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         noise: Callable[[int], SamplingKeys],
         log: TokenLog | None = None,
     ) -> Any:
-        """Hugging Face's `generate` with our decode loop in it."""
+        """Hugging Face's `generate` with our decode loop.  noise: number of prompts to their sampling keys."""
         if self._streams and getattr(getattr(self._policy, "config", None), "is_encoder_decoder", False):
             raise NotImplementedError(
                 "generate: an encoder-decoder model with hybrid_engine.pin_parameters=false, or with inference_tp_size "
@@ -739,7 +765,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         return generate(self._policy, args, kwargs, decoding)
 
     def _require_memory(self, rows: int, tokens: int) -> None:
-        """Raise ValueError, with the plan, where so many sequences do not fit into the model's own cache."""
+        """Raise ValueError, with the memory plan, if `rows` sequences of `tokens` tokens exceed `memory_limit`."""
         if not self._modes.fits(rows, tokens):
             raise ValueError(
                 f"rollout.memory_limit={self._modes.limit}: {rows} sequences of {tokens} tokens, new ones included, "
@@ -747,20 +773,20 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             )
 
     def _refresh(self, adapters: bool) -> None:
-        """Bring the snapshot up to date before a window opens."""
+        """Refresh the snapshot before a window opens. A collective if partitioned weights must be gathered."""
         if self._runs_on_copies() and self._snapshot.is_fresh(adapters):
             return
-        if self._must_gather(adapters):  # a rank whose request was refused may have to be told
+        if self._must_gather(adapters):  # tell ranks whose request failed to join: see `_join_refresh`
             any_rank([True], self.device)
         self._gather(adapters)
 
     def _join_refresh(self, adapters: bool) -> None:
-        """For a rank whose request was refused before its window opened: gather, if any other rank's was not."""
+        """Called where a request failed before its window opened: join the gather if another rank refreshes."""
         if self._must_gather(adapters) and any_rank([False], self.device)[0]:
             self._gather(adapters)
 
     def _must_gather(self, adapters: bool) -> bool:
-        """Whether bringing the snapshot up to date is a collective."""
+        """Whether refreshing the snapshot is a collective."""
         partitioned = self.zero_optimization_stage() == 3 and world_size() > 1
         return partitioned and self._runs_on_copies() and self._snapshot.must_gather(adapters)
 
@@ -773,7 +799,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
                 self._profiler.gathered(self._snapshot.refresh(self._profiler.phase, adapters))
 
     def _training_hooks(self) -> list[RemovableHandle]:
-        """Handles of the hooks that DeepSpeed put on the module, the engine's own and ZeRO-3's."""
+        """Handles of DeepSpeed's hooks on the module: the engine's and ZeRO-3's."""
         handles = [self.module_forward_pre_hook, self.module_forward_post_hook]
         offload = getattr(self.optimizer, "parameter_offload", self.optimizer)
         if isinstance(offload, DeepSpeedZeRoOffload):
@@ -782,7 +808,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     @contextmanager
     def _hooks_off(self) -> Iterator[None]:
-        """Inside the block DeepSpeed's hooks are off what generates."""
+        """Inside the block, DeepSpeed's hooks are off on the part that generates."""
         with self._switched_hooks.off(), self._other_hooks.off():
             yield
 
@@ -790,33 +816,36 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     @property
     def in_step(self) -> bool:
-        """Whether ranks run inference together, so that every rank must make the same calls in the same order."""
+        """Whether ranks run inference together: then every rank must make the same calls in the same order."""
         return self._modes.in_use != Mode() or self._exchange is not None
 
     def memory_plan(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> MemoryPlan:
-        """What each way to hold weights that this engine could run in takes for such a rollout, in bytes on this rank.
+        """Bytes on this rank that a rollout needs in each mode that this engine could run in. `print` shows a table.
 
-        batch_size: sequences of this rank, every generation of a prompt counted; `rollout.max_slots` of them decode at
-        once. Nothing moves, and no rank is asked. `print` shows a table.
+        batch_size: this rank's sequences, every generation of a prompt counted; at most `rollout.max_slots` of them
+            are decoded at once.
+        prompt_length, max_new_tokens: tokens.
+        Only arithmetic: nothing is allocated, and it is not a collective.
         """
         return self._modes.plan(min(batch_size, self._rollout_settings.max_slots), prompt_length + max_new_tokens)
 
     def coverage(self) -> list[dict[str, str]]:
-        """What runs where in eval mode: for each part of the model its `module` name, `kind`, `container` and why.
+        """What eval mode runs: for each part of the model its `module` name, `kind`, `container` and the reason.
 
-        A fused decoder is compared with the model's layers on first use; where one differs, this says so afterwards.
+        A fused decoder is compared with the model's layers on first use; if it differs, later calls report that.
         """
         with autocast_if_enabled(self):
             copied = not (self._streams and self._fused.fallback_reason_now())
             return coverage_of(self._containers, self._fused, copied)
 
     def stats(self) -> dict[str, float | str]:
-        """This rank's figures since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
-        `decode_s`, `wait_s`, `release_s`, `train_s`, `elapsed_s`), `tokens` generated, `tokens_per_s` of prefill and
-        decode, `gathered_bytes`; and `snapshot_bytes`, `container_bytes` (what fused containers copied beside it),
-        `kv_bytes` held now and `peak_bytes`, the most that the snapshot with one gathered group, the containers, the KV
-        cache and the fused decoder's largest forward have needed. `native_reason`: why the latest request that could
-        not run fused ran in the model's own layers, and what to do about it; "" where every request ran fused."""
+        """This rank's statistics since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
+        `decode_s`, `wait_s`, `release_s`, `train_s`, `elapsed_s`), `tokens` generated, `tokens_per_s` of prefill,
+        decode and wait together, and `gathered_bytes`. Memory held now: `snapshot_bytes`, `container_bytes` (copies
+        that fused containers made in addition) and `kv_bytes`. `peak_bytes`: the sum of the peaks of the snapshot with
+        one gathered group, the containers, the KV cache and the fused decoder's largest forward. `native_reason`: why
+        the latest request that could not run fused ran in the model's own layers, and the remedy; "" if every request
+        ran fused."""
         others = 0 if self._meetings is None else self._meetings.nbytes()
         return {
             **self._profiler.stats(),
@@ -833,7 +862,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
 
 def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int | str) -> None:
-    """Raise ValueError where `size` ranks cannot share a model's heads, as its family or its `tp_plan` tells them."""
+    """Raise ValueError if `size` ranks cannot divide the attention heads that the model's family or `tp_plan` gives."""
     if size != "auto" and size > 1:
         with suppress(UnsupportedModel):
             spec = read_decoder(model).spec
@@ -844,10 +873,10 @@ def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int | str) -> Non
 
 
 def group_of_mpu(mpu: Any, size: int | str) -> dist.ProcessGroup | None:
-    """The ranks that share weights in inference, where a caller's `mpu` says so, as in DeepSpeed's engine;
-    None where neighbours do.
+    """The process group that shares weights in inference, if the caller's `mpu` gives one, as in DeepSpeed's engine;
+    None if consecutive ranks share them.
 
-    Raises ValueError where they are not `inference_tp_size`.
+    Raises ValueError if the group's size is not `inference_tp_size`.
     """
     names = ("get_model_parallel_group", "get_tensor_model_parallel_group")
     groups = [getattr(mpu, name)() for name in names if hasattr(mpu, name)]
@@ -862,9 +891,9 @@ def group_of_mpu(mpu: Any, size: int | str) -> dist.ProcessGroup | None:
 
 
 def forget(model: nn.Module) -> None:
-    """Take `model` out of what ZeRO-3 keeps for ever (deepspeed 0.19.8), and with it its engine and its optimizer: the
-    list to which every model is added as its engine is built, and a cache of which parameters a module releases."""
+    """Remove the global references that ZeRO-3 (deepspeed 0.19.8) keeps to `model`, its engine and its optimizer: the
+    list that every engine adds its model to, and a cache of the parameters that a module releases."""
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not model]
     cached = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
-    for cell in getattr(cached, "__closure__", None) or ():  # a decorator is around the cache
+    for cell in getattr(cached, "__closure__", None) or ():  # the cache is wrapped by a decorator
         getattr(cell.cell_contents, "cache_clear", lambda: None)()

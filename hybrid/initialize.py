@@ -1,4 +1,4 @@
-"""`hybrid.initialize`: deepspeed.initialize's signature and return value, with a HybridEngine in it."""
+"""`hybrid.initialize`: the signature and return value of deepspeed.initialize, with a HybridEngine."""
 
 import os
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from hybrid.extension_lock import extension_lock_reported
 from hybrid.parallel import world_size
 from hybrid.weights.offload import require_movable
 
-# What torchrun, deepspeed, accelerate, MPI and Slurm set for a rank.
+# Environment variables that torchrun, deepspeed, accelerate, MPI and Slurm set for a rank.
 STARTED_BY_A_LAUNCHER = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -40,13 +40,14 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | dict[str, Any] | None = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Build a HybridEngine. Takes what `deepspeed.initialize` takes, and returns what it returns: engine, optimizer,
-    dataloader, learning rate scheduler.
+    """Build a HybridEngine. Same arguments as `deepspeed.initialize`, same return value: engine, optimizer, dataloader,
+    learning rate scheduler.
 
-    config: path of a DeepSpeed JSON file, or a dict; may hold the blocks `hybrid_engine` and `rollout`. Neither is
-        changed. With an explicit `"hybrid_engine": {"enabled": false}` DeepSpeed's own engine is built.
-    Raises ValueError, naming key, value and what is allowed, before anything is built; NotImplementedError for what
-    is not available.
+    config: path of a DeepSpeed JSON file, or a dict; may have the blocks `hybrid_engine` and `rollout`. It is not
+        changed. An explicit `"hybrid_engine": {"enabled": false}` builds DeepSpeed's own engine.
+    Raises ValueError for an invalid setting, with key, value and what is allowed; NotImplementedError for features that
+    are not available: a PipelineModule, tensor, pipeline or sequence parallel training, adapters that cannot be merged.
+    Both before DeepSpeed partitions anything.
     """
     if model is None:
         raise ValueError("initialize: no model given")
@@ -99,9 +100,9 @@ def initialize(
 
 
 def be_a_world_of_one() -> None:
-    """Where no launcher started this process, and nobody has made a process group, make one of this process alone.
+    """Make a process group of this process alone, unless a launcher started it or a process group exists.
 
-    DeepSpeed would ask MPI (0.19.8). The store is in memory, so that no port is taken.
+    Otherwise DeepSpeed (0.19.8) would use MPI. The store is in memory and takes no port.
     """
     if dist.is_initialized() or any(name in os.environ for name in STARTED_BY_A_LAUNCHER):
         return
@@ -111,13 +112,13 @@ def be_a_world_of_one() -> None:
 
 
 def make_mesh(settings: dict[str, Any], mesh_param: Any) -> Any:
-    """DeepSpeed's mesh of data and sequence parallel ranks (one, the second), where one is asked for."""
+    """DeepSpeed's device mesh [data parallel, sequence parallel] if one is configured, else None."""
     if not mesh_param and "sequence_parallel_size" in settings and "data_parallel_size" in settings:
         mesh_param = (settings["data_parallel_size"], settings["sequence_parallel_size"])
     return comm.initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel")) if mesh_param else None
 
 
-# How an `mpu` says that ranks share a model or a sequence.
+# Methods of an `mpu` that give the size of a model or sequence parallel group.
 SHARING_SIZES = (
     "get_tensor_model_parallel_world_size",
     "get_model_parallel_world_size",
@@ -127,9 +128,9 @@ SHARING_SIZES = (
 
 
 def refuse_shared_training(settings: dict[str, Any], mpu: Any, mesh_param: Any) -> None:
-    """Raise NotImplementedError, naming key and value, where ranks are to share a model's layers or a sequence.
+    """Raise NotImplementedError, with key and value, for tensor, pipeline or sequence parallel training.
 
-    The engine takes every rank of ZeRO for one that trains the whole model on rows of its own.
+    The engine assumes that every rank of ZeRO trains the whole model on its own rows.
     """
     sizes = {
         "tensor_parallel.autotp_size": (settings.get("tensor_parallel") or {}).get("autotp_size"),
@@ -147,8 +148,7 @@ def refuse_shared_training(settings: dict[str, Any], mpu: Any, mesh_param: Any) 
 
 
 def without_streaming_of_whole_weights(settings: HybridEngineConfig, stage: int) -> HybridEngineConfig:
-    """`settings`; where weights that are to be gathered as they run are whole on every rank, with pin_parameters=true,
-    and a line in the log."""
+    """`settings`, with pin_parameters=false replaced by true below ZeRO-3, where weights are whole; rank 0 logs it."""
     if settings.pin_parameters is not False or stage == 3:
         return settings
     log_dist(
@@ -160,7 +160,8 @@ def without_streaming_of_whole_weights(settings: HybridEngineConfig, stage: int)
 
 
 def refuse_what_is_not_there(settings: HybridEngineConfig, rollout: RolloutConfig) -> None:
-    """Raise for settings of DeepSpeed's block that this engine cannot follow."""
+    """Raise ValueError for settings that contradict each other or the world size, NotImplementedError for a combination
+    with enable_cuda_graph that is not available, before anything is built."""
     size, ranks = settings.inference_tp_size, world_size()
     if "auto" in (size, settings.pin_parameters) and settings.enable_cuda_graph:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The ways to hold weights for a rollout: what each takes on a rank, in bytes, before it moves; the choice."""
+"""Plans memory: bytes on a rank of each way to hold weights for a rollout, and the choice where settings are "auto"."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -36,7 +36,7 @@ from hybrid.weights.streaming import StreamedSnapshot
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to hold weights: whole on every rank, in slices on `tp_size` ranks, or streamed layer by layer."""
+    """A way to hold weights: whole on every rank, sliced over `tp_size` ranks, or streamed layer by layer."""
 
     tp_size: int = 1
     streaming: bool = False
@@ -49,12 +49,15 @@ class Mode:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes on one rank.
+    """Peak memory of a rollout in one mode, by kind, in bytes on one rank.
 
-    parameters: at rest, which training holds whatever the mode.  gather: whole beside the snapshot while weights are
-    brought together, and what merging computes with.  snapshot.  containers: copies that decoders hold.  kv: of all
-    rows that decode at once.  logits: float32, of a step, or of the tokens that are scored at once.  activations: of
-    the largest forward, beside its logits.
+    parameters: held by training in every mode.
+    gather: temporaries of gathering and merging, in addition to the snapshot.
+    snapshot: inference's copies of weights.
+    containers: further copies that decoders make (transposed, joined, float32).
+    kv: KV cache of all sequences that are decoded at once.
+    logits: float32, of one decode step or of the tokens scored at once.
+    activations: of the largest forward, without its logits.
     """
 
     parameters: int
@@ -67,15 +70,15 @@ class Need:
 
     @property
     def total(self) -> int:
-        """What inference adds to training's own memory, at the worst moment."""
+        """Peak bytes that inference adds to training's own memory."""
         return self.gather + self.snapshot + self.containers + self.kv + self.logits + self.activations
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The needs of every mode that this engine could run in, the fastest first.
+    """Memory that each mode of this engine needs, the fastest mode first. `str()` gives a table in MiB.
 
-    in_use: the mode that the engine runs in.  limit: bytes that inference may add; None: no limit is set.
+    in_use: the mode that the engine runs in.  limit: bytes that inference may add; None: no limit.
     """
 
     needs: dict[Mode, Need]
@@ -99,10 +102,11 @@ class MemoryPlan:
 
 
 class Modes:
-    """The modes of an engine: what holds the weights in each, what they need, and which one it runs in.
+    """The modes that an engine could run in: makes a mode's snapshot and decoder, plans its memory, chooses one.
 
-    stage: of ZeRO.  phase, count: as StreamedSnapshot's.  own_hooks: as FusedModel's.
-    Raises ValueError, with a plan, where "auto" is to choose and nothing fits.
+    stage: of ZeRO.  phase, count: as in StreamedSnapshot.  own_hooks: as in FusedModel.
+    Raises ValueError, with the memory plan, if a setting is "auto" and no allowed mode fits; NotImplementedError for
+    adapters that cannot be merged.
     """
 
     def __init__(
@@ -118,29 +122,29 @@ class Modes:
         self.model, self.settings, self.rollout, self.stage = model, settings, rollout, stage
         self.phase, self.count, self.own_hooks = phase, count, own_hooks
         self.device = torch.device(get_accelerator().current_device_name())
-        self.native_reasons = NativeReasons()  # of every decoder that the engine has had
+        self.native_reasons = NativeReasons()  # shared by all decoders that the engine makes
         self.limit = rollout.memory_limit
         self.version = WeightVersion()
         self.read()
         self.in_use = self._chosen()
 
     def read(self) -> None:
-        """Read the model: as it is built, and when its modules, adapters or parameters are others.
+        """Read the model: at construction, and after its modules, adapters or parameters were replaced.
 
-        Raises NotImplementedError that names the module, where one has an adapter that cannot be merged; what was read
-        before stays.
+        Raises NotImplementedError, with the module's name, for an adapter that cannot be merged; then nothing changes.
         """
         self.structure, self.adapted = read_structure(self.model), read_adapters(self.model)
         unmerged = self.rollout.lora == "unmerged"
         layers_per_group = self.settings.tp_gather_partition_size
-        self.kept = (self.model, self.structure, self.adapted, layers_per_group, unmerged, self.version)  # by all
+        # The first arguments of every kind of snapshot.
+        self.kept = (self.model, self.structure, self.adapted, layers_per_group, unmerged, self.version)
         self.version.adapters = active_adapters(self.adapted)
         self.layout: DecoderLayout | None = None
         with suppress(UnsupportedModel):
             self.layout = read_decoder(self.model)
 
     def weights(self, mode: Mode, group: InferenceGroup) -> tuple[Snapshot, FusedModel]:
-        """The snapshot and the decoder of a mode; a snapshot of whole weights where the mode has no decoder."""
+        """A mode's snapshot and decoder. Without a decoder for the model, the snapshot is of whole weights."""
         native = "rollout.containers=native" * self.native_by_choice
         if native or self.layout is None or mode == Mode():
             snapshot = Snapshot(*self.kept, joined=self._joined(mode))
@@ -155,7 +159,8 @@ class Modes:
         return snapshot, fused
 
     def _joined(self, mode: Mode) -> list[tuple[ParamRef, ...]]:
-        """What the decoder of a mode reads as one. The CPU kernels read matrices where they lie."""
+        """Matrices that the mode's decoder reads as one (q, k, v; gate, up). None for the CPU kernels, which read each
+        matrix in its own place."""
         first = next(self.model.parameters())
         on_cpu_kernels = kernels_of(first.device) == "CPU kernels" and first.dtype in (torch.float32, torch.bfloat16)
         reads_parts = mode.tp_size == 1 and on_cpu_kernels
@@ -164,7 +169,7 @@ class Modes:
         return joined_refs(self.layout)
 
     def fused(self, snapshot: Snapshot, fallback_reason: str = "", group: InferenceGroup | None = None) -> FusedModel:
-        """The decoder over a snapshot.  why_not: words, where there is to be none."""
+        """The decoder over a snapshot.  fallback_reason: why the model's own layers must run; "" to use the decoder."""
         graph_slots = self.rollout.max_slots if self.settings.enable_cuda_graph else 0
         layers = [part.module for part in self.structure.layers]
         fused = FusedModel(
@@ -180,27 +185,27 @@ class Modes:
         return self.rollout.containers == "native"
 
     def plan(self, rows: int, tokens: int) -> MemoryPlan:
-        """For so many sequences, decoded at once, of so many tokens."""
+        """The plan for `rows` sequences of `tokens` tokens each, all decoded at once."""
         needs = {mode: self._planned(mode)(rows, tokens) for mode in self._possible()}
         return MemoryPlan(needs, self.in_use, self.limit)
 
     def fits(self, rows: int, tokens: int) -> bool:
-        """Whether what is in use can hold so many sequences at once of so many tokens."""
+        """Whether the mode in use can hold `rows` sequences of `tokens` tokens at once."""
         return self.limit is None or self._planned(self.in_use)(rows, tokens).total <= self.limit
 
     def kv_limit(self) -> int | None:
-        """Bytes that the memory limit leaves for keys and values beside the weights in use; None: there is none."""
+        """Bytes that the memory limit leaves for the KV cache in the mode in use; None: there is no limit."""
         if self.limit is None:
             return None
         return max(self.limit - self._planned(self.in_use)(0, 0).total, 0)
 
     def _possible(self) -> list[Mode]:
-        """The fastest first."""
+        """The modes that model, world size and ZeRO stage allow, the fastest first."""
         slices = [Mode(tp_size=size) for size in self._sizes()[1:] if world_size() % size == 0]
         return [Mode(), *slices, *[Mode(streaming=True)] * (self.stage == 3)]
 
     def _sizes(self) -> list[int]:
-        """Numbers of ranks that can share the decoder, or the model's own modules."""
+        """Tensor-parallel sizes that divide the decoder's heads, or those of the model's own modules."""
         if self.layout is not None:
             return sizes_that_fit(self.layout.spec.num_heads, self.layout.spec.num_kv_heads)
         try:
@@ -210,8 +215,11 @@ class Modes:
         return sorted(set.intersection(*map(set, heads))) if heads else [1]
 
     def _chosen(self) -> Mode:
-        """What the settings say; where they say "auto", the fastest in which `max_slots` sequences of `max_out_tokens`
-        fit at once. Where all do not fit in any, the one in which most do."""
+        """The mode of the settings. For "auto", the fastest allowed mode in which `max_slots` sequences of
+        `max_out_tokens` tokens fit at once; if there is none, the mode in which the most fit. "auto" is a collective.
+
+        Raises ValueError, with the memory plan, if not one sequence fits in an allowed mode.
+        """
         size, pinned = self.settings.inference_tp_size, self.settings.pin_parameters
         if "auto" not in (size, pinned):
             return Mode(tp_size=size) if pinned else Mode(streaming=True)
@@ -236,13 +244,13 @@ class Modes:
         return chosen
 
     def _slots(self, mode: Mode) -> int:
-        """How many sequences of `max_out_tokens` fit at once, up to `max_slots`."""
+        """How many sequences of `max_out_tokens` tokens fit at once, up to `max_slots`."""
         need = self._planned(mode)
         counts = range(self.rollout.max_slots, 0, -1)
         return next((n for n in counts if need(n, self.settings.max_out_tokens).total <= self.limit), 0)
 
     def _planned(self, mode: Mode) -> Callable[[int, int], Need]:
-        """What a mode needs, for so many sequences at once of so many tokens."""
+        """A function of (rows, tokens): what a mode needs for `rows` sequences of `tokens` tokens at once."""
         group = InferenceGroup(mode.tp_size, connected=False)
         snapshot, fused = self.weights(mode, group)
         if mode.tp_size > 1 and fused.fallback_reason:
@@ -252,7 +260,7 @@ class Modes:
         kept, beside = snapshot.planned()
         decoder = fused.planned()
         copies = 0 if decoder is None else decoder.nbytes()
-        if mode.streaming:  # a layer at a time has them
+        if mode.streaming:  # one layer's copies at a time
             copies, beside = 0, beside + copies // max(len(fused.layers), 1)
         at_rest = sum(map(bytes_at_rest, self.model.parameters()))
         vocabulary = getattr(text_config(self.model), "vocab_size", 0)
@@ -262,10 +270,10 @@ class Modes:
             kv = min(kv, self.rollout.kv_cache_bytes or kv)
             logits = logit_rows(decoder, max(rows, 1), tokens) * vocabulary * 4
             if decoder is None:
-                # A head's logits come when the layers' products are gone.
+                # The head's logits are made after the layers' temporaries are freed.
                 activations = max(native_activation_bytes(self.model, rows * tokens) - logits, 0)
             else:
-                ranks = 1 if mode.tp_size == 1 else mode.tp_size  # whose tokens a forward has
+                ranks = 1 if mode.tp_size == 1 else mode.tp_size  # a forward has the tokens of all ranks of the group
                 checked = sum(checked_lengths(decoder, self.model))
                 at_once = max(ranks * min(rows * tokens, PREFILL_TOKENS), checked)
                 activations = decoder.activation_bytes(at_once)
@@ -275,24 +283,27 @@ class Modes:
 
 
 def logit_rows(decoder: object, rows: int, tokens: int) -> int:
-    """Tokens whose logits are there at once, copies counted: of a step (the prompts' and all rows'), or of scoring.
+    """Rows of logits that exist at once, temporaries counted: in a decode step (`rows` sequences) or in scoring.
 
-    The CPU kernels draw and score without a copy; in torch's operations there are temporaries of the same size.
+    The CPU kernels sample and score without a copy; torch's operations make temporaries of the same size.
     """
     in_torch = not isinstance(decoder, CpuDecoder)
     return max((5 if in_torch else 3) * rows, (5 if in_torch else 1) * min(rows * tokens, LOGIT_ROWS))
 
 
 def native_activation_bytes(model: nn.Module, tokens: int) -> int:
-    """Bytes of a forward of the model's own layers over so many tokens, about: the residual stream, as it is, normed,
-    attended and in float32; and the MLP's products."""
+    """Approximate activation bytes of the model's own layers over `tokens` tokens: four times the hidden size (the
+    residual stream, its norm, the attention output, a float32 copy) and three times the MLP's inner size."""
     config = text_config(model)
     hidden, inner = (getattr(config, name, 0) or 0 for name in ("hidden_size", "intermediate_size"))
     return tokens * (4 * hidden + 3 * (inner or 4 * hidden)) * next(model.parameters()).element_size()
 
 
 def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
-    """Of the pages, or of the cache that the model's own layers fill; both grow by `step` tokens."""
+    """Bytes of the KV cache, fused (blocks) or native, for `rows` sequences of `tokens` tokens.
+
+    step: tokens by which the cache grows.
+    """
     if not fused.fallback_reason:
         steps = pages_for(step)
         return -(-(1 + rows * pages_for(tokens)) // steps) * steps * fused.page_bytes()
@@ -306,20 +317,20 @@ def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
 
 
 def text_config(model: nn.Module) -> object:
-    """The Hugging Face configuration of what generates; None where there is none."""
+    """The Hugging Face configuration of the part that generates, or None."""
     config = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def bytes_at_rest(param: torch.Tensor) -> int:
-    """What this rank holds of a parameter outside inference."""
+    """Bytes that this rank holds of a parameter outside inference: its partition, or all of it."""
     return param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes
 
 
 def free_bytes() -> int:
-    """What this rank's device has free; a host's memory is shared by the ranks on it.
+    """Free bytes of this rank's device. On CPU, the host's free memory divided by the ranks on the host.
 
-    On a device, what torch's allocator has reserved and does not use is free too.
+    On a GPU, memory that torch's allocator has reserved but does not use counts as free.
     """
     accelerator = get_accelerator()
     free = accelerator.available_memory()
@@ -329,10 +340,10 @@ def free_bytes() -> int:
 
 
 def layer_by_layer(reason: str) -> str:
-    """Words for a model whose own layers are gathered as they run."""
+    """The reason text for a model whose own layers are gathered as they run."""
     return f"weights are gathered layer by layer ({reason})"
 
 
 def in_mib(nbytes: int) -> str:
-    """Bytes as MiB, for people."""
+    """Bytes as text, in MiB with one decimal."""
     return f"{nbytes / 2**20:.1f}"

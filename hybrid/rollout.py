@@ -1,4 +1,4 @@
-"""What a trainer asks of a rollout and what it gets: names are TRL's, shapes are stated."""
+"""The request and the result of a rollout, SamplingParams and RolloutBatch, with TRL's names; checks of prompts."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,32 +8,33 @@ from transformers import GenerationConfig
 
 from hybrid.inputs import is_integer
 
-# `generate` logs a warning where these are set beside max_new_tokens and min_new_tokens, which decide.
+# Left unset: `generate` warns if they are set together with max_new_tokens and min_new_tokens, which take precedence.
 DECIDED_BY_NEW_TOKENS = ("max_length", "min_length")
 
 
 class WholeGenerationConfig(GenerationConfig):
-    """A generation configuration that decides every field: `generate` takes nothing from the model's own.
+    """A GenerationConfig that `generate` does not complete from the model's own.
 
-    `generate` fills what is None, here what is off, by `update(defaults_only=True)` (transformers 5.23).
+    `generate` (transformers 5.23) fills fields that are None by `update(defaults_only=True)`; here None means off.
     """
 
     def update(self, defaults_only: bool = False, **kwargs: Any) -> dict[str, Any]:
-        """As Hugging Face's; with `defaults_only` nothing changes."""
+        """Hugging Face's `update`; does nothing with `defaults_only`."""
         return {} if defaults_only else super().update(**kwargs)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are drawn.
+    """How completions are sampled. Raises ValueError for a value outside the range given below.
 
-    max_new_tokens: the longest completion, its end token included.
-    temperature: logits are divided by it; 0 is greedy.
-    top_p, top_k, min_p: truncations; 1.0, 0 and 0.0 are off.
-    min_new_tokens: no end token before this many.
-    repetition_penalty: as Hugging Face's; 1.0 is off.
-    seed: of the noise; None takes `engine.next_seed()`.
-    stop_token_ids: end tokens besides those of the model's configurations.
+    max_new_tokens: maximum tokens of a completion, its end token included; at least 1.
+    temperature: divides the logits; 0 is greedy; at least 0.
+    top_p, top_k, min_p: truncations as in Hugging Face's `generate`; 1.0, 0 and 0.0 are off. top_p in (0, 1], top_k at
+        least 0, min_p in [0, 1).
+    min_new_tokens: no end token before this many; at most max_new_tokens.
+    repetition_penalty: as in Hugging Face's `generate`; 1.0 is off; above 0.
+    seed: of the sampling RNG; None takes `engine.next_seed()`.
+    stop_token_ids: end tokens in addition to those of the model's configurations.
     """
 
     max_new_tokens: int
@@ -61,8 +62,8 @@ class SamplingParams:
                 raise ValueError(f"SamplingParams.{name}: {getattr(self, name)!r} given; it must be {allowed}")
 
     def generation_config(self, model: Any, num_generations: int) -> GenerationConfig:
-        """Hugging Face's configuration of the same draw. Of the model's own it has the special tokens alone: a
-        checkpoint's temperature, suppressed tokens or penalties are not the rollout's."""
+        """The equivalent Hugging Face GenerationConfig. Only special tokens come from the model's own: a checkpoint's
+        temperature, suppressed tokens or penalties do not apply to the rollout."""
         ends = end_token_ids(model, self.stop_token_ids)
         own = model.generation_config
         pad = own.pad_token_id if own.pad_token_id is not None else getattr(model.config, "pad_token_id", None)
@@ -88,7 +89,7 @@ class SamplingParams:
 
 
 def end_token_ids(model: Any, more: tuple[int, ...] = ()) -> list[int]:
-    """Every token that ends a completion: of the generation configuration, of the model's, and `more`."""
+    """All end tokens: of the model's generation configuration, of its model configuration, and `more`."""
     found: list[int] = []
     for ids in (model.generation_config.eos_token_id, getattr(model.config, "eos_token_id", None), list(more)):
         found += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
@@ -99,18 +100,18 @@ def end_token_ids(model: Any, more: tuple[int, ...] = ()) -> list[int]:
 class RolloutBatch:
     """Completions of prompts. Rows are prompts × generations, a prompt's generations next to each other.
 
-    prompt_ids, prompt_mask: int64 [rows, prompt_len], left padded, as they were given.
-    completion_ids, completion_mask: int64 [rows, completion_len], right padded. The first end token belongs to the
-        completion; the mask comes from lengths.
-    sampling_per_token_logps: float32 [rows, completion_len], 0 where masked: of the distribution that the token was
-        drawn from, after temperature, repetition_penalty, min_new_tokens and truncation, normalised again; what vLLM
-        calls "processed_logprobs". Importance sampling divides by these. A greedy token's are at temperature 1.
-    old_per_token_logps: the same of softmax(logits / temperature), without penalty or truncation: what TRL's trainer
-        computes under this name, the policy in PPO's ratio. `engine.score` gives it again.
-    raw_per_token_logps: the same of softmax(logits), the model itself; vLLM's "raw_logprobs".
-    finish_reason: "stop" where an end token came, else "length".
-    weight_version: of the weights that sampled.
-    timings: seconds by phase and the number of tokens, of this rank.
+    prompt_ids, prompt_mask: int64 [rows, prompt_len], left padded, as given.
+    completion_ids, completion_mask: int64 [rows, completion_len], right padded. The completion includes the first end
+        token; the mask comes from lengths.
+    sampling_per_token_logps: float32 [rows, completion_len], 0 where masked: under the distribution that was sampled
+        from, after temperature, repetition_penalty, min_new_tokens and truncation, renormalised; vLLM's
+        "processed_logprobs". The denominator in importance sampling. For greedy tokens: at temperature 1.
+    old_per_token_logps: the same shape, under softmax(logits / temperature), without penalty or truncation: what TRL's
+        trainer computes under this name, the old policy in PPO's ratio. `engine.score` recomputes it.
+    raw_per_token_logps: the same shape, under softmax(logits), the raw model; vLLM's "raw_logprobs".
+    finish_reason: for each row, "stop" if it has an end token, else "length".
+    weight_version: version of the weights that sampled.
+    timings: this rank's seconds by phase and number of tokens.
     """
 
     prompt_ids: torch.Tensor
@@ -125,7 +126,7 @@ class RolloutBatch:
     timings: dict[str, float] = field(default_factory=dict)
 
     def first_rows(self, count: int) -> "RolloutBatch":
-        """The first `count` rows."""
+        """A batch of the first `count` rows."""
         tensors = {name: value[:count] for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return replace(self, finish_reason=self.finish_reason[:count], **tensors)
 
@@ -136,12 +137,15 @@ class RolloutBatch:
 
     @property
     def attention_mask(self) -> torch.Tensor:
-        """Of `sequences`, padded on both sides.  int64 [rows, prompt_len + completion_len]"""
+        """The mask of `sequences`, padded on both sides.  int64 [rows, prompt_len + completion_len]"""
         return torch.cat([self.prompt_mask, self.completion_mask], dim=1)
 
 
 def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids") -> None:
-    """Raise TypeError or ValueError, in words, for prompts that cannot be decoded; prompt_mask may be None."""
+    """Check prompts, integer [rows, tokens], and their mask, same shape or None.
+
+    Raises TypeError if the prompts are no tensor; ValueError for wrong dtype or shape, width 0, or a fully masked row.
+    """
     if not isinstance(prompt_ids, torch.Tensor):
         raise TypeError(f"{name}: {type(prompt_ids).__name__} given; it must be an integer tensor [rows, tokens]")
     if not is_integer(prompt_ids):
@@ -161,7 +165,7 @@ def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids") -
 
 
 def check_row_ids(row_ids: Any, rows: int) -> None:
-    """Raise TypeError or ValueError where `row_ids` is not an integer tensor [rows]."""
+    """Raise TypeError if `row_ids` is not a tensor, ValueError if it is not of integers [rows]."""
     if not isinstance(row_ids, torch.Tensor):
         raise TypeError(f"row_ids: {type(row_ids).__name__} given; it must be an integer tensor [{rows}]")
     if row_ids.shape != (rows,):
@@ -171,7 +175,7 @@ def check_row_ids(row_ids: Any, rows: int) -> None:
 
 
 def check_left_padded(prompt_mask: torch.Tensor) -> None:
-    """Raise ValueError where a mask [rows, tokens] is not zeros and then ones."""
+    """Raise ValueError if a row of the mask [rows, tokens] has a 0 after a 1."""
     mask = prompt_mask.bool()
     wrong = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1).nonzero().flatten().tolist()
     if wrong:
@@ -179,7 +183,7 @@ def check_left_padded(prompt_mask: torch.Tensor) -> None:
 
 
 def lengths_to_first_end(completion_ids: torch.Tensor, ends: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Length of each completion, its first end token included, and whether it has one.
+    """The length of each completion, up to and including its first end token, and whether it has an end token.
 
     completion_ids int64 [rows, completion_len]; gives int64 [rows] and bool [rows].
     """
@@ -200,10 +204,11 @@ def make_batch(
     raw_logps: torch.Tensor,
     **about,
 ) -> RolloutBatch:
-    """The batch of what `generate` gave.
+    """A RolloutBatch from the output of `generate`.
 
-    prompt_ids, prompt_mask int64 [rows, prompt_len], rows × generations of them; sequences int64
-    [rows, prompt_len + completion_len]; ends: end tokens; the logprobs: float32 [rows, completion_len].
+    prompt_ids, prompt_mask int64 [rows, prompt_len], each prompt repeated once per generation; sequences int64
+    [rows, prompt_len + completion_len]; ends: end tokens; logprobs float32 [rows, completion_len]; about: the batch's
+    other fields.
     """
     completions = sequences[:, prompt_ids.shape[1] :]
     lengths, ended = lengths_to_first_end(completions, ends)

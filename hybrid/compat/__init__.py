@@ -1,1 +1,1 @@
-"""Other libraries' ways to ask for rollouts: DeepSpeed's entry points, TRL, DeepSpeed's rollout interface."""
+"""Integration with other libraries: DeepSpeed's entry points, its rollout interface, and TRL."""

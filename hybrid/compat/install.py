@@ -1,7 +1,8 @@
-"""`hybrid.install()`: `deepspeed.initialize` builds our engine where a configuration enables `hybrid_engine`, and
-`deepspeed.init_inference` builds ours.
+"""`hybrid.install()` patches DeepSpeed's module: `deepspeed.initialize` builds a HybridEngine if the configuration
+enables `hybrid_engine`, and `deepspeed.init_inference` builds an InferenceEngine.
 
-accelerate, the transformers Trainer and TRL look the name up in DeepSpeed's module as they call it, and so build ours.
+accelerate, the transformers Trainer and TRL look these functions up in DeepSpeed's module at call time, so they build
+our engines too.
 """
 
 import functools
@@ -20,15 +21,16 @@ from hybrid.config import read_block
 from hybrid.inference.engine import init_inference
 from hybrid.initialize import initialize
 
-PARAMETERS = tuple(inspect.signature(initialize).parameters)  # of `deepspeed.initialize`, in its order
+PARAMETERS = tuple(inspect.signature(initialize).parameters)  # of `deepspeed.initialize`, in order
 
 
 @dataclass
 class Place:
-    """The place of one of DeepSpeed's functions, of which a process has one.
+    """The state of our patch of one of DeepSpeed's functions; one per process and function.
 
-    name: of the function.  lasting: whether `install()` was called.  blocks: of `installed()`, open now.
-    standing: what stands there for us, perhaps under a patch of somebody else's; kept when nobody wants it any more.
+    name: of the function.  lasting: whether `install()` is in effect.  blocks: number of open `installed()` blocks.
+    standing: our patch if it is installed, else None. It may be wrapped by another library's patch; then it stays
+        after `uninstall()` and calls DeepSpeed's function.
     """
 
     name: str = "initialize"
@@ -38,18 +40,21 @@ class Place:
 
     @property
     def wanted(self) -> bool:
-        """Whether anybody wants our engine."""
+        """Whether the function must build our engine: after `install()` or in an `installed()` block."""
         return self.lasting or self.blocks > 0
 
     def stand_in(self, kind: "type[StandIn]") -> None:
-        """Put ours there, unless it is, or is under somebody's patch."""
+        """Install our patch, unless it is there already, alone or wrapped by another patch."""
         if self.standing is None:
             self.standing = kind(getattr(deepspeed, self.name))
         if getattr(deepspeed, self.name) is self.standing.own:
             setattr(deepspeed, self.name, self.standing)
 
     def step_aside(self) -> None:
-        """Put back what was there, where nobody wants ours any more."""
+        """Restore the original function if our engine is no longer wanted.
+
+        Warns and keeps our patch if another library's patch wraps it.
+        """
         there = getattr(deepspeed, self.name)
         if self.wanted or self.standing is None or there is self.standing.own:
             return
@@ -68,9 +73,9 @@ PLACE, INFERENCE_PLACE, LOCK = Place(), Place("init_inference"), threading.RLock
 
 
 class StandIn:
-    """What stands in the place of one of DeepSpeed's functions.
+    """Our patch of one of DeepSpeed's functions.
 
-    own: what stood there, which builds what is not ours. Everything is, for it, as long as nobody wants our engine.
+    own: the original function. The patch calls it for every engine that is not ours, and always after `uninstall()`.
     """
 
     def __init__(self, own: Callable):
@@ -79,33 +84,33 @@ class StandIn:
 
 
 class InitInference(StandIn):
-    """In the place of `deepspeed.init_inference`."""
+    """Our patch of `deepspeed.init_inference`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return init_inference(*args, **kwargs) if INFERENCE_PLACE.wanted else self.own(*args, **kwargs)
 
 
 class Initialize(StandIn):
-    """In the place of `deepspeed.initialize`."""
+    """Our patch of `deepspeed.initialize`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple:
         given = {**dict(zip(PARAMETERS, args, strict=False)), **kwargs}
         if not PLACE.wanted or not asks_for_us(given):
             return self.own(*args, **kwargs)
         if isinstance(given.get("config"), str):
-            given["config"] = load_ds_config(given["config"])  # base64 too, which DeepSpeed takes
+            given["config"] = load_ds_config(given["config"])  # a path, or base64, which DeepSpeed accepts too
         return initialize(**given)
 
 
 def asks_for_us(given: dict[str, Any]) -> bool:
-    """Whether what `deepspeed.initialize` was given enables `hybrid_engine`. A block that is not there does not.
+    """Whether the arguments of `deepspeed.initialize` enable `hybrid_engine`; False without the block or its `enabled`.
 
-    Raises ValueError, in words, for a block that is there and cannot be read.
+    Raises ValueError if the block has an unknown key or an invalid value.
     """
     places = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
     config = next((one for one in places if one is not None), None)
     if config is None or given.get("model") is None:
-        return False  # DeepSpeed has words for that
+        return False  # DeepSpeed raises its own error
     settings = config if isinstance(config, dict) else load_ds_config(config)
     block = settings.get("hybrid_engine")
     if not block or (isinstance(block, dict) and "enabled" not in block):
@@ -114,12 +119,12 @@ def asks_for_us(given: dict[str, Any]) -> bool:
 
 
 def install(inference: bool = True) -> None:
-    """From here on `deepspeed.initialize` with `"hybrid_engine": {"enabled": true}` builds a HybridEngine, whoever
-    calls it: accelerate, the transformers Trainer, TRL, your script. Everything else it builds as before.
+    """From now on `deepspeed.initialize` with `"hybrid_engine": {"enabled": true}` builds a HybridEngine, also when
+    accelerate, the transformers Trainer or TRL call it. With other configurations it builds DeepSpeed's engines.
 
     inference: whether `deepspeed.init_inference` builds an `InferenceEngine`; False leaves it to DeepSpeed.
-    Calling it twice is calling it once. Engines that are there stay what they are. A name that was taken out of the
-    module before (`from deepspeed import initialize`) is not this one.
+    A second call has no further effect. Existing engines do not change. A function imported by name before this call
+    (`from deepspeed import initialize`) is not patched.
     """
     with LOCK:
         PLACE.lasting, INFERENCE_PLACE.lasting = True, inference
@@ -131,10 +136,10 @@ def install(inference: bool = True) -> None:
 
 
 def uninstall() -> None:
-    """`deepspeed.initialize` and `deepspeed.init_inference` are what they were before `install()`; within
-    `installed()`, once the outermost block ends.
+    """Undo `install()`: restore `deepspeed.initialize` and `deepspeed.init_inference`. Inside `installed()`, they are
+    restored when the outermost block ends.
 
-    Somebody else's patch on top of ours stays, with a warning, and reaches DeepSpeed's own function through it.
+    If another library's patch wraps ours, both stay, with a warning; the call then reaches DeepSpeed's own function.
     """
     with LOCK:
         for place in (PLACE, INFERENCE_PLACE):
@@ -144,7 +149,10 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(inference: bool = True) -> Iterator[None]:
-    """`install()` for a block. Blocks nest, and may be open in several threads; the last one that ends undoes it."""
+    """`install()` for the length of a block. Blocks may nest and overlap in several threads; the last to end undoes it.
+
+    inference: as in `install()`.
+    """
     places = [(PLACE, Initialize), (INFERENCE_PLACE, InitInference)][: 2 if inference else 1]
     with LOCK:
         for place, kind in places:

@@ -1,4 +1,4 @@
-"""DeepSpeed's rollout interface, `deepspeed.runtime.rollout.RolloutEngine` (0.19.8), on top of `engine.rollout`."""
+"""DeepSpeed's rollout interface, `deepspeed.runtime.rollout.RolloutEngine` (0.19.8), based on `engine.rollout`."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from deepspeed.runtime.rollout import RolloutRequest, SamplingConfig
 from hybrid.parallel import own_row_ids
 from hybrid.rollout import RolloutBatch, SamplingParams
 
-# Fields of DeepSpeed's HybridEngineRolloutConfig about the insides of its own decode loop, and what decides them here.
+# Fields of DeepSpeed's HybridEngineRolloutConfig that configure its own decode loop, and why they do not apply here.
 DECIDED_BY_THE_ENGINE = {
     "use_shared_prefill": "the engine sees for itself which prompts are equal",
     "align_decode_fronts": "the engine lays out its KV cache for itself",
@@ -23,25 +23,25 @@ DECIDED_BY_THE_ENGINE = {
 
 @dataclass
 class HybridRolloutBatch(deepspeed_rollout.RolloutBatch):
-    """DeepSpeed's batch, and in `rollout` everything else that is known of the same rows: logprobs, finish reasons,
-    the version of the weights.
+    """DeepSpeed's batch, and in `rollout` the RolloutBatch of the same rows: logprobs, finish reasons, weight version.
 
-    input_ids, attention_mask: int64 [rows, prompt_len + completion_len]. Completions are as wide as the longest; the
-        mask comes from lengths, so a padding token that was sampled counts as a token.
-    response_start_idx: int64 [rows], prompt_len everywhere.
+    input_ids, attention_mask: int64 [rows, prompt_len + completion_len], completion_len that of the longest completion.
+        The mask comes from lengths, so a sampled padding token counts as a token.
+    response_start_idx: int64 [rows], prompt_len in every row.
     """
 
     rollout: RolloutBatch
 
 
 class HybridRollout(deepspeed_rollout.RolloutEngine):
-    """A HybridEngine as DeepSpeed's trainers ask for rollouts.
+    """DeepSpeed's rollout interface to a HybridEngine.
 
-    tokenizer: its end tokens count beside the model's, and its padding token fills what is behind a completion; None:
-        the model's own.
-    cfg: DeepSpeed's RolloutConfig or HybridEngineRolloutConfig. `enable_profiling` keeps `get_last_profile()`;
+    tokenizer: its end tokens count in addition to the model's, and its padding token pads completions; None: only the
+        model's own.
+    cfg: DeepSpeed's RolloutConfig or HybridEngineRolloutConfig. `enable_profiling` records `get_last_profile()`;
         `use_graph_capture` needs hybrid_engine.enable_cuda_graph.
-    Raises ValueError and NotImplementedError, in words, for what cannot be followed.
+    Raises ValueError for another `cfg.engine`, for `use_graph_capture` without enable_cuda_graph, and for a tokenizer
+    without padding and end tokens; NotImplementedError for fields of `cfg` that the engine does not support.
     """
 
     name = "hybrid_engine"
@@ -56,11 +56,12 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
         self._refuse_what_cannot_be_followed(cfg)
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> HybridRolloutBatch:
-        """Completions of left-padded prompts; a prompt's samples are neighbours.
+        """Completions of left-padded prompts; the samples of a prompt are consecutive rows.
 
-        Sampling takes one `engine.next_seed()`; a temperature of 0 or less is greedy. Where
-        `continuous_batch_size` is given, as many rows at most are decoded together, which changes no token. A rank
-        may have no prompts.
+        Sampling takes one `engine.next_seed()`; a temperature of 0 or less is greedy. `continuous_batch_size` limits
+        the rows decoded at once and changes no token. A rank may have 0 prompts.
+        Raises what `engine.rollout` raises; ValueError for `n_samples_per_prompt` below 1 or above
+        `continuous_batch_size`; NotImplementedError for `continuous_batch_size` if ranks decode together.
         """
         start = time.perf_counter()
         samples = sampling.n_samples_per_prompt
@@ -79,7 +80,7 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
             own_row_ids(len(request.prompt_ids)).split(prompts_together),
             strict=True,
         )
-        drawn = samples if params.temperature > 0 else 1  # a prompt's greedy completions are one
+        drawn = samples if params.temperature > 0 else 1  # greedy samples of a prompt are equal
         with self.engine.inference():
             batch = joined([self.engine.rollout(ids, mask, params, drawn, row_ids=rows) for ids, mask, rows in parts])
         batch = repeated(batch, samples // drawn)
@@ -98,15 +99,17 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
         )
 
     def sync_weights(self, step: int) -> None:
-        """Nothing to push: the next `generate` samples from the weights as they are then."""
+        """Does nothing: `generate` always samples from the current weights."""
 
     def get_last_profile(self) -> dict[str, float] | None:
-        """Of the last `generate` with `enable_profiling`, under DeepSpeed's names; `num_generated_tokens` without
-        padding."""
+        """Measurements of the last `generate`, under DeepSpeed's names, or None without `enable_profiling`.
+
+        `num_generated_tokens` does not count padding.
+        """
         return self._last_profile
 
     def _prompts_together(self, prompts: int, sampling: SamplingConfig) -> int:
-        """How many prompts are decoded together."""
+        """How many prompts are decoded at once."""
         samples, bound = sampling.n_samples_per_prompt, sampling.continuous_batch_size
         if samples < 1:
             raise ValueError(f"SamplingConfig.n_samples_per_prompt: {samples} given; it must be at least 1")
@@ -140,10 +143,10 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
 
 
 def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any = None, **kwargs: Any):
-    """`deepspeed.runtime.rollout.build_rollout` (0.19.8), which gives a HybridRollout for a HybridEngine.
+    """`deepspeed.runtime.rollout.build_rollout` (0.19.8) that gives a HybridRollout for a HybridEngine.
 
-    For any other engine, and for what is not given or not known, it is DeepSpeed's own. That one runs over a
-    HybridEngine too, as far as it calls the model's `generate`, but knows no logprobs.
+    For another engine or rollout type, or without a tokenizer, it calls DeepSpeed's own. DeepSpeed's rollout also runs
+    on a HybridEngine, through the model's `generate`, but gives no logprobs.
     """
     if rollout_cfg.engine == HybridRollout.name and hasattr(student_engine, "rollout") and tokenizer is not None:
         return HybridRollout(student_engine, tokenizer, rollout_cfg)
@@ -151,13 +154,16 @@ def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any =
 
 
 def ends_of(tokenizer: Any) -> tuple[int, ...]:
-    """A tokenizer's end tokens: DeepSpeed takes one or several."""
+    """A tokenizer's end tokens: none, one or several."""
     ends = getattr(tokenizer, "eos_token_id", None)
     return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 def padding_of(tokenizer: Any) -> int | None:
-    """A tokenizer's padding token, or its first end token; None where there is no tokenizer."""
+    """A tokenizer's padding token, else its first end token; None without a tokenizer.
+
+    Raises ValueError if the tokenizer has neither.
+    """
     if tokenizer is None or tokenizer.pad_token_id is not None:
         return getattr(tokenizer, "pad_token_id", None)
     if not ends_of(tokenizer):
@@ -166,7 +172,7 @@ def padding_of(tokenizer: Any) -> int | None:
 
 
 def repeated(batch: RolloutBatch, times: int) -> RolloutBatch:
-    """A batch with each row as often as said, copies next to each other."""
+    """A batch with each row repeated `times` times, copies next to each other."""
     if times == 1:
         return batch
     tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
@@ -178,7 +184,7 @@ def repeated(batch: RolloutBatch, times: int) -> RolloutBatch:
 
 
 def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-    """Batches of equally wide prompts as one, completions filled with zeros on the right up to the widest."""
+    """Batches with one prompt_len concatenated; completions are zero-padded on the right to the longest."""
     if len(batches) == 1:
         return batches[0]
     width = max(batch.completion_ids.shape[1] for batch in batches)
@@ -197,7 +203,7 @@ def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
 
 
 def profile(batch: RolloutBatch, samples: int, total_s: float) -> dict[str, float]:
-    """What DeepSpeed's HybridEngineRollout tells of a rollout, of this rank, as far as this engine measures it."""
+    """This rank's measurements of a rollout under the names of DeepSpeed's HybridEngineRollout.  total_s: seconds."""
     tokens = int(batch.completion_mask.sum())
     return {
         "prefill_forward_ms": batch.timings["prefill_s"] * 1000,

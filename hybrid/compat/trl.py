@@ -1,8 +1,7 @@
 """TRL's `rollout_func` (1.16): `GRPOTrainer(..., rollout_func=hybrid.compat.trl.rollout_func)`.
 
-`hybrid.install()` alone makes TRL generate with this engine. Through `rollout_func` the trainer also gets the logprobs
-that its completions were drawn with, and nothing is gathered but what the engine needs, whatever
-`ds3_gather_for_generation` says.
+`hybrid.install()` alone makes TRL generate with this engine. With `rollout_func` the trainer also gets the sampling
+logprobs, and only the engine gathers weights, whatever `ds3_gather_for_generation` is.
 """
 
 from typing import Any
@@ -12,22 +11,24 @@ import torch
 from hybrid.engine import HybridEngine
 from hybrid.rollout import SamplingParams
 
-# Of what TRL puts into `trainer.generation_kwargs`. Ends and padding are the trainer's own.
+# Keys of `trainer.generation_kwargs`. End tokens come from `trainer.eos_token_ids`; padding is not needed.
 DRAWS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "min_new_tokens", "repetition_penalty")
 NOT_OF_THE_DRAW = ("do_sample", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def rollout_func(prompts: list, trainer: Any) -> dict[str, list]:
-    """A completion for each of this rank's prompts; an equal prompt, as in a GRPO group, is prefilled once.
+    """One completion for each of this rank's prompts; equal prompts, as in a GRPO group, are prefilled once.
 
-    prompts: texts or conversations, as the trainer's dataset has them.  trainer: a GRPOTrainer.
+    prompts: texts or conversations from the trainer's dataset.  trainer: a GRPOTrainer.
     Gives, for each prompt, lists without padding: `prompt_ids`; `completion_ids`, the first end token included;
-    `logprobs` of these, in float32, in the distribution that they were drawn from (temperature, penalty, truncation),
-    as TRL asks of vLLM ("processed_logprobs").
-    Raises ValueError and NotImplementedError, in words, for what cannot be followed.
+    `logprobs` of the completion, float32, under the distribution sampled from (temperature, penalty, truncation), as
+    TRL requests from vLLM ("processed_logprobs").
+    Raises ValueError if the trainer's model is not in a HybridEngine or the trainer has no `generation_kwargs`;
+    NotImplementedError for prompts with images and for generation_kwargs that are not supported; what `engine.rollout`
+    raises.
     """
     engine, sampling = engine_of(trainer), sampling_of(trainer)
-    prompt_ids, images, fields = trainer._tokenize_prompts(prompts)  # its chat template, its tools
+    prompt_ids, images, fields = trainer._tokenize_prompts(prompts)  # applies the chat template and tools
     if images or fields:
         raise NotImplementedError("rollout_func: prompts with images given; the engine generates from token ids")
     ids, mask = left_padded(prompt_ids, engine.device)
@@ -41,7 +42,7 @@ def rollout_func(prompts: list, trainer: Any) -> dict[str, list]:
 
 
 def engine_of(trainer: Any) -> HybridEngine:
-    """The engine that the trainer's model is in."""
+    """The HybridEngine of the trainer's model. Raises ValueError if the model is in another engine."""
     engine = trainer.model_wrapped
     if not isinstance(engine, HybridEngine):
         raise ValueError(
@@ -53,7 +54,10 @@ def engine_of(trainer: Any) -> HybridEngine:
 
 
 def sampling_of(trainer: Any) -> SamplingParams:
-    """How the trainer wants completions drawn."""
+    """SamplingParams from the trainer's `generation_kwargs` and `eos_token_ids`.
+
+    Raises ValueError if the trainer has no `generation_kwargs`, NotImplementedError for a key that is not supported.
+    """
     wanted = getattr(trainer, "generation_kwargs", None)
     if wanted is None:
         raise ValueError(
@@ -74,7 +78,7 @@ def sampling_of(trainer: Any) -> SamplingParams:
 
 
 def left_padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids of different lengths as prompts and their mask, both int64 [rows, longest]."""
+    """Lists of token ids as left-padded prompts and their mask, both int64 [rows, longest]."""
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
@@ -82,5 +86,5 @@ def left_padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tens
 
 
 def without_padding(rows: torch.Tensor, lengths: list[int]) -> list[list]:
-    """The first entries of each row [rows, width], as many as said."""
+    """Each row of a tensor [rows, width] as a list of its first `length` entries."""
     return [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
