@@ -1,1 +1,1 @@
-"""Engines for models that do not train: loading, checkpoints, tensor parallelism by rules."""
+"""`init_inference`: engines for models that do not train, loading of checkpoints, automatic tensor parallelism."""

@@ -1,5 +1,5 @@
-"""Automatic tensor parallelism: the model's own modules on a rank's slices, for good, by the model's `tp_plan` or by
-what its layers call their projections. Ranks call with the same inputs."""
+"""Automatic tensor parallelism: the model's own modules permanently on a rank's slices, by the model's `tp_plan` or by
+the names of its layers' projections. All ranks of a group call with the same inputs."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -31,17 +31,19 @@ from hybrid.parallel import InferenceGroup
 from hybrid.weights.int8 import Take, is_linear
 from hybrid.weights.slices import Slice, planned_slices, require_divisible
 
-# What models call the projections that end an attention or an MLP, and so add up over ranks; DeepSpeed's automatic
-# tensor parallelism knows the same by name (0.19.8).
+# Names of the projections at the end of an attention or MLP, whose outputs are summed over ranks (row-parallel).
+# DeepSpeed's automatic tensor parallelism has the same list (0.19.8).
 SUMS = ("o_proj", "out_proj", "wo", "down_proj", "fc2", "fc_out", "w2", "dense_4h_to_h", "c_proj", "attention.dense")
 SUMS += ("self_attention.dense",)
 
 
 class Spread:
-    """How a model is spread over a group.
+    """How a model's own modules are divided over `size` ranks.
 
-    policy: the user's, or None: the model's `tp_plan`, or, where it has none, a policy made of its layers' names.
-    Raises Unreadable, in words, where there is nothing to go by, and ValueError where heads cannot be shared out.
+    policy: the user's injection policy; None: the model's `tp_plan` or, without one, a policy made from the names of
+        its layers' projections.
+    Raises UnsupportedModel if there is neither a plan nor a list of layers, and ValueError if `size` does not divide
+    the heads. Warns if no layer can be divided.
     """
 
     def __init__(self, model: nn.Module, size: int, policy: Policy | None = None):
@@ -79,17 +81,19 @@ class Spread:
     def takers(
         self, group: InferenceGroup, names: Mapping[torch.Tensor, str], int8: Mapping[str, Take]
     ) -> dict[str, Take]:
-        """Spread the model; gives, by a weight's name, what takes the whole of it and keeps this rank's part.
+        """Prepare the modules for their slices. Gives, by parameter name, a function that takes the full tensor and
+        keeps this rank's slice of it.
 
-        names: of the model's parameters.  int8: by name, what quantizes a weight, whole or a part of it.
+        names: the model's parameters to their names.  int8: by name, the function that quantizes a tensor into a
+            parameter; where it also has a slice, it gets the slice.
         """
         if self.plan is None:
             shared = read_policy(self.model, self.policy) if self.policy else {}
             return {**int8, **share_out(self.model, shared, group)}
         shared = SharedModules(self.model, self.plan, [], group, torch.device("cpu"), DynamicCache)
         self.undo.enter_context(shared.lent())
-        self.undo.enter_context(shared.meetings.together())  # every call is one of all ranks
-        parts: dict[str, list[Slice]] = {}  # several of a tied parameter, which are cut alike
+        self.undo.enter_context(shared.meetings.together())  # every call is made by all ranks
+        parts: dict[str, list[Slice]] = {}  # a tied parameter has several, all sliced alike
         for ref, part in planned_slices(self.plan, shard_of(group)).items():
             param = ref.module._parameters.get(ref.parameter)
             if param is not None:
@@ -98,8 +102,10 @@ class Spread:
 
 
 def taker(parts: list[Slice], quantize: Take | None) -> Take:
-    """What gives modules this rank's part of a parameter that they have in common; or the one that has it alone, where
-    it is quantized."""
+    """A function that takes a full parameter and gives this rank's slice to every module that shares it.
+
+    quantize: where given, it takes the slice instead; the parameter must belong to one module.
+    """
 
     def take(whole: torch.Tensor) -> None:
         part = parts[0].of(whole)
@@ -114,13 +120,13 @@ def taker(parts: list[Slice], quantize: Take | None) -> Take:
 
 
 def policy_by_names(layers: Iterable[nn.Module]) -> dict[type, LayerPolicy]:
-    """An injection policy of what layers call their projections; {} where no name is known.
+    """An injection policy made from the names of the layers' projections; {} if none is known.
 
-    Linear layers beside a projection that ends an attention or an MLP are cut; all else is whole.
+    In each block (attention or MLP) with a projection of SUMS all linear layers are sliced. All others are replicated.
     """
     found: dict[type, LayerPolicy] = {}
     for layer in layers:
-        before = found.get(type(layer), LayerPolicy(()))  # layers of one class may have other parts
+        before = found.get(type(layer), LayerPolicy(()))  # layers of one class may differ in their modules
         linear = [name for name, module in layer.named_modules() if is_linear(module) or is_table(module)]
         ends = tuple(f".{one}" for one in SUMS)
         sums = [name for name in linear if f".{name}".endswith(ends) and can_be_cut(layer, name)]
@@ -134,18 +140,21 @@ def policy_by_names(layers: Iterable[nn.Module]) -> dict[type, LayerPolicy]:
 
 
 def dotted(names: Iterable[str]) -> tuple[str, ...]:
-    """Names within a layer as ends that are whole names."""
+    """Names within a layer, with a leading dot: as name endings they then match full names only."""
     return tuple(f".{name}" for name in names)
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether a module is an embedding, which within a layer is of relative positions."""
+    """Whether a module is an embedding; inside a layer it is one of relative positions."""
     return isinstance(module, nn.Embedding)
 
 
 def can_be_cut(layer: nn.Module, end: str) -> bool:
-    """Whether the attention or MLP that the projection `end` ends is known to be a sum of parts: linear layers whose
-    outputs are heads or units in their order, and nothing else that is as wide as these."""
+    """Whether the block that ends with the projection `end` can be tensor-parallel.
+
+    It can if its other linear layers output heads or hidden units in order, and it has no other parameters of the same
+    width: its output is then a sum over heads or units.
+    """
     path, _, last = end.rpartition(".")
     block = layer.get_submodule(path)
     others = {name: child for name, child in block.named_children() if name != last}
@@ -163,7 +172,7 @@ def can_be_cut(layer: nn.Module, end: str) -> bool:
 
 
 def is_packed(name: str, linear: nn.Module) -> bool:
-    """Whether a linear layer makes queries, keys and values together, in an order that is not known."""
+    """Whether a linear layer's output packs several matrices (q, k, v; gate, up) in an unknown order."""
     if name in (THREE_IN_ONE, HEAD_BY_HEAD):
         return not is_three_in_one(linear)
     return "qkv" in name.lower() or name in ("in_proj", "gate_up_proj")

@@ -1,7 +1,7 @@
-"""Checkpoints, whatever form they are in, as tensors by name that are read one at a time.
+"""Checkpoints of all supported formats, opened as tensors by name that are read one at a time.
 
-Hugging Face's files (safetensors and pickles, whole and sharded), state dicts that torch has saved, what a DeepSpeed
-engine has saved in training, DeepSpeed's JSON, and what `save_mp_checkpoint` has written.
+Formats: Hugging Face's files (safetensors and pickles, single or sharded), state dicts saved by torch, training
+checkpoints of DeepSpeed engines, DeepSpeed's JSON, and what `save_mp_checkpoint` has written.
 """
 
 import json
@@ -26,21 +26,21 @@ from hybrid.inference.tensor_files import (
 )
 from hybrid.inference.training_checkpoints import MODEL_FILES, of_training
 
-JSON_NAME = "ds_inference_config.json"  # DeepSpeed's name for it
-JSON_TYPES = ("megatron", "bloom", "ds_model")  # DeepSpeed's, in small letters
+JSON_NAME = "ds_inference_config.json"  # DeepSpeed's file name
+JSON_TYPES = ("megatron", "bloom", "ds_model")  # DeepSpeed's values, in lower case
 
 
 def open_checkpoint(
     source: str | dict[str, Any], base_dir: str, parts: int, shapes: Mapping[str, torch.Size]
 ) -> Tensors:
-    """The tensors of a checkpoint by their names in it.
+    """The tensors of a checkpoint, by their names in it.
 
-    source: a directory, a file, or DeepSpeed's JSON, its path or what is in it. A directory or a file of weights begins
-        in `base_dir`; a JSON file in the working directory, as DeepSpeed's, or where it is not there, in `base_dir`.
-        What a JSON file names is looked for in `folders_of`.
-    parts: tensor-parallel parts that it must be in; 1: any number.  shapes: of the model's tensors, which tell along
-        which dimension parts go together.
-    Raises ValueError for what is missing, damaged or in no form that is known.
+    source: a directory, a file, or DeepSpeed's JSON as a path or as its content. A directory or a file of weights is
+        relative to `base_dir`. A JSON file is relative to the working directory, as in DeepSpeed, and if it is not
+        there, to `base_dir`; the files that it names are searched for in `folders_of`.
+    parts: the number of tensor-parallel parts that the checkpoint must have; 1: any number.
+    shapes: of the model's tensors, from which the dimension follows along which parts are joined.
+    Raises ValueError if a file is missing or damaged, or the format is unknown.
     """
     if isinstance(source, dict):
         return described(source, folders_of(source, base_dir, Path()), parts, shapes)
@@ -61,7 +61,10 @@ def open_checkpoint(
 
 
 def in_directory(path: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
-    """The tensors in a directory, by the first form in which it has any."""
+    """The tensors in a directory, in the first known format found there.
+
+    Raises ValueError if there is none, or a file is missing or damaged.
+    """
     if (path / JSON_NAME).is_file():
         content = read_json(path / JSON_NAME)
         return described(content, folders_of(content, "", path), parts, shapes)
@@ -84,11 +87,11 @@ def in_directory(path: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Te
 
 
 def folders_of(content: dict[str, Any], base_dir: str, folder: Path) -> list[Path]:
-    """Where the files that DeepSpeed's JSON names may be, the likeliest first.
+    """The folders in which to search for the files that DeepSpeed's JSON names, in order.
 
-    The JSON's own `base_dir`, else the `base_dir` that was given, from the working directory, as DeepSpeed's; then the
-    first within the second, within the JSON's folder, and that folder. Without either the JSON's folder, and then the
-    working directory.
+    With a base directory B, which is the JSON's own `base_dir` or else the argument: B relative to the working
+    directory, as in DeepSpeed; B relative to `base_dir`; B relative to the JSON's `folder`; that folder. Without one:
+    the JSON's folder; the working directory. Raises ValueError if the JSON's `base_dir` is not a string.
     """
     said = content.get("base_dir") or base_dir
     if not isinstance(said, str):
@@ -97,11 +100,15 @@ def folders_of(content: dict[str, Any], base_dir: str, folder: Path) -> list[Pat
 
 
 def described(content: dict[str, Any], folders: list[Path], parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
-    """The tensors that DeepSpeed's JSON describes: `type`, one of JSON_TYPES; `checkpoints`, a list of files, or ranks'
-    parts ("tp") and what all ranks have ("non_tp"); `parallelization`, "pp" (files have different tensors) or "tp" (so
-    where `type` is Megatron); `tp_size`; `version`, which the files say where it is null; `base_dir`.
+    """The tensors that DeepSpeed's JSON describes.
 
-    folders: where its files may be; the first that has all of them is taken."""
+    content: `type`: one of JSON_TYPES. `checkpoints`: a list of files, or a dict with the ranks' parts ("tp") and the
+        files of tensors that all ranks have ("non_tp"). `parallelization`: "pp" (files have different tensors) or "tp"
+        (parts of the same tensors; the default for Megatron). `tp_size`. `version`: Megatron's layout; null: read it
+        from the files. `base_dir`.
+    folders: where to search for the files; the first folder with all of them is used.
+    Raises ValueError for a key with an invalid value, and for missing or damaged files.
+    """
     split, whole = files_described(content)
     has_all = (folder for folder in folders if all((folder / name).is_file() for name in (*split, *whole)))
     base, kind = next(has_all, folders[0]), content.get("type", "ds_model")
@@ -132,7 +139,10 @@ def described(content: dict[str, Any], folders: list[Path], parts: int, shapes: 
 
 
 def files_described(content: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The files in DeepSpeed's JSON: of parts or of different tensors, and those that all ranks have."""
+    """The file names in DeepSpeed's JSON: those of `checkpoints` or "tp", and those of "non_tp".
+
+    Raises ValueError if `checkpoints` is missing, empty, or has another form.
+    """
     files = content.get("checkpoints")
     if not isinstance(files, list | dict):
         raise ValueError(
@@ -152,8 +162,10 @@ def files_described(content: dict[str, Any]) -> tuple[list[str], list[str]]:
 def save_mp_checkpoint(
     path: str, names: Iterable[str], read: Callable[[str], torch.Tensor], size: int, index: int
 ) -> None:
-    """Write a rank's part of every tensor: so many of its rows. Together they are a checkpoint in DeepSpeed's JSON, for
-    any tensor-parallel size."""
+    """Write part `index` of `size` of every tensor: a slice of its rows. Part 0 also writes DeepSpeed's JSON.
+
+    All parts together are a checkpoint that any tensor-parallel size can load.  read: gives a full tensor by name.
+    """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     parts = {}
@@ -175,5 +187,5 @@ def save_mp_checkpoint(
 
 
 def part_name(index: int) -> str:
-    """The file of a rank's part."""
+    """The file name of a rank's part."""
     return f"tp_{index:02d}.safetensors"

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed's own mixtures of experts: which of the experts are this rank's."""
+"""Checkpoints of DeepSpeed's own MoE layers: selecting this rank's experts."""
 
 import re
 
@@ -7,12 +7,15 @@ from deepspeed.moe.layer import MoE
 
 from hybrid.inference.tensor_files import Tensors
 
-EXPERTS = "deepspeed_moe.experts.deepspeed_experts"  # within a layer, the experts by number (0.19.8)
+EXPERTS = "deepspeed_moe.experts.deepspeed_experts"  # path in a layer of the numbered experts (0.19.8)
 
 
 def own_experts(layers: dict[str, MoE], stored: Tensors) -> Tensors:
-    """Of a training checkpoint's experts, which it numbers over all ranks, those of this rank by its own numbers, and
-    everything else. Layers must have their groups."""
+    """The tensors of a training checkpoint without the experts of other ranks.
+
+    The checkpoint numbers experts over all ranks; the result uses this rank's local numbers.  layers: MoE layers by
+    name, with their expert-parallel groups set.
+    """
     found: Tensors = {}
     pattern = re.compile(rf"(.*)\.{re.escape(EXPERTS)}\.(\d+)\.(.*)")
     for name, tensor in stored.items():

@@ -1,4 +1,4 @@
-"""`hybrid.init_inference`: DeepSpeed's engine for a model that does not train, over the containers of this one."""
+"""`hybrid.init_inference` and its InferenceEngine: DeepSpeed's inference API over this project's decoders."""
 
 import inspect
 import os
@@ -77,33 +77,33 @@ from hybrid.weights.lora import read_adapters
 from hybrid.weights.slices import require_divisible
 from hybrid.weights.snapshot import Snapshot
 
-LAYERS_PER_GROUP = 8  # of the snapshot, which gathers nothing here
+LAYERS_PER_GROUP = 8  # for the snapshot; without effect, as nothing is gathered here
 
 
 @extension_lock_reported()
 def init_inference(
     model: nn.Module, config: str | Path | dict[str, Any] | BaseModel | None = None, **kwargs: Any
 ) -> "InferenceEngine":
-    """Build an InferenceEngine. Takes what `deepspeed.init_inference` takes.
+    """Build an InferenceEngine. Takes the arguments of `deepspeed.init_inference`.
 
-    model: any module; what Hugging Face models of known families can do fused, is done fused where
-        `replace_with_kernel_inject` is true. It is changed: cast to `dtype`, moved to the device, in eval mode.
-    config: DeepSpeed's settings of inference, a dict, the path of a JSON file or a `DeepSpeedInferenceConfig`; keyword
-        arguments are more of them.
-    Raises ValueError, naming key, value and what is allowed, and NotImplementedError for what is not available; the
-    model is then as it was.
+    model: any module; Hugging Face models of known families run fused if `replace_with_kernel_inject` is true. The
+        model is changed: cast to `dtype`, moved to the device, and put in eval mode.
+    config: DeepSpeed's inference settings: a dict, the path of a JSON file or a `DeepSpeedInferenceConfig`. Keyword
+        arguments are further settings.
+    Raises ValueError, with key, value and what is allowed, for invalid settings, and NotImplementedError for
+    unsupported ones; the model is then unchanged.
     """
     return InferenceEngine(model, read_inference_config(config, kwargs))
 
 
 class InferenceEngine(nn.Module):
-    """A model that runs forwards and generates, and does not train. Built by `hybrid.init_inference`.
+    """An engine that runs forwards and generates, and does not train. Built by `hybrid.init_inference`.
 
-    config: as `init_inference`'s, DeepSpeed's own object among them.
-    Threads may share it: their calls run one at a time, in the order in which they came.
+    model, config: as for `init_inference`.
+    Threads may share an engine: their calls run one at a time, in the order in which they were made.
     """
 
-    # What DeepSpeed's engine tells its callers of (0.19.8), and is the same in every engine of this kind.
+    # Attributes of DeepSpeed's engine (0.19.8) that have the same value in every engine of this class.
     local_cuda_graph = is_compiled = False
     quantization_scales = ep_group = expert_mp_group = None
     quantize_merge_count = 1
@@ -116,11 +116,11 @@ class InferenceEngine(nn.Module):
             self._take(model, settings.model_copy(update={"dtype": getattr(torch, settings.dtype)}))
 
     def _take(self, model: nn.Module, config: InferenceConfig) -> None:
-        """Change the model to what the settings say, and build what runs it."""
-        initialize(model, [], torch.device("cpu"))  # what a model on the meta device makes itself
+        """Load, cast and place the model as the settings say, and build its containers."""
+        initialize(model, [], torch.device("cpu"))  # non-persistent buffers of a model on the meta device
         mixtures = expert_layers(model)
         join_ranks(config)
-        if mixtures:  # these send tokens to experts by themselves
+        if mixtures:  # DeepSpeed's MoE layers send tokens to their experts themselves
             refuse_other_experts(mixtures, config)
             config = config.model_copy(update={"moe": MoEConfig()})
         refuse_what_is_not_there(model, config)
@@ -154,12 +154,12 @@ class InferenceEngine(nn.Module):
             int8 = config.dtype == torch.int8
             expected = made_by(model, next(model.parameters()).device) if weights is None and int8 else None
             load(model, stored_tensors(model), read, self._quantizing())
-            if expected is not None:  # what reads the weights of linear layers by itself cannot have them in int8
+            if expected is not None:  # fails if a module reads a linear layer's weight directly, which is int8 now
                 self._require_same(expected, "dtype: int8 given; {}; use another dtype")
         self._serve("" if config.replace_with_kernel_inject else "replace_with_kernel_inject=false")
 
     def _serve(self, fallback_reason: str) -> None:
-        """Containers over the weights, which are in the model.  why_not: words, where none is to be fused."""
+        """Build the containers over the model's own weights.  fallback_reason: why none is to be fused; "": none."""
         structure, adapted = read_structure(self.module), read_adapters(self.module)
         self._build(structure, Snapshot(self.module, structure, adapted, LAYERS_PER_GROUP), lends=bool(adapted))
         self._fused.fallback_reason = fallback_reason or self._fused.fallback_reason
@@ -172,7 +172,7 @@ class InferenceEngine(nn.Module):
             raise NotImplementedError(f"enable_cuda_graph: true given; {self._fused.what} has no graphs")
 
     def _share(self, read: Read) -> None:
-        """This rank's slices of the weights, and a decoder that is spread over the group."""
+        """Load this rank's slices, and build a tensor-parallel decoder over the group."""
         structure, layout = read_structure(self.module), read_decoder(self.module)
         slices = LoadedSlices(self.module, structure, layout, self._group, read)
         self._build(structure, slices, lends=False, group=self._group, layout=layout)
@@ -180,14 +180,15 @@ class InferenceEngine(nn.Module):
         self._agree_on_noise()
 
     def _quantizing(self) -> dict[str, Take]:
-        """By name, what takes the weights that are to be in int8."""
+        """By parameter name, the function that quantizes a weight; {} unless dtype is int8."""
         int8 = self._config.dtype == torch.int8
         return in_int8(self.module, self._config.quant.weight.q_groups) if int8 else {}
 
     def _share_modules(self, read: Read, fallback_reason: str) -> None:
-        """The model's own modules on this rank's slices, once they are seen to make what whole weights make.
+        """Put this rank's slices into the model's own modules, and compare their output with the full weights'.
 
-        why_not: words, why the slices are not a fused decoder's.
+        fallback_reason: why no fused decoder runs on the slices. Raises NotImplementedError if the outputs differ, or
+        if the model does not run on token ids alone and there is no injection policy.
         """
         stored = stored_tensors(self.module)
         names = {tensor: name for name, tensor in stored.items()}
@@ -205,7 +206,7 @@ class InferenceEngine(nn.Module):
                 f"tensor_parallel: {type(self.module).__name__} does not run on token ids alone; give injection_policy"
             )
         load(self.module, stored, read, self._spread.takers(self._group, names, int8))
-        if expected is not None:  # else a policy is the user's word, who may know more of what the model wants
+        if expected is not None:  # else the model takes other inputs, and the user's policy is trusted unchecked
             words = (
                 f"tensor_parallel: {{}}; it was spread by {self._spread.what}. Give another injection_policy, or use "
             )
@@ -213,9 +214,9 @@ class InferenceEngine(nn.Module):
         self._serve(f"spread over {self._group.size} ranks by {self._spread.what}; {fallback_reason}")
 
     def _require_same(self, expected: torch.Tensor, words: str) -> None:
-        """Raise NotImplementedError, on every rank of the group, where the model makes something else.
+        """Raise NotImplementedError, on every rank of the group, if a rank's output differs from `expected`.
 
-        words: of the error, with a place for what is wrong.
+        words: the error message, with {} for the difference.
         """
         try:
             found = first_output(self.module, self._device)
@@ -226,8 +227,8 @@ class InferenceEngine(nn.Module):
             raise NotImplementedError(words.format(wrong or "another rank has other numbers"))
 
     def _agree_on_noise(self) -> None:
-        """Give the ranks of a tensor-parallel group the first one's seeds, and the state of its device's generator, as
-        DeepSpeed does: what callers draw from equal logits is equal too."""
+        """Give all ranks of a tensor-parallel group the first rank's initial seed and device RNG state, as DeepSpeed
+        does: sampling by the caller from equal logits then gives equal tokens."""
         if self._group.tensor.size > 1:
             accelerator = get_accelerator()
             state = accelerator.get_rng_state().to(self._device)
@@ -236,7 +237,7 @@ class InferenceEngine(nn.Module):
         self._seeds = Seeds(int(self._group.tensor.share(initial)))
 
     def _save(self, read: Read) -> None:
-        """Write this rank's part of the weights, where that is asked for: the group that comes first does."""
+        """With save_mp_checkpoint_path, write this rank's part of the weights. Only the first group of ranks writes."""
         path, group = self._config.save_mp_checkpoint_path, self._group
         if path is None:
             return
@@ -252,7 +253,7 @@ class InferenceEngine(nn.Module):
         group: InferenceGroup | None = None,
         layout: DecoderLayout | None = None,
     ) -> None:
-        """The containers over the weights, which stay as they are from here on."""
+        """Build and install the containers over `snapshot`. The weights do not change from here on."""
         defaults, synchronize = RolloutConfig(), get_accelerator().synchronize
         self._profiler = Profiler(engine_name(), synchronize)
         self._times = ModelTimes(synchronize, timed_event if torch.cuda.is_available() else None)
@@ -278,7 +279,7 @@ class InferenceEngine(nn.Module):
             container.install()
 
     def _make_calls(self, structure: Structure) -> Calls:
-        """What runs requests, of this rank alone or of the ranks that compute together."""
+        """The runner of requests: for this rank alone, or for the ranks whose forwards are collectives."""
         own = (self._window, self._fused, nothing_to_join, self.call_lock)
         if self._exchange is not None:
             steps = ExpertForwards(self.module, self._exchange, self._device)
@@ -291,7 +292,7 @@ class InferenceEngine(nn.Module):
         return Calls(*own)
 
     def _note_gathering(self) -> None:
-        if self._fused.checked:  # else it is the check itself
+        if self._fused.checked:  # else this is the self-check
             self._fused.note_native(
                 f"its layers are put together from {self._group.size} ranks' slices at every forward (ask for logits "
                 "alone: leave out labels, output_hidden_states, use_cache and return_dict_in_generate, and give "
@@ -300,7 +301,10 @@ class InferenceEngine(nn.Module):
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Compare the decoder with the model's layers, where there is one."""
+        """Run the self-check of the fused decoder, if there is one.
+
+        Raises NotImplementedError if ranks share the decoder and it does not pass.
+        """
         with self._calls.request(tokens=1):
             pass
         if self._fused.group is not None and not self._fused.checked:
@@ -318,7 +322,7 @@ class InferenceEngine(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's output, or with `return_tuple=false` its first tensor. Without gradients.
 
-        Where a fused container or a graph runs, `use_cache` is false unless it is given: the caller gets no cache back.
+        If a fused container or a graph runs, `use_cache` defaults to False: no cache is returned.
         """
         inputs, kwargs = as_model_inputs(inputs, kwargs, self._device)
         if not (self._fused.fallback_reason and self._graphs is None) and leaves_open(
@@ -336,16 +340,17 @@ class InferenceEngine(nn.Module):
 
     @one_at_a_time
     def generate(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
-        """Hugging Face's `generate`: takes what it takes and returns what it returns. Every call starts with an empty
-        KV cache. Inputs may be on any device, ids of any integer dtype; what comes back is on the model's device.
+        """Hugging Face's `generate`, with its arguments and results. Every call starts with an empty KV cache. Inputs
+        may be on any device and ids of any integer dtype; the output is on the model's device.
 
-        seed: of the noise of sampled rows, which is a function of (seed, tensor-parallel group, row, position). None
-            takes the next of a sequence that torch's initial seed (`torch.manual_seed`) starts, and starts again where
-            it changes; torch's generators are not drawn from. The ranks of a group have the first one's initial seed:
-            let them make the same calls. Where they share the model's own modules, the seed is the first rank's.
-        Raises ValueError and NotImplementedError, in words, before anything runs.
+        seed: keys the sampling RNG together with the tensor-parallel group, the row and the position. None: the next
+            seed of a sequence that starts from torch's initial seed (`torch.manual_seed`), and restarts when that
+            changes; torch's generators are not drawn from. The ranks of a group use the first rank's initial seed and
+            must make the same calls. If they share the model's own modules, the first rank's seed is used.
+        Raises ValueError for invalid arguments or too many tokens (see `max_out_tokens`), and NotImplementedError for
+        unsupported modes, before anything runs.
         """
-        following = self._seeds.next()  # at every call, so that ranks count alike
+        following = self._seeds.next()  # at every call, so that the ranks stay in step
         with self._calls.call():
             return self._generate(args, kwargs, following if seed is None else seed)
 
@@ -377,11 +382,11 @@ class InferenceEngine(nn.Module):
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The model's; transformers' pipelines ask the engine for it."""
+        """The model's generation config, which transformers' pipelines read from the engine."""
         return self.module.generation_config
 
     def _shared_seed(self, seed: int) -> int:
-        """This rank's seed; where ranks call with the same inputs, the first one's."""
+        """`seed`; if the ranks share the model's own modules, the first rank's."""
         if self._group.size == 1 or self._fused.group is not None:
             return seed
         return int(self._group.share(torch.tensor(wrapped(seed), device=self._device)))
@@ -392,7 +397,7 @@ class InferenceEngine(nn.Module):
             yield TimedDecoder(decoder, self._times) if decoder is not None and self._times.enabled else decoder
 
     def train(self, mode: bool = True) -> "InferenceEngine":
-        """`eval()`, for modules around this one. Raises RuntimeError where it is asked to train."""
+        """Only `train(False)`, i.e. `eval()`, is supported. Raises RuntimeError if `mode` is True."""
         if mode:
             raise RuntimeError(
                 "train(): an InferenceEngine does not train; hybrid.initialize makes an engine that does"
@@ -401,7 +406,7 @@ class InferenceEngine(nn.Module):
 
     @one_at_a_time
     def destroy(self) -> None:
-        """Give the model its own forwards back, and free what was made beside its weights."""
+        """Put the model's own forwards back, and free the KV cache, buffers, graphs and hooks of the engine."""
         for container in self._containers:
             container.uninstall()
         for hook in self._own_hooks:
@@ -416,7 +421,7 @@ class InferenceEngine(nn.Module):
         self._pages.release()
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises NotImplementedError: what runs is compiled already, or is the model's own layers under hooks."""
+        """Not supported: raises NotImplementedError."""
         raise NotImplementedError(
             "compile: an engine's containers are not compiled by torch; compile a model that is in no engine, or use "
             "replace_with_kernel_inject=true"
@@ -426,12 +431,12 @@ class InferenceEngine(nn.Module):
 
     @property
     def mp_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks that share heads and matrices; None where this one is alone."""
+        """The tensor-parallel group; None if this rank is alone in it."""
         return self._group.tensor.group
 
     @property
     def cuda_graph_created(self) -> bool:
-        """Whether forwards have been captured."""
+        """Whether a forward has been captured as a CUDA graph."""
         return self._graphs is not None and bool(self._graphs.graphs)
 
     @property
@@ -441,9 +446,9 @@ class InferenceEngine(nn.Module):
 
     @one_at_a_time
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Time every forward from now on, in `generate` too, for `model_times`.
+        """Time every forward from now on, also inside `generate`; `model_times` gives the results.
 
-        use_cuda_events: by the device's own events, where it has them; else by the clock, waiting for the device.
+        use_cuda_events: use CUDA events if there are any; otherwise the clock, with a device synchronization.
         """
         if not self._times.enabled and self._graphs is None:
             hooks = (
@@ -455,23 +460,24 @@ class InferenceEngine(nn.Module):
 
     @one_at_a_time
     def model_times(self) -> list[float]:
-        """Milliseconds of each forward since the last call. AssertionError where profiling is not enabled."""
+        """Milliseconds of each forward since the last call. Raises AssertionError if profiling is not enabled."""
         return self._times.taken()
 
     def coverage(self) -> list[dict[str, str]]:
-        """What runs where: for each part of the model its `module` name, `kind`, `container` and why."""
+        """For each part of the model its `module` name, its `kind`, the `container` that runs it, and the reason."""
         return coverage_of(self._containers, self._fused)
 
 
 def open_weights(model: nn.Module, config: InferenceConfig, mixtures: dict[str, MoE]) -> Weights:
-    """The checkpoint's tensors by the model's names for them."""
+    """The checkpoint's tensors by the model's names. Raises ValueError if it cannot be read, or does not fit the model
+    and `strict` is set."""
     shapes = {name: tensor.shape for name, tensor in stored_tensors(model).items()}
     stored = open_checkpoint(config.checkpoint, config.base_dir, config.training_mp_size, shapes)
     return Weights(model, own_experts(mixtures, stored), config.strict)
 
 
 def made_by(model: nn.Module, device: torch.device) -> torch.Tensor | None:
-    """What a model on `device` makes of a few tokens; None where it wants other inputs.  [tokens, n]"""
+    """The output of a model on `device` for a few tokens; None if it does not run on token ids alone.  [tokens, n]"""
     try:
         return first_output(model, device)
     except UnsupportedModel:
@@ -479,8 +485,8 @@ def made_by(model: nn.Module, device: torch.device) -> torch.Tensor | None:
 
 
 def reader(model: nn.Module, weights: Weights | None, cast: Cast) -> Read:
-    """Gives a tensor by its name in the model, as inference wants it: the checkpoint's, or else the model's own, which
-    it keeps alive."""
+    """A function that gives a full tensor by its name in the model, cast and on the device: the checkpoint's, else the
+    model's own. It keeps the model's own tensors alive."""
     kept = stored_tensors(model) if weights is None else dict.fromkeys(weights.absent)
     own = {name: tensor.detach() for name, tensor in stored_tensors(model).items() if name in kept}
 
@@ -491,42 +497,43 @@ def reader(model: nn.Module, weights: Weights | None, cast: Cast) -> Read:
 
 
 def leaves_open(module: nn.Module, inputs: tuple, kwargs: dict[str, Any], name: str) -> bool:
-    """Whether a forward could be given `name` beside these arguments, which neither have it nor go on from a cache."""
+    """Whether `name` can be added to a forward's arguments: the forward accepts it, it is not among them, and they do
+    not continue from a cache."""
     signature = inspect.signature(module.forward)
     try:
         bound = signature.bind_partial(*inputs, **kwargs).arguments
     except TypeError:
-        return False  # the forward's own words for arguments that it cannot take
+        return False  # invalid arguments: the forward itself raises the error
     free = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
     taken = {**bound, **kwargs}
     return name not in taken and taken.get("past_key_values") is None and (free or name in signature.parameters)
 
 
 def timed_event() -> torch.cuda.Event:
-    """An event of the device."""
+    """A CUDA event that records time."""
     return torch.cuda.Event(enable_timing=True)
 
 
 def nothing_to_join(adapters: bool) -> None:
-    """Weights are whole, or slices that are there: a rank whose request was refused has nothing to gather."""
+    """Nothing: no weights are gathered here, so a rank whose request was rejected has no gathers to join."""
 
 
 def first_tensor(output: Any) -> torch.Tensor:
-    """A model's first output: logits of a model with a head, hidden states of one without; not its loss."""
+    """A model's first output other than the loss: logits, or the hidden states of a model without a head."""
     if isinstance(output, ModelOutput):
         return next(value for name, value in output.items() if name != "loss")
-    if isinstance(output, tuple | list):  # a loss is the only one that is a number
+    if isinstance(output, tuple | list):  # the loss is the only scalar
         return next(value for value in output if value.dim() > 0)
     return output
 
 
 def given_group(settings: TensorParallelConfig) -> torch.distributed.ProcessGroup | None:
-    """The process group that the caller has for the ranks that share the weights."""
+    """The caller's process group for tensor parallelism, from `mpu` or `tp_group`; None if neither is given."""
     return settings.tp_group if settings.mpu is None else settings.mpu.get_model_parallel_group()
 
 
 def tensor_ranks(settings: TensorParallelConfig) -> int:
-    """How many ranks share heads and matrices."""
+    """The tensor-parallel size."""
     group = given_group(settings)
     if not settings.enabled:
         return 1
@@ -534,17 +541,18 @@ def tensor_ranks(settings: TensorParallelConfig) -> int:
 
 
 def expert_ranks(settings: MoEConfig) -> int:
-    """Over how many parts experts are shared out."""
+    """The expert-parallel size."""
     return settings.ep_size if settings.enabled else 1
 
 
 def ranks_sharing(config: InferenceConfig) -> int:
-    """How many ranks share one copy of the weights."""
+    """The number of ranks that share one copy of the weights: tensor- times expert-parallel size."""
     return tensor_ranks(config.tensor_parallel) * expert_ranks(config.moe)
 
 
 def sharing_group(config: InferenceConfig) -> InferenceGroup:
-    """The ranks that share the weights: a group that is there already, or neighbours."""
+    """The ranks that share one copy of the weights: the caller's group, or consecutive ranks. Building a new group is a
+    collective of all ranks."""
     size = ranks_sharing(config)
     given = given_group(config.tensor_parallel) if expert_ranks(config.moe) == 1 else config.moe.ep_group
     ranks = tensor_ranks(config.tensor_parallel)
@@ -552,7 +560,8 @@ def sharing_group(config: InferenceConfig) -> InferenceGroup:
 
 
 def join_ranks(config: InferenceConfig) -> None:
-    """Where ranks are to work together and a launcher has started them, let them find each other and their devices."""
+    """Initialize torch.distributed and select the device, if `config` needs several ranks and a launcher started
+    them."""
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     wanted = config.tensor_parallel.tp_size * config.moe.ep_size > 1
     if wanted and launched and not torch.distributed.is_initialized():
@@ -561,7 +570,7 @@ def join_ranks(config: InferenceConfig) -> None:
 
 
 def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
-    """Raise for settings that cannot be followed, before anything is changed."""
+    """Raise ValueError for invalid settings and NotImplementedError for unsupported ones, before anything changes."""
     floating = config.dtype
     supported = get_accelerator().supported_dtypes()
     if floating != torch.int8 and floating not in supported:
@@ -615,7 +624,7 @@ def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
 
 
 def refuse_partitioning(zero: dict[str, Any]) -> None:
-    """Raise where ZeRO is to keep weights partitioned; warn where it has nothing to do."""
+    """Raise NotImplementedError for ZeRO stage 3 and ValueError for invalid settings; warn if they have no effect."""
     try:
         stage = DeepSpeedZeroConfig(**zero).stage
     except ValidationError as error:
@@ -628,12 +637,12 @@ def refuse_partitioning(zero: dict[str, Any]) -> None:
             f"zero.stage: {stage} given; weights that stay partitioned are hybrid.initialize's, with "
             "hybrid_engine.pin_parameters=false"
         )
-    if stage or zero.keys() - {"stage", "leaf_module", "overlap_comm"}:  # DeepSpeed's object always says the last two
+    if stage or zero.keys() - {"stage", "leaf_module", "overlap_comm"}:  # DeepSpeed's object always has the last two
         warnings.warn(f"zero: {zero} given; it has no effect, nothing is trained here", stacklevel=6)
 
 
 def refuse_ranks_that_are_not_there(settings: TensorParallelConfig) -> None:
-    """Raise ValueError where the ranks that are to share the weights are not those that there are."""
+    """Raise ValueError if `tp_size` does not divide the world size, or is not the size of the given group."""
     size, group = settings.tp_size if settings.enabled else 1, given_group(settings)
     if group is not None:
         found = torch.distributed.get_world_size(group)
@@ -645,7 +654,11 @@ def refuse_ranks_that_are_not_there(settings: TensorParallelConfig) -> None:
 
 
 def refuse_experts_that_are_not_there(model: nn.Module, config: InferenceConfig) -> None:
-    """Raise where experts cannot be shared out as `moe` says, or are not as many."""
+    """Check the `moe` settings against the model and the ranks.
+
+    Raises ValueError if the number of experts differs, or `ep_size` does not divide the experts or the ranks;
+    NotImplementedError for unsupported settings. Warns of an `ep_group` without effect.
+    """
     moe, ranks = config.moe, expert_ranks(config.moe)
     if moe.type == "residual":
         raise NotImplementedError("moe.type: 'residual' given; standard experts are there")
@@ -677,7 +690,8 @@ def refuse_experts_that_are_not_there(model: nn.Module, config: InferenceConfig)
 
 
 def refuse_other_experts(mixtures: dict[str, MoE], config: InferenceConfig) -> None:
-    """Raise where DeepSpeed's layers have their experts otherwise than `moe` says."""
+    """Raise ValueError if DeepSpeed's own MoE layers differ from the `moe` settings, and NotImplementedError for
+    settings that they do not support."""
     moe, said = config.moe, None if config.moe.moe_experts == [1] else config.moe.moe_experts
     if moe.ep_group is not None or moe.ep_mp_group is not None:
         raise NotImplementedError("moe: a group given; DeepSpeed's layers make their own, leave it out")
@@ -696,7 +710,7 @@ def refuse_other_experts(mixtures: dict[str, MoE], config: InferenceConfig) -> N
 
 
 def refuse_what_cannot_be_quantized(model: nn.Module, config: InferenceConfig) -> None:
-    """Raise for a model, or settings, that int8 is not there for."""
+    """Raise ValueError or NotImplementedError if the model or the settings do not support int8."""
     weight = config.quant.weight
     if not (config.quant.enabled and weight.enabled):
         raise ValueError("quant.enabled: false given with dtype=int8; give another dtype, or true")
@@ -718,7 +732,7 @@ def refuse_what_cannot_be_quantized(model: nn.Module, config: InferenceConfig) -
 
 
 def refuse_what_cannot_be_shared(model: nn.Module, config: InferenceConfig, size: int) -> None:
-    """Raise for a model, or settings, that ranks cannot share the weights of."""
+    """Raise ValueError or NotImplementedError if `size` ranks cannot share the model's weights under the settings."""
     if config.enable_cuda_graph:
         raise NotImplementedError(
             f"enable_cuda_graph: true given for {size} ranks that share weights, and wait for each other at every "
@@ -739,7 +753,7 @@ def refuse_what_cannot_be_shared(model: nn.Module, config: InferenceConfig, size
 
 
 def why_no_fused_slices(model: nn.Module, config: InferenceConfig) -> str:
-    """Words, where ranks share the model's own modules; "" where they share a fused decoder."""
+    """The reason why ranks share the model's own modules; "" if they share a fused decoder."""
     if config.injection_policy is not None:
         return "injection_policy is given"
     if config.dtype == torch.int8:
@@ -748,17 +762,20 @@ def why_no_fused_slices(model: nn.Module, config: InferenceConfig) -> str:
         read_decoder(model)
     except UnsupportedModel as reason:
         return f"no fused container: {reason}"
-    if config.replace_with_kernel_inject or expert_ranks(config.moe) > 1:  # the model's own modules keep all experts
+    if config.replace_with_kernel_inject or expert_ranks(config.moe) > 1:  # its own modules would keep all experts
         return ""
     try:
         read_tp_plan(model)
-    except UnsupportedModel:  # what its layers are called would be a guess, and the decoder knows
+    except UnsupportedModel:  # slicing by its layers' names would be a guess; the decoder is certain
         return ""
     return "replace_with_kernel_inject=false"
 
 
 def require_spreadable(model: nn.Module, size: int, fallback_reason: str) -> None:
-    """Raise where a model's own modules cannot be spread over ranks.  why_not: words, why no decoder of ours is."""
+    """Raise NotImplementedError if a model's own modules cannot be tensor-parallel.
+
+    fallback_reason: why there is no fused decoder, for the message.
+    """
     try:
         Spread(model, size)
     except UnsupportedModel as why:
@@ -769,10 +786,10 @@ def require_spreadable(model: nn.Module, size: int, fallback_reason: str) -> Non
 
 
 def looks_back_only(model: nn.Module) -> bool:
-    """Whether a model has attention, its decoder's for one, that is causal.
+    """Whether a model has causal attention, if only in its decoder.
 
-    Hugging Face's attention says so; BLOOM's and others' do not, whose kind of model is known as a decoder's alone
-    (transformers 5.23).
+    Read from the attention modules' `is_causal`. Models without it (BLOOM) are causal if they generate, or if their
+    model type has only causal language models (transformers 5.23).
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     decoders_alone = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
@@ -782,7 +799,7 @@ def looks_back_only(model: nn.Module) -> bool:
 
 
 def is_decoder(model: nn.Module) -> bool:
-    """Whether a fused container knows the model."""
+    """Whether `read_decoder` supports the model."""
     try:
         read_decoder(model)
     except UnsupportedModel:

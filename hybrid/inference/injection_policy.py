@@ -1,7 +1,7 @@
-"""Tensor parallelism by the user's policy: the model's own modules, whose linear layers are a rank's parts of them.
+"""Tensor parallelism by an injection policy: the model's own modules, with linear layers replaced by a rank's slices.
 
-In the layers that a policy names, the projections that it lists add up over the ranks (Megatron-LM's rows,
-arXiv:1909.08053), and every other linear layer makes a part of its outputs. Ranks call with the same inputs.
+In the layer classes that a policy names, the listed projections are row-parallel (their outputs are summed over ranks,
+arXiv:1909.08053), and every other linear layer is column-parallel. All ranks call with the same inputs.
 """
 
 import functools
@@ -17,22 +17,22 @@ from hybrid.parallel import InferenceGroup
 from hybrid.weights.int8 import Int8Linear, Take, int8_linear, is_linear, keep_in_int8
 from hybrid.weights.slices import Shard, chunk
 
-# What a module that splits its input into heads calls their numbers, and their size together.
+# Attributes of attention modules that hold numbers of heads, or their total width.
 PER_RANK = tuple("n_heads num_heads n_head num_attention_heads num_key_value_heads all_head_size inner_dim".split())
-# A linear layer that makes queries, keys and values one behind the other, and what holds the width of each.
+# The linear layer that outputs all queries, then all keys, then all values; the attribute with the width of each.
 THREE_IN_ONE, WIDTH_OF_ONE = "c_attn", "split_size"
-HEAD_BY_HEAD = "query_key_value"  # one that makes them head by head; positions may be biases of heads (ALiBi)
-Policy = Mapping[type, "str | tuple[str, ...] | LayerPolicy"]  # by layer class; of names, those of `sums`
+HEAD_BY_HEAD = "query_key_value"  # one that outputs them interleaved by head; its module may take ALiBi biases
+Policy = Mapping[type, "str | tuple[str, ...] | LayerPolicy"]  # by layer class; plain names are those of `sums`
 
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """How ranks share a kind of layer, where names of the projections that add up do not say it all.
+    """How ranks share a class of layers, if the names of the row-parallel projections are not enough.
 
-    sums: ends of the names of linear layers that take a part of their inputs, and whose outputs add up.
-    whole: of linear layers and embeddings that every rank keeps whole (a router, a gate); all others make a part of
-        their outputs.
-    counts: attributes of the modules around them that are divided by the number of ranks, where modules have them.
+    sums: name endings of row-parallel linear layers: they take a slice of their inputs, and their outputs are summed.
+    whole: name endings of linear layers and embeddings that are replicated (a router, a gate). All others are
+        column-parallel.
+    counts: attributes of the modules that contain them, which are divided by the number of ranks where they exist.
     """
 
     sums: tuple[str, ...]
@@ -41,23 +41,23 @@ class LayerPolicy:
 
 
 class PartLinear(nn.Module):
-    """A rank's part of a linear layer: of its outputs, or, where it sums, of its inputs, and then the ranks' sum. In
-    int8 where the layer was to be.
+    """A rank's slice of a linear layer; int8 if `linear` is an Int8Linear.
 
-    blocks: matrices that lie one behind the other in its outputs, of each of which this is a part.
+    sums: row-parallel: slices the inputs, and sums the outputs over the group. Otherwise column-parallel.
+    blocks: number of equal matrices concatenated in the outputs, each of which is sliced.
     """
 
     def __init__(self, linear: nn.Linear | Conv1D | Int8Linear, group: InferenceGroup, sums: bool, blocks: int = 1):
         super().__init__()
         self.group, self.sums, self.blocks = group, sums, blocks
         self.turned = isinstance(linear, Conv1D) or getattr(linear, "turned", False)
-        self.groups = getattr(linear, "groups", 0)  # of int8's scales
+        self.groups = getattr(linear, "groups", 0)  # int8 scales per output channel; 0: not quantized
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         self.register_buffer("weight_scale", None)
 
     def take_weight(self, whole: torch.Tensor) -> None:
-        """Keep this rank's part of the weight, as the layer in whose place this is has it."""
+        """Keep this rank's slice of the full weight, which is in the layout of the replaced layer."""
         whole = whole.T if self.turned else whole
         part = chunk(whole, 1, shard_of(self.group)) if self.sums else self._outputs(whole)
         if self.groups:
@@ -66,14 +66,14 @@ class PartLinear(nn.Module):
             self.weight = owned(part)
 
     def take_bias(self, whole: torch.Tensor) -> None:
-        """Keep this rank's part of the bias: all of it where outputs are sums, to be added once they are made."""
+        """Keep this rank's slice of the full bias; all of it if row-parallel, to be added after the sum."""
         self.bias = owned(whole if self.sums else self._outputs(whole))
 
     def _outputs(self, whole: torch.Tensor) -> torch.Tensor:
         return torch.cat([chunk(block, 0, shard_of(self.group)) for block in whole.chunk(self.blocks)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As nn.Linear's; all of the outputs where it sums."""
+        """x [..., in] to this rank's slice of the outputs; if row-parallel, a slice of x to the full outputs."""
         if not self.sums:
             return int8_linear(x, self.weight, self.weight_scale, self.bias)
         y = self.group.sum(int8_linear(x, self.weight, self.weight_scale))
@@ -81,18 +81,21 @@ class PartLinear(nn.Module):
 
 
 def shard_of(group: InferenceGroup) -> Shard:
-    """Which part of the group's this rank has."""
+    """This rank's part of the group's tensors."""
     return Shard(group.size, group.index)
 
 
 def owned(part: torch.Tensor) -> nn.Parameter:
-    """A part in memory of its own."""
+    """A copy of `part`, contiguous and in its own memory, as a parameter without gradients."""
     return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A linear layer, or an embedding of positions within a layer, that is shared out.  blocks: as PartLinear's."""
+    """How a linear layer, or a layer's embedding of relative positions, is sliced.
+
+    sums, blocks: as PartLinear's.  counts: as LayerPolicy's, plus the width for THREE_IN_ONE.
+    """
 
     sums: bool
     counts: tuple[str, ...]
@@ -100,9 +103,9 @@ class Shared:
 
 
 def read_policy(model: nn.Module, policy: Policy) -> dict[str, Shared]:
-    """What a policy shares out, by name.
+    """The modules that a policy slices, by name.
 
-    Raises ValueError, as DeepSpeed does, for what is no module's class and for a projection that the model has not.
+    Raises ValueError, as DeepSpeed does, if a key is no nn.Module class, or the model has no such layer or projection.
     """
     modules = dict(model.named_modules())
     found: dict[str, Shared] = {}
@@ -115,7 +118,7 @@ def read_policy(model: nn.Module, policy: Policy) -> dict[str, Shared]:
                 raise ValueError(f"injection_policy: the model has no module whose name ends in {projection!r}")
         for path, layer in modules.items():
             for name, module in layer.named_modules() if type(layer) is kind else ():
-                dotted = f".{name}"  # ends may begin with a dot, as in DeepSpeed's
+                dotted = f".{name}"  # name endings may begin with a dot, as in DeepSpeed's policies
                 if (is_linear(module) or isinstance(module, nn.Embedding)) and not dotted.endswith(one.whole):
                     found[f"{path}.{name}"] = shared_out(dotted, module, one)
     if not found:
@@ -124,7 +127,7 @@ def read_policy(model: nn.Module, policy: Policy) -> dict[str, Shared]:
 
 
 def shared_out(name: str, module: nn.Module, policy: LayerPolicy) -> Shared:
-    """How a module of a layer is shared out.  name: within the layer, behind a dot."""
+    """How a module of a layer is sliced.  name: its name in the layer, with a leading dot."""
     if name.endswith(policy.sums):
         return Shared(True, policy.counts)
     if name.endswith(f".{THREE_IN_ONE}") and is_three_in_one(module):
@@ -133,20 +136,21 @@ def shared_out(name: str, module: nn.Module, policy: LayerPolicy) -> Shared:
 
 
 def is_three_in_one(module: nn.Module) -> bool:
-    """Whether a linear layer's outputs are three times as wide as its inputs."""
-    outputs, inputs = getattr(module, "nf", None), getattr(module, "nx", None)  # of a Conv1D, which int8 keeps turned
+    """Whether a linear layer has three times as many outputs as inputs."""
+    outputs, inputs = getattr(module, "nf", None), getattr(module, "nx", None)  # Conv1D's names
     if outputs is None:
         outputs, inputs = getattr(module, "out_features", 0), getattr(module, "in_features", -1)
     return outputs == 3 * inputs
 
 
 def width_of(module: nn.Module) -> int:
-    """Outputs of a linear layer, or columns of an embedding."""
+    """The number of outputs of a linear layer, or of columns of an embedding."""
     return getattr(module, "nf", None) or getattr(module, "out_features", None) or module.embedding_dim
 
 
 def layer_policy(said: str | tuple[str, ...] | LayerPolicy) -> LayerPolicy:
-    """What is said of one class of layers."""
+    """A policy's value for one layer class as a LayerPolicy. Raises ValueError if it is neither names nor a
+    LayerPolicy."""
     if isinstance(said, LayerPolicy):
         return said
     names = (said,) if isinstance(said, str) else said
@@ -156,7 +160,7 @@ def layer_policy(said: str | tuple[str, ...] | LayerPolicy) -> LayerPolicy:
 
 
 def require_whole_heads(model: nn.Module, names: Mapping[str, Shared], size: int) -> None:
-    """Raise ValueError where heads cannot be shared out."""
+    """Raise ValueError if `size` does not divide the heads of the sliced modules."""
     for name, shared in names.items():
         parent = model.get_submodule(name.rpartition(".")[0])
         for key in shared.counts:
@@ -173,14 +177,15 @@ def require_whole_heads(model: nn.Module, names: Mapping[str, Shared], size: int
 
 
 def share_out(model: nn.Module, names: Mapping[str, Shared], group: InferenceGroup) -> dict[str, Take]:
-    """Put layers that are a rank's parts in the place of the whole ones; gives, by a weight's name, what takes it."""
+    """Replace the layers `names` by a rank's slices, and divide their modules' counts. Gives, by parameter name, the
+    function that takes the full tensor."""
     found: dict[str, Take] = {}
     counts: dict[nn.Module, set[str]] = {}
     for name, shared in names.items():
         path, _, child = name.rpartition(".")
         parent, module = model.get_submodule(path), model.get_submodule(name)
         counts.setdefault(parent, set()).update(shared.counts)
-        if isinstance(module, nn.Embedding):  # of relative positions: a column for each head
+        if isinstance(module, nn.Embedding):  # relative positions: one column per head
             found[f"{name}.weight"] = columns_of(module, group)
             continue
         part = PartLinear(module, group, shared.sums, shared.blocks)
@@ -197,7 +202,7 @@ def share_out(model: nn.Module, names: Mapping[str, Shared], group: InferenceGro
 
 
 def with_own_alibi(own: Callable, group: InferenceGroup) -> Callable:
-    """An attention's forward that takes of ALiBi's biases, [rows · heads, 1, tokens], the heads that the rank has."""
+    """An attention's forward that slices ALiBi's biases, [rows · heads, 1, tokens], to this rank's heads."""
 
     @functools.wraps(own)
     def forward(*args: Any, alibi: torch.Tensor | None = None, **kwargs: Any) -> Any:
@@ -211,7 +216,7 @@ def with_own_alibi(own: Callable, group: InferenceGroup) -> Callable:
 
 
 def columns_of(embedding: nn.Embedding, group: InferenceGroup) -> Take:
-    """What gives an embedding this rank's columns of a table."""
+    """A function that takes the full table and gives the embedding this rank's columns."""
 
     def take(whole: torch.Tensor) -> None:
         embedding.weight = owned(chunk(whole, 1, shard_of(group)))

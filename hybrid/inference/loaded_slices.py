@@ -1,4 +1,4 @@
-"""A rank's slices of weights that do not change: read once, one tensor at a time, and nowhere else afterwards."""
+"""A rank's slices of weights that do not change, read once, one tensor at a time."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,10 +16,11 @@ from hybrid.weights.slices import Shard, Slice, slices_of
 
 
 class LoadedSlices(SlicedSnapshot):
-    """A rank's slices.  read: the whole of each.
+    """A rank's slices of a model's weights.
 
-    group: the ranks that have all slices together; its inner group shares heads and matrices, and the others experts.
-    The model's own parameters are emptied: they stay the same objects, with nothing in them, as under ZeRO-3.
+    read: gives a full tensor by name.
+    group: the ranks that together have all slices: tensor-parallel within `group.tensor`, expert-parallel across.
+    The model's own parameters stay the same objects but are emptied, as under ZeRO-3.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class LoadedSlices(SlicedSnapshot):
             for index in range(group.size)
         ]
         super().__init__(model, structure, [], 1, slices=self.of_ranks[group.index])
-        self.shapes: dict[torch.Tensor, torch.Size] = {}  # of what has been emptied
+        self.shapes: dict[torch.Tensor, torch.Size] = {}  # full shapes of the emptied parameters
         for name, param in stored_tensors(model).items():
             if param not in self.cuts:
                 continue
@@ -43,13 +44,13 @@ class LoadedSlices(SlicedSnapshot):
             give(param, whole.new_empty(0))
 
     def refresh(self, phase: Phase, adapters: bool) -> int:
-        """Nothing to do: there are no newer weights."""
+        """0: the weights never change."""
         return 0
 
     @contextmanager
     def whole(self, params: Iterable[nn.Parameter]) -> Iterator[int]:
-        """Inside the block parameters are whole, put together from all ranks' slices; gives their bytes. A
-        collective."""
+        """Inside the block `params` hold their full tensors, gathered from all ranks' slices. Yields the bytes
+        gathered. A collective of the group."""
         emptied = [param for param in params if param in self.shapes]
         try:
             for param in emptied:
@@ -60,21 +61,21 @@ class LoadedSlices(SlicedSnapshot):
                 give(param, param.new_empty(0))
 
     def _put_together(self, param: nn.Parameter) -> torch.Tensor:
-        """The whole of a parameter. What no slice has, no decoder reads: it is 0."""
+        """The full tensor of a parameter. Elements that are in no slice, which no decoder reads, are 0."""
         positions = [self._positions(param, index) for index in range(self.group.size)]
         own = [part.flatten() for part in self.parts[param].values() if part is not None]
         mine = torch.cat(own) if own else param.new_empty(0)
         whole = param.new_zeros(self.shapes[param])
         parts = self.group.gather_rows(mine, [len(position) for position in positions])
         for position, part in zip(positions, parts, strict=True):
-            real = position > 0  # a slice that has ended is padded
+            real = position > 0  # not padding
             whole.view(-1)[position[real].long() - 1] = part[real]
         return whole
 
     def _positions(self, param: nn.Parameter, index: int) -> torch.Tensor:
-        """Where in the whole, from 1, each value of a rank's slices lies; 0: nowhere.  int [values]
+        """The position in the full tensor, counted from 1, of each value of a rank's slices; 0: padding.  int [values]
 
-        Slices are cut of a table of positions as they are of weights.
+        Computed by slicing a tensor of positions in the same way as the weights.
         """
         shape = self.shapes[param]
         table = torch.arange(1, shape.numel() + 1, dtype=torch.int32 if shape.numel() < 2**31 - 1 else torch.int64)

@@ -1,4 +1,4 @@
-"""A model's weights as inference wants them: cast, on the device, from a checkpoint."""
+"""Loading a model's weights for inference: from the model or a checkpoint, cast, onto the device."""
 
 import copy
 import re
@@ -22,21 +22,21 @@ from transformers.core_model_loading import (
 
 from hybrid.inference.tensor_files import Tensors, some
 
-Read = Callable[[str], torch.Tensor]  # by name in the model, a tensor as inference wants it, whole
+Read = Callable[[str], torch.Tensor]  # a name in the model to the full tensor, cast and on the device
 
 
 def floating_dtype(model: nn.Module, dtype: torch.dtype) -> torch.dtype:
-    """What activations are computed in: `dtype`, or where that is int8, the model's own."""
+    """The dtype of activations: `dtype`, or the model's own if that is int8."""
     if dtype.is_floating_point:
         return dtype
     return next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
 
 
 class Cast:
-    """Which dtype each tensor of a model gets, and where it goes.
+    """Casts a model's tensors to `dtype` and moves them to `device`.
 
-    What a Hugging Face model computes in float32 whatever it is cast to (T5's `wo`) stays so, as in `from_pretrained`
-    (transformers 5.23).  device: None leaves tensors where they are.
+    Modules that a Hugging Face model always computes in float32 (T5's `wo`) stay float32, as in `from_pretrained`
+    (transformers 5.23). Integer tensors keep their dtype.  device: None: tensors are not moved.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device | None):
@@ -48,7 +48,7 @@ class Cast:
         self.dtype, self.device = dtype, device
 
     def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor called `name`, as it shall be."""
+        """`tensor`, which the model calls `name`, cast and moved."""
         dtype = tensor.dtype
         if tensor.is_floating_point():
             dtype = torch.float32 if self.kept is not None and self.kept.search(name) else self.dtype
@@ -56,7 +56,7 @@ class Cast:
 
 
 def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a state dict of the model has, each tensor once: by the first of its names."""
+    """The tensors of the model's state dict, each once, under its first name."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
@@ -67,8 +67,8 @@ def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def cast_model(model: nn.Module, cast: Cast) -> None:
     """Cast and move a model's own weights.
 
-    Buffers that no checkpoint has (frequencies of rotary tables) are moved and keep their dtype, as in a model that was
-    built in it: rounding them would move every position.
+    Non-persistent buffers (rotary frequencies) are moved but keep their dtype, as in a model that was built in `dtype`:
+    rounding the frequencies would shift every position.
     """
     for name, tensor in stored_tensors(model).items():
         tensor.data = cast(name, tensor.data)
@@ -76,30 +76,32 @@ def cast_model(model: nn.Module, cast: Cast) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device | None) -> None:
-    """Move a model's buffers, as they are; those on the meta device are still to be read."""
+    """Move a model's buffers without casting; those on the meta device, which are loaded later, are skipped."""
     for buffer in model.buffers():
         if not buffer.is_meta:
             buffer.data = buffer.data.to(device)
 
 
 class Weights:
-    """A checkpoint's tensors by the names that a model has for them.
+    """A checkpoint's tensors by a model's names.
 
-    Hugging Face models are read as transformers reads them: names that have changed, and tensors that are put together
-    from several (experts). A tensor that has several names needs to be there by one of them.
-    strict: raise ValueError, listing all, where tensors are missing, left over or of other shapes; otherwise warn, and
-    `absent` are those that the checkpoint does not give.
+    For Hugging Face models the conversions of transformers are applied: renamed tensors, and tensors that are combined
+    from several (experts). A tied tensor needs to be in the checkpoint under one of its names.
+
+    stored: the checkpoint's tensors by its names.
+    strict: raise ValueError if tensors are missing, unexpected or of another shape, with all of them listed. Otherwise
+        warn; `absent` lists the model's tensors that the checkpoint does not have.
     """
 
     def __init__(self, model: nn.Module, stored: Tensors, strict: bool):
         self.model, self.stored = model, stored
-        self.transforms: dict[str, WeightTransform] = {}  # by a name in the model, the first of those it gives
-        self.sources: dict[str, list[tuple[str, str]]] = {}  # by the same: names in the checkpoint, and patterns
-        self.giver: dict[str, str] = {}  # by name in the model: the key of the two above
+        self.transforms: dict[str, WeightTransform] = {}  # by the model's name of the first tensor that it makes
+        self.sources: dict[str, list[tuple[str, str]]] = {}  # by the same key: the checkpoint's names, with patterns
+        self.giver: dict[str, str] = {}  # by name in the model: the key of `transforms` and `sources`
         state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if tensor is not None}
         left = self._match(state)
         misshaped = self._look(state)
-        self.names: dict[str, str] = {}  # by the first of a tensor's names: the one that the checkpoint has
+        self.names: dict[str, str] = {}  # by a tensor's first name: its name that the checkpoint has
         owners: dict[int, str] = {}
         for name, tensor in state.items():
             first = owners.setdefault(id(tensor), name)
@@ -116,7 +118,7 @@ class Weights:
             warnings.warn(words, stacklevel=2)
 
     def _match(self, state: dict[str, torch.Tensor]) -> list[str]:
-        """Find out what each stored tensor is for; gives those that are for nothing."""
+        """Match the checkpoint's tensors with the model's. Gives the names of those that match none."""
         transforms = get_model_conversion_mapping(self.model) if isinstance(self.model, PreTrainedModel) else []
         renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         converters = [one for one in transforms if isinstance(one, WeightConverter)]
@@ -135,7 +137,7 @@ class Weights:
         return left
 
     def _look(self, state: dict[str, torch.Tensor]) -> dict[str, str]:
-        """Find out which tensors the checkpoint gives; gives words for those whose shape is not the model's."""
+        """Find the tensors that the checkpoint gives, by their shapes. Gives, by name, the reason for each mismatch."""
         misshaped = {}
         for first in self.transforms:
             try:
@@ -151,7 +153,7 @@ class Weights:
         return misshaped
 
     def _converted(self, first: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What comes of the tensors that belong together."""
+        """The model's tensors, by name, that the transform with key `first` makes.  read: by the checkpoint's names."""
         transform = copy.deepcopy(self.transforms[first])
         for key, pattern in self.sources[first]:
             transform.add_tensor(first, key, pattern, partial(read, key))
@@ -159,12 +161,12 @@ class Weights:
         return {name: one[0] if isinstance(one, list) else one for name, one in found.items()}
 
     def _may(self, what: str, name: str) -> bool:
-        """Whether a Hugging Face model says that a tensor may be missing, or unexpected."""
+        """Whether a Hugging Face model allows a tensor to be missing, or unexpected, as `what` says."""
         patterns = getattr(self.model, f"_keys_to_ignore_on_load_{what}", None) or ()
         return any(re.search(pattern, name) for pattern in patterns)
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor whose first name in the model is `name`, whole, as it is stored."""
+        """The full tensor whose first name in the model is `name`, in the checkpoint's dtype, on the CPU."""
         stored = self.names[name]
         return self._converted(self.giver[stored], lambda key: self.stored[key].read())[stored]
 
@@ -175,9 +177,10 @@ def load(
     read: Read,
     takers: Mapping[str, Callable[[torch.Tensor], None]],
 ) -> None:
-    """Put tensors, read by the model's names, into the model, one at a time; those of the meta device come to life.
+    """Load tensors into the model, one at a time; tensors on the meta device are materialized.
 
-    made: what the model has, by name; it is emptied on the way.  takers: what takes a tensor in the model's place.
+    made: the model's tensors by name; emptied in the process.  read: gives the full tensor for a name.
+    takers: by name, a function that takes the tensor instead of the model (e.g. to slice or quantize it).
     """
     while made:
         name, tensor = made.popitem()
@@ -190,7 +193,7 @@ def load(
 
 
 def put(model: nn.Module, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Give a parameter or buffer a value, in memory of its own; the parameter stays the same object."""
+    """Set a parameter or buffer to a contiguous copy of `value`; a parameter stays the same object."""
     value = torch.empty_like(value, memory_format=torch.contiguous_format).copy_(value)
     if isinstance(tensor, nn.Parameter):
         give(tensor, value)
@@ -200,10 +203,10 @@ def put(model: nn.Module, name: str, tensor: torch.Tensor, value: torch.Tensor) 
 
 
 def give(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Let a parameter, or a buffer, be another tensor; it stays the same object.
+    """Replace the contents of a parameter or buffer by `value`, which is not copied; it stays the same object.
 
-    What somebody else holds (autograd, after a forward with gradients) cannot be swapped; to and from the meta device
-    nothing else is possible.
+    `.data` is set where possible: a tensor that something else refers to (autograd, after a forward with gradients)
+    cannot be swapped. To and from the meta device swapping is the only way.
     """
     if param.is_meta or value.is_meta:
         new = nn.Parameter(value, requires_grad=False) if isinstance(param, nn.Parameter) else value
@@ -216,10 +219,10 @@ def give(param: torch.Tensor, value: torch.Tensor) -> None:
 def whole_as_they_run(
     parts: list[nn.Module], names: Mapping[torch.Tensor, str], read: Read
 ) -> Iterator[list[RemovableHandle]]:
-    """Inside the block each of a model's parts has its weights while it runs, and at no other time: the model's own
-    forward works, and one part is whole at once. Gives the hooks that see to it.
+    """Inside the block each of `parts` holds its full weights only while it runs, so the model's own forward works with
+    one part in memory at a time. Yields the handles of the hooks that do this.
 
-    names: of the parameters, as `read` knows them. Afterwards they are empty.
+    names: parameters to the names that `read` takes. A part that has run is left empty.
     """
 
     def fill(module: nn.Module, args: tuple) -> None:
@@ -241,14 +244,14 @@ def whole_as_they_run(
 
 
 def emptied(model: nn.Module) -> None:
-    """Let go of the model's weights: they are on the meta device afterwards."""
+    """Free the model's parameters by moving them to the meta device."""
     for param in model.parameters():
         give(param, torch.empty_like(param, device="meta"))
 
 
 def require_makers(model: nn.Module, absent: Iterable[str]) -> None:
-    """Raise ValueError, naming all, for tensors that nothing gives a value: no checkpoint, and no Hugging Face model
-    that makes them anew."""
+    """Raise ValueError, with their names, for tensors that are not in the checkpoint if the model is not a Hugging Face
+    model, which could initialize them."""
     if (absent := list(absent)) and not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"checkpoint: it does not have {some(absent)} ({len(absent)} in all), which would be without values; only "
@@ -257,10 +260,10 @@ def require_makers(model: nn.Module, absent: Iterable[str]) -> None:
 
 
 def initialize(model: nn.Module, absent: list[str], device: torch.device) -> None:
-    """Bring to life what is on the meta device and in no checkpoint, as the model itself makes it: buffers that are not
-    stored, and the tensors in `absent`.
+    """Materialize tensors that are on the meta device and not in the checkpoint, with the model's own initialization:
+    non-persistent buffers, and the tensors in `absent`.
 
-    Raises ValueError, as `require_makers`, where there are such and the model is not Hugging Face's.
+    Raises ValueError if there are any and the model is not a Hugging Face model.
     """
     found: dict[nn.Module, list[tuple[dict, str, str]]] = {}
     for path, module in model.named_modules():
@@ -289,19 +292,19 @@ def initialize(model: nn.Module, absent: list[str], device: torch.device) -> Non
         return
     with known_to_be_made(model, made):
         for path, module in model.named_modules():
-            # What is in a module may be made with a module around it (FalconH1's multipliers, transformers 5.23).
+            # A module's tensor may be initialized by a module around it (FalconH1's multipliers, transformers 5.23).
             if not found[module] and any(is_within(name, path) for name in made):
                 model._init_weights(module)
 
 
 def is_within(name: str, path: str) -> bool:
-    """Whether a tensor is in a module, by their names."""
+    """Whether a tensor belongs to a module or its submodules, by their names."""
     return name.startswith(f"{path}." if path else "")
 
 
 @contextmanager
 def known_to_be_made(model: nn.Module, but: set[str]) -> Iterator[None]:
-    """Inside the block transformers' initialization leaves all tensors alone but those named."""
+    """Inside the block transformers' initialization changes only the tensors in `but`."""
     tensors = [tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name not in but]
     unmarked = [tensor for tensor in tensors if not getattr(tensor, "_is_hf_initialized", False)]
     try:

@@ -1,4 +1,4 @@
-"""A model that is being changed for good, and is as it was if that fails."""
+"""Restoring a model if changing it fails."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from hybrid.inference.loader import give
 
 @contextmanager
 def as_it_was_on_failure(model: nn.Module, with_values: bool) -> Iterator[None]:
-    """Whatever is raised in the block, the model has its modules, attributes, hooks and tensors again.
+    """If the block raises, the model gets its modules, attributes and hooks back, and the exception is raised again.
 
-    with_values: with their values, which are kept alive for that long.
+    with_values: also its tensors, which stay in memory until the block ends.
     """
     states = [(module, state_of(module)) for module in model.modules()]
     own = (*model.parameters(), *model.buffers()) if with_values else ()
@@ -31,10 +31,10 @@ def as_it_was_on_failure(model: nn.Module, with_values: bool) -> Iterator[None]:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes; its dictionaries (of parameters, children, hooks) are copies."""
+    """A module's attributes, with copies of its dictionaries (parameters, children, hooks)."""
     return {name: copied(value) for name, value in module.__dict__.items()}
 
 
 def copied(value: Any) -> Any:
-    """A dictionary of its own, where it is one."""
+    """A copy of `value` if it is a dictionary, else `value`."""
     return value.copy() if isinstance(value, dict) else value

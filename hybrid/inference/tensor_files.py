@@ -1,4 +1,4 @@
-"""Tensors in files, by name, read one at a time; and parts of tensors, put together. Pickles are read with
+"""Tensors in files, by name, read one at a time, and joining of tensor-parallel parts. Pickles are read with
 `weights_only=True`."""
 
 import json
@@ -16,17 +16,17 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from safetensors import SafetensorError, safe_open
 
-# Classes that DeepSpeed's own checkpoints hold beside tensors (0.19.8).
+# Classes in DeepSpeed's own checkpoints, in addition to tensors (0.19.8).
 DEEPSPEEDS = [DynamicLossScaler, LossScaler, ZeroStageEnum]
-# What torch's reader of pickles raises for bytes that are not one.
+# The exceptions of torch.load for a file that is not a valid pickle.
 DAMAGED = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError)
 DAMAGED += (AssertionError, struct.error)
-WRAPPERS = ("module", "model", "state_dict")  # keys under which a saved dictionary has the state dict
+WRAPPERS = ("module", "model", "state_dict")  # keys under which a saved dictionary may hold the state dict
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a checkpoint.  read: gives it, from the file."""
+    """A tensor in a checkpoint.  read: loads it from the file."""
 
     shape: torch.Size
     read: Callable[[], torch.Tensor]
@@ -39,13 +39,13 @@ Tensors = dict[str, Stored]
 
 
 def require_files(paths: Iterable[Path]) -> None:
-    """Raise ValueError where files are not there, naming them all."""
+    """Raise ValueError, with the paths, if files are missing."""
     if absent := [str(path) for path in paths if not path.is_file()]:
         raise ValueError(f"checkpoint: no file at {', '.join(absent)}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The dictionary in a JSON file."""
+    """The dictionary in a JSON file. Raises ValueError if there is none."""
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """By a tensor's name, its file: the index of Hugging Face's sharded files."""
+    """The index of Hugging Face's sharded files: tensor name to file name. Raises ValueError if it is invalid."""
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(f"checkpoint: {path} has no weight_map, which names the files of tensors")
@@ -64,7 +64,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def in_file(path: Path) -> Tensors:
-    """The tensors of one file: safetensors, or a pickle of a state dict."""
+    """The tensors of one file: safetensors, or a pickle of a state dict. Raises ValueError if it is damaged."""
     if path.suffix != ".safetensors":
         return of_state(state_in(path), path)
     try:
@@ -77,7 +77,10 @@ def in_file(path: Path) -> Tensors:
 
 
 def pickled(path: Path) -> Any:
-    """What torch has saved in a file; its tensors stay there until they are read, where the format allows it."""
+    """The content of a file saved by torch, on the CPU; memory-mapped if the file is a zip archive.
+
+    Raises ValueError if it is damaged.
+    """
     try:
         with torch.serialization.safe_globals(DEEPSPEEDS):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -86,12 +89,12 @@ def pickled(path: Path) -> Any:
 
 
 def damaged(path: Path, error: Exception) -> ValueError:
-    """That a file cannot be read."""
+    """The error for a file that cannot be read."""
     return ValueError(f"checkpoint: {path} cannot be read; it is damaged, or no checkpoint of weights: {error}")
 
 
 def state_in(path: Path) -> dict[str, Any]:
-    """The state dict in a pickle, alone or beside other things."""
+    """The state dict in a pickle, at the top level or under one of WRAPPERS. Raises ValueError if there is none."""
     content = pickled(path)
     while isinstance(content, dict):
         inner = next((content[key] for key in WRAPPERS if isinstance(content.get(key), dict)), None)
@@ -102,7 +105,7 @@ def state_in(path: Path) -> dict[str, Any]:
 
 
 def of_state(state: dict[str, Any], path: Path) -> Tensors:
-    """The tensors of a state dict."""
+    """The tensors of a state dict. Raises ValueError if there are none."""
     found = {name: held(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
     if not found:
         raise ValueError(f"checkpoint: {path} holds no tensors")
@@ -110,12 +113,12 @@ def of_state(state: dict[str, Any], path: Path) -> Tensors:
 
 
 def held(tensor: torch.Tensor) -> Stored:
-    """A tensor that is there already, or is mapped from a file."""
+    """A tensor that is in memory already, or memory-mapped."""
     return Stored(tensor.shape, lambda: tensor)
 
 
 def indexed(path: Path) -> Tensors:
-    """The tensors of Hugging Face's sharded files, by their index."""
+    """The tensors of Hugging Face's sharded files, by their index. Raises ValueError if a file or tensor is missing."""
     index = read_index(path)
     files = {name: path.parent / name for name in sorted(set(index.values()))}
     require_files(files.values())
@@ -126,7 +129,7 @@ def indexed(path: Path) -> Tensors:
 
 
 def some(names: Iterable[str], most: int = 20) -> str:
-    """Names in words, at most so many."""
+    """The first `most` names as text, with the number of further ones."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
@@ -136,7 +139,7 @@ def some(names: Iterable[str], most: int = 20) -> str:
 
 
 def together(files: list[Tensors]) -> Tensors:
-    """The tensors of several files, each of which has its own."""
+    """The tensors of several files. Raises ValueError if two files have the same tensor."""
     found: Tensors = {}
     for tensors in files:
         if twice := found.keys() & tensors.keys():
@@ -146,7 +149,7 @@ def together(files: list[Tensors]) -> Tensors:
 
 
 def require_one_part(path: Path, parts: int) -> None:
-    """Raise ValueError where a checkpoint that is whole is said to be in parts."""
+    """Raise ValueError if `parts`, the number of tensor-parallel parts, is not 1 for a checkpoint that is not split."""
     if parts != 1:
         raise ValueError(
             f"training_mp_size: {parts} given; {path} is whole. Parts are those of a DeepSpeed JSON with "
@@ -155,9 +158,9 @@ def require_one_part(path: Path, parts: int) -> None:
 
 
 def joined_parts(ranks: list[Tensors], shapes: Mapping[str, torch.Size], version: float) -> Tensors:
-    """Tensors of which each rank has a part, or all have the whole.
+    """Join tensors of which each rank has a part, or all ranks have the full tensor.
 
-    version: of Megatron's layout; with 0, queries, keys and values of a rank lie one behind the other.
+    shapes: the full shapes by name.  version: of Megatron's layout; in 0 a rank's q, k and v are concatenated blocks.
     """
     names = dict.fromkeys(name for rank in ranks for name in rank)
     return {
@@ -167,12 +170,16 @@ def joined_parts(ranks: list[Tensors], shapes: Mapping[str, torch.Size], version
 
 
 def is_qkv(name: str) -> bool:
-    """Whether a tensor has queries, keys and values in it."""
+    """Whether a tensor contains queries, keys and values, by its name."""
     return "query_key_value" in name or "qkv" in name
 
 
 def joined(parts: list[Stored], shape: torch.Size | None, strided: bool) -> Stored:
-    """One tensor of its parts: along the dimension in which they make up the whole, where they are not that already."""
+    """The full tensor from its parts, joined along the dimension in which they add up to `shape`; the first part if it
+    has that shape already or none fits.
+
+    strided: each part consists of three blocks (q, k, v) that are joined separately.
+    """
     first = parts[0].shape
     for dim in range(len(first)) if shape is not None and first != shape else ():
         width = sum(part.shape[dim] for part in parts)
@@ -183,6 +190,6 @@ def joined(parts: list[Stored], shape: torch.Size | None, strided: bool) -> Stor
 
 
 def concatenated(parts: list[Stored], dim: int, blocks: int) -> torch.Tensor:
-    """The parts one behind the other, block by block."""
+    """The parts concatenated along `dim`, each split into `blocks` that are joined block by block."""
     pieces = [part.read().chunk(blocks, dim) for part in parts]
     return torch.cat([piece[block] for block in range(blocks) for piece in pieces], dim)

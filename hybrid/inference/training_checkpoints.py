@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine has saved in training, ZeRO 0-3, with and without tensor parallelism."""
+"""Training checkpoints of DeepSpeed engines, ZeRO 0-3, with and without tensor parallelism."""
 
 import re
 from collections.abc import Mapping
@@ -31,16 +31,20 @@ from hybrid.inference.tensor_files import (
 
 MODEL_FILES = "mp_rank_*_model_states.pt"
 EXPERT_FILES = "layer_*_expert_*_model_states.pt"
-# Keys of ZeRO-3's model files.
+# Keys that ZeRO-3's model files have.
 ZERO_KEYS = tuple("module buffer_names param_shapes shared_params frozen_param_shapes frozen_param_fragments".split())
-# Ends of names of what holds several matrices one behind the other, so that a part holds a part of each.
+# Name endings of parameters that concatenate several matrices, so that a tensor-parallel part has a part of each.
 SEVERAL = ("gate_up_proj.weight", "qkv_proj.weight", "c_attn.weight", "W_pack.weight", "Wqkv.weight")
 SEVERAL += tuple(name.replace("weight", "bias") for name in SEVERAL)
 
 
 def of_training(folder: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
-    """The weights in a training checkpoint: under ZeRO 0-2 those that the model computed with, under ZeRO-3 the
-    optimizer's in float32, put together from the ranks' partitions; where tensor parallelism has split them, whole."""
+    """The weights in a training checkpoint, joined over tensor-parallel ranks.
+
+    ZeRO 0-2: in the dtype the model computed in. ZeRO-3: the optimizer's float32 weights, joined from the ranks'
+    partitions.  parts, shapes: as for `open_checkpoint`. Raises ValueError if files are missing, damaged, or do not fit
+    together.
+    """
     experts = together([in_file(path) for path in sorted(folder.glob(EXPERT_FILES))])
     found = [path.name for path in folder.glob(MODEL_FILES)]
     prefix = "zero_pp_rank_0_" if all(name.startswith("zero_pp_rank") for name in found) else ""
@@ -57,7 +61,7 @@ def of_training(folder: Path, parts: int, shapes: Mapping[str, torch.Size]) -> T
 
 
 def state_of_engine(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
-    """What a DeepSpeed engine has written into a file, which has these keys."""
+    """The content of a file saved by a DeepSpeed engine. Raises ValueError if the file or one of `keys` is missing."""
     require_files([path])
     state = pickled(path)
     absent = [key for key in keys if key not in state] if isinstance(state, dict) else keys
@@ -69,10 +73,11 @@ def state_of_engine(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
 def joined_by_map(
     ranks: list[Tensors], info: dict[str, Any], shapes: Mapping[str, torch.Size], folder: Path
 ) -> Tensors:
-    """Tensors of which each rank has a part, by the map that DeepSpeed's automatic tensor parallelism leaves of them,
-    or, where there is none (another's tensor parallelism), by their shapes.
+    """Join the ranks' parts by the map that DeepSpeed's automatic tensor parallelism saves or, for tensors without an
+    entry (split by other code), by their shapes.
 
-    Raises ValueError where they cannot be put together, or it is not said how.
+    info: the checkpoint's UNIVERSAL_CHECKPOINT_INFO. Raises ValueError if parts cannot be joined, or the map is of
+    another version.
     """
     if unknown := info.get(AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS):
         raise ValueError(f"checkpoint: {folder} has parts that DeepSpeed does not know how to put together: {unknown}")
@@ -98,13 +103,16 @@ def joined_by_map(
 
 
 def rebuilt(entry: dict[str, Any], parts: list[Stored]) -> torch.Tensor:
-    """A tensor of its parts, by DeepSpeed's map of it."""
+    """The full tensor from the ranks' parts, by its entry in DeepSpeed's map."""
     return ParamAffineMap.from_dict(entry).rebuild({rank: part.read() for rank, part in enumerate(parts)})
 
 
 def partitioned(folder: Path, index: int) -> Tensors:
-    """ZeRO-3's, of one rank of tensor parallelism: of every parameter each rank has so many elements, in the order of
-    the parameters."""
+    """The tensors of a ZeRO-3 checkpoint, for one tensor-parallel rank.
+
+    Each data-parallel rank has an equal share of every parameter's elements, in the order of the parameters. Raises
+    ValueError if files are missing or damaged.
+    """
     models = in_order(folder, f"zero_pp_rank_{{}}_mp_rank_{index:02d}_model_states.pt")
     states = [state_of_engine(path, ZERO_KEYS) for path in models]
     found = {name: held(states[0]["module"][name]) for name in states[0]["buffer_names"]}
@@ -123,7 +131,7 @@ def partitioned(folder: Path, index: int) -> Tensors:
 
 
 def in_order(folder: Path, pattern: str) -> list[Path]:
-    """The ranks' files, by rank."""
+    """The ranks' files in the order of ranks. Raises ValueError if one is missing."""
     count = len(list(folder.glob(pattern.format("*"))))
     paths = [folder / pattern.format(rank) for rank in range(count)]
     require_files(paths or [folder / pattern.format(0)])
@@ -131,7 +139,7 @@ def in_order(folder: Path, pattern: str) -> list[Path]:
 
 
 def optimizer_files(folder: Path, ranks: int, index: int) -> list[Path]:
-    """The ranks' optimizer states."""
+    """The files of the ranks' optimizer states, in the order of ranks. Raises ValueError if one is missing."""
     name = f"zero_pp_rank_{{}}_mp_rank_{index:02d}_optim_states.pt"
     prefix = "bf16_" if any(folder.glob(f"bf16_{name.format('*')}")) else ""
     paths = [folder / f"{prefix}{name.format(rank)}" for rank in range(ranks)]
@@ -140,7 +148,11 @@ def optimizer_files(folder: Path, ranks: int, index: int) -> list[Path]:
 
 
 def flat_weights(path: Path, ranks: int, width: int) -> list[torch.Tensor]:
-    """A rank's partitions, float32, one behind the other, in groups; `width` elements in all."""
+    """A rank's partitions of all parameters, as flat float32 tensors, one per parameter group.
+
+    width: the number of elements that they must have together. Raises ValueError if they have fewer, or the file was
+    saved with another number of ranks.
+    """
     state = state_of_engine(path, ("optimizer_state_dict",))["optimizer_state_dict"]
     if state["partition_count"] != ranks:
         raise ValueError(f"checkpoint: {path} is one of {state['partition_count']} ranks', and there are {ranks}")
@@ -151,12 +163,12 @@ def flat_weights(path: Path, ranks: int, width: int) -> list[torch.Tensor]:
 
 
 def whole_between(flats: list[list[torch.Tensor]], start: int, end: int, shape: torch.Size) -> torch.Tensor:
-    """The parameter of which each rank has elements `start` to `end` of its partitions."""
+    """The full parameter, whose partition is elements `start` to `end` of each rank's flat weights."""
     return whole_of([between(groups, start, end) for groups in flats], shape)
 
 
 def between(groups: list[torch.Tensor], start: int, end: int) -> torch.Tensor:
-    """Elements `start` to `end` of tensors that lie one behind the other."""
+    """Elements `start` to `end` of the concatenation of flat tensors."""
     pieces, offset = [], 0
     for group in groups:
         pieces.append(group[max(start - offset, 0) : max(end - offset, 0)])
@@ -165,5 +177,5 @@ def between(groups: list[torch.Tensor], start: int, end: int) -> torch.Tensor:
 
 
 def whole_of(partitions: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """A parameter of its partitions; the last one's padding is left out."""
+    """The full parameter from its partitions, without the padding at the end."""
     return torch.cat(partitions)[: shape.numel()].view(shape)
