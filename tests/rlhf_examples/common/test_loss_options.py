@@ -21,7 +21,7 @@ from rlhf_examples.data.synthetic import synthetic_tokenizer
 from rlhf_examples.data.texts import RecordFormat
 from tests.rlhf_examples.scripts import logged, models_of, run_here, small_directory
 
-SCRIPTS = Path(losses.__file__).parent
+SCRIPTS = Path(losses.__file__).parents[1]
 # PPO's rewards keep their mean, its advantages do not: both are what `masked_whiten` is for.
 SETTLED = {("masked_whiten", "shift_mean")}
 DATA = ("Tensor", "Callable", "Loss")  # what a loss is computed of
@@ -42,7 +42,7 @@ def options() -> set[tuple[str, str]]:
 def set_by_scripts() -> set[tuple[str, str]]:
     """The parameters of functions of losses.py that a call in a script sets by anything but a constant."""
     found = set()
-    for path in SCRIPTS.glob("*.py"):
+    for path in SCRIPTS.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             of = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and vars(losses).get(call.func.id)
             if not callable(of) or getattr(of, "__module__", "") != losses.__name__ or path.name == "losses.py":

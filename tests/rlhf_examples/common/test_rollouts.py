@@ -16,7 +16,7 @@ from rlhf_examples.common.actor import Actor
 from rlhf_examples.common.arguments import GRPOArguments, PPOArguments, RolloutArguments
 from rlhf_examples.common.forwards import token_logps, token_logps_alone
 from rlhf_examples.common.losses import FixedKLController
-from rlhf_examples.common.measures import Phases
+from rlhf_examples.common.measures import Phases, TrainingFlops
 from rlhf_examples.common.models import load_tokenizer
 from rlhf_examples.common.ranks import from_all_ranks, over_ranks
 from rlhf_examples.common.rollouts import (
@@ -347,10 +347,11 @@ def check_truncated(directory: Path) -> None:
     )
     batch = roll_out(engine, tokenizer, rows_of(tokenizer), own_numbers(4), sampling(args, seed=1))
     mask = batch.completion_mask
+    flops = TrainingFlops.of(engine.module)
     recomputed, sampled = (
-        Actor(engine, None, None, replace(args, importance_sampling_correction=False, logprob_mode=mode)).old_logps(
-            batch
-        )
+        Actor(
+            engine, None, None, replace(args, importance_sampling_correction=False, logprob_mode=mode), flops
+        ).old_logps(batch)
         for mode in ("recompute", "sampling")
     )
     torch.testing.assert_close(sampled * mask, recomputed * mask, atol=1e-5, rtol=1e-5)
