@@ -32,7 +32,7 @@ from hybrid.weights.int8 import Take, is_linear
 from hybrid.weights.slices import Slice, planned_slices, require_divisible
 
 # Names of the projections at the end of an attention or MLP, whose outputs are summed over ranks (row-parallel).
-# DeepSpeed's automatic tensor parallelism has the same list (0.19.8).
+# DeepSpeed's automatic tensor parallelism goes by the same names (0.19.8).
 SUMS = ("o_proj", "out_proj", "wo", "down_proj", "fc2", "fc_out", "w2", "dense_4h_to_h", "c_proj", "attention.dense")
 SUMS += ("self_attention.dense",)
 

@@ -219,7 +219,7 @@ def rope_end(config: PretrainedConfig) -> int:
 
 
 def one_rope_end(config: PretrainedConfig, parameters: dict) -> int:
-    """`rope_end` for one set of rope parameters."""
+    """`rope_end` for one set of rope parameters. Raises UnsupportedModel for unknown ones."""
     unknown = {name for name, value in parameters.items() if value} - set(ROPE_PARAMETERS)
     if unknown:
         raise UnsupportedModel(f"rope_parameters has {sorted(unknown)}, of which attention may make its own use")

@@ -30,7 +30,7 @@ MIXTRAL = replace(
         "experts_float32": True,
     },
     declares=("sliding_window", "num_local_experts"),
-    understands=("sliding_window", "num_local_experts", "num_experts"),  # the second name is the config's alias
+    understands=("sliding_window", "num_local_experts", "num_experts"),  # num_experts: the config's alias
 )
 
 QWEN3_MOE = replace(
