@@ -1,8 +1,8 @@
 """The CPU kernels: C++ compiled for this machine on first use, and called through ctypes.
 
-Sources lie in `cpu/`. The library is kept in the user's cache directory, by a hash of sources, flags and processor.
-It is linked against no OpenMP runtime of its own: the names are resolved in the one that torch has loaded, so there is
-one pool of threads.
+The sources are in `cpu/`. The library is cached in the user's cache directory under a hash of sources, compiler, flags,
+processor and torch version. It is not linked against an OpenMP runtime: its symbols resolve in the runtime that torch
+has loaded, so both share one thread pool.
 """
 
 import ctypes
@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent / "cpu"
-# A product and the sum that it goes into are rounded once or twice; were that decided loop by loop, a row would depend
-# on how many others there are. GCC 12 decides so where it tunes for Zen, and where it makes vectors of straight code.
+# A multiply-add is rounded once (fused) or twice. GCC 12 decides that loop by loop when it tunes for Zen or vectorizes
+# straight-line code; a row's result would then depend on the number of rows in its batch.
 ALIKE = ("-fno-tree-slp-vectorize", *(["--param=avoid-fma-max-bits=0"] if platform.machine() == "x86_64" else []))
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", *ALIKE)
 COMPILERS = ("g++", "c++")
@@ -93,7 +93,7 @@ SIGNATURES = {
 
 @functools.cache
 def cpu_library() -> ctypes.CDLL | None:
-    """The kernels, compiled if need be; None, with a warning that says why, where that is not possible."""
+    """The library, compiled on first use; None, with a warning that gives the reason, if building or loading fails."""
     try:
         return opened(built(FLAGS))
     except (OSError, subprocess.SubprocessError) as error:
@@ -103,7 +103,7 @@ def cpu_library() -> ctypes.CDLL | None:
 
 
 def opened(path: Path) -> ctypes.CDLL:
-    """The library at `path`, its functions with their C types."""
+    """The library at `path`, with the C types of its functions set. Raises OSError if it cannot be loaded."""
     library = ctypes.CDLL(str(path))
     for name, (arguments, result) in SIGNATURES.items():
         function = getattr(library, name)
@@ -112,9 +112,9 @@ def opened(path: Path) -> ctypes.CDLL:
 
 
 def built(flags: Sequence[str]) -> Path:
-    """The compiled library for `flags`, made on first use; processes wait for the one that makes it.
+    """Path of the library for `flags`, compiled on first use; other processes wait for the one that compiles it.
 
-    Raises OSError without a compiler or a writable directory, CalledProcessError where compiling fails.
+    Raises OSError without a compiler or a writable directory, CalledProcessError if compiling fails.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
@@ -124,7 +124,7 @@ def built(flags: Sequence[str]) -> Path:
     key = hashlib.sha256(content + " ".join([compiler, *flags, processor(), torch.__version__]).encode())
     folder = cache_folder()
     path = folder / f"kernels-{key.hexdigest()[:16]}.so"
-    if path.exists():  # whole, as it appears so
+    if path.exists():  # complete: it is moved here after linking
         return path
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -134,7 +134,7 @@ def built(flags: Sequence[str]) -> Path:
 
 
 def compile_into(path: Path, compiler: str, flags: Sequence[str]) -> None:
-    """Compile cpu/decoder.cpp to the shared library `path`, which appears whole or not at all."""
+    """Compile cpu/decoder.cpp to the shared library `path`, atomically. Raises CalledProcessError if that fails."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
         steps = (
@@ -147,8 +147,8 @@ def compile_into(path: Path, compiler: str, flags: Sequence[str]) -> None:
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept: `$XDG_CACHE_HOME/hybrid-engine`, or below the system's temporary directory
-    where that cannot be written."""
+    """The directory of compiled libraries: `$XDG_CACHE_HOME/hybrid-engine`, or one in the system's temporary directory
+    if that is not writable. Raises OSError if other users own or can write the latter."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid-engine"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ def cache_folder() -> Path:
 
 
 def processor() -> str:
-    """What `-march=native` depends on: the processor's name and the instructions that it has."""
+    """What `-march=native` depends on, as text: architecture, processor name and instruction set flags."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     told = sorted({line for line in lines if line.split("\t")[0].strip() in ("model name", "flags", "Features")})
@@ -171,7 +171,7 @@ def processor() -> str:
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Where the data of a tensor is that a kernel reads as `dtype`: contiguous, in host memory."""
+    """The address of a tensor's data; asserts that it is of `dtype`, contiguous and in host memory."""
     assert tensor.dtype == dtype, f"the kernel reads {dtype}, not {tensor.dtype}"
     assert tensor.device.type == "cpu", f"the kernel reads host memory, not {tensor.device}"
     assert tensor.is_contiguous(), "the kernel reads contiguous tensors"

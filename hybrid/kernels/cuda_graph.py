@@ -1,6 +1,6 @@
-"""A decode step as CUDA graphs: one for each of a few numbers of slots, over inputs that stay where they are.
+"""CUDA graphs: a decode step captured for a few batch sizes, over static inputs; a module's forward for each shape.
 
-Capturing and replaying have not run on a device yet; what surrounds them is tested with a capture that is not CUDA's.
+Capture and replay have not run on a device yet; the code around them is tested with a substitute for CUDA's capture.
 """
 
 from collections import OrderedDict
@@ -10,20 +10,23 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-WARM_UPS = 3  # runs before a capture: kernels are compiled and libraries make their workspaces
+WARM_UPS = 3  # runs before a capture, in which kernels are compiled and libraries allocate workspaces
 Step = Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured run.  replay: runs it again.  pool: the memory that its intermediate results are in."""
+    """A captured graph.  replay: runs it.  pool: handle of the memory pool of its intermediate results."""
 
     replay: Callable[[], None]
     pool: object
 
 
 def capture_on_device(run: Callable[[], None], pool: object | None) -> Captured:
-    """Capture `run` on the current CUDA device, in the memory of `pool` where there is one already."""
+    """Capture `run` on the current CUDA device, in the memory pool `pool` or a new one.
+
+    Raises NotImplementedError without a CUDA device; RuntimeError of torch if `run` cannot be captured.
+    """
     if not torch.cuda.is_available():
         raise NotImplementedError("CUDA graphs need a CUDA device, and torch sees none; run the step itself instead")
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
@@ -34,27 +37,27 @@ def capture_on_device(run: Callable[[], None], pool: object | None) -> Captured:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # Other threads of a trainer, loaders that pin and NCCL's watchdog, may call CUDA meanwhile.
+    # Other threads may call CUDA during the capture: data loaders that pin memory, NCCL's watchdog.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
     return Captured(graph.replay, pool)
 
 
 def slot_buckets(max_slots: int) -> list[int]:
-    """The numbers of slots that get a graph: few enough to capture, so close that little is computed for nothing."""
+    """The batch sizes that get a graph: few enough to capture, close enough that padding wastes little."""
     counts = {1, 2, 4, *range(8, max_slots, 8), max_slots}
     return sorted(count for count in counts if count <= max_slots)
 
 
 class GraphedStep:
-    """A step over slots, replayed from graphs that are captured on first use.
+    """A step over a batch of sequences, replayed from graphs that are captured on first use.
 
-    step: inputs by name, [slots, ...] each, to outputs, [slots, ...] each. What it does beside that it must be able to
-        do again: it is run before, and while, it is captured. Addresses that it reads must not change; see `reset`.
-    blank: by name, the inputs of slots that hold nothing, [max_slots, ...]; on the device. A bucket's surplus slots
-        compute these, so what they write must harm nobody: a blank slot has length 1 and only page 0 in its table, and
+    step: inputs by name, [sequences, ...] each, to outputs, [sequences, ...] each. It is also run before and during a
+        capture, so its side effects must be repeatable. Addresses that it reads must not change; see `reset`.
+    blank: by name, the inputs of padding sequences, [max_slots, ...], on the device. Sequences that fill a batch up to
+        its bucket compute these, and write to the KV cache: each has length 1 and only page 0 in its block table.
         PAGE 0 IS RESERVED: it is never given to a sequence.
-    max_graphs: graphs that are kept; beyond it the one not used for longest goes.
+    max_graphs: graphs that are kept; the least recently used one is dropped.
     capture: captures a run.
     """
 
@@ -76,10 +79,11 @@ class GraphedStep:
         self.graphs: OrderedDict[int, Captured] = OrderedDict()
 
     def replay(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The step's outputs for these slots. They are good until the next call.
+        """The step's outputs, [sequences, ...] each; the next call overwrites them.
 
-        inputs: by name, [slots, ...]; behind the first, a dimension may be smaller than that of `blank`, and the step
-            then sees anything there.
+        inputs: by name, [sequences, ...]. Dimensions after the first may be smaller than those of `blank`; the rest is
+            undefined then.
+        Raises ValueError if names, shapes or dtypes do not fit `blank`.
         """
         slots = self._slots(inputs)
         bucket = next(count for count in self.buckets if count >= slots)
@@ -94,12 +98,12 @@ class GraphedStep:
         return tuple(output[:slots] for output in self.outputs)
 
     def reset(self) -> None:
-        """Forget every graph. Call it when something that the step reads, weights or pages, has moved."""
+        """Drop all graphs. Call it when weights or KV pages that the step reads have other addresses."""
         self.graphs.clear()
         self.outputs = None
 
     def _slots(self, inputs: Mapping[str, torch.Tensor]) -> int:
-        """How many slots the inputs have, which must be the inputs that graphs can hold."""
+        """The number of sequences of the inputs. Raises ValueError if names, shapes or dtypes do not fit `blank`."""
         if inputs.keys() != self.inputs.keys():
             raise ValueError(f"the step takes {sorted(self.inputs)}, and was given {sorted(inputs)}")
         for name, given in inputs.items():
@@ -116,7 +120,7 @@ class GraphedStep:
         return counts.pop()
 
     def _capture(self, bucket: int) -> None:
-        """A graph of so many blank slots."""
+        """Capture the step for `bucket` padding sequences; later replays copy their inputs in."""
         views = {name: held[:bucket] for name, held in self.inputs.items()}
         for name, view in views.items():
             view.copy_(self.blank[name][:bucket])
@@ -135,9 +139,9 @@ class GraphedStep:
 
 
 class GraphedForward:
-    """A module's forward, replayed from graphs: one for each structure, shape and dtype of what it is given.
+    """A module's forward, replayed from graphs: one for each structure, shape and dtype of its inputs.
 
-    max_graphs: graphs that are kept; beyond it the one not used for longest goes.  capture: captures a run.
+    max_graphs: graphs that are kept; the least recently used one is dropped.  capture: captures a run.
     """
 
     def __init__(
@@ -150,9 +154,10 @@ class GraphedForward:
         self.graphs: OrderedDict[tuple, CapturedForward] = OrderedDict()
 
     def __call__(self, *args, **kwargs):
-        """The module's output, in tensors of the caller's own.
+        """The module's output, in new tensors.
 
-        Raises NotImplementedError, in words, where the forward cannot be captured.
+        Raises NotImplementedError if inputs or outputs are not tensors and plain values (a cache, for example), or the
+        forward cannot be captured.
         """
         given, structure = tree_flatten((args, kwargs))
         require_plain(given, "given to")
@@ -190,7 +195,7 @@ class GraphedForward:
 
 @dataclass
 class CapturedForward:
-    """A graph with the inputs that it reads and the outputs that it writes."""
+    """A graph, the static inputs that it reads and the outputs that it writes."""
 
     inputs: list
     captured: Captured | None = None
@@ -198,7 +203,10 @@ class CapturedForward:
 
 
 def require_plain(values: list, where: str) -> None:
-    """Raise NotImplementedError for what cannot be copied into a graph's inputs or out of it: caches, above all."""
+    """Raise NotImplementedError for values that cannot be copied into or out of a graph, such as caches.
+
+    where: "given to" or "made by", for the error message.
+    """
     odd = sorted({type(one).__name__ for one in values if not isinstance(one, torch.Tensor | int | float | str | None)})
     if odd:
         raise NotImplementedError(
@@ -208,5 +216,5 @@ def require_plain(values: list, where: str) -> None:
 
 
 def kind_of_input(value: object) -> object:
-    """What must be the same for a graph to be used again."""
+    """The key of an input: a graph is reused only for inputs with equal keys."""
     return (value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else (type(value), repr(value))

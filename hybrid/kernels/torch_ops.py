@@ -1,7 +1,7 @@
-"""A decoder's operations in torch, on any device: the reference for faster ones, and what runs where there are none.
+"""A decoder's operations in torch, on any device: the reference for the faster kernels, and the fallback without them.
 
-They round where Hugging Face's modules round (transformers 5.23), so that in bfloat16, too, a rollout and the training
-forward differ by the order of sums alone.
+They round where Hugging Face's modules round (transformers 5.23), so that in bfloat16 too, a rollout and the training
+forward differ only in the order of sums.
 """
 
 import math
@@ -20,17 +20,17 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
 }
 
-# Scores of one head that are computed at a time: bounds what attention allocates.
+# Attention scores per head that exist at once: bounds the memory of attention.
 SCORES_AT_A_TIME = 2**22
 
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
-    """GELU's tanh approximation step by step, each rounded, as transformers' "gelu_new" goes."""
+    """GELU's tanh approximation with every step rounded to x's dtype, as in transformers' "gelu_new".  Any shape."""
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 def mean_of_rows(x: torch.Tensor) -> torch.Tensor:
-    """The mean over the last dimension, which stays."""
+    """The mean over the last dimension.  [..., size] to [..., 1]"""
     return x.mean(-1, keepdim=True)
 
 
@@ -44,7 +44,8 @@ def rms_norm(
 ) -> torch.Tensor:
     """x / rms(x) · (offset + weight), over the last dimension.  x [..., size], weight [size].
 
-    float32: the weight is applied before rounding to x's dtype, not after.  mean_of: [..., size] to [..., 1].
+    float32: the weight is applied before rounding to x's dtype, not after.  mean_of: mean over the last dimension,
+    [..., size] to [..., 1]; another one sums over ranks too.  Gives x's shape and dtype.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(mean_of(wide.pow(2)) + eps)
@@ -54,10 +55,10 @@ def rms_norm(
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """The leading elements of each head turned, the others as they are.
+    """RoPE on the first rotary_dim elements of each head; the rest is copied.  Gives x's shape and dtype.
 
-    x [tokens, heads, head_dim]; cos, sin [tokens, rotary_dim / 2], in x's dtype where products are rounded to it, and
-    in float32 where only the result is. Pairs are (i, i + rotary_dim / 2), or neighbours where `interleaved`.
+    x [tokens, heads, head_dim]; cos, sin [tokens, rotary_dim / 2]: in x's dtype to round every product to it, in
+    float32 to round only the result. Pairs are (i, i + rotary_dim / 2), or neighbours (2i, 2i + 1) if `interleaved`.
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     turning, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
@@ -77,12 +78,13 @@ def mixture(
     float32: bool,
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """A mixture of gated experts, or what those in `here` add to it.
+    """A mixture of gated experts, or the contribution of the experts in `here`.  [tokens, hidden], x's dtype
 
-    x [tokens, hidden], router [experts, hidden]. matrix: "experts_gate_up" and an expert's number to
-    [2 · inner, hidden], "experts_down" to [hidden, inner].
-    What a token's experts make is scaled by their weights, in x's dtype or where `float32` in that, and summed in
-    float32.
+    x [tokens, hidden], router [experts, hidden].
+    matrix: ("experts_gate_up", expert) to [2 · inner, hidden], gate above up; ("experts_down", expert) to
+        [hidden, inner].
+    per_token: experts per token.  normalize: the chosen experts' weights are divided by their sum.
+    float32: these weights stay float32; else they are rounded to x's dtype. Outputs are summed in float32.
     """
     weights, chosen = F.linear(x, router).float().softmax(-1).topk(per_token, dim=-1)  # [tokens, per_token]
     if normalize:
@@ -101,13 +103,13 @@ def mixture(
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences with equally many new tokens, which attention computes together.
+    """Sequences with the same number of new tokens, for which attention is computed together.
 
-    rows: int64 [sequences, new]: where their new tokens are in the packed tensors.
-    positions: int64 [sequences, new]: those tokens' positions.
-    slots: int64 [sequences, longest]: where in the cache each position of a sequence is; behind its last, that of its
-        first, so that no other sequence's values are touched, whatever they are.
-    fresh: every token of every sequence is new.
+    rows: int64 [sequences, new]: index of each new token in the packed tensors.
+    positions: int64 [sequences, new]: position of each new token in its sequence.
+    slots: int64 [sequences, longest]: slot mapping, the cache index of each position of a sequence. Past its end it
+        repeats the first position's, so that no other sequence's values are read: they may be NaN.
+    fresh: whether every token of every sequence is new.
     """
 
     rows: torch.Tensor
@@ -119,9 +121,10 @@ class Group:
 def sequence_groups(
     cu_seqlens: torch.Tensor, lengths: torch.Tensor, block_tables: torch.Tensor, page_size: int
 ) -> tuple[Group, ...]:
-    """The sequences of a packed batch, in groups. Waits for the device.
+    """The sequences of a packed batch, in groups. Synchronises with the device.
 
-    starts int32 [sequences + 1], lengths int32 [sequences], tables int32 [sequences, pages], as a PackedBatch's.
+    cu_seqlens int32 [sequences + 1], lengths int32 [sequences], block_tables int32 [sequences, pages]: as in
+    PackedBatch.
     """
     begins, ends = cu_seqlens.tolist(), lengths.tolist()
     members: dict[int, list[int]] = {}
@@ -136,7 +139,10 @@ def sequence_groups(
 
 
 def parts(sequences: list[int], new: int, ends: list[int]) -> Iterator[list[int]]:
-    """The sequences, cut into runs whose scores are not too many at a time."""
+    """The sequences in parts of at most SCORES_AT_A_TIME scores per head, at least one sequence each.
+
+    new: new tokens of each sequence.  ends: total tokens, by sequence.
+    """
     at_a_time = max(1, SCORES_AT_A_TIME // (new * max(ends[sequence] for sequence in sequences)))
     for start in range(0, len(sequences), at_a_time):
         yield sequences[start : start + at_a_time]
@@ -145,7 +151,10 @@ def parts(sequences: list[int], new: int, ends: list[int]) -> Iterator[list[int]
 def one_group(
     sequences: list[int], new: int, begins: list[int], ends: list[int], block_tables: torch.Tensor, page_size: int
 ) -> Group:
-    """The group of these sequences, each of which has `new` new tokens."""
+    """The Group of `sequences`, each of which has `new` new tokens.
+
+    begins: start of each sequence in the packed tensors.  ends: total tokens, by sequence.
+    """
     index = partial(torch.tensor, device=block_tables.device)
     longest = max(ends[sequence] for sequence in sequences)
     first, length = index([begins[i] for i in sequences]), index([ends[i] for i in sequences])
@@ -162,10 +171,10 @@ def one_group(
 
 
 def alibi_bias(slopes: torch.Tensor, positions: int, dtype: torch.dtype, product_scale: float = 0.0) -> torch.Tensor:
-    """ALiBi's addend to scores, [heads, positions].  slopes float32 [heads].
+    """ALiBi's bias of the scores, in `dtype` [heads, positions].  slopes float32 [heads].
 
-    product_scale: 0: slope · position is rounded to `dtype`. Else slope / product_scale, the position, and their
-    product are rounded to bfloat16, and the product is scaled in `dtype` (Falcon).
+    product_scale: if 0, slope · position is rounded to `dtype`. Otherwise slope / product_scale, the position and their
+    product are rounded to bfloat16, and the product is multiplied by product_scale in `dtype` (Falcon).
     """
     places = torch.arange(positions, device=slopes.device)
     if not product_scale:
@@ -184,12 +193,13 @@ def paged_attention(
     bias: torch.Tensor | None = None,
     eager: bool = False,
 ) -> torch.Tensor:
-    """Causal attention of a batch's new tokens to their sequences, whose keys and values are all in the cache.
+    """Causal attention of a batch's new tokens, whose keys and values are in the cache already.
 
-    q [tokens, heads, head_dim]; keys, values [pages, page_size, kv_heads, head_dim]; bias: None, or what is added to
-    the scores, [heads, positions]. A query sees itself and the `window - 1` tokens before it; 0: all before it.
-    eager: scores and probabilities are rounded to q's dtype one by one, as Hugging Face's "eager" attention does;
-    soft caps imply it.
+    q [tokens, heads, head_dim]; keys, values [pages, page_size, kv_heads, head_dim]; groups: of `sequence_groups`.
+    bias: added to the scores, [heads, positions], or None.
+    window: a query sees itself and the `window - 1` tokens before it; 0: all tokens before it.
+    eager: scores and probabilities are rounded to q's dtype step by step, as in Hugging Face's "eager" attention; a
+    soft cap implies it.  Gives q's shape and dtype.
     """
     out = torch.empty_like(q)
     attend = eager_attention if eager or softcap else sdpa_attention
@@ -203,7 +213,7 @@ def paged_attention(
 
 
 def visible(group: Group, window: int) -> torch.Tensor | None:
-    """Which positions each query sees, bool [sequences, 1, new, longest]; None where plain causality says it all."""
+    """The attention mask, bool [sequences, 1, new, longest], True where a query sees a position; None if causal."""
     longest, query = group.slots.shape[1], group.positions.unsqueeze(-1)
     if group.fresh and not 0 < window < longest:
         return None
@@ -221,11 +231,15 @@ def sdpa_attention(
     _softcap: float,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """torch's own.  q [sequences, heads, new, head_dim], k and v [sequences, kv_heads, longest, head_dim]."""
+    """torch's scaled_dot_product_attention.  Gives q's shape and dtype.
+
+    q [sequences, heads, new, head_dim]; k, v [sequences, kv_heads, longest, head_dim]; seen: of `visible`; bias:
+    [heads, longest] or None.
+    """
     sequences, heads, new, head_dim = q.shape
     kv_heads = k.shape[1]
     mask = seen if bias is None else biased(bias, seen, k.shape[2], new, q.dtype)
-    if new == 1:  # the query heads of a key head take the place of queries, so that no key is repeated
+    if new == 1:  # treat the query heads of a KV head as queries, so that keys are not repeated
         q = q.reshape(sequences, kv_heads, -1, head_dim)
         mask = mask if mask is None or mask.shape[1] == 1 else mask.reshape(len(mask), kv_heads, -1, mask.shape[-1])
     out = F.scaled_dot_product_attention(
@@ -235,13 +249,13 @@ def sdpa_attention(
 
 
 def biased(bias: torch.Tensor, seen: torch.Tensor | None, longest: int, new: int, dtype: torch.dtype) -> torch.Tensor:
-    """A mask that adds `bias` [heads, longest] where a query sees, [sequences or 1, heads, new, longest]."""
+    """An additive mask [sequences or 1, heads, new, longest]: `bias` [heads, longest] where seen, -inf elsewhere."""
     seen = causal(new, longest, bias.device) if seen is None else seen
     return torch.where(seen, bias[:, None].to(dtype), -torch.inf)
 
 
 def causal(new: int, longest: int, device: torch.device) -> torch.Tensor:
-    """What queries see of a sequence whose last tokens they are, bool [1, 1, new, longest]."""
+    """The causal mask of queries that are a sequence's last tokens, bool [1, 1, new, longest]."""
     return torch.ones(new, longest, dtype=torch.bool, device=device).tril(longest - new)[None, None]
 
 
@@ -254,10 +268,10 @@ def eager_attention(
     softcap: float,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Step by step, rounding each: soft caps, and BLOOM's bias.  Shapes as in `sdpa_attention`."""
+    """Attention with every step rounded, for soft caps and BLOOM's bias.  Shapes as in `sdpa_attention`."""
     sequences, heads, new, head_dim = q.shape
     kv_heads, longest = k.shape[1:3]
-    q = q.reshape(sequences * kv_heads, -1, head_dim)  # the query heads of a key head, one behind the other
+    q = q.reshape(sequences * kv_heads, -1, head_dim)  # query heads of a KV head, one after the other
     k, v = k.flatten(0, 1), v.flatten(0, 1)
     if bias is None:
         scores = torch.bmm(q, k.transpose(1, 2)) * scale

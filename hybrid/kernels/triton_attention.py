@@ -1,9 +1,9 @@
-"""Attention over pages of keys and values in Triton, for prefill and for decode steps.
+"""Paged attention in Triton, for prefill and for decode steps.
 
-Both read only pages that hold live tokens, never repeat a KV head for the query heads that share it, and add up in
-float32. Grids come from shapes, never from values on the device, so that a decode step can be captured in a CUDA graph.
-torch's own `varlen_attn` (2.13) takes block tables too, but pages of 256 tokens at least, float16 and bfloat16 only,
-and neither soft caps nor ALiBi.
+Both kernels read only pages with live tokens, never repeat a KV head for the query heads that share it, and sum in
+float32. Grids depend on shapes, not on values on the device, so that a decode step can be captured in a CUDA graph.
+torch's own `varlen_attn` (2.13) takes block tables too, but only with pages of at least 256 tokens, in float16 and
+bfloat16, and without soft caps and ALiBi.
 """
 
 import torch
@@ -13,14 +13,14 @@ import triton.language as tl
 from hybrid.kernels import require_contiguous
 from hybrid.kernels.triton_fused import tanh
 
-# Tokens of the cache that one program of a decode step reads. Fixed, so that the order of a row's sums depends on its
-# own length alone, never on the batch around it.
+# Cached tokens that one program of a decode step reads. Fixed, so that the order of a sequence's sums depends only on
+# its own length, not on its batch.
 SPLIT = 256
-# Numbers that differ from batch to batch, for which nothing should be compiled anew.
+# Arguments that differ from batch to batch and must not cause a recompilation.
 VARYING = ("sequences", "splits", "table_stride", "bias_stride")
-UNBOUNDED = 2**30  # the window of a query that sees all before it
-# A score that nothing sees: finite, so that a row whose tile shows it nothing stays a number, which the first key that
-# it does see scales to nothing.
+UNBOUNDED = 2**30  # the window of a query that sees all earlier tokens
+# The score of a masked key. Finite, so that a query whose first tiles are fully masked gets no NaN; the weights of
+# these tiles become 0 at the first key that it sees.
 MASKED = tl.constexpr(-1.0e30)
 
 
@@ -28,7 +28,7 @@ MASKED = tl.constexpr(-1.0e30)
 def _scores(q, k, bias, scale, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr):
     """Scores before masking, float32 [queries, tokens].
 
-    q [queries, dims], k [tokens, dims]; bias: addend, [queries or 1, tokens].
+    q [queries, dims], k [tokens, dims]; bias: added to the scaled scores, [queries or 1, tokens].
     ROUNDED: every step is rounded to q's dtype.
     """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -44,7 +44,7 @@ def _scores(q, k, bias, scale, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, RO
 
 @triton.jit
 def _rounded(x, like, ROUNDED: tl.constexpr):
-    """x float32, rounded to the dtype of `like` where ROUNDED."""
+    """x float32; if ROUNDED, rounded to the dtype of `like`, and float32 again."""
     if ROUNDED:
         x = x.to(like.dtype).to(tl.float32)
     return x
@@ -52,16 +52,20 @@ def _rounded(x, like, ROUNDED: tl.constexpr):
 
 @triton.jit
 def _page_rows(table, tokens, live, kv_head, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Where the keys or values of `tokens` begin in their pages.  int64 [tokens]"""
+    """Element offsets of the tokens' keys or values in the KV cache.  int64 [tokens]
+
+    table: the sequence's block table.  tokens: positions.
+    """
     pages = tl.load(table + tokens // PAGE, mask=live, other=0).to(tl.int64)
     return ((pages * PAGE + tokens % PAGE) * KV_HEADS + kv_head) * HEAD_DIM
 
 
 @triton.jit
 def _softmax_step(scores, v, best, total, out):
-    """An online softmax's state after another tile.
+    """One step of an online softmax: the new (best, total, out) after a tile.
 
-    scores float32 [queries, tokens], v [tokens, dims]; best and total float32 [queries], out float32 [queries, dims].
+    scores float32 [queries, tokens], v [tokens, dims]; best (running maximum) and total (running sum of weights)
+    float32 [queries]; out (weighted sum of values, not divided yet) float32 [queries, dims].
     """
     new_best = tl.maximum(best, tl.max(scores, 1))
     weights = tl.exp(scores - new_best[:, None])
@@ -97,10 +101,10 @@ def _decode_kernel(
     HAS_BIAS: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """A program a sequence, KV head and SPLIT tokens of the cache, for all query heads of the KV head.
+    """One program per sequence, KV head and split of SPLIT cached tokens, for all query heads of the KV head.
 
-    parts [sequences, heads, splits, head_dim] and log_totals float32 [sequences, heads, splits] get its softmax and
-    the logarithm of what that was divided by. A split without a token that is seen writes nothing.
+    Writes the split's attention output to parts [sequences, heads, splits, head_dim] and the log-sum-exp of its scores
+    to log_totals float32 [sequences, heads, splits]. A split outside the window or the sequence writes nothing.
     """
     row, kv_head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths + row)
@@ -149,7 +153,7 @@ def _join_kernel(
     SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program a sequence and head: its splits, one after the other, into out [sequences, heads, head_dim]."""
+    """One program per sequence and head: combines its splits in order into out [sequences, heads, head_dim]."""
     row, head = tl.program_id(0), tl.program_id(1)
     cell = row.to(tl.int64) * tl.num_programs(1) + head
     length = tl.load(lengths + row)
@@ -180,11 +184,12 @@ def decode_attention(
     """Attention of the last token of each sequence, whose key and value are in the cache already.
 
     q [sequences, heads, head_dim]: heads are contiguous, sequences may be strided.
-    keys, values [pages, PAGE, kv_heads, head_dim]; lengths int32 [sequences], at least 1; tables int32
-    [sequences, max_pages]; softcap, window 0: off.
-    bias: None, or what is added to the scaled scores, [heads, positions], for every position of `block_tables` (ALiBi).
-    rounded: scores are rounded to q's dtype step by step, as Hugging Face's "eager" attention does.
-    Gives [sequences, heads, head_dim].
+    keys, values [pages, PAGE, kv_heads, head_dim], q's dtype, contiguous.
+    lengths int32 [sequences]: tokens in the cache, at least 1.  block_tables int32 [sequences, max_pages].
+    softcap, window: 0 is off. A query sees itself and the `window - 1` tokens before it.
+    bias: None, or [heads, positions], added to the scaled scores, for every position of `block_tables` (ALiBi).
+    rounded: scores are rounded to q's dtype step by step, as in Hugging Face's "eager" attention.
+    Gives [sequences, heads, head_dim] in q's dtype.
     """
     sizes = _sizes(q, keys, values, bias)
     require_contiguous(q.device, torch.int32, lengths, *block_tables[:1])
@@ -210,7 +215,7 @@ def decode_attention(
         block_tables.stride(0),
         0 if bias is None else bias.stride(0),
         SPLIT=SPLIT,
-        BLOCK_G=max(16, triton.next_power_of_2(sizes["GROUP"])),  # tl.dot's least
+        BLOCK_G=max(16, triton.next_power_of_2(sizes["GROUP"])),  # tl.dot's minimum
         SOFTCAP=softcap,
         HAS_BIAS=bias is not None,
         ROUNDED=rounded,
@@ -235,7 +240,10 @@ def decode_attention(
 def _sizes(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None
 ) -> dict[str, int]:
-    """What both kernels are compiled for, from q [n, heads, head_dim] and pages [pages, PAGE, kv_heads, head_dim]."""
+    """Compile-time sizes of both kernels.  q [n, heads, head_dim]; keys, values [pages, PAGE, kv_heads, head_dim].
+
+    Asserts dtypes, devices and strides.
+    """
     heads, head_dim = q.shape[1:]
     page, kv_heads = keys.shape[1:3]
     require_contiguous(q.device, q.dtype, keys, values)
@@ -246,13 +254,13 @@ def _sizes(
         "GROUP": heads // kv_heads,
         "HEAD_DIM": head_dim,
         "PAGE": page,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # tl.dot's least
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # tl.dot's minimum
     }
 
 
 def _tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tokens of the cache in one step of a kernel, and its warps: the widest that compile without spilling registers
-    for sm_80 and sm_90. float32 has no tensor cores here (TF32 would not be float32), and its products fill registers.
+    """Cached tokens per loop step and number of warps: the widest tile that compiles for sm_80 and sm_90 without
+    register spills. float32 does not use tensor cores (TF32 is less precise), and its products need more registers.
     """
     if dtype.itemsize == 4:
         return {"TILE": 16, "num_warps": 8}
@@ -261,10 +269,11 @@ def _tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 @triton.jit
 def owner_of_block(cu_seqlens, owners, block, SIZE: tl.constexpr):
-    """Whose items, owner i's being those from starts[i] to starts[i + 1], a program takes that does block `block`.
+    """The owner whose items program `block` processes. Owner i has the items cu_seqlens[i] to cu_seqlens[i + 1].
 
-    The blocks of owner i begin at starts[i] // SIZE + i: early enough for each owner to have all that it needs. A block
-    behind its owner's items has nothing to do. So items // SIZE + owners blocks do, without a look at `cu_seqlens`.
+    Owner i's blocks of SIZE items begin at block cu_seqlens[i] // SIZE + i, which leaves every owner enough of them. A
+    block past its owner's items does nothing. The grid therefore needs items // SIZE + owners blocks, whatever values
+    `cu_seqlens` has.
     """
     owner, after = block * 0, block * 0 + owners
     while owner + 1 < after:
@@ -303,7 +312,7 @@ def _prefill_kernel(
     HAS_BIAS: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """A program a query head and up to BLOCK_Q new tokens of one sequence, into out [tokens, heads, head_dim]."""
+    """One program per query head and up to BLOCK_Q new tokens of one sequence; writes out [tokens, heads, head_dim]."""
     block, head = tl.program_id(0), tl.program_id(1)
     row = owner_of_block(cu_seqlens, sequences, block, BLOCK_Q)
     first = tl.load(cu_seqlens + row)
@@ -356,11 +365,12 @@ def prefill_attention(
     bias: torch.Tensor | None = None,
     rounded: bool = False,
 ) -> torch.Tensor:
-    """Attention of each sequence's new tokens, which are the last of it in the cache: causal, with or without a prefix.
+    """Causal attention of each sequence's new tokens, the last ones of it in the cache, with or without a prefix.
 
-    q [tokens, heads, head_dim]; starts int32 [sequences + 1]: where each sequence's new tokens begin in q, and the end;
-    lengths int32 [sequences]: tokens in the cache, the new ones included; the rest as `decode_attention`'s.
-    Gives [tokens, heads, head_dim].
+    q [tokens, heads, head_dim]: packed without padding; heads are contiguous, tokens may be strided.
+    cu_seqlens int32 [sequences + 1]: start of each sequence's new tokens in q, and the end.
+    lengths int32 [sequences]: tokens in the cache, the new ones included.
+    All other arguments as in `decode_attention`.  Gives [tokens, heads, head_dim] in q's dtype.
     """
     sizes = _sizes(q, keys, values, bias)
     require_contiguous(q.device, torch.int32, cu_seqlens, lengths, *block_tables[:1])

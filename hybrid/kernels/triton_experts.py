@@ -1,4 +1,4 @@
-"""A mixture of experts in Triton: every token through its experts' matrices, without the device being waited for."""
+"""A mixture of experts in Triton: a grouped matrix product, without synchronising with the device."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from hybrid.kernels import require_contiguous
 from hybrid.kernels.triton_attention import owner_of_block
 
-BLOCK_OUT = 64  # columns that one program makes
+BLOCK_OUT = 64  # output columns per program
 
 
 @triton.jit
@@ -32,10 +32,10 @@ def _grouped_linear_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """A program up to BLOCK items of one group and BLOCK_OUT columns, into out [items, outputs].
+    """One program per up to BLOCK items of one group and BLOCK_OUT columns; writes out [items, outputs].
 
-    order int32 [items]: items, group by group; starts int32 [groups + 1]: where each group begins in it. Item i reads
-    row i // PER_ROW of x.
+    order int32 [items]: items sorted by group; starts int32 [groups + 1]: start of each group in `order`, and the end.
+    Item i reads row i // PER_ROW of x.
     """
     block = tl.program_id(0)
     group = owner_of_block(starts, groups, block, BLOCK)
@@ -62,10 +62,10 @@ def _grouped_linear_kernel(
 def grouped_linear(
     x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, per_row: int
 ) -> torch.Tensor:
-    """x[i // per_row] @ weight[group of i].T for every item i.
+    """x[i // per_row] @ weight[group of i].T for every item i, in x's dtype [items, outputs]; sums in float32.
 
-    x [rows, inputs], rows may be strided; weight [groups, outputs, inputs]; order int32 [items]: the items, group by
-    group; starts int32 [groups + 1]: where each group begins in `order`, and the end.  Gives [items, outputs].
+    x [rows, inputs], rows may be strided; weight [groups, outputs, inputs], any strides; order int32 [items]: items
+    sorted by group; starts int32 [groups + 1]: start of each group in `order`, and the end.
     """
     require_contiguous(x.device, torch.int32, order, starts)
     assert weight.dtype == x.dtype and weight.device == x.device, f"weights are {weight.dtype}, their inputs {x.dtype}"
@@ -104,9 +104,10 @@ def mixture(
     float32: bool,
     gated: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """`hybrid.kernels.torch_ops.mixture`, whose shapes and rounding these are.
+    """`hybrid.kernels.torch_ops.mixture` over all experts, with the same rounding.  [tokens, hidden], x's dtype
 
-    gated: act(gate) * up of [items, 2 · inner], gate before up.
+    x [tokens, hidden], router [experts, hidden], gate_up [experts, 2 · inner, hidden], down [experts, hidden, inner].
+    gated: [items, 2 · inner], gate before up, to act(gate) * up [items, inner].
     """
     weights, chosen = F.linear(x, router).float().softmax(-1).topk(per_token, dim=-1)  # [tokens, per_token]
     if normalize:
@@ -115,7 +116,7 @@ def mixture(
     expert = chosen.flatten()
     order = expert.argsort(stable=True)
     experts = torch.arange(len(gate_up) + 1, device=x.device)
-    starts = torch.searchsorted(expert[order], experts).int()  # where the first item of each expert is
+    starts = torch.searchsorted(expert[order], experts).int()  # index of each expert's first item, and the end
     order = order.int()
     inner = gated(grouped_linear(x, gate_up, order, starts, per_token))
     made = grouped_linear(inner, down, order, starts, 1).unflatten(0, (-1, per_token))

@@ -1,7 +1,7 @@
-"""Small steps of a layer, each as one Triton kernel: residual and norm, rotation and cache write, gated activation.
+"""Elementwise steps of a layer, one Triton kernel each: residual add and norm, RoPE and KV write, gated activation.
 
-They read and write each element once, add up in float32, and round to the model's dtype where Hugging Face's layers do.
-Run here in Triton's interpreter and compiled for sm_80 and sm_90; on a device by `pytest -m gpu`.
+They read and write each element once, sum in float32, and round to the model's dtype where Hugging Face's layers do.
+Tests run them in Triton's interpreter and compile them for sm_80 and sm_90; `pytest -m gpu` runs them on a device.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ import triton.language as tl
 from hybrid.kernels import require_contiguous
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-ACTIVATION_BLOCK = 1024  # elements of a row that one program of the gated activation takes
-HEAD_BLOCK = 8  # heads of a token that one program turns and writes
+ACTIVATION_BLOCK = 1024  # columns per program of the gated activation
+HEAD_BLOCK = 8  # heads per program of `rope_and_write`
 
 
 @triton.jit
 def tanh(x):
-    """tanh in float32 by one exponential, to 1e-7 absolutely: libdevice's has no counterpart in the interpreter."""
+    """tanh in float32 with one exponential, absolute error 1e-7. Triton's interpreter does not have libdevice's."""
     shrunk = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - shrunk) / (1.0 + shrunk)
     return tl.where(x < 0, -size, size)
@@ -45,7 +45,7 @@ def _add_norm_kernel(
     FLOAT32_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a row. `normed` and `total` are [rows, width], contiguous."""
+    """One program per row; writes `normed` and, with a residual, `total`, both [rows, width], contiguous."""
     dtype = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -76,11 +76,11 @@ def add_rms_norm(
     float32_weight: bool = False,
     multiplier: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMS norm of residual + multiplier * x, and that sum, rounded to x's dtype before it is normed.
+    """RMS norm of residual + multiplier * x, and that sum, which is rounded to x's dtype before the norm.
 
-    x, residual [rows, width], rows may be strided; weight [width]; gives two [rows, width]. Without a residual the sum
-    is x itself. offset: added to the weight (Gemma). float32_weight: the weight is applied before rounding (Gemma,
-    OLMo2); otherwise after (Llama).
+    x, residual [rows, width], rows may be strided; weight [width]. Gives (normed, sum), [rows, width] in x's dtype;
+    without a residual the sum is x itself. offset: added to the weight (Gemma). float32_weight: the weight is applied
+    before rounding (Gemma, OLMo2); otherwise after (Llama).
     """
     return _add_norm(x, residual, weight, None, eps, offset, multiplier, False, float32_weight)
 
@@ -93,7 +93,7 @@ def add_layer_norm(
     eps: float,
     multiplier: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Layer norm of residual + multiplier * x, and that sum; shapes as `add_rms_norm`'s.  weight, bias [width]."""
+    """Layer norm of residual + multiplier * x, and that sum; shapes as in `add_rms_norm`.  weight, bias [width]."""
     return _add_norm(x, residual, weight, bias, eps, 0.0, multiplier, True, True)
 
 
@@ -108,7 +108,7 @@ def _add_norm(
     centered: bool,
     float32_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What both norms have in common."""
+    """Both norms.  centered: layer norm, else RMS norm."""
     rows, width = x.shape
     others = [x] if residual is None else [x, residual]
     assert all(one.dtype == x.dtype and one.device == x.device for one in others), "the sum is of one dtype and device"
@@ -143,7 +143,7 @@ def _add_norm(
 
 @triton.jit
 def _gated_activation_kernel(gate_up, out, gate_up_stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """A program a row and BLOCK columns of it."""
+    """One program per row and BLOCK columns."""
     dtype = gate_up.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -162,9 +162,10 @@ def _gated_activation_kernel(gate_up, out, gate_up_stride, width, ACTIVATION: tl
 
 
 def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up, the activation rounded before the product.
+    """act(gate) * up, with the activation rounded before the product.
 
-    gate_up [rows, 2 * width], gate before up, rows may be strided; gives [rows, width]. activation: of ACTIVATIONS.
+    gate_up [rows, 2 * width], gate before up, rows may be strided; gives [rows, width], same dtype. activation: one of
+    ACTIVATIONS.
     """
     assert activation in ACTIVATIONS, f"activation {activation!r} is not one of {ACTIVATIONS}"
     assert gate_up.stride(1) == 1, "rows must be contiguous"
@@ -178,7 +179,7 @@ def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 @triton.jit
 def _head_normed(x, inverse_rms, weight, offset, live, FLOAT32_WEIGHT: tl.constexpr):
-    """x * inverse_rms * (weight + offset) in x's dtype, rounded before the weight too unless FLOAT32_WEIGHT.
+    """x * inverse_rms * (weight + offset) in x's dtype; unless FLOAT32_WEIGHT, also rounded before the weight.
 
     x [heads, columns], inverse_rms float32 [heads, 1], weight: pointers [1, columns], live [1, columns].
     """
@@ -219,7 +220,7 @@ def _rope_and_write_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program a token and BLOCK_H of its heads: first the queries' blocks, then the keys', then the values'."""
+    """One program per token and BLOCK_H heads: first the blocks of q, then those of k, then those of v."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     page_row = tl.load(slots + token) * (KV_HEADS * HEAD_DIM)
@@ -255,7 +256,7 @@ def _rope_and_write_kernel(
             entry = tl.load(rows + token).to(tl.int64) * half + angle
             c = tl.load(cos + entry, mask=turns, other=1.0).to(tl.float32)
             s = tl.load(sin + entry, mask=turns, other=0.0).to(tl.float32)
-            # Products are rounded to the tables' dtype, and then their sum, as in x * cos + rotated(x) * sin.
+            # Products are rounded to the dtype of cos and sin, then their sum to x's: x * cos + rotate_half(x) * sin.
             along = (x.to(tl.float32) * c).to(cos.dtype.element_ty).to(tl.float32)
             across = (other.to(tl.float32) * tl.where(before, -s, s)).to(cos.dtype.element_ty).to(tl.float32)
             x = (along + across).to(x.dtype)
@@ -264,9 +265,9 @@ def _rope_and_write_kernel(
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMS norm of each head's queries and keys before they are turned.
+    """RMS norm of each head of q and k, before RoPE.
 
-    q, k: weights [head_dim]; the rest as `add_rms_norm`'s.
+    q, k: weights [head_dim].  eps, offset, float32_weight: as in `add_rms_norm`.
     """
 
     q: torch.Tensor
@@ -289,15 +290,16 @@ def rope_and_write(
     interleaved: bool = False,
     norm: HeadNorm | None = None,
 ) -> torch.Tensor:
-    """Queries and keys normed and turned; keys and values written to their pages.  Gives q [tokens, heads, head_dim].
+    """Norm and RoPE of q and k; writes k and v to the KV cache.  Gives the new q [tokens, heads, head_dim].
 
     q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]: heads are contiguous, tokens may be strided.
-    cos, sin [n, rotary_dim / 2], in q's dtype where products are rounded to it, and in float32 where only the result
-        is; None: nothing is turned.
-    rows: integers [tokens]: the row of cos and sin by which each token is turned.
-    slots: int64 [tokens]: page * PAGE + place in it, where each token's key and value go.
-    keys, values [pages, PAGE, kv_heads, head_dim], written in place.
-    interleaved: pairs are neighbours, not halves.  norm: of the heads, before turning.
+    cos, sin [n, rotary_dim / 2]: in q's dtype to round every product to it, in float32 to round only the result; None:
+        no RoPE.
+    rows: integers [tokens], the row of cos and sin for each token.
+    slots: int64 [tokens], the slot mapping: page * PAGE + offset in the page, for each token's key and value.
+    keys, values [pages, PAGE, kv_heads, head_dim], q's dtype, written in place.
+    interleaved: RoPE pairs are neighbours, not halves.  norm: of the heads, before RoPE; None: no norm.
+    Gives q itself if there is neither RoPE nor norm.
     """
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
     require_contiguous(q.device, q.dtype, keys, values)

@@ -1,8 +1,8 @@
-"""Sampling in Triton: a row's token by inverse CDF, in two passes over the vocabulary and without a sort.
+"""Sampling in Triton: one token per row by inverse CDF, in two passes over the vocabulary and without a sort.
 
-The uniform number is that of `hybrid/generation/sampling.py`, bit for bit. The cumulative sums are not torch's: they
-are made of fixed chunks, so that a token is a function of (key, step, row of logits) alone on every device and in every
-batch, and where u falls within float32's rounding of a boundary between two tokens, torch's may name the other one.
+The uniform number equals that of `hybrid/generation/sampling.py`, bit for bit. The cumulative sums are made of fixed
+chunks, so that a token is a function of (key, step, row of logits) alone, on every device and in every batch. They
+differ from torch's by float32 rounding: if u is that close to a boundary between two tokens, torch may draw the other.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from hybrid.kernels import require_contiguous
 
-CHUNK = 2048  # logits that one program reads; fixed, as the order of a row's sums follows from it
+CHUNK = 2048  # logits per program; fixed, because it determines the order of a row's sums
 # splitmix64's constants (Steele, Lea, Flood 2014), as in `hybrid/generation/sampling.py`.
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -31,7 +31,7 @@ def _uniform(key, step):
 
 @triton.jit
 def _maxima_kernel(logits, maxima, logits_stride, vocab, CHUNK: tl.constexpr):
-    """A program a row and chunk.  maxima float32 [rows, chunks]"""
+    """One program per row and chunk: the chunk's maximum.  maxima float32 [rows, chunks]"""
     row, chunk = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=ids < vocab, other=float("-inf"))
@@ -42,8 +42,8 @@ def _maxima_kernel(logits, maxima, logits_stride, vocab, CHUNK: tl.constexpr):
 def _masses_kernel(
     logits, maxima, masses, temperature, min_p, logits_stride, vocab, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
 ):
-    """A program a row and chunk: masses float32 [3, rows, chunks], relative to exp(row's maximum): of what may be drawn
-    at the row's temperature, of everything at that temperature, of everything at temperature 1."""
+    """One program per row and chunk: sums of exp(logit - row's maximum), to masses float32 [3, rows, chunks]: of the
+    tokens that min-p keeps, at the row's temperature; of all tokens, at that temperature; of all, at temperature 1."""
     row, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     others = tl.arange(0, CHUNKS)
     best = tl.max(tl.load(maxima + row * chunks + others, mask=others < chunks, other=float("-inf")), 0)
@@ -60,7 +60,7 @@ def _masses_kernel(
 
 @triton.jit
 def _first(found, index, otherwise, SIZE: tl.constexpr):
-    """The least of `index` where `found`; where nothing is, the last of it where `otherwise`, or 0."""
+    """The smallest `index` where `found`; if there is none, the largest where `otherwise`, or 0."""
     first = tl.min(tl.where(found, index, SIZE), 0)
     last = tl.maximum(tl.max(tl.where(otherwise, index, -1), 0), 0)
     return tl.where(first == SIZE, last, first)
@@ -85,9 +85,9 @@ def _pick_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """A program a row: the chunk in which the cumulative mass passes u * total, then the token in that chunk.
+    """One program per row: the chunk in which the cumulative mass exceeds u * total, then the token in that chunk.
 
-    Rounding may leave nothing that passes; then it is the last that has any mass. A token without mass is never taken.
+    If rounding leaves no such chunk or token, the last one with any mass. A token without mass is never drawn.
     """
     row, rows = tl.program_id(0), tl.num_programs(0)
     others = tl.arange(0, CHUNKS)
@@ -125,13 +125,13 @@ def _pick_kernel(
 def sample(
     logits: torch.Tensor, keys: torch.Tensor, steps: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A token for each row, and its logprobs: at the row's temperature among what min-p keeps; among everything; and
-    among everything at temperature 1.
+    """One token per row and its three logprobs: at the row's temperature among the tokens that min-p keeps; at that
+    temperature among all tokens; at temperature 1 among all tokens.
 
     logits float32 [rows, vocab], rows may be strided; keys int64 [rows]: of `stream_keys`; steps int32 or int64 [rows]:
-    index of the new token in its completion; temperature, min_p [rows]: on the device, so that a captured graph is good
-    for any. Temperature 0 takes the highest logit, the first among equals, and reports every logprob at 1.
-    Gives int64 [rows], and float32 [rows] three times.
+    index of the new token in its completion; temperature, min_p [rows]: on the device, so that a captured graph works
+    for all values. Temperature 0 takes the highest logit, the first of equal ones, with all logprobs at temperature 1.
+    Gives tokens int64 [rows] and three logprobs float32 [rows].
     """
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, "logits are float32, their rows contiguous"
     assert not (steps.is_floating_point() or temperature.device != logits.device or min_p.device != logits.device)
