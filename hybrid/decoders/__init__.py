@@ -1,1 +1,1 @@
-"""What runs a model in inference: whole decoders on each kind of machine, and containers over its own modules."""
+"""Decoders: a whole decoder for each device, and containers that run a model's own modules."""

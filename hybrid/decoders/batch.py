@@ -1,4 +1,4 @@
-"""What a decoder's forward is given beside its weights: tokens without padding, and pages of keys and values."""
+"""Inputs of a decoder's forward: tokens packed without padding, and keys and values in pages."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ PAGE = 32  # tokens in a page of the KV cache
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """New tokens of several sequences, one sequence behind the other, without padding.
+    """New tokens of several sequences, one sequence after the other, without padding.
 
     ids: int64 [tokens].
-    positions: int32 [tokens]: each token's index in its sequence, which is also its index in the cache.
-    starts: int32 [sequences + 1]: where each sequence's tokens begin in `ids`, and the end.
-    lengths: int32 [sequences]: tokens of each sequence in the cache once these are in it.
-    tables: int32 [sequences, pages]: the cache pages of each sequence, in order; what is behind its last is undefined.
+    positions: int32 [tokens], each token's index in its sequence and in its part of the cache.
+    cu_seqlens: int32 [sequences + 1], where each sequence's tokens begin in `ids`, and their total.
+    lengths: int32 [sequences], tokens of each sequence in the cache, these included.
+    block_tables: int32 [sequences, pages], each sequence's cache pages in order; entries after the last are undefined.
     """
 
     ids: torch.Tensor
@@ -27,33 +27,35 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PagedKV:
-    """Keys and values of every layer, in pages of PAGE tokens. The decoder that made them knows their layout."""
+    """Keys and values of every layer, in pages of PAGE tokens. The layout of a page is the decoder's that allocated
+    them.
+    """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
 
     @property
     def pages(self) -> int:
-        """How many there are."""
+        """Number of pages."""
         return len(self.keys[0])
 
     @property
     def kind(self) -> object:
-        """Equal for pages that can take each other's content: shape, dtype and device of every layer's."""
+        """Shapes, dtypes and devices of every layer's pages: pages of equal kind can be copied to each other."""
         return [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in (*self.keys, *self.values)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of all pages."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def take_over(self, before: "PagedKV") -> None:
-        """Give the first pages the content of all of `before`'s, which are fewer."""
+        """Copy `before`, which has fewer pages, into the first pages."""
         for own, other in zip((*self.keys, *self.values), (*before.keys, *before.values), strict=True):
             own[: before.pages].copy_(other)
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Give pages the content of others."""
+        """Copy the content of page `sources[i]` to page `targets[i]`."""
         device = self.keys[0].device
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         for tensor in (*self.keys, *self.values):
@@ -61,13 +63,16 @@ class PagedKV:
 
 
 def table_of(pages: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Page tables of sequences, as wide as the longest.  int32 [sequences, pages]"""
+    """Block tables of sequences, int32 [sequences, pages], as wide as the longest; shorter ones are padded with 0."""
     width = max(map(len, pages))
     return torch.tensor([own + [0] * (width - len(own)) for own in pages], dtype=torch.int32, device=device)
 
 
 def packed(pieces: list[torch.Tensor], begins: list[int], pages: list[list[int]], device: torch.device) -> PackedBatch:
-    """A batch of pieces of sequences, each int64 [n], that begin at given positions of their sequences."""
+    """A batch of pieces of sequences.
+
+    pieces: int64 [n] each.  begins: the position of each piece's first token in its sequence.  pages: of each sequence.
+    """
     sizes = torch.tensor([len(piece) for piece in pieces])
     begin = torch.tensor(begins)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
@@ -82,6 +87,6 @@ def packed(pieces: list[torch.Tensor], begins: list[int], pages: list[list[int]]
 
 
 def is_packable(attention_mask: torch.Tensor) -> bool:
-    """Whether each row of a mask [rows, tokens] has its ones next to each other."""
+    """Whether the ones of each row of a mask [rows, tokens] are adjacent, and there is at least one."""
     begins = attention_mask[:, :1].sum(dim=1) + (attention_mask.diff(dim=1) > 0).sum(dim=1)
     return bool((begins == 1).all())

@@ -1,7 +1,7 @@
-"""Requests to the model in eval mode: what opens the window for them, and what ranks that compute together agree on.
+"""Requests to the model in eval mode: they open the window, and ranks that compute together agree on what runs.
 
-A rank may fail, or have nothing to do, at any moment. Where requests lead to collectives it takes part in those of the
-others all the same, and raises its own error when all are done.
+A rank's request may fail, or a rank may have none, at any time. If requests lead to collectives, such a rank joins
+those of the other ranks with dummy steps, and raises its own error once all ranks are done.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,31 +19,31 @@ from hybrid.weights.lend import Window
 
 
 class Fused(Protocol):
-    """What a request asks of the fused decoder's owner."""
+    """What a request needs of the FusedModel."""
 
     def decoder(self, adapters: bool, tokens: int) -> Any:
-        """The decoder for sequences of so many tokens, checked by this rank alone; None where there is none."""
+        """The decoder for sequences of up to `tokens` tokens, checked by this rank alone; None if there is none."""
 
     def bound_decoder(self, adapters: bool) -> Any:
-        """The decoder, which has been checked before."""
+        """The decoder, bound to the current weights; it must have been checked."""
 
     def fallback_reason_for(self, tokens: int) -> str:
-        """Why the decoder cannot run sequences of so many tokens now; "" where it can."""
+        """Why the decoder cannot run sequences of up to `tokens` tokens now; "" if it can."""
 
     def needs_check(self) -> bool:
         """Whether the decoder must be compared with the model's own layers before it runs."""
 
     def check(self, adapters: bool) -> str:
-        """Compare it; what differs, "" where nothing does."""
+        """Compare the decoder with the model's own layers; returns what differs, "" if nothing does."""
 
     def refuse(self, reason: str) -> None:
-        """There is no decoder from now on."""
+        """Disable the decoder for good."""
 
     def note_native(self, reason: str) -> None:
-        """A request runs natively."""
+        """Record that a request runs natively, and why."""
 
     def has_foreign_hooks(self) -> bool:
-        """Whether somebody else's code runs within the model's forwards, and may raise there."""
+        """Whether user code runs within the model's forwards, where it may raise."""
 
 
 class Steps(Protocol):
@@ -54,21 +54,21 @@ class Steps(Protocol):
 
 
 class NativeSteps(Steps, Protocol):
-    """The model's own forwards, where they are collectives."""
+    """The model's own forwards, if they are collectives."""
 
     def opened(self, guarded: bool) -> AbstractContextManager:
-        """Inside the block the model's own forwards run by `run`.  guarded: one may fail in the middle on one rank."""
+        """Inside the block, the model's own forwards run by `run`.  guarded: a forward may fail on one rank alone."""
 
     def run(self, module: torch.nn.Module, forward: Callable) -> Any:
-        """A forward of a module, together with those of the others."""
+        """A forward of a module, run together with those of the other ranks."""
 
 
 class Calls:
-    """Requests of a rank that computes by itself.
+    """Requests of a rank that computes by itself; only the gathering of partitioned weights is a collective.
 
-    Gathering partitioned weights is a collective all the same.  join_refresh: called where a request failed before the
-    window opened, with whether it would have used adapters: takes part if the other ranks gather.
-    lock: the engine's, which the thread that runs a request holds.
+    join_refresh: joins the other ranks' gathering of weights, if they gather. Called with whether the request used
+        adapters, if it failed before the window opened.
+    lock: the engine's; the thread that runs a request holds it.
     """
 
     def __init__(
@@ -76,13 +76,14 @@ class Calls:
     ):
         self.window, self.fused, self.join_refresh = window, fused, join_refresh
         self.lock = CallLock() if lock is None else lock
-        self.inside = False  # a request runs: forwards of the model are part of it
-        self.has_begun = False  # the call that runs has come to the point where ranks meet
+        self.inside = False  # a request is running: forwards of the model are part of it
+        self.has_begun = False  # the current call has reached the exchange, or the refresh, of its request
 
     @contextmanager
     def call(self, adapters: bool | None = None) -> Iterator[None]:
-        """The whole of a user's call, in which `request` comes at most once: where the call fails before that, the
-        other ranks do not wait for this one."""
+        """Wraps a user's whole call, which makes at most one request. If the call raises before its request, this
+        rank still joins the collectives that the other ranks' requests make.
+        """
         if self.inside:
             yield
             return
@@ -96,7 +97,7 @@ class Calls:
 
     @contextmanager
     def block(self, adapters: bool | None = None) -> Iterator[None]:
-        """A window of the user's own, around calls."""
+        """A window that the user opens around calls."""
         with self.window.opened(adapters):
             yield
 
@@ -104,18 +105,18 @@ class Calls:
     def request(
         self, adapters: bool | None = None, tokens: int | None = None, why_native: str = "", module: str = ""
     ) -> Iterator[Any]:
-        """Inside the block the window is open. Gives the fused decoder for sequences of up to `tokens`, or None where
-        the model's own modules must run.
+        """Inside the block the window is open. Gives the fused decoder for sequences of up to `tokens` tokens, or None
+        if the model's own modules must run.
 
-        tokens: None where the request cannot run fused; `why_native` is why, "" where nobody needs to know.
-        module: the name of a part of the model that is called by itself.
+        tokens: None if the request cannot run fused.  why_native: the reason for that; "" for no warning.
+        module: name of the submodule that is called directly; "" for the model.
         """
         self.has_begun = True
         with self.window.opened(adapters), self._inside():
             yield self._own_decoder(tokens, why_native)
 
     def native(self, module: torch.nn.Module, forward: Callable) -> Any:
-        """A forward of the model's own, inside a request."""
+        """The output of a forward of the model's own, inside a request."""
         return forward()
 
     def _own_decoder(self, tokens: int | None, why_native: str) -> Any:
@@ -139,12 +140,15 @@ class Calls:
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank tells the others where they meet.
+    """A rank's message in the exchange before a request.
 
-    step: "request", "block" (a window of the user's opens) or "leave" (one closes).  adapters: of the window.
-    wants: false for a rank whose request failed before, and which takes part for the others alone.
-    module: the name of a part that is called by itself.  native, why_native: its request cannot run fused, and why.
-    needs_check: whether its decoder must be checked first.  hooked: its forwards may fail in the middle.
+    step: "request", "block" (a user's window opens) or "leave" (it closes).
+    adapters: of the window.
+    wants: False if the rank's own request failed and it only joins with dummy steps.
+    module: name of the submodule that is called directly; "" for the model.
+    native, why_native: whether the request cannot run fused, and why.
+    needs_check: whether the rank's decoder must be checked first.
+    hooked: whether the rank's forwards may fail midway, in user code.
     """
 
     step: str
@@ -158,7 +162,7 @@ class Note:
 
     @property
     def key(self) -> tuple:
-        """What must be the same on all ranks that want anything."""
+        """The fields that must be equal on all ranks with a request."""
         return self.step, self.adapters, self.module
 
     def __str__(self) -> str:
@@ -171,8 +175,8 @@ class Note:
 class SharedCalls(Calls):
     """Requests of ranks that compute together: they agree on what runs, and each takes part until all are done.
 
-    group: these ranks; None is all of them.  native: the model's own forwards, where they are collectives.
-    phase: times the waiting.
+    group: these ranks; None: all ranks.  native: the model's own forwards, if they are collectives.
+    phase: times the wait for other ranks.
     """
 
     def __init__(
@@ -187,14 +191,17 @@ class SharedCalls(Calls):
     ):
         super().__init__(window, fused, join_refresh, lock)
         self.group, self.native_steps, self.phase = group, native, phase
-        self.steps: Steps | None = None  # of the request that runs
+        self.steps: Steps | None = None  # of the running request
         self.decoder: Any = None
-        self.lost = False  # a rank has ended: nothing can be agreed on any more
+        self.lost = False  # a rank has ended: no further exchange is possible
 
     @contextmanager
     def block(self, adapters: bool | None = None) -> Iterator[None]:
-        """A window of the user's own. A rank that leaves it before the others takes part in their calls until they
-        leave it too."""
+        """A window that the user opens around calls. A rank that leaves it early joins the other ranks' calls until
+        they leave it too.
+
+        Raises RuntimeError, on every rank, if the ranks' calls differ.
+        """
         adapters = self.window.resolved(adapters)
         if self.inside:
             self._require_same_adapters(adapters)
@@ -211,8 +218,11 @@ class SharedCalls(Calls):
     def request(
         self, adapters: bool | None = None, tokens: int | None = None, why_native: str = "", module: str = ""
     ) -> Iterator[Any]:
-        """As Calls'. Fused where the decoder can run every rank's request, natively otherwise. Ends when every rank's
-        request has."""
+        """As `Calls.request`. Runs fused if the decoder can run every rank's request, natively otherwise; ends when
+        every rank's request has ended.
+
+        Raises RuntimeError, on every rank, if the ranks' calls differ, and LostRankError if a rank has ended.
+        """
         adapters = self.window.resolved(adapters)
         if tokens is not None:
             why_native = self.fused.fallback_reason_for(tokens)
@@ -232,7 +242,7 @@ class SharedCalls(Calls):
         return forward() if self.native_steps is None else self.native_steps.run(module, forward)
 
     def _stand_aside(self, adapters: bool) -> None:
-        """Take part in a request that failed on this rank alone, for the others."""
+        """Join the other ranks' request with dummy steps after this rank's own has failed."""
         if not self.lost:
             hooked = self.fused.has_foreign_hooks()
             self._follow(self._exchange(Note("request", adapters, wants=False, hooked=hooked)))
@@ -245,7 +255,7 @@ class SharedCalls(Calls):
             self._follow(notes)
 
     def _follow(self, notes: list[Note]) -> None:
-        """Take part in what others want, where they want the same; otherwise they raise."""
+        """Join the other ranks' request or block. Does nothing if their calls differ: they raise then."""
         wanted = [note for note in notes if note.step != "leave" and note.wants]
         if len({note.key for note in wanted}) != 1 or wanted[0].module:
             return
@@ -258,7 +268,7 @@ class SharedCalls(Calls):
 
     @contextmanager
     def _running(self, own: Note, notes: list[Note]) -> Iterator[Any]:
-        """What the ranks have agreed on, to its end."""
+        """Run what the ranks have agreed on, and dummy steps until every rank is done. Gives the decoder, or None."""
         try:
             with (
                 lost_rank_reported("computing together with it"),
@@ -307,7 +317,7 @@ class SharedCalls(Calls):
         return None
 
     def _nested(self, adapters: bool, tokens: int | None, why_native: str) -> Any:
-        """The decoder for a request that is made while another runs."""
+        """The decoder for a request that is made inside another one."""
         self._require_same_adapters(adapters)
         if self.decoder is not None and (tokens is None or why_native):
             raise NotImplementedError(
@@ -323,7 +333,7 @@ class SharedCalls(Calls):
             )
 
     def _exchange(self, note: Note) -> list[Note]:
-        """Every rank's note."""
+        """Every rank's note, by rank. A collective. Raises LostRankError if a rank has ended."""
         if self.lost:
             raise LostRankError("another rank has ended: nothing can be generated any more, start the run again")
         try:
@@ -334,8 +344,9 @@ class SharedCalls(Calls):
             raise
 
     def _require_same(self, notes: list[Note]) -> None:
-        """Raise RuntimeError, on every rank that wants anything, where they want different things. A part of the model
-        is called by all or none: for it there are no dummy steps."""
+        """Raise RuntimeError if the ranks' calls differ, or if only some ranks call a submodule, for which there are
+        no dummy steps.
+        """
         wanted = [note for note in notes if note.step != "leave" and note.wants]
         with_part = any(note.module for note in wanted)
         if len({note.key for note in wanted}) > 1 or (with_part and len(wanted) < len(notes)):

@@ -1,4 +1,6 @@
-"""The model's own forwards where they are collectives: whoever runs one waits for the others, which run dummy steps."""
+"""The model's own forwards where they are collectives: a forward waits for all ranks, and ranks without one run
+dummy steps.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,24 +21,24 @@ from hybrid.weights.module_tables import unhooked
 
 
 class CollectiveForwards:
-    """Forwards of a whole model, equally many on every rank of `group`: None is all ranks.
+    """Forwards of a whole model, as many on every rank of `group`; None: all ranks.
 
-    interval: forwards between two looks at whether every rank is done.
+    interval: forwards between two checks whether every rank is done.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, interval: int = 1):
         self.device, self.group, self.interval = device, group, interval
-        self.running = False  # a forward: what it calls is part of it
+        self.running = False  # a forward is running: forwards that it calls are part of it
         self.count = 0
 
     @contextmanager
     def opened(self, guarded: bool) -> Iterator[None]:
-        """Inside the block forwards run by `run`."""
+        """Inside the block, forwards run by `run`."""
         self.count = 0
         yield
 
     def run(self, module: nn.Module, forward: Callable) -> Any:
-        """A forward of the model or, within that, of one of its parts."""
+        """The output of a forward of the model, or of a submodule within the model's forward."""
         if self.running:
             return forward()
         self._is_wanted(True)
@@ -48,7 +50,7 @@ class CollectiveForwards:
             self._dummy_step()
 
     def _is_wanted(self, wants: bool) -> bool:
-        """Whether a forward comes: in between two looks one always does."""
+        """Whether any rank runs a forward now. Between two checks the answer is True without a collective."""
         self.count += 1
         return (self.count - 1) % self.interval > 0 or any_rank([wants], self.device, self.group)[0]
 
@@ -68,10 +70,11 @@ class CollectiveForwards:
 
 
 class LayerwiseForwards(CollectiveForwards):
-    """Of a model whose weights ZeRO-3 has partitioned: what is outside the layers is whole for the length of a forward,
-    and each layer while it runs. A rank whose forward fails, or which has none, gathers the layers with the others.
+    """Forwards of a model whose weights ZeRO-3 has partitioned. The parameters outside the layers are gathered for the
+    whole forward, each layer's while it runs. A rank whose forward fails, or that has none, gathers the same layers.
 
-    hooks: gives ZeRO-3's, which would gather by themselves.  phase, gathered_bytes: time and count the gathering.
+    hooks: gives ZeRO-3's hooks, which would gather on their own and are taken off.
+    phase, gathered_bytes: time and count the gathering.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class LayerwiseForwards(CollectiveForwards):
         self.outer = list(dict.fromkeys(param for part in structure.outer for param in part.module.parameters()))
         self.layers = [part.module for part in structure.layers]
         self.index = {layer: index for index, layer in enumerate(self.layers)}
-        self.passed = 0  # layers that this forward has gathered
+        self.passed = 0  # number of layers that the running forward has gathered
 
     @contextmanager
     def opened(self, guarded: bool) -> Iterator[None]:
@@ -97,7 +100,7 @@ class LayerwiseForwards(CollectiveForwards):
             yield
 
     def run(self, module: nn.Module, forward: Callable) -> Any:
-        """As CollectiveForwards'; a part of the model may be called by itself, on every rank."""
+        """As `CollectiveForwards.run`. A submodule may be called directly, on every rank."""
         if self.running and module in self.index:
             return self._layer(self.index[module], forward)
         return super().run(module, forward)
@@ -112,7 +115,7 @@ class LayerwiseForwards(CollectiveForwards):
         self._pass(lambda: None)
 
     def _pass(self, forward: Callable) -> Any:
-        """A forward of the whole model; at its end every layer has been gathered, whatever was raised."""
+        """Run a forward of the whole model. Every layer has been gathered at its end, also if it raises."""
         self.passed = 0
         with self._in_forward(), self._whole(self.outer):
             try:
@@ -132,7 +135,7 @@ class LayerwiseForwards(CollectiveForwards):
             return forward()
 
     def _skip_to(self, index: int) -> None:
-        """Gather, with the others, the layers before `index` that this rank does not run."""
+        """Gather the layers before `index` that this rank does not run: gathering is a collective."""
         while self.passed < index:
             self.passed += 1
             with self._whole(list(self.layers[self.passed - 1].parameters())):
@@ -147,9 +150,9 @@ class LayerwiseForwards(CollectiveForwards):
 
 
 class SliceForwards(LayerwiseForwards):
-    """Of a model whose weights lie in slices on the ranks of a group: layers are put together as they run.
+    """Forwards of a model whose weights are sliced over the ranks of a group: layers are put together as they run.
 
-    slices: gives whole parameters for a block.  note: told before each forward of the model.  Others as
+    slices: gives whole parameters for a block.  note: called before each forward of the model.  The other arguments are
         LayerwiseForwards'.
     """
 
@@ -179,9 +182,10 @@ class SliceForwards(LayerwiseForwards):
 
 
 class ExpertForwards(CollectiveForwards):
-    """Of a model whose experts DeepSpeed has spread over ranks: each forward sends tokens to all of them.
+    """Forwards of a model with DeepSpeed's expert parallelism: each sends tokens to the experts of all ranks.
 
-    Random numbers that the gates draw (deepspeed 0.19.8: `use_rts`, `top2_2nd_expert_sampling`) are not training's.
+    The gates' random draws (deepspeed 0.19.8: `use_rts`, `top2_2nd_expert_sampling`) do not change training's
+    generators.
     """
 
     def __init__(self, model: nn.Module, exchange: Exchange, device: torch.device):

@@ -1,29 +1,30 @@
-"""How far a computation may be from the one that it stands in for: by token, and whatever single channels are like.
+"""Tolerances of the self-check: by token, and robust to massive activations.
 
-float32 sums come in another order, and half precision rounds at every operation; a part that is missing, or there
-twice, is more. Real Llama, Qwen and Mistral have massive activations: channels near 1000 at some tokens, where others
-are near 1 (Sun et al. 2024, arXiv:2402.17762). What is allowed is therefore measured by channel and by medians.
+A correct layer differs by the order of float32 sums and by half precision's rounding at every operation; a part that is
+missing, or added twice, makes a larger difference. Real Llama, Qwen and Mistral have massive activations: channels near
+1000 at some tokens, where others are near 1 (Sun et al. 2024, arXiv:2402.17762). The tolerance is therefore by channel
+and by medians.
 """
 
 import torch
 
-# Of a layer, in each channel: a share of what it adds there and of what it typically adds, and a unit in the last place
-# of the residual stream, which is rounded to the dtype itself.
+# A layer's tolerance in each channel, in "roundings": this share of what the layer adds in the channel plus its median
+# over channels, plus a unit in the last place of the residual stream, which is itself rounded to the dtype.
 RELATIVE = {torch.float32: 2**-16, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-# In these roundings. In bfloat16 correct decoders of the tests' families come to 0.9, 8 and 0.5 (Gemma 2, whose scores
-# Hugging Face rounds otherwise, and OLMo 2; others to 0.5, 4 and 0.3); an MLP doubled, dropped or negated to 2.4 at
-# least, and at most tokens to 4 and more.
+# Limits in these roundings. Seen in bfloat16 (TYPICAL, WORST, AVERAGE): correct decoders of the tests' families 0.9, 8
+# and 0.5 (Gemma 2, whose attention scores Hugging Face rounds differently, and OLMo 2; the others 0.5, 4 and 0.3); an
+# MLP doubled, dropped or negated at least 2.4, and at most tokens 4 and more.
 TYPICAL = 2.0  # the median over a token's channels
 WORST = 16.0  # any channel of a token
-# The mean over tokens and channels, where a unit in the last place counts an eighth. Where the residual stream is large
-# beside what a layer adds, few channels are rounded otherwise by a correct layer, and most by one that lacks a part.
+# The mean over tokens and channels, with a unit in the last place weighted by OF_ULP. If the residual stream is much
+# larger than what a layer adds, a correct layer rounds few channels differently; a layer that lacks a part, most.
 AVERAGE, OF_ULP, CLIPPED = 1.5, 1 / 8, 4.0
 
-# Of a whole model's output, of its spread over a token's channels, the mean over channels. In bfloat16 0.02 is seen, in
-# 80 layers 0.03; int8 rounds weights, and in an untrained model 0.1 is seen.
+# Limits for a whole model's output, in units of its spread over a token's channels: the mean over channels. Seen in
+# bfloat16: 0.02, with 80 layers 0.03; with int8 weights in an untrained model 0.1.
 OF_SPREAD = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25, torch.int8: 0.5}
-WORST_OF_SPREAD = 8.0  # any channel's, in the mean's limits
-OF_SIZE = 1 / 32  # of a channel's own size that counts as spread: where all are large and nearly alike
+WORST_OF_SPREAD = 8.0  # limit of any one channel, in multiples of OF_SPREAD
+OF_SIZE = 1 / 32  # share of a channel's size added to the spread, for channels that are all large and nearly equal
 
 
 def difference(
@@ -34,10 +35,11 @@ def difference(
     given: torch.Tensor | None = None,
     experts: bool = False,
 ) -> str:
-    """Why a layer's `found` is not `expected`, "" where it is. float32 [tokens, n] each.  given: what it adds to.
+    """Why a layer's output `found` differs from `expected`; "" if it is within the tolerance.
 
-    Half precision may send a token to other experts, where two of them are nearly as likely: a tenth of the tokens of
-    a mixture may differ then.
+    found, expected, given: float32 [tokens, n].  given: the layer's input, which it adds to; None: zeros.
+    experts: the layer is a mixture of experts. Half precision may route a token to other experts if two are nearly as
+        likely, so a tenth of the tokens may differ.
     """
     given = torch.zeros_like(expected) if given is None else given
     added, error = (expected - given).abs(), (found - expected).abs()
@@ -59,7 +61,7 @@ def difference(
 
 
 def unit_in_the_last_place(size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The distance of neighbouring numbers of `dtype` at numbers of this size."""
+    """The distance between neighbouring numbers of `dtype` at magnitudes `size`."""
     exponents = torch.frexp(size.clamp(min=1e-30)).exponent  # of mantissas in [0.5, 1)
     return torch.finfo(dtype).eps * torch.exp2(exponents.float() - 1)
 
@@ -72,10 +74,12 @@ def output_difference(
     excused: int = 0,
     limit: float = torch.inf,
 ) -> str:
-    """Why a model's outputs `found`, logits or hidden states, are not `expected`, "" where they are. [tokens, n] each.
+    """Why a model's outputs `found`, logits or hidden states, differ from `expected`; "" if they are within the
+    tolerance. [tokens, n] each.
 
-    dtype: that they are computed in; int8 where weights are.  excused: tokens that may differ, in half precision or
-    int8.  limit: of `spread_apart`, where it is less than OF_SPREAD and more than an eighth of it.
+    dtype: the dtype of the computation; int8 if the weights are int8.
+    excused: number of tokens that may differ in half precision or int8.
+    limit: of the mean over channels of `spread_apart`, clamped to between an eighth of OF_SPREAD and OF_SPREAD.
     """
     apart = spread_apart(found, expected)
     allowed = max(min(limit, OF_SPREAD[dtype]), OF_SPREAD[dtype] / 8)
@@ -90,9 +94,9 @@ def output_difference(
 
 
 def spread_apart(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """How far outputs are apart in each channel, of their spread over a token's channels.  [tokens, n]
+    """The outputs' difference in each channel, in units of the spread over the token's channels.  [tokens, n]
 
-    What all channels of a token have in common is not looked at: logits mean the same without it.
+    Each token's median over channels is subtracted first: a constant added to logits does not change their meaning.
     """
     found, expected = found.float(), expected.float()
     found, centred = (x - x.median(dim=-1, keepdim=True).values for x in (found, expected))

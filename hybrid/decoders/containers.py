@@ -1,4 +1,4 @@
-"""The native container: the Hugging Face module itself, run over the snapshot's tensors."""
+"""The native container: runs the Hugging Face module itself over the snapshot's tensors."""
 
 import functools
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from hybrid.models.structure import Part
 
 
 class Forward:
-    """What a switched module has as its forward: its container's, without gradients.
+    """The forward of a switched module: its container's, without gradients.
 
-    A copy or a pickle of the module has the module's own forward again, and nothing of the engine.
+    A copy or a pickle of the module has the module's own forward again, and no reference to the engine.
     """
 
     def __init__(self, container: "NativeContainer", own: Callable):
@@ -38,17 +38,17 @@ class Forward:
 
     def __reduce__(self) -> tuple:
         before = self.container.own_forward
-        # Of a module that is being copied the copy is there already, without attributes: this is its class's forward.
+        # While a module is copied, the copy exists but has no attributes yet: getattr gives its class's forward.
         return (getattr, (self.container.part.module, "forward")) if before is None else (itself, (before,))
 
 
 def itself(forward: Callable) -> Callable:
-    """What a forward that somebody had put on the module is restored as."""
+    """Returns `forward`: restores, in a copy, a forward that was set on the instance."""
     return forward
 
 
 class NativeContainer:
-    """Takes the place of one module's forward while the engine is in eval mode."""
+    """Replaces one module's forward while the engine is in eval mode."""
 
     kind = "native"
     why = "the Hugging Face module itself, over the snapshot's weights"
@@ -56,29 +56,29 @@ class NativeContainer:
     def __init__(self, part: Part, calls: Calls):
         self.part = part
         self.calls, self.window = calls, calls.window
-        self.own_forward = None  # the forward that was on the instance, if one was
+        self.own_forward = None  # a forward that was set on the instance
         self.installed = False
 
     def install(self) -> None:
-        """Switch the module's forward to this container's."""
+        """Replace the module's forward by this container's."""
         module: nn.Module = self.part.module
         self.own_forward = module.__dict__.get("forward")
         module.forward = Forward(self, module.forward)
         self.installed = True
 
     def request(self, original: Callable, args: tuple, kwargs: dict):
-        """The module's output, where it is called by itself."""
+        """The module's output, if the user calls it directly."""
         name = "" if self.part.kind == "model" else self.part.name
         with self.calls.request(module=name):
             return self.run(original, args, kwargs)
 
     def run(self, original: Callable, args: tuple, kwargs: dict):
-        """The output of the module itself, inside a request."""
+        """The module's output, inside a request."""
         with self.window.as_asked():
             return self.calls.native(self.part.module, functools.partial(original, *args, **kwargs))
 
     def uninstall(self) -> None:
-        """Give the module the forward back that it had; nothing where it was not switched."""
+        """Restore the module's forward; does nothing if it was not replaced."""
         if not self.installed:
             return
         if self.own_forward is None:

@@ -1,4 +1,4 @@
-"""The decoder on the CPU kernels: one call for all layers, weights read where the snapshot has them."""
+"""The decoder on the CPU kernels: one call for all layers; weights are read where the snapshot holds them."""
 
 import ctypes
 import weakref
@@ -24,14 +24,17 @@ JOINED |= {"experts_up": ("experts_gate_up",), "experts_down": ("experts_down",)
 
 
 class CpuDecoder:
-    """A DecoderLayout's decoder, computed by the library of `kernels.cpu_library`.
+    """The decoder of a DecoderLayout, computed by the library of `kernels.cpu_library`.
 
-    weights: gives a place's whole tensor, before its `select`; None for a bias that is not there.
-    sides: gives what adapters add beside a weight's place, as TorchDecoder's.
-    dtype: of the matrices; float32 or bfloat16. Activations are float32, rounded to it where Hugging Face rounds.
-    Weights are not copied where a role's tensor is whole rows of what `weights` gives; others are (transposed ones).
-    Weights may be int8, where `reads_int8` says so.
-    Raises Unreadable for a dtype, or a mixture of them, that there are no kernels for.
+    weights: gives a ParamRef's whole tensor, before its `select`; None for a bias that does not exist.
+    sides: gives the unmerged LoRA factors of a weight, as TorchDecoder's.
+    dtype: of the matrices, float32 or bfloat16. Activations are float32, rounded to `dtype` where Hugging Face rounds.
+    copies: weight copies shared with other decoders of the model.  workspace: shared with decoders that never run at
+        the same time.
+
+    A weight is read in place if its role's tensor is a contiguous part of what `weights` gives; others, such as
+    transposed ones, are copied. Weights may be int8 if `reads_int8` accepts them.
+    Raises UnsupportedModel for a dtype, or a mixture of dtypes, that the kernels do not support.
     """
 
     context_block = PAGE  # softmax is computed page by page
@@ -55,9 +58,9 @@ class CpuDecoder:
         self.workspace = Workspace() if workspace is None else workspace
         self.most_tokens = self.most_logits = 0  # of any forward
         self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
-        self.lent: weakref.ref[PagedKV] | None = None  # whose addresses the layers have now
-        self.tensors: list[torch.Tensor] = []  # what the records below point to, kept alive
-        self.side_records: list[ctypes.Array] = []  # what linears' records point to, kept alive
+        self.lent: weakref.ref[PagedKV] | None = None  # the pages whose addresses the layers' records hold
+        self.tensors: list[torch.Tensor] = []  # keeps alive what the records below point to
+        self.side_records: list[ctypes.Array] = []  # keeps alive the LoRA records that the linears point to
         spec = layout.spec
         self.slopes = torch.tensor(spec.alibi) if spec.alibi else None
         self.layer_records = (kernels.Layer * len(spec.layers))()
@@ -98,13 +101,15 @@ class CpuDecoder:
         )
 
     def bind(self) -> None:
-        """Read where the weights are now."""
+        """Store the current addresses of all weights in the records. Raises UnsupportedModel for a mixture of
+        dtypes.
+        """
         self.rope, self.lent = {}, None
         self.unbind()
         self.bind_part(OUTER_ROLES, range(len(self.spec.layers)))
 
     def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
-        """Read where the weights of these roles outside the layers, and of these layers, are now."""
+        """The same for the outer weights of the roles `outer`, and for the layers with indices `layers`."""
         refs = {name: ref for name, ref in self.layout.outer.items() if name.partition(".")[0] in outer}
         if "embedding.weight" in refs:
             embedding = self._matrix(refs["embedding.weight"])
@@ -126,12 +131,15 @@ class CpuDecoder:
                 self.record.expert_intermediate = self._matrix(own["experts_down.weight"]).shape[2]
 
     def unbind(self) -> None:
-        """Let go of the weights: what has not been bound again must not run."""
+        """Release the weights; bind again before anything runs."""
         self.tensors, self.side_records = [], []
 
     def kv(self, pages: int) -> PagedKV:
-        """New pages, their content undefined.  keys [pages, kv_heads, head_dim, PAGE], values [pages, kv_heads, PAGE,
-        head_dim rounded up to whole vectors], in the decoder's dtype."""
+        """Allocate pages, their content undefined.
+
+        keys: [pages, kv_heads, head_dim, PAGE].  values: [pages, kv_heads, PAGE, head_dim rounded up to whole vectors].
+            Both in the decoder's dtype.
+        """
         spec, lanes = self.spec, self.library.lanes()
         padded = -(-spec.head_dim // lanes) * lanes
         shapes = (pages, spec.num_kv_heads, spec.head_dim, PAGE), (pages, spec.num_kv_heads, PAGE, padded)
@@ -139,7 +147,7 @@ class CpuDecoder:
         return PagedKV(keys, values)
 
     def reserve(self, tokens: int) -> None:
-        """Make the rotary tables reach `tokens` positions."""
+        """Extend the rope tables to `tokens` positions."""
         rounding = torch.float32 if self.spec.rotary_float32 else self.dtype
         for key, table in self.layout.rotary.items():
             if key in self.rope and len(self.rope[key][0]) >= tokens:
@@ -151,18 +159,22 @@ class CpuDecoder:
                     record.cos, record.sin = (address(part, torch.float32) for part in self.rope[key])
 
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The last layer's output for every token.  float32 [tokens, hidden]; keys and values go into `kv`."""
+        """The last layer's output for every token, float32 [tokens, hidden]. Writes the new tokens' keys and values to
+        `kv`.
+
+        Raises IndexError for token ids outside the embedding.
+        """
         hidden = torch.empty(len(batch.ids), self.spec.hidden_size)
         return self._run(hidden, batch, kv, -1, len(self.spec.layers))
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What the first layer is given, float32 [tokens, hidden].  ids int64 [tokens], positions int32 [tokens]."""
+        """The first layer's input, float32 [tokens, hidden].  ids: int64 [tokens].  positions: int32 [tokens]."""
         nothing = torch.zeros(0, dtype=torch.int32)
         batch = PackedBatch(ids, positions, nothing, nothing, nothing.view(0, 0))
         return self._run(torch.empty(len(ids), self.spec.hidden_size), batch, None, -1, 0)
 
     def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
-        """Layers `first` to `last` over `hidden` [tokens, hidden]; gives a new tensor, float32."""
+        """Run layers `first` to `last` (exclusive) over `hidden` [tokens, hidden]; returns a new tensor, float32."""
         return self._run(hidden.float().clone(), batch, kv, first, last)
 
     def decode_layers(
@@ -172,7 +184,7 @@ class CpuDecoder:
         return self.layers(hidden, batch, kv, first, last)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits after the last layer's output [n, hidden], as the model rounds them.  float32 [n, vocab]"""
+        """Logits of the last layer's output [n, hidden], rounded as the model rounds them.  float32 [n, vocab]"""
         self.most_logits = max(self.most_logits, len(hidden))
         out = torch.empty(len(hidden), self.spec.vocab_size)
         threads = torch.get_num_threads()
@@ -187,12 +199,13 @@ class CpuDecoder:
         return self.logits(self.forward(batch, kv))
 
     def nbytes(self) -> int:
-        """Bytes of weights that are copies, of this decoder and of those that it shares them with: transposed matrices,
-        and biases and norms in float32."""
+        """Bytes of weight copies, those shared with other decoders included: transposed matrices, and biases and
+        norms in float32.
+        """
         return sum(copy.nbytes for copy in self.copies.values())
 
     def activation_bytes(self, tokens: int) -> int:
-        """Bytes that a forward over so many tokens takes: working memory, which is kept, and the hidden states."""
+        """Bytes that a forward over `tokens` tokens takes: the workspace, which is kept, and the hidden states."""
         floats = self.library.work_floats(self._self(), tokens, torch.get_num_threads())
         return 4 * (floats + tokens * self.spec.hidden_size)
 
@@ -227,7 +240,7 @@ class CpuDecoder:
         return self.workspace.of(self.library.work_floats(self._self(), tokens, threads))
 
     def _lend(self, kv: PagedKV) -> None:
-        """Give the layers' records the addresses of these pages."""
+        """Store the addresses of these pages in the layers' records."""
         if self.lent is not None and self.lent() is kv:
             return
         for record, keys, values in zip(self.layer_records, kv.keys, kv.values, strict=True):
@@ -245,18 +258,22 @@ class CpuDecoder:
         )
 
     def _linears(self, refs: dict[str, ParamRef], names: dict[str, tuple[str, ...]]) -> dict[str, ctypes.Structure]:
-        """Matrices by name, of the roles that become one; what adapters make of their inputs has a place for each."""
+        """Records of matrices by name, each of the roles that it joins. Every unmerged LoRA factor gets its own
+        place in the buffer of A·x.
+        """
         found, at = {}, 0
         for name, roles in names.items():
             found[name] = self._linear(refs, roles)
             at = self._put_unmerged(found[name], refs, roles, at)
-        self.record.side_ranks = max(self.record.side_ranks, at)  # floats a token, whatever runs
+        self.record.side_ranks = max(self.record.side_ranks, at)  # floats per token in the buffer of A·x
         return found
 
     def _put_unmerged(
         self, record: ctypes.Structure, refs: dict[str, ParamRef], roles: tuple[str, ...], at: int
     ) -> int:
-        """Give a matrix's record what adapters add to its parts; gives the end of the room that they take from `at`."""
+        """Add the unmerged LoRA factors of a matrix's parts to its record. They use the buffer of A·x from `at` on;
+        returns the end of that part.
+        """
         sides, first = [], 0
         for part, role in enumerate(role for role in roles if f"{role}.weight" in refs):
             for a, b, scale in self.sides(refs[f"{role}.weight"]):
@@ -269,13 +286,13 @@ class CpuDecoder:
         return at
 
     def _linear(self, refs: dict[str, ParamRef], roles: tuple[str, ...]) -> ctypes.Structure:
-        """The roles' matrices, one above the other; empty where the model has none of them."""
+        """The record of the roles' matrices, stacked by rows; empty if the model has none of them."""
         record = kernels.Linear()
         for role in roles:
             if f"{role}.weight" not in refs:
                 continue
             ref, part = refs[f"{role}.weight"], record.parts
-            weight = self._matrix(ref).flatten(0, -2)  # experts' rows above each other
+            weight = self._matrix(ref).flatten(0, -2)  # experts' rows stacked
             stored = self.dtype
             if weight.dtype == torch.int8:
                 stored, scale = torch.int8, scale_of(ref).flatten(0, -2)
@@ -292,18 +309,23 @@ class CpuDecoder:
         return kernels.Norm(*(None if part is None else self._keep(part, torch.float32) for part in parts))
 
     def _matrix(self, ref: ParamRef) -> torch.Tensor:
-        """A role's matrix, in the decoder's dtype or int8, contiguous: a copy only where it lies otherwise."""
+        """A role's matrix in the decoder's dtype or int8, contiguous; copied only if it is not so in the snapshot.
+
+        Raises UnsupportedModel for another dtype.
+        """
         dtype = self.weights(ref).dtype
         if dtype not in (self.dtype, torch.int8):
             raise UnsupportedModel(f"a matrix is {dtype} where the embedding is {self.dtype}")
         return self._contiguous(ref, dtype)
 
     def _float(self, ref: ParamRef | None) -> torch.Tensor | None:
-        """A bias or a norm's weight in float32, None where there is none."""
+        """A bias or a norm's weight in float32; None if it does not exist."""
         return None if ref is None or self.weights(ref) is None else self._contiguous(ref, torch.float32)
 
     def _contiguous(self, ref: ParamRef, dtype: torch.dtype) -> torch.Tensor:
-        """What is at a place: where it lies, or a copy, refreshed where there is one."""
+        """The tensor of a ParamRef, contiguous and in `dtype`: in place if possible, else a copy; an existing copy
+        is refreshed.
+        """
         source = self.weights(ref).detach()
         selected = source if ref.select is None else ref.select(source)
         lies_there = selected.untyped_storage()._cdata == source.untyped_storage()._cdata
@@ -328,28 +350,29 @@ class CpuDecoder:
 
     def _keep(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
         self.tensors.append(tensor)
-        if tensor.is_meta:  # of a plan, which never runs
+        if tensor.is_meta:  # a memory plan's decoder, which never runs
             return 0
         return address(tensor, dtype)
 
 
 class Workspace:
-    """Memory that a forward computes in; decoders that never run at once share it."""
+    """The buffer that a forward computes in, shared by decoders that never run at the same time."""
 
     def __init__(self):
         self.memory = torch.empty(0)
 
     def of(self, floats: int) -> torch.Tensor:
-        """At least so many floats, their content undefined."""
+        """A buffer of at least `floats` float32, its content undefined."""
         if len(self.memory) < floats:
-            self.memory = torch.empty(0)  # not both at once
+            self.memory = torch.empty(0)  # free the old buffer first
             self.memory = torch.empty(floats)
         return self.memory
 
 
 def reads_int8(weights: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether the kernels read these weights, given with their scales: parts of a row that have a scale must be whole
-    blocks of x."""
+    """Whether the kernels can read these int8 weights, given as (weight, scale): if a row has several scales, the
+    inputs that share one must be a multiple of the kernels' block of inputs.
+    """
     block = 2 * kernels.cpu_library().lanes()
     groups = ((weight, scale.shape[-1]) for weight, scale in weights)
     return all(count == 1 or weight.shape[-1] // count % block == 0 for weight, count in groups)

@@ -1,6 +1,6 @@
-"""The decoder on Triton kernels: nothing waits for the device, and a decode step may be one CUDA graph.
+"""The decoder on Triton kernels: no synchronisation with the device; a decode step can be one CUDA graph.
 
-It does what TorchDecoder does, and rounds where that does. Needs triton, which torch's CUDA builds bring.
+It computes and rounds as TorchDecoder does. Requires triton, which torch's CUDA builds include.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +23,8 @@ from hybrid.weights.lora import LowRank
 class Step:
     """What the layers of one forward share.
 
-    batch: the new tokens.  decoding: there is one for each sequence.
-    slots: int64 [tokens]: where each new token's key and value go in the cache.
+    batch: the new tokens.  decoding: whether it has one token for each sequence.
+    slots: the slot mapping, int64 [tokens]: the cache position of each new token's key and value.
     """
 
     batch: PackedBatch
@@ -35,10 +35,10 @@ class Step:
 class CudaDecoder(TorchDecoder):
     """TorchDecoder's functions on Triton kernels.
 
-    max_slots: decode steps of at most so many sequences are replayed from CUDA graphs; 0: none are.  capture: what
-        captures them.
+    max_slots: decode steps of at most so many sequences are replayed from CUDA graphs; 0: no graphs.
+    capture: captures the graphs.
 
-    PAGE 0 OF THE CACHE IS RESERVED: surplus slots of a graph write there, so no sequence may have it.
+    PAGE 0 OF THE CACHE IS RESERVED: the padding rows of a graph write there, so no sequence may have it.
     """
 
     context_block = SPLIT
@@ -56,16 +56,16 @@ class CudaDecoder(TorchDecoder):
         super().__init__(layout, weights, dtype, sides, copies)
         self.max_slots = max_slots
         self.capture = capture
-        self.positions = 0  # that there are tables for
+        self.positions = 0  # positions in the rope tables and ALiBi's bias
         self.turns: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.bias: torch.Tensor | None = None  # ALiBi's, [heads, positions]
         self.graphed: GraphedStep | None = None
-        self.addresses: tuple[float, ...] = ()  # of the weights, and the factors that products are scaled by
-        self.lent: PagedKV | None = None  # while a graph is captured or replayed
+        self.addresses: tuple[float, ...] = ()  # of the weights and LoRA factors, and LoRA's scales
+        self.lent: PagedKV | None = None  # the pages, while a graph is captured or replayed
         self.lent_addresses: tuple[int, ...] = ()  # of the pages that the graphs read
 
     def bind(self) -> None:
-        """As TorchDecoder's; graphs are kept where no weight has moved and nothing is scaled otherwise."""
+        """As TorchDecoder's. Graphs are kept if no weight has moved and no LoRA scale has changed."""
         super().bind()
         blocks = (self.outer, *self.blocks)
         sides = [side for block in blocks for beside in block.sides.values() for side in beside]
@@ -77,14 +77,16 @@ class CudaDecoder(TorchDecoder):
         self.addresses = addresses
 
     def reserve(self, tokens: int) -> None:
-        """Make tables for sequences of so many tokens. Where there are none for so many yet, graphs are dropped."""
+        """Build the rope tables and ALiBi's bias for sequences of up to `tokens` tokens. Graphs are dropped if the
+        tables grow.
+        """
         pages = -(-tokens // PAGE)
         if pages * PAGE <= self.positions:
             return
         self.positions = pages * PAGE
         self.graphed = None
         spec, device = self.spec, self.device
-        # Beyond max_positions there are no positions, and asking for one would rescale the others (longrope, dynamic).
+        # Positions beyond max_positions do not exist; computing one would rescale the others (longrope, dynamic).
         positions = torch.arange(min(self.positions, spec.max_positions or self.positions), device=device)
         rounded = torch.float32 if spec.rotary_float32 else self.dtype
         for key, table in self.layout.rotary.items():
@@ -98,13 +100,15 @@ class CudaDecoder(TorchDecoder):
     def layers(
         self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int = 0, last: int | None = None
     ) -> torch.Tensor:
-        """Layers `first` to `last` over hidden [tokens, hidden]; the new tokens' keys and values go into `kv`."""
+        """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes the new tokens' keys and
+        values to `kv`.
+        """
         return self._layers(hidden, self._step(batch), kv, range(first, len(self.blocks) if last is None else last))
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Logits after one new token for each sequence, float32 [sequences, vocabulary]; good until the next call.
+        """Logits after one new token for each sequence, float32 [sequences, vocabulary]; valid until the next call.
 
-        Replayed from a graph where `max_slots` allows that, which is captured anew where the pages have moved.
+        Replayed from a graph for at most `max_slots` sequences. Graphs are captured again if the pages have moved.
         """
         slots = len(batch.ids)
         assert slots == len(batch.lengths), f"{slots} new tokens for {len(batch.lengths)} sequences in a decode step"
@@ -123,7 +127,7 @@ class CudaDecoder(TorchDecoder):
         return logits
 
     def _graphed(self) -> GraphedStep:
-        """The graphs, with inputs for `max_slots` sequences of as many tokens as there are tables for."""
+        """The graphs, with inputs for `max_slots` sequences of as many tokens as there are positions in the tables."""
         if self.graphed is None:
             zeros = torch.zeros(self.max_slots, dtype=torch.int32, device=self.device)
             block_tables = zeros[:, None].repeat(1, self.positions // PAGE)
@@ -132,12 +136,12 @@ class CudaDecoder(TorchDecoder):
         return self.graphed
 
     def _slots_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor]:
-        """What a graph captures."""
+        """The function that a graph captures."""
         cu_seqlens = torch.arange(len(inputs["ids"]) + 1, dtype=torch.int32, device=inputs["ids"].device)
         return (self.eager_decode(PackedBatch(cu_seqlens=cu_seqlens, **inputs), self.lent),)
 
     def eager_decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The decode step itself, without a graph."""
+        """The decode step without a graph."""
         hidden = self.embed(batch.ids, batch.positions)
         return self.logits(self.decode_layers(hidden, batch, kv, 0, len(self.blocks)))
 
@@ -157,7 +161,9 @@ class CudaDecoder(TorchDecoder):
         return Step(batch, decoding, pages * PAGE + positions % PAGE)
 
     def _layers(self, hidden: torch.Tensor, step: Step, kv: PagedKV, span: range) -> torch.Tensor:
-        """The layers of `span`. What one adds to the residual stream waits for the next one's norm, which adds it."""
+        """Run the layers of `span`. What a layer adds to the residual stream is added by the next layer's norm
+        kernel.
+        """
         pending = None
         for index in span:
             hidden, pending = self._layer(index, hidden, pending, step, kv)
@@ -166,7 +172,9 @@ class CudaDecoder(TorchDecoder):
     def _layer(
         self, index: int, hidden: torch.Tensor, pending: torch.Tensor | None, step: Step, kv: PagedKV
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream [tokens, hidden] and what is to be added to it, before and after a layer."""
+        """Run a layer. Takes and returns the residual stream [tokens, hidden] and the tensor that is still to be
+        added to it.
+        """
         block = self.blocks[index]
         read, hidden = self._added_and_normed(block, "attention_norm", hidden, pending)
         attended = self._norm(block, "attention_post_norm", self._attention(index, read, step, kv))
@@ -203,7 +211,7 @@ class CudaDecoder(TorchDecoder):
             spec.attention_softcap,
             kind.window,
             self.bias,
-            # Hugging Face's eager attention rounds scores, which soft caps and BLOOM's bias go through.
+            # Hugging Face's eager attention, which models with soft caps and BLOOM use, rounds the scores.
             spec.attention_softcap > 0 or (spec.alibi is not None and not spec.alibi_bfloat16),
         )
         if step.decoding:
@@ -213,7 +221,7 @@ class CudaDecoder(TorchDecoder):
         return self._linear(block, "o", out.flatten(1))
 
     def _head_norm(self, block: dict[str, torch.Tensor]) -> HeadNorm | None:
-        """The norm of each head's queries and keys, None where the decoder has none."""
+        """The norm of each head's queries and keys; None if the model has none."""
         spec = self.spec
         if spec.qk_norm != "head":
             return None
@@ -239,7 +247,7 @@ class CudaDecoder(TorchDecoder):
         )
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """act(gate) * up.  gate_up [rows, 2 * width], gate before up"""
+        """act(gate) * up.  gate_up: [rows, 2 * width], gate before up"""
         if self.spec.activation_stepwise:
             gate, up = gate_up.chunk(2, dim=-1)
             return self.activation(gate) * up
@@ -248,7 +256,9 @@ class CudaDecoder(TorchDecoder):
     def _added_and_normed(
         self, tensors: dict[str, torch.Tensor], role: str, hidden: torch.Tensor, pending: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream with `pending` added, normed by `role` where there is such a norm, and as it is."""
+        """The residual stream with `pending` added: normed by `role`, unchanged if there is no such norm, and not
+        normed.
+        """
         if f"{role}.weight" not in tensors:
             hidden = hidden if pending is None else self._added(hidden, pending)
             return hidden, hidden
@@ -257,7 +267,7 @@ class CudaDecoder(TorchDecoder):
         return self._fused_norm(tensors, role, pending, hidden, self.spec.residual_multiplier)
 
     def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, size] normed by `role`; as it is where there is no such norm."""
+        """x [tokens, size] normed by `role`; unchanged if there is no such norm."""
         return self._fused_norm(tensors, role, x)[0] if f"{role}.weight" in tensors else x
 
     def _fused_norm(
@@ -268,7 +278,7 @@ class CudaDecoder(TorchDecoder):
         residual: torch.Tensor | None = None,
         multiplier: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """residual + multiplier * x, normed by `role` and as it is."""
+        """residual + multiplier * x: normed by `role`, and not normed."""
         weight, spec = tensors[f"{role}.weight"], self.spec
         if spec.norm == "layer":
             return add_layer_norm(x, residual, weight, tensors.get(f"{role}.bias"), spec.norm_eps, multiplier)

@@ -1,4 +1,4 @@
-"""DeepSpeed's own mixtures of experts (`deepspeed.moe.layer.MoE`): which ranks run their forwards together."""
+"""DeepSpeed's expert parallelism (`deepspeed.moe.layer.MoE`): which ranks run their forwards together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def expert_layers(model: nn.Module) -> dict[str, MoE]:
-    """The model's mixtures by name."""
+    """The model's MoE layers by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
@@ -18,7 +18,7 @@ def expert_layers(model: nn.Module) -> dict[str, MoE]:
 class Exchange:
     """Ranks whose forwards send tokens to each other's experts, and so are collectives.
 
-    group: they; None is all ranks.  layers: those that send tokens.
+    group: these ranks; None: all ranks.  layers: the MoE layers that send tokens.
     """
 
     group: torch.distributed.ProcessGroup | None
@@ -26,14 +26,18 @@ class Exchange:
 
 
 def needs_equal_messages(layer: MOELayer) -> bool:
-    """Whether ranks must bring equally many tokens to a layer, by which DeepSpeed sizes its messages (0.19.8): where
-    experts drop what is too much for them, and where each token has one expert."""
+    """Whether all ranks must run a layer on equally many tokens, because DeepSpeed sizes its messages by its own
+    rank's number (0.19.8): if experts drop tokens over their capacity, and if each token has one expert.
+    """
     return layer.gate.drop_tokens or layer.gate.k == 1
 
 
 def padded_forward(layer: MOELayer) -> Callable:
-    """The forward of a layer, with as many tokens as the rank that has most: repeated behind the own ones, where they
-    displace none, and cut off again. A collective of the layer's group."""
+    """The layer's forward on as many tokens as the rank with the most has. A collective of the layer's group.
+
+    The rank's tokens are repeated at the end, marked as unused so that they displace none, and the outputs cut off
+    again.
+    """
     own = layer.forward
 
     def forward(hidden: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
@@ -51,8 +55,9 @@ def padded_forward(layer: MOELayer) -> Callable:
 
 
 def exchange_tokens(layers: dict[str, MoE]) -> Exchange | None:
-    """Give the layers the groups over which they send tokens to experts; None where nothing is sent. A collective of
-    all ranks, unless the layers have their groups."""
+    """Create the layers' expert groups; returns None if no layer sends tokens. A collective of all ranks, unless the
+    groups exist.
+    """
     spread = [layer for layer in layers.values() if layer.ep_size > 1]
     for layer in spread:
         if layer.deepspeed_moe.ep_group is None:
@@ -60,5 +65,5 @@ def exchange_tokens(layers: dict[str, MoE]) -> Exchange | None:
     if not spread:
         return None
     widest = max(spread, key=lambda layer: layer.ep_size)
-    within = all(widest.ep_size % layer.ep_size == 0 for layer in spread)  # groups are of neighbours
+    within = all(widest.ep_size % layer.ep_size == 0 for layer in spread)  # groups are consecutive ranks
     return Exchange(widest.deepspeed_moe.ep_group if within else None, tuple(layer.deepspeed_moe for layer in spread))

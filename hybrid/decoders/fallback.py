@@ -1,4 +1,6 @@
-"""Why a model runs in its own layers where a fused decoder was wanted: which hooks count, one warning a reason."""
+"""Reasons for running a model's own layers instead of the fused decoder: which hooks count, and one warning per
+reason.
+"""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -9,10 +11,10 @@ from torch.utils.hooks import RemovableHandle
 
 from hybrid.parallel import rank
 
-# Hooks of frameworks that change nothing in what a fused decoder computes, by the module that defines them (deepspeed
-# 0.19.8, transformers 5.23, TRL 1.16): ZeRO's and the engine's, the FLOPS profiler's, NEFTune's noise (off in eval
-# mode), activation offloading's, and those that collect hidden states for the forwards that ask for them, which stay on
-# the layers after the first that did.
+# Frameworks' hooks that do not change what a fused decoder computes, by the module that defines them (deepspeed 0.19.8,
+# transformers 5.23, TRL 1.16): ZeRO's and the engine's, the FLOPS profiler's, NEFTune's (off in eval mode), activation
+# offloading's, and those that collect hidden states, which stay on the layers after the first forward that asked for
+# hidden states.
 KNOWN_MODULES = (
     "deepspeed.runtime.zero.",
     "deepspeed.runtime.engine",
@@ -21,15 +23,16 @@ KNOWN_MODULES = (
     "transformers.utils.output_capturing",
     "trl.models.activation_offloading",
 )
-# The hook that makes an embedding's output require gradients: transformers' and PEFT's name, which tutorials copy.
+# The hook that makes an embedding's output require gradients: transformers' and PEFT's names, which tutorials copy.
 INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 NO_WARNING = "rollout.containers=native, or replace_with_kernel_inject=false, runs so without this warning"
 
 
 def is_known_hook(hook: Callable) -> bool:
-    """Whether a forward hook or forward pre-hook is a framework's of which nothing depends that a fused decoder gives.
+    """Whether a forward hook or forward pre-hook is a framework's that does not change a fused decoder's results.
 
-    The input-gradient hook is known by its name and by what its code does, for every framework has a copy of it.
+    The input-gradient hook is recognised by its name and by what its code does, because every framework has its own
+    copy.
     """
     while isinstance(hook, partial):
         hook = hook.func
@@ -40,18 +43,18 @@ def is_known_hook(hook: Callable) -> bool:
 
 
 class ForeignHooks:
-    """Finds a hook that wants to see the model's modules run.
+    """Finds hooks on the model's modules that only run if the modules run.
 
-    model: whose modules are looked at.  own_hooks: gives the training engine's handles. A hook's number belongs to it
-    for the life of the process, so that each is classified once: a call costs a look at every module's dictionaries.
+    model: whose modules are searched.  own_hooks: gives the training engine's handles. Each hook is classified once, by
+        its number, which is unique for the life of the process; later calls only read every module's hook dictionaries.
     """
 
     def __init__(self, model: nn.Module, own_hooks: Callable[[], Iterable[RemovableHandle]]):
         self.modules, self.own_hooks = list(model.named_modules()), own_hooks
-        self.known: set[int] = set()  # numbers of hooks that do not count
+        self.known: set[int] = set()  # numbers of hooks that do not prevent the fused decoder
 
     def first(self) -> str:
-        """The first such hook, as text; "" where there is none."""
+        """A description of the first foreign hook; "" if there is none."""
         looked_up = False
         for name, module in self.modules:
             for table in (module._forward_hooks, module._forward_pre_hooks):
@@ -69,9 +72,9 @@ class ForeignHooks:
 
 
 class NativeReasons:
-    """Why requests of one engine ran natively: each reason is warned about once, on rank 0.
+    """Reasons why requests of one engine ran natively. Each reason is warned about once, on rank 0.
 
-    last: the reason of the latest request that did, since `reset()`; "" where none did.
+    last: the latest reason since `reset()`; "" if no request ran natively.
     """
 
     def __init__(self):
@@ -79,7 +82,10 @@ class NativeReasons:
         self.warned: set[str] = set()
 
     def note(self, reason: str, warns: bool = True) -> None:
-        """A request runs natively.  reason: and what the user can do about it.  warns: False where it was asked for."""
+        """Record that a request runs natively.
+
+        reason: why, and what the user can do about it.  warns: False if the user asked for it.
+        """
         self.last = reason
         if warns and reason not in self.warned:
             self.warned.add(reason)
@@ -87,5 +93,5 @@ class NativeReasons:
                 warnings.warn(f"the model runs in native containers: {reason}", stacklevel=4)
 
     def reset(self) -> None:
-        """Forget the latest reason, as a new iteration begins."""
+        """Clear the latest reason at the start of an iteration."""
         self.last = ""

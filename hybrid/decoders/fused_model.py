@@ -1,4 +1,4 @@
-"""The fused container: a whole decoder that stands in for the model, once it has been shown to equal it."""
+"""The fused container: runs a whole decoder in the model's place, once the self-check has shown that they are equal."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -41,23 +41,24 @@ AnyDecoder = WholeDecoder | SharedDecoder | StreamedDecoder
 
 @dataclass
 class Bound:
-    """A decoder over the snapshot's tensors, and of which weights it is."""
+    """A decoder, and the key of the weights that it is bound to: the snapshot's version and the tensors' addresses."""
 
     decoder: AnyDecoder
     key: tuple
 
 
 class FusedModel:
-    """The decoder of a model, made on first use and compared with the model's own layers then.
+    """The fused decoder of a model, made and checked on first use.
 
-    model: what the engine trains.  layers: its transformer layers, in order. Nothing is changed in them.
-    graph_slots: decode steps of up to so many rows are CUDA graphs; 0: none are.
-    group: ranks that share the decoder (inference tensor parallelism); the snapshot is a SlicedSnapshot then.
-    own_hooks: gives the training engine's hooks, which are not a wish to see the modules run.
-    reading: of the model, where somebody has read it; a SlicedSnapshot's slices are of its places.
-    reasons: told why a request runs natively.
-    why_not: why there is no decoder, and what the user can do about it; "" where there is one, or may be.
-    warns: whether a request that runs natively is a surprise: the model generates, and nobody asked for no decoder.
+    model: the model that the engine runs; it is not changed.  layers: its transformer layers, in order.
+    graph_slots: decode steps of up to so many rows are CUDA graphs; 0: no graphs.
+    group: the ranks that share the decoder (inference tensor parallelism); the snapshot is then a SlicedSnapshot.
+    own_hooks: gives the training engine's hooks, which do not prevent the fused decoder.
+    layout: the model's DecoderLayout, if it has been read; a SlicedSnapshot's slices belong to its ParamRefs.
+    reasons: records why requests ran natively.
+
+    Attributes: `fallback_reason` is why there is no decoder, and what the user can do about it; "" if there is one, or
+        may be. `warns` is whether a request that runs natively is warned about: only for models that generate.
     """
 
     def __init__(
@@ -73,17 +74,17 @@ class FusedModel:
     ):
         self.model, self.layers, self.snapshot, self.graph_slots = model, layers, snapshot, graph_slots
         self.group, self.own_hooks, self.pool = group, own_hooks, Pool()
-        self.bound: dict[bool, Bound] = {}  # with adapters, and without
-        self.copies: Copies = WeakValueDictionary()  # that these hold
-        self.workspace = Workspace()  # that these compute in, where they have one
+        self.bound: dict[bool, Bound] = {}  # by whether adapters are used
+        self.copies: Copies = WeakValueDictionary()  # weight copies, shared by these decoders
+        self.workspace = Workspace()  # shared by CpuDecoders
         self.checked = False
         self.fallback_reason, self.warns = "", can_generate(model)
         self.reasons = NativeReasons() if reasons is None else reasons
         self.modules, self.foreign_hooks = list(model.modules()), ForeignHooks(model, own_hooks)
-        # Within the layers nobody of us switches a forward.
+        # The engine replaces no forward within the layers, so any change there is the user's.
         self.inner = [module for layer in layers for module in layer.modules() if module is not layer]
         self.checked_forwards: list[tuple] = []
-        self.one_page: int | None = None  # its bytes, once somebody has asked
+        self.one_page: int | None = None  # bytes of a page, cached by `page_bytes`
         self.adapted = {one.wrapper: one for one in snapshot.adapted}
         self.layout: DecoderLayout | None = None
         try:
@@ -95,7 +96,7 @@ class FusedModel:
 
     @property
     def what(self) -> str:
-        """Words for what runs in the model's place."""
+        """A description of what runs in the model's place."""
         decoder = f"a decoder of the {self.layout.family} family"
         if self.group is not None:
             return f"{decoder}, spread over {self.group.size} ranks"
@@ -137,7 +138,7 @@ class FusedModel:
             )
 
     def fallback_reason_now(self) -> str:
-        """Why the model must run natively at the moment, and what the user can do about it; "" where it need not."""
+        """Why the model must run natively now, and what the user can do about it; "" if it need not."""
         if self.fallback_reason:
             return self.fallback_reason
         if hook := self.foreign_hooks.first():
@@ -150,21 +151,24 @@ class FusedModel:
         return ""
 
     def note_native(self, reason: str = "") -> None:
-        """A request runs natively: warn where that is news.  reason: of the request itself, and what the user can do;
-        what holds for every request goes first."""
+        """Record that a request runs natively; a new reason is warned about.
+
+        reason: the request's own reason, and what the user can do about it. A reason that holds for every request takes
+            precedence.
+        """
         standing = self.fallback_reason_now()
         self.reasons.note(standing or reason, self.warns)
 
     def has_foreign_hooks(self) -> bool:
-        """Whether somebody else's code runs within the model's forwards, and may raise there."""
+        """Whether user code runs within the model's forwards, where it may raise."""
         return self.foreign_hooks.first() != ""
 
     def decoder(self, adapters: bool, tokens: int) -> AnyDecoder | None:
-        """The decoder, with the weights as they are now, for sequences of up to `tokens`; None where the model must run
-        natively: beyond `DecoderSpec.max_positions` too, where its tables depend on a sequence's length.
+        """The decoder, bound to the current weights, for sequences of up to `tokens` tokens; None if the model must run
+        natively, which is warned about.
 
-        Call it inside an open window, `adapters` as the window has them. For a rank that runs it by itself. Where a
-        layer differs from the model's own there is no decoder from then on. Where there is none, a warning says why.
+        For a rank that runs the decoder by itself, inside an open window; `adapters` as the window has them. The first
+        call runs the self-check. If a layer differs, the decoder is disabled for good.
         """
         if reason := self.fallback_reason_for(tokens):
             self.note_native(reason)
@@ -176,7 +180,11 @@ class FusedModel:
         return self.bound_decoder(adapters)
 
     def fallback_reason_for(self, tokens: int) -> str:
-        """Why the model must run natively now, for sequences of up to `tokens`; "" where it need not."""
+        """Why the model must run natively now, for sequences of up to `tokens` tokens; "" if it need not.
+
+        Beyond `DecoderSpec.max_positions` it must: the model's position tables end there, or depend on the sequence's
+        length.
+        """
         if reason := self.fallback_reason_now():
             return reason
         if 0 < self.layout.spec.max_positions < tokens:
@@ -187,13 +195,16 @@ class FusedModel:
         return ""
 
     def needs_check(self) -> bool:
-        """Whether the decoder must be compared with the model's own layers before it runs: the first time, and after
-        somebody has replaced a forward within the layers."""
+        """Whether the decoder must be compared with the model's own layers before it runs: on first use, and after a
+        forward within the layers has been replaced.
+        """
         return not self.checked or self.checked_forwards != self._forwards()
 
     def check(self, adapters: bool) -> str:
-        """Compare the decoder with the model's own layers; what differs, "" where nothing does. Where ranks run the
-        decoder together, a collective that every rank goes through to its end."""
+        """Compare the decoder with the model's own layers; returns what differs, "" if nothing does.
+
+        If ranks run the decoder together, it is a collective, and every rank runs it to its end.
+        """
         try:
             decoder, forwards = self.bound_decoder(adapters), self._forwards()
             require_equal(getattr(decoder, "lockstep", decoder), self.model, self.layers)
@@ -203,16 +214,18 @@ class FusedModel:
         return ""
 
     def refuse(self, reason: str) -> None:
-        """There is no decoder from now on."""
+        """Disable the decoder for good."""
         self.fallback_reason = f"{reason} (if nobody has changed the model's forwards, please report it; {NO_WARNING})"
         self.bound.clear()
 
     def _forwards(self) -> list[tuple]:
-        """What runs as the forward of every module within the layers."""
+        """The current forward of every module within the layers."""
         return [(type(module).forward, module.__dict__.get("forward")) for module in self.inner]
 
     def bound_decoder(self, adapters: bool) -> AnyDecoder:
-        """The decoder, with the weights as they are now. Inside an open window, `adapters` as the window has them."""
+        """The decoder, bound to the current weights. Call it inside an open window, with `adapters` as the window
+        has them.
+        """
         with_adapters = adapters and any(one.state() for one in self.snapshot.adapted)
         key = (self.snapshot.number(), self._addresses(with_adapters))
         bound = self.bound.get(with_adapters)
@@ -253,12 +266,12 @@ class FusedModel:
         sides: Callable[[ParamRef], list[LowRank]],
         copies: Copies | None = None,
     ) -> WholeDecoder:
-        """A decoder over whole weights, on the fastest kernels that there are."""
+        """A decoder over whole weights, on the fastest kernels available."""
         kernels = self._kernels()
         if kernels == "CPU kernels":
             return CpuDecoder(layout, weights, dtype, cpu_library(), sides, copies, self.workspace)
         if kernels == "Triton":
-            from hybrid.decoders.cuda_decoder import CudaDecoder  # needs triton, which a CPU install has not
+            from hybrid.decoders.cuda_decoder import CudaDecoder  # needs triton, which a CPU install lacks
 
             return CudaDecoder(layout, weights, dtype, self.graph_slots, sides=sides, copies=copies)
         if self._int8_weights():
@@ -269,7 +282,7 @@ class FusedModel:
         return [pair for module in self.modules for pair in int8_weights(module)]
 
     def _kernels(self) -> str:
-        """What a decoder over whole weights computes with, as `kernels_of` calls it."""
+        """What a decoder over whole weights computes with, by the names of `kernels_of`."""
         kernels, int8 = kernels_of(self._device()), self._int8_weights()
         if kernels == "CPU kernels" and self._embedding().dtype in (torch.float32, torch.bfloat16):
             fits = reads_int8(int8)
@@ -281,7 +294,7 @@ class FusedModel:
         return self._embedding().device
 
     def _addresses(self, adapters: bool) -> tuple[int, ...]:
-        """Where the weights are: others may have moved without a new version."""
+        """Addresses of the weights, which may move without a new version."""
         if self.streams:
             return ()
         refs = [ref for roles in (self.layout.outer, *self.layout.layers) for ref in roles.values()]
@@ -290,16 +303,16 @@ class FusedModel:
         return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
     def tensor(self, ref: ParamRef, adapters: bool) -> torch.Tensor | None:
-        """The snapshot's tensor at a place, whole or this rank's slice; None where there is none."""
+        """The snapshot's tensor of a ParamRef, whole or this rank's slice; None if there is none."""
         return self.snapshot.at(ref, *self._owner(ref), adapters)
 
     def sides(self, ref: ParamRef, adapters: bool) -> list[LowRank]:
-        """What the snapshot has beside the weight at a place."""
+        """The snapshot's unmerged LoRA factors of a weight."""
         one, _ = self._owner(ref)
         return [] if one is None or ref.parameter != "weight" else self.snapshot.sides(ref, one, adapters)
 
     def _owner(self, ref: ParamRef) -> tuple[Adapted | None, nn.Parameter | None]:
-        """The adapted module at a place, None where there is no adapter; and the model's own parameter there."""
+        """The adapted module that a ParamRef is in, None without an adapter; and the model's own parameter."""
         module = ref.module
         if isinstance(module, ModulesToSaveWrapper):
             active = None if module.disable_adapters else next(iter(module.active_adapters), None)
@@ -309,11 +322,11 @@ class FusedModel:
         return one, (module._parameters if one is None else one.sources).get(ref.parameter)
 
     def _embedding(self) -> nn.Parameter:
-        """The model's own; it may be partitioned, and there may be no copy of it yet."""
+        """The model's own embedding weight, which may be partitioned. It does not need a snapshot."""
         return self._owner(self.layout.outer["embedding.weight"])[1]
 
     def page_bytes(self) -> int:
-        """What a page of the KV cache takes; 0 where there is no decoder."""
+        """Bytes of a page of the KV cache; 0 if there is no decoder."""
         if self.fallback_reason:
             return 0
         if self.one_page is None:
@@ -322,8 +335,7 @@ class FusedModel:
         return self.one_page
 
     def planned(self) -> WholeDecoder | None:
-        """The decoder with adapters over weights that take no memory, to be asked what it will hold; None where there
-        is none."""
+        """The decoder with adapters over weights that take no memory, for memory plans; None if there is no decoder."""
         if self.fallback_reason:
             return None
         decoder = self._planned()
@@ -331,7 +343,7 @@ class FusedModel:
         return decoder
 
     def peak_activation_bytes(self) -> int:
-        """Bytes that the largest forward so far took, and the most logits."""
+        """Bytes of activations in the largest forward so far, plus those of the most logits."""
         peaks = [0]
         for bound in self.bound.values():
             decoder = getattr(bound.decoder, "lockstep", bound.decoder)
@@ -341,14 +353,14 @@ class FusedModel:
         return max(peaks)
 
     def _planned(self) -> WholeDecoder:
-        """The decoder, over weights that take no memory."""
+        """A decoder over weights that take no memory, not yet bound."""
         dtype, blank = self._embedding().dtype, self._blank()
         if self.group is not None:
             return ShardedDecoder(self.layout, blank, dtype, self.group, no_sides)
         return self._make_whole(self.layout, blank, dtype, no_sides)
 
     def _blank(self) -> Callable[[ParamRef], torch.Tensor | None]:
-        """Gives tensors without memory, laid out as the snapshot's will be."""
+        """Gives tensors on the meta device, laid out as the snapshot's will be."""
         meta, joined = torch.device("meta"), JoinedBuffers(set(self.snapshot.joined.sets.values()))
 
         def alone(ref: ParamRef) -> torch.Tensor | None:
@@ -364,17 +376,17 @@ class FusedModel:
         return blank
 
     def nbytes(self) -> int:
-        """Bytes of weights that decoders hold beside the snapshot: what does not lie as they read it."""
+        """Bytes of weight copies that decoders hold in addition to the snapshot."""
         if self.streams:
             return 0
         return sum(copy.nbytes for copy in self.copies.values())
 
     def release_pages(self) -> None:
-        """Let go of the pages that ranks have in common."""
+        """Free the pages that the ranks of the group share."""
         self.pool.release()
 
     def release(self) -> None:
-        """Let go of the decoders and what they copied."""
+        """Free the decoders and their copies."""
         self.bound.clear()
         self.workspace = Workspace()
 
@@ -387,12 +399,14 @@ def kernels_of(device: torch.device) -> str:
 
 
 class FusedContainer(NativeContainer):
-    """Takes the place of the whole model's forward: plain calls go through the fused decoder, others to the model."""
+    """Replaces the whole model's forward: calls for logits alone run through the fused decoder, others through the
+    model.
+    """
 
     kind = "fused"
 
     def request(self, original: Callable, args: tuple, kwargs: dict):
-        """Logits by the fused decoder, where it is asked for nothing else."""
+        """Logits by the fused decoder if the call asks for nothing else; otherwise the model's own output."""
         more = wants_more_than_logits(self.part.module)
         call = None if more else plain_call(args, kwargs)
         by_default = more or kwargs.get("use_cache") is None
@@ -409,8 +423,10 @@ class FusedContainer(NativeContainer):
 
 
 def parts_of(model: nn.Module, structure: Structure, inner: bool = False) -> list[Part]:
-    """The whole model, and every part of it, each once.  inner: of an adapted model, the Hugging Face model in it too,
-    which `generate()` calls."""
+    """The whole model and each of its parts, once each.
+
+    inner: include the Hugging Face model inside an adapted model, which `generate()` calls.
+    """
     parts = {part.module: part for part in (*structure.outer, *structure.layers) if part.module is not model}
     found = [Part("", model, "model"), *parts.values()]
     if inner and (base := hugging_face_model(model)) is not model:
@@ -419,14 +435,14 @@ def parts_of(model: nn.Module, structure: Structure, inner: bool = False) -> lis
 
 
 def containers_of(parts: list[Part], calls: Calls) -> list[NativeContainer]:
-    """A container for each of `parts_of`."""
+    """A container for each of `parts_of`'s parts."""
     return [FusedContainer(parts[0], calls), *(NativeContainer(part, calls) for part in parts[1:])]
 
 
 def coverage_of(containers: list[NativeContainer], fused: FusedModel, copied: bool = True) -> list[dict[str, str]]:
-    """What runs where: for each container's part its `module` name, `kind`, `container` and why.
+    """What runs where: for each container its part's `module` name, its `kind`, the `container` that runs, and `why`.
 
-    containers: as they are installed, one of them a FusedContainer.  copied: whether anything runs on the snapshot.
+    containers: as installed, one of them a FusedContainer.  copied: whether anything runs on the snapshot.
     """
     why_native, last = fused.fallback_reason_now(), fused.reasons.last
     what = "" if why_native else f"{fused.what}; the latest request ran natively: {last}" if last else fused.what
@@ -441,7 +457,7 @@ def coverage_of(containers: list[NativeContainer], fused: FusedModel, copied: bo
 
 
 def wants_more_than_logits(model: nn.Module) -> bool:
-    """Whether a model is configured to give more than logits with every forward."""
+    """Whether the model's configuration makes every forward return more than logits."""
     config = getattr(model, "config", None)
     return any(
         getattr(config, name, False) for name in ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -449,13 +465,16 @@ def wants_more_than_logits(model: nn.Module) -> bool:
 
 
 def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Ids and mask, int64 [rows, tokens], of a call that asks for logits of whole sequences and no cache; None for
-    any other. Padding may be anywhere but inside a sequence, and positions must be those without padding."""
+    """Ids and mask, int64 [rows, tokens], of a call that asks for the logits of whole sequences without a cache; else
+    None.
+
+    Padding may be on either side of a sequence but not inside it; positions must count from its first token.
+    """
     asked = {name: value for name, value in kwargs.items() if value is not None}
     ids = args[0] if len(args) == 1 else asked.pop("input_ids", None)
     mask, positions = asked.pop("attention_mask", None), asked.pop("position_ids", None)
     plain = asked.pop("use_cache", True) is False and asked.pop("return_dict", True) is True
-    plain = plain and all(isinstance(value, int) and not value for value in asked.values())  # the rest is off
+    plain = plain and all(isinstance(value, int) and not value for value in asked.values())  # other options are off
     if not plain or len(args) > 1 or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return None
     mask = torch.ones_like(ids) if mask is None else mask.long()
@@ -467,7 +486,9 @@ def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] |
 
 
 def padded_logits(decoder: AnyDecoder, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Logits [rows, tokens, vocab] in the decoder's dtype, 0 where the mask is."""
+    """Logits [rows, tokens, vocab] in the decoder's dtype, 0 at masked tokens.  ids: int64 [rows, tokens].  mask:
+    the same shape.
+    """
     real = mask.bool()
     batch = own_pages_batch([row[kept] for row, kept in zip(ids, real, strict=True)], decoder.device)
     decoder.reserve(ids.shape[1])

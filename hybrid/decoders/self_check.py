@@ -1,8 +1,8 @@
-"""The self-check: what a decoder will run, compared with the model's own modules on a few random tokens.
+"""The self-check: compares everything that a decoder runs with the model's own modules, on a few random tokens.
 
-Prefill with and without a prefix, decode steps, eager and from graphs, in the dtype in use, over more context than one
-page and one split of decode attention. Every layer is given what the model's own layer was given, so that a difference
-is of that layer; then whole steps are compared by their logits.
+It covers prefill with and without a prefix, and decode steps, eager and from graphs, in the dtype in use, over a
+context longer than one page and one split of decode attention. Every layer gets the input of the model's own layer, so
+that a difference is that layer's; then whole steps are compared by their logits.
 """
 
 import inspect
@@ -21,42 +21,42 @@ from hybrid.models.spec import DecoderLayout, DecoderSpec, UnsupportedModel
 from hybrid.models.tp_plan import hugging_face_model
 
 STEPS = 3  # decode steps of each sequence
-SHORT = (PAGE + 2, STEPS + 1)  # tokens of two sequences: one is decoded over the end of its page, one from one token on
+SHORT = (PAGE + 2, STEPS + 1)  # tokens: the first's decode steps cross a page's end, the second's prefill is one token
 
 DIFFERS = "of the fused container differs from the model's own"
 
 
 class Checked(Protocol):
-    """What the self-check asks of a decoder; one that ranks share is its lockstep form."""
+    """What the self-check needs of a decoder; of one that ranks share, its lockstep form."""
 
     spec: DecoderSpec
     layout: DecoderLayout
     dtype: torch.dtype
     device: torch.device
-    context_block: int  # tokens of context that one program, or pass, of its decode attention reads
+    context_block: int  # tokens of context that one program, or pass, of decode attention reads
 
     def reserve(self, tokens: int) -> None:
-        """Make tables for so many positions."""
+        """Prepare for sequences of up to `tokens` tokens."""
 
     def kv(self, pages: int) -> PagedKV:
-        """New pages."""
+        """Allocate pages."""
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What goes into the first layer."""
+        """The first layer's input."""
 
     def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
-        """Layers `first` to `last`."""
+        """Run layers `first` to `last` (exclusive)."""
 
     def decode_layers(
         self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int
     ) -> torch.Tensor:
-        """Layers `first` to `last` for one new token of each sequence, as `decode` runs them."""
+        """The same for one new token of each sequence, as `decode` runs them."""
 
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """The last layer's output."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits after the last layer's output."""
+        """Logits of the last layer's output."""
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after one new token for each sequence."""
@@ -64,17 +64,18 @@ class Checked(Protocol):
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward of the check.  rows: int64 [tokens], where its tokens are among those of all sequences."""
+    """A forward of the check.  rows: int64 [tokens], the indices of its tokens among those of all sequences."""
 
     rows: torch.Tensor
     batch: PackedBatch
 
 
 class Sequences:
-    """The random sequences of a check, the longest first, and the forwards that they are put into the cache by.
+    """The check's random sequences, the longest first, and the forwards that run over them.
 
-    pages: of each sequence, in no order.  prefills: of all but the last STEPS tokens, the longest sequence in two
-    pieces.  steps: a token of each.
+    pages: of each sequence, in random order.
+    prefills: all but the last STEPS tokens, the longest sequence in two pieces.
+    steps: decode steps, one token of each sequence.
     """
 
     def __init__(self, lengths: list[int], vocabulary: int, device: torch.device):
@@ -82,7 +83,7 @@ class Sequences:
         self.ids = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
         self.lengths, self.device = lengths, device
         self.first_rows = [sum(lengths[:index]) for index in range(len(lengths))]
-        each = -(-max(lengths) // PAGE)  # page 0 is reserved, and every sequence has as many as the longest
+        each = -(-max(lengths) // PAGE)  # every sequence has as many pages as the longest; page 0 is reserved
         self.pages = (1 + torch.randperm(each * len(lengths), generator=generator)).view(-1, each).tolist()
         ends = [length - STEPS for length in lengths]
         half = ends[0] // 2
@@ -95,7 +96,7 @@ class Sequences:
         self.whole = self.forward([(index, 0, length) for index, length in enumerate(lengths)])
 
     def forward(self, spans: list[tuple[int, int, int]]) -> Forward:
-        """Of tokens of sequences: index, begin and stop of each."""
+        """The forward over parts of sequences: (index, begin, stop) each."""
         rows = [torch.arange(begin, stop) + self.first_rows[index] for index, begin, stop in spans]
         ids = [self.ids[index][begin:stop] for index, begin, stop in spans]
         pages = [self.pages[index] for index, _, _ in spans]
@@ -105,9 +106,9 @@ class Sequences:
 
 @dataclass
 class Seen:
-    """What the model's own layers were given and gave, and its logits after the last STEPS tokens of each sequence.
+    """The model's own layers' inputs and outputs, and its logits after the last STEPS tokens of each sequence.
 
-    inputs, outputs: of each layer, [tokens, hidden].  logits: float32 [STEPS, sequences, vocabulary].
+    inputs, outputs: [tokens, hidden] of each layer.  logits: float32 [STEPS, sequences, vocabulary].
     """
 
     inputs: list[torch.Tensor]
@@ -116,9 +117,9 @@ class Seen:
 
 
 def require_equal(decoder: Checked, model: nn.Module, layers: list[nn.Module]) -> None:
-    """Raises Unreadable where the embedding, a layer, the logits or a decode step of `decoder` differ from the model's.
+    """Raise UnsupportedModel if the embedding, a layer, the head or a whole step of `decoder` differs from the model's.
 
-    All of it is run whatever is found on the way, so that ranks that run a decoder together stay together.
+    Everything runs even after a difference, so that ranks that run a decoder together make the same collectives.
     """
     sequences = Sequences(checked_lengths(decoder, model), decoder.spec.vocab_size, decoder.device)
     seen = native_run(model, layers, sequences)
@@ -130,7 +131,9 @@ def require_equal(decoder: Checked, model: nn.Module, layers: list[nn.Module]) -
 
 
 def checked_lengths(decoder: Checked, model: nn.Module) -> list[int]:
-    """Tokens of the check's sequences: the first is longer than a page and a block of context by more than a page."""
+    """Tokens of the check's sequences. The first is longer than a page and a context block by more than a page,
+    unless the model's positions end before.
+    """
     longest = max(decoder.context_block, PAGE) + PAGE + STEPS + 2
     limit = decoder.spec.max_positions or longest
     if "positions.weight" in decoder.layout.outer:
@@ -139,7 +142,7 @@ def checked_lengths(decoder: Checked, model: nn.Module) -> list[int]:
 
 
 def layer_differences(decoder: Checked, sequences: Sequences, seen: Seen, kv: PagedKV) -> Iterator[str]:
-    """What is wrong with the embedding, with each layer and with the head; "" where nothing is."""
+    """Yields what differs in the embedding, in each layer and in the head; "" if nothing does."""
     dtype, whole = decoder.dtype, sequences.whole.batch
     prefilled, steps = (torch.cat([one.rows for one in part]) for part in (sequences.prefills, sequences.steps))
     found = decoder.embed(whole.ids, whole.positions).float()
@@ -154,8 +157,9 @@ def layer_differences(decoder: Checked, sequences: Sequences, seen: Seen, kv: Pa
 
 
 def layer_run(decoder: Checked, index: int, given: torch.Tensor, sequences: Sequences, kv: PagedKV) -> torch.Tensor:
-    """A layer over `given` [tokens, hidden], in prefills and then in decode steps. Streamed weights are gathered once
-    for all of them."""
+    """A layer's output for `given` [tokens, hidden], by prefills and then decode steps, float32. Streamed weights
+    are gathered once for all of them.
+    """
 
     def run(layers: Callable, decode_layers: Callable) -> torch.Tensor:
         found = torch.full_like(given, torch.nan, dtype=torch.float32)
@@ -165,20 +169,21 @@ def layer_run(decoder: Checked, index: int, given: torch.Tensor, sequences: Sequ
             found[one.rows] = decode_layers(given[one.rows], one.batch, kv, index, index + 1).float()
         return found
 
-    if isinstance(decoder, Passes):  # a streamed decoder's steps are forwards of its layers
+    if isinstance(decoder, Passes):  # a streamed decoder's decode steps run `layers`
         layers = decoder.inner.layers
         return decoder.run([index], {index: lambda _: run(layers, layers)})
     return run(decoder.layers, decoder.decode_layers)
 
 
 def step_differences(decoder: Checked, sequences: Sequences, seen: Seen, kv: PagedKV) -> Iterator[str]:
-    """What is wrong with the logits of whole forwards, over the keys and values that `layer_differences` left; "" where
-    nothing is."""
+    """Yields what differs in the logits of whole forwards, over the keys and values that `layer_differences` wrote;
+    "" if nothing does.
+    """
     dtype, experts = decoder.dtype, any(layer.experts for layer in decoder.spec.layers)
     graph_slots = getattr(decoder, "max_slots", 0)
 
     def compared(what: str, found: torch.Tensor, expected: torch.Tensor, limit: float = torch.inf) -> str:
-        excused = len(expected) // 5 if experts else 0  # tokens that go to other experts
+        excused = len(expected) // 5 if experts else 0  # tokens that may be routed to other experts
         return output_difference(f"{what} {DIFFERS}", found, expected, dtype, excused, limit)
 
     decode = decoder.eager_decode if graph_slots else decoder.decode
@@ -188,10 +193,10 @@ def step_differences(decoder: Checked, sequences: Sequences, seen: Seen, kv: Pag
     if graph_slots:
         count = min(graph_slots, len(sequences.lengths))
         graphed = torch.cat([decoder.decode(first_of(step.batch, count), kv).clone() for step in sequences.steps])
-        # As far from the model's own as the eager step, which rounds as the graph does: twice that is allowed.
+        # The graph rounds as the eager step does: allow twice the eager step's distance from the model's own.
         limit = 2 * float(spread_apart(eager, expected).mean(dim=1).max())
         yield compared("a decode step from a graph", graphed, seen.logits[:, :count].flatten(0, 1), limit)
-    # The short sequences anew and in one piece: from the embedding through all layers at once.
+    # Run the short sequences again, unsplit, from the embedding through all layers.
     again = sequences.forward([(index, 0, sequences.lengths[index]) for index in (1, 2)])
     hidden = decoder.forward(again.batch, kv)
     ends = again.batch.cu_seqlens[1:].long() - 1
@@ -218,7 +223,7 @@ def native_run(model: nn.Module, layers: list[nn.Module], sequences: Sequences) 
         inputs.append(outputs[-1] if outputs and torch.equal(outputs[-1], given) else given)
         outputs.append((output[0] if isinstance(output, tuple) else output)[real])
 
-    # Logits of a few positions alone: all of them would be [tokens, vocabulary], gigabytes at a real size.
+    # Logits of a few positions only: all of them would be [tokens, vocabulary], gigabytes for a real model.
     positions = torch.tensor([[length - STEPS + step for length in lengths] for step in range(STEPS)])
     kept, columns = positions.unique(return_inverse=True)
     arguments = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
@@ -237,7 +242,11 @@ def native_run(model: nn.Module, layers: list[nn.Module], sequences: Sequences) 
 def own_pages_batch(
     pieces: list[torch.Tensor], device: torch.device, begins: list[int] | None = None, longest: int = 0
 ) -> PackedBatch:
-    """Pieces of sequences, from given positions on, each with pages of its own for `longest` tokens or its length."""
+    """A batch of pieces of sequences, each sequence with its own pages.
+
+    pieces: int64 [n] each.  begins: their first tokens' positions; None: 0.  longest: pages are for the longer of this
+        many tokens and the longest piece.
+    """
     each = -(-max(longest, *map(len, pieces)) // PAGE)
     pages = [list(range(1 + n * each, 1 + (n + 1) * each)) for n in range(len(pieces))]
     return packed(pieces, begins or [0] * len(pieces), pages, device)

@@ -1,4 +1,4 @@
-"""Streaming: a decoder whose weights are gathered layer by layer as it runs, by all ranks at once."""
+"""Streaming: a decoder whose weights are gathered layer by layer as it runs, by all ranks together."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -13,7 +13,7 @@ from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.parallel import any_rank
 from hybrid.weights.streaming import Owner, StreamedSnapshot
 
-# What runs before the layers and behind them, and the roles that it reads.
+# The stretches before and after the layers, and the roles whose weights they read.
 BEFORE, BEHIND = "before the layers", "behind the layers"
 ENDS = {
     BEFORE: ("embedding", "embedding_norm", "project_in", "positions"),
@@ -23,9 +23,11 @@ Stretch = int | str  # a layer's index, BEFORE or BEHIND
 
 
 class Passes:
-    """A decoder, run stretch by stretch. Its functions are collectives: all ranks call the same ones, in one order.
+    """A decoder that runs stretch by stretch. Its functions are collectives: all ranks call the same ones in the same
+    order.
 
-    make: a decoder of a reading.  owner: whose weights are at a place.  adapters: whether they are merged.
+    make: makes the decoder of a layout.  owner: gives the parameter or adapted module that holds a ParamRef's weight.
+    adapters: whether adapters are merged into the weights.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class Passes:
         owner: Callable[[ParamRef], Owner | None],
         adapters: bool,
     ):
-        # Every layer asks for the same positions' tables.
+        # All layers use the same positions' rope tables: compute them once.
         rotary = {key: Remembered(table) for key, table in layout.rotary.items()}
         self.inner = make(replace(layout, rotary=rotary))
         self.spec, self.layout, self.dtype = layout.spec, self.inner.layout, self.inner.dtype
@@ -46,32 +48,32 @@ class Passes:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device of the weights and activations."""
         return self.inner.device
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As the decoders'."""
+        """As TorchDecoder's."""
         return self.run([BEFORE], {BEFORE: lambda _: self.inner.embed(ids, positions)})
 
     def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
-        """As the decoders'."""
+        """As TorchDecoder's."""
         span = range(first, last)
         return self.run(span, {index: self.layer(index, batch, kv) for index in span}, hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As the decoders'."""
+        """As TorchDecoder's."""
         return self.run([BEHIND], {BEHIND: self.inner.logits}, hidden)
 
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """As the decoders'."""
+        """As TorchDecoder's."""
         return self.layers(self.embed(batch.ids, batch.positions), batch, kv, 0, len(self.spec.layers))
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """As the decoders'."""
+        """As TorchDecoder's."""
         return self.logits(self.forward(batch, kv))
 
     def layer(self, index: int, batch: PackedBatch, kv: PagedKV) -> Callable[[torch.Tensor], torch.Tensor]:
-        """One layer, as a function of what goes into it."""
+        """A layer, as a function of its input."""
         return lambda hidden: self.inner.layers(hidden, batch, kv, index, index + 1)
 
     def run(
@@ -80,11 +82,14 @@ class Passes:
         work: dict[Stretch, Callable],
         given: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """What `work` makes of `given`, from stretch to stretch: each has its weights when its turn comes. Every rank
-        gathers all of them, with work or without, and whatever its own work raised."""
+        """Run `work`, from stretch to stretch, on `given`; returns the last result. A stretch's weights are gathered
+        while it runs.
+
+        Every rank gathers the weights of all `stretches`, with or without work, and also after its own work has raised.
+        """
         turns = self.snapshot.in_turn([self._owners(stretch) for stretch in stretches], self.adapters)
         try:
-            for stretch, _ in zip(stretches, turns, strict=False):  # `turns` ends below
+            for stretch, _ in zip(stretches, turns, strict=False):  # `turns` is exhausted below
                 if stretch in work:
                     self._bind(stretch)
                     given = work[stretch](given)
@@ -109,10 +114,11 @@ class Passes:
 
 
 class StreamedDecoder:
-    """Passes for ranks with rows of their own: whoever wants a forward waits for the others to come along.
+    """Runs Passes for ranks with batches of their own: every forward waits for all ranks of the group, and gathers the
+    weights once for all of them.
 
-    To its callers it is a decoder of this rank's rows. `finish` keeps the others company until all have finished.
-    group: the ranks that have parts of the weights.
+    To its callers it is a decoder of this rank's batch. `finish` runs dummy steps until every rank is done.
+    group: the ranks that the weights are partitioned over.
     """
 
     def __init__(self, passes: Passes, group: dist.ProcessGroup):
@@ -122,18 +128,18 @@ class StreamedDecoder:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device of the weights and activations."""
         return self.lockstep.device
 
     def bind(self) -> None:
-        """Nothing to do: weights are read at every pass."""
+        """Does nothing: the weights are read at every pass."""
 
     def nbytes(self) -> int:
-        """Bytes of weights that are copies and stay: none."""
+        """Bytes of weight copies that are kept: none."""
         return 0
 
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The last layer's output for every token.  [tokens, hidden]; keys and values go into `kv`."""
+        """The last layer's output for every token, [tokens, hidden]. Writes the new tokens' keys and values to `kv`."""
         return self._together(batch, kv)
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
@@ -141,11 +147,11 @@ class StreamedDecoder:
         return self._together(batch, kv, judged=True)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits after the last layer's output [n, hidden].  float32 [n, vocab]"""
+        """Logits of the last layer's output [n, hidden].  float32 [n, vocab]"""
         return self._together(rows=hidden, judged=True)
 
     def finish(self) -> None:
-        """Keep the others company until nobody wants anything."""
+        """Run dummy steps until every rank is done."""
         while self._meet(False, False) != [False, False]:
             pass
 
@@ -165,7 +171,11 @@ class StreamedDecoder:
         return self._meet(batch is not None, judged, work, rows)
 
     def _meet(self, forward: bool, judged: bool, work: dict | None = None, given: torch.Tensor | None = None):
-        """A pass over what any rank wants. Gives what this rank's work made; without work, what anybody wanted."""
+        """An all-reduce of whether any rank wants a forward, and logits; then a pass over the stretches that these
+        need.
+
+        Returns the result of this rank's work; without work, what any rank wanted.
+        """
         wanted = any_rank([forward, judged], self.device, self.group)
         layers = range(len(self.spec.layers))
         stretches = [BEFORE, *layers] * wanted[0] + [BEHIND] * wanted[1]
@@ -175,14 +185,14 @@ class StreamedDecoder:
 
 
 class Remembered:
-    """A rotary table that remembers what it gave last."""
+    """A rope table that caches its latest result."""
 
     def __init__(self, table: Callable):
         self.table = table
         self.asked: tuple[torch.Tensor, torch.dtype] | None = None
 
     def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `DecoderLayout.rotary`'s."""
+        """As `DecoderLayout.rotary`'s tables: cos and sin."""
         if self.asked is None or self.asked[1] != dtype or not torch.equal(self.asked[0], positions):
             self.given, self.asked = self.table(positions, dtype), (positions, dtype)
         return self.given

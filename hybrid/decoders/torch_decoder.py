@@ -1,4 +1,4 @@
-"""A whole decoder in torch operations, on any device: the reference, and what runs where nothing faster does."""
+"""A whole decoder in torch operations, on any device: the reference, and the fallback where no faster kernels run."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from hybrid.models.spec import JOINED, OUTER_ROLES, DecoderLayout, ParamRef
 from hybrid.weights.joined import as_one
 from hybrid.weights.lora import LowRank
 
-# Copies of weights, by what they are copied from: decoders of one model share what is the same in both, and let go of
-# what neither reads any more.
+# Copies of weights, by their sources. A model's decoders, with and without adapters, share the copies that both read; a
+# copy that neither reads is freed.
 Copies = MutableMapping[tuple, torch.Tensor]
 
 
@@ -22,10 +22,10 @@ Copies = MutableMapping[tuple, torch.Tensor]
 class Step:
     """What the layers of one forward share.
 
-    slots: int64 [tokens]: where each new token's key and value go in the cache.
-    groups: the sequences, as attention takes them.
-    turns: for each key of `DecoderLayout.rotary`, cos and sin of the tokens, [tokens, rotary_dim / 2].
-    bias: ALiBi's, [heads, positions].
+    slots: the slot mapping, int64 [tokens]: the cache position of each new token's key and value.
+    groups: the sequences, as `torch_ops.paged_attention` takes them.
+    turns: rope's cos and sin for each key of `DecoderLayout.rotary`, [tokens, rotary_dim / 2].
+    bias: ALiBi's, [heads, positions]; None without ALiBi.
     """
 
     slots: torch.Tensor
@@ -36,7 +36,9 @@ class Step:
 
 @dataclass(frozen=True)
 class LoraDelta:
-    """What an adapter adds to the columns of a product from `first` on: scale · b (a x).  a [r, in], b [columns, r]."""
+    """An unmerged LoRA delta, scale · b (a x), of a product's columns from `first` on.  a: [r, in].  b: [columns,
+    r].
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -44,12 +46,12 @@ class LoraDelta:
     first: int
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Add it to `out`, the product of x, rounded where PEFT's forward rounds (0.21)."""
+        """Add the delta to `out`, the product of x, rounded where PEFT's forward rounds (0.21)."""
         out[:, self.first : self.first + len(self.b)] += F.linear(F.linear(x, self.a), self.b) * self.scale
 
 
 class Tensors(dict[str, torch.Tensor]):
-    """A layer's tensors by role, joined ones in the place of their parts.  sides: what is added to which products."""
+    """A layer's tensors by role; joined ones replace their parts.  sides: the unmerged LoRA deltas of each product."""
 
     def __init__(
         self, sides: dict[str, list[LoraDelta]] | None = None, tensors: Mapping[str, torch.Tensor] | None = None
@@ -59,17 +61,17 @@ class Tensors(dict[str, torch.Tensor]):
 
 
 def no_sides(ref: ParamRef) -> list[LowRank]:
-    """Of weights that have no adapters beside them."""
+    """The `sides` of weights without unmerged adapters."""
     return []
 
 
 class TorchDecoder:
-    """The decoder that `layout` describes, in `dtype`. Call its functions under `torch.no_grad()`, `bind` first.
+    """The decoder that `layout` describes, in `dtype`. Call `bind` first, and the functions under `torch.no_grad()`.
 
-    weights: a place to its whole tensor, before `select`; None for a bias that is not there. Tensors that need no
-    change are used where they are, joined ones where they lie one behind the other; the rest is copied.
-    sides: a weight's place to what adapters add beside it, b's rows being those of the place.
-    copies: shared with other decoders of the model; held by who reads them.
+    weights: gives a ParamRef's whole tensor, before its `select`; None for a bias that does not exist. Tensors of the
+        right dtype are read in place, joined ones if their parts are adjacent in memory; others are copied.
+    sides: gives the unmerged LoRA factors of a weight; b has the rows of the ParamRef.
+    copies: weight copies shared with the model's other decoders; the decoders that read a copy keep it alive.
     """
 
     context_block = PAGE  # attention reads whole pages
@@ -88,8 +90,8 @@ class TorchDecoder:
         self.weights = weights
         self.sides = sides
         self.dtype = dtype
-        self.first_expert = 0  # of those whose weights are here
-        self.widest = 0  # elements for each token at the widest moment of a layer
+        self.first_expert = 0  # index of the first expert whose weights this rank has
+        self.widest = 0  # the most elements per token that a layer holds at once
         self.most_tokens = self.most_logits = 0  # of any forward
         stepwise = self.spec.activation_stepwise
         self.activation = torch_ops.gelu_new if stepwise else torch_ops.ACTIVATIONS[self.spec.activation]
@@ -97,12 +99,12 @@ class TorchDecoder:
         self.blocks = [Tensors() for _ in layout.layers]
 
     def bind(self) -> None:
-        """Read the weights, again or for the first time. Copies are refreshed in place, and keep their addresses."""
+        """Read all weights, on first use or again. Copies are refreshed in place and keep their addresses."""
         self.bind_part(OUTER_ROLES, range(len(self.blocks)))
 
     @torch.no_grad()
     def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
-        """Read the weights of these roles outside the layers, and of these layers."""
+        """Read the outer weights of the roles `outer`, and those of the layers with indices `layers`."""
         refs = {name: ref for name, ref in self.layout.outer.items() if name.partition(".")[0] in outer}
         bound = self._bound(refs)
         sides = {role: added for role, added in self.outer.sides.items() if role not in outer} | bound.sides
@@ -112,11 +114,11 @@ class TorchDecoder:
             self.widest = max(self.widest, self._width(self.blocks[index]))
 
     def unbind(self) -> None:
-        """Let go of the weights: what has not been bound again cannot run."""
+        """Release the weights; bind again before anything runs."""
         self.outer, self.blocks = Tensors(), [Tensors() for _ in self.blocks]
 
     def _bound(self, refs: Mapping[str, ParamRef]) -> Tensors:
-        """The tensors of these places by role, with joined ones in the place of their parts."""
+        """The tensors of these ParamRefs by role; joined ones replace their parts."""
         read = {role: found for role, ref in refs.items() if (found := self._read(ref)) is not None}
         bound = Tensors(self._sides(refs, {role: len(tensor) for role, tensor in read.items()}))
         for name, roles in JOINED.items():
@@ -134,7 +136,7 @@ class TorchDecoder:
         return bound
 
     def _sides(self, refs: Mapping[str, ParamRef], rows: Mapping[str, int]) -> dict[str, list[LoraDelta]]:
-        """What adapters add to the products of these places."""
+        """The unmerged LoRA deltas of these ParamRefs' products.  rows: of each role's tensor."""
         found: dict[str, list[LoraDelta]] = {}
         joined = {role: name for name, roles in JOINED.items() for role in roles if f"{roles[0]}.weight" in rows}
         for key, ref in refs.items():
@@ -154,7 +156,9 @@ class TorchDecoder:
         return whole if whole is None or ref.select is None else ref.select(whole)
 
     def _joined(self, refs: Sequence[ParamRef | None], pieces: list[torch.Tensor]) -> torch.Tensor:
-        """What is at these places, one above the other: where it lies, or a copy, refreshed where there is one."""
+        """The tensors of these ParamRefs stacked by rows: in place if they are adjacent in memory, else a copy; an
+        existing copy is refreshed.
+        """
         if pieces[0].dtype == self.dtype and (where_they_lie := as_one(pieces)) is not None:
             return where_they_lie
         sources = (None if ref is None else self.weights(ref) for ref in refs)
@@ -170,7 +174,7 @@ class TorchDecoder:
         return buffer
 
     def kv(self, pages: int) -> PagedKV:
-        """New pages for keys and values, [pages, PAGE, kv_heads, head_dim] in each layer."""
+        """Allocate pages: keys and values [pages, PAGE, kv_heads, head_dim] for each layer."""
         shape = (pages, PAGE, self.spec.num_kv_heads, self.spec.head_dim)
 
         def empty() -> list[torch.Tensor]:
@@ -180,16 +184,19 @@ class TorchDecoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are, or come."""
+        """The device of the weights, also before they are gathered."""
         return self.weights(self.layout.outer["embedding.weight"]).device
 
     def nbytes(self) -> int:
-        """Bytes of weights that are copies, of this decoder and of those that it shares them with."""
+        """Bytes of weight copies, those shared with other decoders included."""
         return sum(copy.nbytes for copy in self.copies.values())
 
     def _width(self, block: Tensors) -> int:
-        """Elements that a layer needs for each token: the residual stream, as it is, normed and in float32; with the
-        MLP's products, or with queries, keys and values before and after they are rotated."""
+        """The most elements per token that a layer holds at once.
+
+        These are the residual stream, before and after its norm and in float32, with either the MLP's products, or the
+        queries, keys and values before and after rope.
+        """
         spec, experts = self.spec, max(self.spec.experts_per_token, 1)
         up, inner = (
             next((block[f"{role}.weight"].shape[dim] for role in roles if f"{role}.weight" in block), 0)
@@ -199,14 +206,14 @@ class TorchDecoder:
         return 4 * spec.hidden_size + max(experts * (up + 2 * inner), 2 * heads)
 
     def activation_bytes(self, tokens: int) -> int:
-        """Bytes that a forward over so many tokens takes, about; attention in torch's operations takes more."""
+        """Bytes that a forward over `tokens` tokens takes, estimated; attention in torch operations takes more."""
         return tokens * self.widest * self.dtype.itemsize
 
     def reserve(self, tokens: int) -> None:
-        """Nothing to do: the rotary module is asked at every forward."""
+        """Does nothing: rope tables are computed at every forward."""
 
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The last layer's output for every token.  [tokens, hidden]; keys and values go into `kv`."""
+        """The last layer's output for every token, [tokens, hidden]. Writes the new tokens' keys and values to `kv`."""
         return self.layers(self.embed(batch.ids, batch.positions), batch, kv)
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
@@ -220,7 +227,7 @@ class TorchDecoder:
         return self.layers(hidden, batch, kv, first, last)
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What goes into the first layer, [tokens, hidden].  ids int64 [tokens], positions int [tokens]."""
+        """The first layer's input, [tokens, hidden].  ids: int64 [tokens].  positions: integers [tokens]."""
         self.most_tokens = max(self.most_tokens, len(ids))
         hidden = self._looked_up(ids)
         if self.spec.embedding_multiplier != 1.0:
@@ -239,7 +246,9 @@ class TorchDecoder:
     def layers(
         self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int = 0, last: int | None = None
     ) -> torch.Tensor:
-        """Layers `first` to `last` over hidden [tokens, hidden]; the new tokens' keys and values go into `kv`."""
+        """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes the new tokens' keys and
+        values to `kv`.
+        """
         span = range(first, len(self.blocks) if last is None else last)
         step = self._step(batch, {self.spec.layers[index].rotary for index in span} - {""})
         for index in span:
@@ -247,7 +256,7 @@ class TorchDecoder:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the last layer's output [n, hidden], float32 [n, vocabulary]."""
+        """Logits of the last layer's output [n, hidden].  float32 [n, vocabulary]"""
         self.most_logits = max(self.most_logits, len(hidden))
         hidden = self._norm(self.outer, "final_norm", hidden)
         if "project_out.weight" in self.outer:
@@ -278,7 +287,7 @@ class TorchDecoder:
         return Step(slots, groups, turns, self._bias(groups))
 
     def _bias(self, groups: tuple[torch_ops.Group, ...]) -> torch.Tensor | None:
-        """ALiBi's addend up to the longest sequence, None where the decoder has none."""
+        """ALiBi's bias up to the longest sequence; None without ALiBi."""
         if self.spec.alibi is None:
             return None
         slopes = torch.tensor(self.spec.alibi, device=self.device)
@@ -320,7 +329,7 @@ class TorchDecoder:
             spec.attention_softcap,
             kind.window,
             step.bias,
-            eager=spec.alibi is not None and not spec.alibi_bfloat16,  # BLOOM rounds its scores
+            eager=spec.alibi is not None and not spec.alibi_bfloat16,  # BLOOM rounds attention scores
         )
         return self._linear(block, "o", out.flatten(1))
 
@@ -343,16 +352,16 @@ class TorchDecoder:
         return self._linear(block, "down", self.activation(self._linear(block, "up", read)))
 
     def _expert(self, block: Tensors, role: str, expert: int) -> torch.Tensor:
-        """The matrix of one of the experts whose weights are here.  [out, in]"""
+        """The matrix of an expert, by its index among this rank's.  [out, in]"""
         return block[f"{role}.weight"][expert]
 
     def _added(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        """The residual stream with one more part."""
+        """The residual stream with `made` added, scaled by the model's residual multiplier."""
         multiplier = self.spec.residual_multiplier
         return hidden + (made if multiplier == 1.0 else made * multiplier)
 
     def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
-        """x normed by `role`; as it is where there is no such norm."""
+        """x normed by `role`; unchanged if there is no such norm."""
         weight, spec = tensors.get(f"{role}.weight"), self.spec
         if weight is None:
             return x

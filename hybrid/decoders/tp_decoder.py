@@ -1,5 +1,6 @@
-"""Inference tensor parallelism: a decoder whose heads, MLPs and vocabulary are spread over a group of ranks, and what
-lets each rank bring rows of its own."""
+"""Inference tensor parallelism: a decoder sharded over a group of ranks by heads, MLP columns and vocabulary, and
+the exchange that runs all ranks' batches as one.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,11 +19,12 @@ from hybrid.weights.slices import Shard, shard_spec
 
 
 class ShardedDecoder(TorchDecoder):
-    """TorchDecoder over a rank's slices. Its functions are collectives: every rank calls them with the same tokens, and
-    gets the same hidden states and logits.
+    """TorchDecoder over a rank's slices of the weights. Its functions are collectives: every rank calls them with the
+    same tokens, and gets the same hidden states and logits.
 
-    weights: a place to this rank's slice of it, None where it has none.  sides: to factors cut alike.
-    group: who calls. Heads, matrices and vocabulary are spread over `group.tensor`, experts over all of it.
+    weights: gives this rank's slice of a ParamRef's tensor; None if it has none.
+    sides: gives LoRA factors sliced in the same way.
+    group: the calling ranks. Heads, matrices and vocabulary are sharded over `group.tensor`, experts over all of it.
     """
 
     def __init__(
@@ -37,11 +39,11 @@ class ShardedDecoder(TorchDecoder):
         self.group, self.tensor = group, group.tensor
         local = shard_spec(layout.spec, Shard(self.tensor.size, self.tensor.index))
         super().__init__(replace(layout, spec=local), weights, dtype, sides, copies)
-        ranks = group.size // self.tensor.size  # that share out the experts
+        ranks = group.size // self.tensor.size  # number of shards of the experts
         self.first_expert = group.index // self.tensor.size * -(-local.num_experts // ranks)
 
     def _read(self, ref: ParamRef) -> torch.Tensor | None:
-        return self.weights(ref)  # cut from what `select` gives
+        return self.weights(ref)  # a slice of `select`'s result: no `select` again
 
     def _looked_up(self, ids: torch.Tensor) -> torch.Tensor:
         table = self.outer["embedding.weight"]
@@ -63,7 +65,7 @@ class ShardedDecoder(TorchDecoder):
     def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
         if self.spec.qk_norm != "row" or role not in ("q_norm", "k_norm"):
             return super()._norm(tensors, role, x)
-        # Key heads that several ranks have count that often, in the sum and in the number.
+        # Key heads that several ranks hold are counted once for each of them, in the sum and in `size`.
         size = x.shape[-1] * self.tensor.size
         spec = self.spec
         return torch_ops.rms_norm(
@@ -77,41 +79,44 @@ class ShardedDecoder(TorchDecoder):
 
 
 class SharedPages:
-    """A rank's pages, of which every rank of its group holds its heads. To their owner they are a number of pages."""
+    """A rank's pages, as a number of them. Each rank of the group holds its own heads of them, in its Pool."""
 
     def __init__(self, pool: "Pool", pages: int, page_bytes: int):
         self.pool, self.pages, self.page_bytes = pool, pages, page_bytes
 
     @property
     def kind(self) -> object:
-        """As PagedKV's: a rank's pages are all in its group's pool."""
+        """As PagedKV's: pages of the same pool and size are of equal kind."""
         return (id(self.pool), self.page_bytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that these pages take in the whole group, which is this rank's share of what it holds."""
+        """Bytes that these pages take on all ranks of the group together: this rank's share of the group's pages."""
         return self.pages * self.page_bytes
 
     def take_over(self, before: "SharedPages") -> None:
-        """Nothing to do: a page keeps its number, and the pool its content."""
+        """Does nothing: a page keeps its number, and the pool its content."""
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Give pages the content of others, on every rank, before the next forward."""
+        """Copy pages to others, on every rank, before the next forward."""
         self.pool.copies += zip(sources, targets, strict=True)
 
 
 class Pool:
-    """The pages of all ranks of a group, this rank's heads of them: `capacity` pages for each rank, in order."""
+    """This rank's heads of the pages of all ranks of a group: `capacity` pages for each rank, in rank order."""
 
     def __init__(self):
         self.kv: PagedKV | None = None
         self.capacity = 0
-        self.copies: list[tuple[int, int]] = []  # that this rank wants of its own pages
-        self.is_read = False  # some rank's call may read what is in the pages
+        self.copies: list[tuple[int, int]] = []  # pending copies of this rank's pages: (source, target)
+        self.is_read = False  # a rank's running call may still read the pages' content
 
     def grow(self, make: Callable[[int], PagedKV], capacity: int, ranks: int) -> PagedKV:
-        """The pages, at least `capacity` for each rank. Content stays within the ranks' calls; between them, storage
-        that is too small is let go of before there is more."""
+        """The pages, at least `capacity` for each rank.
+
+        While calls run, their content is kept. Between calls, storage that is too small is freed before new storage is
+        allocated.
+        """
         if self.kv is None or capacity > self.capacity:
             if not self.is_read:
                 self.kv = None
@@ -125,16 +130,17 @@ class Pool:
         return self.kv
 
     def release(self) -> None:
-        """Let go of the storage."""
+        """Free the storage."""
         self.kv, self.capacity, self.copies, self.is_read = None, 0, [], False
 
 
 class Brought(NamedTuple):
-    """What a rank brings to a meeting, in numbers.
+    """The header of a rank's message in an exchange, all integers.
 
-    wants: whether it wants anything, or is there for the others.  tokens, sequences, width: of its batch and page
-    tables.  copies: of pages.  pages: that it has.  rows: hidden states that it wants logits of.  judged: it wants
-    those of its batch's.
+    wants: whether the rank wants a forward or logits; 0 for a dummy step.
+    tokens, sequences, width: of its batch and block tables.
+    copies: number of page copies.  pages: number of its pages.
+    rows: number of hidden states that it wants logits of.  judged: whether it wants the logits of its batch.
     """
 
     wants: int = 0
@@ -148,17 +154,17 @@ class Brought(NamedTuple):
 
     @property
     def message(self) -> int:
-        """Numbers that it says its batch and copies with."""
+        """Number of int64 in the message that holds the batch and the copies."""
         return (
             2 * self.tokens + 2 * self.sequences + (self.sequences > 0) + self.sequences * self.width + 2 * self.copies
         )
 
 
 class SharedDecoder:
-    """A ShardedDecoder for ranks with rows of their own: whoever wants a forward waits for the others to bring what
-    they have, if only company.
+    """Runs a ShardedDecoder for ranks with batches of their own: every forward waits for all ranks of the group, whose
+    batches run as one.
 
-    To its callers it is a decoder of this rank's rows. `finish` keeps the others company until all have finished.
+    To its callers it is a decoder of this rank's batch. `finish` runs dummy steps until every rank is done.
     """
 
     def __init__(self, sharded: ShardedDecoder, pool: Pool):
@@ -167,22 +173,22 @@ class SharedDecoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.lockstep.device
 
     def bind(self) -> None:
-        """Read the weights, again or for the first time."""
+        """Read the weights, on first use or again."""
         self.lockstep.bind()
 
     def nbytes(self) -> int:
-        """Bytes of weights that are copies: joined matrices."""
+        """Bytes of weight copies: joined matrices."""
         return self.lockstep.nbytes()
 
     def reserve(self, tokens: int) -> None:
-        """Nothing to do, as in TorchDecoder."""
+        """Does nothing, as TorchDecoder's."""
 
     def kv(self, pages: int) -> SharedPages:
-        """Pages of this rank's; where they are is decided when ranks meet."""
+        """Pages of this rank, allocated in the group's pool at the next exchange."""
         spec = self.spec
         page = 2 * len(spec.layers) * PAGE * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
         return SharedPages(self.pool, pages, page * self.group.size)
@@ -196,15 +202,15 @@ class SharedDecoder:
         return self._meet(batch, kv, judged=True)[1]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits after the last layer's output [n, hidden].  float32 [n, vocab]"""
+        """Logits of the last layer's output [n, hidden].  float32 [n, vocab]"""
         return self._meet(rows=hidden)[1]
 
     def finish(self) -> None:
-        """Keep the others company until nobody wants anything."""
+        """Run dummy steps until every rank is done."""
         self.pool.copies = []
         while self._meet() is not None:
             pass
-        self.pool.is_read = False  # all calls are over
+        self.pool.is_read = False  # every rank's call is done
 
     def _meet(
         self,
@@ -213,7 +219,10 @@ class SharedDecoder:
         rows: torch.Tensor | None = None,
         judged: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Everybody's forwards, then everybody's logits; gives this rank's of each. None: nobody wants anything."""
+        """Exchange headers and batches, then run all ranks' forwards and logits. A collective.
+
+        Returns this rank's hidden states and logits; None if no rank wants anything.
+        """
         wants = batch is not None or rows is not None
         own = Brought(wants=int(wants), rows=0 if rows is None else len(rows), judged=int(judged))
         if batch is not None:
@@ -237,7 +246,7 @@ class SharedDecoder:
         return hidden[self.group.index], logits
 
     def _together(self, batch: PackedBatch | None, all_brought: list[Brought]) -> tuple[PackedBatch, PagedKV]:
-        """All ranks' batches as one, over the pool's pages, once these have the content that was wanted."""
+        """All ranks' batches as one, and the pool's pages, after the pending page copies."""
         message = torch.zeros(0, dtype=torch.int64, device=self.device)
         if batch is not None:
             copies = torch.tensor(self.pool.copies, dtype=torch.int64, device=self.device)

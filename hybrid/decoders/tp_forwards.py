@@ -1,5 +1,6 @@
-"""Ranks that run a model's own modules together, on batches of their own: whoever wants a forward waits for the others
-to bring what they want, if only company, and then everybody runs everybody's in turn."""
+"""Runs a model's own modules tensor-parallel for ranks with inputs of their own: every call waits for all ranks,
+then all ranks run every rank's call in rank order.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from hybrid.parallel import Guard, InferenceGroup, LostRankError, lost_rank_repo
 
 @dataclass(frozen=True)
 class SentTensor:
-    """A tensor on its way.  on_device: whether it was where the model is, not on the host."""
+    """A pickled tensor.  content: on the host.  on_device: whether it was on the model's device."""
 
     content: torch.Tensor
     on_device: bool
@@ -28,15 +29,17 @@ class SentTensor:
 
 @dataclass(frozen=True)
 class SentCache:
-    """A key-value cache, of which every rank of the group has its heads, by its owner's number."""
+    """A reference to a KV cache, by its owner's number. Every rank of the group holds its own heads of the cache."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank wants run.  part: by name.  autocast: the dtype, None where it is off.  fresh: the number of the
-    cache that the model may make."""
+    """A rank's call of a module.
+
+    part: the module's name.  autocast: its dtype; None: off.  fresh: the number for a cache that the model makes.
+    """
 
     part: str
     args: tuple
@@ -46,11 +49,11 @@ class Call:
 
 
 class Meetings:
-    """The meetings of a group.
+    """Exchanges of module calls among the ranks of a group.
 
-    Every rank has its heads of every rank's caches: made as their owner uses them, and gone as the owner lets go, or as
-    the engine leaves eval mode: nobody holds another's cache while it trains.
-    parts: the modules that may be called, by name; one of them called on a rank must come here.
+    Every rank holds its own heads of every rank's caches. A cache is made when its owner first uses it, and freed when
+    the owner frees its own or the engine leaves eval mode.
+    parts: the modules that may be called, by name. A call of one of them on a rank must go through `call`.
     new_cache: makes an empty cache of the kind that the model's `generate()` makes.
     """
 
@@ -58,14 +61,18 @@ class Meetings:
         self.group, self.device, self.new_cache = group, device, new_cache
         self.guard = Guard(device, group.group)
         self.parts: dict[str, nn.Module] = {}
-        self.running = False  # a part: what it calls runs on every rank as it is
-        self.own: WeakKeyDictionary[Cache, tuple[int, int]] = WeakKeyDictionary()  # number, and tokens when last seen
-        self.others: dict[tuple[int, int], Cache] = {}  # by rank and number
-        self.gone: list[int] = []  # numbers of own caches that nobody holds any more
+        self.running = False  # a module runs on every rank: the modules that it calls need no exchange
+        self.own: WeakKeyDictionary[Cache, tuple[int, int]] = WeakKeyDictionary()  # number, tokens after the last call
+        self.others: dict[tuple[int, int], Cache] = {}  # other ranks' caches, by rank and number
+        self.gone: list[int] = []  # numbers of own caches that have been freed
         self.numbers = count()
 
     def call(self, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a part makes of this rank's arguments. Returns when every rank has come, and has what it wanted."""
+        """The output of a module for this rank's arguments. Returns once every rank has joined and its call has run.
+
+        Raises what the module raised; RuntimeError if it failed on another rank; LostRankError if a rank has ended;
+        NotImplementedError for a cache that the other ranks do not hold.
+        """
         autocast = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
         sent_args, sent_kwargs = tree_map(self._sent, (args, kwargs), is_leaf=is_cache)
         call = Call(part, sent_args, sent_kwargs, autocast, next(self.numbers))
@@ -75,29 +82,31 @@ class Meetings:
         return output
 
     def finish(self) -> None:
-        """Run the others' forwards until every rank is done. What fails in them is raised where they came from."""
+        """Run the other ranks' calls until every rank is done. An error in one of them is raised on the rank that
+        made the call.
+        """
         while self._meet(None)[0]:
             pass
 
     def opened(self, guarded: bool) -> AbstractContextManager:
-        """Inside the block requests may be made.  guarded: a forward may fail in the middle on one rank alone."""
+        """Inside the block, requests may be made.  guarded: a forward may fail on one rank alone."""
         self.guard.is_on = guarded
         return nullcontext()
 
     def release(self) -> None:
-        """Forget every cache: whoever still holds one cannot go on from it."""
+        """Drop all caches. A cache that a caller still holds cannot be continued."""
         self.own.clear()
         self.others.clear()
 
     def nbytes(self) -> int:
-        """Bytes of this rank's heads of others' caches."""
+        """Bytes of this rank's heads of other ranks' caches."""
         layers = [layer for cache in self.others.values() for layer in cache.layers]
         held = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Inside the block all ranks run the same."""
+        """Inside the block, all ranks run the same modules without an exchange."""
         before, self.running = self.running, True
         try:
             yield
@@ -107,7 +116,9 @@ class Meetings:
     def _meet(
         self, wanted: Call | None, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> tuple[bool, Any, Exception | None]:
-        """Whether anybody wanted anything; the output of this rank's own call; and the error of this rank, if any."""
+        """Exchange the ranks' calls and run them. Returns whether any rank made a call, the output of this rank's
+        call, and this rank's error.
+        """
         leaving = self.gone.copy()
         del self.gone[: len(leaving)]
         with lost_rank_reported("waiting for its next request"):
@@ -124,7 +135,7 @@ class Meetings:
                 output = self._run(call, *given)
             except LostRankError:
                 raise
-            except Exception as error:  # on every rank; it is raised where the call came from, and where it arose
+            except Exception as error:  # on every rank; the calling rank and the rank where it arose raise it
                 failure = error if own or self.guard.failed_here else failure
                 continue
             self._keep_caches((*given, output), rank, call.fresh)
@@ -162,7 +173,7 @@ class Meetings:
         return self.others[rank, leaf.number]
 
     def _keep_caches(self, tree: Any, rank: int, fresh: int) -> None:
-        """Note what a call did to caches: one rank's own, or those that this rank has for another."""
+        """Record the caches of a call: this rank's own, or this rank's heads of another rank's."""
         for cache in filter(is_cache, tree_leaves(tree, is_leaf=is_cache)):
             if rank == self.group.index:
                 if cache not in self.own:
@@ -177,5 +188,5 @@ class Meetings:
 
 
 def is_cache(leaf: Any) -> bool:
-    """Whether something is a Hugging Face key-value cache."""
+    """Whether `leaf` is a Hugging Face KV cache."""
     return isinstance(leaf, Cache)

@@ -1,5 +1,6 @@
-"""Inference tensor parallelism through a model's own modules: each runs on this rank's slice of its weights, and what
-ranks make of their parts is put together around its forward."""
+"""Tensor parallelism through a model's own modules: each runs on this rank's slices, with the collectives around its
+forward.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,11 @@ KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 class SharedModules:
-    """What makes a model's modules compute on slices what they compute on whole weights."""
+    """Makes a model's modules, run on slices, compute what they compute on whole weights.
+
+    plan: the model's tensor-parallel plan.  adapted: its adapted modules.
+    new_cache: makes an empty cache of the kind that the model's `generate()` makes.
+    """
 
     def __init__(
         self,
@@ -49,8 +54,11 @@ class SharedModules:
         return [SharedContainer(part, calls, self.meetings) for part in parts]
 
     def require_same(self, expected: torch.Tensor) -> None:
-        """Raise Unreadable, on every rank, where ranks with slices make something else than `expected`, [tokens, n],
-        which is what `first_output` was with whole weights. Inside an open window, before containers are installed."""
+        """Raise UnsupportedModel, on every rank, if the sliced model's output differs from `expected`, [tokens, n],
+        which is `first_output` with whole weights.
+
+        A collective. Call it inside an open window, before containers are installed.
+        """
         try:
             with self.meetings.together():
                 reason = whole_difference(first_output(self.model, self.device), expected)
@@ -61,9 +69,11 @@ class SharedModules:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside the block modules have forwards and numbers of heads for slices; afterwards their own are back.
+        """Inside the block, modules have the forwards and the numbers of heads for slices; afterwards their own are
+        restored.
 
-        An inner block, which lends other slices, changes nothing of that."""
+        A nested block, which lends other slices, changes neither.
+        """
         with ExitStack() as stack:
             if self.is_lent:
                 yield
@@ -72,7 +82,7 @@ class SharedModules:
             for share in self.plan.shares:
                 for module in self._running(share.module) if share.style.before or share.style.after else ():
                     stack.enter_context(attribute(module, "forward", self._around(share, module.forward)))
-                    if share.style.before == "lookup":  # torch wants it to be a row of the table; it is for training
+                    if share.style.before == "lookup":  # torch requires padding_idx < rows; only training uses it
                         stack.enter_context(attribute(module, "padding_idx", None))
             for one in self.plan.attentions:
                 heads, kv_heads = one.heads // self.group.size, max(one.kv_heads // self.group.size, 1)
@@ -83,7 +93,7 @@ class SharedModules:
             yield
 
     def _running(self, module: nn.Module) -> list[nn.Module]:
-        """What runs in a module's place while the snapshot is lent."""
+        """The modules that run in a module's place while the snapshot is lent."""
         if isinstance(module, ModulesToSaveWrapper):
             return [module.original_module, *module.modules_to_save.values()]
         return [self.plain.get(module, module)]
@@ -121,7 +131,7 @@ class SharedModules:
 
 
 class SharedContainer(NativeContainer):
-    """Takes the place of a module's forward where ranks share the model: a call is run by all of them."""
+    """Replaces a module's forward where ranks share the model: every rank runs each call."""
 
     why = "the Hugging Face module itself, spread over ranks by the model's tp_plan"
 
@@ -131,12 +141,12 @@ class SharedContainer(NativeContainer):
         meetings.parts[part.name] = part.module
 
     def request(self, original: Callable, args: tuple, kwargs: dict):
-        """The module's output, where it is called by itself; other ranks may call another one."""
+        """The module's output, if the user calls it directly. Other ranks may call another module."""
         with self.calls.request():
             return self.run(original, args, kwargs)
 
     def run(self, original: Callable, args: tuple, kwargs: dict):
-        """The module's output, inside a request."""
+        """The module's output, inside a request. Raises NotImplementedError for `output_attentions`."""
         if self.meetings.running:
             return original(*args, **kwargs)
         if kwargs.get("output_attentions") or getattr(
@@ -151,7 +161,7 @@ class SharedContainer(NativeContainer):
 
 @contextmanager
 def attribute(owner: object, name: str, value: object) -> Iterator[None]:
-    """Inside the block the attribute is `value`; afterwards it is what it was, the class's where it was not set."""
+    """Inside the block the attribute is `value`; afterwards the previous value is restored, or the class's."""
     before = {name: owner.__dict__[name]} if name in owner.__dict__ else {}
     owner.__dict__[name] = value
     try:
@@ -165,9 +175,11 @@ CHECKED_TOKENS = 16
 
 
 def first_output(model: nn.Module, device: torch.device) -> torch.Tensor:
-    """What a model makes of a few random tokens: its logits, or hidden states.  [tokens, n]
+    """The model's output for a few random tokens: logits or hidden states.  [tokens, n]
 
-    Raises Unreadable where it makes nothing of them: it wants other inputs, or slices are of sizes that do not fit."""
+    Raises UnsupportedModel if it is not a Hugging Face model, or does not run: it needs other inputs, or slices do not
+    fit.
+    """
     config = getattr(hugging_face_model(model), "config", None)
     if config is None:
         raise UnsupportedModel(f"{type(model).__name__} is no Hugging Face model")
@@ -183,9 +195,10 @@ def first_output(model: nn.Module, device: torch.device) -> torch.Tensor:
 
 
 def whole_difference(found: torch.Tensor, expected: torch.Tensor, weights: torch.dtype | None = None) -> str:
-    """Why `found` is not `expected`, what whole weights make, "" where it is. [tokens, n] each.
+    """Why `found` differs from `expected`, the output with whole weights; "" if it does not. [tokens, n] each.
 
-    weights: their dtype, where it is another. Half precision and int8 may send a few tokens to other experts.
+    weights: the weights' dtype, if it is not `expected`'s. In half precision and int8, a quarter of the tokens may
+        differ: they may be routed to other experts.
     """
     dtype = weights or expected.dtype
     return output_difference("the model differs from the whole one", found, expected, dtype, excused=len(expected) // 4)
