@@ -66,8 +66,8 @@ class NativeSteps(Steps, Protocol):
 class Calls:
     """Requests of a rank that computes by itself; only the gathering of partitioned weights is a collective.
 
-    join_refresh: joins the other ranks' gathering of weights, if they gather. Called with whether the request used
-        adapters, if it failed before the window opened.
+    join_refresh: joins the other ranks' gathering of weights, if they gather. Called if a request failed before its
+        window opened, with whether that window would have used adapters.
     lock: the engine's; the thread that runs a request holds it.
     """
 
