@@ -200,7 +200,8 @@ class SharedCalls(Calls):
         """A window that the user opens around calls. A rank that leaves it early joins the other ranks' calls until
         they leave it too.
 
-        Raises RuntimeError, on every rank, if the ranks' calls differ.
+        Raises RuntimeError, on every rank, if the ranks' calls differ; NotImplementedError inside a request with other
+        `adapters`.
         """
         adapters = self.window.resolved(adapters)
         if self.inside:
@@ -221,7 +222,8 @@ class SharedCalls(Calls):
         """As `Calls.request`. Runs fused if the decoder can run every rank's request, natively otherwise; ends when
         every rank's request has ended.
 
-        Raises RuntimeError, on every rank, if the ranks' calls differ, and LostRankError if a rank has ended.
+        Raises RuntimeError, on every rank, if the ranks' calls differ; LostRankError if a rank has ended;
+        NotImplementedError for a nested request that cannot run with the outer one's decoder or adapters.
         """
         adapters = self.window.resolved(adapters)
         if tokens is not None:

@@ -100,7 +100,10 @@ class LayerwiseForwards(CollectiveForwards):
             yield
 
     def run(self, module: nn.Module, forward: Callable) -> Any:
-        """As `CollectiveForwards.run`. A submodule may be called directly, on every rank."""
+        """As `CollectiveForwards.run`. A submodule may be called directly, on every rank.
+
+        Raises NotImplementedError if the model runs its layers in another order, or a layer twice.
+        """
         if self.running and module in self.index:
             return self._layer(self.index[module], forward)
         return super().run(module, forward)

@@ -14,8 +14,8 @@ RELATIVE = {torch.float32: 2**-16, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 # Limits in these roundings. Seen in bfloat16 (TYPICAL, WORST, AVERAGE): correct decoders of the tests' families 0.9, 8
 # and 0.5 (Gemma 2, whose attention scores Hugging Face rounds differently, and OLMo 2; the others 0.5, 4 and 0.3); an
 # MLP doubled, dropped or negated at least 2.4, and at most tokens 4 and more.
-TYPICAL = 2.0  # the median over a token's channels
-WORST = 16.0  # any channel of a token
+TYPICAL = 2.0  # limit of the median over a token's channels
+WORST = 16.0  # limit of any one channel of a token
 # The mean over tokens and channels, with a unit in the last place weighted by OF_ULP. If the residual stream is much
 # larger than what a layer adds, a correct layer rounds few channels differently; a layer that lacks a part, most.
 AVERAGE, OF_ULP, CLIPPED = 1.5, 1 / 8, 4.0

@@ -56,7 +56,7 @@ class CpuDecoder:
         self.library, self.sides = library, sides
         self.device = torch.device("cpu")
         self.workspace = Workspace() if workspace is None else workspace
-        self.most_tokens = self.most_logits = 0  # of any forward
+        self.most_tokens = self.most_logits = 0  # the most of any forward so far
         self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.lent: weakref.ref[PagedKV] | None = None  # the pages whose addresses the layers' records hold
         self.tensors: list[torch.Tensor] = []  # keeps alive what the records below point to

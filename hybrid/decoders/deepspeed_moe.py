@@ -55,8 +55,9 @@ def padded_forward(layer: MOELayer) -> Callable:
 
 
 def exchange_tokens(layers: dict[str, MoE]) -> Exchange | None:
-    """Create the layers' expert groups; returns None if no layer sends tokens. A collective of all ranks, unless the
-    groups exist.
+    """The ranks and layers that exchange tokens; None if no layer sends tokens to other ranks.
+
+    Creates the layers' expert groups: a collective of all ranks, unless the groups exist.
     """
     spread = [layer for layer in layers.values() if layer.ep_size > 1]
     for layer in spread:

@@ -92,7 +92,7 @@ class TorchDecoder:
         self.dtype = dtype
         self.first_expert = 0  # index of the first expert whose weights this rank has
         self.widest = 0  # the most elements per token that a layer holds at once
-        self.most_tokens = self.most_logits = 0  # of any forward
+        self.most_tokens = self.most_logits = 0  # the most of any forward so far
         stepwise = self.spec.activation_stepwise
         self.activation = torch_ops.gelu_new if stepwise else torch_ops.ACTIVATIONS[self.spec.activation]
         self.outer = Tensors()

@@ -82,7 +82,7 @@ class SharedModules:
             for share in self.plan.shares:
                 for module in self._running(share.module) if share.style.before or share.style.after else ():
                     stack.enter_context(attribute(module, "forward", self._around(share, module.forward)))
-                    if share.style.before == "lookup":  # torch requires padding_idx < rows; only training uses it
+                    if share.style.before == "lookup":  # torch requires it below the rows; only training uses it
                         stack.enter_context(attribute(module, "padding_idx", None))
             for one in self.plan.attentions:
                 heads, kv_heads = one.heads // self.group.size, max(one.kv_heads // self.group.size, 1)

@@ -105,7 +105,7 @@ class ModelRunner:
         self.pages: list[list[int]] = []
         self.lengths = torch.zeros(0, dtype=torch.int32, device=self.device)  # tokens in the cache, by row
         self.steps = 0
-        self.before: list[int] = []  # of each row: tokens in the cache minus `steps`
+        self.before: list[int] = []  # by row: tokens in the cache minus `steps`
         self.room = 0  # tokens that every row can still append without another page
         self.table = BlockTables(pages_for(longest), self.device)
 
