@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,7 +109,9 @@ def run_of(engine_class: type, kind: str, folder: str, adapter: str, rollouts: C
     with no_accelerator(), hybrid.installed():
         block = {"enabled": True} if enabled else {}
         seen, trainer = trainer_of(kind, folder, block, adapter, rollouts, **options)
-        quietly(trainer.train)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            quietly(trainer.train)
         engine = trainer.model_wrapped
         assert type(engine) is engine_class
         if trainer.ref_model is not None:
@@ -120,7 +123,7 @@ def run_of(engine_class: type, kind: str, folder: str, adapter: str, rollouts: C
             assert engine.weight_version == STEPS and stats["tokens"] > 0, "the engine generated nothing"
             assert trainer.args.gradient_checkpointing, "TRL's default, whose hook on the embedding is for training"
             assert {row["container"] for row in engine.coverage()} == {os.environ.get(CONTAINERS, "fused")}
-            assert os.environ.get(CONTAINERS) or stats["native_reason"] == ""
+            require_reason(engine, caught, beams="num_beams" in options.get("generation_kwargs", {}))
             # What TRL's default has gathered around `generate` is read there, and not gathered again.
             nested = rollouts is None and options.get("ds3_gather_for_generation", True)
             assert (stats["gathered_bytes"] == 0) == nested
@@ -130,6 +133,19 @@ def run_of(engine_class: type, kind: str, folder: str, adapter: str, rollouts: C
             "weights": storage_digest(engine),
             "hooks": hook_counts(engine.module),
         }
+
+
+def require_reason(engine: hybrid.HybridEngine, caught: list, beams: bool) -> None:
+    """The last rollout ran fused; or, with beams, natively, and rank 0 was warned of it once in all steps."""
+    if os.environ.get(CONTAINERS):
+        return
+    native = [str(one.message) for one in caught if "runs in native containers" in str(one.message)]
+    reason = engine.stats()["native_reason"]
+    if not beams:
+        assert reason == ""
+        return
+    assert reason.startswith("generate: beam_search runs by Hugging Face's own loop")
+    assert native == ([f"the model runs in native containers: {reason}"] if dist.get_rank() == 0 else [])
 
 
 def hook_counts(model: torch.nn.Module) -> dict[str, tuple]:
@@ -179,6 +195,27 @@ NO_GATHER, DEFAULT, OURS = {"ds3_gather_for_generation": False}, {}, {"rollout_f
 @pytest.mark.parametrize("adapter", ["none", pytest.param("peft", marks=pytest.mark.slow)])
 def test_grpo_trains_as_without_us(ranks, tmp_path, adapter):
     ranks.run(check_ways, "grpo", adapter, str(tmp_path), [NO_GATHER, DEFAULT, OURS], beta=0.1)
+
+
+def check_beams(folder: str) -> None:
+    make_model(folder)
+    runs = {}
+    for num_beams, engine_class in ((1, DeepSpeedEngine), (3, DeepSpeedEngine), (3, hybrid.HybridEngine)):
+        kwargs = {"num_beams": num_beams} if num_beams > 1 else {}
+        runs[num_beams, engine_class] = run_of(
+            engine_class, "grpo", folder, "none", None, generation_kwargs=kwargs, beta=0.1
+        )
+    greedy, expected, found = runs.values()
+    assert expected["completions"] != greedy["completions"], "beams that are greedy search's show nothing"
+    assert any(expected["losses"]) and expected["weights"] != greedy["weights"]
+    for what in expected:
+        assert found[what] == expected[what], f"{what}: {different(found[what], expected[what])}"
+
+
+@needs_trl
+def test_beams_of_generation_kwargs_are_hugging_faces(ranks, tmp_path):
+    """TRL hands `num_beams` on in a GenerationConfig: the same completions, losses and weights as without us."""
+    ranks.run(check_beams, str(tmp_path))
 
 
 @needs_trl
@@ -274,9 +311,11 @@ def check_refusals() -> None:
     assert [len(row) for row in good["completion_ids"]] == [len(row) for row in good["logprobs"]]
     before = storage_digest(engine)
     odd = {"max_new_tokens": 4, "suppress_tokens": [3]}
+    beams = {"max_new_tokens": 4, "num_beams": 2}
     images = lambda prompts: ([[5]], [["an image"]], {})  # noqa: E731
     for trainer, kind, said in (
         (stand_in(torch.nn.Linear(1, 1)), ValueError, r"in a Linear, .* call hybrid.install\(\) before"),
+        (stand_in(engine, generation_kwargs=beams), NotImplementedError, "generation_kwargs num_beams=2"),
         (stand_in(engine, generation_kwargs=odd), NotImplementedError, r"generation_kwargs suppress_tokens=\[3\]"),
         (stand_in(engine, generation_kwargs=None), ValueError, "use use_vllm=False"),
         (stand_in(engine, _tokenize_prompts=images), NotImplementedError, "prompts with images given"),
