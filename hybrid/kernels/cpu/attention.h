@@ -1,10 +1,10 @@
-// Attention over pages of keys and values, for one KV head at a time: its query heads share every load.
+// Paged attention, one KV head at a time: its query heads share every load.
 //
 // A page holds PAGE tokens.  keys [pages, kv_heads, head_dim, PAGE], values [pages, kv_heads, PAGE, head_pad] of the
 // model's dtype; head_pad is head_dim rounded up to whole vectors. Softmax is computed page by page (Milakov and
-// Gimelshein 2018, arXiv:1805.02867), each query by itself: its result does not depend on who is computed with it.
-// Probabilities are rounded to the model's dtype before they weigh values, as torch's and others' kernels do; scores are
-// where Hugging Face computes them step by step ("eager": soft caps, BLOOM's bias).
+// Gimelshein 2018, arXiv:1805.02867), each query by itself: its result does not depend on the other queries.
+// Probabilities are rounded to the model's dtype before the product with values, as in torch's kernels. Scores are rounded
+// only where Hugging Face computes them step by step ("eager" attention: soft caps, BLOOM's bias).
 #pragma once
 #include "vector.h"
 
@@ -28,7 +28,7 @@ struct Query {
   float slope;
 };
 
-// ALiBi's score of a key for being where it is, as DecoderSpec says it is rounded.
+// ALiBi's bias of keys at positions `token`, rounded as DecoderSpec.alibi_bfloat16 says.
 template <typename W> static inline Vec alibi(const AttentionShape& s, float slope, Vec token) {
   if (!s.alibi_bfloat16) return rounded<W>(slope * token);
   return rounded<W>(to_bf16(to_bf16(slope / s.scale) * to_bf16(token)) * s.scale);
@@ -38,7 +38,7 @@ template <typename W> static inline Vec capped(const AttentionShape& s, Vec dot)
   return rounded<W>(rounded<W>(tanh(score)) * s.softcap);
 }
 
-// Scores of N queries against the tokens of a page, scaled, capped, and -inf where a query must not look.
+// Scores of N queries against the tokens of a page, scaled and capped; -inf for tokens that a query does not see.
 template <int N, typename W>
 static inline void page_scores(const AttentionShape& s, const Query* queries, const W* keys, int64_t page_start, Vec scores[N][PAGE_VECS]) {
   Vec acc[N][PAGE_VECS] = {};
@@ -102,7 +102,7 @@ static void attend(const AttentionShape& s, const Query* queries, int64_t kv_hea
       Vec top = scores[n][0];
       for (int j = 1; j < PAGE_VECS; j++) top = max(top, scores[n][j]);
       const float now = std::max(most[n], largest(top));
-      if (now == -INFINITY) {  // nothing of this page, and of none before, is seen
+      if (now == -INFINITY) {  // no token of this page or an earlier one is seen
         std::memset(p[n], 0, sizeof p[n]);
         shrink[n] = 1;
         continue;
@@ -118,7 +118,7 @@ static void attend(const AttentionShape& s, const Query* queries, int64_t kv_hea
       most[n] = now;
     }
     const W* value = values + at * PAGE * s.head_pad;
-    const int64_t tokens = std::min<int64_t>(PAGE, last - start + 1);  // beyond them pages were never written
+    const int64_t tokens = std::min<int64_t>(PAGE, last - start + 1);  // the rest of the page was never written
     int64_t c = 0;
     float* chunk[N];
     for (; c + 4 * LANES <= s.head_pad; c += 4 * LANES) {

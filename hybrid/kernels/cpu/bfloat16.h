@@ -1,7 +1,7 @@
-// bfloat16 products in hardware: pairs that AVX512_BF16 multiplies and adds in one instruction, and AMX's tiles of them.
+// bfloat16 products in hardware: pairs, which AVX512_BF16 multiplies and adds in one instruction, and AMX tiles of pairs.
 //
-// With EMULATE_BF16 (1: pairs, 2: tiles too) the instructions are functions that do what Intel's manual says, so that the
-// code around them runs, and is tested, on machines without them.
+// With EMULATE_BF16 (1: pairs, 2: tiles too) functions replace the instructions, as Intel's manual defines them, so that
+// the code around them runs and is tested on machines without them.
 #pragma once
 #include <vector>
 
@@ -24,7 +24,7 @@ static inline Vec dot_pairs(Vec sum, VecU a, VecU b) {
 static inline Vec dot_pairs(Vec sum, VecU a, VecU b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
 #endif
 
-// A block of 32 floats that are bfloat16 values becomes 16 pairs in its first half.
+// Converts, in place, a block of 32 floats that are bfloat16 values to 16 pairs in its first half, even elements low.
 static inline void paired(float* block) {
   uint32_t pairs[LANES];
   for (int i = 0; i < LANES; i++) {
@@ -42,7 +42,7 @@ static inline void paired(float* block) {
 #if PAIRS && (defined(__AMX_BF16__) || EMULATE_BF16 > 1)  // tiles are made of pairs
 #define TILES 1
 constexpr int64_t TILE = 16;         // rows of W, and rows of x, in a tile
-constexpr int64_t TILE_ROWS = 64;    // rows of x whose tiles are made at once
+constexpr int64_t TILE_ROWS = 64;    // rows of x that are converted to tiles at once
 constexpr int64_t TILE_DEPTH = 32;   // elements of a row in a tile: 16 pairs
 
 #ifdef EMULATE_BF16
@@ -73,7 +73,7 @@ static inline void _tile_dpbf16ps(int c, int a, int b) {
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-// Linux gives a process the tiles' state when it asks (arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+// Linux enables AMX for a process on request (arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 static inline bool tiles_ready() {
   static const bool given = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
   return given;
@@ -90,7 +90,7 @@ static inline void tiles_begin() {
 static inline void tiles_end() { _tile_release(); }
 #endif
 
-// x rows [rows, ·] of pairs to tiles [rows / 16, blocks, 16 pairs, 16 rows]; rows that are not there are zeros.
+// Rows of x in pairs, [rows, ldx], to tiles [rows / 16, blocks, 16 pairs, 16 rows], rounded up and padded with zeros.
 static void make_tiles(const float* x, int64_t ldx, int64_t rows, int64_t blocks, uint32_t* tiles) {
   for (int64_t top = 0; top < rows; top += TILE)
     for (int64_t b = 0; b < blocks; b++, tiles += TILE * TILE)
@@ -101,7 +101,7 @@ static void make_tiles(const float* x, int64_t ldx, int64_t rows, int64_t blocks
       }
 }
 
-// 16 rows of W from `w` on, block after block; copied where fewer are left, so that every row is computed alike.
+// Blocks of 16 rows of W from `w` on, in place; fewer rows are copied and padded, so that every row is computed alike.
 struct Strip {
   const bf16* w;
   int64_t in, rows;
@@ -142,7 +142,7 @@ static void tile_products(Strip (&strips)[2], const uint32_t* x0, const uint32_t
   _tile_stored(3, sums[1][1], 64);
 }
 
-// As `columns` of linear.h, in tiles. What is left of a row behind its last whole block is added element by element.
+// `columns` of linear.h, in AMX tiles. Elements of a row after its last whole block are added one by one.
 template <typename Out>
 static void tile_columns(const float* x, int64_t ldx, const bf16* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t first, int64_t last, Out out) {
   static thread_local std::vector<uint32_t> tiles;

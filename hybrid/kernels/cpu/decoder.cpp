@@ -1,7 +1,7 @@
-// A whole decoder on the CPU: every layer of a forward in one call, threads meeting at barriers.
+// A whole decoder on the CPU: all layers of a forward in one call, with barriers between the threads' steps.
 //
-// Activations are float32 and rounded to the model's dtype wherever Hugging Face's modules round; weights are read
-// where they lie. What the numbers mean is said in hybrid/models/spec.py and hybrid/decoders/batch.py.
+// Activations are float32, rounded to the model's dtype wherever Hugging Face's modules round; weights are read in place.
+// hybrid/models/spec.py explains the fields of Layer and Decoder, hybrid/decoders/batch.py those of Batch.
 #include <omp.h>
 
 #include "attention.h"
@@ -11,14 +11,14 @@
 enum Activation { SILU, GELU, GELU_TANH, RELU };
 
 struct Norm {
-  const float* weight;  // null: there is none here
+  const float* weight;  // null: no norm
   const float* bias;
 };
 
 struct Layer {
   Norm attention_norm, q_norm, k_norm, attention_post_norm, mlp_norm, mlp_post_norm;
   Linear qkv, o, up, down, router;  // up: gate above up where the MLP is gated
-  Linear experts_up, experts_down;  // one expert's rows above the next one's
+  Linear experts_up, experts_down;  // all experts' matrices, one above the other
   const float *cos, *sin;  // [positions, rotary_dim / 2], or null
   void *keys, *values;
   int64_t window, experts;
@@ -29,7 +29,7 @@ struct Decoder {
   int64_t vocabulary, hidden, embedding_size, heads, kv_heads, head_dim, intermediate, expert_intermediate;
   int64_t layer_norm, norm_float32, activation, stepwise, gated, parallel, rotary_dim, interleaved, rotary_float32, qk_norm_row;
   int64_t position_offset, num_experts, experts_per_token, normalize_experts, experts_float32, alibi_bfloat16, embedding_rows;
-  int64_t side_ranks;  // floats for each token that a layer's adapters, or those outside the layers, need
+  int64_t side_ranks;  // floats per token of `reduced`: the maximum over layers and the part outside them
   double norm_eps, norm_offset, attention_scale, attention_softcap, logits_softcap;
   double embedding_multiplier, residual_multiplier, logits_divisor;
   const float* slopes;
@@ -45,7 +45,7 @@ struct Batch {
   const int32_t *positions, *cu_seqlens, *block_tables;
 };
 
-// A float work space: [tokens, ·] buffers one behind the other.
+// The float work space: [tokens, ·] buffers, one after the other.
 struct Work {
   float *normed, *mlp_normed, *delta, *qkv, *attended, *up, *expert_in, *expert_out, *shares, *reduced, *scratch;
 };
@@ -91,13 +91,13 @@ struct Run {
   Part rows() const { return part(batch.tokens, 1, thread, threads); }
   void ready(float* row, int64_t in) const { halved(row, in, (const W*)nullptr); }
 
-  // a x of the adapters beside l, ready for every thread.
+  // LoRA A·x of l's unmerged adapters into `reduced` [tokens, rank]; ends in a barrier.
   void reduce(const Linear& l, const float* x, int64_t ldx) const {
     if (!l.num_sides) return;
     reduce_sides<W>(l, x, ldx, batch.tokens, work.reduced, thread, threads);
     barrier();
   }
-  // This thread's columns of y = l(x), with what adapters add. Others do the rest.
+  // This thread's columns of y = l(x), unmerged adapters included. No barrier at the end.
   void product(const Linear& l, const float* x, int64_t ldx, float* y, int64_t ldy) const {
     reduce(l, x, ldx);
     linear<W>(l, x, ldx, batch.tokens, y, ldy, Store{}, thread, threads);
@@ -105,7 +105,7 @@ struct Run {
     add_sides<W>(l, work.reduced, batch.tokens, y, ldy, mine.first, mine.last);
   }
 
-  // y = norm(x) in the model's rounding; x where the norm is absent.
+  // y = norm(x), rounded as in the model; y = x if there is no norm.
   void norm(const Norm& n, const float* x, float* y, int64_t size) const {
     if (!n.weight) {
       if (y != x) std::memcpy(y, x, size * sizeof(float));
@@ -138,7 +138,7 @@ struct Run {
     }
   }
 
-  // gelu_new, a formula in Python, of which every operation is rounded.
+  // gelu_new: transformers computes it in Python, with every operation rounded.
   Vec gelu_stepwise(Vec x) const {
     Vec inner = rounded<W>(x + rounded<W>(0.044715f * rounded<W>(x * x * x)));
     Vec gate = rounded<W>(1.0f + rounded<W>(tanh(rounded<W>(0.79788456080286536f * inner))));
@@ -146,13 +146,13 @@ struct Run {
   }
   Vec activated(Vec x) const {
     switch (d.activation) {
-      case SILU: return x / (1.0f + exp(-max(x, splat(-88.0f))));  // e^89 is no float
+      case SILU: return x / (1.0f + exp(-max(x, splat(-88.0f))));  // e^89 overflows
       case GELU: return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f));
       case GELU_TANH: return d.stepwise ? gelu_stepwise(x) : 0.5f * x * (1.0f + tanh(0.79788456080286536f * (x + 0.044715f * x * x * x)));
       default: return max(x, Vec{});
     }
   }
-  // Elements [first, last) of a row: act(gate) · up where gate stands before up, or act(up).
+  // Elements [first, last) of a row: act(gate) · up of gate before up if gated, else act(up).
   void activate(float* row, int64_t first, int64_t last, int64_t intermediate) const {
     auto made = [&](const float* gate, const float* up) {
       const Vec v = rounded<W>(activated(load(gate)));
@@ -169,7 +169,8 @@ struct Run {
     std::memcpy(row + i, gate, rest);
   }
 
-  // A gated or plain MLP's first half over `count` rows: each thread makes and activates the same columns.
+  // The up (and gate) projection and activation of an MLP over `count` rows, for this thread's columns. No barrier at the
+  // end: a thread activates the columns that it has computed itself.
   void expand(const Linear& up, const float* x, int64_t count, float* y, int64_t intermediate) const {
     const int64_t width = outputs(up);
     reduce(up, x, d.hidden);
@@ -189,12 +190,12 @@ struct Run {
     if (d.gated) half(intermediate);
     for (int64_t m = 0; m < count; m++) {
       activate(y + m * width, mine.first, mine.last, intermediate);
-      // Threads begin at multiples of 2 · LANES, so a thread's part is whole blocks and the last one's tail.
+      // Parts begin at multiples of 2 · LANES: whole blocks, and in the last part the tail.
       halved(y + m * width + mine.first, mine.last - mine.first, (const W*)nullptr);
     }
   }
 
-  // Queries and keys normed and turned, keys and values written to their pages, for this thread's tokens.
+  // Norm and RoPE of q and k, and the write of k and v to the KV cache, for this thread's tokens.
   void turn_and_write(const Layer& layer) const {
     const int64_t size = d.head_dim, q = d.heads * size, kv = d.kv_heads * size, pad = head_pad(d);
     W *keys = (W*)layer.keys, *values = (W*)layer.values;
@@ -239,8 +240,8 @@ struct Run {
     }
   }
 
-  // This thread's share of (KV head, few tokens of a sequence), decode's rows next to each other: pages that they
-  // share stay in its cache.
+  // Attention for this thread's part of the (KV head, token) pairs, in that order: consecutive tokens often share pages
+  // (a common prefix), which then stay in the thread's cache.
   void attention(const Layer& layer) const {
     const int64_t size = d.head_dim, group = d.heads / d.kv_heads, width = (d.heads + 2 * d.kv_heads) * size;
     const AttentionShape shape{d.heads, d.kv_heads, size, head_pad(d), float(d.attention_scale), float(d.attention_softcap), d.slopes, layer.window, d.alibi_bfloat16 != 0};
@@ -276,7 +277,7 @@ struct Run {
     }
   }
 
-  // x + factor · norm(delta), row by row.
+  // hidden += factor · norm(delta), for this thread's rows.
   void add_normed(const Norm& n, const float* delta, float* hidden) const {
     const float factor = float(d.residual_multiplier);
     std::vector<float> row(d.hidden);
@@ -285,7 +286,7 @@ struct Run {
       for (int64_t i = 0; i < d.hidden; i++) Add{factor}.template operator()<W>(hidden + t * d.hidden + i, row[i]);
     }
   }
-  // hidden + (attention + MLP), of which the first is in `delta` and the second in `normed`.
+  // hidden += attention + MLP, which are in `delta` and `normed`, for this thread's rows.
   void add_both(const Layer& layer, float* hidden) const {
     for (int64_t t = rows().first; t < rows().last; t++) {
       float *attended = work.delta + t * d.hidden, *made = work.normed + t * d.hidden, *row = hidden + t * d.hidden;
@@ -294,7 +295,7 @@ struct Run {
       for (int64_t i = 0; i < d.hidden; i++) row[i] = rounded<W>(row[i] + rounded<W>(made[i] + attended[i]));
     }
   }
-  // hidden += l(x), through the post norm where there is one, and after what adapters add. Ends with everybody done.
+  // hidden += l(x), unmerged adapters included, through the post norm if there is one. Ends in a barrier.
   void add_linear(const Linear& l, const float* x, int64_t ldx, const Norm& post, float* hidden) const {
     if (post.weight || l.num_sides) {
       product(l, x, ldx, work.delta, d.hidden);
@@ -361,7 +362,7 @@ struct Run {
     add_linear(layer.down, work.up, outputs(layer.up), layer.mlp_post_norm, hidden);
   }
 
-  // A mixture of experts into `delta`: each expert over the tokens that chose it, in the order of the experts.
+  // A mixture of experts into `delta`: each expert in turn over the tokens routed to it.
   void mixture(const Layer& layer) const {
     const int64_t experts = layer.experts, intermediate = d.expert_intermediate, width = intermediate * (d.gated ? 2 : 1);
     product(layer.router, work.mlp_normed, d.hidden, work.shares, experts);
@@ -398,7 +399,7 @@ struct Run {
     for (int64_t t = rows().first; t < rows().last; t++)
       for (int64_t k = 0; k < d.hidden; k++) work.delta[t * d.hidden + k] = rounded<W>(work.delta[t * d.hidden + k]);
   }
-  // Router logits to shares: softmax over all experts, the likeliest kept, 0 elsewhere.
+  // Router logits to expert weights, in place: softmax over all experts, the top experts_per_token kept, 0 elsewhere.
   void route(float* shares, int64_t experts) const {
     float most = shares[0];
     for (int64_t e = 1; e < experts; e++) most = std::max(most, shares[e]);
@@ -448,7 +449,7 @@ struct Run {
     barrier();
   }
 
-  // Logits of every row of hidden.
+  // Logits of every row of hidden, into out [tokens, vocabulary].
   void logits(const float* hidden, float* out) const {
     for (int64_t t = rows().first; t < rows().last; t++) {
       float* row = work.normed + t * d.hidden;
@@ -499,11 +500,11 @@ template <typename Body> static void in_dtype(const Decoder& d, const Batch& bat
 extern "C" {
 int64_t lanes() { return LANES; }
 
-// Floats of work space that a call with so many tokens needs.
+// Floats of work space that a call with `tokens` tokens needs.
 int64_t work_floats(const Decoder* d, int64_t tokens, int64_t threads) { return carve(*d, tokens, threads, nullptr, nullptr); }
 
-// hidden [tokens, hidden] through layers [first, last); made from the ids where first is -1. Gives 1, having done nothing,
-// where the embedding has no row for an id; else 0.
+// hidden float32 [tokens, hidden] through layers [first, last), in place; first = -1 computes it from the ids before.
+// Returns 0; or 1, with nothing changed, if an id is outside the embedding.
 int64_t forward(const Decoder* d, const Batch* batch, int64_t first, int64_t last, float* hidden, float* work, int64_t threads) {
   for (int64_t t = 0; first < 0 && t < batch->tokens; t++)
     if (batch->ids[t] < 0 || batch->ids[t] >= d->embedding_rows) return 1;
@@ -514,15 +515,16 @@ int64_t forward(const Decoder* d, const Batch* batch, int64_t first, int64_t las
   return 0;
 }
 
-// out float32 [count, vocabulary]: logits of the rows of hidden.
+// Logits of hidden, float32 [count, hidden], into out, float32 [count, vocabulary].
 void logits(const Decoder* d, const float* hidden, int64_t count, float* out, float* work, int64_t threads) {
   Batch batch{};
   batch.tokens = count;
   in_dtype(*d, batch, work, threads, [&](const auto& run) { run.logits(hidden, out); });
 }
 
-// For each row of logits [rows, vocabulary]: a token, and its logprobs in the distribution that it was drawn from, before
-// truncation, and before truncation at temperature 1. A greedy row's are all of softmax(logits).
+// For each row of logits float32 [rows, vocabulary]: a token int64 and three logprobs float32: under the distribution
+// that was sampled from, before truncation, and before truncation at temperature 1. Greedy: all under softmax(logits).
+// keys, positions int64 [rows]: of the sampling RNG.
 void sample(const float* logits, int64_t rows, int64_t vocabulary, const int64_t* keys, const int64_t* positions, const Draw* draw,
             int64_t* tokens, float* sampling_logps, float* old_logps, float* raw_logps, int64_t threads) {
   const float inverse = draw->temperature > 0 ? float(1.0 / draw->temperature) : 1.0f;
@@ -546,7 +548,8 @@ void sample(const float* logits, int64_t rows, int64_t vocabulary, const int64_t
   });
 }
 
-// For each row of logits: the logprob of its target and the entropy, both of softmax(logits / temperature).
+// For each row of logits float32 [rows, vocabulary]: the logprob of its target, int64 [rows], and the entropy in nats,
+// float32 [rows] each, both of softmax(logits / temperature).
 void score(const float* logits, int64_t rows, int64_t vocabulary, const int64_t* targets, double temperature,
            float* logps, float* entropies, int64_t threads) {
   const float inverse = float(1.0 / temperature);

@@ -1,7 +1,26 @@
-// y = x · Wᵀ for few rows of x: W is read where it lies, row by row, in float32, bfloat16 or int8; sums are float32.
+// y = x · Wᵀ for few rows of x: W is read in place, row by row, in float32, bfloat16 or int8; sums are float32.
 //
 // A tile is ROWS rows of x times COLUMNS rows of W, both read along their contiguous dimension, so that no weight is
-// ever packed or copied. Every output is the same chain of sums whatever the tile and the batch.
+// ever packed or copied. Every output is the same chain of sums, whatever the tile and the batch.
+//
+// Layouts.  W [out, in], row-major and contiguous, as the model stores it (float, bf16 or int8_t):
+//
+//   row n of W     | w0 w1 w2 w3 ...                                 | next row at + in elements
+//   scales (int8)  | s0 (in / groups weights) | s1 | ...             | float32 [out, groups]
+//
+// x [rows, ldx], float32. `halved` reorders each row of x in blocks of B = 2 · LANES elements, so that a block of x has
+// the order in which a block of W comes out of its vector loads:
+//
+//   W: float, Int8<float>   x: | x0 x1 x2 ... x(B-1) |                             natural order
+//   W: bf16, Int8<bf16>     x: | x0 x2 ... x(B-2) | x1 x3 ... x(B-1) |             even elements, then odd ones
+//     with PAIRS            x: | (x0,x1) (x2,x3) ... (x(B-2),x(B-1)) | unused |    bf16 pairs in 32 bits, even one low
+//
+//   bf16 W, one load        32-bit lane i = | w(2i+1) : w(2i) |    << 16 gives the even elements as float32, & 0xffff0000
+//                                                                 the odd ones; with PAIRS the lane is a pair already
+//   int8 W, one load        byte << 24 as integer, converted: 2^24 · w (INT8_UNIT); the sum is multiplied by s / 2^24
+//
+// The in % B last elements of a row keep their natural order and are added one by one. With groups > 1, in / groups is a
+// multiple of B (`reads_int8` in hybrid/decoders/cpu_decoder.py), so that no block crosses a group.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -13,21 +32,21 @@
 
 constexpr int ROWS = 4;
 constexpr int64_t WIDENED_ROWS = 32;
-// An int8 weight, beside activations of a model in W.
+// An int8 weight of a model whose dtype is W.
 template <typename W> struct Int8 {
   int8_t value;
 };
-// As a float it is INT8_UNIT times its value: a byte at the top of an integer is one instruction, its sign another.
+// Read as INT8_UNIT times its value: shifting a byte to the top of an integer keeps its sign without a sign extension.
 constexpr float INT8_UNIT = 1 << 24;
 template <typename W> static inline float to_float(Int8<W> x) { return x.value * INT8_UNIT; }
 template <typename V> constexpr bool IS_INT8 = false;
 template <typename W> constexpr bool IS_INT8<Int8<W>> = true;
 
-// ROWS x COLUMNS sums, a vector of each column and one of a row fill the registers: 32 with AVX-512, else 16. Turning
-// bfloat16 or int8 to float32 needs a few for itself.
+// ROWS x COLUMNS sums, one vector per column and one of a row fill the registers: 32 with AVX-512, else 16. Converting
+// bfloat16 or int8 to float32 needs a few more.
 template <typename V> constexpr int COLUMNS = LANES == 16 ? 6 : std::is_same_v<V, float> ? 3 : 2;
 
-// Keeps a vector in a register: GCC 12 would load it again for each use, and loads are what a tile runs out of.
+// Keeps a vector in a register: GCC 12 would load it again for each use, and loads limit the speed of a tile.
 static inline Vec held(Vec v) {
 #if defined(__AVX512F__)
   asm("" : "+v"(v));
@@ -37,16 +56,17 @@ static inline Vec held(Vec v) {
   return v;
 }
 
-// What an adapter adds to a product: outputs [first, first + rows) get scale · b (a x).  a [rank, in], b [rows, rank] of the
-// model's dtype.  at: floats for each token before a x in the work space, which is [tokens, rank].
+// An unmerged LoRA adapter: adds scale · B (A x) to outputs [first, first + rows).  a [rank, in], b [rows, rank], in the
+// model's dtype.  at: offset of A x [tokens, rank] in `reduced`, in floats per token.
 struct LoraDelta {
   const void *a, *b;
   int64_t rank, first, rows, at;
   double scale;
 };
 
-// One matrix, or several one above the other.  weight[i] [rows[i], in] of the model's dtype; bias[i] float32 or null.
-// Where scale[i] is given, float32 [rows[i], groups], the weight is int8: each of `groups` parts of a row has a scale.
+// A matrix of 1 to 3 parts, one above the other (q, k, v; gate, up).  weight[i] [rows[i], in] in the model's dtype;
+// bias[i] float32 [rows[i]] or null. If scale[i] is not null, float32 [rows[i], groups], weight[i] is int8.
+// sides: unmerged adapters.
 struct Linear {
   const void* weight[3];
   const float* bias[3];
@@ -59,7 +79,7 @@ struct Linear {
   int64_t groups;
 };
 
-// What is multiplied into the sums over the parts of a row of W.  at: null where nothing is; else [rows of W, groups].
+// The scales of int8 weights.  at: float32 [rows of W, groups], or null for other dtypes.
 struct Scales {
   const float* at;
   int64_t groups;
@@ -90,11 +110,11 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t l
       for (int m = 0; m < M; m++) out[n].at[m] += x[m * ldx + k] * w[n * ldw + k];
 }
 
-// A block of 2 · LANES weights in the order of x: of bfloat16 models even elements, then odd ones, as `halved` leaves x.
+// The two halves of a block of 2 · LANES weights, in the order of `halved` x: for bfloat16 models even, then odd elements.
 static inline Vec first_half(const bf16* w) { return (Vec)(*(const VecUAny*)w << 16); }
 static inline Vec second_half(const bf16* w) { return (Vec)(*(const VecUAny*)w & 0xffff0000u); }
 #if LANES == 8 && defined(__AVX2__)
-// Bytes of a block, FIRST + STEP · lane for each lane, at the top of integers.
+// INT8_UNIT times byte FIRST + STEP · lane of a block, for each lane.
 template <int FIRST, int STEP> static inline Vec floats_of(const void* w) {
   const __m256i block = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)w));
   constexpr char Z = char(0x80), A = FIRST, B = FIRST + STEP, C = FIRST + 2 * STEP, D = FIRST + 3 * STEP, E = 4 * STEP;
@@ -117,7 +137,7 @@ static inline Vec pairs(const bf16* w) { return (Vec) * (const VecUAny*)w; }
 static inline Vec pairs(const Int8<bf16>* w) { return (Vec)((VecU)first_half(w) >> 16 | ((VecU)second_half(w) & 0xffff0000u)); }
 #endif
 
-// Of weights that become floats as they are read, x as `halved` leaves it.
+// Dot products with bfloat16 or int8 weights, converted as they are read; x after `halved`.
 template <int M, int N, typename V>
 static inline __attribute__((always_inline)) void dots(const float* x, int64_t ldx, const V* w, int64_t ldw, int64_t in, Four* out) {
   Vec acc[N][ROWS] = {};
@@ -151,7 +171,7 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t l
       for (int m = 0; m < M; m++) out[n].at[m] += x[m * ldx + k] * to_float(w[n * ldw + k]);
 }
 
-// Sums over whole rows; over their parts, each times its scale, where there are scales.
+// Dot products of whole rows; with scales, the sum over groups of each group's dot product times its scale.
 template <int M, int N, typename V>
 static inline __attribute__((always_inline)) void products(const float* x, int64_t ldx, const V* w, Scales scales, int64_t in, Four* out) {
   if (!scales.at) return dots<M, N>(x, ldx, w, in, in, out);
@@ -167,8 +187,7 @@ static inline __attribute__((always_inline)) void products(const float* x, int64
   }
 }
 
-// A row of x as products want it. For bfloat16: even elements of each block before odd ones, as the two halves of a 32-bit
-// lane of W; or pairs of them, where the machine multiplies those.
+// Reorders a row of x in place for `products`, by the model's dtype: see the layouts above.
 static inline void halved(float*, int64_t, const float*) {}
 static inline void halved(float* row, int64_t in, const bf16*) {
   for (int64_t k = 0; k + 2 * LANES <= in; k += 2 * LANES) {
@@ -185,7 +204,7 @@ static inline void halved(float* row, int64_t in, const bf16*) {
   }
 }
 
-// What becomes of an output: stored, or added to what is there (the residual) after a factor.
+// How an output is written: stored, or multiplied by a factor and added to y (the residual).
 struct Store {
   template <typename W> void operator()(float* y, float value) const { *y = value; }
 };
@@ -195,11 +214,11 @@ struct Add {
     *y = rounded<W>(*y + (factor == 1.0f ? value : rounded<W>(value * factor)));
   }
 };
-struct AddScaled {  // as PEFT adds what an adapter makes
+struct AddScaled {  // adds an adapter's output, rounded as in PEFT
   float scale;
   template <typename W> void operator()(float* y, float value) const { *y = rounded<W>(*y + rounded<W>(value * scale)); }
 };
-// W: what outputs are rounded to. V: what the matrix is stored as, here.
+// N columns of y for `rows` rows of x.  W: dtype that outputs are rounded to.  V: dtype of the stored matrix.
 template <typename W, int N, typename V, typename Out>
 static __attribute__((noinline)) void strip(const float* x, int64_t ldx, const V* w, Scales scales, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, Out out) {
   Four found[N];
@@ -223,7 +242,7 @@ static __attribute__((noinline)) void strip(const float* x, int64_t ldx, const V
   write(m, rows - m);
 }
 
-// A strip for one row of x: more columns at once, as one row alone leaves registers free, and sums would wait for each other.
+// A strip for one row of x: ALONE columns at once. One row leaves registers free, and more independent sums hide latency.
 constexpr int ALONE = 4;
 template <typename W, typename V, typename Out>
 static __attribute__((noinline)) void strip_alone(const float* x, const V* w, Scales scales, const float* bias, int64_t in, float* y, Out out) {
@@ -232,7 +251,7 @@ static __attribute__((noinline)) void strip_alone(const float* x, const V* w, Sc
   for (int n = 0; n < ALONE; n++) out.template operator()<W>(y + n, rounded<W>(found[n].at[0] + (bias ? bias[n] : 0.0f)));
 }
 
-// Strips over all of columns [0, count) of a block, for `rows` rows of x.
+// Columns [0, count) of a block, for `rows` rows of x.
 template <typename W, typename V, typename Out>
 static void strips(const float* x, int64_t ldx, const V* w, Scales scales, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t count, Out out) {
   constexpr int C = COLUMNS<V>;
@@ -243,7 +262,7 @@ static void strips(const float* x, int64_t ldx, const V* w, Scales scales, const
   for (; n < count; n++) strip<W, 1>(x, ldx, w + n * in, scales + n, bias ? bias + n : nullptr, in, y + n, ldy, rows, out);
 }
 
-// Rows of W as floats in the order of x, so that sums are those of W itself, to the bit.
+// Rows of W as floats in the order of x, so that sums are bit-identical to those over W itself.
 template <typename V> static const float* widened(const V* w, int64_t count) {
   static thread_local std::vector<float> wide;
   if (int64_t(wide.size()) < count) wide.resize(count);
@@ -254,15 +273,15 @@ template <typename V> static const float* widened(const V* w, int64_t count) {
   return wide.data();
 }
 
-// Columns [first, last) of y for one matrix. Blocks are sized so that the rows of x in use stay in the first cache and
-// the rows of W in the second, over which they are used again; x goes by in chunks that the last cache holds.
+// Columns [first, last) of y for one matrix. Blocks are sized so that the rows of x in use stay in the L1 cache and the
+// rows of W, used again for each of them, in the L2 cache; x is processed in chunks that fit the last-level cache.
 template <typename W, typename V, typename Out>
 static void columns(const float* x, int64_t ldx, const V* w, Scales scales, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t first, int64_t last, Out out) {
 #if TILES
   if constexpr (std::is_same_v<V, bf16>)
     if (in >= TILE_DEPTH && tiles_ready()) return tile_columns(x, ldx, w, bias, in, y, ldy, rows, first, last, out);
 #endif
-  // With enough rows it pays to make floats once, and not in every tile.
+  // With enough rows it is faster to convert W to floats once than in every tile.
   constexpr bool WIDENS = IS_INT8<V> ? !PAIRS || std::is_same_v<W, float> : std::is_same_v<V, bf16> && !PAIRS;
   const bool widen = WIDENS && rows >= WIDENED_ROWS && in % (2 * LANES) == 0;
   const int64_t row_block = in <= 1024 ? 2 * ROWS : ROWS;
@@ -288,7 +307,7 @@ static void columns(const float* x, int64_t ldx, const V* w, Scales scales, cons
   }
 }
 
-// Some rows of a matrix that is alone in its Linear, and has no bias.
+// Rows [first, first + count) of a Linear that has one part and no bias.
 template <typename W>
 static inline Linear rows_of(const Linear& l, int64_t first, int64_t count) {
   const int64_t row_bytes = l.in * (l.scale[0] ? sizeof(Int8<W>) : sizeof(W));
@@ -298,7 +317,7 @@ static inline Linear rows_of(const Linear& l, int64_t first, int64_t count) {
   return part;
 }
 
-// Columns [first, last) of y for one matrix of several.
+// Columns [first, last) of y for part i of a Linear.
 template <typename W, typename Out>
 static void columns_of(const Linear& l, int i, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t rows, int64_t first, int64_t last, Out out) {
   if (l.scale[i])
@@ -307,7 +326,7 @@ static void columns_of(const Linear& l, int i, const float* x, int64_t ldx, floa
     columns<W>(x, ldx, (const W*)l.weight[i], {}, l.bias[i], l.in, y, ldy, rows, first, last, out);
 }
 
-// A thread's part of 0..count, at multiples of `grain`.
+// A thread's part of [0, count); boundaries are multiples of `grain`.
 struct Part {
   int64_t first, last;
 };
@@ -316,7 +335,7 @@ static inline Part part(int64_t count, int64_t grain, int thread, int threads) {
   return {std::min(grains * thread / threads * grain, count), std::min(grains * (thread + 1) / threads * grain, count)};
 }
 
-// This thread's columns of y [rows, outputs] = x [rows, in] · Wᵀ + bias. Others do the rest; nobody waits here.
+// This thread's columns of y [rows, outputs] = x [rows, in] · Wᵀ + bias. No barrier: the caller adds one.
 template <typename W, typename Out>
 static void linear(const Linear& l, const float* x, int64_t ldx, int64_t rows, float* y, int64_t ldy, Out out, int thread, int threads) {
   const Part mine = part(outputs(l), COLUMNS<W>, thread, threads);
@@ -328,7 +347,7 @@ static void linear(const Linear& l, const float* x, int64_t ldx, int64_t rows, f
   }
 }
 
-// a x of every adapter beside l, for this thread's tokens of each, as `add_sides` reads it.
+// LoRA A·x into `reduced` for every unmerged adapter of l, for this thread's tokens, `halved` for `add_sides`. No barrier.
 template <typename W>
 static void reduce_sides(const Linear& l, const float* x, int64_t ldx, int64_t rows, float* reduced, int thread, int threads) {
   const Part mine = part(l.num_sides * rows, 1, thread, threads);
@@ -342,7 +361,7 @@ static void reduce_sides(const Linear& l, const float* x, int64_t ldx, int64_t r
   }
 }
 
-// What adapters add to outputs [first, last) of y = l(x), in their order.
+// Adds scale · B · reduced of every unmerged adapter to columns [first, last) of y, in the order of the adapters.
 template <typename W>
 static void add_sides(const Linear& l, const float* reduced, int64_t rows, float* y, int64_t ldy, int64_t first, int64_t last) {
   for (int64_t i = 0; i < l.num_sides; i++) {

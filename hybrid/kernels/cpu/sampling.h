@@ -1,5 +1,5 @@
-// Drawing tokens: one pass over a row's logits for its maximum, sums and logprobs; only the block that the draw falls
-// into is read again. Counter-based noise (splitmix64), as hybrid/generation/sampling.py states it.
+// Sampling: one pass over a row's logits for its maximum, sums and logprobs; then only the block with the drawn token is
+// read again. Counter-based RNG (splitmix64), equal to that of hybrid/generation/sampling.py.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -29,7 +29,7 @@ struct BlockSums {
   float most;
   double mass, raw;
 };
-static inline float block_max(const float* x, int64_t count) {  // what is no number counts as -inf
+static inline float block_max(const float* x, int64_t count) {  // NaN counts as -inf
   Vec top = splat(-INFINITY);
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) top = max(load(x + i), top);
@@ -75,10 +75,10 @@ struct Row {
     int64_t block = 0;
     while (blocks[block].most != most) block++;
     int64_t token = block * BLOCK;
-    while (logits[token] != most && token + 1 < vocabulary) token++;  // where none is a number, the last
+    while (logits[token] != most && token + 1 < vocabulary) token++;  // the last one if all are NaN
     return token;
   }
-  // The sum of exp(y) · -y over tokens, y = (x - most) / T: of the entropy, log mass + spread / mass.
+  // The sum of exp(y) · -y over tokens, y = (x - most) / T. The entropy is log(mass) + spread / mass.
   double spread(float inverse) const {
     double total = 0;
     for (int64_t start = 0; start < vocabulary; start += BLOCK) {
@@ -86,7 +86,7 @@ struct Row {
       Vec part = {};
       int64_t i = start;
       for (; i + LANES <= end; i += LANES) {
-        Vec y = max((load(logits + i) - most) * inverse, splat(-1e4f));  // -inf times 0 is no number
+        Vec y = max((load(logits + i) - most) * inverse, splat(-1e4f));  // 0 · -inf is NaN
         part -= exp(y) * y;
       }
       total += sum(part);
@@ -97,10 +97,10 @@ struct Row {
     }
     return total;
   }
-  // The token at which the cumulative softmax passes u, tokens in order of their numbers.
+  // The token at which the cumulative softmax, in the order of token ids, exceeds u.
   int64_t inverse_cdf(double u, float inverse) const {
     double target = u * mass;
-    size_t block = 0, likely = 0;  // `likely`: the last block with any mass, should rounding pass them all
+    size_t block = 0, likely = 0;  // `likely`: the last block with any mass, if rounding skips them all
     for (; block < blocks.size(); block++) {
       if (blocks[block].mass <= 0) continue;
       likely = block;
@@ -122,7 +122,7 @@ struct Row {
 
 typedef std::pair<float, int64_t> Candidate;  // logit, token
 
-// Tokens of at least `least`, in order of their numbers.
+// The tokens whose logit is at least `least`, in the order of token ids, into `found`.
 static void candidates(const Row& row, float least, std::vector<Candidate>& found) {
   found.clear();
   for (size_t b = 0; b < row.blocks.size(); b++) {
@@ -133,7 +133,7 @@ static void candidates(const Row& row, float least, std::vector<Candidate>& foun
   }
 }
 
-// The k-th largest logit. The k-th largest of the blocks' maxima is below it, so few tokens are looked at.
+// The k-th largest logit. The k-th largest block maximum is a lower bound of it, so that few tokens are candidates.
 static float kth_largest(const Row& row, int64_t k, std::vector<Candidate>& found) {
   std::vector<float> tops;
   for (const BlockSums& b : row.blocks) tops.push_back(b.most);
@@ -149,9 +149,9 @@ static float kth_largest(const Row& row, int64_t k, std::vector<Candidate>& foun
   return found[k - 1].first;
 }
 
-// Hugging Face's truncations in its order: top_k keeps ties of the k-th; top_p keeps the likeliest until those before
-// a token weigh top_p of what top_k left; min_p keeps what has that share of the likeliest.
-// `mass` becomes the sum of exp((x - most) / T) of what was kept.
+// A draw after Hugging Face's truncations, in their order: top_k keeps ties of the k-th; top_p keeps the most probable
+// tokens until those before one have probability top_p, of what top_k kept; min_p keeps tokens with at least that share
+// of the largest probability.  mass: set to the sum of exp((x - most) / T) over the kept tokens.
 static int64_t truncated_draw(const Row& row, const Draw& draw, double u, double& mass) {
   const float inverse = float(1.0 / draw.temperature);
   std::vector<Candidate> kept, within;
@@ -169,7 +169,7 @@ static int64_t truncated_draw(const Row& row, const Draw& draw, double u, double
       candidates(row, least, kept);
       before_top_p = total(kept);
     }
-    // The nucleus is among the likeliest: look at ever more of them until they weigh enough.
+    // Collect ever more of the most probable tokens until they have enough mass, then sort only these.
     for (float depth = 4;; depth *= 2) {
       const float from = std::max(least, float(row.most - depth * draw.temperature));
       candidates(row, from, within);

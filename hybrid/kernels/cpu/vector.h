@@ -1,5 +1,5 @@
-// Vectors of LANES floats, in GCC's portable vector types: one source for AVX2 (8 lanes), AVX-512 (16) and whatever else
-// the compiler knows.
+// Vectors of LANES floats in GCC's portable vector types: one source for AVX2 (8 lanes), AVX-512 (16) and any other
+// target of the compiler.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -111,8 +111,8 @@ static inline Vec erf(Vec x) {
   return (Vec)((VecU)(1.0f - p * exp(-a * a)) | ((VecU)x & 0x80000000u));
 }
 
-// One of four sums over lanes in each of four elements. The order of the additions is that of no tile and no batch:
-// a row's result does not depend on its neighbours.
+// The sums over lanes of four vectors. The order of the additions does not depend on tile or batch, so a row's result
+// does not depend on its neighbours.
 struct Four {
   float at[4];
 };
