@@ -176,8 +176,8 @@ def score_all(
 ) -> dict[str, list[float]]:
     """The scores of all reward functions by name: a float for each completion, NaN for None, NaN and infinities.
 
-    Async functions run concurrently, in a thread next to the others. An attempt takes at most `timeout_s` seconds; a
-    failed one is repeated up to `retries` times.
+    Async functions run concurrently, in a thread of their own, while the other functions run. An attempt takes at most
+    `timeout_s` seconds; a failed one is repeated up to `retries` times.
     Raises ValueError if a function returns anything but numbers, RuntimeError if the last attempt fails.
     """
     awaited = {name: reward for name, reward in rewards.items() if inspect.iscoroutinefunction(reward)}

@@ -1,6 +1,6 @@
 """The arguments of every script: a YAML file, and flags that override it.
 
-Names are DeepSpeed-Chat's where the meaning is the same, and TRL's for algorithms.
+Names are DeepSpeed-Chat's if the meaning is the same, and TRL's for algorithms.
 """
 
 # ruff: noqa: RUF009 - `about` and `listed` make the fields

@@ -89,7 +89,7 @@ def pairwise_reward_loss(
     """-log σ(chosen - rejected - margin), summed over pairs and divided by `denominator` (Bradley-Terry; InstructGPT,
     arXiv:2203.02155, eq. 1; the margin is Llama 2's, arXiv:2307.09288, eq. 2; TRL's RewardTrainer).
 
-    chosen, rejected, margin [B]: scores of whole sequences. mask [B]: the pairs that count, all where None.
+    chosen, rejected, margin [B]: scores of whole sequences. mask [B]: the pairs that count; None: all.
     Figures, by pair: loss, accuracy, margin.
     """
     kept = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
@@ -146,9 +146,9 @@ def dpo_loss(
 ) -> Loss:
     """Direct preference optimization (arXiv:2305.18290, eq. 7), summed over pairs and divided by `denominator`.
 
-    The four [B]: logprobs of whole completions. label_smoothing: how often the preference is the wrong way round
+    The four logps [B]: of whole completions. label_smoothing: the probability that a pair's labels are swapped
     (conservative DPO: Mitchell, "A note on DPO with noisy preferences and relationship to IPO", 2023). mask [B]: the
-    pairs that count, all where None. Figures, by pair: loss, rewards/chosen, rewards/rejected, rewards/accuracies,
+    pairs that count; None: all. Figures, by pair: loss, rewards/chosen, rewards/rejected, rewards/accuracies,
     rewards/margins, TRL's names (DPOTrainer).
     """
     kept = torch.ones_like(chosen_logps, dtype=torch.bool) if mask is None else mask.bool()

@@ -132,7 +132,7 @@ def load(
         error = f"{type(raised).__name__}: {raised}"
     finally:
         del partitioned
-    # Only the rank that reads a weight sees that it does not fit; the others would wait for it for ever.
+    # Only the rank that reads a weight sees that it does not fit; the others would wait for ever.
     if error := next(filter(None, from_all_ranks(error)), ""):
         raise ValueError(f"{name!r} cannot be loaded: {error}")
     return model
