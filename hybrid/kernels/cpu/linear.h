@@ -15,12 +15,13 @@
 //   W: bf16, Int8<bf16>     x: | x0 x2 ... x(B-2) | x1 x3 ... x(B-1) |             even elements, then odd ones
 //     with PAIRS            x: | (x0,x1) (x2,x3) ... (x(B-2),x(B-1)) | unused |    bf16 pairs in 32 bits, even one low
 //
-//   bf16 W, one load        32-bit lane i = | w(2i+1) : w(2i) |    << 16 gives the even elements as float32, & 0xffff0000
-//                                                                 the odd ones; with PAIRS the lane is a pair already
+//   bf16 W, one load        32-bit lane i = | w(2i+1) : w(2i) |    << 16 gives the even elements as float32,
+//                                                                  & 0xffff0000 the odd ones; with PAIRS, a lane is a pair
 //   int8 W, one load        byte << 24 as integer, converted: 2^24 · w (INT8_UNIT); the sum is multiplied by s / 2^24
 //
-// The in % B last elements of a row keep their natural order and are added one by one. With groups > 1, in / groups is a
-// multiple of B (`reads_int8` in hybrid/decoders/cpu_decoder.py), so that no block crosses a group.
+// The last in % B elements of a row (float W: in % LANES) keep their natural order and are added one by one. With
+// groups > 1, in / groups is a multiple of B (`reads_int8` in hybrid/decoders/cpu_decoder.py), so that no block crosses
+// a group.
 #pragma once
 #include <algorithm>
 #include <type_traits>
