@@ -75,8 +75,8 @@ ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "to
 class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     """DeepSpeed's engine for ZeRO 0-3, whose model also generates, fast and in the same process.
 
-    In train mode it is DeepSpeed's engine. In eval mode forwards run without gradients over a snapshot of the
-    weights: gathered once per weight version, adapters merged. Training storage is only read. Built by
+    In train mode it is DeepSpeed's engine. In eval mode forwards run without gradients over a snapshot of the weights,
+    which is gathered once per weight version, with adapters merged. Training storage is only read. Built by
     `hybrid.initialize`.
 
     Threads may share the engine: their calls run one at a time, in the order in which they came, and
@@ -250,7 +250,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def train(self, mode: bool = True) -> None:
         """Switch to train mode: the model has its own forwards, and this is DeepSpeed's engine.
 
-        mode: False calls `eval()`. Raises RuntimeError inside `inference()`.
+        mode: False calls `eval()`.
+        Raises RuntimeError inside `inference()`.
         """
         if not mode:
             self.eval()
@@ -688,7 +689,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             rank may have 0 rows.
         adapters: None uses the model's active adapters; False scores with the base model.
         temperature: divides the logits; above 0.
-        rows_per_forward: maximum rows in one forward.
+        rows_per_forward: maximum rows computed together.
         Raises TypeError or ValueError for invalid sequences, a temperature of 0 or less, or sequences that the KV cache
         cannot hold; NotImplementedError for an encoder-decoder and for `model_inputs`.
         """
