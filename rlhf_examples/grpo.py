@@ -64,9 +64,7 @@ def main() -> None:
 
 
 def run(args: GRPOArguments) -> Metrics:
-    """Train and export a policy; returns the metrics of the last iteration and of the evaluations before and after
-    training.
-    """
+    """Train and export a policy; returns the last metrics, and those of the evaluations before and after."""
     seed_everything(args.seed)
     directory = Path(args.output_dir)
     require_model("actor_model_name_or_path", args.actor_model_name_or_path, args.attn_implementation)
@@ -224,9 +222,7 @@ def spread(rewards: torch.Tensor, num_generations: int) -> dict[str, torch.Tenso
 
 
 def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArguments) -> Metrics:
-    """`num_grpo_iterations` passes of optimizer steps over the experience of all ranks; returns metrics of all
-    ranks.
-    """
+    """`num_grpo_iterations` passes over the experience of all ranks; returns metrics of all ranks."""
     steps = optimizer_steps(experience, args.num_grpo_iterations, iteration, args)
     numerics = Numerics(actor.policy, experience, steps[0], args.numerics_control_rows, args)
     losses, norms, forward = [], [], (args.temperature, args.logit_chunk, args.padding_free)

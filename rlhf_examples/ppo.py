@@ -74,9 +74,7 @@ def main() -> None:
 
 
 def run(args: PPOArguments) -> Metrics:
-    """Train and export a policy; returns the metrics of the last iteration and of the evaluations before and after
-    training.
-    """
+    """Train and export a policy; returns the last metrics, and those of the evaluations before and after."""
     seed_everything(args.seed)
     directory = Path(args.output_dir)
     check(args)

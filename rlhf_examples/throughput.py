@@ -81,9 +81,7 @@ def tokens_per_second(contender: Callable[[int], int], seed: int) -> float:
 
 @torch.no_grad()
 def hugging_faces(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, params: hybrid.SamplingParams) -> int:
-    """The number of tokens that `generate` makes, up to each row's end token.  ids, mask int64 [rows, tokens], left
-    padded.
-    """
+    """The tokens that `generate` makes, up to each row's end token.  ids, mask int64 [rows, tokens], left padded."""
     config = params.generation_config(model, 1)
     completions = model.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]
     ends = torch.tensor(config.eos_token_id or [], device=ids.device)

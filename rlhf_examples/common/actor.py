@@ -307,9 +307,7 @@ class Evaluation:
         return kept_before(directory, resumed, lambda: dict(zip(("metrics", "texts", "scores"), self(), strict=True)))
 
     def logged(self, log: RunLog, iteration: int, found: dict | None = None) -> Metrics:
-        """Evaluate during training, and log every completion.  found: the result of `before`, logged instead of
-        evaluating.
-        """
+        """Evaluate, and log every completion.  found: the result of `before`, which is logged instead."""
         metrics, texts, scores = self() if found is None else found.values()
         self._log(log, iteration, texts, scores, self.args.num_samples)
         return metrics

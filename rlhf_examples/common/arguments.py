@@ -520,9 +520,7 @@ class RewardServerArguments:
 
 
 def require_pass_at_k(args: Any) -> None:
-    """Raises ValueError if a k is not between 1 and `eval_num_generations`, or if several completions would be
-    greedy.
-    """
+    """Raises ValueError for a k above `eval_num_generations` or below 1, or several greedy completions."""
     require_range(args, eval_num_generations=(1, None))
     for k in args.pass_at_k:
         if not 1 <= k <= args.eval_num_generations:
@@ -641,16 +639,12 @@ def in_lists(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_of_table(value: Any, kind: type, name: str) -> Any:
-    """A table of a YAML file as JSON text if its field is a text, as a flag would give it; any other value
-    unchanged.
-    """
+    """A YAML table as JSON text, as a flag would give it, if the field is a text; else `value`."""
     return json.dumps(value) if isinstance(value, dict) and get_type_hints(kind)[name] is str else value
 
 
 def require_types(kind: type, settings: dict[str, Any]) -> None:
-    """Raises ValueError for a setting of another type than its field. Text is allowed for numbers: the parser
-    converts it.
-    """
+    """Raises ValueError for a setting of another type than its field. Numbers and bools may be text."""
     hints = get_type_hints(kind)
     for name, value in settings.items():
         inner = get_args(hints[name]) if get_origin(hints[name]) is list else ()

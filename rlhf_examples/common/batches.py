@@ -129,9 +129,7 @@ def chunked_logps(
 
 @contextlib.contextmanager
 def forward_lent(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """Inside the block, calling `module` runs `forward` within the module's hooks; afterwards its own forward is
-    restored.
-    """
+    """Inside the block, `module` runs `forward` within its hooks; afterwards its own forward is restored."""
     own = vars(module).get("forward")  # an instance attribute that overrides the class's forward
     module.forward = forward
     try:

@@ -32,9 +32,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def whole(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """The average of a parameter, float32, in its shape; None for one that is not trained. Every rank takes
-        part.
-        """
+        """A parameter's average, float32, in its shape; None if it is not trained. Every rank takes part."""
         name = self.names.get(parameter)
         return None if name is None else whole_tensor(parameter, self.parts.get(name))
 

@@ -60,9 +60,7 @@ class Training:
         )
 
     def config(self, args: RunArguments) -> dict[str, Any]:
-        """The DeepSpeed configuration of the engine. It has no `gradient_accumulation_steps`: `step_on` counts the
-        backwards.
-        """
+        """The engine's DeepSpeed configuration. `step_on` counts the backwards of an optimizer step."""
         zero = args.dtype, self.zero_stage, args.offload, args.stage3_param_persistence_threshold
         optimizer = {"lr": self.learning_rate, "weight_decay": self.weight_decay, "torch_adam": True}
         return {
@@ -73,9 +71,7 @@ class Training:
 
 
 def trained(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:
-    """An engine that trains the parameters of `model` that require gradients.  blocks: `hybrid_engine` and
-    `rollout`.
-    """
+    """An engine that trains what requires gradients.  blocks: configuration of `hybrid_engine`, `rollout`."""
     preparation_is_over()
     return hybrid.initialize(
         model=model,

@@ -417,9 +417,7 @@ class AdaptiveKLController(FixedKLController):
         self.target, self.horizon = target, horizon
 
     def update(self, current: float, n_steps: int) -> None:
-        """Update after `n_steps` completions of all ranks with a mean KL of `current` nats. Raises ValueError if it
-        is NaN.
-        """
+        """Update after `n_steps` completions of all ranks with mean KL `current`. Raises ValueError for NaN."""
         if math.isnan(current):
             raise ValueError("kl: NaN; logprobs of policy or reference are broken, and so would the KL's weight be")
         error = min(max(current / self.target - 1, -0.2), 0.2)

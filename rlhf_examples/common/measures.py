@@ -48,7 +48,7 @@ class TokenCount:
     total: int = 0
 
     def add(self, own: int | Tensor) -> Metrics:
-        """Count this rank's tokens and return the run's total under TRL's name. Every rank takes part."""
+        """Count this rank's tokens; returns the run's total under TRL's name. Every rank takes part."""
         self.total += int(sums_over_ranks({"tokens": own})["tokens"])
         return {"num_tokens": self.total}
 

@@ -20,9 +20,7 @@ from deepspeed.accelerator import get_accelerator
 
 @dataclass
 class Preparation:
-    """The part of a run that reads arguments, tokenizers and records.  is_over: whether an engine has been built
-    since.
-    """
+    """Reading arguments, tokenizers and records.  is_over: whether an engine has been built since."""
 
     is_over: bool = False
 

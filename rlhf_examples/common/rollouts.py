@@ -48,9 +48,7 @@ class Experience:
     returns: torch.Tensor | None = None
 
     def take(self, rows: torch.Tensor) -> "Experience":
-        """A selection of the rows, without columns that are padding in all of them; at least one completion column
-        stays.
-        """
+        """A selection of the rows, cropped to the columns in use; at least one completion column stays."""
         used = self.attention_mask[rows].any(dim=0).nonzero()[[0, -1], 0].tolist()
         width, total = self.mask.shape[1], self.attention_mask.shape[1]
         first, last = min(used[0], total - width - 1), max(used[1] + 1, total - width + 1)
@@ -61,9 +59,7 @@ class Experience:
         return Experience(**wholes, **others)
 
     def of_all_ranks(self, num_generations: int = 1) -> "Experience":
-        """The rows of every rank, ordered by their prompts' numbers. Ranks must have equally many rows of equal
-        width.
-        """
+        """The rows of every rank, ordered by their prompts' numbers. All ranks must have equal shapes."""
         tensors = {name: own for name, own in vars(self).items() if own is not None}
         return Experience(**{name: in_order(own, num_generations) for name, own in tensors.items()})
 
@@ -105,8 +101,8 @@ def own_numbers(count: int) -> torch.Tensor:
 
 
 def in_order(own: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """The rows of every rank, ordered by their prompts' numbers.  own [prompts · generations, ...], of equal size on
-    all ranks.
+    """The rows of every rank, ordered by their prompts' numbers.  own [prompts · generations, ...], equal on all
+    ranks.
     """
     everybodys = own.new_empty(dist.get_world_size() * len(own), *own.shape[1:])
     dist.all_gather_into_tensor(everybodys, own.contiguous())
@@ -229,9 +225,7 @@ def shared_out(lengths: torch.Tensor, num_batches: int) -> list[list[int]]:
 
 
 def rows_of_forward(args: RolloutArguments, width: int) -> int:
-    """Rows of a forward without gradients that are padded to `width` tokens: as many as `max_tokens_per_batch`
-    allows.
-    """
+    """Rows of a forward without gradients at `width` tokens: as many as `max_tokens_per_batch` allows."""
     return (
         max(args.max_tokens_per_batch // width, 1) if args.max_tokens_per_batch else args.per_device_training_batch_size
     )
@@ -309,9 +303,7 @@ class Numerics:
             self.alone = token_logps_alone(policy, e.sequences, e.attention_mask, e.mask.shape[1], args.temperature)
 
     def add(self, logps: torch.Tensor) -> None:
-        """Record the logprobs of the next micro batch's training forward [rows, completion]; later steps are
-        ignored.
-        """
+        """Record a micro batch's training logprobs [rows, completion]; steps after the first are ignored."""
         if len(self.logps) < len(self.rows):
             self.logps.append(logps.detach())
 

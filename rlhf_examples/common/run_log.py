@@ -204,9 +204,7 @@ class RunLog:
 
 
 class ProgressLines:
-    """A progress bar's information as lines, for output that is no terminal: one every few seconds, and one at the
-    end.
-    """
+    """A progress bar as lines, for output that is no terminal: one every few seconds, and one at the end."""
 
     def __init__(self, total: int, initial: int, desc: str, every_s: float = 10.0):
         self.total, self.initial, self.description, self.every_s = total, initial, desc, every_s
@@ -267,9 +265,7 @@ def read_completions(directory: Path) -> pd.DataFrame:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The rows that `as_line` wrote into a file; empty if there is no file. Raises ValueError for a line that is not
-    JSON.
-    """
+    """The rows that `as_line` wrote into a file; empty without a file. Raises ValueError for invalid JSON."""
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     return [from_line(line, f"{path}:{i}") for i, line in enumerate(lines, start=1) if line.endswith("\n")]
 

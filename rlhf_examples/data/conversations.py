@@ -47,9 +47,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def end_with_turns(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add `turn_end` to the end tokens of a language model's generation configuration, which is saved with the
-    model.
-    """
+    """Add `turn_end` to the end tokens of a language model's generation configuration."""
     config, end = getattr(model, "generation_config", None), turn_end(tokenizer)
     if config is None or end is None:
         return

@@ -215,9 +215,7 @@ def cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *setti
 
 
 def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What determines a tokenizer's output, as JSON; without the padding and truncation settings that its last call
-    left.
-    """
+    """What determines a tokenizer's output, as JSON, without its last call's padding and truncation."""
     state = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "chat_template")}
     if tokenizer.is_fast:
         state["backend"] = {**json.loads(tokenizer.backend_tokenizer.to_str()), "padding": None, "truncation": None}
@@ -291,9 +289,7 @@ def tokens_of(known: Texts, tokenizer: PreTrainedTokenizerBase) -> list[list[int
 
 
 def prompt_order(count: int, seed: int, position: int = 0) -> Iterator[int]:
-    """An endless iterator over the numbers below `count` from position `position`: each pass has all of them, in its
-    own order.
-    """
+    """Endless numbers below `count` from position `position`: each pass has all, in its own order."""
     epoch, start = divmod(position, count)
     while True:
         generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))

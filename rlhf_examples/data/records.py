@@ -93,9 +93,7 @@ def hub_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Ro
 
 
 def local_set(path: Path, own_split: str, split: str, streaming: bool, cache_dir: str | None) -> Rows:
-    """The records of a file, or of the files of a directory. Raises ValueError if there are none or they cannot be
-    read.
-    """
+    """The records of a file or directory. Raises ValueError if there are none or they cannot be read."""
     files = [str(file) for file in files_of(path, own_split, split)]
     if streaming:
         return IterableDataset.from_generator(raw_rows, features=RAW, gen_kwargs={"paths": files})

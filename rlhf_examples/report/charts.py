@@ -91,9 +91,7 @@ def points(column: pd.Series, chart: Chart) -> tuple[pd.Index, pd.Series]:
 
 
 def smoothed(column: pd.Series) -> pd.Series | None:
-    """A centred moving average over a tenth of the points, which, unlike a decaying one, does not lag; None for few
-    points.
-    """
+    """A centred moving average over a tenth of the points, which does not lag; None for few points."""
     if len(column) < FEWEST_TO_SMOOTH:
         return None
     return column.rolling(max(3, len(column) // 10 | 1), center=True, min_periods=1).mean()
@@ -110,9 +108,7 @@ def thinned(column: pd.Series) -> pd.Series:
 
 
 def phase_seconds(log: pd.DataFrame) -> pd.DataFrame:
-    """Seconds of each phase in each iteration, the rest of the iteration as "other"; phases without any time are
-    left out.
-    """
+    """Seconds of each phase by iteration, and the rest of it as "other"; only phases that took time."""
     seconds = pd.DataFrame({phase: log[f"time/{phase}_s"] for phase in PHASES if f"time/{phase}_s" in log})
     seconds = seconds.fillna(0.0)
     if "time/iteration_s" in log and len(seconds.columns):

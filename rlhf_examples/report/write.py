@@ -189,9 +189,7 @@ def write_report(directory: Path) -> Path:
 
 
 def step_directories(directory: Path) -> list[Path]:
-    """The directories with logged metrics: steps in the order of pipeline.json, then others by time, then the run's
-    own.
-    """
+    """Directories with logged metrics: steps in pipeline.json's order, others by time, the run's own last."""
     found = [path.parent for path in directory.glob(f"*/{METRICS}")]
     names = list(read_json(directory / PIPELINE, {}).get("steps", []))
     known = [path for name in names for path in found if path.name == name]
@@ -277,9 +275,7 @@ def draw_histograms(histograms: dict[str, list[Histogram]]) -> list[Drawing]:
 
 
 def headline_figures(log: pd.DataFrame) -> list[Figure]:
-    """The metrics of HEADLINES: means over the first and the last tenth of the iterations, at least one iteration
-    each.
-    """
+    """The metrics of HEADLINES: means over the first and the last tenth of the iterations."""
     found = [[(label, log[n].dropna()) for n, label in row.items() if n in log] for row in HEADLINES]
     figures = []
     for label, column in [row[0] for row in found if row]:
@@ -356,9 +352,7 @@ def sample_of(sample: dict) -> dict[str, str]:
 
 
 def completions_by_prompt(completions: pd.DataFrame, most: int) -> list[tuple[str, list[tuple[int, str, str]]]]:
-    """For the first `most` held-out prompts: the prompt, and its completion and first score in each evaluated
-    iteration.
-    """
+    """For the first `most` held-out prompts: the prompt, and its completion and first score by iteration."""
     scores = [name for name in completions.columns if name not in ("iteration", "prompt", "completion")]
     found = []
     for _, rows in completions.groupby(completions.groupby("iteration").cumcount()):
