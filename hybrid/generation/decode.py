@@ -494,20 +494,20 @@ class FusedForward:
 
     def __init__(self, decoder: Decoder, store: BlockPool, lengths: list[int], longest: int):
         self.decoder, self.store, self.lengths = decoder, store, lengths
-        self.rows = ModelRunner(decoder, store, longest)
+        self.runner = ModelRunner(decoder, store, longest)
         decoder.reserve(longest)
 
     def prefill(self, input_ids: torch.Tensor) -> StepOutput:
         """Logits after the prompts."""
         prompts = [ids[len(ids) - length :] for ids, length in zip(input_ids, self.lengths, strict=True)]
         pages, logits = prefill(self.decoder, self.store, prompts)
-        self.rows.add(pages, self.lengths)
+        self.runner.add(pages, self.lengths)
         return StepOutput(logits[:, None])
 
     def step(self, input_ids: torch.Tensor) -> StepOutput:
         """Logits after the latest token of each row."""
-        self.rows.make_room(1)
-        return StepOutput(self.rows.step(input_ids[:, -1].contiguous())[:, None])
+        self.runner.make_room(1)
+        return StepOutput(self.runner.step(input_ids[:, -1].contiguous())[:, None])
 
 
 def in_lockstep(

@@ -17,7 +17,7 @@ WHOLE_LOGIT_TOKENS = 1024  # the same, for forwards that compute the logits of a
 
 
 @dataclass(frozen=True)
-class ModelRunner:
+class PaddedBatch:
     """The rows of one forward, padded on the right.
 
     ids, mask: int64 [rows, width].  row: int64 [rows], each row's index in the input.  first: int64 [rows], the input
@@ -65,7 +65,7 @@ def score_natively(
     return Scores(logps, entropies)
 
 
-def logits_of(model: nn.Module, batch: ModelRunner, in_parts: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def logits_of(model: nn.Module, batch: PaddedBatch, in_parts: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields columns of a batch, int64 [columns], and the logits after them [rows, columns, vocab].
 
     in_parts: run the head once for each part of the columns; else run the model once.
@@ -168,17 +168,17 @@ def similar(lengths: list[int], most_rows: int, most_tokens: int) -> list[list[i
     return batches
 
 
-def padded(sequences: torch.Tensor, mask: torch.Tensor, rows: list[int]) -> ModelRunner:
+def padded(sequences: torch.Tensor, mask: torch.Tensor, rows: list[int]) -> PaddedBatch:
     """A batch of some rows, without columns that are padding in all of them; at least two columns wide."""
     first, last = spans(mask[rows])
     width = max(2, *(end - begin for begin, end in zip(first, last, strict=True)))
     ids, kept = (tensor.new_zeros(len(rows), width) for tensor in (sequences, mask))
     for index, (row, begin, end) in enumerate(zip(rows, first, last, strict=True)):
         ids[index, : end - begin], kept[index, : end - begin] = sequences[row, begin:end], mask[row, begin:end]
-    return ModelRunner(ids, kept, torch.tensor(rows, device=ids.device), torch.tensor(first, device=ids.device))
+    return PaddedBatch(ids, kept, torch.tensor(rows, device=ids.device), torch.tensor(first, device=ids.device))
 
 
-def columns_of(batch: ModelRunner) -> tuple[torch.Tensor, ...]:
+def columns_of(batch: PaddedBatch) -> tuple[torch.Tensor, ...]:
     """The columns whose logits score the next column's tokens, split into parts of at most LOGIT_ROWS tokens."""
     rows, width = batch.ids.shape
     return torch.arange(width - 1, device=batch.ids.device).split(max(1, LOGIT_ROWS // rows))

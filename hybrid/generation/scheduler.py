@@ -97,7 +97,7 @@ class Scheduler:
         self.request, self.decoder, self.store = request, decoder, store
         self.max_slots, self.stride, self.phase = max_slots, stride, phase
         self.queue = equal_prompts(request.padded, request.lengths)
-        self.rows = ModelRunner(decoder, store, max(request.lengths) + request.max_new_tokens)
+        self.runner = ModelRunner(decoder, store, max(request.lengths) + request.max_new_tokens)
         count, self.prompt_len = request.padded.shape
         device, new = decoder.device, request.max_new_tokens
         # By row of the request: the padded prompt and its completion, as processors see them, and the logprobs.
@@ -117,11 +117,11 @@ class Scheduler:
         self.store.expect(self.pages_at_once())
         self.decoder.reserve(max(self.request.lengths) + self.request.max_new_tokens)
         with self.phase("decode"):
-            while self.queue or len(self.rows):
+            while self.queue or len(self.runner):
                 if self.queue:
                     with self.phase("prefill"):
                         self.admit()
-                if len(self.rows):
+                if len(self.runner):
                     self.advance()
         tokens = self.ids[:, self.prompt_len :]
         return Completions(tokens, self.lengths.to(tokens.device), *self.logps)
@@ -142,14 +142,14 @@ class Scheduler:
     def admit(self) -> None:
         """Start waiting rows, as long as there are free places and the pages that the rows may need."""
         chosen = self.fitting()
-        if not chosen and len(self.rows):
+        if not chosen and len(self.runner):
             return
         if not chosen:
             chosen = [self.oversized_row()]
         self.prefill([group for group, _ in chosen if not group.pages])
         for group, rows in chosen:
             self.allocate(group, rows)
-        self.draw(torch.cat([group.logits.expand(len(rows), -1) for group, rows in chosen]), self.latest_tokens(chosen))
+        self.draw(torch.cat([group.logits.expand(len(rows), -1) for group, rows in chosen]), self.append_rows(chosen))
         self.queue = [group for group in self.queue if group.waiting]
         for group, _ in chosen:
             if not group.waiting:
@@ -159,7 +159,7 @@ class Scheduler:
     def fitting(self) -> list[tuple[Group, list[int]]]:
         """Remove from the queue, in its order, the rows that fit now, and return them by group."""
         chosen: list[tuple[Group, list[int]]] = []
-        free, room = self.max_slots - len(self.rows), self.room()
+        free, room = self.max_slots - len(self.runner), self.room()
         for group in self.queue:
             count = min(free, len(group.waiting))
             while count and self.pages_needed(group, count) > room:
@@ -186,7 +186,7 @@ class Scheduler:
         """Pages that are neither in use nor promised to admitted rows; infinity without a limit."""
         if self.store.limit is None:
             return math.inf
-        to_come = sum(most - len(pages) for most, pages in zip(self.most_pages, self.rows.pages, strict=True))
+        to_come = sum(most - len(pages) for most, pages in zip(self.most_pages, self.runner.pages, strict=True))
         return self.store.limit - self.store.held - to_come
 
     def pages_needed(self, group: Group, count: int) -> int:
@@ -227,10 +227,10 @@ class Scheduler:
         if not group.waiting:
             self.store.give_back(whole)  # the group's own reference; its partial page went to its last row
             group.pages = []
-        self.rows.add(own, [length] * len(rows))
+        self.runner.add(own, [length] * len(rows))
         self.most_pages += [self.pages_of_row(group)] * len(rows)
 
-    def latest_tokens(self, chosen: list[tuple[Group, list[int]]]) -> int:
+    def append_rows(self, chosen: list[tuple[Group, list[int]]]) -> int:
         """Add the admitted rows to the per-sequence tensors; returns their number."""
         rows = torch.tensor([row for _, rows in chosen for row in rows], device=self.row.device)
         zeros = torch.zeros_like(rows)
@@ -244,9 +244,9 @@ class Scheduler:
     def advance(self) -> None:
         """Decode up to `stride` tokens for every sequence, then remove the ended ones."""
         steps = min(self.stride, self.request.max_new_tokens - self.most_made)
-        self.rows.make_room(steps)
+        self.runner.make_room(steps)
         for _ in range(steps):
-            self.draw(self.rows.step(self.last), len(self.rows))
+            self.draw(self.runner.step(self.last), len(self.runner))
         self.finish(steps)
 
     def draw(self, logits: torch.Tensor, count: int) -> None:
@@ -293,7 +293,7 @@ class Scheduler:
             self.ids[row, self.prompt_len :] = self.ids[row, self.prompt_len :].masked_fill(behind, self.request.pad)
             self.logps[:, row] = self.logps[:, row].masked_fill(behind, 0.0)
         stay = ~done
-        self.rows.leave(stay)
+        self.runner.leave(stay)
         self.row, self.made, self.last = self.row[stay], self.made[stay], self.last[stay]
         self.most_pages = [most for most, kept in zip(self.most_pages, stay.tolist(), strict=True) if kept]
         self.most_made = int(self.made.max()) if len(self.made) else 0
