@@ -23,6 +23,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
     TemperatureLogitsWarper,
@@ -70,11 +71,22 @@ def reward(completions: list[str], seen: list | None = None, **kwargs) -> list[f
     return [sum(int(word[1:]) for word in text.split() if word.startswith("w")) % 17 / 4.0 for text in completions]
 
 
+class RowNoise(LogitsProcessor):
+    """Gumbel noise that is a function of row and length: greedy search then draws, and equal prompts differ."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        uniform = torch.rand(scores.shape, generator=torch.Generator().manual_seed(ids.shape[1]))
+        return scores - (-uniform.log()).log()
+
+
 def trainer_of(kind: str, folder: str, hybrid_engine: dict, adapter: str, rollouts: Callable | None, **options):
     """A real trainer over the same tiny model, prompts and seed; and the completions that its reward function saw."""
     import trl
 
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
+    if kind == "rloo":  # whose advantages are 0 where a group's completions are equal
+        own = model._get_logits_processor
+        model._get_logits_processor = lambda *args, **kwargs: LogitsProcessorList([*own(*args, **kwargs), RowNoise()])
     if adapter == "peft":
         torch.manual_seed(1)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
@@ -172,6 +184,7 @@ def check_ways(kind: str, adapter: str, folder: str, ways: list[dict], **options
     make_model(folder)
     expected = run_of(DeepSpeedEngine, kind, folder, adapter, None, **options)
     assert len({str(completion) for step in expected["completions"] for completion in step}) > 2
+    assert any(expected["losses"]), "nothing is learned, which shows nothing"
     for way in ways:
         rollouts = integration.rollout_func if way.get("rollout_func") else None
         more = {name: value for name, value in way.items() if name != "rollout_func"}
