@@ -42,6 +42,8 @@ def require_equal(found: list[dict], expected: list[dict], except_for: tuple[str
     assert len(found) == len(expected) == 3
     for row, other in zip(found, expected, strict=True):
         assert row.keys() == other.keys()
+        if abs(other.get("rewards/margins", 1.0)) < TOLERANCE:  # DPO's first step: policy and reference are one model
+            other = {name: value for name, value in other.items() if name != "rewards/accuracies"}
         for name, value in other.items():
             if isinstance(value, float | int) and not name.startswith(except_for):
                 assert math.isclose(row[name], value, rel_tol=TOLERANCE, abs_tol=TOLERANCE), (name, row[name], value)
