@@ -22,7 +22,7 @@ from rlhf_examples.data.texts import RecordFormat
 
 Arguments = TypeVar("Arguments")
 ATTENTION = "attention in models' own forwards: eager, sdpa, flash_attention_2, …; empty: transformers' choice"
-NO_DROPOUT = "no dropout in training: policies that are compared, and scores, are the model's and not the noise's"
+NO_DROPOUT = "no dropout in training: ratios and scores are of the model, not of the dropout"
 
 
 def about(default: Any, text: str) -> Any:
@@ -43,13 +43,13 @@ class DataArguments:
     prompt_column: str = about("prompt", "column of prompts, texts or conversations")
     completion_column: str = about("completion", "column of completions")
     chosen_column: str = about("chosen", "column of the completions that were preferred")
-    rejected_column: str = about("rejected", "column of the others")
+    rejected_column: str = about("rejected", "column of the rejected completions")
     messages_column: str = about("messages", "column of whole conversations")
     text_column: str = about("text", "column of texts that are learned as a whole")
     margin_column: str = about(
         "margin", "column of numbers: by how much rewards of a pair should differ (loss_form last)"
     )
-    input_template: str = about("", 'what a text prompt stands in, such as "Question: {}\\nAnswer:"; empty: nothing')
+    input_template: str = about("", 'template around a text prompt, such as "Question: {}\\nAnswer:"; empty: nothing')
 
     chat_template_kwargs: str = about("", 'JSON for the chat template, such as {"enable_thinking": false}')
 
@@ -62,18 +62,20 @@ class RunArguments(DataArguments):
     """Arguments of every script that trains."""
 
     output_dir: str = about("runs/run", "where logs, checkpoints and trained models go")
-    seed: int = about(0, "of everything random in the run")
+    seed: int = about(0, "seed of data order, dropout and sampling")
     dtype: str = about("float32", "float32 or bfloat16")
     attn_implementation: str = about("", ATTENTION)
     tokenizer_name_or_path: str = about("", "directory or hub name; empty: the model's")
     data_path: list[str] = listed(
         [], "hub names, files or synthetic:… sets; empty: the set that the script is shown on"
     )
-    data_split: str = about("", 'shares for supervised tuning, reward model and RL, such as "2,4,4"; empty: all of it')
+    data_split: str = about(
+        "", 'shares for supervised tuning, reward model and RL, such as "2,4,4"; empty: all records'
+    )
     data_output_path: str = about("", "where tokens are kept by content; empty: datasets' cache")
-    streaming: bool = about(False, "read records as they are needed, and count and keep none")
+    streaming: bool = about(False, "read records as they are needed; nothing is counted or cached")
     eval_data_path: list[str] = listed([], "held-out records; empty: a share of data_path")
-    eval_fraction: float = about(0.05, "that share; 0 holds none out")
+    eval_fraction: float = about(0.05, "share of the records that is held out; 0 holds none out")
     eval_every: int = about(0, "iterations between evaluations; 0 evaluates at the end alone")
     eval_rows: int = about(256, "most held-out records in an evaluation")
 
@@ -87,21 +89,21 @@ class RunArguments(DataArguments):
     ema_beta: float = about(0.992, "share of the old average that stays at a step")
     logit_chunk: int = about(1024, "tokens whose logits exist at once in training; 0: all of a forward's")
 
-    padding_free: bool = about(False, "sequences stand one behind the other in training forwards; rotary decoders")
+    padding_free: bool = about(False, "pack rows without padding in training forwards; decoders with rope only")
 
     metric_for_best_model: str = about(
         "", "of evaluations, such as eval_loss: its best checkpoint is kept; empty: none"
     )
     greater_is_better: bool | None = about(None, "of that metric; not given: unless its name ends with loss")
-    load_best_model_at_end: bool = about(False, "what is written at the end is the best model, and not the last")
+    load_best_model_at_end: bool = about(False, "export the best model at the end, not the last")
     early_stopping_patience: int = about(0, "evaluations in a row without a better one that end the training; 0 is off")
-    early_stopping_threshold: float = about(0.0, "by how much more an evaluation must be better to be one of those")
+    early_stopping_threshold: float = about(0.0, "least improvement of an evaluation that resets the patience")
 
     save_every: int = about(0, "iterations between checkpoints; 0 saves none but the best")
-    keep_last: int = about(2, "checkpoints kept, beside the best")
-    resume: bool = about(False, "go on from the newest checkpoint in output_dir")
+    keep_last: int = about(2, "checkpoints kept, in addition to the best")
+    resume: bool = about(False, "resume from the newest checkpoint in output_dir")
     overwrite: bool = about(False, "delete the run that output_dir holds; without this and resume it is an error")
-    peak_tflops: float = about(0.0, "of a device in dtype, what time/mfu is a share of; 0: what is known of it")
+    peak_tflops: float = about(0.0, "peak TFLOP/s of a device in dtype, for time/mfu; 0: as known of this device")
     print_every: int = about(10, "iterations between tables in the terminal; 0 prints none")
     report_to: list[str] = listed(["tensorboard"], "tensorboard, trackio, wandb; JSON lines are always written")
 
@@ -148,7 +150,7 @@ class TrainArguments(RunArguments):
     gradient_accumulation_steps: int = about(1, "backwards in an optimizer step")
     num_train_epochs: float = about(1.0, "passes over the data")
     max_steps: int = about(0, "optimizer steps; 0: as many as num_train_epochs says")
-    learning_rate: float = about(1e-4, "at its highest")
+    learning_rate: float = about(1e-4, "peak learning rate")
     weight_decay: float = about(0.0, "AdamW's")
     lr_scheduler_type: str = about("linear", "a name of transformers' schedules: linear, cosine, constant, …")
     num_warmup_steps: int = about(0, "optimizer steps in which the learning rate rises")
@@ -173,8 +175,8 @@ class SFTArguments(TrainArguments):
     """Supervised fine-tuning."""
 
     output_dir: str = about("runs/sft", "where logs, checkpoints and the trained model go")
-    only_completions: bool = about(False, "the loss is of completions alone, where records have prompts")
-    assistant_only_loss: bool = about(False, "the loss is of every turn of the assistant's, and of nothing else")
+    only_completions: bool = about(False, "learn from completions only, where records have prompts")
+    assistant_only_loss: bool = about(False, "learn from the assistant's turns only")
     packing: bool = about(False, "records share sequences of max_seq_len tokens, without seeing each other")
 
     def __post_init__(self):
@@ -206,7 +208,7 @@ class DPOArguments(TrainArguments):
     output_dir: str = about("runs/dpo", "where logs, checkpoints and the trained model go")
     disable_dropout: bool = about(True, NO_DROPOUT)
     beta: float = about(0.1, "how strongly the policy is held to the reference")
-    label_smoothing: float = about(0.0, "probability that a pair's labels are the wrong way round")
+    label_smoothing: float = about(0.0, "probability that a pair's labels are swapped")
     offload_reference_model: bool = about(False, "the reference is partitioned by ZeRO-3, in host memory")
 
 
@@ -222,7 +224,7 @@ class RolloutArguments(RunArguments):
     )
     reward_weights: list[float] = listed([], "of each reward in their sum; empty: 1")
     reward_timeout_s: float = about(60.0, "seconds that an attempt of an awaited function or a server may take")
-    reward_retries: int = about(2, "attempts after one of those that failed")
+    reward_retries: int = about(2, "retries of a failed attempt")
     eval_reward: list[str] = listed([], "as reward: what held-out completions are scored by, and training is not")
     stop_token_ids: list[int] = listed([], "end tokens besides the model's own")
     max_prompt_seq_len: int = about(256, "longest prompt in tokens; longer ones are counted and left out")
@@ -241,12 +243,12 @@ class RolloutArguments(RunArguments):
         2, "rows of the first mini batch on which the trainer is compared with itself, a row a forward; 0 is off"
     )
     importance_sampling_correction: bool = about(
-        False, "weigh each token's loss by what trainer and sampler disagree on; old logprobs are the trainer's"
+        False, "weight each token's loss by the ratio of trainer and sampler; old logprobs are the trainer's"
     )
     importance_sampling_mode: str = about(
         "token_truncate",
         "a weight for each token, or one for all of a completion's (sequence_truncate); token_mask, sequence_mask: one "
-        "outside the bounds is 0, and not the bound",
+        "outside the bounds is 0 instead of the bound",
     )
     importance_sampling_clip_max: float = about(2.0, "upper bound of those weights")
     importance_sampling_clip_min: float = about(0.0, "lower bound of those weights")
@@ -266,7 +268,7 @@ class RolloutArguments(RunArguments):
     tp_gather_partition_size: int = about(8, "layers gathered together")
     unpin_actor_parameters: bool = about(False, "gather layer by layer in rollouts, and keep no copy")
     release_inference_cache: bool = about(False, "free the KV cache for training")
-    unmerged_lora: bool = about(False, "compute adapters beside the base in rollouts, and keep no merged copy")
+    unmerged_lora: bool = about(False, "keep adapters unmerged in rollouts, without a merged copy")
 
     num_samples: int = about(4, "prompts whose completions are shown before and after")
     eval_greedy: bool = about(False, "held-out completions are the most probable tokens, not drawn")
@@ -326,7 +328,7 @@ class PPOArguments(RolloutArguments):
     kl_ctl: float = about(0.1, "weight of the KL to the reference in the reward")
     adap_kl_ctrl: bool = about(False, "kl_ctl follows the KL towards kl_target")
     kl_target: float = about(6.0, "nats a sequence that the adaptive controller aims at")
-    kl_horizon: int = about(10000, "sequences in which it acts")
+    kl_horizon: int = about(10000, "horizon of the adaptive controller, sequences")
     early_stop_kl: float = about(0.0, "end an update once a mini batch's approxkl is above this; 0 is off")
     clip_reward: float = about(5.0, "scores are clipped to ± this")
     cliprange: float = about(0.2, "clipping of the ratio")
@@ -366,7 +368,7 @@ class GRPOArguments(RolloutArguments):
         False, "groups whose rewards are all the same are dropped, and the next prompts take their places (DAPO)"
     )
     max_num_gen_batches: int = about(10, "rollouts of an iteration at most, with dynamic_sampling")
-    mask_truncated_completions: bool = about(False, "completions without an end token train nothing")
+    mask_truncated_completions: bool = about(False, "completions without an end token are masked out of the loss")
     soft_punish_cache: int = about(
         0,
         "last tokens of max_answer_seq_len over which the reward falls by up to 1 (DAPO's overlong shaping); 0 is off",
@@ -429,7 +431,7 @@ class EvaluateArguments(GenerationArguments):
     pass_score: float = about(1.0, "score from which a completion passes")
     zero_stage: int = about(0, "3 partitions the models")
     num_samples: int = about(4, "prompts whose completions are shown")
-    output_file: str = about("", "JSON file of what was found; empty: none")
+    output_file: str = about("", "JSON file for the results; empty: none")
 
     def __post_init__(self):
         super().__post_init__()
@@ -476,7 +478,7 @@ class PipelineArguments:
 
     output_dir: str = about("runs/pipeline", "each step has a directory in it")
     seed: int = about(0, "of every step that has none of its own")
-    resume: bool = about(False, "go on where a run was ended: steps that are done are not run again")
+    resume: bool = about(False, "resume: steps that are done are not run again")
     overwrite: bool = about(False, "delete what the steps' directories hold; without this and resume it is an error")
     common: dict = field(default_factory=dict, init=False)
     steps: dict = field(default_factory=dict, init=False)
@@ -513,7 +515,7 @@ class RewardServerArguments:
     """A reward function over HTTP."""
 
     reward: str = about("rlhf_examples.rewards:exact_match", "module:function over (prompts, completions, columns)")
-    host: str = about("127.0.0.1", "address that is listened at; 0.0.0.0 is every one of this machine")
+    host: str = about("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's")
     port: int = about(8765, "0 takes a free one")
     address_file: str = about("", "file that the server's address is written to once it listens; empty: none")
     parent_pid: int = about(0, "end with this process, which has started the server; 0: with none")
