@@ -22,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid
 from benchmarks.modes import start_ranks
-from hybrid.decoders.batch import PAGE, PagedKV
-from hybrid.generation.block_pool import BlockPool, pages_for
+from hybrid.decoders.batch import BLOCK_SIZE, PagedKV
+from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.model_runner import ModelRunner
 
 # hidden, intermediate, layers, heads, key heads, vocabulary
@@ -122,28 +122,28 @@ class NoDecoder:
 
     device = torch.device("cpu")
 
-    def kv(self, pages: int) -> PagedKV:
-        return PagedKV([torch.zeros(pages, 1)], [torch.zeros(pages, 1)])
+    def kv(self, num_blocks: int) -> PagedKV:
+        return PagedKV([torch.zeros(num_blocks, 1)], [torch.zeros(num_blocks, 1)])
 
     def decode(self, batch: object, kv: PagedKV) -> torch.Tensor:
         return batch.ids
 
 
 def measure_tables(count: int, tokens: int, steps: int = 64) -> None:
-    """Page tables of `count` rows near `tokens` tokens, whose pages end at different steps."""
-    lengths = [tokens - steps - 1 - row % PAGE for row in range(count)]
-    decoder, store = NoDecoder(), BlockPool(PAGE)
-    store.begin(decoder.kv)
-    store.expect(count * pages_for(tokens))
-    rows = ModelRunner(decoder, store, tokens)
-    rows.add([store.take(pages_for(length)) for length in lengths], lengths)
+    """Block tables of `count` rows near `tokens` tokens, whose blocks end at different steps."""
+    lengths = [tokens - steps - 1 - row % BLOCK_SIZE for row in range(count)]
+    decoder, block_pool = NoDecoder(), BlockPool(BLOCK_SIZE)
+    block_pool.begin_call(decoder.kv)
+    block_pool.reserve_call(count * blocks_for(tokens))
+    rows = ModelRunner(decoder, block_pool, tokens)
+    rows.add([block_pool.allocate(blocks_for(length)) for length in lengths], lengths)
     ids = torch.zeros(count, dtype=torch.int64)
     start = time.process_time()
     for _ in range(steps):
         rows.make_room(1)
         rows.step(ids)
     spent_ms = (time.process_time() - start) / steps * 1e3
-    print_on_rank_0(f"page tables of {count} rows of {tokens} tokens: {spent_ms:.2f} ms of processor time a step")
+    print_on_rank_0(f"block tables of {count} rows of {tokens} tokens: {spent_ms:.2f} ms of processor time a step")
 
 
 def measure_plan(shape: str, way: str, rows: int, prompt: int, new: int) -> float:
@@ -194,7 +194,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="*", default=[8, 80], help="models whose windows are timed")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=256, help="of the page tables")
+    parser.add_argument("--rows", type=int, default=256, help="of the block tables")
     parser.add_argument("--tokens", type=int, default=32768, help="of each of these rows")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["7M", "125M"], help="whose plan is checked")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS)[:3])

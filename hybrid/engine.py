@@ -117,7 +117,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         snapshot, fused = self._modes.weights(self._modes.in_use, self._group)
         # If this rank has no whole copy, the model's own layers run on weights that ZeRO-3 gathers as they run.
         self._arrange(snapshot, fused, streams=self._modes.in_use != Mode())
-        self._pages = self._make_pages()
+        self._block_pool = self._make_block_pool()
         self._replace_refused_decoder()
         self._routes = [Route(self._policy, self.generate)] if can_generate(self._policy) else []
         for route in self._routes:
@@ -219,7 +219,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         own = (self._window, self._fused, self._join_refresh, self.call_lock)
         return SharedCalls(*own, group, native, self._profiler.phase)
 
-    def _make_pages(self) -> BlockPool:
+    def _make_block_pool(self) -> BlockPool:
         """The KV cache's block pool, limited by the lesser of `kv_cache_bytes` and the rest of `memory_limit`."""
         step, kv_cache_bytes = self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes
         left = self._modes.kv_limit()
@@ -383,8 +383,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     def _free_kv(self) -> None:
         self._kv_cache.release()
-        self._pages.release()
-        self._fused.release_pages()
+        self._block_pool.release()
+        self._fused.release_blocks()
 
     @contextmanager
     def _states_on_host(self) -> Iterator[None]:
@@ -716,12 +716,14 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             attention_mask = torch.ones_like(sequences)
         longest = int(attention_mask.sum(dim=1).max()) if is_packable(attention_mask) else None
         if longest is not None:
-            self._pages.require_room([longest], self._fused.page_bytes())
+            self._block_pool.require_room([longest], self._fused.block_bytes())
         why_native = "score: attention_mask has zeros between a row's ones (pad on either side)"
         request = self._calls.request(adapters, longest, why_native)
         with self._profiler.phase("prefill"), torch.no_grad(), request as decoder:
             if decoder is not None:
-                scores = score_packed(decoder, self._pages, sequences, attention_mask, temperature, rows_per_forward)
+                scores = score_packed(
+                    decoder, self._block_pool, sequences, attention_mask, temperature, rows_per_forward
+                )
             else:
                 scores = score_natively(
                     self._policy,
@@ -751,8 +753,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             phase=self._profiler.phase,
             request=lambda tokens, why_native: self._calls.request(adapters, tokens, why_native),
             cache=self._kv_cache,
-            store=self._pages,
-            page_bytes=self._fused.page_bytes,
+            block_pool=self._block_pool,
+            block_bytes=self._fused.block_bytes,
             require_memory=self._require_memory,
             max_slots=self._rollout_settings.max_slots,
             stride=stride_on(self.device),
@@ -852,11 +854,11 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             **self._profiler.stats(),
             "snapshot_bytes": self._snapshot.nbytes(),
             "container_bytes": self._fused.nbytes(),
-            "kv_bytes": self._kv_cache.nbytes() + self._pages.nbytes() + others,
+            "kv_bytes": self._kv_cache.nbytes() + self._block_pool.nbytes() + others,
             "peak_bytes": self._snapshot.peak_bytes
             + self._fused.nbytes()
             + self._kv_cache.peak_bytes
-            + self._pages.peak_bytes
+            + self._block_pool.peak_bytes
             + self._fused.peak_activation_bytes(),
             "native_reason": self._modes.native_reasons.last,
         }

@@ -16,7 +16,7 @@ from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.fallback import NativeReasons
 from hybrid.decoders.fused_model import FusedModel, kernels_of
 from hybrid.decoders.self_check import checked_lengths
-from hybrid.generation.block_pool import pages_for
+from hybrid.generation.block_pool import blocks_for
 from hybrid.generation.model_runner import PREFILL_TOKENS
 from hybrid.generation.scoring import LOGIT_ROWS
 from hybrid.models.reader import read_decoder
@@ -305,8 +305,8 @@ def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
     step: tokens by which the cache grows.
     """
     if not fused.fallback_reason:
-        steps = pages_for(step)
-        return -(-(1 + rows * pages_for(tokens)) // steps) * steps * fused.page_bytes()
+        steps = blocks_for(step)
+        return -(-(1 + rows * blocks_for(tokens)) // steps) * steps * fused.block_bytes()
     config = text_config(fused.model)
     heads = getattr(config, "num_attention_heads", 0)
     head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1)

@@ -1,10 +1,10 @@
-"""Inputs of a decoder's forward: tokens packed without padding, and keys and values in pages."""
+"""Inputs of a decoder's forward: tokens packed without padding, and keys and values in blocks."""
 
 from dataclasses import dataclass
 
 import torch
 
-PAGE = 32  # tokens in a page of the KV cache
+BLOCK_SIZE = 32  # tokens in a block of the KV cache
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class PackedBatch:
     positions: int32 [tokens], each token's index in its sequence and in its part of the cache.
     cu_seqlens: int32 [sequences + 1], where each sequence's tokens begin in `ids`, and their total.
     lengths: int32 [sequences], tokens of each sequence in the cache, these included.
-    block_tables: int32 [sequences, pages], each sequence's cache pages in order; entries after the last are undefined.
+    block_tables: int32 [sequences, blocks], each sequence's cache blocks in order; entries after the last are
+        undefined.
     """
 
     ids: torch.Tensor
@@ -27,51 +28,52 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PagedKV:
-    """Keys and values of every layer, in pages of PAGE tokens. The layout of a page is the decoder's that allocated
-    them.
+    """Keys and values of every layer, in blocks of BLOCK_SIZE tokens. The decoder that allocates a block decides its
+    layout.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
 
     @property
-    def pages(self) -> int:
-        """Number of pages."""
+    def num_blocks(self) -> int:
+        """Number of blocks."""
         return len(self.keys[0])
 
     @property
     def kind(self) -> object:
-        """Shapes, dtypes and devices of every layer's pages: pages of equal kind can be copied to each other."""
+        """Shapes, dtypes and devices of every layer's blocks: blocks of equal kind can be copied to each other."""
         return [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in (*self.keys, *self.values)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
+        """Bytes of all blocks."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def take_over(self, before: "PagedKV") -> None:
-        """Copy `before`, which has fewer pages, into the first pages."""
+        """Copy `before`, which has fewer blocks, into the first blocks."""
         for own, other in zip((*self.keys, *self.values), (*before.keys, *before.values), strict=True):
-            own[: before.pages].copy_(other)
+            own[: before.num_blocks].copy_(other)
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Copy the content of page `sources[i]` to page `targets[i]`."""
+        """Copy the content of block `sources[i]` to block `targets[i]`."""
         device = self.keys[0].device
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         for tensor in (*self.keys, *self.values):
             tensor[target] = tensor[source]
 
 
-def table_of(pages: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Block tables of sequences, int32 [sequences, pages], as wide as the longest; shorter ones are padded with 0."""
-    width = max(map(len, pages))
-    return torch.tensor([own + [0] * (width - len(own)) for own in pages], dtype=torch.int32, device=device)
+def table_of(blocks: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Block tables of sequences, int32 [sequences, blocks], as wide as the longest; shorter ones are padded with 0."""
+    width = max(map(len, blocks))
+    return torch.tensor([own + [0] * (width - len(own)) for own in blocks], dtype=torch.int32, device=device)
 
 
-def packed(pieces: list[torch.Tensor], begins: list[int], pages: list[list[int]], device: torch.device) -> PackedBatch:
+def packed(pieces: list[torch.Tensor], begins: list[int], blocks: list[list[int]], device: torch.device) -> PackedBatch:
     """A batch of pieces of sequences.
 
-    pieces: int64 [n] each.  begins: the position of each piece's first token in its sequence.  pages: of each sequence.
+    pieces: int64 [n] each.  begins: the position of each piece's first token in its sequence.  blocks: of each
+        sequence.
     """
     sizes = torch.tensor([len(piece) for piece in pieces])
     begin = torch.tensor(begins)
@@ -82,7 +84,7 @@ def packed(pieces: list[torch.Tensor], begins: list[int], pages: list[list[int]]
         positions=positions.int().to(device),
         cu_seqlens=cu_seqlens.int().to(device),
         lengths=(begin + sizes).int().to(device),
-        block_tables=table_of(pages, device),
+        block_tables=table_of(blocks, device),
     )
 
 

@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.decoders.torch_decoder import Copies, no_sides
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
@@ -37,7 +37,7 @@ class CpuDecoder:
     Raises UnsupportedModel for a dtype, or a mixture of dtypes, that the kernels do not support.
     """
 
-    context_block = PAGE  # softmax is computed page by page
+    context_block = BLOCK_SIZE  # softmax is computed block by block
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class CpuDecoder:
         self.workspace = Workspace() if workspace is None else workspace
         self.most_tokens = self.most_logits = 0  # the most of any forward so far
         self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
-        self.lent: weakref.ref[PagedKV] | None = None  # the pages whose addresses the layers' records hold
+        self.lent: weakref.ref[PagedKV] | None = None  # the blocks whose addresses the layers' records hold
         self.tensors: list[torch.Tensor] = []  # keeps alive what the records below point to
         self.side_records: list[ctypes.Array] = []  # keeps alive the LoRA records that the linears point to
         spec = layout.spec
@@ -134,15 +134,18 @@ class CpuDecoder:
         """Release the weights; bind again before anything runs."""
         self.tensors, self.side_records = [], []
 
-    def kv(self, pages: int) -> PagedKV:
-        """Allocate pages, their content undefined.
+    def kv(self, num_blocks: int) -> PagedKV:
+        """Allocate blocks, their content undefined.
 
-        keys: [pages, kv_heads, head_dim, PAGE].  values: [pages, kv_heads, PAGE, head_dim rounded up to whole vectors].
-            Both in the decoder's dtype.
+        keys: [blocks, kv_heads, head_dim, BLOCK_SIZE].  values: [blocks, kv_heads, BLOCK_SIZE, head_dim rounded up to
+            whole vectors]. Both in the decoder's dtype.
         """
         spec, lanes = self.spec, self.library.lanes()
         padded = -(-spec.head_dim // lanes) * lanes
-        shapes = (pages, spec.num_kv_heads, spec.head_dim, PAGE), (pages, spec.num_kv_heads, PAGE, padded)
+        shapes = (
+            (num_blocks, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE),
+            (num_blocks, spec.num_kv_heads, BLOCK_SIZE, padded),
+        )
         keys, values = ([torch.empty(shape, dtype=self.dtype) for _ in spec.layers] for shape in shapes)
         return PagedKV(keys, values)
 
@@ -240,7 +243,7 @@ class CpuDecoder:
         return self.workspace.of(self.library.work_floats(self._self(), tokens, threads))
 
     def _lend(self, kv: PagedKV) -> None:
-        """Store the addresses of these pages in the layers' records."""
+        """Store the addresses of these blocks in the layers' records."""
         if self.lent is not None and self.lent() is kv:
             return
         for record, keys, values in zip(self.layer_records, kv.keys, kv.values, strict=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_sides
 from hybrid.kernels import torch_ops
 from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
@@ -38,7 +38,7 @@ class CudaDecoder(TorchDecoder):
     max_slots: decode steps of at most so many sequences are replayed from CUDA graphs; 0: no graphs.
     capture: captures the graphs.
 
-    PAGE 0 OF THE CACHE IS RESERVED: the padding rows of a graph write there, so no sequence may have it.
+    BLOCK 0 OF THE CACHE IS RESERVED: the padding rows of a graph write there, so no sequence may have it.
     """
 
     context_block = SPLIT
@@ -61,8 +61,8 @@ class CudaDecoder(TorchDecoder):
         self.bias: torch.Tensor | None = None  # ALiBi's, [heads, positions]
         self.graphed: GraphedStep | None = None
         self.addresses: tuple[float, ...] = ()  # of the weights and LoRA factors, and LoRA's scales
-        self.lent: PagedKV | None = None  # the pages, while a graph is captured or replayed
-        self.lent_addresses: tuple[int, ...] = ()  # of the pages that the graphs read
+        self.lent: PagedKV | None = None  # the blocks, while a graph is captured or replayed
+        self.lent_addresses: tuple[int, ...] = ()  # of the blocks that the graphs read
 
     def bind(self) -> None:
         """As TorchDecoder's. Graphs are kept if no weight has moved and no LoRA scale has changed."""
@@ -80,10 +80,10 @@ class CudaDecoder(TorchDecoder):
         """Build the rope tables and ALiBi's bias for sequences of up to `tokens` tokens. Graphs are dropped if the
         tables grow.
         """
-        pages = -(-tokens // PAGE)
-        if pages * PAGE <= self.positions:
+        blocks = -(-tokens // BLOCK_SIZE)
+        if blocks * BLOCK_SIZE <= self.positions:
             return
-        self.positions = pages * PAGE
+        self.positions = blocks * BLOCK_SIZE
         self.graphed = None
         spec, device = self.spec, self.device
         # Positions beyond max_positions do not exist; computing one would rescale the others (longrope, dynamic).
@@ -108,15 +108,15 @@ class CudaDecoder(TorchDecoder):
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after one new token for each sequence, float32 [sequences, vocabulary]; valid until the next call.
 
-        Replayed from a graph for at most `max_slots` sequences. Graphs are captured again if the pages have moved.
+        Replayed from a graph for at most `max_slots` sequences. Graphs are captured again if the blocks have moved.
         """
         slots = len(batch.ids)
         assert slots == len(batch.lengths), f"{slots} new tokens for {len(batch.lengths)} sequences in a decode step"
-        self.reserve(batch.block_tables.shape[1] * PAGE)
+        self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
         if slots > self.max_slots:
             return self.eager_decode(batch, kv)
         graphed = self._graphed()
-        addresses = tuple(pages.data_ptr() for pages in (*kv.keys, *kv.values))
+        addresses = tuple(layer.data_ptr() for layer in (*kv.keys, *kv.values))
         if addresses != self.lent_addresses:
             graphed.reset()
         self.lent, self.lent_addresses = kv, addresses
@@ -130,7 +130,7 @@ class CudaDecoder(TorchDecoder):
         """The graphs, with inputs for `max_slots` sequences of as many tokens as there are positions in the tables."""
         if self.graphed is None:
             zeros = torch.zeros(self.max_slots, dtype=torch.int32, device=self.device)
-            block_tables = zeros[:, None].repeat(1, self.positions // PAGE)
+            block_tables = zeros[:, None].repeat(1, self.positions // BLOCK_SIZE)
             blank = {"ids": zeros.long(), "positions": zeros, "lengths": zeros + 1, "block_tables": block_tables}
             self.graphed = GraphedStep(self._slots_step, blank, capture=self.capture)
         return self.graphed
@@ -153,12 +153,12 @@ class CudaDecoder(TorchDecoder):
 
     def _step(self, batch: PackedBatch, decoding: bool = False) -> Step:
         """What the layers of this forward share."""
-        self.reserve(batch.block_tables.shape[1] * PAGE)
+        self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
         tokens = torch.arange(len(batch.ids), dtype=torch.int32, device=batch.ids.device)
         owner = tokens if decoding else torch.searchsorted(batch.cu_seqlens[1:], tokens, right=True)
         positions = batch.positions.long()
-        pages = batch.block_tables[owner, positions // PAGE].long()
-        return Step(batch, decoding, pages * PAGE + positions % PAGE)
+        blocks = batch.block_tables[owner, positions // BLOCK_SIZE].long()
+        return Step(batch, decoding, blocks * BLOCK_SIZE + positions % BLOCK_SIZE)
 
     def _layers(self, hidden: torch.Tensor, step: Step, kv: PagedKV, span: range) -> torch.Tensor:
         """Run the layers of `span`. What a layer adds to the residual stream is added by the next layer's norm

@@ -16,7 +16,7 @@ from hybrid.decoders.containers import NativeContainer
 from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace, reads_int8
 from hybrid.decoders.fallback import NO_WARNING, ForeignHooks, NativeReasons
 from hybrid.decoders.int8_decoder import Int8Decoder
-from hybrid.decoders.self_check import own_pages_batch, require_equal
+from hybrid.decoders.self_check import own_blocks_batch, require_equal
 from hybrid.decoders.streamed_decoder import Passes, StreamedDecoder
 from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_sides
 from hybrid.decoders.tp_decoder import Pool, ShardedDecoder, SharedDecoder
@@ -84,7 +84,7 @@ class FusedModel:
         # The engine replaces no forward within the layers, so any change there is the user's.
         self.inner = [module for layer in layers for module in layer.modules() if module is not layer]
         self.checked_forwards: list[tuple] = []
-        self.one_page: int | None = None  # bytes of a page, cached by `page_bytes`
+        self.one_block: int | None = None  # bytes of a block, cached by `block_bytes`
         self.adapted = {one.wrapper: one for one in snapshot.adapted}
         self.layout: DecoderLayout | None = None
         try:
@@ -325,14 +325,14 @@ class FusedModel:
         """The model's own embedding weight, which may be partitioned. It does not need a snapshot."""
         return self._owner(self.layout.outer["embedding.weight"])[1]
 
-    def page_bytes(self) -> int:
-        """Bytes of a page of the KV cache; 0 if there is no decoder."""
+    def block_bytes(self) -> int:
+        """Bytes of a block of the KV cache; 0 if there is no decoder."""
         if self.fallback_reason:
             return 0
-        if self.one_page is None:
+        if self.one_block is None:
             ranks = 1 if self.group is None else self.group.size
-            self.one_page = self._planned().kv(1).nbytes * ranks
-        return self.one_page
+            self.one_block = self._planned().kv(1).nbytes * ranks
+        return self.one_block
 
     def planned(self) -> WholeDecoder | None:
         """The decoder with adapters over weights that take no memory, for memory plans; None if there is no decoder."""
@@ -381,8 +381,8 @@ class FusedModel:
             return 0
         return sum(copy.nbytes for copy in self.copies.values())
 
-    def release_pages(self) -> None:
-        """Free the pages that the ranks of the group share."""
+    def release_blocks(self) -> None:
+        """Free the blocks that the ranks of the group share."""
         self.pool.release()
 
     def release(self) -> None:
@@ -490,7 +490,7 @@ def padded_logits(decoder: AnyDecoder, ids: torch.Tensor, mask: torch.Tensor) ->
     the same shape.
     """
     real = mask.bool()
-    batch = own_pages_batch([row[kept] for row, kept in zip(ids, real, strict=True)], decoder.device)
+    batch = own_blocks_batch([row[kept] for row, kept in zip(ids, real, strict=True)], decoder.device)
     decoder.reserve(ids.shape[1])
     hidden = decoder.forward(batch, decoder.kv(1 + batch.block_tables.numel()))
     logits = decoder.logits(hidden)

@@ -1,7 +1,7 @@
 """The self-check: compares everything that a decoder runs with the model's own modules, on a few random tokens.
 
 It covers prefill with and without a prefix, and decode steps, eager and from graphs, in the dtype in use, over a
-context longer than one page and one split of decode attention. Every layer gets the input of the model's own layer, so
+context longer than one block and one split of decode attention. Every layer gets the input of the model's own layer, so
 that a difference is that layer's; then whole steps are compared by their logits.
 """
 
@@ -14,14 +14,15 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV, packed
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV, packed
 from hybrid.decoders.comparison import difference, output_difference, spread_apart
 from hybrid.decoders.streamed_decoder import Passes
 from hybrid.models.spec import DecoderLayout, DecoderSpec, UnsupportedModel
 from hybrid.models.tp_plan import hugging_face_model
 
 STEPS = 3  # decode steps of each sequence
-SHORT = (PAGE + 2, STEPS + 1)  # tokens: the first's decode steps cross a page's end, the second's prefill is one token
+# In tokens: the first one's decode steps cross the end of a block, the second one's prefill is one token.
+SHORT = (BLOCK_SIZE + 2, STEPS + 1)
 
 DIFFERS = "of the fused container differs from the model's own"
 
@@ -38,8 +39,8 @@ class Checked(Protocol):
     def reserve(self, tokens: int) -> None:
         """Prepare for sequences of up to `tokens` tokens."""
 
-    def kv(self, pages: int) -> PagedKV:
-        """Allocate pages."""
+    def kv(self, num_blocks: int) -> PagedKV:
+        """Allocate blocks."""
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The first layer's input."""
@@ -73,7 +74,7 @@ class Forward:
 class Sequences:
     """The check's random sequences, the longest first, and the forwards that run over them.
 
-    pages: of each sequence, in random order.
+    blocks: of each sequence, in random order.
     prefills: all but the last STEPS tokens, the longest sequence in two pieces.
     steps: decode steps, one token of each sequence.
     """
@@ -83,8 +84,8 @@ class Sequences:
         self.ids = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
         self.lengths, self.device = lengths, device
         self.first_rows = [sum(lengths[:index]) for index in range(len(lengths))]
-        each = -(-max(lengths) // PAGE)  # every sequence has as many pages as the longest; page 0 is reserved
-        self.pages = (1 + torch.randperm(each * len(lengths), generator=generator)).view(-1, each).tolist()
+        each = -(-max(lengths) // BLOCK_SIZE)  # every sequence has as many blocks as the longest; block 0 is reserved
+        self.blocks = (1 + torch.randperm(each * len(lengths), generator=generator)).view(-1, each).tolist()
         ends = [length - STEPS for length in lengths]
         half = ends[0] // 2
         pieces = [[(0, 0, half), (1, 0, ends[1])], [(0, half, ends[0]), (2, 0, ends[2])]]
@@ -99,8 +100,8 @@ class Sequences:
         """The forward over parts of sequences: (index, begin, stop) each."""
         rows = [torch.arange(begin, stop) + self.first_rows[index] for index, begin, stop in spans]
         ids = [self.ids[index][begin:stop] for index, begin, stop in spans]
-        pages = [self.pages[index] for index, _, _ in spans]
-        batch = packed(ids, [begin for _, begin, _ in spans], pages, self.device)
+        blocks = [self.blocks[index] for index, _, _ in spans]
+        batch = packed(ids, [begin for _, begin, _ in spans], blocks, self.device)
         return Forward(torch.cat(rows).to(self.device), batch)
 
 
@@ -131,10 +132,10 @@ def require_equal(decoder: Checked, model: nn.Module, layers: list[nn.Module]) -
 
 
 def checked_lengths(decoder: Checked, model: nn.Module) -> list[int]:
-    """Tokens of the check's sequences. The first is longer than a page and a context block by more than a page,
+    """Tokens of the check's sequences. The first is longer than a block and a context block by more than a block,
     unless the model's positions end before.
     """
-    longest = max(decoder.context_block, PAGE) + PAGE + STEPS + 2
+    longest = max(decoder.context_block, BLOCK_SIZE) + BLOCK_SIZE + STEPS + 2
     limit = decoder.spec.max_positions or longest
     if "positions.weight" in decoder.layout.outer:
         limit = min(limit, getattr(hugging_face_model(model).config, "max_position_embeddings", limit))
@@ -239,14 +240,14 @@ def native_run(model: nn.Module, layers: list[nn.Module], sequences: Sequences) 
     return Seen(inputs, outputs, logits[rows, columns if keeps else positions].float())
 
 
-def own_pages_batch(
+def own_blocks_batch(
     pieces: list[torch.Tensor], device: torch.device, begins: list[int] | None = None, longest: int = 0
 ) -> PackedBatch:
-    """A batch of pieces of sequences, each sequence with its own pages.
+    """A batch of pieces of sequences, each sequence with its own blocks.
 
-    pieces: int64 [n] each.  begins: their first tokens' positions; None: 0.  longest: pages are for the longer of this
+    pieces: int64 [n] each.  begins: their first tokens' positions; None: 0.  longest: blocks are for the longer of this
         many tokens and the longest piece.
     """
-    each = -(-max(longest, *map(len, pieces)) // PAGE)
-    pages = [list(range(1 + n * each, 1 + (n + 1) * each)) for n in range(len(pieces))]
-    return packed(pieces, begins or [0] * len(pieces), pages, device)
+    each = -(-max(longest, *map(len, pieces)) // BLOCK_SIZE)
+    blocks = [list(range(1 + n * each, 1 + (n + 1) * each)) for n in range(len(pieces))]
+    return packed(pieces, begins or [0] * len(pieces), blocks, device)

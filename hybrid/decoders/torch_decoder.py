@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn import functional as F
 
-from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import JOINED, OUTER_ROLES, DecoderLayout, ParamRef
 from hybrid.weights.joined import as_one
@@ -74,7 +74,7 @@ class TorchDecoder:
     copies: weight copies shared with the model's other decoders; the decoders that read a copy keep it alive.
     """
 
-    context_block = PAGE  # attention reads whole pages
+    context_block = BLOCK_SIZE  # attention reads whole blocks
 
     def __init__(
         self,
@@ -173,9 +173,9 @@ class TorchDecoder:
             part.copy_(piece)
         return buffer
 
-    def kv(self, pages: int) -> PagedKV:
-        """Allocate pages: keys and values [pages, PAGE, kv_heads, head_dim] for each layer."""
-        shape = (pages, PAGE, self.spec.num_kv_heads, self.spec.head_dim)
+    def kv(self, num_blocks: int) -> PagedKV:
+        """Allocate blocks: keys and values [blocks, BLOCK_SIZE, kv_heads, head_dim] for each layer."""
+        shape = (num_blocks, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
 
         def empty() -> list[torch.Tensor]:
             return [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in self.blocks]
@@ -274,11 +274,11 @@ class TorchDecoder:
 
     def _step(self, batch: PackedBatch, keys: set[str]) -> Step:
         """What the layers of this forward share."""
-        groups = torch_ops.sequence_groups(batch.cu_seqlens, batch.lengths, batch.block_tables, PAGE)
+        groups = torch_ops.sequence_groups(batch.cu_seqlens, batch.lengths, batch.block_tables, BLOCK_SIZE)
         positions = batch.positions.long()
         counts = batch.cu_seqlens.diff().long()
         owner = torch.arange(len(counts), device=positions.device).repeat_interleave(counts)
-        slots = batch.block_tables[owner, positions // PAGE].long() * PAGE + positions % PAGE
+        slots = batch.block_tables[owner, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         rounded = torch.float32 if self.spec.rotary_float32 else self.dtype
         turns = {}
         for key in keys:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.decoders.torch_decoder import Copies, Step, TorchDecoder, no_sides
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import DecoderLayout, ParamRef
@@ -78,41 +78,41 @@ class ShardedDecoder(TorchDecoder):
         )
 
 
-class SharedPages:
-    """A rank's pages, as a number of them. Each rank of the group holds its own heads of them, in its Pool."""
+class SharedBlocks:
+    """A rank's blocks, as a number of them. Each rank of the group holds its own heads of them, in its Pool."""
 
-    def __init__(self, pool: "Pool", pages: int, page_bytes: int):
-        self.pool, self.pages, self.page_bytes = pool, pages, page_bytes
+    def __init__(self, pool: "Pool", num_blocks: int, block_bytes: int):
+        self.pool, self.num_blocks, self.block_bytes = pool, num_blocks, block_bytes
 
     @property
     def kind(self) -> object:
-        """As PagedKV's: pages of the same pool and size are of equal kind."""
-        return (id(self.pool), self.page_bytes)
+        """As PagedKV's: blocks of the same pool and size are of equal kind."""
+        return (id(self.pool), self.block_bytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that these pages take on all ranks of the group together: this rank's share of the group's pages."""
-        return self.pages * self.page_bytes
+        """Bytes that these blocks take on all ranks of the group together: this rank's share of the group's blocks."""
+        return self.num_blocks * self.block_bytes
 
-    def take_over(self, before: "SharedPages") -> None:
-        """Does nothing: a page keeps its number, and the pool its content."""
+    def take_over(self, before: "SharedBlocks") -> None:
+        """Does nothing: a block keeps its number, and the pool its content."""
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Copy pages to others, on every rank, before the next forward."""
+        """Copy blocks to others, on every rank, before the next forward."""
         self.pool.copies += zip(sources, targets, strict=True)
 
 
 class Pool:
-    """This rank's heads of the pages of all ranks of a group: `capacity` pages for each rank, in rank order."""
+    """This rank's heads of the blocks of all ranks of a group: `capacity` blocks for each rank, in rank order."""
 
     def __init__(self):
         self.kv: PagedKV | None = None
         self.capacity = 0
-        self.copies: list[tuple[int, int]] = []  # pending copies of this rank's pages: (source, target)
-        self.is_read = False  # a rank's running call may still read the pages' content
+        self.copies: list[tuple[int, int]] = []  # pending copies of this rank's blocks: (source, target)
+        self.is_read = False  # a rank's running call may still read the blocks' content
 
     def grow(self, make: Callable[[int], PagedKV], capacity: int, ranks: int) -> PagedKV:
-        """The pages, at least `capacity` for each rank.
+        """The blocks, at least `capacity` for each rank.
 
         While calls run, their content is kept. Between calls, storage that is too small is freed before new storage is
         allocated.
@@ -139,7 +139,7 @@ class Brought(NamedTuple):
 
     wants: whether the rank wants a forward or logits; 0 for a dummy step.
     tokens, sequences, width: of its batch and block tables.
-    copies: number of page copies.  pages: number of its pages.
+    copies: number of block copies.  num_blocks: number of its blocks.
     rows: number of hidden states that it wants logits of.  judged: whether it wants the logits of its batch.
     """
 
@@ -148,7 +148,7 @@ class Brought(NamedTuple):
     sequences: int = 0
     width: int = 0
     copies: int = 0
-    pages: int = 0
+    num_blocks: int = 0
     rows: int = 0
     judged: int = 0
 
@@ -187,17 +187,17 @@ class SharedDecoder:
     def reserve(self, tokens: int) -> None:
         """Does nothing, as TorchDecoder's."""
 
-    def kv(self, pages: int) -> SharedPages:
-        """Pages of this rank, allocated in the group's pool at the next exchange."""
+    def kv(self, num_blocks: int) -> SharedBlocks:
+        """Blocks of this rank, allocated in the group's pool at the next exchange."""
         spec = self.spec
-        page = 2 * len(spec.layers) * PAGE * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
-        return SharedPages(self.pool, pages, page * self.group.size)
+        block_bytes = 2 * len(spec.layers) * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+        return SharedBlocks(self.pool, num_blocks, block_bytes * self.group.size)
 
-    def forward(self, batch: PackedBatch, kv: SharedPages) -> torch.Tensor:
+    def forward(self, batch: PackedBatch, kv: SharedBlocks) -> torch.Tensor:
         """The last layer's output for this rank's tokens.  [tokens, hidden]"""
         return self._meet(batch, kv)[0]
 
-    def decode(self, batch: PackedBatch, kv: SharedPages) -> torch.Tensor:
+    def decode(self, batch: PackedBatch, kv: SharedBlocks) -> torch.Tensor:
         """Logits after one new token for each of this rank's sequences.  float32 [sequences, vocab]"""
         return self._meet(batch, kv, judged=True)[1]
 
@@ -215,7 +215,7 @@ class SharedDecoder:
     def _meet(
         self,
         batch: PackedBatch | None = None,
-        kv: SharedPages | None = None,
+        kv: SharedBlocks | None = None,
         rows: torch.Tensor | None = None,
         judged: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -228,15 +228,15 @@ class SharedDecoder:
         if batch is not None:
             sequences, width = batch.block_tables.shape
             own = own._replace(tokens=len(batch.ids), sequences=sequences, width=width)
-            own = own._replace(copies=len(self.pool.copies), pages=kv.pages)
+            own = own._replace(copies=len(self.pool.copies), num_blocks=kv.num_blocks)
         all_brought = [Brought(*one) for one in self.group.gather(torch.tensor(own, device=self.device)).tolist()]
         if not any(one.wants for one in all_brought):
             return None
         nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
         hidden = asked = [nothing] * self.group.size
         if any(one.tokens for one in all_brought):
-            together, pages = self._together(batch, all_brought)
-            hidden = self.lockstep.forward(together, pages).split([one.tokens for one in all_brought])
+            together, blocks = self._together(batch, all_brought)
+            hidden = self.lockstep.forward(together, blocks).split([one.tokens for one in all_brought])
         if any(one.rows for one in all_brought):
             asked = self.group.gather_rows(nothing if rows is None else rows, [one.rows for one in all_brought])
         asked = [own if one.judged else rows for one, own, rows in zip(all_brought, hidden, asked, strict=True)]
@@ -246,7 +246,7 @@ class SharedDecoder:
         return hidden[self.group.index], logits
 
     def _together(self, batch: PackedBatch | None, all_brought: list[Brought]) -> tuple[PackedBatch, PagedKV]:
-        """All ranks' batches as one, and the pool's pages, after the pending page copies."""
+        """All ranks' batches as one, and the pool's blocks, after the pending block copies."""
         message = torch.zeros(0, dtype=torch.int64, device=self.device)
         if batch is not None:
             copies = torch.tensor(self.pool.copies, dtype=torch.int64, device=self.device)
@@ -254,7 +254,7 @@ class SharedDecoder:
             message = torch.cat([part.flatten().long() for part in parts])
             self.pool.copies = []
         messages = self.group.gather_rows(message, [one.message for one in all_brought])
-        pages = self.pool.grow(self.lockstep.kv, max(one.pages for one in all_brought), self.group.size)
+        blocks = self.pool.grow(self.lockstep.kv, max(one.num_blocks for one in all_brought), self.group.size)
         capacity, width, tokens = self.pool.capacity, max(one.width for one in all_brought), 0
         ids, positions, cu_seqlens, lengths, block_tables, copies = [], [], [], [], [], []
         for index, (one, said) in enumerate(zip(all_brought, messages, strict=True)):
@@ -272,7 +272,7 @@ class SharedDecoder:
             tokens += one.tokens
         sources, targets = torch.cat(copies).unbind(1)
         if len(sources):
-            pages.copy(sources.tolist(), targets.tolist())
+            blocks.copy(sources.tolist(), targets.tolist())
         cu_seqlens.append(cu_seqlens[0].new_tensor([tokens]))
         return PackedBatch(
             ids=torch.cat(ids),
@@ -280,4 +280,4 @@ class SharedDecoder:
             cu_seqlens=torch.cat(cu_seqlens).int(),
             lengths=torch.cat(lengths).int(),
             block_tables=torch.cat(block_tables).int(),
-        ), pages
+        ), blocks

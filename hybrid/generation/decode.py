@@ -28,7 +28,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
 
-from hybrid.generation.block_pool import BlockPool, pages_for
+from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.hf_cache import GrowingLayer, KVCache
 from hybrid.generation.model_runner import Decoder, ModelRunner, prefill
 from hybrid.generation.sampling import Draw, draw_tokens, selective_log_softmax, split_warpers, stream_keys
@@ -102,8 +102,8 @@ class Decoding:
     request: context manager that opens the window for the forwards. Its arguments are the longest sequence's tokens,
         None if the request cannot run fused, and the reason for that; it gives the fused decoder, or None if the model
         must run natively.
-    cache: KV storage of the native path.  store: the fused decoder's block pool.
-    page_bytes: gives the most bytes that a page takes; 0 if the model runs natively.
+    cache: KV storage of the native path.  block_pool: the fused decoder's block pool.
+    block_bytes: gives the most bytes that a block takes; 0 if the model runs natively.
     require_memory: raises if so many rows of so many tokens cannot run natively.
     max_slots: the most sequences that are decoded at once.
     stride: decode steps between two checks for ended sequences.
@@ -121,8 +121,8 @@ class Decoding:
     phase: Phase
     request: Callable[[int | None, str], AbstractContextManager[Decoder | None]]
     cache: KVCache
-    store: BlockPool
-    page_bytes: Callable[[], int]
+    block_pool: BlockPool
+    block_bytes: Callable[[], int]
     require_memory: Callable[[int, int], None]
     max_slots: int
     stride: int
@@ -279,18 +279,18 @@ def decode(
     request = None if lengths is None else request_for(lengths, *asked)
     if lengths is not None:
         ends = [length + new_tokens for length in lengths]
-        decoding.store.require_room(ends if request is None else [max(ends)], decoding.page_bytes())
-    if lengths is None or not decoding.page_bytes():
+        decoding.block_pool.require_room(ends if request is None else [max(ends)], decoding.block_bytes())
+    if lengths is None or not decoding.block_bytes():
         decoding.require_memory(len(input_ids), prompt_len + new_tokens)
     with decoding.request(None if lengths is None else max(ends), why_native) as decoder:
         if decoder is None:
             forward = NativeForward(model, generation_config, model_kwargs, decoding, keep=wanted.as_dict)
             return in_lockstep(forward, *asked, wanted)
-        decoding.store.begin(decoder.kv)
+        decoding.block_pool.begin_call(decoder.kv)
         if request is None:
-            decoding.store.expect(sum(map(pages_for, ends)))
-            return in_lockstep(FusedForward(decoder, decoding.store, lengths, max(ends)), *asked, wanted)
-        done = complete(request, decoder, decoding.store, decoding.max_slots, decoding.stride, decoding.phase)
+            decoding.block_pool.reserve_call(sum(map(blocks_for, ends)))
+            return in_lockstep(FusedForward(decoder, decoding.block_pool, lengths, max(ends)), *asked, wanted)
+        done = complete(request, decoder, decoding.block_pool, decoding.max_slots, decoding.stride, decoding.phase)
     return sequences_of(done, input_ids, decoding)
 
 
@@ -314,7 +314,7 @@ def native_request(model, input_ids: torch.Tensor, config: GenerationConfig, mod
     if config.cache_implementation is not None:
         return f"generate: cache_implementation={config.cache_implementation!r} (leave it out)"
     if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() > 0):
-        return "generate: past_key_values given (leave them out: fused keeps its own pages)"
+        return "generate: past_key_values given (leave them out: fused keeps its own blocks)"
     mask = torch.ones_like(input_ids) if mask is None else mask
     if mask.shape != input_ids.shape or not is_left_padded(mask):
         return "generate: attention_mask is not zeros and then ones in every row (pad prompts on the left)"
@@ -492,16 +492,16 @@ class FusedForward:
 
     cache = None
 
-    def __init__(self, decoder: Decoder, store: BlockPool, lengths: list[int], longest: int):
-        self.decoder, self.store, self.lengths = decoder, store, lengths
-        self.runner = ModelRunner(decoder, store, longest)
+    def __init__(self, decoder: Decoder, block_pool: BlockPool, lengths: list[int], longest: int):
+        self.decoder, self.block_pool, self.lengths = decoder, block_pool, lengths
+        self.runner = ModelRunner(decoder, block_pool, longest)
         decoder.reserve(longest)
 
     def prefill(self, input_ids: torch.Tensor) -> StepOutput:
         """Logits after the prompts."""
         prompts = [ids[len(ids) - length :] for ids, length in zip(input_ids, self.lengths, strict=True)]
-        pages, logits = prefill(self.decoder, self.store, prompts)
-        self.runner.add(pages, self.lengths)
+        blocks, logits = prefill(self.decoder, self.block_pool, prompts)
+        self.runner.add(blocks, self.lengths)
         return StepOutput(logits[:, None])
 
     def step(self, input_ids: torch.Tensor) -> StepOutput:

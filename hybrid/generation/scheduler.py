@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybrid.decoders.batch import PAGE
-from hybrid.generation.block_pool import BlockPool, pages_for
+from hybrid.decoders.batch import BLOCK_SIZE
+from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.model_runner import Decoder, ModelRunner, prefill
 from hybrid.generation.sampling import Draw, Drawn, draw_tokens, selective_log_softmax
 from hybrid.profiling import Phase
@@ -62,23 +62,23 @@ class Completions:
 
 @dataclass
 class Group:
-    """Rows with the same prompt: those that wait, and the prompt's pages and logits once it is prefilled."""
+    """Rows with the same prompt: those that wait, and the prompt's blocks and logits once it is prefilled."""
 
     prompt: torch.Tensor
     waiting: list[int]
-    pages: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
     logits: torch.Tensor | None = None  # after the prompt, float32 [vocab]
 
 
 def complete(
-    request: Request, decoder: Decoder, store: BlockPool, max_slots: int, stride: int, phase: Phase
+    request: Request, decoder: Decoder, block_pool: BlockPool, max_slots: int, stride: int, phase: Phase
 ) -> Completions:
     """Decode a request; returns all rows' completions.
 
     max_slots: the most sequences that are decoded at once.
     stride: decode steps between two checks for ended sequences; more than 1 on a device that a check waits for.
     """
-    return Scheduler(request, decoder, store, max_slots, stride, phase).run()
+    return Scheduler(request, decoder, block_pool, max_slots, stride, phase).run()
 
 
 def equal_prompts(padded: torch.Tensor, lengths: list[int]) -> list[Group]:
@@ -93,11 +93,13 @@ def equal_prompts(padded: torch.Tensor, lengths: list[int]) -> list[Group]:
 class Scheduler:
     """The rows of one call: waiting, being decoded, finished."""
 
-    def __init__(self, request: Request, decoder: Decoder, store: BlockPool, max_slots: int, stride: int, phase: Phase):
-        self.request, self.decoder, self.store = request, decoder, store
+    def __init__(
+        self, request: Request, decoder: Decoder, block_pool: BlockPool, max_slots: int, stride: int, phase: Phase
+    ):
+        self.request, self.decoder, self.block_pool = request, decoder, block_pool
         self.max_slots, self.stride, self.phase = max_slots, stride, phase
         self.queue = equal_prompts(request.padded, request.lengths)
-        self.runner = ModelRunner(decoder, store, max(request.lengths) + request.max_new_tokens)
+        self.runner = ModelRunner(decoder, block_pool, max(request.lengths) + request.max_new_tokens)
         count, self.prompt_len = request.padded.shape
         device, new = decoder.device, request.max_new_tokens
         # By row of the request: the padded prompt and its completion, as processors see them, and the logprobs.
@@ -110,11 +112,11 @@ class Scheduler:
         self.made = torch.zeros(0, dtype=torch.int64, device=device)
         self.last = torch.zeros(0, dtype=torch.int64, device=device)
         self.most_made = 0  # the largest of `made`, as of the last check
-        self.most_pages: list[int] = []  # by sequence being decoded: the most pages that it may need
+        self.most_blocks: list[int] = []  # by sequence being decoded: the most blocks that it may need
 
     def run(self) -> Completions:
         """Decode all rows."""
-        self.store.expect(self.pages_at_once())
+        self.block_pool.reserve_call(self.blocks_at_once())
         self.decoder.reserve(max(self.request.lengths) + self.request.max_new_tokens)
         with self.phase("decode"):
             while self.queue or len(self.runner):
@@ -126,27 +128,29 @@ class Scheduler:
         tokens = self.ids[:, self.prompt_len :]
         return Completions(tokens, self.lengths.to(tokens.device), *self.logps)
 
-    def pages_at_once(self) -> int:
-        """The most pages that are in use at once, in whatever order sequences end.
+    def blocks_at_once(self) -> int:
+        """The most blocks that are in use at once, in whatever order sequences end.
 
-        Counted are each decoded sequence's own pages, each decoded prompt's shared pages, and, if rows wait, the pages
-        that their group keeps for them.
+        Counted are each decoded sequence's own blocks, each decoded prompt's shared blocks, and, if rows wait, the
+        blocks that their group keeps for them.
         """
-        own = [self.pages_of_row(group) - len(group.prompt) // PAGE for group in self.queue for _ in group.waiting]
-        shared = sorted((len(group.prompt) // PAGE for group in self.queue), reverse=True)
+        own = [
+            self.blocks_of_row(group) - len(group.prompt) // BLOCK_SIZE for group in self.queue for _ in group.waiting
+        ]
+        shared = sorted((len(group.prompt) // BLOCK_SIZE for group in self.queue), reverse=True)
         waits = len(own) > self.max_slots
         return sum(sorted(own, reverse=True)[: self.max_slots]) + sum(shared[: self.max_slots + waits]) + waits
 
     # ------------------------------------------------------------- admitting
 
     def admit(self) -> None:
-        """Start waiting rows, as long as there are free places and the pages that the rows may need."""
+        """Start waiting rows, as long as there are free places and the blocks that the rows may need."""
         chosen = self.fitting()
         if not chosen and len(self.runner):
             return
         if not chosen:
             chosen = [self.oversized_row()]
-        self.prefill([group for group, _ in chosen if not group.pages])
+        self.prefill([group for group, _ in chosen if not group.blocks])
         for group, rows in chosen:
             self.allocate(group, rows)
         self.draw(torch.cat([group.logits.expand(len(rows), -1) for group, rows in chosen]), self.append_rows(chosen))
@@ -162,73 +166,73 @@ class Scheduler:
         free, room = self.max_slots - len(self.runner), self.room()
         for group in self.queue:
             count = min(free, len(group.waiting))
-            while count and self.pages_needed(group, count) > room:
+            while count and self.blocks_needed(group, count) > room:
                 count -= 1
             if not count:
                 break
-            free, room = free - count, room - self.pages_needed(group, count)
+            free, room = free - count, room - self.blocks_needed(group, count)
             chosen.append((group, [group.waiting.pop(0) for _ in range(count)]))
             if group.waiting:
                 break
         return chosen
 
     def oversized_row(self) -> tuple[Group, list[int]]:
-        """Remove and return the first waiting row, which fits only without the pages that its group would keep for its
+        """Remove and return the first waiting row, which fits only without the blocks that its group would keep for its
         other rows. Their prompt is prefilled again.
         """
         first = self.queue[0]
         row = first.waiting.pop(0)
-        lone = Group(first.prompt, [], first.pages, first.logits)
-        first.pages, first.logits = [], None
+        lone = Group(first.prompt, [], first.blocks, first.logits)
+        first.blocks, first.logits = [], None
         return lone, [row]
 
     def room(self) -> float:
-        """Pages that are neither in use nor promised to admitted rows; infinity without a limit."""
-        if self.store.limit is None:
+        """Blocks that are neither in use nor promised to admitted rows; infinity without a limit."""
+        if self.block_pool.limit is None:
             return math.inf
-        to_come = sum(most - len(pages) for most, pages in zip(self.most_pages, self.runner.pages, strict=True))
-        return self.store.limit - self.store.held - to_come
+        to_come = sum(most - len(blocks) for most, blocks in zip(self.most_blocks, self.runner.blocks, strict=True))
+        return self.block_pool.limit - self.block_pool.num_used - to_come
 
-    def pages_needed(self, group: Group, count: int) -> int:
-        """Additional pages that a group may need for `count` of its rows.
+    def blocks_needed(self, group: Group, count: int) -> int:
+        """Additional blocks that a group may need for `count` of its rows.
 
-        Full pages of the prompt are shared; while other rows of the group wait, the group keeps the last, partly filled
-        page.
+        Full blocks of the prompt are shared; while other rows of the group wait, the group keeps the last, partly
+        filled block.
         """
-        whole = len(group.prompt) // PAGE
-        kept = pages_for(len(group.prompt)) - whole if count < len(group.waiting) else 0
-        return whole + count * (self.pages_of_row(group) - whole) + kept - len(group.pages)
+        whole = len(group.prompt) // BLOCK_SIZE
+        kept = blocks_for(len(group.prompt)) - whole if count < len(group.waiting) else 0
+        return whole + count * (self.blocks_of_row(group) - whole) + kept - len(group.blocks)
 
-    def pages_of_row(self, group: Group) -> int:
-        """The most pages that a row of a group may need."""
-        return pages_for(len(group.prompt) + self.request.max_new_tokens)
+    def blocks_of_row(self, group: Group) -> int:
+        """The most blocks that a row of a group may need."""
+        return blocks_for(len(group.prompt) + self.request.max_new_tokens)
 
     def prefill(self, groups: list[Group]) -> None:
         if not groups:
             return
-        pages, logits = prefill(self.decoder, self.store, [group.prompt for group in groups])
-        for group, own, after in zip(groups, pages, logits, strict=True):
-            group.pages, group.logits = own, after
+        blocks, logits = prefill(self.decoder, self.block_pool, [group.prompt for group in groups])
+        for group, own, after in zip(groups, blocks, logits, strict=True):
+            group.blocks, group.logits = own, after
 
     def allocate(self, group: Group, rows: list[int]) -> None:
-        """Give rows of a prefilled group their pages: full pages are shared, the last one, which decoding writes to, is
-        copied.
+        """Give rows of a prefilled group their blocks: full blocks are shared, the last one, which decoding writes to,
+        is copied.
         """
         length = len(group.prompt)
-        whole, partial = group.pages[: length // PAGE], group.pages[length // PAGE :]
+        whole, partial = group.blocks[: length // BLOCK_SIZE], group.blocks[length // BLOCK_SIZE :]
         own, copies = [], []
         for n in range(len(rows)):
-            self.store.hold(whole)
+            self.block_pool.ref(whole)
             last_of_group = not group.waiting and n == len(rows) - 1
-            copies.append(partial if last_of_group else self.store.take(len(partial)))
+            copies.append(partial if last_of_group else self.block_pool.allocate(len(partial)))
             own.append(whole + copies[-1])
-        targets = [page for pages in copies if pages is not partial for page in pages]
-        self.store.copy(partial * len(targets), targets)
+        targets = [block for blocks in copies if blocks is not partial for block in blocks]
+        self.block_pool.copy(partial * len(targets), targets)
         if not group.waiting:
-            self.store.give_back(whole)  # the group's own reference; its partial page went to its last row
-            group.pages = []
+            self.block_pool.free(whole)  # the group's own reference; its partial block went to its last row
+            group.blocks = []
         self.runner.add(own, [length] * len(rows))
-        self.most_pages += [self.pages_of_row(group)] * len(rows)
+        self.most_blocks += [self.blocks_of_row(group)] * len(rows)
 
     def append_rows(self, chosen: list[tuple[Group, list[int]]]) -> int:
         """Add the admitted rows to the per-sequence tensors; returns their number."""
@@ -295,5 +299,5 @@ class Scheduler:
         stay = ~done
         self.runner.leave(stay)
         self.row, self.made, self.last = self.row[stay], self.made[stay], self.last[stay]
-        self.most_pages = [most for most, kept in zip(self.most_pages, stay.tolist(), strict=True) if kept]
+        self.most_blocks = [most for most, kept in zip(self.most_blocks, stay.tolist(), strict=True) if kept]
         self.most_made = int(self.made.max()) if len(self.made) else 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hybrid.generation.block_pool import BlockPool, pages_for
+from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.model_runner import Decoder, hidden_states
 from hybrid.generation.sampling import score_tokens
 from hybrid.inputs import as_ids, as_mask
@@ -30,7 +30,7 @@ class Scores:
 
 def score_packed(
     decoder: Decoder,
-    store: BlockPool,
+    block_pool: BlockPool,
     sequences: torch.Tensor,
     attention_mask: torch.Tensor,
     temperature: float,
@@ -41,17 +41,17 @@ def score_packed(
     sequences, attention_mask: int64 [rows, tokens], each row's ones adjacent. Logits exist for LOGIT_ROWS tokens at a
         time.
     """
-    store.begin(decoder.kv)
+    block_pool.begin_call(decoder.kv)
     logps = torch.zeros(len(sequences), sequences.shape[1] - 1, device=decoder.device)
     entropies = torch.zeros_like(logps)
     first, length = attention_mask.argmax(dim=1).tolist(), attention_mask.sum(dim=1).tolist()
     decoder.reserve(max(length))
-    runs = list(together(length, rows_at_once, store.limit))
-    store.expect(max(sum(pages_for(length[row]) for row in rows) for rows in runs))
+    runs = list(together(length, rows_at_once, block_pool.limit))
+    block_pool.reserve_call(max(sum(blocks_for(length[row]) for row in rows) for rows in runs))
     for rows in runs:
         real = [sequences[row, first[row] : first[row] + length[row]] for row in rows]
-        pages = [store.take(pages_for(len(ids))) for ids in real]
-        for pieces, hidden in hidden_states(decoder, store, real, pages):
+        blocks = [block_pool.allocate(blocks_for(len(ids))) for ids in real]
+        for pieces, hidden in hidden_states(decoder, block_pool, real, blocks):
             # Every token's logits score the next token: its index in `hidden`, the target, and the output's index.
             judges, targets, row_of, column_of = [], [], [], []
             for piece in pieces:
@@ -68,19 +68,19 @@ def score_packed(
                 if len(judge):
                     found = score_tokens(decoder.logits(hidden[judge]), target, temperature)
                     logps[row, column], entropies[row, column] = found
-        for own in pages:
-            store.give_back(own)
+        for own in blocks:
+            block_pool.free(own)
     return Scores(logps, entropies)
 
 
 def together(lengths: list[int], most: int, limit: int | None) -> Iterator[range]:
-    """Split rows of the given lengths into runs of at most `most` rows and `limit` pages, but at least one row."""
-    start = pages = 0
-    for row, needed in enumerate(map(pages_for, lengths)):
-        if row > start and (row - start == most or (limit is not None and pages + needed > limit)):
+    """Split rows of the given lengths into runs of at most `most` rows and `limit` blocks, but at least one row."""
+    start = blocks = 0
+    for row, needed in enumerate(map(blocks_for, lengths)):
+        if row > start and (row - start == most or (limit is not None and blocks + needed > limit)):
             yield range(start, row)
-            start, pages = row, 0
-        pages += needed
+            start, blocks = row, 0
+        blocks += needed
     yield range(start, len(lengths))
 
 

@@ -259,7 +259,7 @@ class InferenceEngine(nn.Module):
         self._times = ModelTimes(synchronize, timed_event if torch.cuda.is_available() else None)
         self._own_hooks: list[RemovableHandle] = []
         self._graphs: GraphedForward | None = None
-        self._kv_cache, self._pages = KVCache(defaults.kv_step), BlockPool(defaults.kv_step)
+        self._kv_cache, self._block_pool = KVCache(defaults.kv_step), BlockPool(defaults.kv_step)
         self._max_slots, self._snapshot = defaults.max_slots, snapshot
         self._window = Window(
             self.module,
@@ -367,8 +367,8 @@ class InferenceEngine(nn.Module):
             phase=self._profiler.phase,
             request=self._request,
             cache=self._kv_cache,
-            store=self._pages,
-            page_bytes=self._fused.page_bytes,
+            block_pool=self._block_pool,
+            block_bytes=self._fused.block_bytes,
             require_memory=lambda rows, tokens: None,
             max_slots=self._max_slots,
             stride=stride_on(self._device),
@@ -415,10 +415,10 @@ class InferenceEngine(nn.Module):
         if self._spread is not None:
             self._spread.undo.close()
         self._snapshot.release()
-        self._fused.release_pages()
+        self._fused.release_blocks()
         self._fused.release()
         self._kv_cache.release()
-        self._pages.release()
+        self._block_pool.release()
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported: raises NotImplementedError."""

@@ -55,8 +55,8 @@ class GraphedStep:
     step: inputs by name, [sequences, ...] each, to outputs, [sequences, ...] each. It is also run before and during a
         capture, so its side effects must be repeatable. Addresses that it reads must not change; see `reset`.
     blank: by name, the inputs of padding sequences, [max_slots, ...], on the device. Sequences that fill a batch up to
-        its bucket compute these, and write to the KV cache: each has length 1 and only page 0 in its block table.
-        PAGE 0 IS RESERVED: it is never given to a sequence.
+        its bucket compute these, and write to the KV cache: each has length 1 and only block 0 in its block table.
+        BLOCK 0 IS RESERVED: it is never given to a sequence.
     max_graphs: graphs that are kept; the least recently used one is dropped.
     capture: captures a run.
     """
@@ -98,7 +98,7 @@ class GraphedStep:
         return tuple(output[:slots] for output in self.outputs)
 
     def reset(self) -> None:
-        """Drop all graphs. Call it when weights or KV pages that the step reads have other addresses."""
+        """Drop all graphs. Call it when weights or KV blocks that the step reads have other addresses."""
         self.graphs.clear()
         self.outputs = None
 

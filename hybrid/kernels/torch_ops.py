@@ -119,11 +119,11 @@ class Group:
 
 
 def sequence_groups(
-    cu_seqlens: torch.Tensor, lengths: torch.Tensor, block_tables: torch.Tensor, page_size: int
+    cu_seqlens: torch.Tensor, lengths: torch.Tensor, block_tables: torch.Tensor, block_size: int
 ) -> tuple[Group, ...]:
     """The sequences of a packed batch, in groups. Synchronises with the device.
 
-    cu_seqlens int32 [sequences + 1], lengths int32 [sequences], block_tables int32 [sequences, pages]: as in
+    cu_seqlens int32 [sequences + 1], lengths int32 [sequences], block_tables int32 [sequences, blocks]: as in
     PackedBatch.
     """
     begins, ends = cu_seqlens.tolist(), lengths.tolist()
@@ -131,7 +131,7 @@ def sequence_groups(
     for sequence, (begin, end) in enumerate(pairwise(begins)):
         members.setdefault(end - begin, []).append(sequence)
     return tuple(
-        one_group(part, new, begins, ends, block_tables, page_size)
+        one_group(part, new, begins, ends, block_tables, block_size)
         for new, sequences in members.items()
         if new
         for part in parts(sequences, new, ends)
@@ -149,7 +149,7 @@ def parts(sequences: list[int], new: int, ends: list[int]) -> Iterator[list[int]
 
 
 def one_group(
-    sequences: list[int], new: int, begins: list[int], ends: list[int], block_tables: torch.Tensor, page_size: int
+    sequences: list[int], new: int, begins: list[int], ends: list[int], block_tables: torch.Tensor, block_size: int
 ) -> Group:
     """The Group of `sequences`, each of which has `new` new tokens.
 
@@ -161,11 +161,11 @@ def one_group(
     steps = torch.arange(new, device=block_tables.device)
     place = torch.arange(longest, device=block_tables.device)
     place = torch.where(place < length[:, None], place, 0)
-    pages = block_tables[index(sequences)].long().gather(1, place // page_size)
+    blocks = block_tables[index(sequences)].long().gather(1, place // block_size)
     return Group(
         rows=first[:, None] + steps,
         positions=(length - new)[:, None] + steps,
-        slots=pages * page_size + place % page_size,
+        slots=blocks * block_size + place % block_size,
         fresh=all(ends[sequence] == new for sequence in sequences),
     )
 
@@ -195,7 +195,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of a batch's new tokens, whose keys and values are in the cache already.
 
-    q [tokens, heads, head_dim]; keys, values [pages, page_size, kv_heads, head_dim]; groups: of `sequence_groups`.
+    q [tokens, heads, head_dim]; keys, values [blocks, block_size, kv_heads, head_dim]; groups: of `sequence_groups`.
     bias: added to the scores, [heads, positions], or None.
     window: a query sees itself and the `window - 1` tokens before it; 0: all tokens before it.
     eager: scores and probabilities are rounded to q's dtype step by step, as in Hugging Face's "eager" attention; a

@@ -1,8 +1,8 @@
 """Paged attention in Triton, for prefill and for decode steps.
 
-Both kernels read only pages with live tokens, never repeat a KV head for the query heads that share it, and sum in
+Both kernels read only blocks with live tokens, never repeat a KV head for the query heads that share it, and sum in
 float32. Grids depend on shapes, not on values on the device, so that a decode step can be captured in a CUDA graph.
-torch's own `varlen_attn` (2.13) takes block tables too, but only with pages of at least 256 tokens, in float16 and
+torch's own `varlen_attn` (2.13) takes block tables too, but only with blocks of at least 256 tokens, in float16 and
 bfloat16, and without soft caps and ALiBi.
 """
 
@@ -51,13 +51,13 @@ def _rounded(x, like, ROUNDED: tl.constexpr):
 
 
 @triton.jit
-def _page_rows(table, tokens, live, kv_head, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _block_rows(table, tokens, live, kv_head, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Element offsets of the tokens' keys or values in the KV cache.  int64 [tokens]
 
     table: the sequence's block table.  tokens: positions.
     """
-    pages = tl.load(table + tokens // PAGE, mask=live, other=0).to(tl.int64)
-    return ((pages * PAGE + tokens % PAGE) * KV_HEADS + kv_head) * HEAD_DIM
+    blocks = tl.load(table + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    return ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -123,10 +123,10 @@ def _decode_kernel(
         for start in range(begin // TILE * TILE, end, TILE):
             tokens = start + tl.arange(0, TILE)
             live = (tokens >= begin) & (tokens < end)
-            page_rows = _page_rows(
-                block_tables + row.to(tl.int64) * table_stride, tokens, live, kv_head, PAGE, KV_HEADS, HEAD_DIM
+            block_rows = _block_rows(
+                block_tables + row.to(tl.int64) * table_stride, tokens, live, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM
             )
-            offsets, there = page_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
+            offsets, there = block_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
             k = tl.load(keys + offsets, mask=there, other=0.0)
             addend = 0.0
             if HAS_BIAS:
@@ -184,8 +184,8 @@ def decode_attention(
     """Attention of the last token of each sequence, whose key and value are in the cache already.
 
     q [sequences, heads, head_dim]: heads are contiguous, sequences may be strided.
-    keys, values [pages, PAGE, kv_heads, head_dim], q's dtype, contiguous.
-    lengths int32 [sequences]: tokens in the cache, at least 1.  block_tables int32 [sequences, max_pages].
+    keys, values [blocks, BLOCK_SIZE, kv_heads, head_dim], q's dtype, contiguous.
+    lengths int32 [sequences]: tokens in the cache, at least 1.  block_tables int32 [sequences, max_blocks].
     softcap, window: 0 is off. A query sees itself and the `window - 1` tokens before it.
     bias: None, or [heads, positions], added to the scaled scores, for every position of `block_tables` (ALiBi).
     rounded: scores are rounded to q's dtype step by step, as in Hugging Face's "eager" attention.
@@ -240,12 +240,13 @@ def decode_attention(
 def _sizes(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None
 ) -> dict[str, int]:
-    """Compile-time sizes of both kernels.  q [n, heads, head_dim]; keys, values [pages, PAGE, kv_heads, head_dim].
+    """Compile-time sizes of both kernels.  q [n, heads, head_dim]; keys, values [blocks, BLOCK_SIZE, kv_heads,
+    head_dim].
 
     Asserts dtypes, devices and strides.
     """
     heads, head_dim = q.shape[1:]
-    page, kv_heads = keys.shape[1:3]
+    block_size, kv_heads = keys.shape[1:3]
     require_contiguous(q.device, q.dtype, keys, values)
     assert bias is None or (bias.device == q.device and bias.stride(1) == 1), "the bias of a head must be contiguous"
     assert q.stride()[1:] == (head_dim, 1), "the heads of a token must be contiguous"
@@ -253,7 +254,7 @@ def _sizes(
         "KV_HEADS": kv_heads,
         "GROUP": heads // kv_heads,
         "HEAD_DIM": head_dim,
-        "PAGE": page,
+        "BLOCK_SIZE": block_size,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # tl.dot's minimum
     }
 
@@ -304,7 +305,7 @@ def _prefill_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -335,10 +336,16 @@ def _prefill_kernel(
         for start in range(begin, end, TILE):
             tokens = start + tl.arange(0, TILE)
             live = tokens < end
-            page_rows = _page_rows(
-                block_tables + row.to(tl.int64) * table_stride, tokens, live, head // GROUP, PAGE, KV_HEADS, HEAD_DIM
+            block_rows = _block_rows(
+                block_tables + row.to(tl.int64) * table_stride,
+                tokens,
+                live,
+                head // GROUP,
+                BLOCK_SIZE,
+                KV_HEADS,
+                HEAD_DIM,
             )
-            offsets, there = page_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
+            offsets, there = block_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
             k = tl.load(keys + offsets, mask=there, other=0.0)
             addend = 0.0
             if HAS_BIAS:

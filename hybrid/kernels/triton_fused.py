@@ -223,14 +223,14 @@ def _rope_and_write_kernel(
     """One program per token and BLOCK_H heads: first the blocks of q, then those of k, then those of v."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    page_row = tl.load(slots + token) * (KV_HEADS * HEAD_DIM)
-    source, target, norm = v + token * v_stride, values + page_row, k_norm
+    block_row = tl.load(slots + token) * (KV_HEADS * HEAD_DIM)
+    source, target, norm = v + token * v_stride, values + block_row, k_norm
     first, heads = (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_H, block * 0 + KV_HEADS
     if block < Q_BLOCKS:
         source, target, norm = q + token * q_stride, turned + token * (HEADS * HEAD_DIM), q_norm
         first, heads = block * BLOCK_H, block * 0 + HEADS
     elif block < Q_BLOCKS + KV_BLOCKS:
-        source, target = k + token * k_stride, keys + page_row
+        source, target = k + token * k_stride, keys + block_row
         first = (block - Q_BLOCKS) * BLOCK_H
     head = first + tl.arange(0, BLOCK_H)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
@@ -296,8 +296,8 @@ def rope_and_write(
     cos, sin [n, rotary_dim / 2]: in q's dtype to round every product to it, in float32 to round only the result; None:
         no RoPE.
     rows: integers [tokens], the row of cos and sin for each token.
-    slots: int64 [tokens], the slot mapping: page * PAGE + offset in the page, for each token's key and value.
-    keys, values [pages, PAGE, kv_heads, head_dim], q's dtype, written in place.
+    slots: int64 [tokens], the slot mapping: block * BLOCK_SIZE + offset in the block, for each token's key and value.
+    keys, values [blocks, BLOCK_SIZE, kv_heads, head_dim], q's dtype, written in place.
     interleaved: RoPE pairs are neighbours, not halves.  norm: of the heads, before RoPE; None: no norm.
     Gives q itself if there is neither RoPE nor norm.
     """

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid.decoders.cpu_decoder import CpuDecoder
-from hybrid.decoders.self_check import own_pages_batch
+from hybrid.decoders.self_check import own_blocks_batch
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import UnsupportedModel
@@ -25,7 +25,7 @@ ROUNDED_ALIKE, ROUNDED_OTHERWISE = 0.9, 1.2
 
 
 class CpuRun(Run):
-    """Sequences in scattered pages that hold NaN wherever nothing was written, computed by the CPU kernels."""
+    """Sequences in scattered blocks that hold NaN wherever nothing was written, computed by the CPU kernels."""
 
     def logits(self, begins: list[int], ends: list[int]) -> list[torch.Tensor]:
         self.decoder.reserve(max(ends))
@@ -81,7 +81,7 @@ def test_alibi_is_rounded_as_hugging_face_rounds_it_far_into_a_sequence(family):
         exact = model(ids[None]).logits[0]
         theirs = model.bfloat16()(ids[None]).logits[0].float()
     decoder = decoder_of(model, torch.bfloat16)
-    batch = own_pages_batch([ids], CPU)
+    batch = own_blocks_batch([ids], CPU)
     decoder.reserve(len(ids))
     ours = decoder.logits(decoder.forward(batch, decoder.kv(1 + batch.block_tables.numel())))
     # 0.3 and 0.6; where the position is not rounded, 0.9 and 5.9
@@ -103,7 +103,7 @@ RAGGED = {
 
 
 class Alone:
-    """One sequence at a time or several, each with pages of its own in one cache, in pieces of any length."""
+    """One sequence at a time or several, each with blocks of its own in one cache, in pieces of any length."""
 
     def __init__(self, decoder: CpuDecoder, sequences: list[torch.Tensor]):
         self.decoder, self.sequences = decoder, sequences
@@ -119,7 +119,7 @@ class Alone:
             here = [index for index, piece in enumerate(pieces) if len(piece)]
             if not here:
                 break
-            batch = own_pages_batch([pieces[i] for i in here], CPU, [begin] * len(here), self.longest)
+            batch = own_blocks_batch([pieces[i] for i in here], CPU, [begin] * len(here), self.longest)
             batch = type(batch)(**{**vars(batch), "block_tables": self.block_tables()[here]})
             hidden = self.decoder.forward(batch, self.kv)
             parts = zip(
@@ -185,7 +185,7 @@ def test_more_rows_than_the_last_cache_holds_give_a_row_the_same_bits(dtype):
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_layers_in_ranges_are_the_whole_forward(family):
     decoder = decoder_of(tiny_model(family).eval())
-    batch = own_pages_batch([ids[:20] for ids in sequences()], CPU)
+    batch = own_blocks_batch([ids[:20] for ids in sequences()], CPU)
     decoder.reserve(20)
     expected = decoder.forward(batch, decoder.kv(1 + batch.block_tables.numel()))
     kv = decoder.kv(1 + batch.block_tables.numel())
@@ -201,13 +201,13 @@ def test_layers_in_ranges_are_the_whole_forward(family):
 def test_decode_is_the_forward_of_one_token():
     decoder = decoder_of(tiny_model("qwen3").eval())
     ids = sequences()[0][:34]
-    whole = own_pages_batch([ids], CPU)
+    whole = own_blocks_batch([ids], CPU)
     decoder.reserve(40)
     kv = decoder.kv(4)
     expected = decoder.logits(decoder.forward(whole, kv)[-1:])
     kv = decoder.kv(4)
-    decoder.forward(own_pages_batch([ids[:-1]], CPU, longest=34), kv)
-    assert torch.equal(decoder.decode(own_pages_batch([ids[-1:]], CPU, [33], 34), kv), expected)
+    decoder.forward(own_blocks_batch([ids[:-1]], CPU, longest=34), kv)
+    assert torch.equal(decoder.decode(own_blocks_batch([ids[-1:]], CPU, [33], 34), kv), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mixtral"])
@@ -235,11 +235,11 @@ def test_weights_are_read_where_they_lie():
     assert decoder_of(tiny_model("gpt2")).nbytes() == 3 * 12 * 32 * 32 * 4
 
 
-def test_pages_are_let_go_of_with_their_owner():
+def test_blocks_are_let_go_of_with_their_owner():
     decoder = decoder_of(tiny_model("llama").eval())
     decoder.reserve(32)
     kv = decoder.kv(2)
-    decoder.forward(own_pages_batch([torch.tensor([5, 6])], CPU), kv)
+    decoder.forward(own_blocks_batch([torch.tensor([5, 6])], CPU), kv)
     watched = weakref.ref(kv.keys[0])
     del kv
     gc.collect()
@@ -260,11 +260,11 @@ def test_a_token_that_the_embedding_does_not_have_is_refused():
     decoder = decoder_of(model)
     decoder.reserve(32)
     for token in (VOCABULARY, -1, 2**40):
-        batch = own_pages_batch([torch.tensor([5, token])], CPU)
+        batch = own_blocks_batch([torch.tensor([5, token])], CPU)
         with pytest.raises(IndexError, match=f"{token}.*rows for 0 to {VOCABULARY - 1}"):
             decoder.forward(batch, decoder.kv(2))
         with pytest.raises(IndexError, match=str(token)):
-            decoder.decode(own_pages_batch([torch.tensor([token])], CPU), decoder.kv(2))
+            decoder.decode(own_blocks_batch([torch.tensor([token])], CPU), decoder.kv(2))
         with pytest.raises(IndexError):
             model(torch.tensor([[5, token]]))
 

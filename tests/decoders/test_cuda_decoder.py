@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
-from hybrid.decoders.batch import PAGE, PackedBatch
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch
 from hybrid.decoders.cuda_decoder import CudaDecoder
 from hybrid.kernels.cuda_graph import Captured
 from hybrid.kernels.triton_attention import SPLIT, decode_attention
@@ -33,7 +33,7 @@ QUICK = (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter cannot do bfloat16 (triton 3.7.1)
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-PROMPTS = (31, 3, 1)  # tokens; the first sequence goes over the end of its page as it is decoded
+PROMPTS = (31, 3, 1)  # tokens; the first sequence goes over the end of its block as it is decoded
 NEW = 2
 
 
@@ -61,14 +61,14 @@ def sequences(lengths: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 class Decoding:
-    """Sequences in a decoder's pages; page 0 is nobody's, and holds NaN as every unwritten place does."""
+    """Sequences in a decoder's blocks; block 0 is nobody's, and holds NaN as every unwritten place does."""
 
     def __init__(self, decoder, ids: list[torch.Tensor], device: str = DEVICE):
         self.decoder, self.ids, self.device = decoder, ids, device
-        needed = [-(-len(one) // PAGE) for one in ids]
+        needed = [-(-len(one) // BLOCK_SIZE) for one in ids]
         self.kv = decoder.kv(1 + sum(needed))
-        for pages in (*self.kv.keys, *self.kv.values):
-            pages.fill_(torch.nan)
+        for blocks in (*self.kv.keys, *self.kv.values):
+            blocks.fill_(torch.nan)
         self.block_tables = torch.full((len(ids), max(needed)), 10**6, dtype=torch.int32)
         for row, own in zip(self.block_tables, (1 + torch.randperm(sum(needed))).split(needed), strict=True):
             row[: len(own)] = own
@@ -168,13 +168,13 @@ def test_half_precision_rounds_where_hugging_face_does(variant):
 
 
 def three_sequences(decoder: CudaDecoder) -> Decoding:
-    """Three prompts of two tokens in the decoder's pages, with room for more."""
+    """Three prompts of two tokens in the decoder's blocks, with room for more."""
     decoding = Decoding(decoder, sequences((5, 5, 5)))
     decoding.run([0, 0, 0], [2, 2, 2])
     return decoding
 
 
-def test_graphs_are_captured_once_and_anew_where_pages_or_weights_move():
+def test_graphs_are_captured_once_and_anew_where_blocks_or_weights_move():
     model = small("llama")
     decoder = cuda_decoder(model, max_slots=4)
     decoding = three_sequences(decoder)
@@ -195,17 +195,17 @@ def test_graphs_are_captured_once_and_anew_where_pages_or_weights_move():
 
 def test_longer_sequences_than_were_reserved_for_get_longer_tables_and_new_graphs():
     decoder = cuda_decoder(small("bloom"), max_slots=2)
-    decoder.reserve(PAGE)
-    short, long = Decoding(decoder, sequences((4,))), Decoding(decoder, sequences((PAGE + 2,)))
+    decoder.reserve(BLOCK_SIZE)
+    short, long = Decoding(decoder, sequences((4,))), Decoding(decoder, sequences((BLOCK_SIZE + 2,)))
     short.run([0], [3])
     short.decode([3])
     graphs = decoder.graphed
-    assert decoder.positions == PAGE and decoder.bias.shape[1] == PAGE
-    long.run([0], [PAGE])
-    expected = Decoding(cuda_decoder(small("bloom")), sequences((PAGE + 2,)))
-    expected.run([0], [PAGE])
-    torch.testing.assert_close(long.decode([PAGE]), expected.decode([PAGE]))
-    assert decoder.positions == 2 * PAGE and decoder.graphed is not graphs
+    assert decoder.positions == BLOCK_SIZE and decoder.bias.shape[1] == BLOCK_SIZE
+    long.run([0], [BLOCK_SIZE])
+    expected = Decoding(cuda_decoder(small("bloom")), sequences((BLOCK_SIZE + 2,)))
+    expected.run([0], [BLOCK_SIZE])
+    torch.testing.assert_close(long.decode([BLOCK_SIZE]), expected.decode([BLOCK_SIZE]))
+    assert decoder.positions == 2 * BLOCK_SIZE and decoder.graphed is not graphs
 
 
 def test_a_step_of_more_sequences_than_slots_runs_without_a_graph():
@@ -214,12 +214,12 @@ def test_a_step_of_more_sequences_than_slots_runs_without_a_graph():
     assert decoder.graphed is None
 
 
-def test_surplus_slots_touch_page_0_alone():
+def test_surplus_slots_touch_block_0_alone():
     decoder = cuda_decoder(small("llama"), max_slots=4)
     decoding = three_sequences(decoder)
     decoding.decode([2, 2, 2])
-    for pages in (*decoding.kv.keys, *decoding.kv.values):
-        written = ~torch.isnan(pages).flatten(2).any(2)  # [pages, PAGE]
+    for blocks in (*decoding.kv.keys, *decoding.kv.values):
+        written = ~torch.isnan(blocks).flatten(2).any(2)  # [blocks, BLOCK_SIZE]
         assert written[0].nonzero().flatten().tolist() == [0]
         assert written[1:].sum() == 3 * 3
 
@@ -269,7 +269,7 @@ def no_attention(q, *args):
     return torch.zeros_like(q)
 
 
-def of_others_pages(q, keys, values, lengths, block_tables, *features):
+def of_others_blocks(q, keys, values, lengths, block_tables, *features):
     return decode_attention(q, keys, values, lengths, block_tables.flip(0).contiguous(), *features)
 
 
@@ -280,7 +280,7 @@ def of_the_first_split(q, keys, values, lengths, block_tables, *features):
 slow = partial(pytest.param, marks=pytest.mark.slow)  # they take seconds in the interpreter
 
 
-@pytest.mark.parametrize("wrong", [no_attention, slow(of_others_pages), slow(of_the_first_split), AveragedSplits])
+@pytest.mark.parametrize("wrong", [no_attention, slow(of_others_blocks), slow(of_the_first_split), AveragedSplits])
 def test_the_self_check_refuses_wrong_decode_attention(wrong, monkeypatch):
     """Prefill is right, and so are the layers of a prefill."""
     if wrong is AveragedSplits:

@@ -60,8 +60,8 @@ class Miniature:
             phase=unmeasured,
             request=lambda tokens, why_native: self.requests.request(adapters, tokens, why_native),
             cache=KVCache(32),
-            store=BlockPool(32),
-            page_bytes=self.fused.page_bytes,
+            block_pool=BlockPool(32),
+            block_bytes=self.fused.block_bytes,
             require_memory=lambda rows, tokens: None,
             max_slots=100,
             stride=1,
@@ -420,7 +420,7 @@ def test_float64_runs_natively(calls):
     engine = Miniature(model)
     with pytest.warns(UserWarning, match=r"weights are torch\.float64, .* \(cast the model to one of these"):
         require_native(engine, reference, calls)
-    assert engine.fused.page_bytes() == 0
+    assert engine.fused.block_bytes() == 0
 
 
 def test_autocast_runs_natively_while_it_is_on(calls):
@@ -524,14 +524,14 @@ def test_turned_copies_are_made_anew_for_a_new_version(calls):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_page_bytes_are_at_least_what_pages_take(family, dtype):
+def test_block_bytes_are_at_least_what_blocks_take(family, dtype):
     engine = Miniature(tiny_model(family, dtype=dtype))
-    before = engine.fused.page_bytes()
+    before = engine.fused.block_bytes()
     with engine.window.opened():
         decoder = engine.fused.decoder(adapters=True, tokens=40)
     kv = decoder.kv(3)
     taken = sum(tensor.nbytes for tensor in (*kv.keys, *kv.values))
-    assert taken <= 3 * before == 3 * engine.fused.page_bytes()
+    assert taken <= 3 * before == 3 * engine.fused.block_bytes()
     assert 3 * before <= 2 * taken  # head_dim 8 is counted as 16
 
 

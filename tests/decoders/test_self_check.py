@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hybrid.decoders import self_check, torch_decoder
-from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.int8_decoder import Int8Decoder
 from hybrid.decoders.self_check import require_equal
@@ -207,8 +207,8 @@ def zeros(q, keys, values, groups, *args, **kwargs):
     return torch.zeros_like(q)
 
 
-def others_pages(q, keys, values, groups, *args, **kwargs):
-    """Attention over the pages of another sequence."""
+def others_blocks(q, keys, values, groups, *args, **kwargs):
+    """Attention over the blocks of another sequence."""
     turned = tuple(dataclasses.replace(group, slots=group.slots.flip(0)) for group in groups)
     return torch_ops.paged_attention(q, keys, values, turned, *args, **kwargs)
 
@@ -228,7 +228,7 @@ def wrong_in_steps(monkeypatch, wrong: Callable) -> None:
     monkeypatch.setattr(torch_decoder, "torch_ops", Patched())
 
 
-@pytest.mark.parametrize("wrong", [zeros, others_pages])
+@pytest.mark.parametrize("wrong", [zeros, others_blocks])
 @pytest.mark.parametrize("kind", [TorchDecoder, Int8Decoder])
 def test_decode_attention_alone_is_refused(kind, wrong, monkeypatch):
     model = tiny_model("llama", dtype=torch.bfloat16).eval()
@@ -243,7 +243,7 @@ def test_decode_attention_alone_is_refused(kind, wrong, monkeypatch):
 
 
 def wrong_cpu_steps(own: Callable, wrong: str) -> Callable:
-    """CpuDecoder._run whose decode steps read zeros, or the pages of other sequences."""
+    """CpuDecoder._run whose decode steps read zeros, or the blocks of other sequences."""
 
     def run(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV | None, first: int, last: int):
         if kv is not None and len(batch.ids) == len(batch.lengths) > 1:
@@ -257,7 +257,7 @@ def wrong_cpu_steps(own: Callable, wrong: str) -> Callable:
 
 
 @pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
-@pytest.mark.parametrize("wrong", ["zeros", "other pages"])
+@pytest.mark.parametrize("wrong", ["zeros", "other blocks"])
 def test_decode_attention_of_the_cpu_kernels_alone_is_refused(wrong, monkeypatch):
     model = tiny_model("llama", dtype=torch.bfloat16).eval()
     decoder = decoder_of(model, CpuDecoder)
@@ -311,18 +311,18 @@ def test_decode_attention_of_decoders_that_ranks_share_is_refused(ranks, kind):
 # What it costs
 
 
-def test_contexts_are_longer_than_a_page_and_a_split():
+def test_contexts_are_longer_than_a_block_and_a_split():
     model = tiny_model("llama").eval()
     decoder = decoder_of(model, TorchDecoder)
-    for block in (PAGE, 256):
+    for block in (BLOCK_SIZE, 256):
         decoder.context_block = block
         lengths = self_check.checked_lengths(decoder, model)
         sequences = self_check.Sequences(lengths, 97, torch.device("cpu"))
-        assert min(step.batch.lengths.max() for step in sequences.steps) > block + PAGE
+        assert min(step.batch.lengths.max() for step in sequences.steps) > block + BLOCK_SIZE
         for step in sequences.steps:
             assert len(set(step.batch.lengths.tolist())) == len(lengths) == len(step.batch.ids)
         ends = {int(length) for step in sequences.steps for length in step.batch.lengths}
-        assert {PAGE, PAGE + 1} <= ends, "no sequence is decoded over the end of a page"
+        assert {BLOCK_SIZE, BLOCK_SIZE + 1} <= ends, "no sequence is decoded over the end of a block"
         assert any(
             begin > 0 for one in sequences.prefills for begin in one.batch.positions[one.batch.cu_seqlens[:-1].long()]
         )

@@ -1,9 +1,9 @@
-"""The decoder in torch operations against Hugging Face's own forward, over pages, for every family and its variants."""
+"""The decoder in torch operations against Hugging Face's own forward, over blocks, for every family and variant."""
 
 import pytest
 import torch
 
-from hybrid.decoders.batch import PAGE, PackedBatch
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch
 from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.kernels import torch_ops
 from hybrid.models.modules import plain
@@ -12,8 +12,8 @@ from hybrid.models.spec import ParamRef
 from hybrid.weights.lora import read_adapters
 from tests.tiny_models import ALL_FAMILIES, SIZES, VOCABULARY, tiny_model, with_peft
 
-LENGTHS = (45, 7, 33, 33, 20)  # of prompts: over a page, under one, two alike
-NEW = 14  # decode steps; 20 + 14 and 7 + 14 … : one sequence crosses the end of its first page
+LENGTHS = (45, 7, 33, 33, 20)  # of prompts: over a block, under one, two alike
+NEW = 14  # decode steps; 20 + 14 and 7 + 14 … : one sequence crosses the end of its first block
 
 ROPE = {"rope_theta": 10000.0}
 VARIANTS = {
@@ -90,18 +90,18 @@ def own_weights(ref: ParamRef) -> torch.Tensor | None:
 
 
 class Run:
-    """Sequences in scattered pages of a cache that holds NaN wherever nothing was written."""
+    """Sequences in scattered blocks of a cache that holds NaN wherever nothing was written."""
 
     def __init__(self, decoder: TorchDecoder, sequences: list[torch.Tensor]):
         self.decoder, self.sequences = decoder, sequences
-        counts = [-(-len(ids) // PAGE) for ids in sequences]
+        counts = [-(-len(ids) // BLOCK_SIZE) for ids in sequences]
         self.kv = decoder.kv(sum(counts) + 3)
         for tensor in (*self.kv.keys, *self.kv.values):
             tensor.fill_(torch.nan)
-        pages = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(1)).int()
-        # What is behind a sequence's last page is undefined: here, a page that does not exist.
+        blocks = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(1)).int()
+        # What is behind a sequence's last block is undefined: here, a block that does not exist.
         self.block_tables = torch.full((len(sequences), max(counts)), 10**6, dtype=torch.int32)
-        for row, count, own in zip(self.block_tables, counts, pages.split([*counts, 3]), strict=False):
+        for row, count, own in zip(self.block_tables, counts, blocks.split([*counts, 3]), strict=False):
             row[:count] = own
 
     def batch(self, begins: list[int], ends: list[int]) -> PackedBatch:

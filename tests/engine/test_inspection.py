@@ -57,7 +57,7 @@ def check_stats() -> None:
     assert stats["gathered_bytes"] == stats["snapshot_bytes"] == whole
     if os.environ.get(CONTAINERS) == "native":  # keys and values of 3 layers, 3 rows, 2 heads of size 8, 128 tokens
         assert stats["kv_bytes"] == 2 * 3 * 3 * 2 * 8 * 128 * 4
-    else:  # pages of 32 tokens, one for each row and one for nobody; values' heads are whole vectors
+    else:  # blocks of 32 tokens, one for each row and one for nobody; values' heads are whole vectors
         assert stats["kv_bytes"] == 4 * 32 * 3 * 2 * (8 + max(8, cpu_library().lanes())) * 4
     assert whole < stats["peak_bytes"] <= 2 * whole + stats["kv_bytes"] + engine._fused.peak_activation_bytes()
     assert stats["gather_s"] > 0 and stats["prefill_s"] > 0 and stats["decode_s"] > 0

@@ -91,7 +91,7 @@ def test_a_plan_says_what_will_be_held(ranks, family, adapter, stage):
 @pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
 @pytest.mark.parametrize("lanes", [8, 16])
 def test_a_plan_holds_on_machines_of_any_vectors(ranks, lanes):
-    """Pages have whole vectors: of 8 lanes with AVX2, of 16 with AVX-512 and AMX."""
+    """Blocks have whole vectors: of 8 lanes with AVX2, of 16 with AVX-512 and AMX."""
     ranks.run(check_plan, "gpt2", "none", 3, lanes)
 
 
@@ -155,7 +155,7 @@ def check_refusals(containers: str) -> None:
     engine = engine_with({}, containers=containers)
     need, smallest = (engine.memory_plan(*of).needs[engine.memory_plan(*of).in_use] for of in ((2, 32, 96), (1, 32, 0)))
     limit = need.total
-    if containers == "fused":  # what the largest forward of such a request needs would do for more pages
+    if containers == "fused":  # what the largest forward of such a request needs would do for more blocks
         limit -= need.activations + need.logits - smallest.activations - smallest.logits
     engine = engine_with({}, containers=containers, memory_limit=limit)
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
@@ -257,7 +257,7 @@ def check_streaming_peak() -> None:
     engine.score(ids, mask)  # the self-check is done
     engine.train()
     need = next(need for mode, need in engine.memory_plan(1, 8, 0).needs.items() if mode.streaming)
-    rows = need.kv + need.logits * 8 * 4  # pages; logits of eight tokens, and what is made of them
+    rows = need.kv + need.logits * 8 * 4  # blocks; logits of eight tokens, and what is made of them
     with torch.no_grad(), LiveBytes(engine.module) as live, engine.inference():
         engine.score(ids, mask)
     assert need.gather / 2 <= live.peak <= need.gather + rows + 2**16, (live.peak, need)

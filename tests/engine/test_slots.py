@@ -15,10 +15,10 @@ from hybrid.decoders.cpu_decoder import CpuDecoder
 from tests.engines import engine_of, settings
 from tests.tiny_models import prompts, tiny_model, twin
 
-# Fused whatever `--containers` says: slots are theirs. Heads of 16, which pages hold without padding.
+# Fused whatever `--containers` says: slots are theirs. Heads of 16, which blocks hold without padding.
 HEADS = {"head_dim": 16}
 ENDS = tuple(range(10, 22))  # so many that lengths differ
-PAGE_BYTES = 2 * 3 * 2 * 16 * 32 * 4  # keys and values, 3 layers, 2 heads of 16, 32 tokens, float32
+BLOCK_BYTES = 2 * 3 * 2 * 16 * 32 * 4  # keys and values, 3 layers, 2 heads of 16, 32 tokens, float32
 
 
 def engine_with(model: torch.nn.Module, **rollout) -> hybrid.HybridEngine:
@@ -60,9 +60,9 @@ LIMITS = {
     "as many as there are": ({}, 18),
     "three slots": ({"max_slots": 3}, 3),
     "one slot": ({"max_slots": 1}, 1),
-    # Beside page 0, a row has two pages here. Rows of one prompt share the first: three of them need four.
-    "a cache for two prompts' rows": ({"kv_cache_bytes": (1 + 4) * PAGE_BYTES}, 3),
-    "a cache for one row": ({"kv_cache_bytes": (1 + 2) * PAGE_BYTES}, 1),
+    # Beside block 0, a row has two blocks here. Rows of one prompt share the first: three of them need four.
+    "a cache for two prompts' rows": ({"kv_cache_bytes": (1 + 4) * BLOCK_BYTES}, 3),
+    "a cache for one row": ({"kv_cache_bytes": (1 + 2) * BLOCK_BYTES}, 1),
 }
 DRAWS = (
     {"temperature": 1.2},
@@ -211,7 +211,7 @@ def test_a_streamer_gets_tokens_as_they_come(ranks):
 def check_refusals() -> None:
     """What cannot fit is refused by name and number, before anything is gathered."""
     ids, mask = prompts(3, 40, padded=False)
-    engine = engine_with(tiny_model("llama", **HEADS), kv_cache_bytes=(1 + 2) * PAGE_BYTES)
+    engine = engine_with(tiny_model("llama", **HEADS), kv_cache_bytes=(1 + 2) * BLOCK_BYTES)
     refused = [
         lambda: engine.generate(ids, attention_mask=mask, max_new_tokens=25),
         lambda: engine.rollout(ids, mask, hybrid.SamplingParams(25)),
@@ -220,7 +220,7 @@ def check_refusals() -> None:
     for call in refused:
         with pytest.raises(
             ValueError,
-            match=rf"kv_cache_bytes leaves {3 * PAGE_BYTES} bytes.*a row of 65 .*may need {4 * PAGE_BYTES};",
+            match=rf"kv_cache_bytes leaves {3 * BLOCK_BYTES} bytes.*a row of 65 .*may need {4 * BLOCK_BYTES};",
         ):
             call()
     with pytest.raises(ValueError, match=r"3 rows that have to be in the cache together, the longest of 50 tokens"):
@@ -232,7 +232,7 @@ def check_refusals() -> None:
     wide, wide_mask = (torch.nn.functional.pad(tensor, (30, 0)) for tensor in (ids, mask))
     assert engine.generate(wide, attention_mask=wide_mask, max_new_tokens=24, min_new_tokens=24).shape == (3, 94)
     assert engine.score(ids, mask).per_token_logps.shape == (3, 39)
-    assert engine.stats()["kv_bytes"] <= 3 * PAGE_BYTES
+    assert engine.stats()["kv_bytes"] <= 3 * BLOCK_BYTES
 
 
 def test_a_row_over_the_cache_is_refused_before_anything_is_gathered(ranks):
@@ -265,10 +265,10 @@ def check_scores() -> None:
         bools = engine.score(batch.sequences, batch.attention_mask.bool())
         assert torch.equal(bools.per_token_logps, raw.per_token_logps)
     # Rows that the cache does not hold together, too.
-    small = engine_with(tiny_model("llama", **HEADS), kv_cache_bytes=(1 + 4) * PAGE_BYTES)
+    small = engine_with(tiny_model("llama", **HEADS), kv_cache_bytes=(1 + 4) * BLOCK_BYTES)
     found = small.score(batch.sequences, batch.attention_mask)
     assert torch.equal(found.per_token_logps, raw.per_token_logps)
-    assert small.stats()["kv_bytes"] <= (1 + 4) * PAGE_BYTES
+    assert small.stats()["kv_bytes"] <= (1 + 4) * BLOCK_BYTES
 
 
 def test_scores_are_the_rollouts_logprobs_bit_by_bit(ranks):

@@ -1,4 +1,4 @@
-"""Slots and their queue, over a decoder that reads every sequence back from its pages: a wrong page shows as a wrong
+"""Slots and their queue, over a decoder that reads every sequence back from its blocks: a wrong block shows as a wrong
 token. The oracle decodes each row alone, from a list of its tokens."""
 
 import contextlib
@@ -14,9 +14,9 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from hybrid.decoders.batch import PAGE, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.generation import model_runner as rows
-from hybrid.generation.block_pool import BlockPool, pages_for
+from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.sampling import Draw, draw_tokens_in_torch, mixed, shifted, stream_keys
 from hybrid.generation.scheduler import Completions, Request, complete
 
@@ -35,7 +35,7 @@ def logits_of(digest: torch.Tensor) -> torch.Tensor:
 
 
 class PagedMock:
-    """A decoder whose pages hold token ids, and whose logits are a function of the sequence that they hold."""
+    """A decoder whose blocks hold token ids, and whose logits are a function of the sequence that they hold."""
 
     device = torch.device("cpu")
 
@@ -44,11 +44,11 @@ class PagedMock:
         self.forwards: list[int] = []  # tokens of each prefill
         self.steps: list[int] = []  # rows of each decode step
         self.reserved = 0
-        self.made: list[int] = []  # pages, each time that some were asked for
+        self.made: list[int] = []  # blocks, each time that some were asked for
 
-    def kv(self, pages: int) -> PagedKV:
-        self.made.append(pages)
-        return PagedKV([torch.full((pages, PAGE), 10**6)], [torch.full((pages, PAGE), -1)])
+    def kv(self, num_blocks: int) -> PagedKV:
+        self.made.append(num_blocks)
+        return PagedKV([torch.full((num_blocks, BLOCK_SIZE), 10**6)], [torch.full((num_blocks, BLOCK_SIZE), -1)])
 
     def reserve(self, tokens: int) -> None:
         self.reserved = tokens
@@ -67,7 +67,7 @@ class PagedMock:
         return self.logits(self._read(batch, kv))
 
     def _read(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Write every new token to its page, then read each sequence; int64 [tokens, 1]."""
+        """Write every new token to its block, then read each sequence; int64 [tokens, 1]."""
         assert batch.ids.dtype == torch.int64
         assert {batch.positions.dtype, batch.cu_seqlens.dtype, batch.lengths.dtype, batch.block_tables.dtype} == {
             torch.int32
@@ -77,26 +77,28 @@ class PagedMock:
         )
         for start, stop, table in spans:
             position = batch.positions[start:stop].long()
-            assert (table[position // PAGE] != 0).all(), "page 0 belongs to nobody"
-            kv.keys[0][table[position // PAGE], position % PAGE] = batch.ids[start:stop]
+            assert (table[position // BLOCK_SIZE] != 0).all(), "block 0 belongs to nobody"
+            kv.keys[0][table[position // BLOCK_SIZE], position % BLOCK_SIZE] = batch.ids[start:stop]
         found = []
         for (start, stop, table), length in zip(spans, batch.lengths.tolist(), strict=True):
             position = torch.arange(length)
             assert length <= self.reserved
             assert torch.equal(batch.positions[start:stop].long(), position[length - (stop - start) :])
-            found.append(digests(kv.keys[0][table[position // PAGE], position % PAGE])[length - (stop - start) :])
+            found.append(
+                digests(kv.keys[0][table[position // BLOCK_SIZE], position % BLOCK_SIZE])[length - (stop - start) :]
+            )
         return torch.cat(found)[:, None]
 
 
-class WatchedStore(BlockPool):
-    """Notes the most pages that were held at once."""
+class WatchedPool(BlockPool):
+    """Notes the most blocks that were held at once."""
 
     most = 0
 
-    def take(self, pages: int) -> list[int]:
-        taken = super().take(pages)
-        self.most = max(self.most, self.held)
-        return taken
+    def allocate(self, num_blocks: int) -> list[int]:
+        blocks = super().allocate(num_blocks)
+        self.most = max(self.most, self.num_used)
+        return blocks
 
 
 def request_of(prompts: list[torch.Tensor], seed: int = 0, **changes) -> Request:
@@ -124,20 +126,20 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def run(
-    request: Request, max_slots: int = 100, stride: int = 1, limit: int | None = None, step: int = PAGE
-) -> tuple[Completions, PagedMock, WatchedStore]:
-    """The completions, and who made them; limit: pages that may be held."""
+    request: Request, max_slots: int = 100, stride: int = 1, limit: int | None = None, step: int = BLOCK_SIZE
+) -> tuple[Completions, PagedMock, WatchedPool]:
+    """The completions, and who made them; limit: blocks that may be held."""
     decoder = PagedMock()
-    store = WatchedStore(step, None if limit is None else (limit + 1) * 2 * PAGE * 8)
-    store.begin(decoder.kv)
-    done = complete(request, decoder, store, max_slots, stride, lambda name: contextlib.nullcontext())
-    assert store.held == 0, "pages are still held when everything is done"
-    assert len(decoder.made) == 2, "storage has grown: only the page that tells its kind comes before what is reserved"
-    return done, decoder, store
+    block_pool = WatchedPool(step, None if limit is None else (limit + 1) * 2 * BLOCK_SIZE * 8)
+    block_pool.begin_call(decoder.kv)
+    done = complete(request, decoder, block_pool, max_slots, stride, lambda name: contextlib.nullcontext())
+    assert block_pool.num_used == 0, "blocks are still held when everything is done"
+    assert len(decoder.made) == 2, "storage has grown: only the block that tells its kind comes before what is reserved"
+    return done, decoder, block_pool
 
 
 def expected(request: Request) -> Completions:
-    """Every row alone: no pages, no slots, no batch."""
+    """Every row alone: no blocks, no slots, no batch."""
     rows_of = [alone(request, row) for row in range(len(request.padded))]
     tokens = torch.full((len(rows_of), request.max_new_tokens), request.pad)
     sampling, old, raw = torch.zeros(3, *tokens.shape)
@@ -178,8 +180,8 @@ def require_same(found: Completions, wanted: Completions) -> None:
     torch.testing.assert_close(found.raw_logps, wanted.raw_logps, atol=2e-6, rtol=0)
 
 
-# A page exactly, a token, two pages, over a page; groups of equal prompts, also apart from each other.
-ONE, OTHER, TWO, LONG, WHOLE = prompts_of(1, PAGE, 2 * PAGE, PAGE + 9, 5)
+# A block exactly, a token, two blocks, over a block; groups of equal prompts, also apart from each other.
+ONE, OTHER, TWO, LONG, WHOLE = prompts_of(1, BLOCK_SIZE, 2 * BLOCK_SIZE, BLOCK_SIZE + 9, 5)
 MIXTURE = [ONE, LONG, LONG, LONG, OTHER, OTHER, TWO, WHOLE, LONG, TWO, ONE]
 
 
@@ -202,11 +204,11 @@ def test_any_mixture(seed):
     distinct = prompts_of(*(number(1, 80) for _ in range(4)), seed=seed)
     prompts = [distinct[number(0, 4)] for _ in range(number(1, 14))]
     request = request_of(prompts, seed, max_new_tokens=number(1, 60), ends=torch.tensor([2]))
-    smallest = max(pages_for(length + request.max_new_tokens) for length in request.lengths)
+    smallest = max(blocks_for(length + request.max_new_tokens) for length in request.lengths)
     limit = smallest + number(0, 12)
-    found, _, store = run(request, number(1, 9), number(1, 9), limit, step=number(1, 100))
+    found, _, block_pool = run(request, number(1, 9), number(1, 9), limit, step=number(1, 100))
     require_same(found, expected(request))
-    assert store.most <= limit
+    assert block_pool.most <= limit
 
 
 def test_rows_leave_at_once():
@@ -243,7 +245,7 @@ def test_a_prompt_that_begins_like_another_is_another():
     assert decoder.prefilled == sum(map(len, prompts))
 
 
-@pytest.mark.parametrize("at_once", [7, 16, PAGE])
+@pytest.mark.parametrize("at_once", [7, 16, BLOCK_SIZE])
 def test_prompts_longer_than_a_forward_are_split(monkeypatch, at_once):
     monkeypatch.setattr(rows, "PREFILL_TOKENS", at_once)
     request = request_of(MIXTURE)
@@ -256,39 +258,39 @@ def test_prompts_longer_than_a_forward_are_split(monkeypatch, at_once):
 @pytest.mark.parametrize("max_slots", [2, 100])
 @pytest.mark.parametrize("stride", [1, 5])
 def test_the_budget_is_kept(max_slots, stride):
-    """From a single row's pages on; every row is done, and more pages let more rows run together."""
+    """From a single row's blocks on; every row is done, and more blocks let more rows run together."""
     request = request_of(MIXTURE)
     wanted = expected(request)
-    smallest = pages_for(2 * PAGE + request.max_new_tokens)
+    smallest = blocks_for(2 * BLOCK_SIZE + request.max_new_tokens)
     together = []
     for limit in range(smallest, smallest + 25, 3):
-        found, decoder, store = run(request, max_slots, stride, limit)
+        found, decoder, block_pool = run(request, max_slots, stride, limit)
         require_same(found, wanted)
-        assert store.most <= limit
-        assert store.capacity <= limit + 1
-        assert store.nbytes() <= store.limit_bytes
+        assert block_pool.most <= limit
+        assert block_pool.capacity <= limit + 1
+        assert block_pool.nbytes() <= block_pool.limit_bytes
         together.append(max(decoder.steps))
     assert together == sorted(together)
     assert together[0] < together[-1]
 
 
 def test_what_a_group_shares_counts_until_its_last_row_has_left():
-    """Two whole pages that three rows share, then two, then one."""
+    """Two whole blocks that three rows share, then two, then one."""
     prompts = [TWO, TWO, TWO, OTHER, OTHER, OTHER]
-    request = request_of(prompts, max_new_tokens=PAGE)
-    found, decoder, store = run(request, limit=2 + 3)  # TWO's pages and one more each
+    request = request_of(prompts, max_new_tokens=BLOCK_SIZE)
+    found, decoder, block_pool = run(request, limit=2 + 3)  # TWO's blocks and one more each
     require_same(found, expected(request))
-    assert store.most == 5
+    assert block_pool.most == 5
     assert decoder.prefilled == len(TWO) + len(OTHER)
 
 
 def test_a_group_whose_prompt_leaves_no_room_beside_a_row_is_prefilled_for_each():
     request = request_of([LONG] * 3, max_new_tokens=10)
-    found, decoder, store = run(request, limit=pages_for(len(LONG) + 10))
+    found, decoder, block_pool = run(request, limit=blocks_for(len(LONG) + 10))
     require_same(found, expected(request))
     assert decoder.steps == [1] * len(decoder.steps)
     assert decoder.prefilled == 3 * len(LONG)
-    assert store.most == store.limit
+    assert block_pool.most == block_pool.limit
 
 
 def test_rows_of_one_prompt_draw_by_their_own_noise():

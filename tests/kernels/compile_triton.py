@@ -57,22 +57,22 @@ def compiling(arch: int):
 
 def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     """Both attentions, plain and with everything."""
-    q, pages = torch.empty(4, 8, head_dim, dtype=dtype), torch.empty(4, 32, 2, head_dim, dtype=dtype)
+    q, blocks = torch.empty(4, 8, head_dim, dtype=dtype), torch.empty(4, 32, 2, head_dim, dtype=dtype)
     lengths, block_tables = torch.empty(4, dtype=torch.int32), torch.empty(4, 128, dtype=torch.int32)
     everything = {"softcap": 50.0, "window": 77, "bias": torch.empty(8, 4096), "rounded": True}
     for features in ({}, everything):
-        triton_attention.decode_attention(q, pages, pages, lengths, block_tables, 0.1, **features)
-        triton_attention.prefill_attention(q, pages, pages, lengths, lengths, block_tables, 0.1, **features)
+        triton_attention.decode_attention(q, blocks, blocks, lengths, block_tables, 0.1, **features)
+        triton_attention.prefill_attention(q, blocks, blocks, lengths, lengths, block_tables, 0.1, **features)
 
 
 def launch_fused(dtype: torch.dtype) -> None:
     """Rotations, norms, activations; head_dim 80 has columns to mask."""
-    q, kv, pages = (torch.empty(4, heads, 80, dtype=dtype) for heads in (32, 2, 2))
+    q, kv, blocks = (torch.empty(4, heads, 80, dtype=dtype) for heads in (32, 2, 2))
     table, slots = torch.empty(99, 40, dtype=dtype), torch.empty(4, dtype=torch.int64)
     norm = triton_fused.HeadNorm(torch.empty(80, dtype=dtype), torch.empty(80, dtype=dtype), 1e-6)
     for interleaved, own in ((False, None), (True, norm)):
-        triton_fused.rope_and_write(q, kv, kv, table, table, slots, slots, pages, pages, interleaved, own)
-    triton_fused.rope_and_write(q, kv, kv, None, None, slots, slots, pages, pages)
+        triton_fused.rope_and_write(q, kv, kv, table, table, slots, slots, blocks, blocks, interleaved, own)
+    triton_fused.rope_and_write(q, kv, kv, None, None, slots, slots, blocks, blocks)
     x = torch.empty(4, 4096, dtype=dtype)
     triton_fused.add_rms_norm(x, x, x[0], 1e-5)
     triton_fused.add_rms_norm(x, None, x[0], 1e-5, 1.0, True)

@@ -84,7 +84,7 @@ def test_surplus_slots_are_blank_after_any_call_before(graphed):
 
 
 def test_only_blank_slots_are_captured(graphed):
-    """Warm-up runs must not touch the pages of real sequences."""
+    """Warm-up runs must not touch the blocks of real sequences."""
     graphed.replay(slots(16))
     before = len(graphed.step.seen)
     graphed.replay(slots(7))

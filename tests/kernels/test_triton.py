@@ -19,7 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralS
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
-from hybrid.decoders.batch import PAGE
+from hybrid.decoders.batch import BLOCK_SIZE
 from hybrid.generation.sampling import stream_keys, uniform
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
@@ -66,24 +66,27 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 class Cache:
-    """Pages in a shuffled order, whose unused places hold what must never be read.
+    """Blocks in a shuffled order, whose unused places hold what must never be read.
 
-    lengths: of the sequences.  keys, values [pages, PAGE, kv_heads, head_dim]; tables int32 [sequences, max_pages].
+    lengths: of the sequences.  keys, values [blocks, BLOCK_SIZE, kv_heads, head_dim]; tables int32 [sequences,
+        max_blocks].
     """
 
-    def __init__(self, lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, max_pages: int = 0):
-        needed = [-(-length // PAGE) for length in lengths]
+    def __init__(self, lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, max_blocks: int = 0):
+        needed = [-(-length // BLOCK_SIZE) for length in lengths]
         self.lengths = lengths
-        self.keys, self.values = torch.full((2, 1 + sum(needed), PAGE, kv_heads, head_dim), math.nan).to(DEVICE, dtype)
-        self.block_tables = torch.zeros(len(lengths), max_pages or max(needed), dtype=torch.int32, device=DEVICE)
-        pages = (1 + torch.randperm(sum(needed))).to(DEVICE, torch.int32)
+        self.keys, self.values = torch.full((2, 1 + sum(needed), BLOCK_SIZE, kv_heads, head_dim), math.nan).to(
+            DEVICE, dtype
+        )
+        self.block_tables = torch.zeros(len(lengths), max_blocks or max(needed), dtype=torch.int32, device=DEVICE)
+        blocks = (1 + torch.randperm(sum(needed))).to(DEVICE, torch.int32)
         self.k = [random(length, kv_heads, head_dim, dtype=dtype) for length in lengths]
         self.v = [random(length, kv_heads, head_dim, dtype=dtype) for length in lengths]
-        for row, (own, length) in enumerate(zip(pages.split(needed), lengths, strict=True)):
+        for row, (own, length) in enumerate(zip(blocks.split(needed), lengths, strict=True)):
             self.block_tables[row, : len(own)] = own
             for token in range(length):
-                self.keys[own[token // PAGE], token % PAGE] = self.k[row][token]
-                self.values[own[token // PAGE], token % PAGE] = self.v[row][token]
+                self.keys[own[token // BLOCK_SIZE], token % BLOCK_SIZE] = self.k[row][token]
+                self.values[own[token // BLOCK_SIZE], token % BLOCK_SIZE] = self.v[row][token]
 
     @property
     def lengths_tensor(self) -> torch.Tensor:
@@ -125,7 +128,7 @@ CASES += [("plain", shape, torch.float32) for shape in ((2, 2, 16), (4, 1, 80))]
 def choices(features: dict, heads: int) -> dict:
     """Arguments of a feature. ALiBi's slopes are of BLOOM's order of magnitude."""
     slopes = torch.linspace(0.5, 0.004, heads, device=DEVICE)
-    return {"bias": slopes[:, None] * torch.arange(20 * PAGE, device=DEVICE)} if "bias" in features else features
+    return {"bias": slopes[:, None] * torch.arange(20 * BLOCK_SIZE, device=DEVICE)} if "bias" in features else features
 
 
 @pytest.mark.parametrize(("feature", "shape", "dtype"), CASES, ids=str)
@@ -179,13 +182,13 @@ def test_rounded_scores_are_those_of_eager_attention(feature):
         weights = (scores + mask).softmax(-1, dtype=torch.float32).to(HALF)
         theirs = (weights @ v[0]).transpose(0, 1)
     cu_seqlens = torch.tensor([0, 70], dtype=torch.int32, device=DEVICE)
-    last, pages = (q[-1:], cache.keys, cache.values), (cache.lengths_tensor, cache.block_tables)
+    last, blocks = (q[-1:], cache.keys, cache.values), (cache.lengths_tensor, cache.block_tables)
     for ours, expected in (
-        (attention.prefill_attention(q, *last[1:], cu_seqlens, *pages, 1.0, **choice, rounded=True), theirs),
-        (attention.decode_attention(*last, *pages, 1.0, **choice, rounded=True), theirs[-1:]),
+        (attention.prefill_attention(q, *last[1:], cu_seqlens, *blocks, 1.0, **choice, rounded=True), theirs),
+        (attention.decode_attention(*last, *blocks, 1.0, **choice, rounded=True), theirs[-1:]),
     ):
         close(ours, expected, slack=4)  # our weights are rounded before they are divided by their sum
-    unrounded = attention.prefill_attention(q, *last[1:], cu_seqlens, *pages, 1.0, **choice)
+    unrounded = attention.prefill_attention(q, *last[1:], cu_seqlens, *blocks, 1.0, **choice)
     assert (unrounded - theirs).abs().max() > 20 * TOLERANCE[HALF]["atol"], "rounding makes no difference here"
 
 
@@ -285,9 +288,9 @@ def test_mixture(tokens, family):
 # ------------------------------------------------------------------------------------------------------ rope and write
 
 
-def written(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """What is in the pages at `slots`.  [tokens, kv_heads, head_dim]"""
-    return pages.flatten(0, 1)[slots]
+def written(blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """What is in the blocks at `slots`.  [tokens, kv_heads, head_dim]"""
+    return blocks.flatten(0, 1)[slots]
 
 
 @pytest.mark.parametrize(("dtype", "block_tables"), [(torch.float32,) * 2, (HALF,) * 2, (HALF, torch.float32)], ids=str)
@@ -304,7 +307,7 @@ def test_rope_and_write(interleaved, rotary, normed, dtype, block_tables):
     positions = torch.tensor([0, 31, 32, 7, 90], device=DEVICE)
     angles = positions.new_tensor(range(100)).float()[:, None] * torch.linspace(1, 0.1, rotary // 2, device=DEVICE)
     cos, sin = angles.cos().to(block_tables), angles.sin().to(block_tables)
-    keys, values = torch.full((2, 4, PAGE, 2, 20), math.nan).to(DEVICE, dtype)
+    keys, values = torch.full((2, 4, BLOCK_SIZE, 2, 20), math.nan).to(DEVICE, dtype)
     slots = torch.tensor([33, 127, 64, 0, 95], device=DEVICE)
     norm, layers = None, [torch.nn.Identity()] * 2
     if normed:
