@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
-from hybrid.decoders.torch_decoder import Copies, no_sides
+from hybrid.decoders.torch_decoder import Copies, no_lora_deltas
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
 from hybrid.models.spec import OUTER_ROLES, DecoderLayout, LayerSpec, ParamRef, UnsupportedModel
@@ -27,7 +27,7 @@ class CpuDecoder:
     """The decoder of a DecoderLayout, computed by the library of `kernels.cpu_library`.
 
     weights: gives a ParamRef's whole tensor, before its `select`; None for a bias that does not exist.
-    sides: gives the unmerged LoRA factors of a weight, as TorchDecoder's.
+    lora_deltas: gives the unmerged LoRA factors of a weight, as TorchDecoder's.
     dtype: of the matrices, float32 or bfloat16. Activations are float32, rounded to `dtype` where Hugging Face rounds.
     copies: weight copies shared with other decoders of the model.  workspace: shared with decoders that never run at
         the same time.
@@ -45,7 +45,7 @@ class CpuDecoder:
         weights: Callable[[ParamRef], torch.Tensor | None],
         dtype: torch.dtype,
         library: ctypes.CDLL,
-        sides: Callable[[ParamRef], list[LowRank]] = no_sides,
+        lora_deltas: Callable[[ParamRef], list[LowRank]] = no_lora_deltas,
         copies: Copies | None = None,
         workspace: "Workspace | None" = None,
     ):
@@ -53,14 +53,14 @@ class CpuDecoder:
         if dtype not in (torch.float32, torch.bfloat16):
             raise UnsupportedModel(f"the CPU kernels compute float32 and bfloat16, not {dtype}")
         self.layout, self.spec, self.weights, self.dtype = layout, layout.spec, weights, dtype
-        self.library, self.sides = library, sides
+        self.library, self.lora_deltas = library, lora_deltas
         self.device = torch.device("cpu")
         self.workspace = Workspace() if workspace is None else workspace
         self.most_tokens = self.most_logits = 0  # the most of any forward so far
         self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.lent: weakref.ref[PagedKV] | None = None  # the blocks whose addresses the layers' records hold
         self.tensors: list[torch.Tensor] = []  # keeps alive what the records below point to
-        self.side_records: list[ctypes.Array] = []  # keeps alive the LoRA records that the linears point to
+        self.lora_records: list[ctypes.Array] = []  # keeps alive the LoRA records that the linears point to
         spec = layout.spec
         self.slopes = torch.tensor(spec.alibi) if spec.alibi else None
         self.layer_records = (kernels.Layer * len(spec.layers))()
@@ -132,7 +132,7 @@ class CpuDecoder:
 
     def unbind(self) -> None:
         """Release the weights; bind again before anything runs."""
-        self.tensors, self.side_records = [], []
+        self.tensors, self.lora_records = [], []
 
     def kv(self, num_blocks: int) -> PagedKV:
         """Allocate blocks, their content undefined.
@@ -277,15 +277,15 @@ class CpuDecoder:
         """Add the unmerged LoRA factors of a matrix's parts to its record. They use the buffer of A·x from `at` on;
         returns the end of that part.
         """
-        sides, first = [], 0
+        deltas, first = [], 0
         for part, role in enumerate(role for role in roles if f"{role}.weight" in refs):
-            for a, b, scale in self.sides(refs[f"{role}.weight"]):
-                sides.append(kernels.LoraDelta(self._factor(a), self._factor(b), len(a), first, len(b), at, scale))
+            for a, b, scale in self.lora_deltas(refs[f"{role}.weight"]):
+                deltas.append(kernels.LoraDelta(self._factor(a), self._factor(b), len(a), first, len(b), at, scale))
                 at += len(a)
             first += record.rows[part]
-        if sides:
-            self.side_records.append((kernels.LoraDelta * len(sides))(*sides))
-            record.sides, record.num_sides = ctypes.addressof(self.side_records[-1]), len(sides)
+        if deltas:
+            self.lora_records.append((kernels.LoraDelta * len(deltas))(*deltas))
+            record.sides, record.num_sides = ctypes.addressof(self.lora_records[-1]), len(deltas)
         return at
 
     def _linear(self, refs: dict[str, ParamRef], roles: tuple[str, ...]) -> ctypes.Structure:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
-from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_sides
+from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_lora_deltas
 from hybrid.kernels import torch_ops
 from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
 from hybrid.kernels.triton_attention import SPLIT, decode_attention, prefill_attention
@@ -50,10 +50,10 @@ class CudaDecoder(TorchDecoder):
         dtype: torch.dtype,
         max_slots: int = 0,
         capture: Callable = capture_on_device,
-        sides: Callable[[ParamRef], list[LowRank]] = no_sides,
+        lora_deltas: Callable[[ParamRef], list[LowRank]] = no_lora_deltas,
         copies: Copies | None = None,
     ):
-        super().__init__(layout, weights, dtype, sides, copies)
+        super().__init__(layout, weights, dtype, lora_deltas, copies)
         self.max_slots = max_slots
         self.capture = capture
         self.positions = 0  # positions in the rope tables and ALiBi's bias
@@ -68,10 +68,10 @@ class CudaDecoder(TorchDecoder):
         """As TorchDecoder's. Graphs are kept if no weight has moved and no LoRA scale has changed."""
         super().bind()
         blocks = (self.outer, *self.blocks)
-        sides = [side for block in blocks for beside in block.sides.values() for side in beside]
+        deltas = [delta for block in blocks for deltas in block.lora_deltas.values() for delta in deltas]
         tensors = [tensor for block in blocks for tensor in block.values()]
-        tensors += [factor for side in sides for factor in (side.a, side.b)]
-        addresses = (*(tensor.data_ptr() for tensor in tensors), *(side.scale for side in sides))
+        tensors += [factor for delta in deltas for factor in (delta.a, delta.b)]
+        addresses = (*(tensor.data_ptr() for tensor in tensors), *(delta.scale for delta in deltas))
         if addresses != self.addresses and self.graphed is not None:
             self.graphed.reset()
         self.addresses = addresses

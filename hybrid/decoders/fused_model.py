@@ -18,7 +18,7 @@ from hybrid.decoders.fallback import NO_WARNING, ForeignHooks, NativeReasons
 from hybrid.decoders.int8_decoder import Int8Decoder
 from hybrid.decoders.self_check import own_blocks_batch, require_equal
 from hybrid.decoders.streamed_decoder import Passes, StreamedDecoder
-from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_sides
+from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_lora_deltas
 from hybrid.decoders.tp_decoder import Pool, ShardedDecoder, SharedDecoder
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
@@ -240,18 +240,18 @@ class FusedModel:
         def weights(ref: ParamRef) -> torch.Tensor | None:
             return self.tensor(ref, adapters)
 
-        def sides(ref: ParamRef) -> list[LowRank]:
-            return self.sides(ref, adapters)
+        def lora_deltas(ref: ParamRef) -> list[LowRank]:
+            return self.lora_deltas(ref, adapters)
 
         dtype = self._embedding().dtype
         if self.group is not None:
-            sharded = ShardedDecoder(self.layout, weights, dtype, self.group, sides, self.copies)
+            sharded = ShardedDecoder(self.layout, weights, dtype, self.group, lora_deltas, self.copies)
             return SharedDecoder(sharded, self.pool)
         if not self.streams:
-            return self._make_whole(self.layout, weights, dtype, sides, self.copies)
+            return self._make_whole(self.layout, weights, dtype, lora_deltas, self.copies)
         passes = Passes(
             self.layout,
-            lambda layout: self._make_whole(layout, weights, dtype, sides),
+            lambda layout: self._make_whole(layout, weights, dtype, lora_deltas),
             self.snapshot,
             lambda ref: next((owner for owner in self._owner(ref) if owner is not None), None),
             adapters,
@@ -263,20 +263,20 @@ class FusedModel:
         layout: DecoderLayout,
         weights: Callable[[ParamRef], torch.Tensor | None],
         dtype: torch.dtype,
-        sides: Callable[[ParamRef], list[LowRank]],
+        lora_deltas: Callable[[ParamRef], list[LowRank]],
         copies: Copies | None = None,
     ) -> WholeDecoder:
         """A decoder over whole weights, on the fastest kernels available."""
         kernels = self._kernels()
         if kernels == "CPU kernels":
-            return CpuDecoder(layout, weights, dtype, cpu_library(), sides, copies, self.workspace)
+            return CpuDecoder(layout, weights, dtype, cpu_library(), lora_deltas, copies, self.workspace)
         if kernels == "Triton":
             from hybrid.decoders.cuda_decoder import CudaDecoder  # needs triton, which a CPU install lacks
 
-            return CudaDecoder(layout, weights, dtype, self.graph_slots, sides=sides, copies=copies)
+            return CudaDecoder(layout, weights, dtype, self.graph_slots, lora_deltas=lora_deltas, copies=copies)
         if self._int8_weights():
             return Int8Decoder(layout, weights, dtype)
-        return TorchDecoder(layout, weights, dtype, sides, copies)
+        return TorchDecoder(layout, weights, dtype, lora_deltas, copies)
 
     def _int8_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [pair for module in self.modules for pair in int8_weights(module)]
@@ -306,7 +306,7 @@ class FusedModel:
         """The snapshot's tensor of a ParamRef, whole or this rank's slice; None if there is none."""
         return self.snapshot.at(ref, *self._owner(ref), adapters)
 
-    def sides(self, ref: ParamRef, adapters: bool) -> list[LowRank]:
+    def lora_deltas(self, ref: ParamRef, adapters: bool) -> list[LowRank]:
         """The snapshot's unmerged LoRA factors of a weight."""
         one, _ = self._owner(ref)
         return [] if one is None or ref.parameter != "weight" else self.snapshot.sides(ref, one, adapters)
@@ -356,8 +356,8 @@ class FusedModel:
         """A decoder over weights that take no memory, not yet bound."""
         dtype, blank = self._embedding().dtype, self._blank()
         if self.group is not None:
-            return ShardedDecoder(self.layout, blank, dtype, self.group, no_sides)
-        return self._make_whole(self.layout, blank, dtype, no_sides)
+            return ShardedDecoder(self.layout, blank, dtype, self.group, no_lora_deltas)
+        return self._make_whole(self.layout, blank, dtype, no_lora_deltas)
 
     def _blank(self) -> Callable[[ParamRef], torch.Tensor | None]:
         """Gives tensors on the meta device, laid out as the snapshot's will be."""

@@ -51,17 +51,17 @@ class LoraDelta:
 
 
 class Tensors(dict[str, torch.Tensor]):
-    """A layer's tensors by role; joined ones replace their parts.  sides: the unmerged LoRA deltas of each product."""
+    """A layer's tensors by role; joined ones replace their parts.  lora_deltas: the unmerged ones of each product."""
 
     def __init__(
-        self, sides: dict[str, list[LoraDelta]] | None = None, tensors: Mapping[str, torch.Tensor] | None = None
+        self, lora_deltas: dict[str, list[LoraDelta]] | None = None, tensors: Mapping[str, torch.Tensor] | None = None
     ):
         super().__init__(tensors or {})
-        self.sides = sides or {}
+        self.lora_deltas = lora_deltas or {}
 
 
-def no_sides(ref: ParamRef) -> list[LowRank]:
-    """The `sides` of weights without unmerged adapters."""
+def no_lora_deltas(ref: ParamRef) -> list[LowRank]:
+    """The `lora_deltas` of weights without unmerged adapters."""
     return []
 
 
@@ -70,7 +70,7 @@ class TorchDecoder:
 
     weights: gives a ParamRef's whole tensor, before its `select`; None for a bias that does not exist. Tensors of the
         right dtype are read in place, joined ones if their parts are adjacent in memory; others are copied.
-    sides: gives the unmerged LoRA factors of a weight; b has the rows of the ParamRef.
+    lora_deltas: gives the unmerged LoRA factors of a weight; b has the rows of the ParamRef.
     copies: weight copies shared with the model's other decoders; the decoders that read a copy keep it alive.
     """
 
@@ -81,14 +81,14 @@ class TorchDecoder:
         layout: DecoderLayout,
         weights: Callable[[ParamRef], torch.Tensor | None],
         dtype: torch.dtype,
-        sides: Callable[[ParamRef], list[LowRank]] = no_sides,
+        lora_deltas: Callable[[ParamRef], list[LowRank]] = no_lora_deltas,
         copies: Copies | None = None,
     ):
         self.copies: Copies = WeakValueDictionary() if copies is None else copies
         self.layout = layout
         self.spec = layout.spec
         self.weights = weights
-        self.sides = sides
+        self.lora_deltas = lora_deltas
         self.dtype = dtype
         self.first_expert = 0  # index of the first expert whose weights this rank has
         self.widest = 0  # the most elements per token that a layer holds at once
@@ -107,8 +107,8 @@ class TorchDecoder:
         """Read the outer weights of the roles `outer`, and those of the layers with indices `layers`."""
         refs = {name: ref for name, ref in self.layout.outer.items() if name.partition(".")[0] in outer}
         bound = self._bound(refs)
-        sides = {role: added for role, added in self.outer.sides.items() if role not in outer} | bound.sides
-        self.outer = Tensors(sides, {**self.outer, **bound})
+        kept = {role: deltas for role, deltas in self.outer.lora_deltas.items() if role not in outer}
+        self.outer = Tensors(kept | bound.lora_deltas, {**self.outer, **bound})
         for index in layers:
             self.blocks[index] = self._bound(self.layout.layers[index])
             self.widest = max(self.widest, self._width(self.blocks[index]))
@@ -120,7 +120,7 @@ class TorchDecoder:
     def _bound(self, refs: Mapping[str, ParamRef]) -> Tensors:
         """The tensors of these ParamRefs by role; joined ones replace their parts."""
         read = {role: found for role, ref in refs.items() if (found := self._read(ref)) is not None}
-        bound = Tensors(self._sides(refs, {role: len(tensor) for role, tensor in read.items()}))
+        bound = Tensors(self._lora_deltas(refs, {role: len(tensor) for role, tensor in read.items()}))
         for name, roles in JOINED.items():
             if f"{roles[0]}.weight" not in read:
                 continue
@@ -135,7 +135,7 @@ class TorchDecoder:
             bound[role] = self._joined([refs[role]], [tensor])
         return bound
 
-    def _sides(self, refs: Mapping[str, ParamRef], rows: Mapping[str, int]) -> dict[str, list[LoraDelta]]:
+    def _lora_deltas(self, refs: Mapping[str, ParamRef], rows: Mapping[str, int]) -> dict[str, list[LoraDelta]]:
         """The unmerged LoRA deltas of these ParamRefs' products.  rows: of each role's tensor."""
         found: dict[str, list[LoraDelta]] = {}
         joined = {role: name for name, roles in JOINED.items() for role in roles if f"{roles[0]}.weight" in rows}
@@ -146,7 +146,7 @@ class TorchDecoder:
             name = joined.get(role, role)
             before = JOINED[name][: JOINED[name].index(role)] if name != role else ()
             first = sum(rows[f"{one}.weight"] for one in before)
-            for a, b, scale in self.sides(ref):
+            for a, b, scale in self.lora_deltas(ref):
                 found.setdefault(name, []).append(LoraDelta(a.to(self.dtype), b.to(self.dtype), scale, first))
         return found
 
@@ -261,14 +261,14 @@ class TorchDecoder:
         hidden = self._norm(self.outer, "final_norm", hidden)
         if "project_out.weight" in self.outer:
             hidden = self._linear(self.outer, "project_out", hidden)
-        logits = self._judged(hidden)
+        logits = self._head(hidden)
         if self.spec.logits_divisor != 1.0:
             logits = logits / self.spec.logits_divisor
         if self.spec.logits_softcap:
             logits = torch.tanh(logits / self.spec.logits_softcap) * self.spec.logits_softcap
         return logits.float()
 
-    def _judged(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head's output.  [n, vocabulary]"""
         return self._linear(self.outer, "head", hidden)
 
@@ -371,6 +371,6 @@ class TorchDecoder:
 
     def _linear(self, tensors: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
         out = F.linear(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias"))
-        for side in tensors.sides.get(role, ()):
-            side.add_to(out, x)
+        for delta in tensors.lora_deltas.get(role, ()):
+            delta.add_to(out, x)
         return out

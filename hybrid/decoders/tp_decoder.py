@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
-from hybrid.decoders.torch_decoder import Copies, Step, TorchDecoder, no_sides
+from hybrid.decoders.torch_decoder import Copies, Step, TorchDecoder, no_lora_deltas
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.parallel import InferenceGroup
@@ -23,7 +23,7 @@ class ShardedDecoder(TorchDecoder):
     same tokens, and gets the same hidden states and logits.
 
     weights: gives this rank's slice of a ParamRef's tensor; None if it has none.
-    sides: gives LoRA factors sliced in the same way.
+    lora_deltas: gives LoRA factors sliced in the same way.
     group: the calling ranks. Heads, matrices and vocabulary are sharded over `group.tensor`, experts over all of it.
     """
 
@@ -33,12 +33,12 @@ class ShardedDecoder(TorchDecoder):
         weights: Callable[[ParamRef], torch.Tensor | None],
         dtype: torch.dtype,
         group: InferenceGroup,
-        sides: Callable[[ParamRef], list[LowRank]] = no_sides,
+        lora_deltas: Callable[[ParamRef], list[LowRank]] = no_lora_deltas,
         copies: Copies | None = None,
     ):
         self.group, self.tensor = group, group.tensor
         local = shard_spec(layout.spec, Shard(self.tensor.size, self.tensor.index))
-        super().__init__(replace(layout, spec=local), weights, dtype, sides, copies)
+        super().__init__(replace(layout, spec=local), weights, dtype, lora_deltas, copies)
         ranks = group.size // self.tensor.size  # number of shards of the experts
         self.first_expert = group.index // self.tensor.size * -(-local.num_experts // ranks)
 
@@ -58,8 +58,8 @@ class ShardedDecoder(TorchDecoder):
         ranks = self.group if self.spec.layers[index].experts else self.tensor
         return ranks.sum(super()._mlp(index, read))
 
-    def _judged(self, hidden: torch.Tensor) -> torch.Tensor:
-        parts = self.tensor.gather(super()._judged(hidden))
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        parts = self.tensor.gather(super()._head(hidden))
         return parts.permute(1, 0, 2).flatten(1)[:, : self.spec.vocab_size]
 
     def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:

@@ -140,8 +140,8 @@ def test_adapters_beside_the_weights_equal_pefts_forward(variant):
     ids = sequences(tuple(length + NEW + 1 for length in PROMPTS))
     fused = fused_of(model)
     capture = {} if DEVICE == "cuda" else {"capture": remembered}
-    weights, sides = (partial(read, adapters=True) for read in (fused.tensor, fused.sides))
-    decoder = CudaDecoder(read_decoder(model), weights, torch.float32, 4, **capture, sides=sides)
+    weights, lora_deltas = (partial(read, adapters=True) for read in (fused.tensor, fused.lora_deltas))
+    decoder = CudaDecoder(read_decoder(model), weights, torch.float32, 4, **capture, lora_deltas=lora_deltas)
     for change in ("none", "step", "scale"):
         with torch.no_grad():
             for name, param in model.named_parameters():

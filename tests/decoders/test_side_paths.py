@@ -49,10 +49,10 @@ def fused_of(model: torch.nn.Module) -> FusedModel:
 def decoder_of(kind: type, model: torch.nn.Module, adapters: bool = True) -> TorchDecoder | CpuDecoder:
     """A bound decoder over the weights and what is beside them."""
     fused = fused_of(model)
-    refs = [lambda ref, read=read: read(ref, adapters) for read in (fused.tensor, fused.sides)]
+    refs = [lambda ref, read=read: read(ref, adapters) for read in (fused.tensor, fused.lora_deltas)]
     library = {"library": cpu_library()} if kind is CpuDecoder else {}
     dtype = next(model.parameters()).dtype
-    decoder = kind(read_decoder(model), refs[0], dtype, sides=refs[1], **library)
+    decoder = kind(read_decoder(model), refs[0], dtype, lora_deltas=refs[1], **library)
     decoder.bind()
     return decoder
 
