@@ -53,7 +53,7 @@ class RolloutConfig(Block):
     kv_step: tokens by which the KV cache grows.
     kv_cache_bytes: maximum size of the fused containers' KV cache. Sequences wait until blocks are free; a request that
         can never fit raises ValueError. None: no limit.
-    max_slots: sequences decoded at once; the rest wait in a queue.
+    max_num_seqs: sequences decoded at once; the rest wait in a queue. vLLM's name; `max_slots` was ours.
     memory_limit: bytes that inference may add to what a rank holds for training: snapshot, KV cache, logits,
         activations. A request that cannot fit raises ValueError. None: no limit; "auto" then uses the memory that is
         free when the engine is built.
@@ -69,7 +69,7 @@ class RolloutConfig(Block):
     keep_snapshot: bool = True
     kv_step: int = Field(128, gt=0)
     kv_cache_bytes: int | None = Field(None, gt=0)
-    max_slots: int = Field(256, gt=0)
+    max_num_seqs: int = Field(256, gt=0, alias="max_slots")
     memory_limit: int | None = Field(None, gt=0)
     sync_interval: int = Field(1, gt=0)
     containers: Literal["fused", "native"] = "fused"
@@ -136,9 +136,7 @@ def read_block(config: dict[str, Any], name: str) -> Any:
     if not isinstance(values, dict):
         raise ValueError(f"config: {name!r} must be a dictionary of settings, not {values!r}")
     kind = BLOCKS[name]
-    for key in values:
-        if key not in kind.model_fields:
-            raise ValueError(f"{name}: unknown key {key!r}; {nearest(key, kind.model_fields)}")
+    values = by_name(kind, values, where=name)
     try:
         return kind(**values)
     except ValidationError as error:
@@ -426,8 +424,8 @@ def with_checkpoint_block(config: InferenceConfig) -> InferenceConfig:
     return config.model_copy(update=moved)
 
 
-def by_name(kind: type[Block], values: dict[str, Any], more: Any = ()) -> dict[str, Any]:
-    """`values` with aliases replaced by the field names of `kind`; keys in `more` are kept.
+def by_name(kind: type[Block], values: dict[str, Any], more: Any = (), where: str = "init_inference") -> dict[str, Any]:
+    """`values` with aliases replaced by the field names of `kind`; keys in `more` are kept.  where: for error messages.
 
     Raises ValueError for an unknown key, and if a field's name and alias have different values.
     """
@@ -436,7 +434,7 @@ def by_name(kind: type[Block], values: dict[str, Any], more: Any = ()) -> dict[s
     for key, value in values.items():
         name = aliases.get(key, key)
         if name not in kind.model_fields and name not in more:
-            raise ValueError(f"init_inference: unknown key {key!r}; {nearest(key, [*kind.model_fields, *aliases])}")
+            raise ValueError(f"{where}: unknown key {key!r}; {nearest(key, [*kind.model_fields, *aliases])}")
         require_same(name, named.setdefault(name, value), value)
     return named
 

@@ -756,7 +756,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             block_pool=self._block_pool,
             block_bytes=self._fused.block_bytes,
             require_memory=self._require_memory,
-            max_slots=self._rollout_settings.max_slots,
+            max_num_seqs=self._rollout_settings.max_num_seqs,
             stride=stride_on(self.device),
             max_out_tokens=self._settings.max_out_tokens,
             noise=noise,
@@ -825,12 +825,12 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def memory_plan(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> MemoryPlan:
         """Bytes on this rank that a rollout needs in each mode that this engine could run in. `print` shows a table.
 
-        batch_size: this rank's sequences, every generation of a prompt counted; at most `rollout.max_slots` of them
+        batch_size: this rank's sequences, every generation of a prompt counted; at most `rollout.max_num_seqs` of them
             are decoded at once.
         prompt_length, max_new_tokens: tokens.
         Only arithmetic: nothing is allocated, and it is not a collective.
         """
-        return self._modes.plan(min(batch_size, self._rollout_settings.max_slots), prompt_length + max_new_tokens)
+        return self._modes.plan(min(batch_size, self._rollout_settings.max_num_seqs), prompt_length + max_new_tokens)
 
     def coverage(self) -> list[dict[str, str]]:
         """What eval mode runs: for each part of the model its `module` name, `kind`, `container` and the reason.

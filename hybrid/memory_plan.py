@@ -170,10 +170,10 @@ class Modes:
 
     def fused(self, snapshot: Snapshot, fallback_reason: str = "", group: InferenceGroup | None = None) -> FusedModel:
         """The decoder over a snapshot.  fallback_reason: why the model's own layers must run; "" to use the decoder."""
-        graph_slots = self.rollout.max_slots if self.settings.enable_cuda_graph else 0
+        max_capture_size = self.rollout.max_num_seqs if self.settings.enable_cuda_graph else 0
         layers = [part.module for part in self.structure.layers]
         fused = FusedModel(
-            self.model, layers, snapshot, graph_slots, group, self.own_hooks, self.layout, self.native_reasons
+            self.model, layers, snapshot, max_capture_size, group, self.own_hooks, self.layout, self.native_reasons
         )
         fused.fallback_reason = fallback_reason or fused.fallback_reason
         fused.warns = fused.warns and not self.native_by_choice
@@ -215,7 +215,7 @@ class Modes:
         return sorted(set.intersection(*map(set, heads))) if heads else [1]
 
     def _chosen(self) -> Mode:
-        """The mode of the settings. For "auto", the fastest allowed mode in which `max_slots` sequences of
+        """The mode of the settings. For "auto", the fastest allowed mode in which `max_num_seqs` sequences of
         `max_out_tokens` tokens fit at once; if there is none, the mode in which the most fit. "auto" is a collective.
 
         Raises ValueError, with the memory plan, if not one sequence fits in an allowed mode.
@@ -227,26 +227,26 @@ class Modes:
         allowed = [mode for mode in allowed if size == "auto" or mode.tp_size == size]
         if self.limit is None:
             self.limit = lowest(free_bytes(), self.device)
-        slots = {mode: lowest(self._slots(mode), self.device) for mode in allowed}
-        self.in_use = chosen = max(allowed, key=slots.get)
+        num_seqs = {mode: lowest(self._num_seqs_that_fit(mode), self.device) for mode in allowed}
+        self.in_use = chosen = max(allowed, key=num_seqs.get)
         tokens = self.settings.max_out_tokens
-        if not slots[chosen]:
+        if not num_seqs[chosen]:
             raise ValueError(
                 f"hybrid_engine: nothing that inference_tp_size={size!r} and pin_parameters={pinned!r} allow fits for "
                 f"a sequence of max_out_tokens={tokens}; allow more, or raise rollout.memory_limit\n"
                 f"{self.plan(1, tokens)}"
             )
         log_dist(
-            f"hybrid: weights are held {chosen}: {slots[chosen]} of max_slots={self.rollout.max_slots} sequences of "
-            f"max_out_tokens={tokens} fit at once in {in_mib(self.limit)} MiB",
+            f"hybrid: weights are held {chosen}: {num_seqs[chosen]} of max_num_seqs={self.rollout.max_num_seqs} "
+            f"sequences of max_out_tokens={tokens} fit at once in {in_mib(self.limit)} MiB",
             ranks=[0],
         )
         return chosen
 
-    def _slots(self, mode: Mode) -> int:
-        """How many sequences of `max_out_tokens` tokens fit at once, up to `max_slots`."""
+    def _num_seqs_that_fit(self, mode: Mode) -> int:
+        """How many sequences of `max_out_tokens` tokens fit at once, up to `max_num_seqs`."""
         need = self._planned(mode)
-        counts = range(self.rollout.max_slots, 0, -1)
+        counts = range(self.rollout.max_num_seqs, 0, -1)
         return next((n for n in counts if need(n, self.settings.max_out_tokens).total <= self.limit), 0)
 
     def _planned(self, mode: Mode) -> Callable[[int, int], Need]:

@@ -50,12 +50,12 @@ from rlhf_examples.common.rollouts import (
     completion_metrics,
     decode_completions,
     loss_weights,
-    noise_seed,
     optimizer_steps,
     own_numbers,
     roll_out,
     rows_of_forward,
     sampling,
+    sampling_seed,
     training_logps,
 )
 from rlhf_examples.common.run_directory import begin_run
@@ -175,7 +175,7 @@ def ppo_iteration(
     """
     phases, policy = Phases(), models.actor.policy
     with policy.inference():
-        params = sampling(args, noise_seed(args.seed, iteration))
+        params = sampling(args, sampling_seed(args.seed, iteration))
         batch = roll_out(policy, tokenizer, prompts, own_numbers(len(prompts)), params)
         phases.end("rollout")
         old_logps = None if args.importance_sampling_correction else models.actor.old_logps(batch)

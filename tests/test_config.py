@@ -40,6 +40,16 @@ def test_what_is_wrong_is_named(config, words):
         read_blocks(config)
 
 
+def test_max_slots_is_an_alias_of_max_num_seqs():
+    for key in ("max_num_seqs", "max_slots"):
+        assert read_blocks({"rollout": {key: 3}})[1].max_num_seqs == 3
+    assert read_blocks({"rollout": {"max_slots": 3, "max_num_seqs": 3}})[1].max_num_seqs == 3
+    with pytest.raises(ValueError, match="max_num_seqs: given twice, as 3 and as 4"):
+        read_blocks({"rollout": {"max_slots": 3, "max_num_seqs": 4}})
+    with pytest.raises(ValueError, match=r"rollout\.max_\w+: 0 given.*greater than 0"):
+        read_blocks({"rollout": {"max_slots": 0}})
+
+
 def test_dict_and_file_are_not_changed(tmp_path):
     config = {"zero_optimization": {"stage": 3}, "hybrid_engine": {"max_out_tokens": 7}}
     before = copy.deepcopy(config)

@@ -24,18 +24,18 @@ class Step:
     """What the layers of one forward share.
 
     batch: the new tokens.  decoding: whether it has one token for each sequence.
-    slots: the slot mapping, int64 [tokens]: the cache position of each new token's key and value.
+    slot_mapping: int64 [tokens]: the cache position of each new token's key and value.
     """
 
     batch: PackedBatch
     decoding: bool
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
 
 
 class CudaDecoder(TorchDecoder):
     """TorchDecoder's functions on Triton kernels.
 
-    max_slots: decode steps of at most so many sequences are replayed from CUDA graphs; 0: no graphs.
+    max_capture_size: decode steps of at most so many sequences are replayed from CUDA graphs; 0: no graphs.
     capture: captures the graphs.
 
     BLOCK 0 OF THE CACHE IS RESERVED: the padding rows of a graph write there, so no sequence may have it.
@@ -48,13 +48,13 @@ class CudaDecoder(TorchDecoder):
         layout: DecoderLayout,
         weights: Callable[[ParamRef], torch.Tensor | None],
         dtype: torch.dtype,
-        max_slots: int = 0,
+        max_capture_size: int = 0,
         capture: Callable = capture_on_device,
         lora_deltas: Callable[[ParamRef], list[LowRank]] = no_lora_deltas,
         copies: Copies | None = None,
     ):
         super().__init__(layout, weights, dtype, lora_deltas, copies)
-        self.max_slots = max_slots
+        self.max_capture_size = max_capture_size
         self.capture = capture
         self.positions = 0  # positions in the rope tables and ALiBi's bias
         self.turns: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
@@ -108,12 +108,13 @@ class CudaDecoder(TorchDecoder):
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after one new token for each sequence, float32 [sequences, vocabulary]; valid until the next call.
 
-        Replayed from a graph for at most `max_slots` sequences. Graphs are captured again if the blocks have moved.
+        Replayed from a graph for at most `max_capture_size` sequences. Graphs are captured again if the blocks have
+        moved.
         """
-        slots = len(batch.ids)
-        assert slots == len(batch.lengths), f"{slots} new tokens for {len(batch.lengths)} sequences in a decode step"
+        num_seqs = len(batch.ids)
+        assert num_seqs == len(batch.lengths), f"a decode step of {num_seqs} tokens for {len(batch.lengths)} sequences"
         self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
-        if slots > self.max_slots:
+        if num_seqs > self.max_capture_size:
             return self.eager_decode(batch, kv)
         graphed = self._graphed()
         addresses = tuple(layer.data_ptr() for layer in (*kv.keys, *kv.values))
@@ -127,15 +128,15 @@ class CudaDecoder(TorchDecoder):
         return logits
 
     def _graphed(self) -> GraphedStep:
-        """The graphs, with inputs for `max_slots` sequences of as many tokens as there are positions in the tables."""
+        """The graphs, with inputs for `max_capture_size` sequences of up to `positions` tokens."""
         if self.graphed is None:
-            zeros = torch.zeros(self.max_slots, dtype=torch.int32, device=self.device)
+            zeros = torch.zeros(self.max_capture_size, dtype=torch.int32, device=self.device)
             block_tables = zeros[:, None].repeat(1, self.positions // BLOCK_SIZE)
             blank = {"ids": zeros.long(), "positions": zeros, "lengths": zeros + 1, "block_tables": block_tables}
-            self.graphed = GraphedStep(self._slots_step, blank, capture=self.capture)
+            self.graphed = GraphedStep(self._graphed_step, blank, capture=self.capture)
         return self.graphed
 
-    def _slots_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor]:
+    def _graphed_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor]:
         """The function that a graph captures."""
         cu_seqlens = torch.arange(len(inputs["ids"]) + 1, dtype=torch.int32, device=inputs["ids"].device)
         return (self.eager_decode(PackedBatch(cu_seqlens=cu_seqlens, **inputs), self.lent),)
@@ -200,7 +201,7 @@ class CudaDecoder(TorchDecoder):
             cos,
             sin,
             batch.positions,
-            step.slots,
+            step.slot_mapping,
             keys,
             values,
             spec.rotary_interleaved,

@@ -51,7 +51,7 @@ class FusedModel:
     """The fused decoder of a model, made and checked on first use.
 
     model: the model that the engine runs; it is not changed.  layers: its transformer layers, in order.
-    graph_slots: decode steps of up to so many rows are CUDA graphs; 0: no graphs.
+    max_capture_size: decode steps of up to so many rows are CUDA graphs; 0: no graphs.
     group: the ranks that share the decoder (inference tensor parallelism); the snapshot is then a SlicedSnapshot.
     own_hooks: gives the training engine's hooks, which do not prevent the fused decoder.
     layout: the model's DecoderLayout, if it has been read; a SlicedSnapshot's slices belong to its ParamRefs.
@@ -66,13 +66,13 @@ class FusedModel:
         model: nn.Module,
         layers: list[nn.Module],
         snapshot: Snapshot,
-        graph_slots: int = 0,
+        max_capture_size: int = 0,
         group: InferenceGroup | None = None,
         own_hooks: Callable[[], Iterable[RemovableHandle]] = list,
         layout: DecoderLayout | None = None,
         reasons: NativeReasons | None = None,
     ):
-        self.model, self.layers, self.snapshot, self.graph_slots = model, layers, snapshot, graph_slots
+        self.model, self.layers, self.snapshot, self.max_capture_size = model, layers, snapshot, max_capture_size
         self.group, self.own_hooks, self.pool = group, own_hooks, Pool()
         self.bound: dict[bool, Bound] = {}  # by whether adapters are used
         self.copies: Copies = WeakValueDictionary()  # weight copies, shared by these decoders
@@ -273,7 +273,7 @@ class FusedModel:
         if kernels == "Triton":
             from hybrid.decoders.cuda_decoder import CudaDecoder  # needs triton, which a CPU install lacks
 
-            return CudaDecoder(layout, weights, dtype, self.graph_slots, lora_deltas=lora_deltas, copies=copies)
+            return CudaDecoder(layout, weights, dtype, self.max_capture_size, lora_deltas=lora_deltas, copies=copies)
         if self._int8_weights():
             return Int8Decoder(layout, weights, dtype)
         return TorchDecoder(layout, weights, dtype, lora_deltas, copies)

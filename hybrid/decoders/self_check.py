@@ -181,18 +181,18 @@ def step_differences(decoder: Checked, sequences: Sequences, seen: Seen, kv: Pag
     "" if nothing does.
     """
     dtype, experts = decoder.dtype, any(layer.experts for layer in decoder.spec.layers)
-    graph_slots = getattr(decoder, "max_slots", 0)
+    max_capture_size = getattr(decoder, "max_capture_size", 0)
 
     def compared(what: str, found: torch.Tensor, expected: torch.Tensor, limit: float = torch.inf) -> str:
         excused = len(expected) // 5 if experts else 0  # tokens that may be routed to other experts
         return output_difference(f"{what} {DIFFERS}", found, expected, dtype, excused, limit)
 
-    decode = decoder.eager_decode if graph_slots else decoder.decode
+    decode = decoder.eager_decode if max_capture_size else decoder.decode
     eager = torch.cat([decode(step.batch, kv).clone() for step in sequences.steps])
     expected = seen.logits.flatten(0, 1)
     yield compared("a decode step", eager, expected)
-    if graph_slots:
-        count = min(graph_slots, len(sequences.lengths))
+    if max_capture_size:
+        count = min(max_capture_size, len(sequences.lengths))
         graphed = torch.cat([decoder.decode(first_of(step.batch, count), kv).clone() for step in sequences.steps])
         # The graph rounds as the eager step does: allow twice the eager step's distance from the model's own.
         limit = 2 * float(spread_apart(eager, expected).mean(dim=1).max())

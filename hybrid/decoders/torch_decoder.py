@@ -22,13 +22,13 @@ Copies = MutableMapping[tuple, torch.Tensor]
 class Step:
     """What the layers of one forward share.
 
-    slots: the slot mapping, int64 [tokens]: the cache position of each new token's key and value.
+    slot_mapping: int64 [tokens]: the cache position of each new token's key and value.
     groups: the sequences, as `torch_ops.paged_attention` takes them.
     turns: rope's cos and sin for each key of `DecoderLayout.rotary`, [tokens, rotary_dim / 2].
     bias: ALiBi's, [heads, positions]; None without ALiBi.
     """
 
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
     groups: tuple[torch_ops.Group, ...]
     turns: dict[str, tuple[torch.Tensor, torch.Tensor]]
     bias: torch.Tensor | None
@@ -278,20 +278,20 @@ class TorchDecoder:
         positions = batch.positions.long()
         counts = batch.cu_seqlens.diff().long()
         owner = torch.arange(len(counts), device=positions.device).repeat_interleave(counts)
-        slots = batch.block_tables[owner, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        slot_mapping = batch.block_tables[owner, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         rounded = torch.float32 if self.spec.rotary_float32 else self.dtype
         turns = {}
         for key in keys:
             cos, sin = self.layout.rotary[key](positions, self.dtype)
             turns[key] = cos.to(rounded), sin.to(rounded)
-        return Step(slots, groups, turns, self._bias(groups))
+        return Step(slot_mapping, groups, turns, self._bias(groups))
 
     def _bias(self, groups: tuple[torch_ops.Group, ...]) -> torch.Tensor | None:
         """ALiBi's bias up to the longest sequence; None without ALiBi."""
         if self.spec.alibi is None:
             return None
         slopes = torch.tensor(self.spec.alibi, device=self.device)
-        longest = max(group.slots.shape[1] for group in groups)
+        longest = max(group.slot_mapping.shape[1] for group in groups)
         product_scale = self.spec.attention_scale if self.spec.alibi_bfloat16 else 0.0
         return torch_ops.alibi_bias(slopes, longest, self.dtype, product_scale)
 
@@ -318,8 +318,8 @@ class TorchDecoder:
         if kind.rotary:
             q, k = (torch_ops.rotated(x, *step.turns[kind.rotary], spec.rotary_interleaved) for x in (q, k))
         keys, values = kv.keys[index], kv.values[index]
-        keys.view(-1, *k.shape[1:])[step.slots] = k
-        values.view(-1, *v.shape[1:])[step.slots] = v
+        keys.view(-1, *k.shape[1:])[step.slot_mapping] = k
+        values.view(-1, *v.shape[1:])[step.slot_mapping] = v
         out = torch_ops.paged_attention(
             q,
             keys,

@@ -105,7 +105,7 @@ class Decoding:
     cache: KV storage of the native path.  block_pool: the fused decoder's block pool.
     block_bytes: gives the most bytes that a block takes; 0 if the model runs natively.
     require_memory: raises if so many rows of so many tokens cannot run natively.
-    max_slots: the most sequences that are decoded at once.
+    max_num_seqs: the most sequences that are decoded at once.
     stride: decode steps between two checks for ended sequences.
     max_out_tokens: the most tokens of a sequence, prompt included.  limit: the setting that sets it.
     noise: gives the SamplingKeys for a number of prompts; called once per call that samples.
@@ -124,7 +124,7 @@ class Decoding:
     block_pool: BlockPool
     block_bytes: Callable[[], int]
     require_memory: Callable[[int, int], None]
-    max_slots: int
+    max_num_seqs: int
     stride: int
     max_out_tokens: int
     noise: Callable[[int], SamplingKeys]
@@ -290,7 +290,7 @@ def decode(
         if request is None:
             decoding.block_pool.reserve_call(sum(map(blocks_for, ends)))
             return in_lockstep(FusedForward(decoder, decoding.block_pool, lengths, max(ends)), *asked, wanted)
-        done = complete(request, decoder, decoding.block_pool, decoding.max_slots, decoding.stride, decoding.phase)
+        done = complete(request, decoder, decoding.block_pool, decoding.max_num_seqs, decoding.stride, decoding.phase)
     return sequences_of(done, input_ids, decoding)
 
 

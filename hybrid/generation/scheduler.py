@@ -71,14 +71,14 @@ class Group:
 
 
 def complete(
-    request: Request, decoder: Decoder, block_pool: BlockPool, max_slots: int, stride: int, phase: Phase
+    request: Request, decoder: Decoder, block_pool: BlockPool, max_num_seqs: int, stride: int, phase: Phase
 ) -> Completions:
     """Decode a request; returns all rows' completions.
 
-    max_slots: the most sequences that are decoded at once.
+    max_num_seqs: the most sequences that are decoded at once.
     stride: decode steps between two checks for ended sequences; more than 1 on a device that a check waits for.
     """
-    return Scheduler(request, decoder, block_pool, max_slots, stride, phase).run()
+    return Scheduler(request, decoder, block_pool, max_num_seqs, stride, phase).run()
 
 
 def equal_prompts(padded: torch.Tensor, lengths: list[int]) -> list[Group]:
@@ -94,10 +94,10 @@ class Scheduler:
     """The rows of one call: waiting, being decoded, finished."""
 
     def __init__(
-        self, request: Request, decoder: Decoder, block_pool: BlockPool, max_slots: int, stride: int, phase: Phase
+        self, request: Request, decoder: Decoder, block_pool: BlockPool, max_num_seqs: int, stride: int, phase: Phase
     ):
         self.request, self.decoder, self.block_pool = request, decoder, block_pool
-        self.max_slots, self.stride, self.phase = max_slots, stride, phase
+        self.max_num_seqs, self.stride, self.phase = max_num_seqs, stride, phase
         self.queue = equal_prompts(request.padded, request.lengths)
         self.runner = ModelRunner(decoder, block_pool, max(request.lengths) + request.max_new_tokens)
         count, self.prompt_len = request.padded.shape
@@ -138,8 +138,8 @@ class Scheduler:
             self.blocks_of_row(group) - len(group.prompt) // BLOCK_SIZE for group in self.queue for _ in group.waiting
         ]
         shared = sorted((len(group.prompt) // BLOCK_SIZE for group in self.queue), reverse=True)
-        waits = len(own) > self.max_slots
-        return sum(sorted(own, reverse=True)[: self.max_slots]) + sum(shared[: self.max_slots + waits]) + waits
+        waits = len(own) > self.max_num_seqs
+        return sum(sorted(own, reverse=True)[: self.max_num_seqs]) + sum(shared[: self.max_num_seqs + waits]) + waits
 
     # ------------------------------------------------------------- admitting
 
@@ -163,7 +163,7 @@ class Scheduler:
     def fitting(self) -> list[tuple[Group, list[int]]]:
         """Remove from the queue, in its order, the rows that fit now, and return them by group."""
         chosen: list[tuple[Group, list[int]]] = []
-        free, room = self.max_slots - len(self.runner), self.room()
+        free, room = self.max_num_seqs - len(self.runner), self.room()
         for group in self.queue:
             count = min(free, len(group.waiting))
             while count and self.blocks_needed(group, count) > room:

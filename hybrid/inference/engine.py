@@ -165,7 +165,7 @@ class InferenceEngine(nn.Module):
         self._fused.fallback_reason = fallback_reason or self._fused.fallback_reason
         self._fused.warns = self._fused.warns and self._config.replace_with_kernel_inject
         self._check()
-        self._agree_on_noise()
+        self._share_seed()
         if self._config.enable_cuda_graph and self._fused.fallback_reason:
             self._graphs = GraphedForward(self.module)
         elif self._config.enable_cuda_graph and "on Triton" not in self._fused.what:
@@ -177,7 +177,7 @@ class InferenceEngine(nn.Module):
         slices = LoadedSlices(self.module, structure, layout, self._group, read)
         self._build(structure, slices, lends=False, group=self._group, layout=layout)
         self._check()
-        self._agree_on_noise()
+        self._share_seed()
 
     def _quantizing(self) -> dict[str, Take]:
         """By parameter name, the function that quantizes a weight; {} unless dtype is int8."""
@@ -226,7 +226,7 @@ class InferenceEngine(nn.Module):
         if self._group.sum(torch.tensor(int(bool(wrong)), device=self._device)):
             raise NotImplementedError(words.format(wrong or "another rank has other numbers"))
 
-    def _agree_on_noise(self) -> None:
+    def _share_seed(self) -> None:
         """Give all ranks of a tensor-parallel group the first rank's initial seed and device RNG state, as DeepSpeed
         does: sampling by the caller from equal logits then gives equal tokens."""
         if self._group.tensor.size > 1:
@@ -260,7 +260,7 @@ class InferenceEngine(nn.Module):
         self._own_hooks: list[RemovableHandle] = []
         self._graphs: GraphedForward | None = None
         self._kv_cache, self._block_pool = KVCache(defaults.kv_step), BlockPool(defaults.kv_step)
-        self._max_slots, self._snapshot = defaults.max_slots, snapshot
+        self._max_num_seqs, self._snapshot = defaults.max_num_seqs, snapshot
         self._window = Window(
             self.module,
             snapshot,
@@ -271,8 +271,10 @@ class InferenceEngine(nn.Module):
             device=self._device,
         )
         layers = [part.module for part in structure.layers]
-        graph_slots = self._max_slots if self._config.enable_cuda_graph else 0
-        self._fused = FusedModel(self.module, layers, snapshot, graph_slots, group, lambda: self._own_hooks, layout)
+        max_capture_size = self._max_num_seqs if self._config.enable_cuda_graph else 0
+        self._fused = FusedModel(
+            self.module, layers, snapshot, max_capture_size, group, lambda: self._own_hooks, layout
+        )
         self._calls = self._make_calls(structure)
         self._containers = containers_of(parts_of(self.module, structure), self._calls)
         for container in self._containers:
@@ -370,7 +372,7 @@ class InferenceEngine(nn.Module):
             block_pool=self._block_pool,
             block_bytes=self._fused.block_bytes,
             require_memory=lambda rows, tokens: None,
-            max_slots=self._max_slots,
+            max_num_seqs=self._max_num_seqs,
             stride=stride_on(self._device),
             max_out_tokens=most,
             limit="max_out_tokens",

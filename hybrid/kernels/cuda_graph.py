@@ -43,10 +43,10 @@ def capture_on_device(run: Callable[[], None], pool: object | None) -> Captured:
     return Captured(graph.replay, pool)
 
 
-def slot_buckets(max_slots: int) -> list[int]:
+def capture_sizes(max_capture_size: int) -> list[int]:
     """The batch sizes that get a graph: few enough to capture, close enough that padding wastes little."""
-    counts = {1, 2, 4, *range(8, max_slots, 8), max_slots}
-    return sorted(count for count in counts if count <= max_slots)
+    counts = {1, 2, 4, *range(8, max_capture_size, 8), max_capture_size}
+    return sorted(count for count in counts if count <= max_capture_size)
 
 
 class GraphedStep:
@@ -54,8 +54,9 @@ class GraphedStep:
 
     step: inputs by name, [sequences, ...] each, to outputs, [sequences, ...] each. It is also run before and during a
         capture, so its side effects must be repeatable. Addresses that it reads must not change; see `reset`.
-    blank: by name, the inputs of padding sequences, [max_slots, ...], on the device. Sequences that fill a batch up to
-        its bucket compute these, and write to the KV cache: each has length 1 and only block 0 in its block table.
+    blank: by name, the inputs of padding sequences, [max_capture_size, ...], on the device. Sequences that fill a batch
+        up to
+        a captured size compute these, and write to the KV cache: each has length 1 and only block 0 in its block table.
         BLOCK 0 IS RESERVED: it is never given to a sequence.
     max_graphs: graphs that are kept; the least recently used one is dropped.
     capture: captures a run.
@@ -70,12 +71,12 @@ class GraphedStep:
     ):
         self.step = step
         self.blank = dict(blank)
-        self.max_slots = len(next(iter(blank.values())))
-        self.buckets = slot_buckets(self.max_slots)
+        self.max_capture_size = len(next(iter(blank.values())))
+        self.capture_sizes = capture_sizes(self.max_capture_size)
         self.max_graphs = max_graphs
         self.capture = capture
         self.inputs = {name: tensor.clone() for name, tensor in blank.items()}
-        self.outputs: tuple[torch.Tensor, ...] | None = None  # of all graphs, [max_slots, ...]
+        self.outputs: tuple[torch.Tensor, ...] | None = None  # of all graphs, [max_capture_size, ...]
         self.graphs: OrderedDict[int, Captured] = OrderedDict()
 
     def replay(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -85,24 +86,24 @@ class GraphedStep:
             undefined then.
         Raises ValueError if names, shapes or dtypes do not fit `blank`.
         """
-        slots = self._slots(inputs)
-        bucket = next(count for count in self.buckets if count >= slots)
-        if bucket not in self.graphs:
-            self._capture(bucket)
-        self.graphs.move_to_end(bucket)
+        num_seqs = self._num_seqs(inputs)
+        size = next(count for count in self.capture_sizes if count >= num_seqs)
+        if size not in self.graphs:
+            self._capture(size)
+        self.graphs.move_to_end(size)
         for name, held in self.inputs.items():
-            if slots < bucket:
-                held[slots:bucket] = self.blank[name][slots:bucket]
-            held[tuple(slice(size) for size in inputs[name].shape)] = inputs[name]
-        self.graphs[bucket].replay()
-        return tuple(output[:slots] for output in self.outputs)
+            if num_seqs < size:
+                held[num_seqs:size] = self.blank[name][num_seqs:size]
+            held[tuple(slice(length) for length in inputs[name].shape)] = inputs[name]
+        self.graphs[size].replay()
+        return tuple(output[:num_seqs] for output in self.outputs)
 
     def reset(self) -> None:
         """Drop all graphs. Call it when weights or KV blocks that the step reads have other addresses."""
         self.graphs.clear()
         self.outputs = None
 
-    def _slots(self, inputs: Mapping[str, torch.Tensor]) -> int:
+    def _num_seqs(self, inputs: Mapping[str, torch.Tensor]) -> int:
         """The number of sequences of the inputs. Raises ValueError if names, shapes or dtypes do not fit `blank`."""
         if inputs.keys() != self.inputs.keys():
             raise ValueError(f"the step takes {sorted(self.inputs)}, and was given {sorted(inputs)}")
@@ -116,24 +117,24 @@ class GraphedStep:
                 )
         counts = {len(given) for given in inputs.values()}
         if len(counts) != 1 or 0 in counts:
-            raise ValueError(f"inputs are of {sorted(counts)} slots; one number for all, at least 1, is allowed")
+            raise ValueError(f"inputs are of {sorted(counts)} sequences; one number for all, at least 1, is allowed")
         return counts.pop()
 
-    def _capture(self, bucket: int) -> None:
-        """Capture the step for `bucket` padding sequences; later replays copy their inputs in."""
-        views = {name: held[:bucket] for name, held in self.inputs.items()}
+    def _capture(self, size: int) -> None:
+        """Capture the step for `size` padding sequences; later replays copy their inputs in."""
+        views = {name: held[:size] for name, held in self.inputs.items()}
         for name, view in views.items():
-            view.copy_(self.blank[name][:bucket])
+            view.copy_(self.blank[name][:size])
         if self.outputs is None:
             made = self.step(views)
-            self.outputs = tuple(output.new_empty(self.max_slots, *output.shape[1:]) for output in made)
+            self.outputs = tuple(output.new_empty(self.max_capture_size, *output.shape[1:]) for output in made)
 
         def run() -> None:
             for held, output in zip(self.outputs, self.step(views), strict=True):
-                held[:bucket].copy_(output)
+                held[:size].copy_(output)
 
         pool = next((graph.pool for graph in self.graphs.values()), None)
-        self.graphs[bucket] = self.capture(run, pool)
+        self.graphs[size] = self.capture(run, pool)
         if len(self.graphs) > self.max_graphs:
             self.graphs.popitem(last=False)
 

@@ -107,14 +107,14 @@ class Group:
 
     rows: int64 [sequences, new]: index of each new token in the packed tensors.
     positions: int64 [sequences, new]: position of each new token in its sequence.
-    slots: int64 [sequences, longest]: slot mapping, the cache index of each position of a sequence. Past its end it
+    slot_mapping: int64 [sequences, longest]: the cache index of each position of a sequence. Past its end it
         repeats the first position's, so that no other sequence's values are read: they may be NaN.
     fresh: whether every token of every sequence is new.
     """
 
     rows: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
     fresh: bool
 
 
@@ -165,7 +165,7 @@ def one_group(
     return Group(
         rows=first[:, None] + steps,
         positions=(length - new)[:, None] + steps,
-        slots=blocks * block_size + place % block_size,
+        slot_mapping=blocks * block_size + place % block_size,
         fresh=all(ends[sequence] == new for sequence in sequences),
     )
 
@@ -204,8 +204,8 @@ def paged_attention(
     out = torch.empty_like(q)
     attend = eager_attention if eager or softcap else sdpa_attention
     for group in groups:
-        k = keys.flatten(0, 1)[group.slots].transpose(1, 2)  # [sequences, kv_heads, longest, head_dim]
-        v = values.flatten(0, 1)[group.slots].transpose(1, 2)
+        k = keys.flatten(0, 1)[group.slot_mapping].transpose(1, 2)  # [sequences, kv_heads, longest, head_dim]
+        v = values.flatten(0, 1)[group.slot_mapping].transpose(1, 2)
         extra = None if bias is None else bias[:, : k.shape[2]]
         found = attend(q[group.rows].transpose(1, 2), k, v, visible(group, window), scale, softcap, extra)
         out[group.rows] = found.transpose(1, 2)
@@ -214,7 +214,7 @@ def paged_attention(
 
 def visible(group: Group, window: int) -> torch.Tensor | None:
     """The attention mask, bool [sequences, 1, new, longest], True where a query sees a position; None if causal."""
-    longest, query = group.slots.shape[1], group.positions.unsqueeze(-1)
+    longest, query = group.slot_mapping.shape[1], group.positions.unsqueeze(-1)
     if group.fresh and not 0 < window < longest:
         return None
     place = torch.arange(longest, device=query.device)

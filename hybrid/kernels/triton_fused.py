@@ -199,7 +199,7 @@ def _rope_and_write_kernel(
     cos,
     sin,
     rows,
-    slots,
+    slot_mapping,
     turned,
     keys,
     values,
@@ -223,7 +223,7 @@ def _rope_and_write_kernel(
     """One program per token and BLOCK_H heads: first the blocks of q, then those of k, then those of v."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    block_row = tl.load(slots + token) * (KV_HEADS * HEAD_DIM)
+    block_row = tl.load(slot_mapping + token) * (KV_HEADS * HEAD_DIM)
     source, target, norm = v + token * v_stride, values + block_row, k_norm
     first, heads = (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_H, block * 0 + KV_HEADS
     if block < Q_BLOCKS:
@@ -284,7 +284,7 @@ def rope_and_write(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     rows: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     interleaved: bool = False,
@@ -296,14 +296,14 @@ def rope_and_write(
     cos, sin [n, rotary_dim / 2]: in q's dtype to round every product to it, in float32 to round only the result; None:
         no RoPE.
     rows: integers [tokens], the row of cos and sin for each token.
-    slots: int64 [tokens], the slot mapping: block * BLOCK_SIZE + offset in the block, for each token's key and value.
+    slot_mapping: int64 [tokens], block * BLOCK_SIZE + offset in the block, for each token's key and value.
     keys, values [blocks, BLOCK_SIZE, kv_heads, head_dim], q's dtype, written in place.
     interleaved: RoPE pairs are neighbours, not halves.  norm: of the heads, before RoPE; None: no norm.
     Gives q itself if there is neither RoPE nor norm.
     """
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
     require_contiguous(q.device, q.dtype, keys, values)
-    require_contiguous(q.device, torch.int64, slots)
+    require_contiguous(q.device, torch.int64, slot_mapping)
     require_contiguous(q.device, rows.dtype, rows)
     if cos is not None:
         require_contiguous(q.device, cos.dtype, cos, sin)
@@ -324,7 +324,7 @@ def rope_and_write(
         rows if cos is None else cos,
         rows if sin is None else sin,
         rows,
-        slots,
+        slot_mapping,
         turned,
         keys,
         values,

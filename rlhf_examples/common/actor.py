@@ -28,11 +28,11 @@ from rlhf_examples.common.ranks import from_all_ranks, interleaved, is_first, ow
 from rlhf_examples.common.rollouts import (
     Row,
     decode_completions,
-    noise_seed,
     own_numbers,
     roll_out,
     rows_of_forward,
     sampling,
+    sampling_seed,
 )
 from rlhf_examples.common.run_log import RunLog, read_metrics
 from rlhf_examples.common.scorers import Rewards
@@ -280,7 +280,7 @@ class Evaluation:
         ranks, each = dist.get_world_size(), self.num_generations
         padded = [*self.prompts, *self.prompts[:1] * (-len(self.prompts) % ranks)]  # equally many on each rank
         own = own_share(padded)
-        params = sampling(self.args, noise_seed(self.args.seed, draw))
+        params = sampling(self.args, sampling_seed(self.args.seed, draw))
         params = replace(params, temperature=0.0) if self.greedy else params
         with self.policy.inference():
             batch = roll_out(self.policy, self.tokenizer, own, own_numbers(len(own)), params, each)

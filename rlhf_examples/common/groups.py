@@ -14,7 +14,7 @@ import hybrid
 from rlhf_examples.common.arguments import GRPOArguments
 from rlhf_examples.common.measures import Phases
 from rlhf_examples.common.ranks import own_share
-from rlhf_examples.common.rollouts import Row, decode_completions, in_order, noise_seed, padded, roll_out, sampling
+from rlhf_examples.common.rollouts import Row, decode_completions, in_order, padded, roll_out, sampling, sampling_seed
 from rlhf_examples.common.scorers import Rewards
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.data.examples import RowStream
@@ -72,7 +72,7 @@ def next_groups(
     world_size, rank = dist.get_world_size(), dist.get_rank()
     own = own_share([*prompts, *prompts[:1] * (-len(prompts) % world_size)])
     numbers = first + rank + world_size * torch.arange(len(own))
-    params = sampling(args, noise_seed(args.seed, iteration))
+    params = sampling(args, sampling_seed(args.seed, iteration))
     batch = roll_out(policy, tokenizer, own, numbers, params, args.num_generations)
     return Groups([row for row in own for _ in range(args.num_generations)], batch, {})
 

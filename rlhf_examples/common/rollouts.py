@@ -122,7 +122,7 @@ def sampling(args: RolloutArguments | EvaluateArguments, seed: int) -> hybrid.Sa
     )
 
 
-def noise_seed(seed: int, draw: int) -> int:
+def sampling_seed(seed: int, draw: int) -> int:
     """The seed of a run's draw: 1, 2, … for its iterations, 0 for its evaluations. Seeds of different runs differ
     below a million draws.
     """
@@ -190,7 +190,7 @@ def optimizer_steps(experience: Experience, passes: int, iteration: int, args: R
         )
     steps = []
     for number in range(passes):
-        generator = torch.Generator().manual_seed(noise_seed(args.seed, iteration) * 1009 + number)
+        generator = torch.Generator().manual_seed(sampling_seed(args.seed, iteration) * 1009 + number)
         for rows in torch.randperm(len(lengths), generator=generator).tensor_split(args.num_mini_batches):
             batches = micro_batches(lengths[rows], ranks, args)
             steps.append(OptimizerStep(rows, batches[rank::ranks], min(map(len, batches[:ranks]))))

@@ -69,7 +69,7 @@ def builders(calls: list) -> list[str]:
         ({"config": {"hybrid_engine": {"enabled": "false"}}}, "deepspeed"),
         ({"config": {"hybrid_engine": {}}}, "deepspeed"),
         ({"config": {"hybrid_engine": {"max_out_tokens": 64}}}, "deepspeed"),
-        ({"config": {"rollout": {"max_slots": 4}}}, "deepspeed"),
+        ({"config": {"rollout": {"max_num_seqs": 4}}}, "deepspeed"),
         ({"config": {}}, "deepspeed"),
         ({}, "deepspeed"),
         ({"args": SimpleNamespace(deepspeed_config=None), "config": ENABLED}, "hybrid"),

@@ -113,10 +113,10 @@ def hugging_face(model: torch.nn.Module, ids: list[torch.Tensor]) -> list[torch.
     return [model(one[None]).logits[0].float() for one in ids]
 
 
-def cuda_decoder(model: torch.nn.Module, max_slots: int = 0) -> CudaDecoder:
+def cuda_decoder(model: torch.nn.Module, max_capture_size: int = 0) -> CudaDecoder:
     """A bound decoder in the model's dtype, whose graphs are none without a device."""
     capture = {} if DEVICE == "cuda" else {"capture": remembered}
-    decoder = CudaDecoder(read_decoder(model), own_weights, model.dtype, max_slots, **capture)
+    decoder = CudaDecoder(read_decoder(model), own_weights, model.dtype, max_capture_size, **capture)
     decoder.bind()
     return decoder
 
@@ -125,10 +125,10 @@ def cuda_decoder(model: torch.nn.Module, max_slots: int = 0) -> CudaDecoder:
     "variant", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in VARIANTS]
 )
 def test_logits_equal_hugging_face(variant):
-    """Prefill, decode steps in graphs with surplus slots, a token behind a prefix; every mechanism in float32."""
+    """Prefill, decode steps in graphs with padding sequences, a token behind a prefix; every mechanism in float32."""
     model = small(variant)
     ids = sequences(tuple(length + NEW + 1 for length in PROMPTS))
-    ours = Decoding(cuda_decoder(model, max_slots=4), ids).every_logit()
+    ours = Decoding(cuda_decoder(model, max_capture_size=4), ids).every_logit()
     assert distance(ours, hugging_face(model, ids)) < 2e-6  # sums in another order: 1 to 4e-7 was seen
 
 
@@ -176,7 +176,7 @@ def three_sequences(decoder: CudaDecoder) -> Decoding:
 
 def test_graphs_are_captured_once_and_anew_where_blocks_or_weights_move():
     model = small("llama")
-    decoder = cuda_decoder(model, max_slots=4)
+    decoder = cuda_decoder(model, max_capture_size=4)
     decoding = three_sequences(decoder)
     first = decoding.decode([2, 2, 2])
     graph = decoder.graphed.graphs[4]
@@ -194,7 +194,7 @@ def test_graphs_are_captured_once_and_anew_where_blocks_or_weights_move():
 
 
 def test_longer_sequences_than_were_reserved_for_get_longer_tables_and_new_graphs():
-    decoder = cuda_decoder(small("bloom"), max_slots=2)
+    decoder = cuda_decoder(small("bloom"), max_capture_size=2)
     decoder.reserve(BLOCK_SIZE)
     short, long = Decoding(decoder, sequences((4,))), Decoding(decoder, sequences((BLOCK_SIZE + 2,)))
     short.run([0], [3])
@@ -208,14 +208,14 @@ def test_longer_sequences_than_were_reserved_for_get_longer_tables_and_new_graph
     assert decoder.positions == 2 * BLOCK_SIZE and decoder.graphed is not graphs
 
 
-def test_a_step_of_more_sequences_than_slots_runs_without_a_graph():
-    decoder = cuda_decoder(small("llama"), max_slots=2)
+def test_a_step_of_more_sequences_than_captured_runs_without_a_graph():
+    decoder = cuda_decoder(small("llama"), max_capture_size=2)
     assert three_sequences(decoder).decode([2, 2, 2]).shape == (3, VOCABULARY)
     assert decoder.graphed is None
 
 
-def test_surplus_slots_touch_block_0_alone():
-    decoder = cuda_decoder(small("llama"), max_slots=4)
+def test_padding_sequences_touch_block_0_alone():
+    decoder = cuda_decoder(small("llama"), max_capture_size=4)
     decoding = three_sequences(decoder)
     decoding.decode([2, 2, 2])
     for blocks in (*decoding.kv.keys, *decoding.kv.values):
@@ -245,13 +245,15 @@ def checked_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return small("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).to(dtype)
 
 
-@pytest.mark.parametrize("max_slots", [0, pytest.param(1, marks=pytest.mark.slow), 4], ids="no one several".split())
-def test_the_self_check_accepts_the_decoder(max_slots):
+@pytest.mark.parametrize(
+    "max_capture_size", [0, pytest.param(1, marks=pytest.mark.slow), 4], ids="no one several".split()
+)
+def test_the_self_check_accepts_the_decoder(max_capture_size):
     """Decode steps too, from graphs where they are on: of as many sequences as fit."""
-    model = checked_model(HALF if max_slots else torch.float32)
-    decoder = cuda_decoder(model, max_slots)
+    model = checked_model(HALF if max_capture_size else torch.float32)
+    decoder = cuda_decoder(model, max_capture_size)
     assert refusal(decoder, model) == ""
-    assert (decoder.graphed is not None) == (max_slots > 0)
+    assert (decoder.graphed is not None) == (max_capture_size > 0)
 
 
 class AveragedSplits:
@@ -319,7 +321,7 @@ def with_stale_inputs(decoder: CudaDecoder, names: tuple[str, ...]) -> Callable:
 def test_the_self_check_refuses_graphs_that_replay_something_else(stale):
     """The step itself is right; (): a replay does nothing."""
     model = checked_model()
-    decoder = cuda_decoder(model, max_slots=4)
+    decoder = cuda_decoder(model, max_capture_size=4)
     decoder.capture = with_stale_inputs(decoder, stale) if stale else lambda run, pool: Captured(lambda: None, pool)
     reason = refusal(decoder, model)
     assert reason.startswith("a decode step from a graph of the fused container differs"), reason

@@ -63,7 +63,7 @@ class Miniature:
             block_pool=BlockPool(32),
             block_bytes=self.fused.block_bytes,
             require_memory=lambda rows, tokens: None,
-            max_slots=100,
+            max_num_seqs=100,
             stride=1,
             max_out_tokens=512,
             noise=lambda rows: SamplingKeys(0, torch.arange(rows)),

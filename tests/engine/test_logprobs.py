@@ -92,7 +92,7 @@ def check_logprobs(blocks: dict) -> None:
     [
         {},
         {"rollout": {"containers": "native"}},
-        {"rollout": {"max_slots": 2}},
+        {"rollout": {"max_num_seqs": 2}},
         {"hybrid_engine": {"inference_tp_size": 2}},
         {"hybrid_engine": {"pin_parameters": False}},
     ],

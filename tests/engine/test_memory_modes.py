@@ -121,29 +121,29 @@ def check_auto() -> None:
         level = logger.level
         logger.setLevel(logging.INFO)
         try:
-            engine = engine_with(auto, max_slots=8, memory_limit=limit)
+            engine = engine_with(auto, max_num_seqs=8, memory_limit=limit)
         finally:
             logger.removeHandler(lines)
             logger.setLevel(level)
         plan = engine.memory_plan(8, 8, 8)
         assert str(plan.in_use) == name
         assert all(fits == (needs[str(mode)] <= limit) for mode in plan.needs for fits in [plan.fits(mode)])
-        chosen = [line for line in lines.lines if f"held {name}: 8 of max_slots=8" in line]
+        chosen = [line for line in lines.lines if f"held {name}: 8 of max_num_seqs=8" in line]
         assert len(chosen) == (dist.get_rank() == 0), (name, lines.lines)
         assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=5), expected)
         engine.train()
         engine.destroy()
     # Fewer rows at once rather than nothing; of what fits as many, the faster.
     fewer = next(need.total for mode, need in engine_with({}).memory_plan(2, 8, 8).needs.items() if mode.streaming)
-    some = engine_with(auto, max_slots=8, memory_limit=fewer)
+    some = engine_with(auto, max_num_seqs=8, memory_limit=fewer)
     assert str(some.memory_plan(1, 1, 1).in_use) == "streaming"
     fixed = {**auto, "pin_parameters": True}
     assert str(
-        engine_with(fixed, max_slots=8, memory_limit=needs["tensor parallel 2"]).memory_plan(1, 1, 1).in_use
+        engine_with(fixed, max_num_seqs=8, memory_limit=needs["tensor parallel 2"]).memory_plan(1, 1, 1).in_use
     ) == ("tensor parallel 2")
     with pytest.raises(ValueError, match=r"(?s)max_out_tokens=16; allow more.*mode.*pinned .*too much.*streaming.*too"):
-        engine_with(auto, max_slots=8, memory_limit=1000)
-    assert str(engine_with(auto, max_slots=8).memory_plan(1, 1, 1).in_use) == "pinned"  # by what is free
+        engine_with(auto, max_num_seqs=8, memory_limit=1000)
+    assert str(engine_with(auto, max_num_seqs=8).memory_plan(1, 1, 1).in_use) == "pinned"  # by what is free
 
 
 def test_auto_takes_the_fastest_that_fits(ranks):

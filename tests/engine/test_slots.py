@@ -58,8 +58,8 @@ def same(one: hybrid.RolloutBatch, other: hybrid.RolloutBatch) -> bool:
 # A `rollout` block, and the most rows that it lets run together.
 LIMITS = {
     "as many as there are": ({}, 18),
-    "three slots": ({"max_slots": 3}, 3),
-    "one slot": ({"max_slots": 1}, 1),
+    "three slots": ({"max_num_seqs": 3}, 3),
+    "one slot": ({"max_num_seqs": 1}, 1),
     # Beside block 0, a row has two blocks here. Rows of one prompt share the first: three of them need four.
     "a cache for two prompts' rows": ({"kv_cache_bytes": (1 + 4) * BLOCK_BYTES}, 3),
     "a cache for one row": ({"kv_cache_bytes": (1 + 2) * BLOCK_BYTES}, 1),
@@ -99,7 +99,7 @@ def check_greedy() -> None:
     for family in ("llama", "gemma3_text", "gpt2"):
         model = tiny_model(family)
         reference = twin(model)
-        engine = engine_with(model, max_slots=2)
+        engine = engine_with(model, max_num_seqs=2)
         ids, mask = prompts(5 + rank, 8, padded=True, seed=rank)
         greedy = {"attention_mask": mask, "max_new_tokens": 14}
         plain = reference.generate(ids, **greedy, do_sample=False)
@@ -152,7 +152,7 @@ class RowwiseFavourite(Favourite):
 def check_processors() -> None:
     model = tiny_model("qwen3")
     reference = twin(model)
-    engine = engine_with(model, max_slots=2)
+    engine = engine_with(model, max_num_seqs=2)
     ids, mask = prompts(5, 8, padded=True, seed=dist.get_rank())
     for request in ({"do_sample": False}, {"do_sample": True, "top_k": 8, "temperature": 1.4}):
         request = {**request, "attention_mask": mask, "max_new_tokens": 12}
@@ -193,7 +193,7 @@ class Recorder:
 def check_streamer() -> None:
     model = tiny_model("llama")
     reference = twin(model)
-    engine = engine_with(model, max_slots=1)
+    engine = engine_with(model, max_num_seqs=1)
     ids, _ = prompts(1, 40, padded=False, seed=dist.get_rank())
     ours, theirs = Recorder(), Recorder()
     with decodes() as rows:

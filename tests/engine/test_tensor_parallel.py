@@ -102,7 +102,7 @@ def test_rollouts_and_scores_are_those_of_an_engine_alone(ranks, stage, adapter)
 def check_shared_prompts() -> None:
     """Equal prompts are prefilled once: their last block is copied on every rank; a queue, and few slots."""
     config = spread(2)
-    config["rollout"] = {"containers": "fused", "max_slots": 2, "kv_step": 32}
+    config["rollout"] = {"containers": "fused", "max_num_seqs": 2, "kv_step": 32}
     model = tiny_model("llama")
     reference = twin(model)
     engine = engine_of(model, config)

@@ -126,20 +126,20 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def run(
-    request: Request, max_slots: int = 100, stride: int = 1, limit: int | None = None, step: int = BLOCK_SIZE
+    request: Request, max_num_seqs: int = 100, stride: int = 1, limit: int | None = None, step: int = BLOCK_SIZE
 ) -> tuple[Completions, PagedMock, WatchedPool]:
     """The completions, and who made them; limit: blocks that may be held."""
     decoder = PagedMock()
     block_pool = WatchedPool(step, None if limit is None else (limit + 1) * 2 * BLOCK_SIZE * 8)
     block_pool.begin_call(decoder.kv)
-    done = complete(request, decoder, block_pool, max_slots, stride, lambda name: contextlib.nullcontext())
+    done = complete(request, decoder, block_pool, max_num_seqs, stride, lambda name: contextlib.nullcontext())
     assert block_pool.num_used == 0, "blocks are still held when everything is done"
     assert len(decoder.made) == 2, "storage has grown: only the block that tells its kind comes before what is reserved"
     return done, decoder, block_pool
 
 
 def expected(request: Request) -> Completions:
-    """Every row alone: no blocks, no slots, no batch."""
+    """Every row alone: no blocks, no batch."""
     rows_of = [alone(request, row) for row in range(len(request.padded))]
     tokens = torch.full((len(rows_of), request.max_new_tokens), request.pad)
     sampling, old, raw = torch.zeros(3, *tokens.shape)
@@ -186,19 +186,19 @@ MIXTURE = [ONE, LONG, LONG, LONG, OTHER, OTHER, TWO, WHOLE, LONG, TWO, ONE]
 
 
 @pytest.mark.parametrize("stride", [1, 5, 8])
-@pytest.mark.parametrize("max_slots", [1, 2, 3, 100])
-def test_completions_do_not_depend_on_slots(max_slots, stride):
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 100])
+def test_completions_do_not_depend_on_max_num_seqs(max_num_seqs, stride):
     request = request_of(MIXTURE)
-    found, decoder, _ = run(request, max_slots, stride)
+    found, decoder, _ = run(request, max_num_seqs, stride)
     require_same(found, expected(request))
-    assert max(decoder.steps) <= max_slots
+    assert max(decoder.steps) <= max_num_seqs
     lengths = set(found.lengths.tolist())
     assert min(lengths) < 5 < max(lengths), "lengths do not differ, and nothing was tested"
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_mixture(seed):
-    """Random prompts, groups, slots, strides, budgets and lengths."""
+    """Random prompts, groups, max_num_seqs, strides, budgets and lengths."""
     generator = torch.Generator().manual_seed(seed)
     number = lambda low, high: int(torch.randint(low, high, (), generator=generator))  # noqa: E731
     distinct = prompts_of(*(number(1, 80) for _ in range(4)), seed=seed)
@@ -224,15 +224,15 @@ def test_free_slots_are_taken_by_those_that_wait():
     request = request_of(MIXTURE)
     shortest = MinNewTokensLengthLogitsProcessor(request.padded.shape[1], 2, list(ENDS))
     request = replace(request, processors=lambda ids, scores, rows: shortest(ids, scores))
-    found, decoder, _ = run(request, max_slots=3)
+    found, decoder, _ = run(request, max_num_seqs=3)
     assert sum(decoder.steps) == (found.lengths - 1).sum()
-    assert decoder.steps == sorted(decoder.steps, reverse=True), "a slot is empty while rows wait"
+    assert decoder.steps == sorted(decoder.steps, reverse=True), "a sequence less is decoded while rows wait"
     assert decoder.steps.count(3) > len(decoder.steps) // 2
 
 
-@pytest.mark.parametrize("max_slots", [1, 2, 100])
-def test_equal_prompts_are_prefilled_once(max_slots):
-    _, decoder, _ = run(request_of(MIXTURE), max_slots)
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 100])
+def test_equal_prompts_are_prefilled_once(max_num_seqs):
+    _, decoder, _ = run(request_of(MIXTURE), max_num_seqs)
     assert decoder.prefilled == sum(map(len, (ONE, OTHER, TWO, LONG, WHOLE)))
 
 
@@ -255,16 +255,16 @@ def test_prompts_longer_than_a_forward_are_split(monkeypatch, at_once):
     assert len(decoder.forwards) == -(-decoder.prefilled // at_once)
 
 
-@pytest.mark.parametrize("max_slots", [2, 100])
+@pytest.mark.parametrize("max_num_seqs", [2, 100])
 @pytest.mark.parametrize("stride", [1, 5])
-def test_the_budget_is_kept(max_slots, stride):
+def test_the_budget_is_kept(max_num_seqs, stride):
     """From a single row's blocks on; every row is done, and more blocks let more rows run together."""
     request = request_of(MIXTURE)
     wanted = expected(request)
     smallest = blocks_for(2 * BLOCK_SIZE + request.max_new_tokens)
     together = []
     for limit in range(smallest, smallest + 25, 3):
-        found, decoder, block_pool = run(request, max_slots, stride, limit)
+        found, decoder, block_pool = run(request, max_num_seqs, stride, limit)
         require_same(found, wanted)
         assert block_pool.most <= limit
         assert block_pool.capacity <= limit + 1
@@ -295,7 +295,7 @@ def test_a_group_whose_prompt_leaves_no_room_beside_a_row_is_prefilled_for_each(
 
 def test_rows_of_one_prompt_draw_by_their_own_noise():
     keys = stream_keys(5, torch.zeros(6, dtype=torch.long), torch.tensor([0, 1, 2, 3, 1, 0]))
-    found, decoder, _ = run(request_of([LONG] * 6, keys=keys), max_slots=4)
+    found, decoder, _ = run(request_of([LONG] * 6, keys=keys), max_num_seqs=4)
     assert decoder.prefilled == len(LONG)
     assert torch.equal(found.tokens[4], found.tokens[1])
     assert torch.equal(found.tokens[5], found.tokens[0])
@@ -304,7 +304,7 @@ def test_rows_of_one_prompt_draw_by_their_own_noise():
 
 def test_greedy_rows_of_one_prompt_are_alike():
     request = request_of([LONG, WHOLE] * 3, draw=Draw(temperature=0), logprob_temperature=1.0)
-    found, _, _ = run(request, max_slots=4, stride=5)
+    found, _, _ = run(request, max_num_seqs=4, stride=5)
     require_same(found, expected(request))
     assert torch.equal(found.tokens[::2], found.tokens[:1].expand(3, -1))
 
@@ -315,7 +315,7 @@ def test_ends(ends, max_new_tokens):
     """None, one, several, and every token: then the first token is the last."""
     request = request_of(MIXTURE, ends=torch.tensor(ends, dtype=torch.long), max_new_tokens=max_new_tokens)
     for stride in (1, 8):
-        found, decoder, _ = run(request, max_slots=4, stride=stride)
+        found, decoder, _ = run(request, max_num_seqs=4, stride=stride)
         require_same(found, expected(request))
     if not ends:
         assert (found.lengths == max_new_tokens).all()
@@ -352,15 +352,15 @@ class Watched:
         return self.processors(ids, scores)
 
 
-@pytest.mark.parametrize("max_slots", [2, 3, 100])
-def test_processors_see_rows_of_one_length_as_hugging_face_shows_them(max_slots):
+@pytest.mark.parametrize("max_num_seqs", [2, 3, 100])
+def test_processors_see_rows_of_one_length_as_hugging_face_shows_them(max_num_seqs):
     request = request_of(MIXTURE)
     request = replace(request, processors=Watched(request.padded))
     wanted = expected(request)
     alone_shown = {str(ids.tolist()) for shown in request.processors.shown for ids in shown}
     for stride in (1, 5):
         request.processors.shown.clear()
-        found, _, _ = run(request, max_slots, stride)
+        found, _, _ = run(request, max_num_seqs, stride)
         require_same(found, wanted)
         seen = {str(ids.tolist()) for shown in request.processors.shown for ids in shown}
         assert seen >= alone_shown

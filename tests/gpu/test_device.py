@@ -39,9 +39,11 @@ def test_graphs_eager_runs_and_the_cpu_agree_in_float32(family):
     eager, graphs = (
         [
             logits.cpu()
-            for logits in Decoding(cuda_decoder(small(family), slots), sequences(LENGTHS)).every_logit(PROMPTS)
+            for logits in Decoding(cuda_decoder(small(family), max_capture_size), sequences(LENGTHS)).every_logit(
+                PROMPTS
+            )
         ]
-        for slots in (0, 8)
+        for max_capture_size in (0, 8)
     )
     assert distance(eager, cpu) < 1e-5
     assert distance(graphs, cpu) < 1e-5
@@ -56,8 +58,8 @@ def test_bfloat16_rounds_where_hugging_face_does(family):
     exact = hugging_face(small(family), ids)
     model = small(family).bfloat16()
     theirs = hugging_face(model, ids)
-    for slots in (0, 8):
-        ours = Decoding(cuda_decoder(model, slots), ids).every_logit(PROMPTS)
+    for max_capture_size in (0, 8):
+        ours = Decoding(cuda_decoder(model, max_capture_size), ids).every_logit(PROMPTS)
         assert average(ours, theirs) < 1.2 * average(theirs, exact)
 
 
@@ -76,8 +78,8 @@ def no_waiting():
 def test_the_host_never_waits(variant, no_waiting):
     """Neither in prefill nor in a decode step, replayed or eager, once tables and graphs are there."""
     ids = sequences(LENGTHS)
-    for slots in (0, 8):
-        decoding = Decoding(cuda_decoder(small(variant), slots), ids)
+    for max_capture_size in (0, 8):
+        decoding = Decoding(cuda_decoder(small(variant), max_capture_size), ids)
         prefill = decoding.batch([(0, length) for length in PROMPTS])
         step = decoding.batch([(length, length + 1) for length in PROMPTS])
         with torch.no_grad():
@@ -89,7 +91,7 @@ def test_the_host_never_waits(variant, no_waiting):
 
 
 def test_every_bucket_gives_what_the_step_gives():
-    """1 to 13 slots, in an order in which each graph's results lie where another's did."""
+    """1 to 13 max_capture_size, in an order in which each graph's results lie where another's did."""
     model = small("qwen3")
     graphs, eager = cuda_decoder(model, 13), cuda_decoder(model)
     for count in (13, 1, 9, 2, 8, 3, 5, 13, 4):

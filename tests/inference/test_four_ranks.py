@@ -49,7 +49,7 @@ def check_noise() -> None:
             engine = spread(twin(model), tp=tp, kernel_inject=True)
             for seeds in ([0] * 4, range(4)):
                 torch.manual_seed(seeds[dist.get_rank()])
-                engine._agree_on_noise()  # as an engine that was built after it
+                engine._share_seed()  # as an engine that was built after it
                 drawn = all_of(engine.generate(ids, **request))
                 for one, other in groups:
                     assert torch.equal(drawn[one], drawn[other])

@@ -68,11 +68,13 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
 def launch_fused(dtype: torch.dtype) -> None:
     """Rotations, norms, activations; head_dim 80 has columns to mask."""
     q, kv, blocks = (torch.empty(4, heads, 80, dtype=dtype) for heads in (32, 2, 2))
-    table, slots = torch.empty(99, 40, dtype=dtype), torch.empty(4, dtype=torch.int64)
+    table, slot_mapping = torch.empty(99, 40, dtype=dtype), torch.empty(4, dtype=torch.int64)
     norm = triton_fused.HeadNorm(torch.empty(80, dtype=dtype), torch.empty(80, dtype=dtype), 1e-6)
     for interleaved, own in ((False, None), (True, norm)):
-        triton_fused.rope_and_write(q, kv, kv, table, table, slots, slots, blocks, blocks, interleaved, own)
-    triton_fused.rope_and_write(q, kv, kv, None, None, slots, slots, blocks, blocks)
+        triton_fused.rope_and_write(
+            q, kv, kv, table, table, slot_mapping, slot_mapping, blocks, blocks, interleaved, own
+        )
+    triton_fused.rope_and_write(q, kv, kv, None, None, slot_mapping, slot_mapping, blocks, blocks)
     x = torch.empty(4, 4096, dtype=dtype)
     triton_fused.add_rms_norm(x, x, x[0], 1e-5)
     triton_fused.add_rms_norm(x, None, x[0], 1e-5, 1.0, True)

@@ -1,4 +1,4 @@
-"""A graphed step equals the step, whatever the number of slots; tested here with a capture that only remembers the run.
+"""A graphed step equals the step, for any number of sequences; tested here with a capture that only remembers the run.
 
 As a CUDA graph's, its replay sees nothing but the tensors that the run had. The real capture: tests/gpu.
 """
@@ -6,13 +6,13 @@ As a CUDA graph's, its replay sees nothing but the tensors that the run had. The
 import pytest
 import torch
 
-from hybrid.kernels.cuda_graph import Captured, GraphedStep, slot_buckets
+from hybrid.kernels.cuda_graph import Captured, GraphedStep, capture_sizes
 
-MAX_SLOTS = 20
+MAX_NUM_SEQS = 20
 
 
 class Recorder:
-    """A capture that notes what it is asked for, and the slots that are seen as it captures."""
+    """A capture that notes what it is asked for, and the sequences that are seen as it captures."""
 
     def __init__(self):
         self.pools = []
@@ -38,64 +38,64 @@ class Adder:
 @pytest.fixture
 def graphed() -> GraphedStep:
     blank = {
-        "lengths": torch.ones(MAX_SLOTS, dtype=torch.int32),
-        "block_tables": torch.zeros(MAX_SLOTS, 6, dtype=torch.int32),
+        "lengths": torch.ones(MAX_NUM_SEQS, dtype=torch.int32),
+        "block_tables": torch.zeros(MAX_NUM_SEQS, 6, dtype=torch.int32),
     }
     return GraphedStep(Adder(), blank, capture=Recorder())
 
 
-def slots(count: int, width: int = 6) -> dict[str, torch.Tensor]:
-    """Inputs of so many slots, none of them blank."""
+def inputs_of(count: int, width: int = 6) -> dict[str, torch.Tensor]:
+    """Inputs of so many sequences, none of them blank."""
     return {
         "lengths": torch.arange(2, 2 + count, dtype=torch.int32),
         "block_tables": torch.arange(1, 1 + count * width, dtype=torch.int32).view(count, width),
     }
 
 
-def test_buckets_are_close_and_end_at_the_most_slots():
-    assert slot_buckets(1) == [1]
-    assert slot_buckets(3) == [1, 2, 3]
-    assert slot_buckets(8) == [1, 2, 4, 8]
-    assert slot_buckets(36) == [1, 2, 4, 8, 16, 24, 32, 36]
+def test_capture_sizes_are_close_and_end_at_the_largest():
+    assert capture_sizes(1) == [1]
+    assert capture_sizes(3) == [1, 2, 3]
+    assert capture_sizes(8) == [1, 2, 4, 8]
+    assert capture_sizes(36) == [1, 2, 4, 8, 16, 24, 32, 36]
 
 
-@pytest.mark.parametrize("count", range(1, MAX_SLOTS + 1))
+@pytest.mark.parametrize("count", range(1, MAX_NUM_SEQS + 1))
 def test_outputs_are_those_of_the_step(graphed, count):
-    """In every bucket, full and not, after one with more slots."""
-    graphed.replay(slots(MAX_SLOTS))
-    for ours, theirs in zip(graphed.replay(slots(count)), Adder()(slots(count)), strict=True):
+    """In every captured size, full and not, after one with more sequences."""
+    graphed.replay(inputs_of(MAX_NUM_SEQS))
+    for ours, theirs in zip(graphed.replay(inputs_of(count)), Adder()(inputs_of(count)), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_a_table_may_be_narrower_than_the_graphs(graphed):
-    graphed.replay(slots(5, width=3))
+    graphed.replay(inputs_of(5, width=3))
     seen = graphed.step.seen[-1]["block_tables"]
     assert seen.shape == (8, 6)
-    assert torch.equal(seen[:5, :3], slots(5, width=3)["block_tables"])
+    assert torch.equal(seen[:5, :3], inputs_of(5, width=3)["block_tables"])
 
 
-def test_surplus_slots_are_blank_after_any_call_before(graphed):
-    graphed.replay(slots(16))
-    graphed.replay(slots(9))
+def test_padding_sequences_are_blank_after_any_call_before(graphed):
+    graphed.replay(inputs_of(16))
+    graphed.replay(inputs_of(9))
     seen = graphed.step.seen[-1]
     assert len(seen["lengths"]) == 16
     assert (seen["lengths"][9:] == 1).all() and (seen["block_tables"][9:] == 0).all()
-    assert torch.equal(seen["block_tables"][:9], slots(9)["block_tables"])
+    assert torch.equal(seen["block_tables"][:9], inputs_of(9)["block_tables"])
 
 
-def test_only_blank_slots_are_captured(graphed):
+def test_only_padding_sequences_are_captured(graphed):
     """Warm-up runs must not touch the blocks of real sequences."""
-    graphed.replay(slots(16))
+    graphed.replay(inputs_of(16))
     before = len(graphed.step.seen)
-    graphed.replay(slots(7))
+    graphed.replay(inputs_of(7))
     captured, replayed = graphed.step.seen[before:]
     assert (captured["lengths"] == 1).all() and (captured["block_tables"] == 0).all()
-    assert torch.equal(replayed["lengths"][:7], slots(7)["lengths"])
+    assert torch.equal(replayed["lengths"][:7], inputs_of(7)["lengths"])
 
 
 def test_a_bucket_is_captured_once_and_all_share_a_pool(graphed):
     for count in (3, 4, 3, 11, 16, 2):
-        graphed.replay(slots(count))
+        graphed.replay(inputs_of(count))
     assert list(graphed.graphs) == [4, 16, 2]
     first, *others = graphed.capture.pools
     assert first is None and len(others) == 2
@@ -103,11 +103,11 @@ def test_a_bucket_is_captured_once_and_all_share_a_pool(graphed):
 
 
 def test_after_a_reset_everything_is_captured_anew(graphed):
-    graphed.replay(slots(4))
+    graphed.replay(inputs_of(4))
     graphed.step.weight = torch.tensor(20.0)
     graphed.reset()
     assert not graphed.graphs
-    assert torch.equal(graphed.replay(slots(4))[0], slots(4)["lengths"] + 20.0)
+    assert torch.equal(graphed.replay(inputs_of(4))[0], inputs_of(4)["lengths"] + 20.0)
     assert graphed.capture.pools == [None, None]
 
 
@@ -122,11 +122,14 @@ def test_graphs_are_bounded():
     ("inputs", "words"),
     [
         ({"lengths": torch.ones(2, dtype=torch.int32)}, "takes \\['block_tables', 'lengths'\\]"),
-        (slots(MAX_SLOTS + 1), r"lengths is torch.int32 \(21,\), and the graphs hold at most torch.int32 \(20,\)"),
-        (slots(2, width=7), r"tables is torch.int32 \(2, 7\)"),
-        ({**slots(2), "lengths": torch.ones(2)}, "lengths is torch.float32"),
-        ({**slots(2), "lengths": torch.ones(1, dtype=torch.int32)}, r"\[1, 2\] slots"),
-        (slots(0), r"\[0\] slots"),
+        (
+            inputs_of(MAX_NUM_SEQS + 1),
+            r"lengths is torch.int32 \(21,\), and the graphs hold at most torch.int32 \(20,\)",
+        ),
+        (inputs_of(2, width=7), r"tables is torch.int32 \(2, 7\)"),
+        ({**inputs_of(2), "lengths": torch.ones(2)}, "lengths is torch.float32"),
+        ({**inputs_of(2), "lengths": torch.ones(1, dtype=torch.int32)}, r"\[1, 2\] sequences"),
+        (inputs_of(0), r"\[0\] sequences"),
     ],
 )
 def test_what_graphs_cannot_hold_is_refused_in_words(graphed, inputs, words):
@@ -137,4 +140,4 @@ def test_what_graphs_cannot_hold_is_refused_in_words(graphed, inputs, words):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_cuda_device_capturing_is_refused_in_words(graphed):
     with pytest.raises(NotImplementedError, match="CUDA graphs need a CUDA device"):
-        GraphedStep(Adder(), graphed.blank).replay(slots(2))
+        GraphedStep(Adder(), graphed.blank).replay(inputs_of(2))

@@ -288,9 +288,9 @@ def test_mixture(tokens, family):
 # ------------------------------------------------------------------------------------------------------ rope and write
 
 
-def written(blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """What is in the blocks at `slots`.  [tokens, kv_heads, head_dim]"""
-    return blocks.flatten(0, 1)[slots]
+def written(blocks: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+    """What is in the blocks at `slot_mapping`.  [tokens, kv_heads, head_dim]"""
+    return blocks.flatten(0, 1)[slot_mapping]
 
 
 @pytest.mark.parametrize(("dtype", "block_tables"), [(torch.float32,) * 2, (HALF,) * 2, (HALF, torch.float32)], ids=str)
@@ -308,7 +308,7 @@ def test_rope_and_write(interleaved, rotary, normed, dtype, block_tables):
     angles = positions.new_tensor(range(100)).float()[:, None] * torch.linspace(1, 0.1, rotary // 2, device=DEVICE)
     cos, sin = angles.cos().to(block_tables), angles.sin().to(block_tables)
     keys, values = torch.full((2, 4, BLOCK_SIZE, 2, 20), math.nan).to(DEVICE, dtype)
-    slots = torch.tensor([33, 127, 64, 0, 95], device=DEVICE)
+    slot_mapping = torch.tensor([33, 127, 64, 0, 95], device=DEVICE)
     norm, layers = None, [torch.nn.Identity()] * 2
     if normed:
         layers = [(Gemma2RMSNorm if normed == "gemma" else LlamaRMSNorm)(20, eps=1e-5) for _ in "qk"]
@@ -317,18 +317,28 @@ def test_rope_and_write(interleaved, rotary, normed, dtype, block_tables):
         norm = fused.HeadNorm(*(layer.weight for layer in layers), 1e-5, float(normed == "gemma"), normed == "gemma")
 
     turned = fused.rope_and_write(
-        q, k, v, cos if rotary else None, sin if rotary else None, positions, slots, keys, values, interleaved, norm
+        q,
+        k,
+        v,
+        cos if rotary else None,
+        sin if rotary else None,
+        positions,
+        slot_mapping,
+        keys,
+        values,
+        interleaved,
+        norm,
     )
     q, k = layers[0](q), layers[1](k)
     if rotary:
         q, k = (turn(x, cos[positions], sin[positions], interleaved) for x in (q, k))
-    for ours, theirs in ((turned, q), (written(keys, slots), k)):
+    for ours, theirs in ((turned, q), (written(keys, slot_mapping), k)):
         if dtype == HALF and not normed:
             assert torch.equal(ours, theirs), "rounded elsewhere than Hugging Face rounds"
         close(ours, theirs)
-    assert torch.equal(written(values, slots), v)
-    assert torch.isnan(keys).sum() == keys.numel() - k.numel(), "keys were written outside their slots"
-    assert torch.isnan(values).sum() == values.numel() - v.numel(), "values were written outside their slots"
+    assert torch.equal(written(values, slot_mapping), v)
+    assert torch.isnan(keys).sum() == keys.numel() - k.numel(), "keys were written outside the slot mapping"
+    assert torch.isnan(values).sum() == values.numel() - v.numel(), "values were written outside the slot mapping"
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:

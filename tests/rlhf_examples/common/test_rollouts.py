@@ -24,11 +24,11 @@ from rlhf_examples.common.rollouts import (
     decode_completions,
     in_order,
     loss_weights,
-    noise_seed,
     optimizer_steps,
     own_numbers,
     roll_out,
     sampling,
+    sampling_seed,
     training_logps,
 )
 from rlhf_examples.data.synthetic import synthetic_tokenizer
@@ -323,9 +323,9 @@ def test_what_a_step_divides_by_is_trls(monkeypatch, loss_type):
 
 @pytest.mark.usefixtures("alone")
 def test_runs_of_different_seeds_share_no_noise():
-    draws = [noise_seed(seed, draw) for seed in range(3) for draw in range(5000)]
+    draws = [sampling_seed(seed, draw) for seed in range(3) for draw in range(5000)]
     assert len(set(draws)) == len(draws)
-    assert noise_seed(0, 7) == 7
+    assert sampling_seed(0, 7) == 7
     experience, steps = experience_of([1] * 40), []
     for seed in range(3):
         steps += [optimizer_steps(experience, 1, n, RolloutArguments(seed=seed))[0] for n in (1, 1009, 1010, 2018)]
