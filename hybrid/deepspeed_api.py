@@ -4,9 +4,9 @@ from typing import NoReturn
 
 from torch import nn
 
+from hybrid.build import Builder
 from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.decoders.calls import Calls
-from hybrid.memory_plan import Modes
 from hybrid.weights.snapshot import Snapshot
 
 
@@ -19,7 +19,7 @@ class DeepSpeedSurface:
     call_lock: CallLock
     _calls: Calls
     _snapshot: Snapshot
-    _modes: Modes
+    _builder: Builder
     is_lora_fused = False  # whether `fuse_lora_weight()` was called last; has no effect on generation
 
     @one_at_a_time
@@ -82,7 +82,7 @@ class DeepSpeedSurface:
 
     def _params_by_layer(self) -> list[list[nn.Parameter]]:
         self._refuse_in_window("reading training parameters")  # inside, the model holds lent tensors
-        return [list(part.module.parameters()) for part in self._modes.structure.layers]
+        return [list(layer.parameters()) for layer in self._builder.info.layers]
 
     def prepare_shared_prefill(self, *args, **kwargs) -> NoReturn:
         """Not supported, raises NotImplementedError: the engine detects equal prompts and prefills each once."""

@@ -1,7 +1,7 @@
 """HybridEngine: DeepSpeed's training engine that also generates. Switches modes and delegates to the components."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
+from hybrid.build import Builder, layer_by_layer
 from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.decoders.batch import is_packable
@@ -42,11 +43,10 @@ from hybrid.generation.native_scoring import score_natively
 from hybrid.generation.sampling import Seeds
 from hybrid.generation.scoring import Scores, score_packed
 from hybrid.inputs import as_ids, as_mask, as_model_inputs
-from hybrid.memory_plan import MemoryPlan, Mode, Modes, free_bytes, layer_by_layer
-from hybrid.models.reader import read_decoder
+from hybrid.memory_plan import MemoryPlan, MemoryPlanner, Mode, free_bytes
+from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
-from hybrid.models.structure import can_generate, generating_part
-from hybrid.models.tp_plan import hugging_face_model, read_tp_plan
+from hybrid.models.structure import generating_part
 from hybrid.parallel import InferenceGroup, any_rank, engine_name, lost_rank_reported, own_row_ids, world_size
 from hybrid.profiling import Profiler
 from hybrid.rollout import (
@@ -63,8 +63,7 @@ from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.module_tables import EngineHooks, ModuleTree
 from hybrid.weights.offload import movable_states, relink, require_movable_optimizer
-from hybrid.weights.sliced_snapshot import LentSlices
-from hybrid.weights.slices import Shard, planned_slices, require_divisible
+from hybrid.weights.slices import require_divisible
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streaming import StreamedSnapshot
 from hybrid.weights.watch import WeightWatch
@@ -88,7 +87,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def __init__(self, args: Any, model: nn.Module, *, blocks: tuple[HybridEngineConfig, RolloutConfig], **kwargs: Any):
         self.call_lock = CallLock()
         read_adapters(model)  # raises for adapters that cannot be merged, before DeepSpeed partitions anything
-        refuse_heads_that_cannot_be_shared(generating_part(model), blocks[0].inference_tp_size)
+        # Read again below: DeepSpeed casts the model, and a decoder's constants depend on the dtype (Gemma).
+        refuse_heads_that_cannot_be_shared(ModelInfo(generating_part(model)), blocks[0].inference_tp_size)
         given_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
@@ -99,7 +99,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._unhooked = ExitStack()  # on close, restores the hooks of switched modules
         self._tree = ModuleTree(self.module)
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
-        self._modes = Modes(
+        self._builder = Builder(
             generating_part(self.module),
             *blocks,
             self.zero_optimization_stage(),
@@ -107,19 +107,20 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._profiler.gathered,
             self._training_hooks,
         )
+        self._planner = MemoryPlanner(self._builder.modes, self._builder.planned, *blocks)
         self._kv_cache = KVCache(self._rollout_settings.kv_step)
-        self._version = self._modes.version
+        self._version = self._builder.version
         self._watch, self._outdated = WeightWatch(self._policy), False
         if isinstance(optimizer := getattr(self, "basic_optimizer", None), torch.optim.Optimizer):
             self._before_update = optimizer.register_step_pre_hook(self._version.begin_update)
         self._exchange = exchange_tokens(expert_layers(self._policy))
-        self._group = InferenceGroup(self._modes.in_use.tp_size, group=given_group)
-        snapshot, fused = self._modes.weights(self._modes.in_use, self._group)
+        self._group = InferenceGroup(self._planner.in_use.tp_size, group=given_group)
+        snapshot, fused = self._builder.weights(self._planner.in_use, self._group)
         # If this rank has no whole copy, the model's own layers run on weights that ZeRO-3 gathers as they run.
-        self._arrange(snapshot, fused, streams=self._modes.in_use != Mode())
+        self._arrange(snapshot, fused, streams=self._planner.in_use != Mode())
         self._block_pool = self._make_block_pool()
         self._replace_refused_decoder()
-        self._routes = [Route(self._policy, self.generate)] if can_generate(self._policy) else []
+        self._routes = [Route(self._policy, self.generate)] if self._builder.info.can_generate else []
         for route in self._routes:
             route.open()
         if isinstance(head := getattr(self.module, "score", None), nn.Module):
@@ -129,7 +130,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     @property
     def _policy(self) -> nn.Module:
         """The part of the module that generates. Not an attribute: the engine, an nn.Module, would register it."""
-        return self._modes.model
+        return self._builder.info.model
 
     def _replace_refused_decoder(self) -> None:
         """If the tensor-parallel decoder cannot be used, share the model's own modules instead."""
@@ -142,24 +143,22 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
         why: reason for not using our decoder.
         """
-        shard = Shard(self._group.size, self._group.index)
         try:
-            plan = read_tp_plan(self._policy)
+            snapshot, plan = self._builder.module_slices(self._group), self._builder.info.tp_plan
             with autocast_if_enabled(self):
                 expected = first_output(self._policy, self.device)
-            snapshot = LentSlices(*self._modes.kept, slices=planned_slices(plan, shard))
             shared = SharedModules(self._policy, plan, snapshot.adapted, self._group, self.device, self._empty_cache)
-            self._arrange(snapshot, self._modes.fused(snapshot, why), streams=False, shared=shared)
+            self._arrange(snapshot, self._builder.fused(snapshot, why), streams=False, shared=shared)
             with autocast_if_enabled(self), self._window.opened():
                 shared.require_same(expected)
             self._snapshot.release()
         except UnsupportedModel as reason:
-            snapshot = Snapshot(*self._modes.kept)
-            self._arrange(snapshot, self._modes.fused(snapshot, layer_by_layer(f"{why}; {reason}")), streams=True)
+            snapshot = Snapshot(*self._builder.kept)
+            self._arrange(snapshot, self._builder.fused(snapshot, layer_by_layer(f"{why}; {reason}")), streams=True)
 
     def _empty_cache(self) -> DynamicCache:
         """A cache like those of the model's `generate()`, with its own storage."""
-        cache = DynamicCache(config=hugging_face_model(self._policy).config.get_text_config(decoder=True))
+        cache = DynamicCache(config=self._builder.info.base.config.get_text_config(decoder=True))
         KVCache(self._rollout_settings.kv_step).adopt(cache)
         return cache
 
@@ -186,7 +185,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             device=self.device,
         )
         self._calls = self._make_calls(shared)
-        parts = parts_of(self._policy, self._modes.structure, inner=self.in_step)
+        parts = parts_of(self._builder.info, inner=self.in_step)
         if shared is None:
             self._containers = containers_of(parts, self._calls)
         else:
@@ -207,7 +206,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             native, group = ExpertForwards(self._policy, self._exchange, self.device), self._exchange.group
         elif self._streams and partitioned:
             native = LayerwiseForwards(
-                self._modes.structure,
+                self._builder.info.structure,
                 self._training_hooks,
                 self._profiler.phase,
                 self._profiler.gathered,
@@ -222,10 +221,10 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def _make_block_pool(self) -> BlockPool:
         """The KV cache's block pool, limited by the lesser of `kv_cache_bytes` and the rest of `memory_limit`."""
         step, kv_cache_bytes = self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes
-        left = self._modes.kv_limit()
+        left = self._planner.kv_limit()
         if left is None or (kv_cache_bytes is not None and kv_cache_bytes <= left):
             return BlockPool(step, kv_cache_bytes, free_bytes=free_bytes)
-        name = f"rollout.memory_limit={self._modes.limit}"
+        name = f"rollout.memory_limit={self._planner.limit}"
         return BlockPool(
             step, left, name, lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}", free_bytes
         )
@@ -240,7 +239,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         """
         if not self._window.is_open:
             self._profiler.next_iteration()
-            self._modes.native_reasons.reset()
+            self._builder.native_reasons.reset()
             self._renew()
         self._install()
         self._in_eval = True
@@ -340,14 +339,14 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._see_changes()
         if not self._outdated:
             return False
-        self._modes.read()
+        self._builder.read(self._policy)
         installed = self._containers[0].installed
         self._uninstall()
         self._snapshot.release()
         self._free_kv()
         self._fused.release()
-        snapshot, fused = self._modes.weights(self._modes.in_use, self._group)
-        self._arrange(snapshot, fused, streams=self._modes.in_use != Mode())
+        snapshot, fused = self._builder.weights(self._planner.in_use, self._group)
+        self._arrange(snapshot, fused, streams=self._planner.in_use != Mode())
         self._outdated = False
         self._replace_refused_decoder()
         if installed:
@@ -769,10 +768,10 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
 
     def _require_memory(self, rows: int, tokens: int) -> None:
         """Raise ValueError, with the memory plan, if `rows` sequences of `tokens` tokens exceed `memory_limit`."""
-        if not self._modes.fits(rows, tokens):
+        if not self._planner.fits(rows, tokens):
             raise ValueError(
-                f"rollout.memory_limit={self._modes.limit}: {rows} sequences of {tokens} tokens, new ones included, "
-                f"need more; raise it, or ask for fewer rows or tokens\n{self._modes.plan(rows, tokens)}"
+                f"rollout.memory_limit={self._planner.limit}: {rows} sequences of {tokens} tokens, new ones included, "
+                f"need more; raise it, or ask for fewer rows or tokens\n{self._planner.plan(rows, tokens)}"
             )
 
     def _refresh(self, adapters: bool) -> None:
@@ -820,7 +819,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     @property
     def in_step(self) -> bool:
         """Whether ranks run inference together: then every rank must make the same calls in the same order."""
-        return self._modes.in_use != Mode() or self._exchange is not None
+        return self._planner.in_use != Mode() or self._exchange is not None
 
     def memory_plan(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> MemoryPlan:
         """Bytes on this rank that a rollout needs in each mode that this engine could run in. `print` shows a table.
@@ -830,7 +829,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         prompt_length, max_new_tokens: tokens.
         Only arithmetic: nothing is allocated, and it is not a collective.
         """
-        return self._modes.plan(min(batch_size, self._rollout_settings.max_num_seqs), prompt_length + max_new_tokens)
+        return self._planner.plan(min(batch_size, self._rollout_settings.max_num_seqs), prompt_length + max_new_tokens)
 
     def coverage(self) -> list[dict[str, str]]:
         """What eval mode runs: for each part of the model its `module` name, `kind`, `container` and the reason.
@@ -860,19 +859,17 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             + self._kv_cache.peak_bytes
             + self._block_pool.peak_bytes
             + self._fused.peak_activation_bytes(),
-            "native_reason": self._modes.native_reasons.last,
+            "native_reason": self._builder.native_reasons.last,
         }
 
 
-def refuse_heads_that_cannot_be_shared(model: nn.Module, size: int | str) -> None:
+def refuse_heads_that_cannot_be_shared(info: ModelInfo, size: int | str) -> None:
     """Raise ValueError if `size` ranks cannot divide the attention heads that the model's family or `tp_plan` gives."""
     if size != "auto" and size > 1:
-        with suppress(UnsupportedModel):
-            spec = read_decoder(model).spec
-            require_divisible(spec.num_heads, spec.num_kv_heads, size)
-        with suppress(UnsupportedModel):
-            for attention in read_tp_plan(model).attentions:
-                require_divisible(attention.heads, attention.kv_heads, size)
+        if info.layout is not None:
+            require_divisible(info.layout.spec.num_heads, info.layout.spec.num_kv_heads, size)
+        for attention in () if info.tp_plan is None else info.tp_plan.attentions:
+            require_divisible(attention.heads, attention.kv_heads, size)
 
 
 def group_of_mpu(mpu: Any, size: int | str) -> dist.ProcessGroup | None:

@@ -1,37 +1,24 @@
 """Plans memory: bytes on a rank of each way to hold weights for a rollout, and the choice where settings are "auto"."""
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.decoders.cpu_decoder import CpuDecoder
-from hybrid.decoders.fallback import NativeReasons
-from hybrid.decoders.fused_model import FusedModel, kernels_of
+from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.self_check import checked_lengths
 from hybrid.generation.block_pool import blocks_for
 from hybrid.generation.model_runner import PREFILL_TOKENS
 from hybrid.generation.scoring import LOGIT_ROWS
-from hybrid.models.reader import read_decoder
-from hybrid.models.spec import DecoderLayout, ParamRef, UnsupportedModel
-from hybrid.models.structure import read_structure
-from hybrid.models.tp_plan import read_tp_plan
-from hybrid.parallel import InferenceGroup, lowest, world_size
-from hybrid.profiling import Phase
+from hybrid.models.model_info import ModelInfo
+from hybrid.parallel import lowest, world_size
 from hybrid.weights.gather import is_partitioned
-from hybrid.weights.joined import joined_refs
-from hybrid.weights.lora import read_adapters
-from hybrid.weights.sliced_snapshot import LentSlices, SlicedSnapshot
-from hybrid.weights.slices import Shard, planned_slices, sizes_that_fit, slices_of
-from hybrid.weights.snapshot import Snapshot, WeightVersion, active_adapters
-from hybrid.weights.streaming import StreamedSnapshot
+from hybrid.weights.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -101,133 +88,58 @@ class MemoryPlan:
         return self.limit is None or self.needs[mode].total <= self.limit
 
 
-class Modes:
-    """The modes that an engine could run in: makes a mode's snapshot and decoder, plans its memory, chooses one.
+NeedOf = Callable[[int, int], Need]  # of the number of sequences decoded at once, and the tokens of each
 
-    stage: of ZeRO.  phase, count: as in StreamedSnapshot.  own_hooks: as in FusedModel.
-    Raises ValueError, with the memory plan, if a setting is "auto" and no allowed mode fits; NotImplementedError for
-    adapters that cannot be merged.
+
+class MemoryPlanner:
+    """Plans the memory of each mode, and chooses the mode where settings are "auto".
+
+    modes: gives the modes that the engine could run in, the fastest first.
+    planned: gives a mode's snapshot and decoder, which need not be connected to other ranks.
+    Attributes: `in_use` is the mode that the settings name or "auto" chose; `limit`, the bytes that inference may add,
+        is None without a limit.
+    Choosing is a collective. Raises ValueError, with the memory plan, if not one sequence fits in an allowed mode.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        modes: Callable[[], list[Mode]],
+        planned: Callable[[Mode], tuple[Snapshot, FusedModel]],
         settings: HybridEngineConfig,
         rollout: RolloutConfig,
-        stage: int,
-        phase: Phase,
-        count: Callable[[int], None],
-        own_hooks: Callable[[], Iterable[RemovableHandle]],
     ):
-        self.model, self.settings, self.rollout, self.stage = model, settings, rollout, stage
-        self.phase, self.count, self.own_hooks = phase, count, own_hooks
-        self.device = torch.device(get_accelerator().current_device_name())
-        self.native_reasons = NativeReasons()  # shared by all decoders that the engine makes
+        self.modes, self.planned, self.settings, self.rollout = modes, planned, settings, rollout
         self.limit = rollout.memory_limit
-        self.version = WeightVersion()
-        self.read()
-        self.in_use = self._chosen()
-
-    def read(self) -> None:
-        """Read the model: at construction, and after its modules, adapters or parameters were replaced.
-
-        Raises NotImplementedError, with the module's name, for an adapter that cannot be merged; then nothing changes.
-        """
-        self.structure, self.adapted = read_structure(self.model), read_adapters(self.model)
-        unmerged = self.rollout.lora == "unmerged"
-        layers_per_group = self.settings.tp_gather_partition_size
-        # The first arguments of every kind of snapshot.
-        self.kept = (self.model, self.structure, self.adapted, layers_per_group, unmerged, self.version)
-        self.version.adapters = active_adapters(self.adapted)
-        self.layout: DecoderLayout | None = None
-        with suppress(UnsupportedModel):
-            self.layout = read_decoder(self.model)
-
-    def weights(self, mode: Mode, group: InferenceGroup) -> tuple[Snapshot, FusedModel]:
-        """A mode's snapshot and decoder. Without a decoder for the model, the snapshot is of whole weights."""
-        native = "rollout.containers=native" * self.native_by_choice
-        if native or self.layout is None or mode == Mode():
-            snapshot = Snapshot(*self.kept, joined=self._joined(mode))
-        elif mode.streaming:
-            snapshot = StreamedSnapshot(*self.kept, phase=self.phase, count=self.count)
-        else:
-            slices = slices_of(self.layout, Shard(group.size, group.index))
-            snapshot = SlicedSnapshot(*self.kept, slices=slices, joined=self._joined(mode))
-        fused = self.fused(snapshot, native, group if mode.tp_size > 1 else None)
-        if fused.fallback_reason and mode.streaming:
-            fused.fallback_reason = layer_by_layer(fused.fallback_reason)
-        return snapshot, fused
-
-    def _joined(self, mode: Mode) -> list[tuple[ParamRef, ...]]:
-        """Matrices that the mode's decoder reads as one (q, k, v; gate, up). None for the CPU kernels, which read each
-        matrix in its own place."""
-        first = next(self.model.parameters())
-        on_cpu_kernels = kernels_of(first.device) == "CPU kernels" and first.dtype in (torch.float32, torch.bfloat16)
-        reads_parts = mode.tp_size == 1 and on_cpu_kernels
-        if self.layout is None or self.native_by_choice or reads_parts:
-            return []
-        return joined_refs(self.layout)
-
-    def fused(self, snapshot: Snapshot, fallback_reason: str = "", group: InferenceGroup | None = None) -> FusedModel:
-        """The decoder over a snapshot.  fallback_reason: why the model's own layers must run; "" to use the decoder."""
-        max_capture_size = self.rollout.max_num_seqs if self.settings.enable_cuda_graph else 0
-        layers = [part.module for part in self.structure.layers]
-        fused = FusedModel(
-            self.model, layers, snapshot, max_capture_size, group, self.own_hooks, self.layout, self.native_reasons
-        )
-        fused.fallback_reason = fallback_reason or fused.fallback_reason
-        fused.warns = fused.warns and not self.native_by_choice
-        return fused
-
-    @property
-    def native_by_choice(self) -> bool:
-        """Whether the settings ask for the model's own layers."""
-        return self.rollout.containers == "native"
+        size, pinned = settings.inference_tp_size, settings.pin_parameters
+        automatic = "auto" in (size, pinned)
+        self.in_use = self._chosen() if automatic else Mode(tp_size=size) if pinned else Mode(streaming=True)
 
     def plan(self, rows: int, tokens: int) -> MemoryPlan:
         """The plan for `rows` sequences of `tokens` tokens each, all decoded at once."""
-        needs = {mode: self._planned(mode)(rows, tokens) for mode in self._possible()}
+        needs = {mode: self._need(mode)(rows, tokens) for mode in self.modes()}
         return MemoryPlan(needs, self.in_use, self.limit)
 
     def fits(self, rows: int, tokens: int) -> bool:
         """Whether the mode in use can hold `rows` sequences of `tokens` tokens at once."""
-        return self.limit is None or self._planned(self.in_use)(rows, tokens).total <= self.limit
+        return self.limit is None or self._need(self.in_use)(rows, tokens).total <= self.limit
 
     def kv_limit(self) -> int | None:
         """Bytes that the memory limit leaves for the KV cache in the mode in use; None: there is no limit."""
-        if self.limit is None:
-            return None
-        return max(self.limit - self._planned(self.in_use)(0, 0).total, 0)
+        return None if self.limit is None else max(self.limit - self._need(self.in_use)(0, 0).total, 0)
 
-    def _possible(self) -> list[Mode]:
-        """The modes that model, world size and ZeRO stage allow, the fastest first."""
-        slices = [Mode(tp_size=size) for size in self._sizes()[1:] if world_size() % size == 0]
-        return [Mode(), *slices, *[Mode(streaming=True)] * (self.stage == 3)]
-
-    def _sizes(self) -> list[int]:
-        """Tensor-parallel sizes that divide the decoder's heads, or those of the model's own modules."""
-        if self.layout is not None:
-            return sizes_that_fit(self.layout.spec.num_heads, self.layout.spec.num_kv_heads)
-        try:
-            heads = [sizes_that_fit(one.heads, one.kv_heads) for one in read_tp_plan(self.model).attentions]
-        except UnsupportedModel:
-            return [1]
-        return sorted(set.intersection(*map(set, heads))) if heads else [1]
+    def _need(self, mode: Mode) -> NeedOf:
+        return need_of(mode, *self.planned(mode), self.rollout)
 
     def _chosen(self) -> Mode:
-        """The mode of the settings. For "auto", the fastest allowed mode in which `max_num_seqs` sequences of
-        `max_out_tokens` tokens fit at once; if there is none, the mode in which the most fit. "auto" is a collective.
-
-        Raises ValueError, with the memory plan, if not one sequence fits in an allowed mode.
-        """
+        """The fastest allowed mode in which `max_num_seqs` sequences of `max_out_tokens` tokens fit at once; if there
+        is none, the mode in which the most fit."""
         size, pinned = self.settings.inference_tp_size, self.settings.pin_parameters
-        if "auto" not in (size, pinned):
-            return Mode(tp_size=size) if pinned else Mode(streaming=True)
-        allowed = [mode for mode in self._possible() if mode.streaming is not pinned]
+        allowed = [mode for mode in self.modes() if mode.streaming is not pinned]
         allowed = [mode for mode in allowed if size == "auto" or mode.tp_size == size]
+        device = torch.device(get_accelerator().current_device_name())
         if self.limit is None:
-            self.limit = lowest(free_bytes(), self.device)
-        num_seqs = {mode: lowest(self._num_seqs_that_fit(mode), self.device) for mode in allowed}
+            self.limit = lowest(free_bytes(), device)
+        num_seqs = {mode: lowest(self._num_seqs_that_fit(mode), device) for mode in allowed}
         self.in_use = chosen = max(allowed, key=num_seqs.get)
         tokens = self.settings.max_out_tokens
         if not num_seqs[chosen]:
@@ -245,41 +157,35 @@ class Modes:
 
     def _num_seqs_that_fit(self, mode: Mode) -> int:
         """How many sequences of `max_out_tokens` tokens fit at once, up to `max_num_seqs`."""
-        need = self._planned(mode)
+        need = self._need(mode)
         counts = range(self.rollout.max_num_seqs, 0, -1)
         return next((n for n in counts if need(n, self.settings.max_out_tokens).total <= self.limit), 0)
 
-    def _planned(self, mode: Mode) -> Callable[[int, int], Need]:
-        """A function of (rows, tokens): what a mode needs for `rows` sequences of `tokens` tokens at once."""
-        group = InferenceGroup(mode.tp_size, connected=False)
-        snapshot, fused = self.weights(mode, group)
-        if mode.tp_size > 1 and fused.fallback_reason:
-            with suppress(UnsupportedModel):
-                slices = planned_slices(read_tp_plan(self.model), Shard(group.size, group.index))
-                snapshot = LentSlices(*self.kept, slices=slices)
-        kept, beside = snapshot.planned()
-        decoder = fused.planned()
-        copies = 0 if decoder is None else decoder.nbytes()
-        if mode.streaming:  # one layer's copies at a time
-            copies, beside = 0, beside + copies // max(len(fused.layers), 1)
-        at_rest = sum(map(bytes_at_rest, self.model.parameters()))
-        vocabulary = getattr(text_config(self.model), "vocab_size", 0)
 
-        def need(rows: int, tokens: int) -> Need:
-            kv = kv_bytes(fused, self.rollout.kv_step, rows, tokens) if rows else 0
-            kv = min(kv, self.rollout.kv_cache_bytes or kv)
-            logits = logit_rows(decoder, max(rows, 1), tokens) * vocabulary * 4
-            if decoder is None:
-                # The head's logits are made after the layers' temporaries are freed.
-                activations = max(native_activation_bytes(self.model, rows * tokens) - logits, 0)
-            else:
-                ranks = 1 if mode.tp_size == 1 else mode.tp_size  # a forward has the tokens of all ranks of the group
-                checked = sum(checked_lengths(decoder, self.model))
-                at_once = max(ranks * min(rows * tokens, PREFILL_TOKENS), checked)
-                activations = decoder.activation_bytes(at_once)
-            return Need(at_rest, beside, kept, copies, kv, logits, activations)
+def need_of(mode: Mode, snapshot: Snapshot, fused: FusedModel, rollout: RolloutConfig) -> NeedOf:
+    """A function of (rows, tokens): what a mode needs for `rows` sequences of `tokens` tokens at once."""
+    info, decoder = fused.info, fused.planned()
+    snapshot_bytes, gather_bytes = snapshot.planned()
+    copies = 0 if decoder is None else decoder.nbytes()
+    if mode.streaming:  # one layer's copies at a time
+        copies, gather_bytes = 0, gather_bytes + copies // max(len(info.layers), 1)
+    at_rest = sum(map(bytes_at_rest, info.model.parameters()))
+    vocabulary = getattr(info.config, "vocab_size", 0)
 
-        return need
+    def need(rows: int, tokens: int) -> Need:
+        kv = kv_bytes(fused, rollout.kv_step, rows, tokens) if rows else 0
+        kv = min(kv, rollout.kv_cache_bytes or kv)
+        logits = logit_rows(decoder, max(rows, 1), tokens) * vocabulary * 4
+        if decoder is None:
+            # The head's logits are made after the layers' temporaries are freed.
+            activations = max(native_activation_bytes(info, rows * tokens) - logits, 0)
+        else:
+            # A forward has the tokens of all ranks of the group.
+            at_once = max(mode.tp_size * min(rows * tokens, PREFILL_TOKENS), sum(checked_lengths(decoder)))
+            activations = decoder.activation_bytes(at_once)
+        return Need(at_rest, gather_bytes, snapshot_bytes, copies, kv, logits, activations)
+
+    return need
 
 
 def logit_rows(decoder: object, rows: int, tokens: int) -> int:
@@ -291,12 +197,11 @@ def logit_rows(decoder: object, rows: int, tokens: int) -> int:
     return max((5 if in_torch else 3) * rows, (5 if in_torch else 1) * min(rows * tokens, LOGIT_ROWS))
 
 
-def native_activation_bytes(model: nn.Module, tokens: int) -> int:
+def native_activation_bytes(info: ModelInfo, tokens: int) -> int:
     """Approximate activation bytes of the model's own layers over `tokens` tokens: four times the hidden size (the
     residual stream, its norm, the attention output, a float32 copy) and three times the MLP's inner size."""
-    config = text_config(model)
-    hidden, inner = (getattr(config, name, 0) or 0 for name in ("hidden_size", "intermediate_size"))
-    return tokens * (4 * hidden + 3 * (inner or 4 * hidden)) * next(model.parameters()).element_size()
+    hidden, inner = (getattr(info.config, name, 0) or 0 for name in ("hidden_size", "intermediate_size"))
+    return tokens * (4 * hidden + 3 * (inner or 4 * hidden)) * next(info.model.parameters()).element_size()
 
 
 def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
@@ -307,19 +212,13 @@ def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
     if not fused.fallback_reason:
         steps = blocks_for(step)
         return -(-(1 + rows * blocks_for(tokens)) // steps) * steps * fused.block_bytes()
-    config = text_config(fused.model)
+    config = fused.info.config
     heads = getattr(config, "num_attention_heads", 0)
     head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     layers = getattr(config, "num_hidden_layers", 0)
-    itemsize = next(fused.model.parameters()).element_size()
+    itemsize = next(fused.info.model.parameters()).element_size()
     return 2 * layers * kv_heads * head_dim * rows * (-(-tokens // step) * step) * itemsize
-
-
-def text_config(model: nn.Module) -> object:
-    """The Hugging Face configuration of the part that generates, or None."""
-    config = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def bytes_at_rest(param: torch.Tensor) -> int:
@@ -337,11 +236,6 @@ def free_bytes() -> int:
     if accelerator.device_name() == "cpu":
         return free // int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     return free + accelerator.memory_reserved() - accelerator.memory_allocated()
-
-
-def layer_by_layer(reason: str) -> str:
-    """The reason text for a model whose own layers are gathered as they run."""
-    return f"weights are gathered layer by layer ({reason})"
 
 
 def in_mib(nbytes: int) -> str:

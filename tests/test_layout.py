@@ -21,6 +21,7 @@ LAYERS = [
     ("hybrid.engine",),
     ("hybrid.inference",),
     ("hybrid.deepspeed_api",),
+    ("hybrid.build",),
     ("hybrid.memory_plan",),
     ("hybrid.generation",),
     ("hybrid.rollout",),

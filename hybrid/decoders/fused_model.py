@@ -22,10 +22,9 @@ from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_lora_deltas
 from hybrid.decoders.tp_decoder import Pool, ShardedDecoder, SharedDecoder
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
-from hybrid.models.reader import read_decoder
+from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import DecoderLayout, ParamRef, UnsupportedModel
-from hybrid.models.structure import Part, Structure, can_generate
-from hybrid.models.tp_plan import hugging_face_model
+from hybrid.models.structure import Part
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.gather import whole_shape
 from hybrid.weights.int8 import int8_weights
@@ -50,11 +49,10 @@ class Bound:
 class FusedModel:
     """The fused decoder of a model, made and checked on first use.
 
-    model: the model that the engine runs; it is not changed.  layers: its transformer layers, in order.
+    info: of the model that the engine runs, which is not changed. A SlicedSnapshot's slices belong to its layout.
     max_capture_size: decode steps of up to so many rows are CUDA graphs; 0: no graphs.
     group: the ranks that share the decoder (inference tensor parallelism); the snapshot is then a SlicedSnapshot.
     own_hooks: gives the training engine's hooks, which do not prevent the fused decoder.
-    layout: the model's DecoderLayout, if it has been read; a SlicedSnapshot's slices belong to its ParamRefs.
     reasons: records why requests ran natively.
 
     Attributes: `fallback_reason` is why there is no decoder, and what the user can do about it; "" if there is one, or
@@ -63,32 +61,29 @@ class FusedModel:
 
     def __init__(
         self,
-        model: nn.Module,
-        layers: list[nn.Module],
+        info: ModelInfo,
         snapshot: Snapshot,
         max_capture_size: int = 0,
         group: InferenceGroup | None = None,
         own_hooks: Callable[[], Iterable[RemovableHandle]] = list,
-        layout: DecoderLayout | None = None,
         reasons: NativeReasons | None = None,
     ):
-        self.model, self.layers, self.snapshot, self.max_capture_size = model, layers, snapshot, max_capture_size
+        self.info, self.layout, self.snapshot, self.max_capture_size = info, info.layout, snapshot, max_capture_size
         self.group, self.own_hooks, self.pool = group, own_hooks, Pool()
         self.bound: dict[bool, Bound] = {}  # by whether adapters are used
         self.copies: Copies = WeakValueDictionary()  # weight copies, shared by these decoders
         self.workspace = Workspace()  # shared by CpuDecoders
         self.checked = False
-        self.fallback_reason, self.warns = "", can_generate(model)
+        self.fallback_reason, self.warns = "", info.can_generate
         self.reasons = NativeReasons() if reasons is None else reasons
-        self.modules, self.foreign_hooks = list(model.modules()), ForeignHooks(model, own_hooks)
+        self.modules, self.foreign_hooks = list(info.model.modules()), ForeignHooks(info.model, own_hooks)
         # The engine replaces no forward within the layers, so any change there is the user's.
-        self.inner = [module for layer in layers for module in layer.modules() if module is not layer]
+        self.inner = [module for layer in info.layers for module in layer.modules() if module is not layer]
         self.checked_forwards: list[tuple] = []
         self.one_block: int | None = None  # bytes of a block, cached by `block_bytes`
         self.adapted = {one.wrapper: one for one in snapshot.adapted}
-        self.layout: DecoderLayout | None = None
         try:
-            self.layout = layout or self._read()
+            self._require_layout()
             self._require_plain_wrappers()
             self._require_decoder_dtype()
         except UnsupportedModel as reason:
@@ -114,12 +109,10 @@ class FusedModel:
         """Whether ranks run the decoder together."""
         return self.group is not None or self.streams
 
-    def _read(self) -> DecoderLayout:
-        try:
-            return read_decoder(self.model)
-        except UnsupportedModel as reason:
+    def _require_layout(self) -> None:
+        if self.layout is None:
             advice = "hybrid/models/README.md shows how a family is added"
-            raise UnsupportedModel(f"{reason} ({advice}; {NO_WARNING})") from reason
+            raise UnsupportedModel(f"{self.info.no_layout} ({advice}; {NO_WARNING})")
 
     def _require_plain_wrappers(self) -> None:
         for module in self.modules:
@@ -207,7 +200,7 @@ class FusedModel:
         """
         try:
             decoder, forwards = self.bound_decoder(adapters), self._forwards()
-            require_equal(getattr(decoder, "lockstep", decoder), self.model, self.layers)
+            require_equal(getattr(decoder, "lockstep", decoder), self.info)
             self.checked, self.checked_forwards = True, forwards
         except UnsupportedModel as reason:
             return str(reason)
@@ -422,15 +415,17 @@ class FusedContainer(NativeContainer):
             return CausalLMOutputWithPast(logits=padded_logits(decoder, *call))
 
 
-def parts_of(model: nn.Module, structure: Structure, inner: bool = False) -> list[Part]:
+def parts_of(info: ModelInfo, inner: bool = False) -> list[Part]:
     """The whole model and each of its parts, once each.
 
     inner: include the Hugging Face model inside an adapted model, which `generate()` calls.
     """
+    model, structure = info.model, info.structure
     parts = {part.module: part for part in (*structure.outer, *structure.layers) if part.module is not model}
     found = [Part("", model, "model"), *parts.values()]
-    if inner and (base := hugging_face_model(model)) is not model:
-        found.append(Part(next(name for name, module in model.named_modules() if module is base), base, "model"))
+    if inner and info.base is not model:
+        name = next(name for name, module in model.named_modules() if module is info.base)
+        found.append(Part(name, info.base, "model"))
     return found
 
 

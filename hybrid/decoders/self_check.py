@@ -17,8 +17,8 @@ from torch import nn
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV, packed
 from hybrid.decoders.comparison import difference, output_difference, spread_apart
 from hybrid.decoders.streamed_decoder import Passes
+from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import DecoderLayout, DecoderSpec, UnsupportedModel
-from hybrid.models.tp_plan import hugging_face_model
 
 STEPS = 3  # decode steps of each sequence
 # In tokens: the first one's decode steps cross the end of a block, the second one's prefill is one token.
@@ -117,13 +117,13 @@ class Seen:
     logits: torch.Tensor
 
 
-def require_equal(decoder: Checked, model: nn.Module, layers: list[nn.Module]) -> None:
+def require_equal(decoder: Checked, info: ModelInfo) -> None:
     """Raise UnsupportedModel if the embedding, a layer, the head or a whole step of `decoder` differs from the model's.
 
     Everything runs even after a difference, so that ranks that run a decoder together make the same collectives.
     """
-    sequences = Sequences(checked_lengths(decoder, model), decoder.spec.vocab_size, decoder.device)
-    seen = native_run(model, layers, sequences)
+    sequences = Sequences(checked_lengths(decoder), decoder.spec.vocab_size, decoder.device)
+    seen = native_run(info, sequences)
     decoder.reserve(max(sequences.lengths))
     kv = decoder.kv(1 + sequences.whole.batch.block_tables.numel())
     reasons = [*layer_differences(decoder, sequences, seen, kv), *step_differences(decoder, sequences, seen, kv)]
@@ -131,14 +131,12 @@ def require_equal(decoder: Checked, model: nn.Module, layers: list[nn.Module]) -
         raise UnsupportedModel(next(filter(None, reasons)))
 
 
-def checked_lengths(decoder: Checked, model: nn.Module) -> list[int]:
+def checked_lengths(decoder: Checked) -> list[int]:
     """Tokens of the check's sequences. The first is longer than a block and a context block by more than a block,
     unless the model's positions end before.
     """
     longest = max(decoder.context_block, BLOCK_SIZE) + BLOCK_SIZE + STEPS + 2
     limit = decoder.spec.max_positions or longest
-    if "positions.weight" in decoder.layout.outer:
-        limit = min(limit, getattr(hugging_face_model(model).config, "max_position_embeddings", limit))
     return [min(length, limit) for length in (longest, *SHORT)]
 
 
@@ -210,7 +208,7 @@ def first_of(batch: PackedBatch, count: int) -> PackedBatch:
     return PackedBatch(*rows, batch.cu_seqlens[: count + 1], batch.lengths[:count], batch.block_tables[:count])
 
 
-def native_run(model: nn.Module, layers: list[nn.Module], sequences: Sequences) -> Seen:
+def native_run(info: ModelInfo, sequences: Sequences) -> Seen:
     """The model's own forward over the sequences, padded on the right."""
     lengths, device = sequences.lengths, sequences.device
     ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
@@ -228,14 +226,14 @@ def native_run(model: nn.Module, layers: list[nn.Module], sequences: Sequences) 
     positions = torch.tensor([[length - STEPS + step for length in lengths] for step in range(STEPS)])
     kept, columns = positions.unique(return_inverse=True)
     arguments = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
-    keeps = "logits_to_keep" in inspect.signature(type(hugging_face_model(model)).forward).parameters
+    keeps = "logits_to_keep" in inspect.signature(type(info.base).forward).parameters
     if keeps:
         arguments["logits_to_keep"] = kept.to(device)
     with ExitStack() as hooks:
-        for layer in layers:
+        for layer in info.layers:
             handle = layer.register_forward_hook(note, with_kwargs=True)
             hooks.callback(handle.remove)
-        logits = model(**arguments).logits
+        logits = info.model(**arguments).logits
     rows = torch.arange(len(lengths)).expand_as(positions)
     return Seen(inputs, outputs, logits[rows, columns if keeps else positions].float())
 

@@ -15,9 +15,10 @@ from hybrid.decoders.calls import Calls
 from hybrid.decoders.comparison import output_difference
 from hybrid.decoders.containers import NativeContainer
 from hybrid.decoders.tp_forwards import Meetings
+from hybrid.models.modules import hugging_face_model
 from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import Part
-from hybrid.models.tp_plan import Share, TensorPlan, hugging_face_model
+from hybrid.models.tp_plan import Share, TensorPlan
 from hybrid.parallel import InferenceGroup, all_ranks
 from hybrid.weights.lora import Adapted
 from hybrid.weights.module_tables import ModuleTree

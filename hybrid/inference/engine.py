@@ -64,10 +64,9 @@ from hybrid.inference.loader import (
 from hybrid.inference.restore import as_it_was_on_failure
 from hybrid.inputs import as_model_inputs
 from hybrid.kernels.cuda_graph import GraphedForward
-from hybrid.models.reader import read_decoder
-from hybrid.models.spec import DecoderLayout, UnsupportedModel
+from hybrid.models.model_info import ModelInfo
+from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import Structure, read_structure
-from hybrid.models.tp_plan import read_tp_plan
 from hybrid.parallel import InferenceGroup, engine_name, first_to, own_row_ids, world_size
 from hybrid.profiling import ModelTimes, Profiler
 from hybrid.weights.gather import is_partitioned
@@ -123,7 +122,8 @@ class InferenceEngine(nn.Module):
         if mixtures:  # DeepSpeed's MoE layers send tokens to their experts themselves
             refuse_other_experts(mixtures, config)
             config = config.model_copy(update={"moe": MoEConfig()})
-        refuse_what_is_not_there(model, config)
+        info = ModelInfo(model)
+        refuse_what_is_not_there(info, config)
         self._exchange = exchange_tokens(mixtures)
         self.module, self._config = model, config
         self.config = getattr(model, "config", None) if config.config is None else config.config
@@ -147,8 +147,8 @@ class InferenceEngine(nn.Module):
         self._save(read)
         self._spread: Spread | None = None
         if self._group.size > 1:
-            fallback_reason = why_no_fused_slices(model, config)
-            self._share_modules(read, fallback_reason) if fallback_reason else self._share(read)
+            fallback_reason = why_no_fused_slices(info, config)
+            self._share_modules(read, fallback_reason) if fallback_reason else self._share(info, read)
             return
         if weights is not None or changes:
             int8 = config.dtype == torch.int8
@@ -160,8 +160,8 @@ class InferenceEngine(nn.Module):
 
     def _serve(self, fallback_reason: str) -> None:
         """Build the containers over the model's own weights.  fallback_reason: why none is to be fused; "": none."""
-        structure, adapted = read_structure(self.module), read_adapters(self.module)
-        self._build(structure, Snapshot(self.module, structure, adapted, LAYERS_PER_GROUP), lends=bool(adapted))
+        info, adapted = ModelInfo(self.module), read_adapters(self.module)
+        self._build(info, Snapshot(self.module, info.structure, adapted, LAYERS_PER_GROUP), lends=bool(adapted))
         self._fused.fallback_reason = fallback_reason or self._fused.fallback_reason
         self._fused.warns = self._fused.warns and self._config.replace_with_kernel_inject
         self._check()
@@ -171,11 +171,10 @@ class InferenceEngine(nn.Module):
         elif self._config.enable_cuda_graph and "on Triton" not in self._fused.what:
             raise NotImplementedError(f"enable_cuda_graph: true given; {self._fused.what} has no graphs")
 
-    def _share(self, read: Read) -> None:
+    def _share(self, info: ModelInfo, read: Read) -> None:
         """Load this rank's slices, and build a tensor-parallel decoder over the group."""
-        structure, layout = read_structure(self.module), read_decoder(self.module)
-        slices = LoadedSlices(self.module, structure, layout, self._group, read)
-        self._build(structure, slices, lends=False, group=self._group, layout=layout)
+        slices = LoadedSlices(info, self._group, read)
+        self._build(info, slices, lends=False, group=self._group)
         self._check()
         self._share_seed()
 
@@ -247,11 +246,10 @@ class InferenceEngine(nn.Module):
 
     def _build(
         self,
-        structure: Structure,
+        info: ModelInfo,
         snapshot: Snapshot,
         lends: bool,
         group: InferenceGroup | None = None,
-        layout: DecoderLayout | None = None,
     ) -> None:
         """Build and install the containers over `snapshot`. The weights do not change from here on."""
         defaults, synchronize = RolloutConfig(), get_accelerator().synchronize
@@ -270,13 +268,10 @@ class InferenceEngine(nn.Module):
             merges=lends,
             device=self._device,
         )
-        layers = [part.module for part in structure.layers]
         max_capture_size = self._max_num_seqs if self._config.enable_cuda_graph else 0
-        self._fused = FusedModel(
-            self.module, layers, snapshot, max_capture_size, group, lambda: self._own_hooks, layout
-        )
-        self._calls = self._make_calls(structure)
-        self._containers = containers_of(parts_of(self.module, structure), self._calls)
+        self._fused = FusedModel(info, snapshot, max_capture_size, group, lambda: self._own_hooks)
+        self._calls = self._make_calls(info.structure)
+        self._containers = containers_of(parts_of(info), self._calls)
         for container in self._containers:
             container.install()
 
@@ -571,8 +566,9 @@ def join_ranks(config: InferenceConfig) -> None:
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
+def refuse_what_is_not_there(info: ModelInfo, config: InferenceConfig) -> None:
     """Raise ValueError for invalid settings and NotImplementedError for unsupported ones, before anything changes."""
+    model = info.model
     floating = config.dtype
     supported = get_accelerator().supported_dtypes()
     if floating != torch.int8 and floating not in supported:
@@ -617,10 +613,10 @@ def refuse_what_is_not_there(model: nn.Module, config: InferenceConfig) -> None:
                 "injection_policy: given with replace_with_kernel_inject=true, or with moe.ep_size; give one of them"
             )
         read_policy(model, config.injection_policy)
-    refuse_experts_that_are_not_there(model, config)
+    refuse_experts_that_are_not_there(info, config)
     size = ranks_sharing(config)
     if size > 1:
-        refuse_what_cannot_be_shared(model, config, size)
+        refuse_what_cannot_be_shared(info, config, size)
     if not config.triangular_masking and looks_back_only(model):
         raise NotImplementedError("triangular_masking: false given; the model is a decoder, which looks back only")
 
@@ -655,7 +651,7 @@ def refuse_ranks_that_are_not_there(settings: TensorParallelConfig) -> None:
         raise ValueError(f"tensor_parallel.tp_size: {size} given; it must divide the world size, {world_size()}")
 
 
-def refuse_experts_that_are_not_there(model: nn.Module, config: InferenceConfig) -> None:
+def refuse_experts_that_are_not_there(info: ModelInfo, config: InferenceConfig) -> None:
     """Check the `moe` settings against the model and the ranks.
 
     Raises ValueError if the number of experts differs, or `ep_size` does not divide the experts or the ranks;
@@ -671,7 +667,7 @@ def refuse_experts_that_are_not_there(model: nn.Module, config: InferenceConfig)
     said = None if moe.moe_experts == [1] else moe.moe_experts
     if ranks == 1 and said is None:
         return
-    count = read_decoder(model).spec.num_experts if is_decoder(model) else 0
+    model, count = info.model, 0 if info.layout is None else info.layout.spec.num_experts
     if said is not None and count not in said:
         raise ValueError(f"moe.moe_experts: {said} given; {type(model).__name__} has {count} experts in a layer")
     if ranks > 1 and not count:
@@ -733,8 +729,9 @@ def refuse_what_cannot_be_quantized(model: nn.Module, config: InferenceConfig) -
         raise NotImplementedError("save_mp_checkpoint_path: given with dtype=int8; write it with a floating dtype")
 
 
-def refuse_what_cannot_be_shared(model: nn.Module, config: InferenceConfig, size: int) -> None:
+def refuse_what_cannot_be_shared(info: ModelInfo, config: InferenceConfig, size: int) -> None:
     """Raise ValueError or NotImplementedError if `size` ranks cannot share the model's weights under the settings."""
+    model = info.model
     if config.enable_cuda_graph:
         raise NotImplementedError(
             f"enable_cuda_graph: true given for {size} ranks that share weights, and wait for each other at every "
@@ -747,30 +744,25 @@ def refuse_what_cannot_be_shared(model: nn.Module, config: InferenceConfig, size
         raise NotImplementedError(
             f"init_inference: {size} ranks cannot share a model with adapters; merge them first (merge_and_unload)"
         )
-    if fallback_reason := why_no_fused_slices(model, config):
+    if fallback_reason := why_no_fused_slices(info, config):
         require_spreadable(model, size, fallback_reason)
         return
-    spec, ranks = read_decoder(model).spec, tensor_ranks(config.tensor_parallel)
+    spec, ranks = info.layout.spec, tensor_ranks(config.tensor_parallel)
     require_divisible(spec.num_heads, spec.num_kv_heads, ranks, "tensor_parallel.tp_size")
 
 
-def why_no_fused_slices(model: nn.Module, config: InferenceConfig) -> str:
+def why_no_fused_slices(info: ModelInfo, config: InferenceConfig) -> str:
     """The reason why ranks share the model's own modules; "" if they share a fused decoder."""
     if config.injection_policy is not None:
         return "injection_policy is given"
     if config.dtype == torch.int8:
         return "fused slices are not in int8"
-    try:
-        read_decoder(model)
-    except UnsupportedModel as reason:
-        return f"no fused container: {reason}"
+    if info.layout is None:
+        return f"no fused container: {info.no_layout}"
     if config.replace_with_kernel_inject or expert_ranks(config.moe) > 1:  # its own modules would keep all experts
         return ""
-    try:
-        read_tp_plan(model)
-    except UnsupportedModel:  # slicing by its layers' names would be a guess; the decoder is certain
-        return ""
-    return "replace_with_kernel_inject=false"
+    # Without a tp_plan, slicing by its layers' names would be a guess; the decoder is certain.
+    return "" if info.tp_plan is None else "replace_with_kernel_inject=false"
 
 
 def require_spreadable(model: nn.Module, size: int, fallback_reason: str) -> None:
@@ -798,12 +790,3 @@ def looks_back_only(model: nn.Module) -> bool:
     said = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
     generates = isinstance(model, PreTrainedModel) and model.can_generate()
     return True in said if said else generates or kind in decoders_alone
-
-
-def is_decoder(model: nn.Module) -> bool:
-    """Whether `read_decoder` supports the model."""
-    try:
-        read_decoder(model)
-    except UnsupportedModel:
-        return False
-    return True

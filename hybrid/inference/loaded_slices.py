@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from hybrid.inference.loader import Read, give, stored_tensors
-from hybrid.models.spec import DecoderLayout
-from hybrid.models.structure import Structure
+from hybrid.models.model_info import ModelInfo
 from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
 from hybrid.weights.sliced_snapshot import SlicedSnapshot
@@ -23,18 +22,16 @@ class LoadedSlices(SlicedSnapshot):
     The model's own parameters stay the same objects but are emptied, as under ZeRO-3.
     """
 
-    def __init__(
-        self, model: nn.Module, structure: Structure, layout: DecoderLayout, group: InferenceGroup, read: Read
-    ):
+    def __init__(self, info: ModelInfo, group: InferenceGroup, read: Read):
         ranks = group.tensor.size
         self.group = group
         self.of_ranks = [
-            slices_of(layout, Shard(ranks, index % ranks), Shard(group.size // ranks, index // ranks))
+            slices_of(info.layout, Shard(ranks, index % ranks), Shard(group.size // ranks, index // ranks))
             for index in range(group.size)
         ]
-        super().__init__(model, structure, [], 1, slices=self.of_ranks[group.index])
+        super().__init__(info.model, info.structure, [], 1, slices=self.of_ranks[group.index])
         self.shapes: dict[torch.Tensor, torch.Size] = {}  # full shapes of the emptied parameters
-        for name, param in stored_tensors(model).items():
+        for name, param in stored_tensors(info.model).items():
             if param not in self.cuts:
                 continue
             whole = read(name)

@@ -8,6 +8,11 @@ from torch import nn
 from hybrid.models.spec import ParamRef
 
 
+def hugging_face_model(model: nn.Module) -> nn.Module:
+    """The Hugging Face model, without PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def own_parameters(root: nn.Module, path: str) -> list[nn.Parameter]:
     """The parameters of the module at `path` without its adapters, or for "path:name" that parameter alone."""
     module_path, _, name = path.partition(":")

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from hybrid.models.checks import require_covered, require_sizes
 from hybrid.models.families import FAMILIES
 from hybrid.models.family import ACTIVATIONS, CHOICES, Family, Fused, Pick, Table, declares, rope_end, rope_table
-from hybrid.models.modules import adapter_parameters, find, has, own_parameters, plain
+from hybrid.models.modules import adapter_parameters, find, has, hugging_face_model, own_parameters, plain
 from hybrid.models.spec import DecoderLayout, DecoderSpec, LayerSpec, ParamRef, UnsupportedModel
 
 
@@ -21,7 +21,7 @@ def read_decoder(model: nn.Module) -> DecoderLayout:
     Raises UnsupportedModel, with the reason, if no family fits, a parameter has no role, the family does not support a
     setting, or a size differs from the configuration.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = hugging_face_model(model)
     if not isinstance(getattr(base, "config", None), PretrainedConfig):
         raise UnsupportedModel(f"{type(base).__name__} has no Hugging Face configuration")
     found = [(family, misfits(family, base)) for family in FAMILIES]

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hybrid.models.modules import hugging_face_model
+
 
 @dataclass(frozen=True)
 class Part:
@@ -24,8 +26,7 @@ class Structure:
 
 def can_generate(module: nn.Module) -> bool:
     """Whether a module has a working `generate`. PEFT's wrappers have one also around classifiers (0.21)."""
-    inner = module.get_base_model() if hasattr(module, "get_base_model") else module
-    return hasattr(inner, "generate")
+    return hasattr(hugging_face_model(module), "generate")
 
 
 def generating_part(model: nn.Module) -> nn.Module:

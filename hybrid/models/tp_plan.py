@@ -7,7 +7,7 @@ from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
-from hybrid.models.modules import plain, whole_shape
+from hybrid.models.modules import hugging_face_model, plain, whole_shape
 from hybrid.models.spec import ParamRef, UnsupportedModel
 
 
@@ -89,11 +89,6 @@ class TensorPlan:
 
     shares: tuple[Share, ...]
     attentions: tuple[Attention, ...]
-
-
-def hugging_face_model(model: nn.Module) -> nn.Module:
-    """The Hugging Face model, without PEFT's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def read_tp_plan(model: nn.Module) -> TensorPlan:

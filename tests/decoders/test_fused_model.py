@@ -21,7 +21,8 @@ from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.decode import Decoding, SamplingKeys
 from hybrid.generation.hf_cache import KVCache
-from hybrid.models.structure import Part, read_structure
+from hybrid.models.model_info import ModelInfo
+from hybrid.models.structure import Part
 from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.snapshot import Snapshot
@@ -39,8 +40,8 @@ class Miniature:
 
     def __init__(self, model: nn.Module):
         self.model = model.eval()
-        structure = read_structure(model)
-        self.snapshot = Snapshot(model, structure, read_adapters(model), layers_per_group=2)
+        info = ModelInfo(model)
+        self.snapshot = Snapshot(model, info.structure, read_adapters(model), layers_per_group=2)
         self.window = Window(
             model,
             self.snapshot,
@@ -49,7 +50,7 @@ class Miniature:
             True,
             True,
         )
-        self.fused = FusedModel(model, [part.module for part in structure.layers], self.snapshot)
+        self.fused = FusedModel(info, self.snapshot)
         self.requests = Requests(self.window, self.fused, lambda adapters: None)
         self.container = FusedContainer(Part("", model, "model"), self.requests)
         self.container.install()

@@ -19,6 +19,7 @@ from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.decoders.tp_decoder import ShardedDecoder
 from hybrid.kernels import torch_ops
 from hybrid.kernels.cpu_library import cpu_library
+from hybrid.models.model_info import ModelInfo
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import read_structure
@@ -54,7 +55,7 @@ def decoder_of(model: nn.Module, kind: type | None = None) -> CpuDecoder | Torch
 def refusal(decoder: object, model: nn.Module) -> str:
     """Why the self-check refuses a decoder of `model`; "" where it does not."""
     try:
-        require_equal(decoder, model, [part.module for part in read_structure(model).layers])
+        require_equal(decoder, ModelInfo(model))
     except UnsupportedModel as reason:
         return str(reason)
     return ""
@@ -316,7 +317,7 @@ def test_contexts_are_longer_than_a_block_and_a_split():
     decoder = decoder_of(model, TorchDecoder)
     for block in (BLOCK_SIZE, 256):
         decoder.context_block = block
-        lengths = self_check.checked_lengths(decoder, model)
+        lengths = self_check.checked_lengths(decoder)
         sequences = self_check.Sequences(lengths, 97, torch.device("cpu"))
         assert min(step.batch.lengths.max() for step in sequences.steps) > block + BLOCK_SIZE
         for step in sequences.steps:

@@ -9,8 +9,8 @@ from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.kernels.cpu_library import cpu_library
+from hybrid.models.model_info import ModelInfo
 from hybrid.models.reader import read_decoder
-from hybrid.models.structure import read_structure
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.snapshot import Snapshot
 from tests.decoders.test_cpu_decoder import RAGGED, Alone, CpuRun, threads
@@ -40,10 +40,10 @@ def with_two_adapters(model: torch.nn.Module, **settings) -> torch.nn.Module:
 
 def fused_of(model: torch.nn.Module) -> FusedModel:
     """What an engine with `rollout.lora: unmerged` has, of a model that is whole."""
-    structure = read_structure(model)
-    snapshot = Snapshot(model, structure, read_adapters(model), layers_per_group=2, unmerged=True)
+    info = ModelInfo(model)
+    snapshot = Snapshot(model, info.structure, read_adapters(model), layers_per_group=2, unmerged=True)
     snapshot.refresh(lambda name: torch.no_grad(), adapters=True)
-    return FusedModel(model, [part.module for part in structure.layers], snapshot)
+    return FusedModel(info, snapshot)
 
 
 def decoder_of(kind: type, model: torch.nn.Module, adapters: bool = True) -> TorchDecoder | CpuDecoder:

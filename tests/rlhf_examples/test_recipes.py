@@ -19,8 +19,9 @@ from transformers import (
     GenerationConfig,
 )
 
+from hybrid.build import Builder
 from hybrid.config import HybridEngineConfig, RolloutConfig
-from hybrid.memory_plan import Modes
+from hybrid.memory_plan import MemoryPlanner
 from rlhf_examples import pipeline
 from rlhf_examples.common.actor import hybrid_blocks
 from rlhf_examples.common.arguments import PPOArguments, read_yaml
@@ -89,8 +90,9 @@ def test_the_figures_are_the_plans(name, pretended_ranks):
     model = partitioned_model(args, world_size, *of_model)
     blocks = hybrid_blocks(args)
     settings = HybridEngineConfig(**blocks["hybrid_engine"])
-    modes = Modes(model, settings, RolloutConfig(**blocks["rollout"]), 3, None, lambda nbytes: None, list)
-    plan = modes.plan(rows, tokens)
+    rollout = RolloutConfig(**blocks["rollout"])
+    builder = Builder(model, settings, rollout, 3, None, lambda nbytes: None, list)
+    plan = MemoryPlanner(builder.modes, builder.planned, settings, rollout).plan(rows, tokens)
     expected = {line.split("  in use")[0].strip() for line in re.sub(" +", " ", str(plan)).splitlines()[1:]}
     expected = {line.removesuffix(" in use") for line in expected}
     told = [line for line in (CONFIGS / f"{name}.yaml").read_text().splitlines() if re.search(r"\d\.\d +\d+\.\d", line)]

@@ -9,6 +9,7 @@ from torch import nn
 from hybrid.decoders.calls import Calls
 from hybrid.decoders.containers import NativeContainer
 from hybrid.decoders.fused_model import FusedModel
+from hybrid.models.model_info import ModelInfo
 from hybrid.models.structure import read_structure
 from hybrid.weights.lend import Window, disabled
 from hybrid.weights.lora import read_adapters
@@ -91,7 +92,7 @@ def test_a_container_keeps_a_forward_that_was_already_replaced():
     replaced = model.forward
     part = next(iter(read_structure(model).layers))
     window = window_of(model)
-    calls = Calls(window, FusedModel(model, [], window.snapshot), lambda adapters: None)
+    calls = Calls(window, FusedModel(ModelInfo(model), window.snapshot), lambda adapters: None)
     container = NativeContainer(type(part)("", model, "model"), calls)
     container.install()
     assert model.forward is not replaced

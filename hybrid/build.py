@@ -1,0 +1,129 @@
+"""Builds what an engine runs on: a snapshot and a decoder, by its model's ModelInfo and its settings."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hybrid.config import HybridEngineConfig, RolloutConfig
+from hybrid.decoders.fallback import NativeReasons
+from hybrid.decoders.fused_model import FusedModel, kernels_of
+from hybrid.memory_plan import Mode
+from hybrid.models.model_info import ModelInfo
+from hybrid.models.spec import ParamRef, UnsupportedModel
+from hybrid.parallel import InferenceGroup, world_size
+from hybrid.profiling import Phase
+from hybrid.weights.joined import joined_refs
+from hybrid.weights.lora import read_adapters
+from hybrid.weights.sliced_snapshot import LentSlices, SlicedSnapshot
+from hybrid.weights.slices import Shard, planned_slices, sizes_that_fit, slices_of
+from hybrid.weights.snapshot import Snapshot, WeightVersion, active_adapters
+from hybrid.weights.streaming import StreamedSnapshot
+
+
+class Builder:
+    """Builds snapshots and decoders for the modes that an engine could run in.
+
+    stage: of ZeRO.  phase, count: as in StreamedSnapshot.  own_hooks: as in FusedModel.
+    Raises NotImplementedError for adapters that cannot be merged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: HybridEngineConfig,
+        rollout: RolloutConfig,
+        stage: int,
+        phase: Phase,
+        count: Callable[[int], None],
+        own_hooks: Callable[[], Iterable[RemovableHandle]],
+    ):
+        self.settings, self.rollout, self.stage = settings, rollout, stage
+        self.phase, self.count, self.own_hooks = phase, count, own_hooks
+        self.native_reasons = NativeReasons()  # shared by all decoders that the engine makes
+        self.version = WeightVersion()
+        self.read(model)
+
+    def read(self, model: nn.Module) -> None:
+        """Read the model: at construction, and after its modules, adapters or parameters were replaced.
+
+        Raises NotImplementedError, with the module's name, for an adapter that cannot be merged; then nothing changes.
+        """
+        self.adapted = read_adapters(model)
+        self.info = ModelInfo(model)
+        self.version.adapters = active_adapters(self.adapted)
+        # The arguments of every kind of snapshot.
+        unmerged, layers_per_group = self.rollout.lora == "unmerged", self.settings.tp_gather_partition_size
+        self.kept = (model, self.info.structure, self.adapted, layers_per_group, unmerged, self.version)
+
+    @property
+    def native_by_choice(self) -> bool:
+        """Whether the settings ask for the model's own layers."""
+        return self.rollout.containers == "native"
+
+    def modes(self) -> list[Mode]:
+        """The modes that model, world size and ZeRO stage allow, the fastest first."""
+        sizes = [size for size in self._tp_sizes() if size > 1 and world_size() % size == 0]
+        return [Mode(), *(Mode(tp_size=size) for size in sizes), *[Mode(streaming=True)] * (self.stage == 3)]
+
+    def _tp_sizes(self) -> list[int]:
+        """Tensor-parallel sizes that divide the decoder's heads, or those of the model's own modules."""
+        if self.info.layout is not None:
+            spec = self.info.layout.spec
+            return sizes_that_fit(spec.num_heads, spec.num_kv_heads)
+        attentions = () if self.info.tp_plan is None else self.info.tp_plan.attentions
+        sizes = [set(sizes_that_fit(attention.heads, attention.kv_heads)) for attention in attentions]
+        return sorted(set.intersection(*sizes)) if sizes else [1]
+
+    def weights(self, mode: Mode, group: InferenceGroup) -> tuple[Snapshot, FusedModel]:
+        """A mode's snapshot and decoder. Without a decoder for the model, the snapshot is of whole weights."""
+        layout, native = self.info.layout, "rollout.containers=native" * self.native_by_choice
+        if native or layout is None or mode == Mode():
+            snapshot = Snapshot(*self.kept, joined=self._joined(mode))
+        elif mode.streaming:
+            snapshot = StreamedSnapshot(*self.kept, phase=self.phase, count=self.count)
+        else:
+            slices = slices_of(layout, Shard(group.size, group.index))
+            snapshot = SlicedSnapshot(*self.kept, slices=slices, joined=self._joined(mode))
+        fused = self.fused(snapshot, native, group if mode.tp_size > 1 else None)
+        if fused.fallback_reason and mode.streaming:
+            fused.fallback_reason = layer_by_layer(fused.fallback_reason)
+        return snapshot, fused
+
+    def planned(self, mode: Mode) -> tuple[Snapshot, FusedModel]:
+        """What a mode would run on, for memory plans: `weights`, or slices for the model's own modules."""
+        group = InferenceGroup(mode.tp_size, connected=False)
+        snapshot, fused = self.weights(mode, group)
+        if mode.tp_size > 1 and fused.fallback_reason and self.info.tp_plan is not None:
+            snapshot = self.module_slices(group)
+        return snapshot, fused
+
+    def module_slices(self, group: InferenceGroup) -> LentSlices:
+        """The snapshot for the model's own modules in tensor parallel. Raises UnsupportedModel without a `tp_plan`."""
+        if self.info.tp_plan is None:
+            raise UnsupportedModel(self.info.no_tp_plan)
+        return LentSlices(*self.kept, slices=planned_slices(self.info.tp_plan, Shard(group.size, group.index)))
+
+    def fused(self, snapshot: Snapshot, fallback_reason: str = "", group: InferenceGroup | None = None) -> FusedModel:
+        """The decoder over a snapshot.  fallback_reason: why the model's own layers must run; "" to use the decoder."""
+        max_capture_size = self.rollout.max_num_seqs if self.settings.enable_cuda_graph else 0
+        fused = FusedModel(self.info, snapshot, max_capture_size, group, self.own_hooks, self.native_reasons)
+        fused.fallback_reason = fallback_reason or fused.fallback_reason
+        fused.warns = fused.warns and not self.native_by_choice
+        return fused
+
+    def _joined(self, mode: Mode) -> list[tuple[ParamRef, ...]]:
+        """Matrices that the mode's decoder reads as one (q, k, v; gate, up). None for the CPU kernels, which read each
+        matrix in its own place."""
+        first = next(self.info.model.parameters())
+        on_cpu_kernels = kernels_of(first.device) == "CPU kernels" and first.dtype in (torch.float32, torch.bfloat16)
+        reads_parts = mode.tp_size == 1 and on_cpu_kernels
+        if self.info.layout is None or self.native_by_choice or reads_parts:
+            return []
+        return joined_refs(self.info.layout)
+
+
+def layer_by_layer(reason: str) -> str:
+    """The reason text for a model whose own layers are gathered as they run."""
+    return f"weights are gathered layer by layer ({reason})"
