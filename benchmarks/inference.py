@@ -69,12 +69,12 @@ def seconds_of(generate: Callable, ids: torch.Tensor, new_tokens: int) -> float:
     gc.collect()
     request = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
     start = time.perf_counter()
-    found = generate(ids, attention_mask=torch.ones_like(ids), **request)
+    output = generate(ids, attention_mask=torch.ones_like(ids), **request)
     if ids.device.type == "cuda":
         torch.cuda.synchronize()
-    taken = time.perf_counter() - start
-    assert found.shape[1] == ids.shape[1] + new_tokens
-    return taken
+    seconds = time.perf_counter() - start
+    assert output.shape[1] == ids.shape[1] + new_tokens
+    return seconds
 
 
 def table(measured: dict[str, dict], args: argparse.Namespace) -> str:
@@ -84,7 +84,7 @@ def table(measured: dict[str, dict], args: argparse.Namespace) -> str:
     for name, seconds in measured.items():
         cells = []
         for phase, count in tokens.items():
-            rates = sorted(count / one for one in seconds[phase])
+            rates = sorted(count / time_s for time_s in seconds[phase])
             base = measured.get("hf", {}).get(phase)
             ratio = f"{statistics.median(base) / statistics.median(seconds[phase]):.2f}" if base else "–"
             cells += [f"{statistics.median(rates):.0f} ({rates[0]:.0f}–{rates[-1]:.0f})", ratio]

@@ -90,10 +90,10 @@ def matmul_rate(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device
     """Operations a second of [rows, inputs] by [outputs, inputs], by whichever of torch's ways is the fastest."""
     x = torch.randn(rows, inputs, device=device).to(dtype)
     weight = torch.randn(outputs, inputs, device=device).to(dtype)
-    turned = weight.t().contiguous()
+    transposed = weight.t().contiguous()
     out = torch.empty(rows, outputs, dtype=dtype, device=device)
-    ways = (lambda: nn.functional.linear(x, weight), lambda: torch.mm(x, turned, out=out))
-    return 2 * rows * outputs * inputs / min(seconds_of(way) for way in ways)
+    calls = (lambda: nn.functional.linear(x, weight), lambda: torch.mm(x, transposed, out=out))
+    return 2 * rows * outputs * inputs / min(seconds_of(call) for call in calls)
 
 
 def seconds_of(call: Callable) -> float:

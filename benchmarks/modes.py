@@ -67,7 +67,7 @@ def main() -> None:
         "do_sample": False,
     }
     for turn in range(args.rounds + 1):  # the first is not counted
-        outputs = {name: measure(one, ids, request, counted=turn > 0) for name, one in contenders.items()}
+        outputs = {name: measure(contender, ids, request, counted=turn > 0) for name, contender in contenders.items()}
         if args.dtype == "f32":
             base = [output for name, output in outputs.items() if "LoRA" not in name]
             assert all(torch.equal(output, base[0]) for output in base), "contenders disagree about the tokens"
@@ -145,22 +145,22 @@ def make_engine(args: argparse.Namespace, block: dict, lora: str = "", live_shar
     )[0]
 
 
-def measure(one: Contender, ids: torch.Tensor, request: dict, counted: bool) -> torch.Tensor:
+def measure(contender: Contender, ids: torch.Tensor, request: dict, counted: bool) -> torch.Tensor:
     """One update, then the switch and the rollout, timed over all ranks."""
-    update(one.engine)
-    before = one.engine.stats()["gathered_bytes"]
+    update(contender.engine)
+    before = contender.engine.stats()["gathered_bytes"]
     dist.barrier()
     start = time.perf_counter()
-    with one.switch():
+    with contender.switch():
         dist.barrier()
         switched = time.perf_counter()
-        output = one.generate(ids, **request)
+        output = contender.generate(ids, **request)
         dist.barrier()
     end = time.perf_counter()
     if counted:
-        one.switch_s.append(switched - start)
-        one.rollout_s.append(end - start)
-        one.gathered_mib = (one.engine.stats()["gathered_bytes"] - before) / 2**20
+        contender.switch_s.append(switched - start)
+        contender.rollout_s.append(end - start)
+        contender.gathered_mib = (contender.engine.stats()["gathered_bytes"] - before) / 2**20
     return output
 
 
@@ -176,14 +176,14 @@ def print_table(contenders: dict[str, Contender], tokens: int) -> None:
     """Medians and extremes; tokens a second with the switch, and their ratio to the last contender's."""
     slowest = tokens / statistics.median(list(contenders.values())[-1].rollout_s)
     print("| | switch, s | of a rollout | gathered, MiB | tokens/s | × the last |\n|---|---|---|---|---|---|")
-    for name, one in contenders.items():
-        switch_s, rollout_s = statistics.median(one.switch_s), statistics.median(one.rollout_s)
-        rates = sorted(tokens / seconds for seconds in one.rollout_s)
+    for name, contender in contenders.items():
+        switch_s, rollout_s = statistics.median(contender.switch_s), statistics.median(contender.rollout_s)
+        rates = sorted(tokens / seconds for seconds in contender.rollout_s)
         cells = (
             name,
-            f"{switch_s:.2f} ({min(one.switch_s):.2f}–{max(one.switch_s):.2f})",
+            f"{switch_s:.2f} ({min(contender.switch_s):.2f}–{max(contender.switch_s):.2f})",
             f"{switch_s / rollout_s:.1%}",
-            "–" if "Hugging Face" in name else f"{one.gathered_mib:.0f}",
+            "–" if "Hugging Face" in name else f"{contender.gathered_mib:.0f}",
             f"{tokens / rollout_s:.0f} ({rates[0]:.0f}–{rates[-1]:.0f})",
             f"{tokens / rollout_s / slowest:.2f}",
         )

@@ -1,4 +1,4 @@
-"""What a call costs beside its tokens, and whether `memory_plan` is the peak. ZeRO-3.
+"""What a call costs in addition to its tokens, and whether `memory_plan` is the peak. ZeRO-3.
 
     torchrun --nproc_per_node=2 -m benchmarks.overhead
     torchrun --nproc_per_node=2 -m benchmarks.overhead --layers 8 80 --shapes 7M 125M
@@ -100,7 +100,7 @@ def least_ms(call: Callable, turns: int) -> tuple[float, float]:
 def measure_windows(layers: int, turns: int) -> None:
     """An empty window, and one whose weights are all stale."""
     engine = engine_of(llama(16, 32, layers, 2, 2, 64), lora="merged")
-    modules, parameters = (len(list(one)) for one in (engine.module.modules(), engine.module.parameters()))
+    modules, parameters = (len(list(items)) for items in (engine.module.modules(), engine.module.parameters()))
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.module.modules())
 
     def empty() -> None:
@@ -129,21 +129,21 @@ class NoDecoder:
         return batch.ids
 
 
-def measure_tables(count: int, tokens: int, steps: int = 64) -> None:
-    """Block tables of `count` rows near `tokens` tokens, whose blocks end at different steps."""
-    lengths = [tokens - steps - 1 - row % BLOCK_SIZE for row in range(count)]
+def measure_tables(num_rows: int, tokens: int, steps: int = 64) -> None:
+    """Block tables of `num_rows` rows near `tokens` tokens, whose blocks end at different steps."""
+    lengths = [tokens - steps - 1 - row % BLOCK_SIZE for row in range(num_rows)]
     decoder, block_pool = NoDecoder(), BlockPool(BLOCK_SIZE)
     block_pool.begin_call(decoder.kv)
-    block_pool.reserve_call(count * blocks_for(tokens))
-    rows = ModelRunner(decoder, block_pool, tokens)
-    rows.add([block_pool.allocate(blocks_for(length)) for length in lengths], lengths)
-    ids = torch.zeros(count, dtype=torch.int64)
+    block_pool.reserve_call(num_rows * blocks_for(tokens))
+    runner = ModelRunner(decoder, block_pool, tokens)
+    runner.add([block_pool.allocate(blocks_for(length)) for length in lengths], lengths)
+    ids = torch.zeros(num_rows, dtype=torch.int64)
     start = time.process_time()
     for _ in range(steps):
-        rows.make_room(1)
-        rows.step(ids)
+        runner.make_room(1)
+        runner.step(ids)
     spent_ms = (time.process_time() - start) / steps * 1e3
-    print_on_rank_0(f"block tables of {count} rows of {tokens} tokens: {spent_ms:.2f} ms of processor time a step")
+    print_on_rank_0(f"block tables of {num_rows} rows of {tokens} tokens: {spent_ms:.2f} ms of processor time a step")
 
 
 def measure_plan(shape: str, way: str, rows: int, prompt: int, new: int) -> float:
@@ -157,13 +157,13 @@ def measure_plan(shape: str, way: str, rows: int, prompt: int, new: int) -> floa
     with torch.no_grad(), LiveBytes(engine.module) as live:
         engine.eval()
         with engine.inference():
-            done = engine.rollout(ids, torch.ones_like(ids), request)
-            sequences = torch.cat([ids, done.completion_ids], dim=1)
+            batch = engine.rollout(ids, torch.ones_like(ids), request)
+            sequences = torch.cat([ids, batch.completion_ids], dim=1)
             engine.score(sequences, torch.ones_like(sequences))
             if "LoRA" in way:
                 engine.score(sequences, torch.ones_like(sequences), adapters=False)
-    planned, told = plan.needs[plan.in_use].total, engine.stats()["peak_bytes"]
-    in_mib = [f"{nbytes / 2**20:8.1f} MiB" for nbytes in (planned, live.peak, told)]
+    planned, reported = plan.needs[plan.in_use].total, engine.stats()["peak_bytes"]
+    in_mib = [f"{nbytes / 2**20:8.1f} MiB" for nbytes in (planned, live.peak, reported)]
     print_on_rank_0("{:5} {:20} plan {}, peak {}, stats {}: {:.2f}".format(shape, way, *in_mib, planned / live.peak))
     engine.destroy()
     return planned / live.peak

@@ -70,7 +70,7 @@ def draw(report: dict[str, Any], axis: plt.Axes) -> None:
             y += BAR
         y += GAP
     axis.axvline(1, color="black", linewidth=0.8)
-    axis.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
+    axis.set_yticks([position for position, _ in ticks], [name for _, name in ticks])
     axis.invert_yaxis()
     axis.margins(x=0.08)
     axis.set_xlabel("tokens a second, Hugging Face's generate on the whole model = 1")

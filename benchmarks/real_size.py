@@ -154,18 +154,25 @@ def step(engine: hybrid.HybridEngine, prompts: tuple[torch.Tensor, torch.Tensor]
             with report.phase("rollout"):
                 batch = engine.rollout(*prompts, sampling(args.new_tokens), args.num_generations)
             with report.phase("score, policy"):
-                old = engine.score(batch.sequences, batch.attention_mask)
+                old_logps = engine.score(batch.sequences, batch.attention_mask)
             with report.phase("score, base"):
-                base = engine.score(batch.sequences, batch.attention_mask, adapters=False)
+                base_logps = engine.score(batch.sequences, batch.attention_mask, adapters=False)
     report.measured = peak.bytes
     report.stats, report.tokens = engine.stats(), int(batch.completion_mask.sum())
     engine.train()
     width = batch.completion_ids.shape[1]
-    old, base = (scores.per_token_logps[:, -width:] for scores in (old, base))
+    old_logps, base_logps = (scores.per_token_logps[:, -width:] for scores in (old_logps, base_logps))
     advantages = group_advantages(batch.completion_ids, args.num_generations)
     with report.phase("train"):
-        for some in torch.arange(rows, device=old.device).split(args.micro_batch):
-            loss = grpo_loss(engine, batch, some, old[some], base[some], advantages[some])
+        for rows_of_batch in torch.arange(rows, device=old_logps.device).split(args.micro_batch):
+            loss = grpo_loss(
+                engine,
+                batch,
+                rows_of_batch,
+                old_logps[rows_of_batch],
+                base_logps[rows_of_batch],
+                advantages[rows_of_batch],
+            )
             engine.backward(loss)
             engine.step()
         report.loss = loss.item()
@@ -175,8 +182,8 @@ def step(engine: hybrid.HybridEngine, prompts: tuple[torch.Tensor, torch.Tensor]
 def group_advantages(completion_ids: torch.Tensor, num_generations: int) -> torch.Tensor:
     """Of a reward that differs from completion to completion, within each group.  float32 [rows]"""
     rewards = (completion_ids.sum(dim=1) % 97 / 97).view(-1, num_generations)
-    spread = rewards - rewards.mean(dim=1, keepdim=True)
-    return (spread / (rewards.std(dim=1, keepdim=True) + 1e-4)).flatten()
+    deviations = rewards - rewards.mean(dim=1, keepdim=True)
+    return (deviations / (rewards.std(dim=1, keepdim=True) + 1e-4)).flatten()
 
 
 def grpo_loss(

@@ -181,9 +181,9 @@ def summary(case: Case, timings: dict[str, Timing], limits: Limits) -> dict[str,
 def result(case: Case, timing: Timing, base: Timing | None, tokens: int, limits: Limits) -> dict[str, Any]:
     """A contender's figures. A step can be told from the whole where all steps have as many rows."""
     median = statistics.median(timing.seconds)
-    alike = not case.natural and case.new_tokens > 1
+    same_rows_every_step = not case.natural and case.new_tokens > 1
     beyond_first_s = median - timing.first_token_s  # below 0 where the machine was busier for the first
-    step_s = beyond_first_s / (case.new_tokens - 1) if alike and beyond_first_s > 0 else None
+    step_s = beyond_first_s / (case.new_tokens - 1) if same_rows_every_step and beyond_first_s > 0 else None
     return {
         **asdict(timing),
         "tokens_per_s": tokens / median,
@@ -203,12 +203,13 @@ def table(case: dict[str, Any]) -> str:
         "| contender | tokens/s | min–max | × Hugging Face | first token s | step ms | of the roofline | rounds |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, made in case["results"].items():
-        slowest, fastest = (case["tokens"] / pick(made["seconds"]) for pick in (max, min))
+    for name, result in case["results"].items():
+        slowest, fastest = (case["tokens"] / pick(result["seconds"]) for pick in (max, min))
         lines.append(
-            f"| {name} | {made['tokens_per_s']:.0f} | {slowest:.0f}–{fastest:.0f} | {shown(made['ratio'], '{:.2f}')} "
-            f"| {made['first_token_s']:.2f} | {shown(made['step_s'], '{:.2f}', 1e3)} "
-            f"| {shown(made['roofline'], '{:.0%}')} | {len(made['seconds'])} |"
+            f"| {name} | {result['tokens_per_s']:.0f} | {slowest:.0f}–{fastest:.0f} "
+            f"| {shown(result['ratio'], '{:.2f}')} "
+            f"| {result['first_token_s']:.2f} | {shown(result['step_s'], '{:.2f}', 1e3)} "
+            f"| {shown(result['roofline'], '{:.0%}')} | {len(result['seconds'])} |"
         )
     return "\n".join(lines)
 

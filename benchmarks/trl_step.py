@@ -34,7 +34,7 @@ from benchmarks.cases import SHAPES, make_model
 from benchmarks.modes import machine
 from hybrid.compat.trl import rollout_func
 
-END, WORDS_A_PROMPT = 2, 32
+END, PROMPT_WORDS = 2, 32
 
 
 @dataclass
@@ -63,7 +63,9 @@ def main() -> None:
         "hybrid.install(), TRL gathers all the same": Contender(ours=True, gathers=True),
         "rollout_func": Contender(ours=True, gathers=False, rollouts=True),
     }
-    contenders = {name: one for name, one in contenders.items() if not args.contenders or name in args.contenders}
+    contenders = {
+        name: contender for name, contender in contenders.items() if not args.contenders or name in args.contenders
+    }
     model = make_model(args.shape, args.dtype, get_accelerator().current_device_name())
     for _ in range(args.rounds):
         for contender in contenders.values():
@@ -72,7 +74,7 @@ def main() -> None:
         size = sum(parameter.numel() for parameter in model.parameters())
         print(
             f"{size / 1e6:.0f}M parameters, {args.dtype}, {dist.get_world_size()} ranks on {machine()}; "
-            f"{args.sequences} sequences a rank in groups of {args.num_generations}, {WORDS_A_PROMPT} + "
+            f"{args.sequences} sequences a rank in groups of {args.num_generations}, {PROMPT_WORDS} + "
             f"{args.new_tokens} tokens; {args.rounds} rounds of {args.steps} steps in turns"
         )
         print_table(contenders)
@@ -172,7 +174,7 @@ def configuration(ours: bool, args: argparse.Namespace) -> dict:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": args.dtype == "bf16"},
-        "hybrid_engine": {"enabled": ours, "max_out_tokens": WORDS_A_PROMPT + args.new_tokens},
+        "hybrid_engine": {"enabled": ours, "max_out_tokens": PROMPT_WORDS + args.new_tokens},
     }
 
 
@@ -184,17 +186,17 @@ def reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
 def prompts(vocabulary: int) -> list[str]:
     """Texts of random words."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(3, vocabulary, (256, WORDS_A_PROMPT), generator=generator)
+    rows = torch.randint(3, vocabulary, (256, PROMPT_WORDS), generator=generator)
     return [" ".join(f"w{word}" for word in row) for row in rows.tolist()]
 
 
 def tokenizer(vocabulary: int) -> transformers.PreTrainedTokenizerFast:
     """A word for each token."""
-    words = {"<pad>": 0, "<s>": 1, "</s>": END, **{f"w{index}": index for index in range(3, vocabulary)}}
-    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    vocabulary_ids = {"<pad>": 0, "<s>": 1, "</s>": END, **{f"w{index}": index for index in range(3, vocabulary)}}
+    tokenizer_model = Tokenizer(models.WordLevel(vocabulary_ids, unk_token="<pad>"))
+    tokenizer_model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+        tokenizer_object=tokenizer_model, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
 
 
@@ -202,19 +204,19 @@ def print_table(contenders: dict[str, Contender]) -> None:
     """Medians and ranges, and how often as fast as the first."""
     first = next(iter(contenders.values()))
     print("\n| | step, s | generation in it, s | × step | × generation |\n|---|---|---|---|---|")
-    for name, one in contenders.items():
+    for name, contender in contenders.items():
         columns = [
             f"{statistics.median(times):.2f} ({min(times):.2f}–{max(times):.2f})"
-            for times in (one.step_s, one.generate_s)
+            for times in (contender.step_s, contender.generate_s)
         ]
         columns += [
             f"{statistics.median(base) / statistics.median(times):.2f}"
-            for base, times in ((first.step_s, one.step_s), (first.generate_s, one.generate_s))
+            for base, times in ((first.step_s, contender.step_s), (first.generate_s, contender.generate_s))
         ]
         print(f"| {name} | {' | '.join(columns)} |")
-    for name, one in contenders.items():
-        if one.ours:
-            print(f"coverage of {name}: {one.coverage}")
+    for name, contender in contenders.items():
+        if contender.ours:
+            print(f"coverage of {name}: {contender.coverage}")
 
 
 def parse() -> argparse.Namespace:

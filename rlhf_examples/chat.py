@@ -18,8 +18,8 @@ from rlhf_examples.common.arguments import ChatArguments
 from rlhf_examples.common.command_line import run_command
 from rlhf_examples.common.engines import deepspeed_config
 from rlhf_examples.common.models import load_exported, load_tokenizer, merged, require_model
-from rlhf_examples.common.ranks import device, preparation_is_over, seed_everything
-from rlhf_examples.data.conversations import turn_end
+from rlhf_examples.common.ranks import device, end_preparation, seed_everything
+from rlhf_examples.data.conversations import turn_end_token
 
 Messages = list[dict[str, str]]
 HELP = "Write, and end with Enter. /new begins a new conversation, /quit (or Ctrl-D) ends."
@@ -37,9 +37,11 @@ def run(args: ChatArguments) -> None:
     tokenizer = load_tokenizer(args.path)
     dtype = "float32" if args.dtype == "int8" else args.dtype
     model = merged(load_exported(args.path, deepspeed_config(dtype, zero_stage=0), args.attn_implementation))
-    most = min(getattr(model.config, "max_position_embeddings", 0) or 4096, 4096)
-    preparation_is_over()
-    engine = hybrid.init_inference(model, dtype=args.dtype, replace_with_kernel_inject=True, max_out_tokens=most)
+    max_out_tokens = min(getattr(model.config, "max_position_embeddings", 0) or 4096, 4096)
+    end_preparation()
+    engine = hybrid.init_inference(
+        model, dtype=args.dtype, replace_with_kernel_inject=True, max_out_tokens=max_out_tokens
+    )
     print(f"{args.path}: {HELP}", file=sys.stderr)
     talk(engine, tokenizer, lambda: input("\n> "), args)
 
@@ -56,15 +58,15 @@ def talk(
     messages = list(beginning)
     while True:
         try:
-            said = ask()
+            text = ask()
         except (EOFError, KeyboardInterrupt):
             return messages
-        if said.strip() == "/quit":
+        if text.strip() == "/quit":
             return messages
-        if said.strip() == "/new":
+        if text.strip() == "/new":
             messages = list(beginning)
-        elif said.strip():
-            messages.append({"role": "user", "content": said})
+        elif text.strip():
+            messages.append({"role": "user", "content": text})
             messages.append({"role": "assistant", "content": answer(engine, tokenizer, messages, args)})
 
 
@@ -72,10 +74,10 @@ def answer(
     engine: hybrid.InferenceEngine, tokenizer: PreTrainedTokenizerBase, messages: Messages, args: ChatArguments
 ) -> str:
     """Generate the model's answer to the last message, print it as it is generated, and return it."""
-    ids = prompt_of(tokenizer, messages, json.loads(args.chat_template_kwargs or "{}"))
-    ends = [*args.stop_token_ids, tokenizer.eos_token_id, turn_end(tokenizer)]
+    ids = encode_prompt(tokenizer, messages, json.loads(args.chat_template_kwargs or "{}"))
+    ends = [*args.stop_token_ids, tokenizer.eos_token_id, turn_end_token(tokenizer)]
     ends = [token for token in dict.fromkeys(ends) if token is not None]
-    drawn = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {}
+    sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {}
     tokens = engine.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -83,12 +85,12 @@ def answer(
         eos_token_id=ends or None,
         pad_token_id=tokenizer.pad_token_id,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **(drawn or {"do_sample": False}),
+        **(sampling or {"do_sample": False}),
     )
     return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def prompt_of(
+def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, settings: dict[str, Any] | None = None
 ) -> torch.Tensor:
     """The conversation as token ids, int64 [1, tokens]; without a chat template the last message alone.

@@ -13,7 +13,7 @@ import torch
 import hybrid
 from rlhf_examples.common.arguments import DPOArguments
 from rlhf_examples.common.command_line import run_command
-from rlhf_examples.common.engines import FrozenModel, Training, frozen_model, trained_policy
+from rlhf_examples.common.engines import FrozenModel, Training, load_frozen_model, make_policy_engine
 from rlhf_examples.common.forwards import frozen_logps, token_logps
 from rlhf_examples.common.losses import Loss, dpo_loss
 from rlhf_examples.common.models import load_policy, load_tokenizer, require_model
@@ -23,7 +23,7 @@ from rlhf_examples.common.run_directory import begin_run
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.common.training import fit, total_steps
 from rlhf_examples.data.examples import collate_preference
-from rlhf_examples.data.held_out import examples_of
+from rlhf_examples.data.held_out import load_examples
 
 EMBEDDED = "synthetic:preferences"
 BAR = {"loss": "loss", "accuracy": "rewards/accuracies", "held out": "eval_rewards/accuracies"}
@@ -39,16 +39,16 @@ def run(args: DPOArguments) -> Metrics:
     seed_everything(args.seed)
     require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
-    examples, held_out = examples_of("dpo", EMBEDDED, "preference", args.max_seq_len, tokenizer, args)
-    training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
+    examples, held_out = load_examples("dpo", EMBEDDED, "preference", args.max_seq_len, tokenizer, args)
+    training = Training.from_args(args, "", args.per_device_train_batch_size, total_steps(examples, args))
     begin_run(args)
     load, reference = partial(load_policy, attn_implementation=args.attn_implementation), None
     if not args.lora_dim:
-        reference = frozen_model(load, args.model_name_or_path, args.dtype, args.offload_reference_model)
+        reference = load_frozen_model(load, args.model_name_or_path, args.dtype, args.offload_reference_model)
     config = training.config(args)
     loading = training.lora, training.gradient_checkpointing
     model = load(args.model_name_or_path, config, *loading, disable_dropout=args.disable_dropout)
-    engine = trained_policy(model, args, training)
+    engine = make_policy_engine(model, args, training)
 
     def loss_of(rows: list[Row], denominator: float) -> Loss:
         """DPO loss of pairs, summed and divided by `denominator`."""
@@ -62,11 +62,11 @@ def run(args: DPOArguments) -> Metrics:
         sums = (part for tensor in (logps, ref_logps) for part in (tensor * learned).sum(dim=1).chunk(2))
         return dpo_loss(*sums, beta=args.beta, denominator=denominator, label_smoothing=args.label_smoothing)
 
-    found = fit(engine, tokenizer, examples, held_out, loss_of, len, args, "DPO", BAR)
+    metrics = fit(engine, tokenizer, examples, held_out, loss_of, len, args, "DPO", BAR)
     engine.destroy()
     if reference is not None:
         reference.destroy()
-    return found
+    return metrics
 
 
 @torch.no_grad()

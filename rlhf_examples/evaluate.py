@@ -18,12 +18,12 @@ from rich.text import Text
 from rlhf_examples.common.actor import Evaluation, in_groups, mean_score, standard_error
 from rlhf_examples.common.arguments import EvaluateArguments
 from rlhf_examples.common.command_line import run_command
-from rlhf_examples.common.engines import frozen
+from rlhf_examples.common.engines import load_rollout_engine
 from rlhf_examples.common.files import printable, write_atomically
 from rlhf_examples.common.models import load_exported, load_tokenizer, require_model
 from rlhf_examples.common.run_log import without_nan
 from rlhf_examples.common.scorers import Rewards
-from rlhf_examples.data.examples import tokenised
+from rlhf_examples.data.examples import tokenize_records
 from rlhf_examples.data.records import load_records
 from rlhf_examples.data.texts import RecordFormat
 
@@ -33,11 +33,11 @@ def main() -> None:
     run_command(EvaluateArguments, run, report)
 
 
-def report(args: EvaluateArguments, found: list[dict]) -> None:
+def report(args: EvaluateArguments, results: list[dict]) -> None:
     """Print the scores, and write them to `output_file` if it is given."""
-    show(found, args.num_samples)
+    show(results, args.num_samples)
     if args.output_file:
-        write_atomically(Path(args.output_file), json.dumps(without_nan(found), indent=1))
+        write_atomically(Path(args.output_file), json.dumps(without_nan(results), indent=1))
 
 
 def run(args: EvaluateArguments) -> list[dict]:
@@ -47,46 +47,48 @@ def run(args: EvaluateArguments) -> list[dict]:
     for name in args.model_name_or_path or [""]:
         require_model("model_name_or_path", name, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path[0], args.chat_template)
-    records, settings = load_records(args.data_path, "test"), {"record_format": RecordFormat.of(args)}
-    examples = tokenised(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
+    records, settings = load_records(args.data_path, "test"), {"record_format": RecordFormat.from_args(args)}
+    examples = tokenize_records(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
     prompts = list(islice(examples.ordered(args.seed), min(args.eval_rows, len(examples.rows))))
     attention = {"attn_implementation": args.attn_implementation}
     rewards = Rewards.load([args.reward], args.dtype, args.per_device_eval_batch_size, **attention)
-    found, load = [], partial(load_exported, **attention)
+    results, load = [], partial(load_exported, **attention)
     for name in args.model_name_or_path:
-        engine = frozen(load, name, args.dtype, args.zero_stage)
-        passing = args.eval_num_generations, False, tuple(args.pass_at_k), args.pass_score
-        metrics, completions, by_scorer = Evaluation(engine, tokenizer, prompts, [rewards], args, *passing)()
+        engine = load_rollout_engine(load, name, args.dtype, args.zero_stage)
+        settings_of_evaluation = args.eval_num_generations, False, tuple(args.pass_at_k), args.pass_score
+        metrics, completions, by_scorer = Evaluation(
+            engine, tokenizer, prompts, [rewards], args, *settings_of_evaluation
+        )()
         scores, each = by_scorer[rewards.name], args.eval_num_generations
         engine.destroy()
         texts = [row["prompt"] for row in prompts for _ in range(each)]
         columns = {"prompt": texts, "completion": completions, "score": scores}
-        passed = {name.rpartition("/")[2]: share for name, share in metrics.items() if "/pass@" in name}
-        found.append(
+        pass_rates = {name.rpartition("/")[2]: rate for name, rate in metrics.items() if "/pass@" in name}
+        results.append(
             {
                 "model": name,
                 rewards.name: mean_score(scores),
                 "standard_error": standard_error(in_groups(scores, each)),
-                **passed,
+                **pass_rates,
                 "samples": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
             }
         )
     rewards.destroy()
-    return found
+    return results
 
 
-def show(found: list[dict], samples: int) -> None:
+def show(results: list[dict], samples: int) -> None:
     """Print the scores, and every model's completions of the first `samples` prompts."""
     console = Console(width=110)
-    figures = [name for name in found[0] if name not in ("model", "samples")]
-    scores, texts = Table("model", *figures), Table("prompt", "model", "completion", show_lines=True)
-    for of_model in found:
-        scores.add_row(of_model["model"], *(f"{of_model[name]:.4g}" for name in figures))
-    for i in range(min(samples, len(found[0]["samples"]))):
-        for of_model in found:
-            sample = of_model["samples"][i]
+    metrics = [name for name in results[0] if name not in ("model", "samples")]
+    scores, texts = Table("model", *metrics), Table("prompt", "model", "completion", show_lines=True)
+    for result in results:
+        scores.add_row(result["model"], *(f"{result[name]:.4g}" for name in metrics))
+    for i in range(min(samples, len(results[0]["samples"]))):
+        for result in results:
+            sample = result["samples"][i]
             # As Text, because rich would read "[...]" in a completion as markup.
-            row = (sample["prompt"], of_model["model"], sample["completion"])
+            row = (sample["prompt"], result["model"], sample["completion"])
             texts.add_row(*(Text(printable(text)) for text in row))
     console.print(texts)
     console.print(scores)

@@ -21,17 +21,17 @@ from rlhf_examples.common.arguments import GRPOArguments
 from rlhf_examples.common.best_model import BestModel
 from rlhf_examples.common.checkpoint import Checkpoints
 from rlhf_examples.common.command_line import run_command
-from rlhf_examples.common.engines import step_on
+from rlhf_examples.common.engines import backward_and_step
 from rlhf_examples.common.files import CHECKPOINTS
 from rlhf_examples.common.forwards import token_logps
-from rlhf_examples.common.groups import groups_with_spread, has_spread, next_groups
+from rlhf_examples.common.groups import dynamic_sampling_groups, next_groups, rewards_differ
 from rlhf_examples.common.losses import (
     entropy_bonus,
-    figure_means,
     group_advantages,
     group_std,
     grpo_loss,
     masked_sum,
+    mean_metrics,
     mixed_loss,
     rloo_advantages,
     soft_overlong_punishment,
@@ -52,7 +52,7 @@ from rlhf_examples.common.run_directory import begin_run
 from rlhf_examples.common.scorers import Rewards, Scorer
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.data.examples import RowStream
-from rlhf_examples.data.held_out import examples_of
+from rlhf_examples.data.held_out import load_examples
 
 EMBEDDED = "synthetic:arithmetic"
 BAR = {"reward": "reward", "length": "completions/mean_length", "tokens/s": "time/tokens_per_s"}
@@ -72,13 +72,13 @@ def run(args: GRPOArguments) -> Metrics:
         raise ValueError("reward: nothing given; give functions, addresses of servers, or reward models")
     Scorer.check(*args.reward, *args.eval_reward)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.actor_model_name_or_path, args.chat_template)
-    examples, held_out = examples_of("grpo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
+    examples, held_out = load_examples("grpo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
     begin_run(args)
     total_steps = args.num_iterations * args.num_grpo_iterations * args.num_mini_batches
     actor = Actor.load(args, total_steps, needs_reference=args.beta > 0)
     rewards = load_rewards(args.reward, args.reward_weights, args, args.offload_reference_model)
 
-    prompts, best = RowStream(examples, args.seed), BestModel.of(args)
+    prompts, best = RowStream(examples, args.seed), BestModel.from_args(args)
     parts = {"prompts": prompts, "best": best, **actor.parts()}
     checkpoints = Checkpoints(directory / CHECKPOINTS, {"policy": actor.policy}, parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
@@ -117,7 +117,7 @@ def grpo_iteration(
     phases, policy, sampled = Phases(), actor.policy, {}
     with policy.inference():
         if args.dynamic_sampling:
-            groups, sampled = groups_with_spread(policy, rewards, tokenizer, prompts, iteration, phases, args)
+            groups, sampled = dynamic_sampling_groups(policy, rewards, tokenizer, prompts, iteration, phases, args)
         else:
             drawn = prompts.next(args.per_device_generation_batch_size * dist.get_world_size())
             groups = next_groups(policy, tokenizer, drawn, 0, iteration, args)
@@ -136,13 +136,13 @@ def grpo_iteration(
     phases.end("rewards")
     learned = ~scores.isnan()
     if args.dynamic_sampling:  # before the length penalty: a group that differs in length alone teaches nothing
-        learned &= has_spread(scores, args.num_generations).repeat_interleave(args.num_generations)
+        learned &= rewards_differ(scores, args.num_generations).repeat_interleave(args.num_generations)
     if args.soft_punish_cache:
         lengths = batch.completion_mask.sum(dim=1)
         scores = scores + soft_overlong_punishment(lengths, args.max_answer_seq_len, args.soft_punish_cache)
     experience, metrics = make_experience(batch, old_logps, ref_logps, scores, learned, args)
     metrics |= sampled | rewards.metrics() | scores_by_source(groups.prompts, scores, args.data_path)
-    experience = experience.of_all_ranks(args.num_generations)
+    experience = experience.all_gather(args.num_generations)
     phases.end("advantages")
     policy.train()
     metrics |= update(actor, experience, iteration, args)
@@ -194,7 +194,7 @@ def make_experience(
             "rows": len(rewards),
             "scored": (~rewards.isnan()).sum(),
             "rewards": rewards.nansum(),
-            **spread(rewards, args.num_generations),
+            **group_statistics(rewards, args.num_generations),
             "entropy": -masked_sum(old_logps, mask),
             "learned": learned.sum(),
         }
@@ -210,14 +210,14 @@ def make_experience(
     }
 
 
-def spread(rewards: torch.Tensor, num_generations: int) -> dict[str, torch.Tensor]:
+def group_statistics(rewards: torch.Tensor, num_generations: int) -> dict[str, torch.Tensor]:
     """Sums over this rank's groups: the number of groups with at least two scored completions, their standard
     deviations, and the number of those groups whose scores are all equal.
 
     rewards float32 [rows], NaN where a completion could not be scored.
     """
     deviations = group_std(rewards, num_generations)
-    known, equal = ~deviations.isnan(), ~has_spread(rewards, num_generations)
+    known, equal = ~deviations.isnan(), ~rewards_differ(rewards, num_generations)
     return {"groups": known.sum(), "deviations": deviations.nansum(), "equal": (known & equal).sum()}
 
 
@@ -257,10 +257,10 @@ def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArgum
                 bonus = entropy_bonus(entropies, e.mask, step.denominator(tokens=int(mask.sum())))
                 loss = mixed_loss(loss, entropy=bonus, entropy_coef=args.entropy_coef)
             losses.append(loss)
-            norms += step_on(actor.policy, losses[-1].loss, number, len(step.places))
+            norms += backward_and_step(actor.policy, losses[-1].loss, number, len(step.places))
             numerics.add(logps)
-        actor.stepped()
-    return {**figure_means(losses, over_ranks), "grad_norm": fmean(norms), **numerics.metrics()}
+        actor.update_average()
+    return {**mean_metrics(losses, over_ranks), "grad_norm": fmean(norms), **numerics.metrics()}
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ from typing import Any
 from rlhf_examples.common.actor import Evaluation
 from rlhf_examples.common.arguments import PairsArguments
 from rlhf_examples.common.command_line import run_command
-from rlhf_examples.common.engines import frozen
+from rlhf_examples.common.engines import load_rollout_engine
 from rlhf_examples.common.files import PAIRS, write_atomically
 from rlhf_examples.common.models import load_exported, load_tokenizer, require_model
-from rlhf_examples.common.ranks import is_first, rendezvous
+from rlhf_examples.common.ranks import barrier, is_main_process
 from rlhf_examples.common.rollouts import Row
 from rlhf_examples.common.scorers import Rewards
 from rlhf_examples.common.trackers import Metrics
-from rlhf_examples.data.examples import tokenised
+from rlhf_examples.data.examples import tokenize_records
 from rlhf_examples.data.records import load_records
 from rlhf_examples.data.synthetic import preference_pairs
 from rlhf_examples.data.texts import RecordFormat, template_columns
@@ -30,7 +30,7 @@ from rlhf_examples.data.texts import RecordFormat, template_columns
 
 def main() -> None:
     """Make pairs with the arguments of the command line."""
-    run_command(PairsArguments, run, lambda args, found: print(json.dumps(found)))
+    run_command(PairsArguments, run, lambda args, result: print(json.dumps(result)))
 
 
 def run(args: PairsArguments) -> Metrics:
@@ -39,35 +39,37 @@ def run(args: PairsArguments) -> Metrics:
     """
     require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
-    records, settings = load_records(args.data_path), {"record_format": RecordFormat.of(args)}
-    examples = tokenised(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
+    records, settings = load_records(args.data_path), {"record_format": RecordFormat.from_args(args)}
+    examples = tokenize_records(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
     rows, texts = list(examples.rows), [row["prompt"] for row in examples.rows]
     attention = {"attn_implementation": args.attn_implementation}
     rewards = Rewards.load([args.reward], args.dtype, args.per_device_eval_batch_size, **attention)
-    engine = frozen(partial(load_exported, **attention), args.model_name_or_path, args.dtype, args.zero_stage)
+    engine = load_rollout_engine(
+        partial(load_exported, **attention), args.model_name_or_path, args.dtype, args.zero_stage
+    )
     pairs = []
     for round_number in range(args.rounds):
-        both = []
-        for half in range(2):
+        sampled = []
+        for sample in range(2):
             evaluate = Evaluation(engine, tokenizer, rows, [rewards], args)
-            _, completions, scores = evaluate(2 * round_number + half)
-            both.append((completions, scores[rewards.name]))
-        (one, of_one), (other, of_other) = both
-        scores = dict(zip(zip(texts * 2, one + other, strict=True), of_one + of_other, strict=True))
+            _, completions, scores = evaluate(2 * round_number + sample)
+            sampled.append((completions, scores[rewards.name]))
+        (first, first_scores), (second, second_scores) = sampled
+        scores = dict(zip(zip(texts * 2, first + second, strict=True), first_scores + second_scores, strict=True))
 
         def score(prompts: list[str], completions: list[str], scores=scores) -> list[float]:
             return [scores[key] for key in zip(prompts, completions, strict=True)]
 
-        pairs += preference_pairs(texts, one, other, score)
-    rows_of = {row["prompt"]: row for row in rows}
-    pairs = [as_record(pair, rows_of[pair["prompt"]]) for pair in pairs]
+        pairs += preference_pairs(texts, first, second, score)
+    row_by_prompt = {row["prompt"]: row for row in rows}
+    pairs = [as_record(pair, row_by_prompt[pair["prompt"]]) for pair in pairs]
     engine.destroy()
     rewards.destroy()
-    if is_first():
+    if is_main_process():
         directory = Path(args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / PAIRS, "".join(json.dumps(pair) + "\n" for pair in pairs))
-    rendezvous()
+    barrier()
     return {"pairs": len(pairs), "completions": 2 * args.rounds * len(rows)}
 
 

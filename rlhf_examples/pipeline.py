@@ -26,12 +26,12 @@ from rlhf_examples.common.arguments import (
     SFTArguments,
     ThroughputArguments,
     arguments_of,
-    require_known,
+    require_key,
     split_command_line,
 )
 from rlhf_examples.common.command_line import input_errors_reported
 from rlhf_examples.common.files import DONE, SETTINGS, write_atomically
-from rlhf_examples.common.ranks import end_ranks, is_first, preparing, rendezvous, start_ranks
+from rlhf_examples.common.ranks import barrier, end_ranks, is_main_process, preparing, start_ranks
 from rlhf_examples.common.run_directory import begin_run, require_same_settings
 from rlhf_examples.common.served_rewards import served_rewards
 from rlhf_examples.report.write import write_report
@@ -56,7 +56,7 @@ def main() -> None:
         args = parse(*split_command_line())
         start_ranks()
         summary = run(args)
-    if is_first():
+    if is_main_process():
         print(json.dumps(summary, indent=1))
         print(f"report: {write_report(Path(args.output_dir))}")
     end_ranks()
@@ -78,8 +78,8 @@ def parse(settings: dict[str, Any], flags: list[str]) -> PipelineArguments:
         arguments_of_server(name, args)
     for name in args.steps:
         arguments_of_step(name, args)
-    for key, place in args.summary.items():
-        require_known(place.partition("/")[0], list(args.steps), f"summary.{key}")
+    for key, path in args.summary.items():
+        require_key(path.partition("/")[0], list(args.steps), f"summary.{key}")
     return args
 
 
@@ -88,17 +88,17 @@ def arguments_of_step(name: str, args: PipelineArguments) -> Any:
 
     Raises ValueError, with the step's name, if a setting does not fit.
     """
-    own = dict(args.steps[name])
-    script = own.pop("script", name)
+    step_settings = dict(args.steps[name])
+    script = step_settings.pop("script", name)
     try:
-        require_known(script, list(SCRIPTS))
+        require_key(script, list(SCRIPTS))
         kind, _ = SCRIPTS[script]
-        known = {field.name for field in fields(kind)}
+        names = {field.name for field in fields(kind)}
         common = {**args.common, "seed": args.seed}
-        settings = {key: value for key, value in common.items() if key in known} | own
-        ours = {"output_dir": f"{args.output_dir}/{name}", "resume": args.resume}
-        settings |= {key: value for key, value in ours.items() if key in known}
-        return arguments_of(kind, {key: placed(value, args) for key, value in settings.items()})
+        settings = {key: value for key, value in common.items() if key in names} | step_settings
+        run_settings = {"output_dir": f"{args.output_dir}/{name}", "resume": args.resume}
+        settings |= {key: value for key, value in run_settings.items() if key in names}
+        return arguments_of(kind, {key: resolve_paths(value, args) for key, value in settings.items()})
     except ValueError as error:
         raise ValueError(f"steps.{name}: {error}") from error
 
@@ -114,18 +114,18 @@ def arguments_of_server(name: str, args: PipelineArguments) -> RewardServerArgum
         raise ValueError(f"servers.{name}: {error}") from error
 
 
-def placed(value: Any, args: PipelineArguments) -> Any:
+def resolve_paths(value: Any, args: PipelineArguments) -> Any:
     """A setting with `step:NAME/PATH` replaced by the path in that step's directory.
 
     Raises ValueError if `step:NAME` or `server:NAME` names an unknown step or server.
     """
     if isinstance(value, list):
-        return [placed(one, args) for one in value]
+        return [resolve_paths(item, args) for item in value]
     if isinstance(value, str) and value.startswith(SERVER):
         require_server(value, args)
     if not (isinstance(value, str) and value.startswith(STEP)):
         return value
-    require_known(value[len(STEP) :].partition("/")[0], list(args.steps))
+    require_key(value[len(STEP) :].partition("/")[0], list(args.steps))
     return f"{args.output_dir}/{value[len(STEP) :]}"
 
 
@@ -133,7 +133,7 @@ def require_server(reward: str, args: PipelineArguments) -> None:
     """Raises ValueError if `server:NAME` names an unknown server."""
     if not args.servers:
         raise ValueError(f"{reward!r} given, and there are no servers; name it under `servers`, with its reward")
-    require_known(reward[len(SERVER) :], list(args.servers))
+    require_key(reward[len(SERVER) :], list(args.servers))
 
 
 def run(args: PipelineArguments) -> dict[str, float]:
@@ -151,47 +151,47 @@ def run(args: PipelineArguments) -> dict[str, float]:
 
 def run_steps(args: PipelineArguments) -> dict[str, float]:
     """`run`, with the reward servers running."""
-    directory, found = Path(args.output_dir), {}
-    if is_first():
+    directory, metrics_by_step = Path(args.output_dir), {}
+    if is_main_process():
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / PIPELINE, json.dumps(asdict(args), indent=1))
-    rendezvous()
+    barrier()
     for number, name in enumerate(args.steps, start=1):
         done = directory / name / DONE
         if not done.is_file():
             start = time.perf_counter()
-            if is_first():
+            if is_main_process():
                 print(f"step {number} of {len(args.steps)}: {name}", flush=True)
-            of_step = arguments_of_step(name, args)
+            step_args = arguments_of_step(name, args)
             with preparing():
-                metrics = SCRIPTS[args.steps[name].get("script", name)][1](of_step)
+                metrics = SCRIPTS[args.steps[name].get("script", name)][1](step_args)
             gc.collect()  # a destroyed engine is in reference cycles
             get_accelerator().empty_cache()
-            if is_first():
+            if is_main_process():
                 seconds = time.perf_counter() - start
                 done.parent.mkdir(exist_ok=True)
-                if not (kept := done.with_name(SETTINGS)).is_file():  # scripts without a log do not write it
-                    write_atomically(kept, json.dumps(asdict(of_step), indent=1))
-                write_atomically(done, json.dumps({"seconds": seconds, **numbers(metrics)}, indent=1))
+                if not (settings_file := done.with_name(SETTINGS)).is_file():  # scripts without a log do not write it
+                    write_atomically(settings_file, json.dumps(asdict(step_args), indent=1))
+                write_atomically(done, json.dumps({"seconds": seconds, **numeric_metrics(metrics)}, indent=1))
                 print(f"step {number} of {len(args.steps)}: {name} took {seconds:.0f} s", flush=True)
-            rendezvous()
-        found[name] = json.loads(done.read_text())
-    summary = {key: at(found, place) for key, place in args.summary.items()}
-    if is_first():
+            barrier()
+        metrics_by_step[name] = json.loads(done.read_text())
+    summary = {key: summary_value(metrics_by_step, path) for key, path in args.summary.items()}
+    if is_main_process():
         write_atomically(directory / SUMMARY, json.dumps(summary, indent=1))
     return summary
 
 
-def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+def numeric_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     """The metrics whose values are numbers."""
     return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 
-def at(found: dict[str, dict[str, float]], place: str) -> float:
+def summary_value(metrics_by_step: dict[str, dict[str, float]], path: str) -> float:
     """The value at STEP/METRIC. Raises ValueError, with the nearest name, if the step has no such metric."""
-    step, _, metric = place.partition("/")
-    require_known(metric, list(found[step]), f"summary: {step}")
-    return found[step][metric]
+    step, _, metric = path.partition("/")
+    require_key(metric, list(metrics_by_step[step]), f"summary: {step}")
+    return metrics_by_step[step][metric]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from rlhf_examples.common.batches import require_exact_values
 from rlhf_examples.common.best_model import BestModel
 from rlhf_examples.common.checkpoint import Checkpoints
 from rlhf_examples.common.command_line import run_command
-from rlhf_examples.common.engines import Training, step_on, trained
+from rlhf_examples.common.engines import Training, backward_and_step, make_engine
 from rlhf_examples.common.files import CHECKPOINTS
 from rlhf_examples.common.forwards import frozen_values, token_logps, token_values
 from rlhf_examples.common.losses import (
@@ -31,9 +31,9 @@ from rlhf_examples.common.losses import (
     advantages_and_returns,
     entropy_bonus,
     explained_variance,
-    figure_means,
     masked_sum,
     masked_whiten,
+    mean_metrics,
     mixed_loss,
     policy_loss,
     shaped_rewards,
@@ -42,7 +42,7 @@ from rlhf_examples.common.losses import (
 from rlhf_examples.common.measures import Phases, TrainingFlops, flops_metrics, scores_by_source
 from rlhf_examples.common.models import load_tokenizer, load_value_model, require_model
 from rlhf_examples.common.pretraining import PretrainingTexts
-from rlhf_examples.common.ranks import over_ranks, own_share, seed_everything, sums_over_ranks
+from rlhf_examples.common.ranks import over_ranks, rank_share, seed_everything, sums_over_ranks
 from rlhf_examples.common.rollouts import (
     Experience,
     Numerics,
@@ -51,7 +51,7 @@ from rlhf_examples.common.rollouts import (
     decode_completions,
     loss_weights,
     optimizer_steps,
-    own_numbers,
+    rank_row_ids,
     roll_out,
     rows_of_forward,
     sampling,
@@ -62,7 +62,7 @@ from rlhf_examples.common.run_directory import begin_run
 from rlhf_examples.common.scorers import Rewards, Scorer
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.data.examples import RowStream
-from rlhf_examples.data.held_out import examples_of
+from rlhf_examples.data.held_out import load_examples
 
 EMBEDDED = "synthetic:stories"
 BAR = {"score": "objective/scores", "kl": "objective/kl", "tokens/s": "time/tokens_per_s"}
@@ -79,15 +79,15 @@ def run(args: PPOArguments) -> Metrics:
     directory = Path(args.output_dir)
     check(args)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.actor_model_name_or_path, args.chat_template)
-    examples, held_out = examples_of("ppo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
+    examples, held_out = load_examples("ppo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
     ptx = PretrainingTexts.load(tokenizer, args)
     begin_run(args)
     models = Models.load(args)
     kl_ctl = kl_controller(args)
 
-    prompts, best = RowStream(examples, args.seed), BestModel.of(args)
+    prompts, best = RowStream(examples, args.seed), BestModel.from_args(args)
     parts = {"prompts": prompts, "kl_ctl": kl_ctl, "ptx": ptx, "best": best, **models.actor.parts()}
-    checkpoints = Checkpoints(directory / CHECKPOINTS, models.trained(), parts, args.keep_last)
+    checkpoints = Checkpoints(directory / CHECKPOINTS, models.engines(), parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(models.actor.policy, tokenizer, held_out, models.rewards, args)
     before = evaluation.before(directory, resumed=done > 0)
@@ -97,7 +97,7 @@ def run(args: PPOArguments) -> Metrics:
         evaluation.logged(log, 0, before)
 
     def iterate(iteration: int) -> Metrics:
-        own = own_share(prompts.next(args.per_device_generation_batch_size * dist.get_world_size()))
+        own = rank_share(prompts.next(args.per_device_generation_batch_size * dist.get_world_size()))
         return ppo_iteration(models, tokenizer, own, ptx, kl_ctl, iteration, args)
 
     metrics, last = train_iterations(iterate, models.actor, evaluation, checkpoints, best, log, done, args)
@@ -133,7 +133,7 @@ class Models:
         rewarding = args.critic_model_name_or_path
         total_steps = args.num_iterations * args.ppo_epochs * args.num_mini_batches
         actor = Actor.load(args, total_steps, needs_reference=True)
-        training = Training.of(args, "critic_", args.per_device_training_batch_size, total_steps)
+        training = Training.from_args(args, "critic_", args.per_device_training_batch_size, total_steps)
         critic = load_value_model(
             rewarding or args.actor_model_name_or_path,
             training.config(args),
@@ -144,12 +144,12 @@ class Models:
         )
         names = args.reward or [rewarding]
         rewards = load_rewards(names, args.reward_weights, args, args.offload_reference_model)
-        critic = trained(critic, args, training)
+        critic = make_engine(critic, args, training)
         if args.padding_free:
             require_exact_values(critic)
         return cls(actor, critic, rewards, TrainingFlops.of(critic.module))
 
-    def trained(self) -> dict[str, hybrid.HybridEngine]:
+    def make_engine(self) -> dict[str, hybrid.HybridEngine]:
         """The engines that checkpoints save, by name."""
         return {"policy": self.actor.policy, "critic": self.critic}
 
@@ -176,7 +176,7 @@ def ppo_iteration(
     phases, policy = Phases(), models.actor.policy
     with policy.inference():
         params = sampling(args, sampling_seed(args.seed, iteration))
-        batch = roll_out(policy, tokenizer, prompts, own_numbers(len(prompts)), params)
+        batch = roll_out(policy, tokenizer, prompts, rank_row_ids(len(prompts)), params)
         phases.end("rollout")
         old_logps = None if args.importance_sampling_correction else models.actor.old_logps(batch)
         phases.end("old_logps")
@@ -187,7 +187,7 @@ def ppo_iteration(
         phases.end("old_logps")
     settings = (kl_ctl.value, args, phases)
     experience, metrics = make_experience(models, tokenizer, batch, prompts, old_logps, ref_logps, *settings)
-    experience = experience.of_all_ranks()
+    experience = experience.all_gather()
     phases.end("advantages")
     policy.train()
     models.critic.train()
@@ -301,21 +301,21 @@ def update(
             loss, logps = actor_loss(actor.policy, e, denominator, args)
             if texts[number]:
                 loss = mixed_loss(loss, ptx=texts[number].loss(actor.policy, args), unsup_coef=args.unsup_coef)
-            norms += step_on(actor.policy, loss.loss, number, len(step.places))
+            norms += backward_and_step(actor.policy, loss.loss, number, len(step.places))
             new_values = token_values(critic, e.sequences, e.attention_mask, e.mask.shape[1], args.padding_free)
             value = value_loss(new_values, e.old_values, e.returns, e.mask, args.cliprange_value, denominator)
-            critic_norms += step_on(critic, value.loss, number, len(step.places))
+            critic_norms += backward_and_step(critic, value.loss, number, len(step.places))
             numerics.add(logps)
             policies.append(loss)
             values.append(value)
-        actor.stepped()
+        actor.update_average()
         taken += 1
         if args.early_stop_kl:
-            of_step = figure_means(policies[-len(step.places) :], over_ranks)
+            of_step = mean_metrics(policies[-len(step.places) :], over_ranks)
             if of_step["approxkl"] > args.early_stop_kl:
                 break
 
-    policy, value = figure_means(policies, over_ranks), figure_means(values, over_ranks)
+    policy, value = mean_metrics(policies, over_ranks), mean_metrics(values, over_ranks)
     more = {name: policy[name] for name in ("entropy", "ptx/loss") if name in policy}
     return {
         "loss/policy_avg": policy["loss"],

@@ -8,7 +8,7 @@ torchrun --nproc_per_node=8 -m rlhf_examples.reward_model --model_name_or_path m
 
 from rlhf_examples.common.arguments import RewardModelArguments
 from rlhf_examples.common.command_line import run_command
-from rlhf_examples.common.engines import Training, trained
+from rlhf_examples.common.engines import Training, make_engine
 from rlhf_examples.common.losses import Loss, last_token_values, pairwise_reward_loss, tokenwise_pairwise_reward_loss
 from rlhf_examples.common.models import load_tokenizer, load_value_model, require_model
 from rlhf_examples.common.ranks import device, seed_everything
@@ -17,7 +17,7 @@ from rlhf_examples.common.run_directory import begin_run
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.common.training import fit, total_steps
 from rlhf_examples.data.examples import collate_preference
-from rlhf_examples.data.held_out import examples_of
+from rlhf_examples.data.held_out import load_examples
 
 EMBEDDED = "synthetic:preferences"
 BAR = {"loss": "loss", "accuracy": "accuracy", "held out": "eval_accuracy"}
@@ -33,13 +33,13 @@ def run(args: RewardModelArguments) -> Metrics:
     seed_everything(args.seed)
     require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
-    examples, held_out = examples_of("reward_model", EMBEDDED, "preference", args.max_seq_len, tokenizer, args)
-    training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
+    examples, held_out = load_examples("reward_model", EMBEDDED, "preference", args.max_seq_len, tokenizer, args)
+    training = Training.from_args(args, "", args.per_device_train_batch_size, total_steps(examples, args))
     begin_run(args)
     config = training.config(args)
     loading = training.lora, training.gradient_checkpointing, args.disable_dropout, args.attn_implementation
     model = load_value_model(args.model_name_or_path, config, *loading)
-    engine = trained(model, args, training)
+    engine = make_engine(model, args, training)
 
     def loss_of(rows: list[Row], denominator: float) -> Loss:
         """-log σ(chosen - rejected - margin) of pairs, summed and divided by `denominator`."""
@@ -52,9 +52,9 @@ def run(args: RewardModelArguments) -> Metrics:
         chosen, rejected = last_token_values(values, mask).chunk(2)
         return pairwise_reward_loss(chosen, rejected, denominator=denominator, margin=margin)
 
-    found = fit(engine, tokenizer, examples, held_out, loss_of, len, args, "reward model", BAR)
+    metrics = fit(engine, tokenizer, examples, held_out, loss_of, len, args, "reward model", BAR)
     engine.destroy()
-    return found
+    return metrics
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ def make_server(name: str, host: str, port: int) -> ThreadingHTTPServer:
             self.answer(200, {"reward": name})
 
         def do_POST(self) -> None:
-            asked = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             try:
-                status, answer = 200, {"rewards": scores_of(reward, name, asked)}
+                status, answer = 200, {"rewards": scores_of(reward, name, body)}
             except (ValueError, KeyError, TypeError) as error:
                 status, answer = 400, {"error": f"{type(error).__name__}: {error}"}
             self.answer(status, answer)
@@ -78,9 +78,9 @@ def make_server(name: str, host: str, port: int) -> ThreadingHTTPServer:
     return ThreadingHTTPServer((host, port), Handler)
 
 
-def scores_of(reward: Reward, name: str, asked: bytes) -> list[float | None]:
+def scores_of(reward: Reward, name: str, body: bytes) -> list[float | None]:
     """The scores that answer a request's JSON body; None where a completion cannot be scored."""
-    request = json.loads(asked)
+    request = json.loads(body)
     prompts, completions, columns = request["prompts"], request["completions"], request.get("columns", {})
     scores = score_all({name: reward}, prompts, completions, columns)[name]
     return [None if math.isnan(score) else score for score in scores]

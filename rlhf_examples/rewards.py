@@ -64,8 +64,8 @@ def mood(words: list[str], good: set[str], bad: set[str]) -> float:
 
 def exact_match(prompts: list[str], completions: list[str], answer: list | None = None, **columns: list) -> list[float]:
     """1 if a completion equals the record's `answer` up to white space, else 0."""
-    wanted = required("answer", answer)
-    return [float(c.split() == str(a).split()) for c, a in zip(completions, wanted, strict=True)]
+    answers = required("answer", answer)
+    return [float(c.split() == str(a).split()) for c, a in zip(completions, answers, strict=True)]
 
 
 def number_match(
@@ -74,9 +74,9 @@ def number_match(
     """1 if the last number equals that of `answer`, else 0; numbers are looked for after the last "####" if any
     (GSM8K).
     """
-    wanted = required("answer", answer)
-    pairs = [(last_number(c), last_number(str(a))) for c, a in zip(completions, wanted, strict=True)]
-    return [float(said is not None and said == right) for said, right in pairs]
+    answers = required("answer", answer)
+    pairs = [(last_number(c), last_number(str(a))) for c, a in zip(completions, answers, strict=True)]
+    return [float(predicted is not None and predicted == expected) for predicted, expected in pairs]
 
 
 def format_reward(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
@@ -106,13 +106,13 @@ def load_reward(name: str) -> Reward:
     if is_address(name := address_of(name)):
         return partial(ask_server, name)
     module, _, function = name.partition(":")
-    refusal = f"reward: {name!r} given; it must be {REWARDS_ALLOWED}"
+    invalid = f"reward: {name!r} given; it must be {REWARDS_ALLOWED}"
     try:
         reward = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{refusal} ({error})") from error
+        raise ValueError(f"{invalid} ({error})") from error
     if not callable(reward):
-        raise ValueError(f"{refusal} ({function} is no function)")
+        raise ValueError(f"{invalid} ({function} is no function)")
     return reward
 
 
@@ -122,8 +122,8 @@ def address_of(name: str) -> str:
         return name
     addresses = json.loads(os.environ.get(SERVERS, "{}"))
     if name[len(SERVER) :] not in addresses:
-        known = ", ".join(SERVER + server for server in addresses) or "none"
-        raise ValueError(f"reward: {name!r} given; servers that a pipeline has started for this run: {known}")
+        available = ", ".join(SERVER + server for server in addresses) or "none"
+        raise ValueError(f"reward: {name!r} given; servers that a pipeline has started for this run: {available}")
     return addresses[name[len(SERVER) :]]
 
 
@@ -146,20 +146,20 @@ async def ask_server(address: str, prompts: list[str], completions: list[str], *
     Raises ValueError if the server rejects the request (status 400 to 499) or returns anything else, OSError if it does
     not answer.
     """
-    asked = json.dumps({"prompts": prompts, "completions": completions, "columns": columns}).encode()
-    request = Request(address, data=asked, headers={"Content-Type": "application/json"})
-    given = await asyncio.to_thread(answer_to, request)
+    body = json.dumps({"prompts": prompts, "completions": completions, "columns": columns}).encode()
+    request = Request(address, data=body, headers={"Content-Type": "application/json"})
+    response = await asyncio.to_thread(answer_to, request)
     try:
-        return json.loads(given)["rewards"]
+        return json.loads(response)["rewards"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{address} must give {{"rewards": [...]}}; it gave {given[:200]!r}') from error
+        raise ValueError(f'{address} must give {{"rewards": [...]}}; it gave {response[:200]!r}') from error
 
 
 def answer_to(request: Request) -> bytes:
     """The body of a server's response. Raises ValueError for a status from 400 to 499, OSError if the request fails."""
     try:
-        with urlopen(request) as answer:
-            return answer.read()
+        with urlopen(request) as response:
+            return response.read()
     except HTTPError as error:
         if 400 <= error.code < 500:
             raise ValueError(f"{request.full_url} refuses: {error.code}, {error.read()[:200]!r}") from error
@@ -180,21 +180,21 @@ def score_all(
     `timeout_s` seconds; a failed one is repeated up to `retries` times.
     Raises ValueError if a function returns anything but numbers, RuntimeError if the last attempt fails.
     """
-    awaited = {name: reward for name, reward in rewards.items() if inspect.iscoroutinefunction(reward)}
-    others = {name: reward for name, reward in rewards.items() if name not in awaited}
+    async_rewards = {name: reward for name, reward in rewards.items() if inspect.iscoroutinefunction(reward)}
+    sync_rewards = {name: reward for name, reward in rewards.items() if name not in async_rewards}
 
-    async def together() -> list:
+    async def score_async() -> list:
         attempts = (
             with_retries(name, partial(reward, prompts, completions, **columns), timeout_s, retries)
-            for name, reward in awaited.items()
+            for name, reward in async_rewards.items()
         )
         return await asyncio.gather(*attempts)
 
-    with ThreadPoolExecutor(max_workers=1) as beside:  # in a thread: the caller may already run an event loop
-        waiting = beside.submit(asyncio.run, together()) if awaited else None
-        given = {name: reward(prompts, completions, **columns) for name, reward in others.items()}
-        given |= dict(zip(awaited, waiting.result(), strict=True)) if waiting else {}
-    return {name: as_numbers(given[name], name, len(completions)) for name in rewards}
+    with ThreadPoolExecutor(max_workers=1) as executor:  # in a thread: the caller may already run an event loop
+        async_scores = executor.submit(asyncio.run, score_async()) if async_rewards else None
+        scores = {name: reward(prompts, completions, **columns) for name, reward in sync_rewards.items()}
+        scores |= dict(zip(async_rewards, async_scores.result(), strict=True)) if async_scores else {}
+    return {name: as_numbers(scores[name], name, len(completions)) for name in rewards}
 
 
 async def with_retries(name: str, call: Callable, timeout_s: float, retries: int) -> Any:
@@ -208,25 +208,25 @@ async def with_retries(name: str, call: Callable, timeout_s: float, retries: int
             raise
         except Exception as error:
             if attempt == retries:
-                words = f"took longer than {timeout_s} s" if isinstance(error, TimeoutError) else f"failed ({error!r})"
-                raise RuntimeError(f"reward: {name} {words}, after {retries} retries") from error
+                reason = f"took longer than {timeout_s} s" if isinstance(error, TimeoutError) else f"failed ({error!r})"
+                raise RuntimeError(f"reward: {name} {reason}, after {retries} retries") from error
             await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
     raise AssertionError("the last attempt gives or raises")
 
 
-def as_numbers(given: Any, name: str, count: int) -> list[float]:
+def as_numbers(scores: Any, name: str, count: int) -> list[float]:
     """A reward function's return value as `count` floats, NaN where a completion could not be scored.
 
     name: the function's, for errors. Raises ValueError for any other return value.
     """
-    given = given.tolist() if hasattr(given, "tolist") else given  # torch tensors, numpy arrays
-    wanted = f"reward: {name} must give a list of {count} numbers, one for each completion, with None where "
-    wanted += "one cannot be scored"
-    if not isinstance(given, list | tuple) or len(given) != count:
-        size = f" of {len(given)}" if hasattr(given, "__len__") else ""
-        raise ValueError(f"{wanted}; it gave a {type(given).__name__}{size}")
-    scores = [score.item() if getattr(score, "shape", None) == () else score for score in given]
-    for score in scores:
+    scores = scores.tolist() if hasattr(scores, "tolist") else scores  # torch tensors, numpy arrays
+    expected = f"reward: {name} must give a list of {count} numbers, one for each completion, with None where "
+    expected += "one cannot be scored"
+    if not isinstance(scores, list | tuple) or len(scores) != count:
+        size = f" of {len(scores)}" if hasattr(scores, "__len__") else ""
+        raise ValueError(f"{expected}; it gave a {type(scores).__name__}{size}")
+    numbers = [score.item() if getattr(score, "shape", None) == () else score for score in scores]
+    for score in numbers:
         if not (score is None or isinstance(score, Real)):
-            raise ValueError(f"{wanted}; among them is {score!r}, a {type(score).__name__}")
-    return [float(score) if score is not None and math.isfinite(score) else math.nan for score in scores]
+            raise ValueError(f"{expected}; among them is {score!r}, a {type(score).__name__}")
+    return [float(score) if score is not None and math.isfinite(score) else math.nan for score in numbers]

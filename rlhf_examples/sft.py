@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from rlhf_examples.common.arguments import SFTArguments
 from rlhf_examples.common.command_line import run_command
-from rlhf_examples.common.engines import Training, trained_policy
+from rlhf_examples.common.engines import Training, make_policy_engine
 from rlhf_examples.common.forwards import token_logps
 from rlhf_examples.common.losses import Loss, language_model_loss
 from rlhf_examples.common.models import load_policy, load_tokenizer, require_attention, require_model, small_model
@@ -20,7 +20,7 @@ from rlhf_examples.common.run_directory import begin_run
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.common.training import fit, total_steps
 from rlhf_examples.data.examples import PackedExamples, collate_supervised
-from rlhf_examples.data.held_out import examples_of
+from rlhf_examples.data.held_out import load_examples
 from rlhf_examples.data.synthetic import synthetic_tokenizer
 
 EMBEDDED = "synthetic:stories"
@@ -42,17 +42,17 @@ def run(args: SFTArguments) -> Metrics:
     name = args.tokenizer_name_or_path or args.model_name_or_path
     tokenizer = load_tokenizer(name, args.chat_template) if name else synthetic_tokenizer()
     form = "turns" if args.assistant_only_loss else "supervised"
-    examples, held_out = examples_of("sft", EMBEDDED, form, args.max_seq_len, tokenizer, args)
+    examples, held_out = load_examples("sft", EMBEDDED, form, args.max_seq_len, tokenizer, args)
     if args.packing:
         examples = PackedExamples.of(examples, args.max_seq_len)
-    training = Training.of(args, "", args.per_device_train_batch_size, total_steps(examples, args))
+    training = Training.from_args(args, "", args.per_device_train_batch_size, total_steps(examples, args))
     begin_run(args)
     if args.model_name_or_path:
         loading = training.config(args), training.lora, training.gradient_checkpointing
         model = load_policy(args.model_name_or_path, *loading, attn_implementation=args.attn_implementation)
     else:
         model = small_model(args.hidden_size, args.num_hidden_layers, tokenizer, args.attn_implementation)
-    engine = trained_policy(model, args, training)
+    engine = make_policy_engine(model, args, training)
 
     def collated(rows: list[Row | list[Row]]) -> dict[str, torch.Tensor]:
         """`collate_supervised` of rows, or of packs of rows."""
@@ -71,9 +71,9 @@ def run(args: SFTArguments) -> Metrics:
         """The number of tokens that `loss_of` sums over."""
         return int((collated(rows)["labels"][:, 1:] != -100).sum())
 
-    found = fit(engine, tokenizer, examples, held_out, loss_of, learned_tokens, args, "SFT", BAR)
+    metrics = fit(engine, tokenizer, examples, held_out, loss_of, learned_tokens, args, "SFT", BAR)
     engine.destroy()
-    return found
+    return metrics
 
 
 if __name__ == "__main__":

@@ -19,19 +19,19 @@ from transformers import PreTrainedModel
 import hybrid
 from rlhf_examples.common.arguments import ThroughputArguments
 from rlhf_examples.common.command_line import run_command
-from rlhf_examples.common.engines import deepspeed_config, frozen
+from rlhf_examples.common.engines import deepspeed_config, load_rollout_engine
 from rlhf_examples.common.models import load_exported, load_tokenizer, merged, require_model
-from rlhf_examples.common.ranks import device, over_ranks, own_share, rendezvous
+from rlhf_examples.common.ranks import barrier, device, over_ranks, rank_share
 from rlhf_examples.common.rollouts import sampling
 from rlhf_examples.common.trackers import Metrics
-from rlhf_examples.data.examples import collate_prompts, tokenised
+from rlhf_examples.data.examples import collate_prompts, tokenize_records
 from rlhf_examples.data.records import load_records
 from rlhf_examples.data.texts import RecordFormat
 
 
 def main() -> None:
     """Measure with the arguments of the command line and print the result."""
-    run_command(ThroughputArguments, run, lambda args, found: print(json.dumps(found, indent=1)))
+    run_command(ThroughputArguments, run, lambda args, result: print(json.dumps(result, indent=1)))
 
 
 def run(args: ThroughputArguments) -> Metrics:
@@ -43,44 +43,46 @@ def run(args: ThroughputArguments) -> Metrics:
     require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     load = partial(load_exported, attn_implementation=args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path)
-    records, settings = load_records(args.data_path, "test"), {"record_format": RecordFormat.of(args)}
-    examples = tokenised(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
+    records, settings = load_records(args.data_path, "test"), {"record_format": RecordFormat.from_args(args)}
+    examples = tokenize_records(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
     count = args.per_device_generation_batch_size * dist.get_world_size()
-    rows = own_share(list(islice(examples.ordered(args.seed), count)))
+    rows = rank_share(list(islice(examples.ordered(args.seed), count)))
     ids, mask = (tensor.to(device()) for tensor in collate_prompts(rows, tokenizer.pad_token_id).values())
     whole = load(args.model_name_or_path, deepspeed_config(args.dtype, zero_stage=0))
     whole = merged(whole).to(device()).eval()
-    engine = frozen(load, args.model_name_or_path, args.dtype, zero_stage=3)
+    engine = load_rollout_engine(load, args.model_name_or_path, args.dtype, zero_stage=3)
 
-    def ours(seed: int) -> int:
+    def hybrid_tokens(seed: int) -> int:
         engine.mark_weights_changed()
         return int(engine.rollout(ids, mask, sampling(args, seed)).completion_mask.sum())
 
-    def theirs(seed: int) -> int:
+    def hf_tokens(seed: int) -> int:
         torch.manual_seed(seed)
-        return hugging_faces(whole, ids, mask, sampling(args, seed))
+        return hf_generated_tokens(whole, ids, mask, sampling(args, seed))
 
     speeds = {"tokens_per_second": [], "hf_tokens_per_second": []}
-    for number in range(args.rounds + 1):
-        for name, contender in zip(speeds, (ours, theirs), strict=True):
-            speed = tokens_per_second(contender, args.seed + number)
-            speeds[name] += [speed] * (number > 0)
+    for round_number in range(args.rounds + 1):
+        for name, generate in zip(speeds, (hybrid_tokens, hf_tokens), strict=True):
+            speed = tokens_per_second(generate, args.seed + round_number)
+            speeds[name] += [speed] * (round_number > 0)
     engine.destroy()
-    found = {name: statistics.median(of) for name, of in speeds.items()}
-    return found | {f"{name}_{end.__name__}": end(of) for name, of in speeds.items() for end in (min, max)}
+    medians = {name: statistics.median(of) for name, of in speeds.items()}
+    return medians | {f"{name}_{end.__name__}": end(of) for name, of in speeds.items() for end in (min, max)}
 
 
-def tokens_per_second(contender: Callable[[int], int], seed: int) -> float:
+def tokens_per_second(generate: Callable[[int], int], seed: int) -> float:
     """Tokens of all ranks per second, until the last rank is done."""
-    rendezvous()
+    barrier()
     start = time.perf_counter()
-    tokens = torch.tensor(float(contender(seed)), device=device())
+    tokens = torch.tensor(float(generate(seed)), device=device())
     seconds = torch.tensor(time.perf_counter() - start, device=device())
     return (over_ranks(tokens) / over_ranks(seconds, dist.ReduceOp.MAX)).item()
 
 
 @torch.no_grad()
-def hugging_faces(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, params: hybrid.SamplingParams) -> int:
+def hf_generated_tokens(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, params: hybrid.SamplingParams
+) -> int:
     """The tokens that `generate` makes, up to each row's end token.  ids, mask int64 [rows, tokens], left padded."""
     config = params.generation_config(model, 1)
     completions = model.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :]

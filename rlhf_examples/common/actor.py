@@ -19,16 +19,16 @@ from rlhf_examples.common.arguments import EvaluateArguments, PairsArguments, Ro
 from rlhf_examples.common.best_model import BestModel
 from rlhf_examples.common.checkpoint import Checkpoints, Stateful
 from rlhf_examples.common.ema import MovingAverage
-from rlhf_examples.common.engines import FrozenModel, Training, export, frozen_model, trained_policy
+from rlhf_examples.common.engines import FrozenModel, Training, export, load_frozen_model, make_policy_engine
 from rlhf_examples.common.files import AVERAGE, BEFORE, MODEL, write_atomically
 from rlhf_examples.common.forwards import frozen_logps
 from rlhf_examples.common.measures import Phases, TokenCount, TrainingFlops
 from rlhf_examples.common.models import load_policy, require_model
-from rlhf_examples.common.ranks import from_all_ranks, interleaved, is_first, own_share, sums_over_ranks
+from rlhf_examples.common.ranks import gather_objects, interleaved, is_main_process, rank_share, sums_over_ranks
 from rlhf_examples.common.rollouts import (
     Row,
     decode_completions,
-    own_numbers,
+    rank_row_ids,
     roll_out,
     rows_of_forward,
     sampling,
@@ -59,13 +59,13 @@ class Actor:
         """Load everything from `args.actor_model_name_or_path`.  total_steps: optimizer steps of the run."""
         name = args.actor_model_name_or_path
         require_model("actor_model_name_or_path", name)
-        training = Training.of(args, "actor_", args.per_device_training_batch_size, total_steps)
+        training = Training.from_args(args, "actor_", args.per_device_training_batch_size, total_steps)
         load, reference = partial(load_policy, attn_implementation=args.attn_implementation), None
         if needs_reference and not args.actor_lora_dim:
-            reference = frozen_model(load, name, args.dtype, args.offload_reference_model)
+            reference = load_frozen_model(load, name, args.dtype, args.offload_reference_model)
         loading = training.lora, training.gradient_checkpointing
         model = load(name, training.config(args), *loading, disable_dropout=args.disable_dropout)
-        policy = trained_policy(model, args, training, **hybrid_blocks(args))
+        policy = make_policy_engine(model, args, training, **rollout_config(args))
         average = MovingAverage(policy, args.ema_beta) if args.enable_ema else None
         return cls(policy, reference, average, args, TrainingFlops.of(policy.module))
 
@@ -91,7 +91,7 @@ class Actor:
         """What checkpoints save in addition to the policy."""
         return {"average": self.average, "tokens": self.tokens}
 
-    def stepped(self) -> None:
+    def update_average(self) -> None:
         """Update the moving average; call it after every optimizer step."""
         if self.average is not None:
             self.average.update()
@@ -123,21 +123,21 @@ def train_iterations(
     `load_best_model_at_end`.
     iterate: trains one iteration, by its number from 1, and returns its metrics.
     """
-    metrics = last_logged(Path(args.output_dir)) if done == args.num_iterations or best.ends_training else {}
+    metrics = last_logged_metrics(Path(args.output_dir)) if done == args.num_iterations or best.ends_training else {}
     outside, last = Phases(), done
     for iteration in range(done + 1, args.num_iterations + 1):
         if best.ends_training:
             log.note(best.reason)
             break
-        with log.room_for_engine():
+        with log.engine_output():
             actor.policy.eval()  # prints DeepSpeed's line about the previous iteration
         metrics, last, is_best = iterate(iteration), iteration, False
         ends = bool(best.metric) and iteration == args.num_iterations  # the last model may be the best
         if args.eval_every and (iteration % args.eval_every == 0 or ends):
             with outside.timed("eval"):
-                found = evaluation.logged(log, iteration)
-            is_best = best.update(found, iteration)
-            metrics |= found
+                eval_metrics = evaluation.logged(log, iteration)
+            is_best = best.update(eval_metrics, iteration)
+            metrics |= eval_metrics
         log.add(iteration, metrics | outside.metrics())
         outside = Phases()  # a checkpoint's time is logged with the next iteration
         if is_best or (args.save_every and iteration % args.save_every == 0):
@@ -162,19 +162,19 @@ def export_trained(
         export(engine, tokenizer, directory / AVERAGE, merged, average)
 
 
-def kept_before(directory: Path, resumed: bool, find: Callable[[], dict]) -> dict:
-    """The result of `find` before the first update, saved in `directory`; a resumed run reads it there."""
+def baseline_evaluation(directory: Path, resumed: bool, evaluate: Callable[[], dict]) -> dict:
+    """The result of `evaluate` before the first update, saved in `directory`; a resumed run reads it there."""
     path = directory / BEFORE
     if resumed and path.is_file():
         return json.loads(path.read_text())
-    found = find()
-    if is_first():
+    result = evaluate()
+    if is_main_process():
         directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(found))
-    return found
+        write_atomically(path, json.dumps(result))
+    return result
 
 
-def last_logged(directory: Path) -> Metrics:
+def last_logged_metrics(directory: Path) -> Metrics:
     """The metrics of the last iteration that a run has logged; empty without a log."""
     rows = read_metrics(directory)
     return rows[-1] if rows else {}
@@ -212,7 +212,7 @@ def time_metrics(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, phases
     }
 
 
-def hybrid_blocks(args: RolloutArguments) -> dict[str, dict]:
+def rollout_config(args: RolloutArguments) -> dict[str, dict]:
     """The blocks `hybrid_engine` and `rollout` of the engine's configuration, from DeepSpeed-Chat's flags."""
     return {
         "hybrid_engine": {
@@ -263,9 +263,11 @@ class Evaluation:
         args: RolloutArguments,
     ) -> "Evaluation":
         """An evaluation by the training rewards, and by `eval_reward`, which training does not use."""
-        others = load_rewards(args.eval_reward, [], args, args.offload_reference_model) if args.eval_reward else None
-        passing = args.eval_num_generations, args.eval_greedy, tuple(args.pass_at_k), args.pass_score
-        return cls(policy, tokenizer, prompts, [rewards, *filter(None, [others])], args, *passing)
+        eval_rewards = (
+            load_rewards(args.eval_reward, [], args, args.offload_reference_model) if args.eval_reward else None
+        )
+        sampling_settings = args.eval_num_generations, args.eval_greedy, tuple(args.pass_at_k), args.pass_score
+        return cls(policy, tokenizer, prompts, [rewards, *filter(None, [eval_rewards])], args, *sampling_settings)
 
     def __call__(self, draw: int = 0) -> tuple[Metrics, list[str], dict[str, list[float]]]:
         """Returns metrics (each scorer's mean and standard error over the completions that it could score, pass@k
@@ -279,17 +281,17 @@ class Evaluation:
             return {}, [], {}
         ranks, each = dist.get_world_size(), self.num_generations
         padded = [*self.prompts, *self.prompts[:1] * (-len(self.prompts) % ranks)]  # equally many on each rank
-        own = own_share(padded)
+        own = rank_share(padded)
         params = sampling(self.args, sampling_seed(self.args.seed, draw))
         params = replace(params, temperature=0.0) if self.greedy else params
         with self.policy.inference():
-            batch = roll_out(self.policy, self.tokenizer, own, own_numbers(len(own)), params, each)
+            batch = roll_out(self.policy, self.tokenizer, own, rank_row_ids(len(own)), params, each)
         completions = decode_completions(self.tokenizer, batch)
         found, of_each = {"": completions}, [row for row in own for _ in range(each)]
         for rewards in self.rewards:
             scores = rewards.by_name(batch, of_each, completions)
             found |= {f"eval_{name}" if name in found else name: of.tolist() for name, of in scores.items()}
-        from_ranks = from_all_ranks({name: in_groups(of, each) for name, of in found.items()})
+        from_ranks = gather_objects({name: in_groups(of, each) for name, of in found.items()})
         groups = {name: interleaved(part[name] for part in from_ranks)[: len(self.prompts)] for name in found}
         found = {name: [one for group in of for one in group] for name, of in groups.items()}
         texts = found.pop("")
@@ -304,11 +306,13 @@ class Evaluation:
 
     def before(self, directory: Path, resumed: bool) -> dict:
         """The evaluation before the first update; a resumed run reads the saved one."""
-        return kept_before(directory, resumed, lambda: dict(zip(("metrics", "texts", "scores"), self(), strict=True)))
+        return baseline_evaluation(
+            directory, resumed, lambda: dict(zip(("metrics", "texts", "scores"), self(), strict=True))
+        )
 
-    def logged(self, log: RunLog, iteration: int, found: dict | None = None) -> Metrics:
-        """Evaluate, and log every completion.  found: the result of `before`, which is logged instead."""
-        metrics, texts, scores = self() if found is None else found.values()
+    def logged(self, log: RunLog, iteration: int, result: dict | None = None) -> Metrics:
+        """Evaluate, and log every completion.  result: the result of `before`, which is logged instead."""
+        metrics, texts, scores = self() if result is None else result.values()
         self._log(log, iteration, texts, scores, self.args.num_samples)
         return metrics
 

@@ -54,7 +54,7 @@ class DataArguments:
     chat_template_kwargs: str = about("", 'JSON for the chat template, such as {"enable_thinking": false}')
 
     def __post_init__(self):
-        RecordFormat.of(self)  # raises ValueError for an invalid format
+        RecordFormat.from_args(self)  # raises ValueError for an invalid format
 
 
 @dataclass
@@ -577,12 +577,12 @@ def require_resume_or_overwrite(args: Any) -> None:
 
 def require_range(args: Any, **limits: tuple[float, float | None]) -> None:
     """Raises ValueError if a field's value is below its lower or above its upper limit."""
-    for name, (least, most) in limits.items():
+    for name, (minimum, maximum) in limits.items():
         value = getattr(args, name)
-        if value < least:
-            raise ValueError(f"{name}: {value!r} given; it must be at least {least}")
-        if most is not None and value > most:
-            raise ValueError(f"{name}: {value!r} given; it must be at most {most}")
+        if value < minimum:
+            raise ValueError(f"{name}: {value!r} given; it must be at least {minimum}")
+        if maximum is not None and value > maximum:
+            raise ValueError(f"{name}: {value!r} given; it must be at most {maximum}")
 
 
 def parse_arguments(kind: type[Arguments], argv: list[str] | None = None) -> Arguments:
@@ -608,16 +608,16 @@ def arguments_of(kind: type[Arguments], settings: dict[str, Any], flags: list[st
 
     Raises ValueError for an unknown name, with the nearest known one, and for a value of the wrong type.
     """
-    known = [field.name for field in fields(kind)]
+    names = [field.name for field in fields(kind)]
     for key in settings:
-        require_known(key, known)
+        require_key(key, names)
     settings = in_lists(kind, settings)
     settings = {key: json_of_table(value, kind, key) for key, value in settings.items()}
     require_types(kind, settings)
     for flag in flags or []:
         if flag.startswith("--"):
             # The parser takes both spellings, and `--no_flag` for what is true by default.
-            require_known(flag[2:].partition("=")[0].replace("-", "_"), [*known, *(f"no_{name}" for name in known)])
+            require_key(flag[2:].partition("=")[0].replace("-", "_"), [*names, *(f"no_{name}" for name in names)])
     parser = Parser(kind)
     parser.set_defaults(**settings)
     (arguments,) = parser.parse_args_into_dataclasses(args=flags or [])
@@ -650,18 +650,18 @@ def require_types(kind: type, settings: dict[str, Any]) -> None:
     hints = get_type_hints(kind)
     for name, value in settings.items():
         inner = get_args(hints[name]) if get_origin(hints[name]) is list else ()
-        wanted = next(of for of in inner or get_args(hints[name]) or (hints[name],) if of is not NoneType)
-        allowed = {float: (float, int, str), int: (int, str), bool: (bool, str)}.get(wanted, (wanted,))
+        expected = next(hint for hint in inner or get_args(hints[name]) or (hints[name],) if hint is not NoneType)
+        allowed = {float: (float, int, str), int: (int, str), bool: (bool, str)}.get(expected, (expected,))
         values = value if inner and isinstance(value, list) else [value]
-        if isinstance(value, list) != bool(inner) or not all(isinstance(one, allowed) for one in values):
-            raise ValueError(f"{name}: {value!r} given; it must be {'a list of ' * bool(inner)}{wanted.__name__}")
+        if isinstance(value, list) != bool(inner) or not all(isinstance(item, allowed) for item in values):
+            raise ValueError(f"{name}: {value!r} given; it must be {'a list of ' * bool(inner)}{expected.__name__}")
 
 
-def require_known(key: str, known: list[str], where: str = "") -> None:
+def require_key(key: str, allowed: list[str], where: str = "") -> None:
     """Raises ValueError for an unknown name, with the nearest known one.  where: prefix of the error message."""
-    if key not in known:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
-        raise ValueError(f"{where}{': ' * bool(where)}unknown key {key!r}; the nearest known key is {near!r}")
+    if key not in allowed:
+        nearest = difflib.get_close_matches(key, allowed, n=1, cutoff=0)[0]
+        raise ValueError(f"{where}{': ' * bool(where)}unknown key {key!r}; the nearest known key is {nearest!r}")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

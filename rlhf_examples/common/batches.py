@@ -102,10 +102,10 @@ def chunked_logps(
     The backward recomputes each chunk's logits, so that only those of `chunk_size` tokens exist at a time.
     Raises ValueError for a head with submodules whose parameters ZeRO-3 partitions.
     """
-    own = head.forward
+    head_forward = head.forward
 
     def score(part: torch.Tensor, part_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = wide(own(part))
+        logits = wide(head_forward(part))
         logits = logits if after_head is None else after_head(logits)
         log_probs = torch.log_softmax(logits / temperature, dim=-1)
         return log_probs.gather(-1, part_ids.unsqueeze(-1)).squeeze(-1), entropy_of(log_probs)
@@ -118,17 +118,17 @@ def chunked_logps(
     # The head is called once, with the chunks inside: ZeRO-3's hooks run at the call and gather its weight once for
     # the forward and once for the backward. A call for each chunk gives the same gradients, but gathers each time, and
     # hangs if ranks have different numbers of tokens, and so of chunks (deepspeed 0.19.8).
-    inside = (p for child in head.children() for p in child.parameters())
-    if any(hasattr(parameter, "ds_id") for parameter in inside):
+    inner_parameters = (p for child in head.children() for p in child.parameters())
+    if any(hasattr(parameter, "ds_id") for parameter in inner_parameters):
         raise ValueError(
             f"head: {type(head).__name__} has modules inside that ZeRO-3 partitions; take its logits whole"
         )
-    with forward_lent(head, score_chunks):
+    with forward_replaced(head, score_chunks):
         return head(hidden)
 
 
 @contextlib.contextmanager
-def forward_lent(module: nn.Module, forward: Callable) -> Iterator[None]:
+def forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
     """Inside the block, `module` runs `forward` within its hooks; afterwards its own forward is restored."""
     own = vars(module).get("forward")  # an instance attribute that overrides the class's forward
     module.forward = forward
@@ -153,21 +153,21 @@ def logits_after_head(config) -> Callable[[torch.Tensor], torch.Tensor]:
     return after_head
 
 
-def packed_forward(engine: nn.Module, sequences: torch.Tensor, mask: torch.Tensor, **more):
+def packed_forward(engine: nn.Module, sequences: torch.Tensor, mask: torch.Tensor, **kwargs):
     """The output of a Hugging Face decoder for `packed` rows; its per-token tensors are [1, total, ...].
 
-    engine: the model, or a DeepSpeed engine with it. sequences, mask [B, T]; more: other arguments of the model's
+    engine: the model, or a DeepSpeed engine with it. sequences, mask [B, T]; kwargs: other arguments of the model's
         forward.
     """
     ids, positions = packed(sequences, mask)
-    return engine(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **more)
+    return engine(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **kwargs)
 
 
 def per_token_logps_and_entropies(
     engine: nn.Module,
     sequences: torch.Tensor,
     mask: torch.Tensor,
-    wanted: torch.Tensor,
+    targets: torch.Tensor,
     *,
     temperature: float = 1.0,
     chunk_size: int = CHUNK_SIZE,
@@ -181,14 +181,14 @@ def per_token_logps_and_entropies(
     Under ZeRO-3 every rank must take part, also without a wanted token.
     """
     model, kept = getattr(engine, "module", engine), mask.bool()
-    more = {"output_hidden_states": True, "logits_to_keep": 1}
+    options = {"output_hidden_states": True, "logits_to_keep": 1}
     if padding_free:
-        hidden = unpacked(packed_forward(engine, sequences, mask, **more).hidden_states[-1], mask)
+        hidden = unpacked(packed_forward(engine, sequences, mask, **options).hidden_states[-1], mask)
     else:
-        call = functools.partial(engine, **more)
+        call = functools.partial(engine, **options)
         hidden = hybrid.padded_forward(model, call)(sequences, mask).hidden_states[-1]  # [B, T, hidden size]
-    rows, columns = (kept[:, 1:] & kept[:, :-1] & wanted[:, 1:].bool()).nonzero(as_tuple=True)  # the previous tokens
-    found = chunked_logps(
+    rows, columns = (kept[:, 1:] & kept[:, :-1] & targets[:, 1:].bool()).nonzero(as_tuple=True)  # the previous tokens
+    per_target = chunked_logps(
         hidden[rows, columns],
         model.get_output_embeddings(),
         sequences[rows, columns + 1],
@@ -196,7 +196,7 @@ def per_token_logps_and_entropies(
         chunk_size,
         logits_after_head(model.config),
     )
-    return tuple(values.new_zeros(mask.shape).index_put((rows, columns + 1), values) for values in found)
+    return tuple(values.new_zeros(mask.shape).index_put((rows, columns + 1), values) for values in per_target)
 
 
 @torch.no_grad()
@@ -267,9 +267,9 @@ def padded_example(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
 def rows_mix(engine: nn.Module, ids: torch.Tensor, mask: torch.Tensor, vocabulary: int) -> bool:
     """Whether a change in the first packed row changes the others by more than a few roundings.  ids, mask [B, T]."""
     changed = torch.cat([(ids[:1] + 1) % vocabulary, ids[1:]])
-    one, other = (
+    hidden, changed_hidden = (
         packed_forward(engine, rows, mask, output_hidden_states=True, logits_to_keep=1).hidden_states[-1][0]
         for rows in (ids, changed)
     )
-    change = (one - other)[int(mask[0].sum()) :].abs().max()
-    return bool(change > 4 * torch.finfo(one.dtype).eps * one.abs().max())
+    change = (hidden - changed_hidden)[int(mask[0].sum()) :].abs().max()
+    return bool(change > 4 * torch.finfo(hidden.dtype).eps * hidden.abs().max())

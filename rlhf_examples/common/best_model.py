@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from rlhf_examples.common.arguments import RunArguments
-from rlhf_examples.common.ranks import from_all_ranks
+from rlhf_examples.common.ranks import gather_objects
 from rlhf_examples.common.trackers import Metrics
 
 
@@ -27,7 +27,7 @@ class BestModel:
     waited: int = 0
 
     @classmethod
-    def of(cls, args: RunArguments) -> "BestModel":
+    def from_args(cls, args: RunArguments) -> "BestModel":
         """From arguments; a name without "eval_" and a missing `greater_is_better` mean the same as in transformers."""
         metric = args.metric_for_best_model
         metric = f"eval_{metric}" if metric and not metric.startswith("eval_") else metric
@@ -38,8 +38,10 @@ class BestModel:
     def check(self, metrics: Metrics) -> None:
         """Raises ValueError if the metrics of an evaluation lack the metric."""
         if self.metric and self.metric not in metrics:
-            there = ", ".join(sorted(metrics)) or "none, without held-out records (eval_fraction, eval_data_path)"
-            raise ValueError(f"metric_for_best_model: {self.metric!r} given; an evaluation of this run has: {there}")
+            available = ", ".join(sorted(metrics)) or "none, without held-out records (eval_fraction, eval_data_path)"
+            raise ValueError(
+                f"metric_for_best_model: {self.metric!r} given; an evaluation of this run has: {available}"
+            )
 
     def update(self, metrics: Metrics, iteration: int) -> bool:
         """Record an evaluation after `iteration`; returns whether it is the best so far. Every rank takes part and uses
@@ -50,11 +52,11 @@ class BestModel:
         if not self.metric:
             return False
         self.check(metrics)
-        value = from_all_ranks(float(metrics[self.metric]))[0]
+        value = gather_objects(float(metrics[self.metric]))[0]
         gain = value - self.value if self.greater_is_better else self.value - value
         better = not math.isnan(value) and (math.isnan(self.value) or gain > 0)
-        enough = better and (math.isnan(self.value) or gain > self.threshold)
-        self.waited = 0 if enough else self.waited + 1
+        significant = better and (math.isnan(self.value) or gain > self.threshold)
+        self.waited = 0 if significant else self.waited + 1
         if better:
             self.value, self.iteration = value, iteration
         return better

@@ -56,22 +56,22 @@ class Checkpoints:
         name = f"{PREFIX}{iteration:06d}"
         unfinished = self.directory / f"{name}.unfinished"
         if dist.get_rank() == 0:
-            for old in self.directory.glob("*.unfinished"):
-                shutil.rmtree(old)
+            for leftover in self.directory.glob("*.unfinished"):
+                shutil.rmtree(leftover)
             unfinished.mkdir(parents=True)
         dist.barrier()
         for engine_name, engine in self.engines.items():
             engine.save_checkpoint(str(unfinished), tag=engine_name, save_latest=False, exclude_frozen_parameters=True)
-        own = {
+        rank_state = {
             "random": random_states(),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
             "pieces": {name: pieces_of(engine) for name, engine in self.engines.items()},
         }
-        torch.save(own, unfinished / f"rank{dist.get_rank()}.pt")
+        torch.save(rank_state, unfinished / f"rank{dist.get_rank()}.pt")
         dist.barrier()
         if dist.get_rank() == 0:
-            about = {"iteration": iteration, "world_size": dist.get_world_size(), "zero_stages": self._zero_stages()}
-            (unfinished / "run.json").write_text(json.dumps(about))
+            run_info = {"iteration": iteration, "world_size": dist.get_world_size(), "zero_stages": self._zero_stages()}
+            (unfinished / "run.json").write_text(json.dumps(run_info))
             shutil.rmtree(self.directory / name, ignore_errors=True)
             unfinished.rename(self.directory / name)
             write_atomically(self.directory / LATEST, name)
@@ -83,10 +83,10 @@ class Checkpoints:
 
         Later ones stay: they belong to a run from which this one resumed at an earlier iteration.
         """
-        found = {int(path.name.removeprefix(PREFIX)): path for path in self.directory.glob(f"{PREFIX}*[0-9]")}
-        for number in sorted(number for number in found if number <= iteration)[: -self.keep_last]:
+        checkpoints = {int(path.name.removeprefix(PREFIX)): path for path in self.directory.glob(f"{PREFIX}*[0-9]")}
+        for number in sorted(number for number in checkpoints if number <= iteration)[: -self.keep_last]:
             if number != best:
-                shutil.rmtree(found[number])
+                shutil.rmtree(checkpoints[number])
 
     def load_latest(self) -> int:
         """Restore the newest checkpoint on every rank; returns its iteration, or 0 without a checkpoint.
@@ -105,35 +105,35 @@ class Checkpoints:
         self._load(name)
 
     def _load(self, name: str) -> int:
-        newest = self.directory / name
-        about = json.loads((newest / "run.json").read_text())
-        rank, ranks = dist.get_rank(), about["world_size"]
-        same = ranks == dist.get_world_size()
-        numbers = [rank] if same else range(ranks)
-        saved = [torch.load(newest / f"rank{number}.pt", mmap=True, weights_only=False) for number in numbers]
-        own = saved[0] if same else saved[rank % ranks]
-        if missing := sorted(self.parts.keys() - own["parts"].keys()):
+        directory = self.directory / name
+        run_info = json.loads((directory / "run.json").read_text())
+        rank, saved_world_size = dist.get_rank(), run_info["world_size"]
+        same_world_size = saved_world_size == dist.get_world_size()
+        ranks = [rank] if same_world_size else range(saved_world_size)
+        saved = [torch.load(directory / f"rank{saved_rank}.pt", mmap=True, weights_only=False) for saved_rank in ranks]
+        rank_state = saved[0] if same_world_size else saved[rank % saved_world_size]
+        if missing := sorted(self.parts.keys() - rank_state["parts"].keys()):
             raise ValueError(
-                f"resume: {newest} holds no {', '.join(missing)}; give the settings that the run began with, or begin "
-                "another"
+                f"resume: {directory} has no state of {', '.join(missing)}; give the settings that the run began with, "
+                "or start a new run"
             )
-        if about["zero_stages"] != self._zero_stages():
+        if run_info["zero_stages"] != self._zero_stages():
             raise ValueError(
-                f"resume: {newest} was saved under ZeRO {about['zero_stages']}, and this run has {self._zero_stages()}"
-                "; give the stages that the run began with"
+                f"resume: {directory} was saved under ZeRO {run_info['zero_stages']}, and this run has "
+                f"{self._zero_stages()}; give the stages that the run began with"
             )
         for name, engine in self.engines.items():
-            if same or not engine.zero_optimization():  # without ZeRO every rank holds everything
-                engine.load_checkpoint(str(newest), tag=name, custom_load_fn=load_trained)
+            if same_world_size or not engine.zero_optimization():  # without ZeRO every rank holds everything
+                engine.load_checkpoint(str(directory), tag=name, custom_load_fn=load_trained)
             else:
-                self._load_resharded(engine, newest / name, [of_rank["pieces"][name] for of_rank in saved])
+                self._load_resharded(engine, directory / name, [state["pieces"][name] for state in saved])
         for name, part in self.parts.items():
-            if same or not hasattr(part, "load_state_dicts"):
-                part.load_state_dict(own["parts"][name])
+            if same_world_size or not hasattr(part, "load_state_dicts"):
+                part.load_state_dict(rank_state["parts"][name])
             else:
-                part.load_state_dicts([of_rank["parts"][name] for of_rank in saved])
-        restore(own["random"])
-        return about["iteration"]
+                part.load_state_dicts([state["parts"][name] for state in saved])
+        restore(rank_state["random"])
+        return run_info["iteration"]
 
     def _zero_stages(self) -> dict[str, int]:
         return {name: int(engine.zero_optimization_stage()) for name, engine in self.engines.items()}
@@ -159,9 +159,9 @@ def load_trained(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
     """
     missing, unexpected = dst.load_state_dict(src, strict=False)
     trained = {name for name, parameter in dst.named_parameters() if parameter.requires_grad}
-    if unfit := sorted(trained.intersection(missing)) + unexpected:
+    if mismatched := sorted(trained.intersection(missing)) + unexpected:
         raise ValueError(
-            f"resume: the checkpoint is one of another model: {', '.join(unfit[:4])} is on one side alone; give the "
+            f"resume: the checkpoint is of another model: only one of them has {', '.join(mismatched[:4])}; give the "
             "settings that the run began with"
         )
 

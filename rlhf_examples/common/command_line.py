@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlhf_examples.common.arguments import Arguments, parse_arguments
-from rlhf_examples.common.ranks import end_ranks, is_first, preparing, start_ranks
+from rlhf_examples.common.ranks import end_ranks, is_main_process, preparing, start_ranks
 
 USAGE_ERROR = 2  # exit status, as argparse's
 WAIT_S = 30.0  # time for rank 0 to report the error too, after which the launcher ends the other ranks
@@ -23,9 +23,9 @@ def run_command(kind: type[Arguments], run: Callable[[Arguments], Any], show: Ca
     with input_errors_reported():
         args = parse_arguments(kind)
         start_ranks()
-        found = run(args)
-    if show is not None and is_first():
-        show(args, found)
+        result = run(args)
+    if show is not None and is_main_process():
+        show(args, result)
     end_ranks()
 
 

@@ -16,8 +16,8 @@ from rlhf_examples.common.arguments import RunArguments
 from rlhf_examples.common.batches import require_exact
 from rlhf_examples.common.ema import MovingAverage
 from rlhf_examples.common.models import LoRA, ValueModel
-from rlhf_examples.common.ranks import preparation_is_over
-from rlhf_examples.data.conversations import end_with_turns
+from rlhf_examples.common.ranks import end_preparation
+from rlhf_examples.data.conversations import stop_at_turn_end
 
 FrozenModel = hybrid.InferenceEngine | hybrid.HybridEngine
 # Loads a model from a directory or hub name, for an engine with the given DeepSpeed configuration.
@@ -39,7 +39,7 @@ class Training:
     lora: LoRA
 
     @classmethod
-    def of(cls, args: RunArguments, role: str, micro_batch_size: int, total_steps: int) -> "Training":
+    def from_args(cls, args: RunArguments, role: str, micro_batch_size: int, total_steps: int) -> "Training":
         """From the arguments whose names begin with `role`: "actor_", "critic_" or nothing."""
         return cls(
             zero_stage=getattr(args, f"{role}zero_stage"),
@@ -60,7 +60,7 @@ class Training:
         )
 
     def config(self, args: RunArguments) -> dict[str, Any]:
-        """The engine's DeepSpeed configuration. `step_on` counts the backwards of an optimizer step."""
+        """The engine's DeepSpeed configuration. `backward_and_step` counts the backwards of an optimizer step."""
         zero = args.dtype, self.zero_stage, args.offload, args.stage3_param_persistence_threshold
         optimizer = {"lr": self.learning_rate, "weight_decay": self.weight_decay, "torch_adam": True}
         return {
@@ -70,9 +70,9 @@ class Training:
         }
 
 
-def trained(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:
+def make_engine(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:
     """An engine that trains what requires gradients.  blocks: configuration of `hybrid_engine`, `rollout`."""
-    preparation_is_over()
+    end_preparation()
     return hybrid.initialize(
         model=model,
         model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -83,36 +83,36 @@ def trained(model: nn.Module, args: RunArguments, training: Training, **blocks: 
     )[0]
 
 
-def trained_policy(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:
-    """`trained`, for a language model, whose logits may be computed in chunks and rows packed without padding.
+def make_policy_engine(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:
+    """`make_engine`, for a language model, whose logits may be computed in chunks and rows packed without padding.
 
     Raises ValueError if that differs from the model's own forward.
     """
-    engine = trained(model, args, training, **blocks)
+    engine = make_engine(model, args, training, **blocks)
     if args.logit_chunk:
         require_exact(engine, args.padding_free)
     return engine
 
 
-def frozen_model(load: Load, name: str, dtype: str, offload: bool = False) -> FrozenModel:
+def load_frozen_model(load: Load, name: str, dtype: str, offload: bool = False) -> FrozenModel:
     """A frozen model in an InferenceEngine, whole on every rank.
 
     offload: partition it by ZeRO-3 in host memory instead, and gather it layer by layer.
     """
     if not offload:
         model = load(name, deepspeed_config(dtype, 0))
-        preparation_is_over()
+        end_preparation()
         return hybrid.init_inference(model, dtype=dtype, replace_with_kernel_inject=True)
-    return frozen(load, name, dtype, zero_stage=3, offload=True, hybrid_engine={"pin_parameters": False})
+    return load_rollout_engine(load, name, dtype, zero_stage=3, offload=True, hybrid_engine={"pin_parameters": False})
 
 
-def frozen(
+def load_rollout_engine(
     load: Load, name: str, dtype: str, zero_stage: int = 0, offload: bool = False, **blocks: Any
 ) -> hybrid.HybridEngine:
     """A frozen model in a HybridEngine, which can roll out and score."""
     config = deepspeed_config(dtype, zero_stage, offload)
     model = load(name, config).requires_grad_(False)
-    preparation_is_over()
+    end_preparation()
     return hybrid.initialize(model=model, config={**config, **blocks})[0]
 
 
@@ -134,7 +134,7 @@ def deepspeed_config(
     }
 
 
-def step_on(engine: hybrid.HybridEngine, loss: torch.Tensor, number: int, micro_batches: int) -> list[float]:
+def backward_and_step(engine: hybrid.HybridEngine, loss: torch.Tensor, number: int, micro_batches: int) -> list[float]:
     """The backward of micro batch `number` of `micro_batches`, and after the last one the optimizer step.
 
     Gradients are averaged over micro batches and ranks. Returns the global gradient norm before clipping in a list
@@ -167,7 +167,7 @@ def export(
     average: moving average that is written in place of the trained weights.
     """
     directory, model = Path(directory), engine.module
-    end_with_turns(model, tokenizer)
+    stop_at_turn_end(model, tokenizer)
     unfinished = directory.with_name(f"{directory.name}.unfinished")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -27,11 +27,11 @@ def token_logps(
     Both need a model that `require_exact` accepts.
     """
     if logit_chunk:
-        wanted = torch.zeros_like(mask)
-        wanted[:, -width:] = 1
+        targets_mask = torch.zeros_like(mask)
+        targets_mask[:, -width:] = 1
         settings = {"temperature": temperature, "chunk_size": logit_chunk, "padding_free": padding_free}
-        found = per_token_logps_and_entropies(policy, sequences, mask, wanted, **settings)
-        return tuple(values[:, -width:] for values in found)
+        logps_and_entropies = per_token_logps_and_entropies(policy, sequences, mask, targets_mask, **settings)
+        return tuple(values[:, -width:] for values in logps_and_entropies)
     kept, targets = mask[:, -width:].bool(), sequences[:, -width:]
     logits = hybrid.padded_forward(policy.module, policy)(sequences, mask).logits[:, -width - 1 : -1] / temperature
     logps = hybrid.selective_log_softmax(logits, targets)
@@ -78,7 +78,7 @@ def frozen_values(
 
 
 @torch.no_grad()
-def token_logps_alone(
+def token_logps_row_by_row(
     policy: hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, width: int, temperature: float
 ) -> torch.Tensor:
     """`token_logps` at another batch shape: each row in its own forward, without padding; no gradients.

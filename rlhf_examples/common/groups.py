@@ -13,8 +13,16 @@ from transformers import PreTrainedTokenizerBase
 import hybrid
 from rlhf_examples.common.arguments import GRPOArguments
 from rlhf_examples.common.measures import Phases
-from rlhf_examples.common.ranks import own_share
-from rlhf_examples.common.rollouts import Row, decode_completions, in_order, padded, roll_out, sampling, sampling_seed
+from rlhf_examples.common.ranks import rank_share
+from rlhf_examples.common.rollouts import (
+    Row,
+    decode_completions,
+    gather_rows,
+    pad_batch,
+    roll_out,
+    sampling,
+    sampling_seed,
+)
 from rlhf_examples.common.scorers import Rewards
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.data.examples import RowStream
@@ -34,25 +42,25 @@ class Groups:
 
     def take(self, rows: Tensor) -> "Groups":
         """A selection of the rows, by number or by a bool mask [rows]."""
-        numbers = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
-        tensors = {name: value[numbers] for name, value in vars(self.batch).items() if isinstance(value, Tensor)}
-        reasons = [self.batch.finish_reason[number] for number in numbers.tolist()]
+        indices = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
+        tensors = {name: value[indices] for name, value in vars(self.batch).items() if isinstance(value, Tensor)}
+        reasons = [self.batch.finish_reason[index] for index in indices.tolist()]
         return Groups(
-            [self.prompts[number] for number in numbers.tolist()],
+            [self.prompts[index] for index in indices.tolist()],
             replace(self.batch, finish_reason=reasons, **tensors),
-            {name: values[numbers] for name, values in self.scores.items()},
+            {name: values[indices] for name, values in self.scores.items()},
         )
 
-    def joined(self, other: "Groups", pad_token_id: int) -> "Groups":
+    def concatenate(self, other: "Groups", pad_token_id: int) -> "Groups":
         """These rows followed by those of `other`."""
-        widths = [max(getattr(one.batch, name).shape[1] for one in (self, other)) for name in WIDTHS]
-        one, behind = (padded(of.batch, *widths, pad_token_id) for of in (self, other))
+        widths = [max(getattr(groups.batch, name).shape[1] for groups in (self, other)) for name in WIDTHS]
+        first, second = (pad_batch(groups.batch, *widths, pad_token_id) for groups in (self, other))
         tensors = {
-            name: torch.cat([value, getattr(behind, name)]) for name, value in vars(one).items() if name in TENSORS
+            name: torch.cat([value, getattr(second, name)]) for name, value in vars(first).items() if name in TENSORS
         }
-        reasons = one.finish_reason + behind.finish_reason
+        reasons = first.finish_reason + second.finish_reason
         scores = {name: torch.cat([values, other.scores[name]]) for name, values in self.scores.items()}
-        batch = replace(one, finish_reason=reasons, **tensors)
+        batch = replace(first, finish_reason=reasons, **tensors)
         return Groups(self.prompts + other.prompts, batch, scores)
 
 
@@ -70,14 +78,14 @@ def next_groups(
     Every rank gets equally many rows; if the prompts do not divide evenly, the first prompt is repeated at the end.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    own = own_share([*prompts, *prompts[:1] * (-len(prompts) % world_size)])
-    numbers = first + rank + world_size * torch.arange(len(own))
+    own = rank_share([*prompts, *prompts[:1] * (-len(prompts) % world_size)])
+    row_ids = first + rank + world_size * torch.arange(len(own))
     params = sampling(args, sampling_seed(args.seed, iteration))
-    batch = roll_out(policy, tokenizer, own, numbers, params, args.num_generations)
+    batch = roll_out(policy, tokenizer, own, row_ids, params, args.num_generations)
     return Groups([row for row in own for _ in range(args.num_generations)], batch, {})
 
 
-def groups_with_spread(
+def dynamic_sampling_groups(
     policy: hybrid.HybridEngine,
     rewards: Rewards,
     tokenizer: PreTrainedTokenizerBase,
@@ -92,53 +100,58 @@ def groups_with_spread(
     `max_num_gen_batches` rollouts; groups that are then still without a spread stay and are masked out of the loss.
     Every rank decides by the scores of all ranks, and the metrics count groups of all ranks.
     """
-    each, wanted = args.num_generations, args.per_device_generation_batch_size * dist.get_world_size()
-    kept, without, first, rounds, total, scored, timings = None, None, 0, 0, 0.0, 0, Counter()
-    while kept is None or (len(kept.prompts) < wanted * each and rounds < args.max_num_gen_batches):
-        drawn = prompts.next(wanted - (len(kept.prompts) // each if kept else 0))
-        own = next_groups(policy, tokenizer, drawn, first, iteration, args)
+    num_generations, num_prompts = args.num_generations, args.per_device_generation_batch_size * dist.get_world_size()
+    kept: Groups | None = None
+    rounds, num_sampled, num_scored, score_sum, timings = 0, 0, 0, 0.0, Counter()
+    missing = num_prompts
+    while kept is None or (missing > 0 and rounds < args.max_num_gen_batches):
+        next_prompts = prompts.next(missing)
+        own = next_groups(policy, tokenizer, next_prompts, num_sampled, iteration, args)
         phases.end("rollout")
         timings.update(own.batch.timings)
         scores = rewards.by_name(own.batch, own.prompts, decode_completions(tokenizer, own.batch))
         phases.end("rewards")
-        found = of_all_ranks(replace(own, scores=scores), drawn, each)
-        learned = found.scores[rewards.name]
-        spread = has_spread(learned, each).repeat_interleave(each)
-        more, without = found.take(spread), found.take(~spread)
-        kept = more if kept is None else kept.joined(more, tokenizer.pad_token_id)
-        first, rounds = first + len(drawn), rounds + 1
-        total, scored = total + learned.nansum().item(), scored + int((~learned.isnan()).sum())
-    left = wanted - len(kept.prompts) // each
-    own = own_groups(kept.joined(without, tokenizer.pad_token_id) if left else kept, each)
+        groups = gather_groups(replace(own, scores=scores), next_prompts, num_generations)
+        learned_scores = groups.scores[rewards.name]
+        differ = rewards_differ(learned_scores, num_generations).repeat_interleave(num_generations)
+        newly_kept, dropped = groups.take(differ), groups.take(~differ)
+        kept = newly_kept if kept is None else kept.concatenate(newly_kept, tokenizer.pad_token_id)
+        missing = num_prompts - len(kept.prompts) // num_generations
+        rounds, num_sampled = rounds + 1, num_sampled + len(next_prompts)
+        score_sum += learned_scores.nansum().item()
+        num_scored += int((~learned_scores.isnan()).sum())
+    own = own_groups(kept.concatenate(dropped, tokenizer.pad_token_id) if missing else kept, num_generations)
     rewards.last = own.scores  # so that `Rewards.metrics` covers the kept groups
     return replace(own, batch=replace(own.batch, timings=dict(timings))), {
         "dynamic_sampling/num_gen_batches": rounds,
-        "dynamic_sampling/groups_sampled": first,
-        "dynamic_sampling/groups_dropped": first - wanted,
-        "dynamic_sampling/groups_without_spread": left,
-        "dynamic_sampling/reward": total / max(scored, 1),  # mean over all sampled completions
+        "dynamic_sampling/groups_sampled": num_sampled,
+        "dynamic_sampling/groups_dropped": num_sampled - num_prompts,
+        "dynamic_sampling/groups_without_spread": missing,
+        "dynamic_sampling/reward": score_sum / max(num_scored, 1),  # mean over all sampled completions
     }
 
 
-def has_spread(rewards: Tensor, num_generations: int) -> Tensor:
+def rewards_differ(rewards: Tensor, num_generations: int) -> Tensor:
     """Whether at least two completions of each group were scored and have different scores.
 
     rewards float32 [rows], NaN where a completion could not be scored; returns bool [rows / num_generations].
     """
     groups = rewards.view(-1, num_generations)
-    least, most = groups.nan_to_num(nan=torch.inf).amin(dim=1), groups.nan_to_num(nan=-torch.inf).amax(dim=1)
-    return least < most
+    lowest, highest = groups.nan_to_num(nan=torch.inf).amin(dim=1), groups.nan_to_num(nan=-torch.inf).amax(dim=1)
+    return lowest < highest
 
 
-def of_all_ranks(own: Groups, prompts: list[Row], num_generations: int) -> Groups:
+def gather_groups(own: Groups, prompts: list[Row], num_generations: int) -> Groups:
     """The groups of every rank, in the order of their prompts, without the repeated prompts at the end.  prompts: of
     all ranks.
     """
     rows = len(prompts) * num_generations
     ended = torch.tensor([reason == "stop" for reason in own.batch.finish_reason], device=own.batch.prompt_ids.device)
-    tensors = {name: in_order(getattr(own.batch, name), num_generations)[:rows] for name in TENSORS}
-    reasons = ["stop" if one else "length" for one in in_order(ended.byte(), num_generations)[:rows].tolist()]
-    scores = {name: in_order(values, num_generations)[:rows] for name, values in own.scores.items()}
+    tensors = {name: gather_rows(getattr(own.batch, name), num_generations)[:rows] for name in TENSORS}
+    reasons = [
+        "stop" if stopped else "length" for stopped in gather_rows(ended.byte(), num_generations)[:rows].tolist()
+    ]
+    scores = {name: gather_rows(values, num_generations)[:rows] for name, values in own.scores.items()}
     of_each = [row for row in prompts for _ in range(num_generations)]
     return Groups(of_each, replace(own.batch, finish_reason=reasons, **tensors), scores)
 

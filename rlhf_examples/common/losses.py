@@ -41,7 +41,7 @@ def identity(sums: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def figure_means(
+def mean_metrics(
     losses: Iterable[Loss], over_ranks: Callable[[torch.Tensor], torch.Tensor] = identity
 ) -> dict[str, float]:
     """The mean of every figure over all micro batches of all ranks; 0 if its count is 0.
@@ -94,8 +94,8 @@ def pairwise_reward_loss(
     """
     kept = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
     difference = torch.where(kept, wide(chosen) - wide(rejected), 0.0)
-    needed = 0.0 if margin is None else torch.where(kept, margin, 0.0)
-    total = masked_sum(-logsigmoid(difference - needed), kept)
+    required_margin = 0.0 if margin is None else torch.where(kept, margin, 0.0)
+    total = masked_sum(-logsigmoid(difference - required_margin), kept)
     return pairs_loss(total, denominator, kept, {"accuracy": difference > 0, "margin": difference})
 
 
@@ -120,16 +120,18 @@ def tokenwise_pairwise_reward_loss(
     token, which was an assertion error; half precision is always summed in float32.
     Figures, by pair, of the scores at the last tokens: loss, accuracy, margin.
     """
-    in_one, in_other = chosen_mask.bool(), rejected_mask.bool()
-    in_either = in_one | in_other
-    differs = in_either & ((chosen_ids != rejected_ids) | (in_one != in_other))
+    in_chosen, in_rejected = chosen_mask.bool(), rejected_mask.bool()
+    in_either = in_chosen | in_rejected
+    differs = in_either & ((chosen_ids != rejected_ids) | (in_chosen != in_rejected))
     window = in_either & (differs.cumsum(dim=1) > 0)  # [B, T]
     width = window.sum(dim=1)
     losses = torch.where(
         window, -logsigmoid(torch.where(window, wide(chosen_values) - wide(rejected_values), 0.0)), 0.0
     )
     total = (losses.sum(dim=1) / width.clamp(min=1)).sum()
-    difference = last_token_values(wide(chosen_values), in_one) - last_token_values(wide(rejected_values), in_other)
+    difference = last_token_values(wide(chosen_values), in_chosen) - last_token_values(
+        wide(rejected_values), in_rejected
+    )
     return pairs_loss(total, denominator, width > 0, {"accuracy": difference > 0, "margin": difference})
 
 
@@ -322,7 +324,10 @@ def explained_variance(
     returns, errors = returns[kept].double(), (returns - values)[kept].double()
     ones = torch.ones_like(returns)
     count, *totals = over_ranks(torch.stack([ones.sum(), returns.sum(), errors.sum()]))
-    squares = [((of - total / count) ** 2).sum() for of, total in zip((returns, errors), totals, strict=True)]
+    squares = [
+        ((values_of_kind - total / count) ** 2).sum()
+        for values_of_kind, total in zip((returns, errors), totals, strict=True)
+    ]
     total, unexplained = over_ranks(torch.stack(squares)).tolist()
     return 1 - unexplained / total if total else math.nan
 
@@ -483,9 +488,9 @@ def rloo_advantages(rewards: torch.Tensor, num_generations: int) -> torch.Tensor
     Raises ValueError if the number of rewards is no multiple of num_generations.
     """
     groups = in_groups(rewards, num_generations)
-    others = (~groups.isnan()).sum(dim=1, keepdim=True) - 1
-    baselines = (groups.nansum(dim=1, keepdim=True) - groups) / others
-    return torch.where(others > 0, groups - baselines, 0.0).nan_to_num(nan=0.0).flatten()
+    num_others = (~groups.isnan()).sum(dim=1, keepdim=True) - 1
+    baselines = (groups.nansum(dim=1, keepdim=True) - groups) / num_others
+    return torch.where(num_others > 0, groups - baselines, 0.0).nan_to_num(nan=0.0).flatten()
 
 
 def in_groups(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:

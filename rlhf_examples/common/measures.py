@@ -75,12 +75,12 @@ class TrainingFlops:
     @classmethod
     def of(cls, model: nn.Module) -> "TrainingFlops":
         """model: a Hugging Face model, possibly with an adapter or in a value model, whole or partitioned."""
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "classifier", model)
-        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-        head = getattr(inner.get_output_embeddings(), "weight", None)
-        tables = {module.weight for module in inner.modules() if isinstance(module, nn.Embedding)}
-        counted = [p for p in model.parameters() if p is head or p not in tables]  # a look-up costs no FLOPs
-        config = inner.config.get_text_config()
+        base_model = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "classifier", model)
+        base_model = base_model.get_base_model() if hasattr(base_model, "get_base_model") else base_model
+        head = getattr(base_model.get_output_embeddings(), "weight", None)
+        embeddings = {module.weight for module in base_model.modules() if isinstance(module, nn.Embedding)}
+        counted = [p for p in model.parameters() if p is head or p not in embeddings]  # a look-up costs no FLOPs
+        config = base_model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             sum((6.0 if p.requires_grad else 4.0) * getattr(p, "ds_numel", p.numel()) for p in counted),
@@ -124,14 +124,14 @@ def scores_by_source(rows: list[dict], scores: Tensor, data_path: list[str]) -> 
     if len(data_path) < 2:
         return {}
     names = [data_source(row["source"], data_path) for row in rows]
-    known = dict.fromkeys((f"{kind} {name}" for name in data_path for kind in ("sum", "count")), 0.0)
+    sums = dict.fromkeys((f"{kind} {name}" for name in data_path for kind in ("sum", "count")), 0.0)
     for name, score in zip(names, scores.tolist(), strict=True):
         if not math.isnan(score):
-            known[f"sum {name}"] += score
-            known[f"count {name}"] += 1
-    known = sums_over_ranks(known)
+            sums[f"sum {name}"] += score
+            sums[f"count {name}"] += 1
+    sums = sums_over_ranks(sums)
     return {
-        f"rewards_by_source/{name}": known[f"sum {name}"] / known[f"count {name}"]
+        f"rewards_by_source/{name}": sums[f"sum {name}"] / sums[f"count {name}"]
         for name in data_path
-        if known[f"count {name}"]
+        if sums[f"count {name}"]
     }

@@ -29,7 +29,7 @@ from transformers.utils import find_adapter_config_file
 
 import hybrid
 from rlhf_examples.common.batches import packed_forward, unpacked
-from rlhf_examples.common.ranks import from_all_ranks
+from rlhf_examples.common.ranks import gather_objects
 from rlhf_examples.rewards import REWARDS_ALLOWED
 
 
@@ -133,7 +133,7 @@ def load(
     finally:
         del partitioned
     # Only the rank that reads a weight sees that it does not fit; the others would wait for ever.
-    if error := next(filter(None, from_all_ranks(error)), ""):
+    if error := next(filter(None, gather_objects(error)), ""):
         raise ValueError(f"{name!r} cannot be loaded: {error}")
     return model
 
@@ -178,7 +178,7 @@ def with_adapter(model: PreTrainedModel, name: str) -> PreTrainedModel:
     config.task_type, config.modules_to_save, config.inference_mode = None, None, False
     tensors = {key.removeprefix("base_model.model."): value for key, value in peft.load_peft_weights(name).items()}
     own = dict(model.named_parameters())
-    beside = {own[key]: tensors.pop(key) for key in sorted(tensors.keys() & own.keys())}
+    saved_modules = {own[key]: tensors.pop(key) for key in sorted(tensors.keys() & own.keys())}
     adapted = peft.get_peft_model(model, config)
     tensors = {f"base_model.model.{key}": value for key, value in tensors.items()}
     unexpected = peft.set_peft_model_state_dict(adapted, tensors).unexpected_keys
@@ -186,7 +186,7 @@ def with_adapter(model: PreTrainedModel, name: str) -> PreTrainedModel:
         raise ValueError(
             f"{name!r} is no adapter of a {type(model).__name__}: it has {', '.join(unexpected[:4]) or 'no weights'}"
         )
-    for parameter, values in beside.items():
+    for parameter, values in saved_modules.items():
         with zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.copy_(values)
     for module in adapted.modules():
@@ -340,22 +340,22 @@ def require_attention(config: PretrainedConfig, attn_implementation: str) -> Non
         with torch.device("meta"):
             AutoModel.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        allowed = ", ".join(attentions_of(config))
+        allowed = ", ".join(supported_attentions(config))
         raise ValueError(
             f"attn_implementation: {attn_implementation!r} given; allowed for this model, here: {allowed} ({error})"
         ) from error
 
 
-def attentions_of(config: PretrainedConfig) -> list[str]:
+def supported_attentions(config: PretrainedConfig) -> list[str]:
     """The attention implementations of transformers that work for a model of `config` on this machine."""
     with torch.device("meta"):
         model = AutoModel.from_config(copy.deepcopy(config))
-    taken = []
+    supported = []
     for name in ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"):
         with suppress(ImportError, ValueError):
             model.get_correct_attn_implementation(name)
-            taken.append(name)
-    return taken
+            supported.append(name)
+    return supported
 
 
 def load_exported(name: str, engine: dict[str, Any], attn_implementation: str = "") -> nn.Module:

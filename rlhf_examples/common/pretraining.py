@@ -12,7 +12,7 @@ from rlhf_examples.common.forwards import token_logps
 from rlhf_examples.common.losses import Loss, language_model_loss
 from rlhf_examples.common.ranks import device
 from rlhf_examples.common.rollouts import OptimizerStep
-from rlhf_examples.data.examples import Examples, collate_supervised, tokenised
+from rlhf_examples.data.examples import Examples, collate_supervised, tokenize_records
 from rlhf_examples.data.records import load_records
 
 
@@ -53,16 +53,16 @@ class PretrainingTexts:
             return None
         records = load_records(args.unsupervised_data_path, cache_dir=args.data_output_path or None)
         length = args.max_prompt_seq_len + args.max_answer_seq_len
-        found = tokenised(records, tokenizer, "supervised", length, args.data_output_path or None)
-        return cls(found, tokenizer.pad_token_id, args.seed)
+        examples = tokenize_records(records, tokenizer, "supervised", length, args.data_output_path or None)
+        return cls(examples, tokenizer.pad_token_id, args.seed)
 
     def next(self, step: OptimizerStep) -> list[PtxBatch]:
         """This rank's texts for each micro batch of a step."""
         rows = list(islice(self.examples.ordered(self.seed, self.taken), len(step.rows)))
         self.taken += len(rows)
         tokens = sum(len(row["prompt_ids"]) + len(row["completion_ids"]) - 1 for row in rows)
-        of_step = collate_supervised(rows, self.pad_token_id)
-        ids, mask = of_step["input_ids"].to(device()), of_step["attention_mask"].to(device())
+        batch = collate_supervised(rows, self.pad_token_id)
+        ids, mask = batch["input_ids"].to(device()), batch["attention_mask"].to(device())
         denominator = step.denominator(tokens)
         # An empty micro batch gets one fully masked row, as for completions.
         return [PtxBatch(ids[p or [0]], mask[p or [0]], mask[p or [0]] * bool(p), denominator) for p in step.places]

@@ -30,7 +30,7 @@ _preparations: list[Preparation] = []
 
 @contextmanager
 def preparing() -> Iterator[Preparation]:
-    """A block that starts with a preparation; until `preparation_is_over`, its errors count as invalid input."""
+    """A block that starts with a preparation; until `end_preparation`, its errors count as invalid input."""
     preparation = Preparation()
     _preparations.append(preparation)
     try:
@@ -43,7 +43,7 @@ def preparing() -> Iterator[Preparation]:
         _preparations.pop()
 
 
-def preparation_is_over() -> None:
+def end_preparation() -> None:
     """Call this before an engine is built: from here on an error is not invalid input."""
     for preparation in _preparations:
         preparation.is_over = True
@@ -73,14 +73,14 @@ def start_ranks() -> None:
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
 
 
-def rendezvous() -> None:
+def barrier() -> None:
     """A barrier over all ranks."""
     dist.barrier()
 
 
 def end_ranks() -> None:
     """A barrier over all ranks, then destroy the process group."""
-    rendezvous()
+    barrier()
     dist.destroy_process_group()
 
 
@@ -91,7 +91,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def is_first() -> bool:
+def is_main_process() -> bool:
     """Whether this is rank 0, which prints and writes."""
     return dist.get_rank() == 0
 
@@ -115,19 +115,19 @@ def sums_over_ranks(sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
     return dict(zip(names, over_ranks(values).tolist(), strict=True))
 
 
-def from_all_ranks(value: object) -> list:
+def gather_objects(value: object) -> list:
     """Every rank's value, in the order of ranks. Every rank takes part."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def own_share(items: list) -> list:
+def rank_share(items: list) -> list:
     """This rank's items, dealt out round-robin."""
     return items[dist.get_rank() :: dist.get_world_size()]
 
 
 def interleaved(parts: Iterable[list]) -> list:
-    """The inverse of `own_share`: the ranks' parts in the original order."""
+    """The inverse of `rank_share`: the ranks' parts in the original order."""
     parts = list(parts)
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]

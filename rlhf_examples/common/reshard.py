@@ -34,19 +34,21 @@ class Piece:
 
 def pieces_of(engine: hybrid.HybridEngine) -> list[Piece]:
     """The parts in this rank's flat tensors; empty under ZeRO-0, where every rank holds everything."""
-    optimizer, found = engine.optimizer, []
+    optimizer, pieces = engine.optimizer, []
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             continue
         if hasattr(parameter, "ds_tensor"):  # ZeRO-3: a part of each parameter, the last one padded
             group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start = dist.get_rank() * numel
-            found.append(Piece(name, group, offset, start, max(min(numel, parameter.ds_numel - start), 0)))
+            pieces.append(Piece(name, group, offset, start, max(min(numel, parameter.ds_numel - start), 0)))
         elif getattr(parameter, "_hp_mapping", None) is not None:  # ZeRO-1 and 2: a range of all parameters
-            group = next(i for i, of in enumerate(optimizer.bit16_groups) if any(p is parameter for p in of))
-            whole, flat = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
-            found.append(Piece(name, group, flat.start, whole.start, whole.numel))
-    return found
+            group = next(
+                i for i, parameters in enumerate(optimizer.bit16_groups) if any(p is parameter for p in parameters)
+            )
+            in_parameter, in_flat = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
+            pieces.append(Piece(name, group, in_flat.start, in_parameter.start, in_parameter.numel))
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def base_of(optimizer_state: dict[str, Any]) -> dict[str, Any]:
     return optimizer_state["optimizer_state_dict" if "fp32_flat_groups" in optimizer_state else "base_optimizer_state"]
 
 
-def recut(old: list[Partition], kind: str, own: list[Piece], sizes: list[int]) -> list[Tensor]:
+def repartition(old: list[Partition], kind: str, own: list[Piece], sizes: list[int]) -> list[Tensor]:
     """This rank's flat tensors of a kind, float32, with the given sizes, assembled from those of all old ranks; 0 in
     padding.
     """
@@ -104,41 +106,50 @@ def reshard(engine: hybrid.HybridEngine, tag: Path, old: list[list[Piece]], targ
 
     Raises ValueError if the checkpoint has other parameters.
     """
-    own = pieces_of(engine)
-    saved = {piece.name for pieces in old for piece in pieces}
-    if unfit := sorted({piece.name for piece in own} - saved):
+    own_pieces = pieces_of(engine)
+    saved_names = {piece.name for pieces in old for piece in pieces}
+    if mismatched := sorted({piece.name for piece in own_pieces} - saved_names):
         raise ValueError(
-            f"resume: the checkpoint is one of another model: {', '.join(unfit[:4])} is on one side alone; give the "
-            "settings that the run began with"
+            f"resume: the checkpoint is of another model: it lacks {', '.join(mismatched[:4])}; give the settings that "
+            "the run began with"
         )
-    files = [one_file(tag, f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in range(len(old))]
-    loaded = [read(file) for file in files]
+    files = [optimizer_file(tag, f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in range(len(old))]
+    loaded = [load_mapped(file) for file in files]
     states = [of_rank["optimizer_state_dict"] for of_rank in loaded]
     partitions = [Partition.of(state, pieces) for state, pieces in zip(states, old, strict=True)]
-    found = dict(engine.optimizer.state_dict())  # keeps what belongs to this rank, such as its paddings
-    live, base, template = found[weights_key(found)], base_of(found), base_of(states[0])
-    paddings = found.get("group_paddings", [0] * len(live))
-    sizes = [flat.numel() + padding for flat, padding in zip(live, paddings, strict=True)]
-    cut = {kind: recut(partitions, kind, own, sizes) for kind in partitions[0].flats}
-    weights = [flat[: flat.numel() - padding] for flat, padding in zip(cut.pop("fp32"), paddings, strict=True)]
-    found[weights_key(found)] = weights
-    whole = {key: value for key, value in template["state"][0].items() if not value.dim()}  # the number of steps
-    base["state"] = {group: {**whole, **{key: of[group] for key, of in cut.items()}} for group in range(len(sizes))}
+    optimizer_state = dict(engine.optimizer.state_dict())  # keeps what belongs to this rank, such as its paddings
+    flat_weights, base, template = (
+        optimizer_state[weights_key(optimizer_state)],
+        base_of(optimizer_state),
+        base_of(states[0]),
+    )
+    paddings = optimizer_state.get("group_paddings", [0] * len(flat_weights))
+    sizes = [flat.numel() + padding for flat, padding in zip(flat_weights, paddings, strict=True)]
+    flats = {kind: repartition(partitions, kind, own_pieces, sizes) for kind in partitions[0].flats}
+    weights = [flat[: flat.numel() - padding] for flat, padding in zip(flats.pop("fp32"), paddings, strict=True)]
+    optimizer_state[weights_key(optimizer_state)] = weights
+    scalar_state = {key: value for key, value in template["state"][0].items() if not value.dim()}  # the number of steps
+    base["state"] = {
+        group: {**scalar_state, **{key: tensors[group] for key, tensors in flats.items()}}
+        for group in range(len(sizes))
+    }
     groups = zip(template["param_groups"], base["param_groups"], strict=True)
     base["param_groups"] = [{**saved_group, "params": group["params"]} for saved_group, group in groups]
     (target / tag.name).mkdir(parents=True, exist_ok=True)
-    torch.save({**loaded[0], "optimizer_state_dict": found}, engine._get_zero_ckpt_name(str(target), tag.name))
+    torch.save(
+        {**loaded[0], "optimizer_state_dict": optimizer_state}, engine._get_zero_ckpt_name(str(target), tag.name)
+    )
     if engine.zero_optimization_stage() == 3 or dist.get_rank() == 0:
-        of_model = read(next(tag.glob("*mp_rank_00_model_states.pt")))
+        model_state = load_mapped(next(tag.glob("*mp_rank_00_model_states.pt")))
         path = engine._get_ckpt_name(str(target), tag.name)
-        torch.save({**of_model, "dp_world_size": dist.get_world_size()}, path)
+        torch.save({**model_state, "dp_world_size": dist.get_world_size()}, path)
 
 
-def one_file(directory: Path, name: str) -> Path:
+def optimizer_file(directory: Path, name: str) -> Path:
     """The file `name`, or that with the prefix "bf16_"."""
     return next(path for path in (directory / name, directory / f"bf16_{name}") if path.is_file())
 
 
-def read(path: Path) -> dict[str, Any]:
+def load_mapped(path: Path) -> dict[str, Any]:
     """A file's contents, its tensors memory-mapped."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)

@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 import hybrid
 from rlhf_examples.common.arguments import EvaluateArguments, RolloutArguments
 from rlhf_examples.common.batches import balanced
-from rlhf_examples.common.forwards import token_logps, token_logps_alone
+from rlhf_examples.common.forwards import token_logps, token_logps_row_by_row
 from rlhf_examples.common.losses import importance_sampling_weights, loss_denominator
 from rlhf_examples.common.ranks import over_ranks
 from rlhf_examples.common.trackers import LOGP_DIFFERENCE_EDGES, Histogram, Metrics
-from rlhf_examples.data.conversations import turn_end
+from rlhf_examples.data.conversations import turn_end_token
 from rlhf_examples.data.examples import collate_prompts
 
 Row = dict[str, Any]  # a row of `data.examples.Examples`
@@ -53,15 +53,17 @@ class Experience:
         width, total = self.mask.shape[1], self.attention_mask.shape[1]
         first, last = min(used[0], total - width - 1), max(used[1] + 1, total - width + 1)
         tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
-        wholes = {name: tensors.pop(name)[rows, first:last] for name in ("sequences", "attention_mask")}
+        sequence_tensors = {name: tensors.pop(name)[rows, first:last] for name in ("sequences", "attention_mask")}
         columns = slice(0, last - (total - width))
-        others = {name: of[rows, columns] if of.dim() == 2 else of[rows] for name, of in tensors.items()}
-        return Experience(**wholes, **others)
+        completion_tensors = {
+            name: tensor[rows, columns] if tensor.dim() == 2 else tensor[rows] for name, tensor in tensors.items()
+        }
+        return Experience(**sequence_tensors, **completion_tensors)
 
-    def of_all_ranks(self, num_generations: int = 1) -> "Experience":
+    def all_gather(self, num_generations: int = 1) -> "Experience":
         """The rows of every rank, ordered by their prompts' numbers. All ranks must have equal shapes."""
         tensors = {name: own for name, own in vars(self).items() if own is not None}
-        return Experience(**{name: in_order(own, num_generations) for name, own in tensors.items()})
+        return Experience(**{name: gather_rows(own, num_generations) for name, own in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -95,19 +97,19 @@ class OptimizerStep:
         )
 
 
-def own_numbers(count: int) -> torch.Tensor:
+def rank_row_ids(count: int) -> torch.Tensor:
     """The numbers of this rank's `count` prompts among those of all ranks, round-robin.  int64 [count]"""
     return torch.arange(count) * dist.get_world_size() + dist.get_rank()
 
 
-def in_order(own: torch.Tensor, num_generations: int) -> torch.Tensor:
+def gather_rows(own: torch.Tensor, num_generations: int) -> torch.Tensor:
     """The rows of every rank, ordered by their prompts' numbers.  own [prompts · generations, ...], equal on all
     ranks.
     """
-    everybodys = own.new_empty(dist.get_world_size() * len(own), *own.shape[1:])
-    dist.all_gather_into_tensor(everybodys, own.contiguous())
-    by_rank = everybodys.view(dist.get_world_size(), -1, num_generations, *own.shape[1:])
-    return by_rank.transpose(0, 1).reshape(everybodys.shape)
+    gathered = own.new_empty(dist.get_world_size() * len(own), *own.shape[1:])
+    dist.all_gather_into_tensor(gathered, own.contiguous())
+    by_rank = gathered.view(dist.get_world_size(), -1, num_generations, *own.shape[1:])
+    return by_rank.transpose(0, 1).reshape(gathered.shape)
 
 
 def sampling(args: RolloutArguments | EvaluateArguments, seed: int) -> hybrid.SamplingParams:
@@ -143,18 +145,20 @@ def roll_out(
     row_ids int64 [prompts]: the prompts' numbers among all ranks', from which the sampling keys are made.
     """
     ids, mask = (tensor.to(policy.device) for tensor in collate_prompts(prompts, tokenizer.pad_token_id).values())
-    if (end := turn_end(tokenizer)) is not None:
+    if (end := turn_end_token(tokenizer)) is not None:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
-    return of_one_width(policy.rollout(ids, mask, params, num_generations, row_ids=row_ids), tokenizer.pad_token_id)
+    return pad_to_common_width(
+        policy.rollout(ids, mask, params, num_generations, row_ids=row_ids), tokenizer.pad_token_id
+    )
 
 
-def of_one_width(batch: hybrid.RolloutBatch, pad_token_id: int) -> hybrid.RolloutBatch:
+def pad_to_common_width(batch: hybrid.RolloutBatch, pad_token_id: int) -> hybrid.RolloutBatch:
     """`batch` with prompts padded on the left and completions on the right to the greatest widths of any rank."""
     widths = torch.tensor([batch.prompt_ids.shape[1], batch.completion_ids.shape[1]], device=batch.prompt_ids.device)
-    return padded(batch, *over_ranks(widths, dist.ReduceOp.MAX).tolist(), pad_token_id)
+    return pad_batch(batch, *over_ranks(widths, dist.ReduceOp.MAX).tolist(), pad_token_id)
 
 
-def padded(
+def pad_batch(
     batch: hybrid.RolloutBatch, prompt_width: int, completion_width: int, pad_token_id: int
 ) -> hybrid.RolloutBatch:
     """`batch` with prompts padded on the left and completions on the right to the given widths."""
@@ -189,8 +193,8 @@ def optimizer_steps(experience: Experience, passes: int, iteration: int, args: R
             "optimizer step needs one"
         )
     steps = []
-    for number in range(passes):
-        generator = torch.Generator().manual_seed(sampling_seed(args.seed, iteration) * 1009 + number)
+    for pass_number in range(passes):
+        generator = torch.Generator().manual_seed(sampling_seed(args.seed, iteration) * 1009 + pass_number)
         for rows in torch.randperm(len(lengths), generator=generator).tensor_split(args.num_mini_batches):
             batches = micro_batches(lengths[rows], ranks, args)
             steps.append(OptimizerStep(rows, batches[rank::ranks], min(map(len, batches[:ranks]))))
@@ -205,20 +209,20 @@ def micro_batches(lengths: torch.Tensor, ranks: int, args: RolloutArguments) -> 
     """
     if not args.max_tokens_per_batch:
         each = -(-len(lengths) // (ranks * args.per_device_training_batch_size))
-        return shared_out(torch.ones_like(lengths), ranks * each)
+        return split_rows(torch.ones_like(lengths), ranks * each)
     if int(lengths.max()) > args.max_tokens_per_batch:
         raise ValueError(
             f"max_tokens_per_batch: {args.max_tokens_per_batch} given; a sequence has {int(lengths.max())} tokens"
         )
     each = 1
     while True:  # ends at the latest with one row per batch
-        batches = shared_out(lengths, ranks * each)
+        batches = split_rows(lengths, ranks * each)
         if max(int(lengths[batch].sum()) for batch in batches) <= args.max_tokens_per_batch:
             return batches
         each += 1
 
 
-def shared_out(lengths: torch.Tensor, num_batches: int) -> list[list[int]]:
+def split_rows(lengths: torch.Tensor, num_batches: int) -> list[list[int]]:
     """`balanced` rows in `num_batches` batches; the last ones are empty if there are fewer rows."""
     batches = balanced(lengths, min(num_batches, len(lengths)))
     return batches + [[]] * (num_batches - len(batches))
@@ -234,16 +238,16 @@ def rows_of_forward(args: RolloutArguments, width: int) -> int:
 def completion_metrics(batch: hybrid.RolloutBatch) -> Metrics:
     """Metrics of the lengths of all ranks' completions, with TRL's names."""
     lengths = batch.completion_mask.sum(dim=1).double()
-    cut = torch.tensor([reason == "length" for reason in batch.finish_reason], device=lengths.device)
-    rows, total, clipped = over_ranks(
-        torch.stack([torch.ones_like(lengths).sum(), lengths.sum(), cut.double().sum()])
+    truncated = torch.tensor([reason == "length" for reason in batch.finish_reason], device=lengths.device)
+    rows, total, num_truncated = over_ranks(
+        torch.stack([torch.ones_like(lengths).sum(), lengths.sum(), truncated.double().sum()])
     ).tolist()
-    least, most = over_ranks(torch.stack([-lengths.min(), lengths.max()]), dist.ReduceOp.MAX).tolist()
+    shortest, longest = over_ranks(torch.stack([-lengths.min(), lengths.max()]), dist.ReduceOp.MAX).tolist()
     return {
         "completions/mean_length": total / rows,
-        "completions/min_length": -least,
-        "completions/max_length": most,
-        "completions/clipped_ratio": clipped / rows,
+        "completions/min_length": -shortest,
+        "completions/max_length": longest,
+        "completions/clipped_ratio": num_truncated / rows,
     }
 
 
@@ -267,11 +271,13 @@ def loss_weights(
         mode=args.importance_sampling_mode,
         floor=args.importance_sampling_clip_min,
     )
-    kept = weights[mask.bool()].double()
-    total, tokens = over_ranks(torch.stack([kept.sum(), mask.sum().double()])).tolist()
-    below, most = over_ranks(torch.stack([-kept.min(), kept.max()]), dist.ReduceOp.MAX).tolist()
+    completion_weights = weights[mask.bool()].double()
+    total, tokens = over_ranks(torch.stack([completion_weights.sum(), mask.sum().double()])).tolist()
+    negated_min, largest = over_ranks(
+        torch.stack([-completion_weights.min(), completion_weights.max()]), dist.ReduceOp.MAX
+    ).tolist()
     name = "sampling/importance_sampling_ratio"
-    return weights, {f"{name}/min": -below, f"{name}/mean": total / tokens, f"{name}/max": most}
+    return weights, {f"{name}/min": -negated_min, f"{name}/mean": total / tokens, f"{name}/max": largest}
 
 
 @torch.no_grad()
@@ -300,7 +306,9 @@ class Numerics:
         self.control = experience.take(control) if len(control) else None
         if self.control is not None:  # before the first step: the weights are still those that sampled
             e = self.control
-            self.alone = token_logps_alone(policy, e.sequences, e.attention_mask, e.mask.shape[1], args.temperature)
+            self.alone = token_logps_row_by_row(
+                policy, e.sequences, e.attention_mask, e.mask.shape[1], args.temperature
+            )
 
     def add(self, logps: torch.Tensor) -> None:
         """Record a micro batch's training logprobs [rows, completion]; steps after the first are ignored."""
@@ -321,8 +329,8 @@ class Numerics:
         difference = (sampled - logps).abs()
         metrics["sampling/sampling_logp_difference"] = Histogram.of(difference, LOGP_DIFFERENCE_EDGES, over_ranks)
         if self.control is not None:
-            rows, width = self.alone.shape
+            rows, width = self.control_logps.shape
             metrics |= hybrid.sampling_metrics(
-                self.alone, self.logps[0][:rows, :width], self.control.mask, over_ranks, name="control"
+                self.control_logps, self.logps[0][:rows, :width], self.control.mask, over_ranks, name="control"
             )
         return metrics

@@ -20,7 +20,7 @@ from rlhf_examples.common.files import (
     SAMPLES,
     SETTINGS,
 )
-from rlhf_examples.common.ranks import from_all_ranks, is_first, rendezvous
+from rlhf_examples.common.ranks import barrier, gather_objects, is_main_process
 
 WRITTEN = (CHECKPOINTS, MODEL, AVERAGE, BEFORE, METRICS, SAMPLES, COMPLETIONS, SETTINGS, DONE, PAIRS)
 WRITTEN += ("tensorboard", "report.html")
@@ -41,17 +41,17 @@ def begin_run(args: RunArguments | PipelineArguments, steps: Iterable[str] = (""
         return
     directories = [Path(args.output_dir) / step for step in steps]
     # Only the first rank looks: the others could see files that it has already written.
-    found = [str(path) for directory in directories for path in results_in(directory)] if is_first() else []
-    found = from_all_ranks(found)[0]
-    if found and not args.overwrite:
+    results = [str(path) for directory in directories for path in results_in(directory)] if is_main_process() else []
+    results = gather_objects(results)[0]
+    if results and not args.overwrite:
         raise ValueError(
-            f"output_dir: {args.output_dir!r} holds another run ({', '.join(found[:4])}); give another directory, "
+            f"output_dir: {args.output_dir!r} holds another run ({', '.join(results[:4])}); give another directory, "
             "--resume true to go on with that run, or --overwrite true to delete it"
         )
-    if is_first():
+    if is_main_process():
         for directory in directories:
             clear(directory)
-    rendezvous()
+    barrier()
 
 
 def require_same_settings(finished: dict[str, Any]) -> None:
@@ -60,10 +60,10 @@ def require_same_settings(finished: dict[str, Any]) -> None:
     finished: arguments by the step's directory. Raises ValueError on every rank for a step with other settings, naming
         each; a setting that did not exist yet when the step ran is ignored.
     """
-    words = [different(directory, args) for directory, args in finished.items()] if is_first() else []
-    for changed in from_all_ranks(words)[0]:
-        if changed:
-            raise ValueError(changed)
+    errors = [different(directory, args) for directory, args in finished.items()] if is_main_process() else []
+    for error in gather_objects(errors)[0]:
+        if error:
+            raise ValueError(error)
 
 
 def different(directory: str, args: Any) -> str:

@@ -49,9 +49,9 @@ class RunLog:
         settings: dict | None = None,
     ):
         check_report_to(report_to)
-        self.leads = not dist.is_initialized() or dist.get_rank() == 0
+        self.is_main_process = not dist.is_initialized() or dist.get_rank() == 0
         self.directory, self.bar_metrics, self.print_every = Path(directory), bar_metrics or {}, print_every
-        if not self.leads:
+        if not self.is_main_process:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         rows = [row for row in read_metrics(self.directory) if row["iteration"] <= start] if start else []
@@ -61,7 +61,7 @@ class RunLog:
         self.not_finite: set[str] = set()  # metrics with a warning so far
         name = run_name or self.directory.name
         self.trackers = start_trackers(report_to, self.directory, start, project, name, settings or {})
-        completions = self._kept_completions(start)
+        completions = self._load_completions(start)
         self.evaluated = set(completions["iteration"])  # iterations whose completions are logged
         for tracker in self.trackers:
             for row in rows if tracker.replays else []:
@@ -77,11 +77,11 @@ class RunLog:
 
         Values that are not finite become null in the JSONL, with a warning the first time.
         """
-        if not self.leads:
+        if not self.is_main_process:
             return
         metrics = {name: v if isinstance(v, Histogram | int) else float(v) for name, v in metrics.items()}
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, Histogram)}
-        self._warn_of_what_is_not_finite(iteration, numbers)
+        self._warn_not_finite(iteration, numbers)
         with (self.directory / METRICS).open("a") as file:
             file.write(as_line({"iteration": iteration, **metrics}))
         for tracker in self.trackers:
@@ -92,36 +92,36 @@ class RunLog:
         if self.print_every and (iteration == 1 or iteration % self.print_every == 0):
             self._print_table(iteration, numbers)
 
-    def _warn_of_what_is_not_finite(self, iteration: int, numbers: dict[str, float]) -> None:
-        found = {name: value for name, value in numbers.items() if not math.isfinite(value)}
-        told = ", ".join(f"{name} is {value}" for name, value in found.items() if name not in self.not_finite)
-        self.not_finite |= found.keys()
-        if told:
-            with self.room_for_output():
-                warnings.warn(f"iteration {iteration}: {told}; {METRICS} has null", stacklevel=3)
+    def _warn_not_finite(self, iteration: int, numbers: dict[str, float]) -> None:
+        not_finite = {name: value for name, value in numbers.items() if not math.isfinite(value)}
+        new = ", ".join(f"{name} is {value}" for name, value in not_finite.items() if name not in self.not_finite)
+        self.not_finite |= not_finite.keys()
+        if new:
+            with self.bar_cleared():
+                warnings.warn(f"iteration {iteration}: {new}; {METRICS} has null", stacklevel=3)
 
     @contextmanager
-    def room_for_output(self) -> Iterator[None]:
+    def bar_cleared(self) -> Iterator[None]:
         """Inside the block other code may print: the progress bar is cleared."""
-        if self.leads:
+        if self.is_main_process:
             self.bar.clear()
         yield
-        if self.leads:
+        if self.is_main_process:
             self.bar.refresh()
 
     def note(self, text: str) -> None:
         """Print a line."""
-        if self.leads:
-            with self.room_for_output():
+        if self.is_main_process:
+            with self.bar_cleared():
                 print(text, flush=True)
 
     @contextmanager
-    def room_for_engine(self) -> Iterator[None]:
+    def engine_output(self) -> Iterator[None]:
         """Inside the block DeepSpeed's engine prints its line about the previous iteration; in a log file only if
         that iteration has a progress line.
         """
-        hidden = self.leads and isinstance(self.bar, ProgressLines) and self.bar.printed != self.bar.done
-        with self.room_for_output(), redirect_stdout(io.StringIO()) if hidden else nullcontext():
+        hidden = self.is_main_process and isinstance(self.bar, ProgressLines) and self.bar.printed != self.bar.done
+        with self.bar_cleared(), redirect_stdout(io.StringIO()) if hidden else nullcontext():
             yield
 
     def _print_table(self, iteration: int, numbers: dict[str, float]) -> None:
@@ -130,10 +130,10 @@ class RunLog:
         half = math.ceil(len(cells) / 2)
         for i in range(half):
             table.add_row(*cells[i], *(cells[half + i] if half + i < len(cells) else ("", "")))
-        with self.room_for_output():
+        with self.bar_cleared():
             self.console.print(table)
 
-    def _kept_completions(self, start: int) -> pd.DataFrame:
+    def _load_completions(self, start: int) -> pd.DataFrame:
         """The logged completions of the iterations that a resumed run has done; later ones are dropped from the
         file.
         """
@@ -152,14 +152,14 @@ class RunLog:
 
         columns: prompt, completion, and scores by name, lists of equal length.
         """
-        if not self.leads or iteration in self.evaluated:
+        if not self.is_main_process or iteration in self.evaluated:
             return
         self.evaluated.add(iteration)
-        found = pd.DataFrame({"iteration": iteration, **columns})
+        table = pd.DataFrame({"iteration": iteration, **columns})
         with (self.directory / COMPLETIONS).open("a") as file:
-            file.write(as_lines(found))
+            file.write(as_lines(table))
         for tracker in self.trackers:
-            tracker.add_table(iteration, "completions", found)
+            tracker.add_table(iteration, "completions", table)
         if self.print_every and shown:
             columns = {name: values[:shown] for name, values in columns.items()}
             self._print_texts(f"completions of held-out prompts, iteration {iteration}", columns)
@@ -176,7 +176,7 @@ class RunLog:
 
         Each list has an entry for every prompt; rewards are saved and shown if given.
         """
-        if not self.leads:
+        if not self.is_main_process:
             return
         columns = {"prompt": prompts, "before": before, "after": after}
         columns |= {"reward_before": rewards_before} if rewards_before is not None else {}
@@ -190,12 +190,12 @@ class RunLog:
         for row in zip(*columns.values(), strict=True):
             # As Text, because rich would read "[...]" in a completion as markup.
             table.add_row(*(Text(printable(v) if isinstance(v, str) else short(v)) for v in row))
-        with self.room_for_output():
+        with self.bar_cleared():
             self.console.print(table)
 
     def close(self) -> None:
         """Close the progress bar and the trackers."""
-        if not self.leads:
+        if not self.is_main_process:
             return
         self.bar.close()
         for tracker in self.trackers:

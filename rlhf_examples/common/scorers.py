@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid
-from rlhf_examples.common.engines import FrozenModel, frozen_model
+from rlhf_examples.common.engines import FrozenModel, load_frozen_model
 from rlhf_examples.common.forwards import frozen_values
 from rlhf_examples.common.losses import last_token_values
 from rlhf_examples.common.models import is_reward_model, load_value_model
@@ -44,12 +44,12 @@ class Scorer:
         """reward: module:function, the address of a server, or the directory or hub name of a reward model with the
         policy's tokenizer.
 
-        rows: of a reward model's forward.  offload: as in `frozen_model`.  attn_implementation: as in `models.load`.
+        rows: of a reward model's forward.  offload, attn_implementation: as in `load_frozen_model` and `models.load`.
         Raises ValueError if there is no such reward.
         """
         if is_reward_model(reward):
             load = partial(load_value_model, attn_implementation=attn_implementation)
-            return cls("reward_model", model=frozen_model(load, reward, dtype, offload), rows=rows)
+            return cls("reward_model", model=load_frozen_model(load, reward, dtype, offload), rows=rows)
         return cls(reward_name(reward), function=load_reward(reward))
 
     def by_model(self, batch: hybrid.RolloutBatch) -> Tensor:
@@ -113,11 +113,11 @@ class Rewards:
         """The result of `__call__` first, then each scorer's scores, by name; float32 [rows] each."""
         functions = {scorer.name: scorer.function for scorer in self.scorers if scorer.function is not None}
         texts, columns = [row["prompt"] for row in prompts], reward_columns(prompts)
-        given = score_all(functions, texts, completions, columns, self.timeout_s, self.retries)
+        function_scores = score_all(functions, texts, completions, columns, self.timeout_s, self.retries)
         scores = {
             scorer.name: scorer.by_model(batch)
             if scorer.model is not None
-            else torch.tensor(given[scorer.name], dtype=torch.float32, device=device())
+            else torch.tensor(function_scores[scorer.name], dtype=torch.float32, device=device())
             for scorer in self.scorers
         }
         self.last = {self.name: weighted_sum(list(scores.values()), self.weights), **scores}
@@ -128,20 +128,20 @@ class Rewards:
         has them.
         A scorer that could score no completion has none. Every rank takes part.
         """
-        found = {}
+        metrics = {}
         for name, scores in self.last.items():
-            known = scores[~scores.isnan()].double()
-            sums = sums_over_ranks({"rows": len(known), "sum": known.sum(), "squares": (known**2).sum()})
-            nothing = known.new_full((1,), -torch.inf)
-            edges = torch.stack([torch.cat([nothing, values]).max() for values in (-known, known)])
-            below, most = over_ranks(edges, dist.ReduceOp.MAX).tolist()
+            scored = scores[~scores.isnan()].double()
+            sums = sums_over_ranks({"rows": len(scored), "sum": scored.sum(), "squares": (scored**2).sum()})
+            minus_infinity = scored.new_full((1,), -torch.inf)
+            extremes = torch.stack([torch.cat([minus_infinity, values]).max() for values in (-scored, scored)])
+            negated_min, largest = over_ranks(extremes, dist.ReduceOp.MAX).tolist()
             if not sums["rows"]:
                 continue
             mean = sums["sum"] / sums["rows"]
             variance = max(sums["squares"] - sums["rows"] * mean**2, 0.0) / max(sums["rows"] - 1, 1)
-            figures = {"mean": mean, "std": variance**0.5, "min": -below, "max": most}
-            found |= {f"rewards/{name}/{figure}": value for figure, value in figures.items()}
-        return found
+            figures = {"mean": mean, "std": variance**0.5, "min": -negated_min, "max": largest}
+            metrics |= {f"rewards/{name}/{figure}": value for figure, value in figures.items()}
+        return metrics
 
     def destroy(self) -> None:
         """Destroy the engines."""
@@ -152,7 +152,7 @@ class Rewards:
 def unused_name(name: str, used: list[str]) -> str:
     """`name`, with a number appended if it is in use."""
     numbered = (f"{name}_{number}" for number in count(2))
-    return next(free for free in chain([name], numbered) if free not in used)
+    return next(candidate for candidate in chain([name], numbered) if candidate not in used)
 
 
 def weighted_sum(scores: list[Tensor], weights: list[float]) -> Tensor:

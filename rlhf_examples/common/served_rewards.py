@@ -15,7 +15,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from rlhf_examples.common.arguments import RewardServerArguments
-from rlhf_examples.common.ranks import from_all_ranks
+from rlhf_examples.common.ranks import gather_objects
 from rlhf_examples.rewards import SERVERS
 
 LOOK_S = 0.1  # between checks whether a server has started
@@ -31,45 +31,50 @@ def served_rewards(servers: dict[str, RewardServerArguments]) -> Iterator[None]:
         process, however it ends. Raises ValueError on every rank if a server does not start.
     """
     processes: list[subprocess.Popen] = []
-    before = os.environ.get(SERVERS)
+    previous = os.environ.get(SERVERS)
     try:
-        own, error = {}, ""
+        addresses, error = {}, ""
         if servers and os.environ.get("LOCAL_RANK", "0") == "0":
             try:
-                own = {name: started(name, args, processes) for name, args in servers.items()}
-            except ValueError as failure:
-                error = str(failure)
-        found = from_all_ranks((socket.gethostname(), own, error)) if servers else []
-        for _, _, error in found:
+                addresses = {name: start_server(name, args, processes) for name, args in servers.items()}
+            except ValueError as start_error:
+                error = str(start_error)
+        from_ranks = gather_objects((socket.gethostname(), addresses, error)) if servers else []
+        for _, _, error in from_ranks:
             if error:
                 raise ValueError(error)
-        addresses = {name: at for host, of, _ in found if host == socket.gethostname() for name, at in of.items()}
+        addresses = {
+            name: address
+            for host, started_there, _ in from_ranks
+            if host == socket.gethostname()
+            for name, address in started_there.items()
+        }
         os.environ[SERVERS] = json.dumps(addresses)
         yield
     finally:
-        if before is None:
+        if previous is None:
             os.environ.pop(SERVERS, None)
         else:
-            os.environ[SERVERS] = before
+            os.environ[SERVERS] = previous
         for process in processes:
-            ended(process)
+            stop_server(process)
 
 
-def started(name: str, args: RewardServerArguments, processes: list[subprocess.Popen]) -> str:
+def start_server(name: str, args: RewardServerArguments, processes: list[subprocess.Popen]) -> str:
     """Start a server, append its process to `processes`, and return its address once it responds. Raises ValueError
     if it does not start.
     """
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "address"
-        flags = asdict(replace(args, parent_pid=os.getpid(), address_file=str(path)))
+        address_file = Path(directory) / "address"
+        flags = asdict(replace(args, parent_pid=os.getpid(), address_file=str(address_file)))
         command = [sys.executable, "-m", "rlhf_examples.reward_server"]
         command += [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         processes.append(process)
         deadline = time.monotonic() + START_S
-        while not path.is_file() and process.poll() is None and time.monotonic() < deadline:
+        while not address_file.is_file() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(LOOK_S)
-        address = path.read_text() if path.is_file() else ""
+        address = address_file.read_text() if address_file.is_file() else ""
     try:
         if not address:
             raise URLError("it has ended" if process.poll() is not None else f"it took longer than {START_S:.0f} s")
@@ -79,7 +84,7 @@ def started(name: str, args: RewardServerArguments, processes: list[subprocess.P
         raise ValueError(f"servers.{name}: the server of {args.reward!r} did not start ({error})") from error
 
 
-def ended(process: subprocess.Popen) -> None:
+def stop_server(process: subprocess.Popen) -> None:
     """Terminate a process, and kill it if it does not end in time."""
     process.terminate()
     try:

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.common.actor import export_trained, kept_before, last_logged, start_log
+from rlhf_examples.common.actor import baseline_evaluation, export_trained, last_logged_metrics, start_log
 from rlhf_examples.common.arguments import TrainArguments
 from rlhf_examples.common.best_model import BestModel
 from rlhf_examples.common.checkpoint import Checkpoints
 from rlhf_examples.common.ema import MovingAverage
-from rlhf_examples.common.engines import step_on
+from rlhf_examples.common.engines import backward_and_step
 from rlhf_examples.common.files import CHECKPOINTS
-from rlhf_examples.common.losses import Loss, figure_means
+from rlhf_examples.common.losses import Loss, mean_metrics
 from rlhf_examples.common.measures import Phases, TokenCount, TrainingFlops, flops_metrics
-from rlhf_examples.common.ranks import device, over_ranks, own_share, sums_over_ranks
+from rlhf_examples.common.ranks import device, over_ranks, rank_share, sums_over_ranks
 from rlhf_examples.common.rollouts import Row
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.data.examples import Examples, RowStream
@@ -56,37 +56,37 @@ def fit(
 
     Returns the last metrics, with those of held-out rows, and with those before the first step under `before_`.
     """
-    average, best = MovingAverage(engine, args.ema_beta) if args.enable_ema else None, BestModel.of(args)
+    average, best = MovingAverage(engine, args.ema_beta) if args.enable_ema else None, BestModel.from_args(args)
     tokens, flops, outside = TokenCount(), TrainingFlops.of(engine.module), Phases()
     stream = RowStream(examples, args.seed)
     parts = {"rows": stream, "average": average, "tokens": tokens, "best": best}
     checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, {"model": engine}, parts, args.keep_last)
     done, total = checkpoints.load_latest() if args.resume else 0, total_steps(examples, args)
     log = start_log(args, description, bar_metrics, total, done)
-    before = kept_before(Path(args.output_dir), done > 0, lambda: evaluate(engine, held_out, loss_of, args))
+    before = baseline_evaluation(Path(args.output_dir), done > 0, lambda: evaluate(engine, held_out, loss_of, args))
     best.check(before)
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    metrics = last_logged(Path(args.output_dir)) if done == total or best.ends_training else {}
+    metrics = last_logged_metrics(Path(args.output_dir)) if done == total or best.ends_training else {}
     for step in range(done + 1, total + 1):
         if best.ends_training:
             log.note(best.reason)
             break
-        phases, rows_of_step = Phases(), own_share(stream.next(rows * dist.get_world_size()))
+        phases, step_rows = Phases(), rank_share(stream.next(rows * dist.get_world_size()))
         phases.end("load")
-        metrics = train_step(engine, rows_of_step, loss_of, count, args)
+        metrics = train_step(engine, step_rows, loss_of, count, args)
         phases.end("train")
-        lengths = [length for row in rows_of_step for length in lengths_of(row)]
+        lengths = [length for row in step_rows for length in lengths_of(row)]
         metrics |= {"lr": engine.get_lr()[0], **tokens.add(sum(lengths)), **phases.metrics()}
-        of_all = sums_over_ranks({"flops": flops(lengths)})["flops"]
-        metrics |= flops_metrics(of_all, phases.seconds["train"], args.peak_tflops)
+        all_flops = sums_over_ranks({"flops": flops(lengths)})["flops"]
+        metrics |= flops_metrics(all_flops, phases.seconds["train"], args.peak_tflops)
         if average is not None:
             average.update()
-        found, is_best = {}, False
+        eval_metrics, is_best = {}, False
         if step == total or (args.eval_every and step % args.eval_every == 0):
             with outside.timed("eval"):
-                found = evaluate(engine, held_out, loss_of, args)
-            is_best = best.update(found, step)
-        metrics |= found
+                eval_metrics = evaluate(engine, held_out, loss_of, args)
+            is_best = best.update(eval_metrics, step)
+        metrics |= eval_metrics
         seconds = {**outside.metrics(), "time/iteration_s": time.perf_counter() - phases.begun}
         log.add(step, {**metrics, **seconds})
         outside = Phases()  # a checkpoint's time is logged with the next step
@@ -106,13 +106,13 @@ def train_step(
 ) -> Metrics:
     """An optimizer step on this rank's rows; returns the figures of all ranks."""
     size = args.per_device_train_batch_size
-    parts = [rows[first : first + size] for first in range(0, len(rows), size)]
-    denominator = over_all(count(rows)) / (dist.get_world_size() * len(parts))
+    batches = [rows[first : first + size] for first in range(0, len(rows), size)]
+    denominator = sum_over_ranks(count(rows)) / (dist.get_world_size() * len(batches))
     losses, norms = [], []
-    for number, part in enumerate(parts):
-        losses.append(loss_of(part, denominator))
-        norms += step_on(engine, losses[-1].loss, number, len(parts))
-    return {**figure_means(losses, over_ranks), "grad_norm": norms[-1]}
+    for number, batch in enumerate(batches):
+        losses.append(loss_of(batch, denominator))
+        norms += backward_and_step(engine, losses[-1].loss, number, len(batches))
+    return {**mean_metrics(losses, over_ranks), "grad_norm": norms[-1]}
 
 
 def lengths_of(row: Row | list[Row]) -> list[int]:
@@ -120,7 +120,7 @@ def lengths_of(row: Row | list[Row]) -> list[int]:
     a pack.
     """
     if isinstance(row, list):
-        return [length for one in row for length in lengths_of(one)]
+        return [length for row_of_pack in row for length in lengths_of(row_of_pack)]
     return [
         len(row["prompt_ids"]) + len(ids) for name, ids in row.items() if name.endswith("_ids") and name != "prompt_ids"
     ]
@@ -130,15 +130,15 @@ def evaluate(engine: hybrid.HybridEngine, rows: list[Row], loss_of: LossOf, args
     """The figures of held-out rows of all ranks, with the prefix `eval_`; empty without rows."""
     if not rows:
         return {}
-    own, size = own_share(rows), args.per_device_eval_batch_size
+    own, size = rank_share(rows), args.per_device_eval_batch_size
     forwards = -(-len(rows) // (size * dist.get_world_size()))  # equally many on each rank, for ZeRO-3's collectives
     losses = []
     with evaluating(engine.module), torch.no_grad():
         for first in range(0, forwards * size, size):
-            part = own[first : first + size]
-            loss = loss_of(part or rows[:1], 1.0)
-            losses.append(loss if part else without_weight(loss))
-    return {f"eval_{name}": value for name, value in figure_means(losses, over_ranks).items()}
+            batch = own[first : first + size]
+            loss = loss_of(batch or rows[:1], 1.0)
+            losses.append(loss if batch else with_zero_weight(loss))
+    return {f"eval_{name}": value for name, value in mean_metrics(losses, over_ranks).items()}
 
 
 @contextmanager
@@ -151,12 +151,12 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
         module.train()
 
 
-def without_weight(loss: Loss) -> Loss:
+def with_zero_weight(loss: Loss) -> Loss:
     """A loss whose figures have sums and counts of 0."""
     zero = {name: torch.zeros_like(value) for name, value in loss.sums.items()}
     return replace(loss, sums=zero, counts=dict.fromkeys(loss.counts, 0))
 
 
-def over_all(count: int) -> float:
+def sum_over_ranks(count: int) -> float:
     """A count summed over all ranks."""
     return over_ranks(torch.tensor(float(count), dtype=torch.float64, device=device())).item()

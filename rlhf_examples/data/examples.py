@@ -17,20 +17,20 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_examples.data import conversations, messages, texts
-from rlhf_examples.data.conversations import assistant_mask, through_end
+from rlhf_examples.data.conversations import assistant_mask, cut_after_turn_end
 from rlhf_examples.data.records import Rows
 from rlhf_examples.data.texts import AS_NAMED, BadRecord, LeftOut, RecordFormat, Texts, texts_of
 
 TOKENS = List(Value("int32"))
-PLACE = {"source": Value("string"), "number": Value("int64"), "reason": Value("string")}
+ORIGIN = {"source": Value("string"), "number": Value("int64"), "reason": Value("string")}
 FEATURES = {
-    "supervised": Features(PLACE | {"prompt_ids": TOKENS, "completion_ids": TOKENS}),
-    "turns": Features(PLACE | {"prompt_ids": TOKENS, "completion_ids": TOKENS, "assistant_mask": List(Value("int8"))}),
+    "supervised": Features(ORIGIN | {"prompt_ids": TOKENS, "completion_ids": TOKENS}),
+    "turns": Features(ORIGIN | {"prompt_ids": TOKENS, "completion_ids": TOKENS, "assistant_mask": List(Value("int8"))}),
     "preference": Features(
-        PLACE | {"prompt_ids": TOKENS, "chosen_ids": TOKENS, "rejected_ids": TOKENS, "margin": Value("float64")}
+        ORIGIN | {"prompt_ids": TOKENS, "chosen_ids": TOKENS, "rejected_ids": TOKENS, "margin": Value("float64")}
     ),
     "prompt": Features(
-        PLACE
+        ORIGIN
         | {
             "prompt_ids": TOKENS,
             "prompt": Value("string"),
@@ -79,7 +79,7 @@ class Examples:
             for row in self.rows.shuffle(seed=epoch_seed(seed, epoch), buffer_size=SHUFFLE_BUFFER):
                 if passed.usable(row["source"], row["number"], row["reason"]):
                     yield row
-            refuse_empty(passed)
+            require_usable(passed)
             epoch += 1
 
 
@@ -143,18 +143,18 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     lengths: tokens of each row, none above `capacity`.
     """
     packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (free tokens of a pack, its number), sorted
+    free: list[tuple[int, int]] = []  # (free tokens of a pack, its number), sorted
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        place = bisect_left(rooms, (lengths[row], -1))
-        room, pack = rooms.pop(place) if place < len(rooms) else (capacity, len(packs))
+        index = bisect_left(free, (lengths[row], -1))
+        space, pack = free.pop(index) if index < len(free) else (capacity, len(packs))
         if pack == len(packs):
             packs.append([])
         packs[pack].append(row)
-        insort(rooms, (room - lengths[row], pack))
+        insort(free, (space - lengths[row], pack))
     return packs
 
 
-def tokenised(
+def tokenize_records(
     rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
     form: str,
@@ -175,7 +175,7 @@ def tokenised(
     """
     if form not in FEATURES:
         raise ValueError(f"form: {form!r} given; allowed: {', '.join(FEATURES)}")
-    work = {
+    map_arguments = {
         "function": partial(
             example, form=form, tokenizer=tokenizer, max_length=max_length, record_format=record_format
         ),
@@ -183,22 +183,22 @@ def tokenised(
         "features": FEATURES[form],
     }
     if isinstance(rows, IterableDataset):
-        return Examples(rows.map(**work), LeftOut())
+        return Examples(rows.map(**map_arguments), LeftOut())
     directory = Path(cache_dir or Path(datasets.config.HF_DATASETS_CACHE) / "rlhf_examples")
     directory.mkdir(parents=True, exist_ok=True)
     key = cache_key(rows, tokenizer, form, max_length, record_format)
     with FileLock(directory / f"{key}.lock"):
-        found = rows.map(
-            **work, cache_file_name=str(directory / f"{key}.arrow"), new_fingerprint=key, num_proc=num_proc
+        tokenized = rows.map(
+            **map_arguments, cache_file_name=str(directory / f"{key}.arrow"), new_fingerprint=key, num_proc=num_proc
         )
     left_out, usable = LeftOut(), []
-    for batch in found.select_columns(list(PLACE)).iter(batch_size=1000):
-        usable += [left_out.usable(*place) for place in zip(*(batch[name] for name in PLACE), strict=True)]
-    refuse_empty(left_out)
-    return Examples(found.select([i for i, kept in enumerate(usable) if kept]), left_out)
+    for batch in tokenized.select_columns(list(ORIGIN)).iter(batch_size=1000):
+        usable += [left_out.usable(*origin) for origin in zip(*(batch[name] for name in ORIGIN), strict=True)]
+    require_usable(left_out)
+    return Examples(tokenized.select([i for i, kept in enumerate(usable) if kept]), left_out)
 
 
-def refuse_empty(left_out: LeftOut) -> None:
+def require_usable(left_out: LeftOut) -> None:
     """Raises ValueError if all records are left out."""
     if left_out.counts.total() == left_out.total:
         raise ValueError(f"no record can be used: {left_out}")
@@ -230,8 +230,8 @@ def example(
     """A row of FEATURES from a raw row: with tokens, or with the reason why the record cannot be used."""
     names = [name for name in FEATURES[form] if name.endswith(("_ids", "_mask"))]
     try:
-        known = texts_of(row, form, tokenizer, record_format)
-        tokens = tokens_of(known, tokenizer)
+        record_texts = texts_of(row, form, tokenizer, record_format)
+        tokens = tokens_of(record_texts, tokenizer)
         if max_length and len(tokens[0]) + max(map(len, tokens[1:]), default=0) > max_length:
             raise BadRecord(f"longer than {max_length} tokens")
         if form == "preference" and tokens[1] == tokens[2]:
@@ -239,29 +239,31 @@ def example(
         margin = record_format.margin(json.loads(row["record"])) if form == "preference" else 0.0
         if form == "turns":
             ids = tokens[0] + tokens[1]
-            tokens.append(assistant_mask(known, ids, tokenizer) if known.templated else masked(*tokens))
-    except BadRecord as bad:
-        known, tokens, margin, reason = Texts("", ()), [[] for _ in names], 0.0, str(bad)
+            tokens.append(
+                assistant_mask(record_texts, ids, tokenizer) if record_texts.templated else completion_mask_of(*tokens)
+            )
+    except BadRecord as defect:
+        record_texts, tokens, margin, reason = Texts("", ()), [[] for _ in names], 0.0, str(defect)
     else:
         reason = ""
-    found = {
+    row_of_tokens = {
         "source": row["source"],
         "number": row["number"],
         "reason": reason,
         **dict(zip(names, tokens, strict=True)),
     }
     if form == "preference":
-        found |= {"margin": margin}
+        row_of_tokens |= {"margin": margin}
     if form == "prompt":
         record = {} if reason else json.loads(row["record"])
         own = {*NOT_COLUMNS, record_format.prompt_column, record_format.messages_column}
         columns = {name: value for name, value in record.items() if name not in own}
-        conversation = json.dumps(known.messages) if known.messages else ""
-        found |= {"prompt": known.prompt, "messages": conversation, "columns": json.dumps(columns)}
-    return found
+        conversation = json.dumps(record_texts.messages) if record_texts.messages else ""
+        row_of_tokens |= {"prompt": record_texts.prompt, "messages": conversation, "columns": json.dumps(columns)}
+    return row_of_tokens
 
 
-def tokens_of(known: Texts, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def tokens_of(record_texts: Texts, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The tokens of a prompt and of each of its completions.
 
     A start token is put before the prompt and an end token after a completion, if the tokenizer has them and neither a
@@ -274,14 +276,14 @@ def tokens_of(known: Texts, tokenizer: PreTrainedTokenizerBase) -> list[list[int
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    prompt = encode(known.prompt)
-    before = [] if known.templated or start is None or prompt[:1] == [start] else [start]
+    prompt = encode(record_texts.prompt)
+    before = [] if record_texts.templated or start is None or prompt[:1] == [start] else [start]
     rows = [before + prompt]
-    for completion in known.completions:
-        whole = encode(known.prompt + completion)
+    for completion in record_texts.completions:
+        whole = encode(record_texts.prompt + completion)
         tokens = whole[len(prompt) :] if whole[: len(prompt)] == prompt else encode(completion)
-        if known.templated:
-            tokens = through_end(tokens, tokenizer)
+        if record_texts.templated:
+            tokens = cut_after_turn_end(tokens, tokenizer)
         elif end is not None and tokens[-1:] != [end]:
             tokens = [*tokens, end]
         rows.append(tokens)
@@ -311,7 +313,7 @@ def collate_supervised(
         outside the assistant's turns.
     """
     ids, mask = pad([row["prompt_ids"] + row["completion_ids"] for row in rows], pad_token_id, left=False)
-    completions = [masked(row["prompt_ids"], row["completion_ids"]) for row in rows]
+    completions = [completion_mask_of(row["prompt_ids"], row["completion_ids"]) for row in rows]
     turns = [row.get("assistant_mask", of_row) for row, of_row in zip(rows, completions, strict=True)]
     learned, _ = pad(turns, 0, left=False)
     kept = learned if completion_only_loss or "assistant_mask" in rows[0] else mask
@@ -323,12 +325,12 @@ def collate_preference(rows: list[dict[str, Any]], pad_token_id: int) -> dict[st
     sequence, then every rejected one. `margin`, float32 [rows]."""
     pairs = [(row["prompt_ids"], row[name]) for name in ("chosen_ids", "rejected_ids") for row in rows]
     ids, mask = pad([prompt + completion for prompt, completion in pairs], pad_token_id, left=False)
-    completion_mask, _ = pad([masked(*pair) for pair in pairs], 0, left=False)
+    completion_mask, _ = pad([completion_mask_of(*pair) for pair in pairs], 0, left=False)
     margin = torch.tensor([row["margin"] for row in rows], dtype=torch.float32)
     return {"input_ids": ids, "attention_mask": mask, "completion_mask": completion_mask, "margin": margin}
 
 
-def masked(prompt: list[int], completion: list[int]) -> list[int]:
+def completion_mask_of(prompt: list[int], completion: list[int]) -> list[int]:
     """0 for every token of a prompt, 1 for every token of its completion."""
     return [0] * len(prompt) + [1] * len(completion)
 
@@ -355,7 +357,7 @@ def pad(rows: list[list[int]], pad_token_id: int, left: bool) -> tuple[torch.Ten
     ids = torch.full((len(rows), width), pad_token_id)
     mask = torch.zeros(len(rows), width, dtype=torch.int64)
     for i, row in enumerate(rows):
-        place = slice(width - len(row), width) if left else slice(0, len(row))
-        ids[i, place] = torch.tensor(row)
-        mask[i, place] = 1
+        columns = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, columns] = torch.tensor(row)
+        mask[i, columns] = 1
     return ids, mask

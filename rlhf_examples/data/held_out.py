@@ -7,21 +7,21 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_examples.common.arguments import RunArguments
-from rlhf_examples.data.examples import Examples, tokenised
+from rlhf_examples.data.examples import Examples, tokenize_records
 from rlhf_examples.data.records import Rows, load_records, share
 from rlhf_examples.data.texts import RecordFormat
 
 SHARE_OF_STEP = {"sft": 0, "reward_model": 1, "dpo": 1, "ppo": 2, "grpo": 2}  # index of the share in data_split
 
 
-def examples_of(
+def load_examples(
     step: str, embedded: str, form: str, max_length: int, tokenizer: PreTrainedTokenizerBase, args: RunArguments
 ) -> tuple[Examples, list[dict[str, Any]]]:
     """The training examples of a step, and at most `eval_rows` held-out rows; none if `eval_fraction` is 0 and there is
     no `eval_data_path`.
 
     step: a key of SHARE_OF_STEP.  embedded: the synthetic set for an empty `data_path`.  form, max_length: as in
-        `tokenised`.
+        `tokenize_records`.
     Rank 0 prints which records were left out, and why. Raises ValueError if there are no records to train on, or none
     to evaluate on.
     """
@@ -34,9 +34,11 @@ def examples_of(
         held_out = load_records(eval_names, "test", streaming=args.streaming, cache_dir=args.data_output_path or None)
     else:
         records, held_out = held_out_share(records, args)
-    settings = {"cache_dir": args.data_output_path or None, "record_format": RecordFormat.of(args)}
+    settings = {"cache_dir": args.data_output_path or None, "record_format": RecordFormat.from_args(args)}
     train, *evaluated = (
-        tokenised(rows, tokenizer, form, max_length, **settings) for rows in (records, held_out) if rows is not None
+        tokenize_records(rows, tokenizer, form, max_length, **settings)
+        for rows in (records, held_out)
+        if rows is not None
     )
     rows = [row for examples in evaluated for row in first_rows(examples, args)]
     for examples in (train, *evaluated):

@@ -41,13 +41,13 @@ def load_records(
     names = [names] if isinstance(names, str) else list(names)
     if not names:
         raise ValueError(f"no set is named; give files, directories, hub names, or {', '.join(SYNTHETIC)}")
-    sets = [one_set(name, split, streaming, None if cache_dir is None else str(cache_dir)) for name in names]
+    sets = [load_set(name, split, streaming, None if cache_dir is None else str(cache_dir)) for name in names]
     if streaming and len(sets) > 1:
         return interleave_datasets(sets, stopping_strategy="all_exhausted_without_replacement")
     return concatenate_datasets(sets)
 
 
-def one_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Rows:
+def load_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Rows:
     """The raw rows of one set. Raises ValueError if it does not exist."""
     base, _, own_split = (name, "", "") if Path(name).exists() else name.partition("@")
     if base.startswith("synthetic:"):
@@ -62,20 +62,20 @@ def one_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Ro
 def synthetic_set(name: str, split: str, streaming: bool) -> Rows:
     """A synthetic set. Raises ValueError if there is no such set or split."""
     if name not in SYNTHETIC or split not in SIZES:
-        known = f"{', '.join(SYNTHETIC)}, each with @{' and @'.join(SIZES)}"
-        raise ValueError(f"'{name}@{split}': there is no such set; there are {known}")
+        available = f"{', '.join(SYNTHETIC)}, each with @{' and @'.join(SIZES)}"
+        raise ValueError(f"'{name}@{split}': there is no such set; there are {available}")
     records = SETS[name.removeprefix("synthetic:")](split)
     rows = [raw_row(f"{name}@{split}", number, as_json(record)) for number, record in enumerate(records, start=1)]
-    made = Dataset.from_list(rows, features=RAW)
-    return made.to_iterable_dataset() if streaming else made
+    dataset = Dataset.from_list(rows, features=RAW)
+    return dataset.to_iterable_dataset() if streaming else dataset
 
 
 def hub_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Rows:
     """A set of the Hugging Face hub. Raises ValueError if it cannot be read or has no records."""
     path, _, config = name.partition(":")
     try:
-        found = load_dataset(path, config or None, split=split, streaming=streaming, cache_dir=cache_dir)
-        columns = list(next(iter(found)))
+        dataset = load_dataset(path, config or None, split=split, streaming=streaming, cache_dir=cache_dir)
+        columns = list(next(iter(dataset)))
     except StopIteration:
         raise ValueError(f"'{name}@{split}' has no records") from None
     except (OSError, ValueError) as error:  # datasets raises these if the network, set, config or split is missing
@@ -84,7 +84,7 @@ def hub_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Ro
             f"{name!r}: there is no such file or directory, and split {split!r} of a set of that name cannot be read "
             f"from the Hugging Face hub: {reason}"
         ) from error
-    return found.map(
+    return dataset.map(
         lambda record, number: raw_row(f"{name}@{split}", number + 1, as_json(dict(record))),
         with_indices=True,
         remove_columns=columns,
@@ -194,13 +194,13 @@ def read_lines(path: str, record_of: Callable[[str], str]) -> Iterator[Read]:
 def read_json(path: str) -> Iterator[Read]:
     """A list of records, an object whose only field `data` is that list, a single record, or JSONL."""
     try:
-        found = json.loads(Path(path).read_bytes())
+        content = json.loads(Path(path).read_bytes())
     except ValueError:
         yield from read_jsonl(path)
         return
-    if isinstance(found, dict):
-        found = found["data"] if list(found) == ["data"] else [found]
-    for number, record in enumerate(found if isinstance(found, list) else [found], start=1):
+    if isinstance(content, dict):
+        content = content["data"] if list(content) == ["data"] else [content]
+    for number, record in enumerate(content if isinstance(content, list) else [content], start=1):
         yield number, as_json(record), ""
 
 
@@ -259,6 +259,6 @@ def share_weights(data_split: str) -> list[float]:
 
 def share_of(record: str, weights: list[float], seed: int, purpose: str = "") -> int:
     """The number of the share that a record belongs to."""
-    drawn = hashlib.sha256(f"{purpose}{seed} {record}".encode()).digest()[:8]
-    point = int.from_bytes(drawn, "big") / 2**64 * sum(weights)
+    digest = hashlib.sha256(f"{purpose}{seed} {record}".encode()).digest()[:8]
+    point = int.from_bytes(digest, "big") / 2**64 * sum(weights)
     return min(bisect(list(accumulate(weights)), point), len(weights) - 1)

@@ -71,7 +71,7 @@ def stories(split: str, seed: int = 0, size: int | None = None) -> Records:
     for _ in range(size or SIZES[split]):
         prompt, words = rng.choice(prompts)
         sentences = rng.sample(MOODS[rng.choice(sorted(MOODS))], rng.choice((2, 3)))
-        records.append({"prompt": prompt, "completion": told([*sentences, ENDING], words)})
+        records.append({"prompt": prompt, "completion": fill_in([*sentences, ENDING], words)})
     return records
 
 
@@ -82,13 +82,13 @@ def preferences(split: str, seed: int = 0, size: int | None = None, label_noise:
     split has no noise: accuracy on it is agreement with the gold score.
     """
     rng, prompts = random.Random(f"preferences {split} {seed}"), openings(split)
-    noise = label_noise if split == "train" else 0.0
+    swap_probability = label_noise if split == "train" else 0.0
     records = []
     while len(records) < (size or SIZES[split]):
         prompt, words = rng.choice(prompts)
-        texts = [told(flawed_story(rng), words) for _ in range(2)]
+        texts = [fill_in(flawed_story(rng), words) for _ in range(2)]
         for pair in preference_pairs([prompt], texts[:1], texts[1:], gold_score):
-            if rng.random() < noise:
+            if rng.random() < swap_probability:
                 pair["chosen"], pair["rejected"] = pair["rejected"], pair["chosen"]
             records.append(pair)
     return records
@@ -102,14 +102,14 @@ def arithmetic(split: str, seed: int = 0, size: int | None = None, wrong: float 
     has each of its sums once; the train split has none of them in any order.
     """
     rng = random.Random(f"arithmetic {split} {seed}")
-    sums = parted([*combinations_with_replacement(range(LARGEST + 1), OPERANDS)], HELD_OUT_SUMS)[split]
-    chosen = rng.sample(sums, len(sums)) if split == "test" else rng.choices(sums, k=size or SIZES[split])
+    sums = train_test_split([*combinations_with_replacement(range(LARGEST + 1), OPERANDS)], HELD_OUT_SUMS)[split]
+    drawn = rng.sample(sums, len(sums)) if split == "test" else rng.choices(sums, k=size or SIZES[split])
     records = []
-    for numbers in chosen[:size]:
+    for numbers in drawn[:size]:
         answer, order = sum(numbers), rng.sample(numbers, OPERANDS)
-        written = answer + 1 if rng.random() < wrong else answer
+        completion = answer + 1 if rng.random() < wrong else answer
         records.append(
-            {"prompt": f"{' + '.join(map(str, order))} =", "completion": str(written), "answer": str(answer)}
+            {"prompt": f"{' + '.join(map(str, order))} =", "completion": str(completion), "answer": str(answer)}
         )
     return records
 
@@ -122,7 +122,7 @@ def story_openings(split: str, seed: int = 0, size: int | None = None) -> Record
         for kind in STORY_KINDS
         for name in STORY_NAMES
     ]
-    return [{"prompt": text} for text in parted(texts)[split][:size]]
+    return [{"prompt": text} for text in train_test_split(texts)[split][:size]]
 
 
 SETS: dict[str, Callable[..., Records]] = {
@@ -133,7 +133,7 @@ SETS: dict[str, Callable[..., Records]] = {
 }
 
 
-def parted(items: list, test_share: float = TEST_SHARE) -> dict[str, list]:
+def train_test_split(items: list, test_share: float = TEST_SHARE) -> dict[str, list]:
     """The items of each split; the test split's share is the same on every call."""
     shuffled = random.Random("splits").sample(items, len(items))
     held_out = round(len(items) * test_share)
@@ -149,10 +149,10 @@ def openings(split: str) -> list[tuple[str, dict[str, str]]]:
         for thing in THINGS
         for place in PLACES
     ]
-    return [(OPENING.format(**chosen), chosen) for chosen in parted(words)[split]]
+    return [(OPENING.format(**chosen), chosen) for chosen in train_test_split(words)[split]]
 
 
-def told(sentences: list[str], words: dict[str, str]) -> str:
+def fill_in(sentences: list[str], words: dict[str, str]) -> str:
     """Sentences with their words filled in, as a completion: it starts with the space after the opening."""
     return " " + " ".join(sentences).format(**words)
 

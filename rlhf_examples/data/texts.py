@@ -66,7 +66,7 @@ class RecordFormat:
             )
 
     @classmethod
-    def of(cls, args: Any) -> "RecordFormat":
+    def from_args(cls, args: Any) -> "RecordFormat":
         """From a script's arguments with the same names."""
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
@@ -96,18 +96,22 @@ class RecordFormat:
 
         Raises BadRecord if tools are no list or chat_template_kwargs no object.
         """
-        tools, own = (parsed(template_columns(record).get(name)) or None for name in TEMPLATE_COLUMNS)
-        if not isinstance(tools, list | None) or not isinstance(own, dict | None):
+        tools, record_kwargs = (parsed(template_columns(record).get(name)) or None for name in TEMPLATE_COLUMNS)
+        if not isinstance(tools, list | None) or not isinstance(record_kwargs, dict | None):
             raise BadRecord("tools are no list, or chat_template_kwargs no object")
-        return {**(parsed(self.chat_template_kwargs or "{}")), **(own or {}), **({"tools": tools} if tools else {})}
+        return {
+            **(parsed(self.chat_template_kwargs or "{}")),
+            **(record_kwargs or {}),
+            **({"tools": tools} if tools else {}),
+        }
 
     def missing(self, names: tuple[str, ...], record: dict[str, Any]) -> BadRecord:
         """The error for a record without these columns, with the columns that it has and the flags that map them."""
-        *most, last = (self.column(name) for name in names)
+        *others, last = (self.column(name) for name in names)
         flags = ", ".join(f"--{name}_column" for name in names)
-        wanted = f"none of {', '.join(most)} and {last}" if most else f"no {last}"
+        lacking = f"none of {', '.join(others)} and {last}" if others else f"no {last}"
         columns = ", ".join(sorted(record)) or "(none)"
-        return BadRecord(f"{wanted} among the columns {columns}; {flags} can name another")
+        return BadRecord(f"{lacking} among the columns {columns}; {flags} can name another")
 
 
 @dataclass
@@ -232,10 +236,10 @@ def preference(record: dict) -> list[Part]:
     return [shared, *(not_empty(whole[len(shared) :], "completion") for whole in (chosen, rejected))]
 
 
-def repeated_prompt(record: dict, whole: Any) -> bool:
+def repeated_prompt(record: dict, completion: Any) -> bool:
     """Whether a record's text prompt repeats the beginning of its conversation, as in UltraFeedback's sets."""
-    conversation = isinstance(whole, list) and all(map(is_message, whole[:1])) and whole
-    return isinstance(record["prompt"], str) and bool(conversation) and whole[0]["role"] != "assistant"
+    conversation = isinstance(completion, list) and all(map(is_message, completion[:1])) and completion
+    return isinstance(record["prompt"], str) and bool(conversation) and completion[0]["role"] != "assistant"
 
 
 def prompted(record: dict) -> list[Part]:
@@ -289,7 +293,9 @@ def encodable(text: str, name: str) -> None:
 def not_empty(value: Part, name: str) -> Part:
     """`value`. Raises BadRecord if it is only white space and has no tool calls."""
     whole = [value] if isinstance(value, str) else value
-    texts = [one if isinstance(one, str) else one["content"] + "call" * len(one.get("tool_calls", [])) for one in whole]
+    texts = [
+        item if isinstance(item, str) else item["content"] + "call" * len(item.get("tool_calls", [])) for item in whole
+    ]
     if not any(text.strip() for text in texts):
         raise BadRecord(f"empty {name}")
     return value

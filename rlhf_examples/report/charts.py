@@ -86,8 +86,8 @@ def draw_lines(log: pd.DataFrame, chart: Chart) -> Drawing | None:
 
 def points(column: pd.Series, chart: Chart) -> tuple[pd.Index, pd.Series]:
     """Iterations and values; values that a logarithmic axis cannot show become gaps."""
-    kept = thinned(column)
-    return kept.index, kept.where(kept > 0) if chart.log_scale else kept
+    shown = downsampled(column)
+    return shown.index, shown.where(shown > 0) if chart.log_scale else shown
 
 
 def smoothed(column: pd.Series) -> pd.Series | None:
@@ -97,7 +97,7 @@ def smoothed(column: pd.Series) -> pd.Series | None:
     return column.rolling(max(3, len(column) // 10 | 1), center=True, min_periods=1).mean()
 
 
-def thinned(column: pd.Series) -> pd.Series:
+def downsampled(column: pd.Series) -> pd.Series:
     """`column`, or, if it is long, the minimum and maximum of every range."""
     if len(column) <= MOST_POINTS:
         return column
@@ -150,14 +150,14 @@ def draw_histogram(title: str, unit: str, histograms: Iterable[Histogram]) -> Dr
     if not counted:
         return None
     edges = np.array(counted[-1].edges, dtype=float)
-    together, last = (np.array(counts) / np.sum(counts) for counts in (sum_of(counted), counted[-1].counts))
+    all_shares, last_shares = (np.array(counts) / np.sum(counts) for counts in (sum_of(counted), counted[-1].counts))
     figure, axes = new_figure()
     if len(edges) > 2 and edges[0] >= 0 and edges[-1] > 100 * edges[1] > 0:
         edges[0] = edges[0] or edges[1] ** 2 / edges[2]
         axes.set_xscale("log")
         log_ticks(axes.xaxis, edges[0], edges[-1])
-    axes.stairs(together * 100, edges, fill=True, color=SERIES[0], alpha=0.45)
-    axes.stairs(last * 100, edges, color=SERIES[2], linewidth=1.5)
+    axes.stairs(all_shares * 100, edges, fill=True, color=SERIES[0], alpha=0.45)
+    axes.stairs(last_shares * 100, edges, color=SERIES[2], linewidth=1.5)
     axes.set_xlim(edges[0], edges[-1])
     plain_ticks(axes)
     axes.set_xlabel(unit)
@@ -233,7 +233,7 @@ def as_svg(figure: Figure, title: str) -> str:
     # The page sets the font, and nothing refers to the ids and styles of groups.
     text = re.sub(r'<g id="[^"]*"', "<g", text.replace("xlink:href", "href"))
     text = re.sub(r"<style.*?</style>| font-family:[^;]*;| transform=\"rotate\(-?0 [^\"]*\"", "", text)
-    text = re.sub(r' (d|x|y|transform)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text)
+    text = re.sub(r' (d|x|y|transform)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)
     text = re.sub(r"\s*\n\s*", " ", text)
     for color, variable in VARIABLES.items():
         text = text.replace(color, f"var({variable})")

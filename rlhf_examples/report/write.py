@@ -190,11 +190,11 @@ def write_report(directory: Path) -> Path:
 
 def step_directories(directory: Path) -> list[Path]:
     """Directories with logged metrics: steps in pipeline.json's order, others by time, the run's own last."""
-    found = [path.parent for path in directory.glob(f"*/{METRICS}")]
+    directories = [path.parent for path in directory.glob(f"*/{METRICS}")]
     names = list(read_json(directory / PIPELINE, {}).get("steps", []))
-    known = [path for name in names for path in found if path.name == name]
-    others = sorted(set(found) - set(known), key=lambda path: (path / METRICS).stat().st_mtime)
-    return [*known, *others, *([directory] if (directory / METRICS).is_file() else [])]
+    listed = [path for name in names for path in directories if path.name == name]
+    unlisted = sorted(set(directories) - set(listed), key=lambda path: (path / METRICS).stat().st_mtime)
+    return [*listed, *unlisted, *([directory] if (directory / METRICS).is_file() else [])]
 
 
 def read_step(directory: Path) -> Step:
@@ -231,7 +231,7 @@ def section(step: Step) -> dict:
         "iterations": len(log),
         "duration": duration(log["time/iteration_s"].sum()) if "time/iteration_s" in log else "",
         "figures": headline_figures(log),
-        "learning": drawn(log, (*LEARNING, *charts_of_others(log))),
+        "learning": drawn(log, (*LEARNING, *other_charts(log))),
         "phases": draw_phases(seconds),
         "phase_rows": phase_rows(seconds),
         "not_finite": not_finite(step),
@@ -250,12 +250,12 @@ def drawn(log: pd.DataFrame, charts) -> list[Drawing]:
     return [drawing for drawing in drawings if drawing]
 
 
-def charts_of_others(log: pd.DataFrame) -> list[Chart]:
+def other_charts(log: pd.DataFrame) -> list[Chart]:
     """A chart for each evaluation metric and reward that no other chart shows."""
     names = [name for name in log if name.startswith(("eval", "rewards/")) and not name.endswith("_stderr")]
     names = [name for name in names if name not in CHARTED]
-    words = {name: re.sub("[/_]+", " ", name).capitalize() for name in names}
-    return [Chart(words[name], "held out" if name.startswith("eval") else "", {name: name}) for name in names]
+    titles = {name: re.sub("[/_]+", " ", name).capitalize() for name in names}
+    return [Chart(titles[name], "held out" if name.startswith("eval") else "", {name: name}) for name in names]
 
 
 def draw_memory(log: pd.DataFrame) -> list[Drawing]:
@@ -276,9 +276,9 @@ def draw_histograms(histograms: dict[str, list[Histogram]]) -> list[Drawing]:
 
 def headline_figures(log: pd.DataFrame) -> list[Figure]:
     """The metrics of HEADLINES: means over the first and the last tenth of the iterations."""
-    found = [[(label, log[n].dropna()) for n, label in row.items() if n in log] for row in HEADLINES]
+    columns_by_row = [[(label, log[n].dropna()) for n, label in row.items() if n in log] for row in HEADLINES]
     figures = []
-    for label, column in [row[0] for row in found if row]:
+    for label, column in [row[0] for row in columns_by_row if row]:
         tenth = max(1, len(column) // 10)
         before = short(column[:tenth].mean()) if len(column) > 1 else ""
         figures += [Figure(label, short(column[-tenth:].mean()), before)] if len(column) else []
@@ -293,14 +293,14 @@ def summary_figures(summary: dict) -> list[Figure]:
         name: short(value) if isinstance(value, int | float | None) else str(value) for name, value in summary.items()
     }
     errors = {f"{name}_stderr" for name in texts} & texts.keys()
-    left = {
+    remaining = {
         name: f"{text} ± {texts[error]}" if (error := f"{name}_stderr") in errors else text
         for name, text in texts.items()
         if name not in errors
     }
-    ours, theirs = summary.get("tokens_per_second"), summary.get("hf_tokens_per_second")
-    speedup = f"{ours / theirs:.1f} × Hugging Face's {short(theirs)}" if ours and theirs else ""
-    known = [
+    rate, hf_rate = summary.get("tokens_per_second"), summary.get("hf_tokens_per_second")
+    speedup = f"{rate / hf_rate:.1f} × Hugging Face's {short(hf_rate)}" if rate and hf_rate else ""
+    labelled = [
         ("Gold score", "gold_score_after", "gold_score_before", "never seen in training"),
         ("KL to the reference", "kl", "", "nats"),
         ("GRPO, exact match", "grpo_exact_match_after", "grpo_exact_match_before", "held-out problems"),
@@ -308,13 +308,13 @@ def summary_figures(summary: dict) -> list[Figure]:
         ("Tokens a second", "tokens_per_second", "", speedup),
     ]
     figures = [
-        Figure(label, left.pop(after), left.pop(before, ""), note)
-        for label, after, before, note in known
-        if after in left
+        Figure(label, remaining.pop(after), remaining.pop(before, ""), note)
+        for label, after, before, note in labelled
+        if after in remaining
     ]
     if speedup:
-        del left["hf_tokens_per_second"]
-    return figures + [Figure(name.replace("_", " "), value) for name, value in left.items()]
+        del remaining["hf_tokens_per_second"]
+    return figures + [Figure(name.replace("_", " "), value) for name, value in remaining.items()]
 
 
 def phase_rows(seconds: pd.DataFrame) -> list[tuple[str, int, str, str]]:
@@ -351,16 +351,16 @@ def sample_of(sample: dict) -> dict[str, str]:
     return {"reward_before": "", "reward_after": "", **texts, **rewards}
 
 
-def completions_by_prompt(completions: pd.DataFrame, most: int) -> list[tuple[str, list[tuple[int, str, str]]]]:
-    """For the first `most` held-out prompts: the prompt, and its completion and first score by iteration."""
+def completions_by_prompt(completions: pd.DataFrame, num_prompts: int) -> list[tuple[str, list[tuple[int, str, str]]]]:
+    """For the first `num_prompts` held-out prompts: the prompt, and its completion and first score by iteration."""
     scores = [name for name in completions.columns if name not in ("iteration", "prompt", "completion")]
-    found = []
+    prompts = []
     for _, rows in completions.groupby(completions.groupby("iteration").cumcount()):
-        first = rows[scores[0]] if scores else [None] * len(rows)
-        texts = zip(rows["iteration"], rows["completion"], first, strict=True)
+        first_scores = rows[scores[0]] if scores else [None] * len(rows)
+        texts = zip(rows["iteration"], rows["completion"], first_scores, strict=True)
         by_iteration = [(iteration, printable(text), short(score)) for iteration, text, score in texts]
-        found.append((printable(rows["prompt"].iloc[0]), by_iteration))
-    return found[:most]
+        prompts.append((printable(rows["prompt"].iloc[0]), by_iteration))
+    return prompts[:num_prompts]
 
 
 def rows_of(settings: dict) -> list[tuple[str, str]]:
@@ -370,9 +370,9 @@ def rows_of(settings: dict) -> list[tuple[str, str]]:
 
 def duration(seconds: float) -> str:
     """Seconds as hours and minutes, minutes and seconds, or seconds."""
-    minutes, left = divmod(round(seconds), 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {left} s" if minutes else f"{seconds:.1f} s"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
 def read_json(path: Path, default):

@@ -106,7 +106,7 @@ def logged(directory: Path) -> list[dict[str, float]]:
 # The functions that a kill comes from, and at which of their calls.
 POINTS = {
     "rollout": ("roll_out", 4),  # the first is of the evaluation
-    "update": ("step_on", 15),
+    "update": ("backward_and_step", 15),
     "before saving": ("save", 2),
     "while saving": ("save", 2),
     "after saving": ("save", 2),

@@ -23,7 +23,7 @@ from rlhf_examples.common.arguments import (
     arguments_of,
     read_yaml,
 )
-from rlhf_examples.common.engines import deepspeed_config, frozen
+from rlhf_examples.common.engines import deepspeed_config, load_rollout_engine
 from rlhf_examples.common.models import load_exported
 from rlhf_examples.common.rollouts import sampling
 from tests.engines import engine_of, train_step
@@ -80,7 +80,7 @@ def check_recipe(name: str, folder: str) -> None:
         if isinstance(args, RolloutArguments):
             check_actor(args, folder)
         else:
-            engine = frozen(load_exported, folder, args.dtype, zero_stage=3)
+            engine = load_rollout_engine(load_exported, folder, args.dtype, zero_stage=3)
             roll_out_and_score(engine, sampling(replace(args, max_answer_seq_len=6), seed=0))
             require_fused(engine)
             engine.destroy()

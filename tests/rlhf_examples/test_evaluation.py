@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_examples.common.actor import Evaluation, pass_at, standard_error
 from rlhf_examples.common.arguments import EvaluateArguments, GRPOArguments
-from rlhf_examples.common.engines import frozen
+from rlhf_examples.common.engines import load_rollout_engine
 from rlhf_examples.common.models import load_exported, load_tokenizer
 from rlhf_examples.common.scorers import Rewards
 from tests.rank_pool import RankPool
@@ -39,7 +39,7 @@ def long_words(prompts, completions, **columns) -> list[float]:
 def check_names(directory: str) -> None:
     """What training goes by and what it never sees keep their own scores where both have one name."""
     tokenizer = load_tokenizer(f"{directory}/model")
-    engine = frozen(load_exported, f"{directory}/model", "float32", zero_stage=0)
+    engine = load_rollout_engine(load_exported, f"{directory}/model", "float32", zero_stage=0)
     rewards, others = (Rewards.load([f"{HERE}:{name}"], "float32", rows=4) for name in ("short_words", "long_words"))
     others.scorers[0].name = "short_words"
     rows = [{"prompt": text, "columns": "{}", "prompt_ids": [1, *tokenizer(text)["input_ids"]]} for text in TEXTS]
@@ -59,7 +59,7 @@ def test_rewards_of_one_name_keep_their_own_scores(ranks, tmp_path):
 def check_evaluation(directory: str) -> dict:
     """What ranks find, of the same prompts."""
     tokenizer = load_tokenizer(f"{directory}/model")
-    engine = frozen(load_exported, f"{directory}/model", "float32", zero_stage=3)
+    engine = load_rollout_engine(load_exported, f"{directory}/model", "float32", zero_stage=3)
     rewards = Rewards.load([f"{HERE}:short_words"], "float32", rows=4)
     rows = [{"prompt": text, "columns": "{}", "prompt_ids": [1, *tokenizer(text)["input_ids"]]} for text in TEXTS]
     args = GRPOArguments(max_answer_seq_len=4, seed=3)

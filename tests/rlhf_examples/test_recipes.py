@@ -23,7 +23,7 @@ from hybrid.build import Builder
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.memory_plan import MemoryPlanner
 from rlhf_examples import pipeline
-from rlhf_examples.common.actor import hybrid_blocks
+from rlhf_examples.common.actor import rollout_config
 from rlhf_examples.common.arguments import PPOArguments, read_yaml
 from rlhf_examples.common.run_log import read_metrics
 from tests.rlhf_examples.chat_models import chat_model, tokenizer_of
@@ -88,7 +88,7 @@ def test_the_figures_are_the_plans(name, pretended_ranks):
     assert args.max_prompt_seq_len + args.max_answer_seq_len == tokens
     pretended_ranks(world_size)
     model = partitioned_model(args, world_size, *of_model)
-    blocks = hybrid_blocks(args)
+    blocks = rollout_config(args)
     settings = HybridEngineConfig(**blocks["hybrid_engine"])
     rollout = RolloutConfig(**blocks["rollout"])
     builder = Builder(model, settings, rollout, 3, None, lambda nbytes: None, list)

@@ -173,7 +173,7 @@ def run_chat(path: str, said: list[str], template: str) -> tuple[list, str, list
             raise EOFError from None
 
     messages = chat.talk(engine, tokenizer, ask, args)
-    prompt = chat.prompt_of(tokenizer, messages[:-1])
+    prompt = chat.encode_prompt(tokenizer, messages[:-1])
     return messages, tokenizer.decode(prompt[0]), prompt[0].tolist()
 
 

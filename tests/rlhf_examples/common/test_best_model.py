@@ -78,15 +78,15 @@ def test_settings_that_do_not_fit(settings, words):
 def test_names_and_directions_are_transformers(tmp_path):
     of = {"--metric_for_best_model": "loss", "--eval_every": "1"}
     flags = [text for pair in of.items() for text in pair]
-    best = BestModel.of(parse_arguments(SFTArguments, flags))
+    best = BestModel.from_args(parse_arguments(SFTArguments, flags))
     assert (best.metric, best.greater_is_better) == ("eval_loss", False)
-    best = BestModel.of(parse_arguments(SFTArguments, [*flags, "--greater_is_better", "true"]))
+    best = BestModel.from_args(parse_arguments(SFTArguments, [*flags, "--greater_is_better", "true"]))
     assert best.greater_is_better
     path = tmp_path / "run.yaml"
     path.write_text("metric_for_best_model: eval_reward\neval_every: 2\ngreater_is_better: false\n")
-    assert not BestModel.of(parse_arguments(GRPOArguments, [str(path)])).greater_is_better
+    assert not BestModel.from_args(parse_arguments(GRPOArguments, [str(path)])).greater_is_better
     path.write_text("metric_for_best_model: eval_reward\neval_every: 2\n")
-    assert BestModel.of(parse_arguments(PPOArguments, [str(path)])).greater_is_better
+    assert BestModel.from_args(parse_arguments(PPOArguments, [str(path)])).greater_is_better
 
 
 @pytest.mark.usefixtures("alone")
@@ -103,7 +103,7 @@ def test_the_best_checkpoint_is_not_pruned(tmp_path):
     assert Checkpoints(tmp_path, {}, {"best": fresh}, 1).load_latest() == 6
     assert fresh.state_dict() == best.state_dict() == {"value": 4.0, "iteration": 5, "waited": 0}
     other = Checkpoints(tmp_path, {}, {"best": fresh, "average": fresh}, 1)
-    with pytest.raises(ValueError, match="holds no average; give the settings that the run began with"):
+    with pytest.raises(ValueError, match="has no state of average; give the settings that the run began with"):
         other.load_latest()
 
 

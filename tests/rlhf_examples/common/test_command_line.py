@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_one_line(case, folder, tmp_path_factory, monkeypat
 
 def test_an_error_once_there_is_an_engine_keeps_its_traceback(caplog):
     with pytest.raises(ValueError, match="inside"), command_line.input_errors_reported():
-        ranks.preparation_is_over()
+        ranks.end_preparation()
         raise ValueError("inside")
 
 
@@ -99,7 +99,7 @@ def test_a_later_step_is_prepared_anew(monkeypatch, capsys, caplog):
     monkeypatch.setattr(command_line.os, "_exit", lambda status: None)
     with caplog.at_level(logging.DEBUG, "rlhf_examples"), command_line.input_errors_reported():
         with ranks.preparing():
-            ranks.preparation_is_over()
+            ranks.end_preparation()
         with ranks.preparing():
             raise ValueError("two\nlines")
     assert capsys.readouterr().err == "error: two lines\n"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import hybrid
 from rlhf_examples.common import groups as groups_of
 from rlhf_examples.common.arguments import GRPOArguments
-from rlhf_examples.common.groups import groups_with_spread, has_spread
+from rlhf_examples.common.groups import dynamic_sampling_groups, rewards_differ
 from rlhf_examples.common.measures import Phases
 from rlhf_examples.common.scorers import Rewards, Scorer
 from rlhf_examples.data.examples import Examples, RowStream, pad
@@ -44,7 +44,7 @@ def small(tmp_path_factory):
 
 def test_what_has_a_spread():
     rewards = torch.tensor([[1, 1, 1], [1, 2, 1], [NAN, 2, 2], [NAN, 2, 3], [NAN, NAN, 1], [NAN] * 3])
-    assert has_spread(rewards.flatten(), 3).tolist() == [False, True, False, True, False, False]
+    assert rewards_differ(rewards.flatten(), 3).tolist() == [False, True, False, True, False, False]
 
 
 def prompts_of(count: int) -> RowStream:
@@ -89,7 +89,7 @@ def sample(monkeypatch, hopeless: set[int], rounds: int):
     monkeypatch.setattr(groups_of, "decode_completions", lambda tokenizer, batch: [""] * len(batch.completion_ids))
     args = GRPOArguments(num_generations=EACH, per_device_generation_batch_size=2, max_num_gen_batches=rounds)
     rewards, tokenizer = Rewards([Scorer("reward", reward)], [1.0]), SimpleNamespace(pad_token_id=0)
-    found = groups_with_spread(None, rewards, tokenizer, prompts_of(9), 5, Phases(), args)
+    found = dynamic_sampling_groups(None, rewards, tokenizer, prompts_of(9), 5, Phases(), args)
     return *found, drawn, rewards
 
 
@@ -116,7 +116,7 @@ def test_after_the_last_round_what_is_left_fills_the_places(alone, monkeypatch):
     assert [row["prompt"] for row in groups.prompts] == [str(order[0])] * EACH + [str(order[2])] * EACH
     assert (metrics[SAMPLED], metrics[DROPPED], metrics[LEFT]) == (3, 1, 1)
     groups, metrics, *_ = sample(monkeypatch, set(order), rounds=1)
-    assert has_spread(groups.scores["reward"], EACH).tolist() == [False, False] and metrics[LEFT] == 2
+    assert rewards_differ(groups.scores["reward"], EACH).tolist() == [False, False] and metrics[LEFT] == 2
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import hybrid
 from rlhf_examples.common import models
 from rlhf_examples.common.arguments import SFTArguments
-from rlhf_examples.common.engines import Training, deepspeed_config, export, frozen, frozen_model, trained
+from rlhf_examples.common.engines import (
+    Training,
+    deepspeed_config,
+    export,
+    load_frozen_model,
+    load_rollout_engine,
+    make_engine,
+)
 from rlhf_examples.common.forwards import token_values
 from rlhf_examples.common.models import (
     LoRA,
@@ -112,7 +119,7 @@ def check_policy(folder: str, family: str, stage: int, dtype: str, lora: LoRA, f
     engines = []
     for load in (lambda: whole_policy(base, lora), lambda: load_policy(base, settings.config(args), lora)):
         seed_everything(7)
-        engines.append(trained(load(), args, settings))
+        engines.append(make_engine(load(), args, settings))
     buffers = [dict(engine.module.named_buffers()) for engine in engines]
     assert buffers[0].keys() == buffers[1].keys()
     for name, buffer in buffers[1].items():  # Gemma casts its float32 scale before use; it may have been made in bf16
@@ -168,7 +175,7 @@ def check_value_model(folder: str, lora: LoRA, has_head: bool, dtype: str) -> No
         lambda: load_value_model(base, settings.config(args), lora),
     ):
         seed_everything(7)
-        engines.append(trained(load(), args, settings))
+        engines.append(make_engine(load(), args, settings))
     trains_alike(*engines, value_step)
 
 
@@ -214,7 +221,7 @@ def check_begins_from_adapter(folder: str, stage: int, lora: LoRA) -> None:
         logits = expected["policy"](ids, attention_mask=mask).logits
         hidden = expected["reward"].get_base_model().base_model(ids, attention_mask=mask).last_hidden_state
         values = expected["reward"].get_base_model().score(hidden)
-    policy = trained(load_policy(f"{folder}/policy", settings.config(args), lora), args, settings)
+    policy = make_engine(load_policy(f"{folder}/policy", settings.config(args), lora), args, settings)
     torch.testing.assert_close(policy(ids, attention_mask=mask).logits.detach(), logits, atol=1e-4, rtol=1e-4)
     for number in range(2):
         train_step(policy, number)
@@ -231,8 +238,8 @@ def check_begins_from_adapter(folder: str, stage: int, lora: LoRA) -> None:
     with torch.no_grad():
         written = AutoModelForCausalLM.from_pretrained(f"{folder}/out")(ids, attention_mask=mask).logits
     torch.testing.assert_close(written, now, atol=1e-3, rtol=1e-4)
-    critic = trained(load_value_model(f"{folder}/reward", settings.config(args), lora), args, settings)
-    judging = frozen_model(load_value_model, f"{folder}/reward", "float32", offload=stage == 3)
+    critic = make_engine(load_value_model(f"{folder}/reward", settings.config(args), lora), args, settings)
+    judging = load_frozen_model(load_value_model, f"{folder}/reward", "float32", offload=stage == 3)
     for engine in (critic, judging):
         with torch.no_grad():
             found = engine(input_ids=ids, attention_mask=mask).logits
@@ -289,8 +296,8 @@ def check_frozen(folder: str, offload: bool) -> None:
     reference = AutoModelForCausalLM.from_pretrained(base).eval()
     adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), f"{folder}/adapter").eval()
     engines = {
-        reference: frozen_model(load_policy, base, "float32", offload),
-        adapted: frozen(load_exported, f"{folder}/adapter", "float32", zero_stage=3 if offload else 0),
+        reference: load_frozen_model(load_policy, base, "float32", offload),
+        adapted: load_rollout_engine(load_exported, f"{folder}/adapter", "float32", zero_stage=3 if offload else 0),
     }
     for model, engine in engines.items():
         with torch.no_grad():
@@ -379,7 +386,9 @@ def memory_of_a_life(directory: str, size: str, max_shard_bytes: int) -> tuple[i
     with returning_memory():
         nbytes = make_checkpoint(directory, size)
         with PeakMemory() as loading:
-            engine = frozen(load_policy, directory, "bfloat16", zero_stage=3, hybrid_engine={"pin_parameters": False})
+            engine = load_rollout_engine(
+                load_policy, directory, "bfloat16", zero_stage=3, hybrid_engine={"pin_parameters": False}
+            )
         dist.barrier()
         with PeakMemory() as saving:
             engine.save_pretrained(f"{directory}/again", max_shard_bytes=max_shard_bytes)

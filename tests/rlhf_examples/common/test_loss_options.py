@@ -15,7 +15,7 @@ from rlhf_examples.common import losses
 from rlhf_examples.common.arguments import GRPOArguments, PPOArguments, parse_arguments
 from rlhf_examples.common.losses import IMPORTANCE_SAMPLING_MODES
 from rlhf_examples.common.rollouts import Experience, loss_weights
-from rlhf_examples.data.examples import collate_preference, tokenised
+from rlhf_examples.data.examples import collate_preference, tokenize_records
 from rlhf_examples.data.records import load_records
 from rlhf_examples.data.synthetic import synthetic_tokenizer
 from rlhf_examples.data.texts import RecordFormat
@@ -59,7 +59,7 @@ def set_by_scripts() -> set[tuple[str, str]]:
 
 
 # Arithmetic inside of a loss or a controller, and what depends on the batch alone.
-INNER = {"figure_means", "require_one_of", "pairs_loss", "FixedKLController", "in_groups"}
+INNER = {"mean_metrics", "require_one_of", "pairs_loss", "FixedKLController", "in_groups"}
 
 
 def test_every_option_is_set_by_a_script():
@@ -114,7 +114,7 @@ def stepped_loss(monkeypatch, *flags: str) -> tuple[float, dict[str, torch.Tenso
     def token_logps(policy, sequences, *_) -> tuple[torch.Tensor, torch.Tensor]:
         return new[sequences[:, 0]], entropies[sequences[:, 0]]
 
-    def step_on(engine, loss: torch.Tensor, *_) -> list[float]:
+    def backward_and_step(engine, loss: torch.Tensor, *_) -> list[float]:
         stepped.append(loss.item())
         return [0.0]
 
@@ -126,9 +126,9 @@ def stepped_loss(monkeypatch, *flags: str) -> tuple[float, dict[str, torch.Tenso
         def metrics(self) -> dict:
             return {}
 
-    for name, own in {"token_logps": token_logps, "step_on": step_on, "Numerics": Numerics}.items():
+    for name, own in {"token_logps": token_logps, "backward_and_step": backward_and_step, "Numerics": Numerics}.items():
         monkeypatch.setattr(grpo, name, own)
-    grpo.update(SimpleNamespace(policy=None, stepped=lambda: None), experience, 1, args)
+    grpo.update(SimpleNamespace(policy=None, update_average=lambda: None), experience, 1, args)
     (loss,) = stepped
     ratio, kl = (new - old).exp(), (reference - new).exp() - (reference - new) - 1
     return loss, {"ratio": ratio, "kl": kl, "entropies": entropies, "advantages": advantages[:, None]}
@@ -167,10 +167,10 @@ def test_a_margin_is_read_by_its_column(tmp_path):
     records = load_records([str(pairs_file(tmp_path, [0.5, 2, None, "much", True]))])
     tokenizer, settings = synthetic_tokenizer(), {"cache_dir": str(tmp_path)}
     by = RecordFormat(margin_column="by")
-    found = tokenised(records, tokenizer, "preference", 0, record_format=by, **settings)
+    found = tokenize_records(records, tokenizer, "preference", 0, record_format=by, **settings)
     assert collate_preference(list(found.rows), 0)["margin"].tolist() == [0.5, 2.0, 0.0]
     assert found.left_out.counts == {"by is no finite number": 2}
-    unnamed = tokenised(records, tokenizer, "preference", 0, **settings)
+    unnamed = tokenize_records(records, tokenizer, "preference", 0, **settings)
     assert collate_preference(list(unnamed.rows), 0)["margin"].tolist() == [0.0] * 5
 
 

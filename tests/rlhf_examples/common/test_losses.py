@@ -18,7 +18,6 @@ from rlhf_examples.common.losses import (
     dpo_loss,
     entropy_bonus,
     entropy_from_logits,
-    figure_means,
     group_advantages,
     group_std,
     grpo_loss,
@@ -28,6 +27,7 @@ from rlhf_examples.common.losses import (
     last_token_values,
     loss_denominator,
     masked_whiten,
+    mean_metrics,
     mixed_loss,
     pairwise_reward_loss,
     policy_loss,
@@ -255,7 +255,7 @@ def test_pairwise_reward_loss_and_its_gradient(with_margin):
     accuracy = sum(difference[pair] > 0 for pair in kept)
     assert 0 < accuracy < len(kept)
     means = {"accuracy": accuracy / 5, "loss": total / 5, "margin": sum(difference.values()) / 5}
-    assert figure_means([ours]) == pytest.approx(means, rel=1e-12)
+    assert mean_metrics([ours]) == pytest.approx(means, rel=1e-12)
 
 
 def test_tokenwise_reward_loss_and_its_gradient():
@@ -294,7 +294,7 @@ def test_tokenwise_reward_loss_and_its_gradient():
     torch.testing.assert_close(x["chosen_values"].grad, gradient, atol=1e-14, rtol=1e-12)
     assert 0 < correct < 4
     means = {"loss": total / 4, "accuracy": correct / 4, "margin": margins / 4}
-    assert figure_means([ours]) == pytest.approx(means, rel=1e-12)
+    assert mean_metrics([ours]) == pytest.approx(means, rel=1e-12)
     # Two columns of padding on the left, which differ, change nothing.
     wide = {name: torch.cat([torch.full((len(pairs), 2), number), x[name]], dim=1) for number, name in enumerate(x)}
     for side in ("chosen", "rejected"):
@@ -346,7 +346,7 @@ def test_dpo_loss_and_its_gradient(smoothing):
         "rewards/accuracies": accuracy,
         "rewards/margins": sum(better - worse for better, worse in rewards) / 5,
     }
-    assert figure_means([ours]) == pytest.approx(means, rel=1e-12)
+    assert mean_metrics([ours]) == pytest.approx(means, rel=1e-12)
 
 
 def test_half_precision_is_summed_in_float32():
@@ -419,12 +419,12 @@ def test_entropy_and_pretraining_are_mixed_in():
     gradients = torch.autograd.grad(ours.loss, (entropies, text))
     for gradient, slope in zip(gradients, (-0.3 / 7, -2 / 5), strict=True):
         torch.testing.assert_close(gradient, slope * x["mask"].double(), atol=1e-15, rtol=1e-12)
-    figures = figure_means([ours])
+    figures = mean_metrics([ours])
     count = len(cells(x))
     assert figures["entropy"] == pytest.approx(total / count) and figures["ptx/loss"] == pytest.approx(
         supervised / count
     )
-    assert {name: figures[name] for name in policy.sums} == figure_means([policy])
+    assert {name: figures[name] for name in policy.sums} == mean_metrics([policy])
     assert mixed_loss(policy).loss is policy.loss
 
 
@@ -547,7 +547,7 @@ def test_grpo_loss_is_trls(loss_type, level, options):
     assert ours.loss.item() == pytest.approx(theirs.item(), rel=1e-12)
     torch.testing.assert_close(gradient, expected, atol=1e-14, rtol=1e-11)
     assert (gradient[x["mask"] == 0] == 0).all() and gradient.abs().max() > 1e-3
-    assert figure_means([ours]) == pytest.approx(metrics, rel=1e-12)
+    assert mean_metrics([ours]) == pytest.approx(metrics, rel=1e-12)
     if level == "token":
         assert metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0, "nothing was clipped"
 
@@ -576,7 +576,7 @@ def test_the_split_over_ranks_and_micro_batches_changes_nothing(loss_type, level
         losses = [ours_of(x, rows, denominator, loss_type, level, options) for rows in parts]
         total = sum(loss.loss for loss in losses) / len(parts)
         (gradient,) = torch.autograd.grad(total, x["logps"])
-        return total, gradient, figure_means(losses)
+        return total, gradient, mean_metrics(losses)
 
     total, gradient, figures = whole(split)
     expected_total, expected_gradient, expected_figures = whole(SPLITS[0])
@@ -628,9 +628,9 @@ def test_figures_are_means_over_ranks():
         return totals + other
 
     other = 0.0
-    figure_means(parts[:1], over_ranks)
+    mean_metrics(parts[:1], over_ranks)
     other = calls[0]
-    assert figure_means(parts[1:], over_ranks) == pytest.approx(figure_means(parts), rel=1e-12)
+    assert mean_metrics(parts[1:], over_ranks) == pytest.approx(mean_metrics(parts), rel=1e-12)
     assert len(calls) == 2
 
 
@@ -650,7 +650,7 @@ def test_a_step_of_dropped_samples_alone_is_zero():
                 )
                 ours.loss.backward()
                 assert ours.loss.item() == 0 and (logps.grad == 0).all()
-                assert figure_means([ours])["kl"] == 0
+                assert mean_metrics([ours])["kl"] == 0
     nothing = torch.full((2, WIDTH), math.nan, dtype=torch.float64)
     mask, scores = torch.zeros(2, WIDTH, dtype=torch.long), torch.tensor([1.0, math.nan], dtype=torch.float64)
     assert (shaped_rewards(scores, nothing, nothing, mask, 0.1) == 0).all()

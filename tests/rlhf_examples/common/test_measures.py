@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_examples.common.arguments import SFTArguments
-from rlhf_examples.common.engines import step_on, trained
+from rlhf_examples.common.engines import backward_and_step, make_engine
 from rlhf_examples.common.losses import explained_variance
 from rlhf_examples.common.measures import (
     Phases,
@@ -127,12 +127,12 @@ def check_gradient_norm(folder: str, stage: int, dtype: str) -> None:
     """Of one step over the rows of both ranks, in two backwards: as the whole model has it in one process."""
     on_first_rank(lambda: tiny_model("llama").save_pretrained(f"{folder}/base"))
     args, settings = SFTArguments(dtype=dtype), training(stage)
-    engine = trained(load_policy(f"{folder}/base", settings.config(args), LoRA(0, 16, "")), args, settings)
+    engine = make_engine(load_policy(f"{folder}/base", settings.config(args), LoRA(0, 16, "")), args, settings)
     ids = torch.cat([prompts(2, 8, padded=False, seed=rank)[0] for rank in range(dist.get_world_size())])
     own, norms = ids[2 * dist.get_rank() :][:2], []
     for number in range(2):
         row = own[number : number + 1]
-        norms += step_on(engine, engine(input_ids=row, labels=row).loss, number, 2)
+        norms += backward_and_step(engine, engine(input_ids=row, labels=row).loss, number, 2)
     whole = tiny_model("llama")
     whole(input_ids=ids, labels=ids).loss.backward()
     expected = torch.cat([p.grad.flatten() for p in whole.parameters()]).norm().item()

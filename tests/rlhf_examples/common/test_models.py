@@ -13,12 +13,12 @@ from rlhf_examples.common.actor import Actor
 from rlhf_examples.common.arguments import PPOArguments, SFTArguments, arguments_of
 from rlhf_examples.common.batches import require_exact_values
 from rlhf_examples.common.ema import MovingAverage
-from rlhf_examples.common.engines import Training, deepspeed_config, export, frozen_model, trained
+from rlhf_examples.common.engines import Training, deepspeed_config, export, load_frozen_model, make_engine
 from rlhf_examples.common.forwards import frozen_values, token_values
 from rlhf_examples.common.losses import last_token_values
 from rlhf_examples.common.models import LoRA, ValueModel, load_exported, load_policy, load_value_model
 from rlhf_examples.common.models import merged as merged_adapter
-from rlhf_examples.common.rollouts import own_numbers, roll_out, sampling
+from rlhf_examples.common.rollouts import rank_row_ids, roll_out, sampling
 from rlhf_examples.common.scorers import Scorer
 from rlhf_examples.data.synthetic import synthetic_tokenizer
 from tests.engines import train_step
@@ -39,7 +39,7 @@ def on_first_rank(make) -> None:
 def check_export(folder: str, stage: int, lora_rank: int, merged: bool) -> None:
     base, out, settings = f"{folder}/base", f"{folder}/policy", training(stage, lora_rank)
     on_first_rank(lambda: tiny_model("llama").save_pretrained(base))
-    engine = trained(load_policy(base, settings.config(SFTArguments()), settings.lora), SFTArguments(), settings)
+    engine = make_engine(load_policy(base, settings.config(SFTArguments()), settings.lora), SFTArguments(), settings)
     ids, mask = prompts(2, 7, padded=False, seed=dist.get_rank())
     untrained = engine(ids, attention_mask=mask).logits.detach()
     for step in range(2):
@@ -69,7 +69,9 @@ def test_the_exported_policy_is_the_trained_one(ranks, tmp_path, stage, lora_ran
 def check_values(folder: str, family: str, lora_rank: int) -> None:
     base, out, settings = f"{folder}/base", f"{folder}/reward", training(3, lora_rank)
     on_first_rank(lambda: tiny_model(family).save_pretrained(base))
-    critic = trained(load_value_model(base, settings.config(SFTArguments()), settings.lora), SFTArguments(), settings)
+    critic = make_engine(
+        load_value_model(base, settings.config(SFTArguments()), settings.lora), SFTArguments(), settings
+    )
     ids, mask = prompts(2, 7, padded=True, seed=dist.get_rank())
     with critic.inference():
         assert (frozen_values(critic, ids, mask, 1) == 0).all(), "values begin at zero"
@@ -88,7 +90,7 @@ def check_values(folder: str, family: str, lora_rank: int) -> None:
     export(critic, synthetic_tokenizer(), out)
     # Hugging Face's own classifier judges the last token that is not padding: rows of real tokens alone.
     classifier = AutoModelForSequenceClassification.from_pretrained(out, num_labels=1).eval()
-    engine = frozen_model(load_value_model, out, "float32")
+    engine = load_frozen_model(load_value_model, out, "float32")
     again = last_token_values(frozen_values(engine, ids, mask, 2), mask)
     for row, kept, value, judged in zip(ids, mask.bool(), last_token_values(values, mask), again, strict=True):
         with torch.no_grad():
@@ -134,7 +136,7 @@ def check_reference(folder: str, lora_rank: int, offload: bool) -> None:
         train_step(actor.policy, step)
     tokenizer = synthetic_tokenizer()
     rows = [{"prompt_ids": [5, 6, 7 + i, 9][: 4 - i]} for i in range(2)]
-    batch = roll_out(actor.policy, tokenizer, rows, own_numbers(2), sampling(args, 3))
+    batch = roll_out(actor.policy, tokenizer, rows, rank_row_ids(2), sampling(args, 3))
     found, own = actor.reference_logps(batch), actor.old_logps(batch)
     model = AutoModelForCausalLM.from_pretrained(base).eval()
     expected = torch.zeros_like(found)
@@ -162,7 +164,7 @@ def check_average(folder: str, stage: int, family: str, tied: bool) -> None:
     """Against float64, over weights that were read whole after every step."""
     base, out, settings, beta = f"{folder}/base", f"{folder}/average", training(stage), 0.75
     on_first_rank(lambda: tiny_model(family, tie_word_embeddings=tied).save_pretrained(base))
-    engine = trained(load_policy(base, settings.config(SFTArguments())), SFTArguments(), settings)
+    engine = make_engine(load_policy(base, settings.config(SFTArguments())), SFTArguments(), settings)
     average = MovingAverage(engine, beta)
     shadow = MovingAverage(engine, 0.0)  # the weights themselves
     expected = {name: values.double() for name, values in whole(shadow, engine).items()}
@@ -235,4 +237,4 @@ def test_a_lora_drops_what_it_is_told_to():
     rates = {module.p for name, module in model.named_modules() if name.endswith("lora_dropout.default")}
     assert rates == {0.25}
     args = arguments_of(SFTArguments, {"lora_dim": 2, "lora_dropout": 0.1})
-    assert Training.of(args, "", 1, 1).lora.dropout == 0.1
+    assert Training.from_args(args, "", 1, 1).lora.dropout == 0.1

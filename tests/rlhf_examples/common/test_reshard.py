@@ -13,9 +13,9 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from rlhf_examples.common.arguments import SFTArguments
 from rlhf_examples.common.checkpoint import Checkpoints
 from rlhf_examples.common.ema import MovingAverage
-from rlhf_examples.common.engines import Training, trained
+from rlhf_examples.common.engines import Training, make_engine
 from rlhf_examples.common.models import LoRA
-from rlhf_examples.common.reshard import Partition, Piece, recut
+from rlhf_examples.common.reshard import Partition, Piece, repartition
 from tests.engines import train_step
 from tests.rank_pool import RankPool
 from tests.rlhf_examples.scripts import TINY, logged, models_of, run_here, small_directory
@@ -50,7 +50,7 @@ def checkpoints_of(folder: Path, stage: int, dtype: str, lora_rank: int):
     torch.manual_seed(dist.get_world_size())  # a model that has to be restored
     model = tiny_model("llama").to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
     model = settings.lora.on(model, "CAUSAL_LM")
-    engine = trained(model, args, settings)
+    engine = make_engine(model, args, settings)
     average = MovingAverage(engine, 0.5)
     return engine, average, Checkpoints(folder, {"model": engine}, {"average": average}, 1)
 
@@ -155,7 +155,7 @@ def test_pieces_are_cut_anew_whatever_the_two_layouts():
         old, new = layout(draw.randint(1, 4)), layout(draw.randint(1, 4))
         partitions = [Partition({"fp32": {0: flat(pieces)}}, pieces) for pieces in old]
         for pieces in new:
-            (found,) = recut(partitions, "fp32", pieces, [200])
+            (found,) = repartition(partitions, "fp32", pieces, [200])
             assert torch.equal(found, flat(pieces))
 
 

@@ -14,18 +14,18 @@ from rlhf_examples import grpo
 from rlhf_examples.common import rollouts
 from rlhf_examples.common.actor import Actor
 from rlhf_examples.common.arguments import GRPOArguments, PPOArguments, RolloutArguments
-from rlhf_examples.common.forwards import token_logps, token_logps_alone
+from rlhf_examples.common.forwards import token_logps, token_logps_row_by_row
 from rlhf_examples.common.losses import FixedKLController
 from rlhf_examples.common.measures import Phases, TrainingFlops
 from rlhf_examples.common.models import load_tokenizer
-from rlhf_examples.common.ranks import from_all_ranks, over_ranks
+from rlhf_examples.common.ranks import gather_objects, over_ranks
 from rlhf_examples.common.rollouts import (
     Experience,
     decode_completions,
-    in_order,
+    gather_rows,
     loss_weights,
     optimizer_steps,
-    own_numbers,
+    rank_row_ids,
     roll_out,
     sampling,
     sampling_seed,
@@ -88,11 +88,11 @@ def check_unscored(directory: Path, zero_stage: int) -> None:
     tokenizer, policy = load_tokenizer(args.actor_model_name_or_path), models.actor.policy
     rows, before = rows_of(tokenizer), storage_digest(policy)
     with policy.inference():
-        batch = roll_out(policy, tokenizer, rows, own_numbers(4), sampling(args, 1))
+        batch = roll_out(policy, tokenizer, rows, rank_row_ids(4), sampling(args, 1))
         logps = models.actor.old_logps(batch), models.actor.reference_logps(batch)
     own, metrics = make_experience(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
     scores = number_of_words([""] * 4, decode_completions(tokenizer, batch))
-    scored = sum(chain(*from_all_ranks(scores[1:]))) / (3 * dist.get_world_size())
+    scored = sum(chain(*gather_objects(scores[1:]))) / (3 * dist.get_world_size())
     assert own.mask[0].sum() == 0 and torch.equal(own.mask[1:], batch.completion_mask[1:])
     learned = own.mask.bool()
     assert own.advantages.isfinite().all() and (own.advantages[~learned] == 0).all()
@@ -169,10 +169,10 @@ def count_collectives(directory: Path, zero_stage: int, lora_dim: int) -> list[i
     for iteration in (1, 2):
         with CollectiveCount() as collecting:
             with policy.inference():
-                batch = roll_out(policy, tokenizer, rows, own_numbers(4), sampling(args, iteration))
+                batch = roll_out(policy, tokenizer, rows, rank_row_ids(4), sampling(args, iteration))
                 logps = models.actor.old_logps(batch), models.actor.reference_logps(batch)
             experience, _ = make_experience(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
-            experience.of_all_ranks()
+            experience.all_gather()
         counts.append(collecting.count)
     return counts
 
@@ -191,10 +191,10 @@ def check_rows_alone() -> None:
     lengths = torch.tensor([5, 1, 3, 4])
     mask[:, 4:] = (torch.arange(5) < lengths[:, None]).long()  # completions, right padded
     batch = token_logps(engine, ids, mask, 5, 0.7)[0].detach()
-    alone = token_logps_alone(engine, ids, mask, 5, 0.7)
+    alone = token_logps_row_by_row(engine, ids, mask, 5, 0.7)
     torch.testing.assert_close(alone, batch, atol=1e-5, rtol=1e-5)  # sums in another order
     assert (alone[mask[:, 4:] == 0] == 0).all()
-    assert token_logps_alone(engine, ids[:0], mask[:0], 5, 0.7).shape == (0, 5)
+    assert token_logps_row_by_row(engine, ids[:0], mask[:0], 5, 0.7).shape == (0, 5)
     for chunk, padding_free in ((3, False), (3, True)):
         found, entropies = token_logps(engine, ids, mask, 5, 0.7, chunk, padding_free)
         torch.testing.assert_close(found.detach(), batch, atol=1e-5, rtol=1e-5)
@@ -207,12 +207,12 @@ def test_rows_alone_have_the_batchs_logprobs(ranks):
 
 def check_order() -> None:
     rank = dist.get_rank()
-    rows = torch.tensor([[10 * number + sample] for number in own_numbers(3).tolist() for sample in range(2)])
-    assert in_order(rows, 2)[:, 0].tolist() == [0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51]
+    rows = torch.tensor([[10 * number + sample] for number in rank_row_ids(3).tolist() for sample in range(2)])
+    assert gather_rows(rows, 2)[:, 0].tolist() == [0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51]
     engine = engine_of(tiny_model("llama"), settings(0))
     prompts = [{"prompt_ids": list(range(3, 5 + rank))}, {"prompt_ids": [3]}]
     params = rollouts.hybrid.SamplingParams(max_new_tokens=3 + 2 * rank, seed=1)
-    batch = roll_out(engine, synthetic_tokenizer(), prompts, own_numbers(2), params)
+    batch = roll_out(engine, synthetic_tokenizer(), prompts, rank_row_ids(2), params)
     assert batch.prompt_ids.shape == (2, 3) and batch.completion_ids.shape[1] == batch.completion_mask.shape[1] <= 5
     assert batch.prompt_mask.sum(dim=1).tolist() == [2 + rank, 1]
     widths = rollouts.over_ranks(torch.tensor([batch.completion_ids.shape[1]]))
@@ -304,7 +304,7 @@ def test_what_a_step_divides_by_is_trls(monkeypatch, loss_type):
     monkeypatch.setattr(grpo, "token_logps", lambda policy, ids, mask, width, *_: [torch.zeros(len(ids), width)] * 2)
     monkeypatch.setattr(grpo, "Numerics", lambda *_: SimpleNamespace(add=lambda logps: None, metrics=dict))
     monkeypatch.setattr(
-        grpo, "step_on", lambda engine, loss, number, count: [losses.append(loss.item() / count) or 0.0]
+        grpo, "backward_and_step", lambda engine, loss, number, count: [losses.append(loss.item() / count) or 0.0]
     )
     e = experience_of([2, 3, 4])
     kept = torch.tensor([1, 1, 0])
@@ -312,7 +312,7 @@ def test_what_a_step_divides_by_is_trls(monkeypatch, loss_type):
     zeros = torch.zeros(e.mask.shape)
     e = replace(e, mask=e.mask * kept[:, None], old_logps=zeros, weights=zeros + 1, advantages=advantages)
     args = GRPOArguments(loss_type=loss_type, per_device_training_batch_size=1, max_answer_seq_len=7)
-    grpo.update(SimpleNamespace(policy=None, stepped=lambda: None), e, 1, args)
+    grpo.update(SimpleNamespace(policy=None, update_average=lambda: None), e, 1, args)
     of_rows = {
         "grpo": -(1.0 + 2.0) / 3,  # each sequence's mean over its tokens, over all three
         "dr_grpo": -(2 * 1.0 + 3 * 2.0) / (3 * 7),
@@ -345,7 +345,7 @@ def check_truncated(directory: Path) -> None:
         importance_sampling_correction=True,
         importance_sampling_clip_max=10.0,
     )
-    batch = roll_out(engine, tokenizer, rows_of(tokenizer), own_numbers(4), sampling(args, seed=1))
+    batch = roll_out(engine, tokenizer, rows_of(tokenizer), rank_row_ids(4), sampling(args, seed=1))
     mask = batch.completion_mask
     flops = TrainingFlops.of(engine.module)
     recomputed, sampled = (

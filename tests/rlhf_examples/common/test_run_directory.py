@@ -10,7 +10,7 @@ import torch
 from rlhf_examples import pipeline
 from rlhf_examples.common.arguments import PairsArguments, SFTArguments
 from rlhf_examples.common.checkpoint import Checkpoints, load_trained
-from rlhf_examples.common.engines import trained
+from rlhf_examples.common.engines import make_engine
 from rlhf_examples.common.models import load_policy
 from rlhf_examples.common.run_directory import begin_run, require_same_settings
 from tests.engines import storage_digest, train_step
@@ -172,7 +172,7 @@ def check_frozen_left_out(folder: str, stage: int) -> None:
     engines = []
     for seed in range(2):  # other factors, which are loaded over
         torch.manual_seed(seed)
-        engines.append(trained(load_policy(base, settings.config(args), settings.lora), args, settings))
+        engines.append(make_engine(load_policy(base, settings.config(args), settings.lora), args, settings))
     first, second = engines
     train_step(first)
     Checkpoints(Path(folder) / "kept", {"model": first}, {}, 1).save(1)

@@ -218,7 +218,7 @@ def log_on_a_rank(directory: str) -> None:
     """A whole run of the log, in a directory of the rank's own."""
     log = run_log(f"{directory}/{dist.get_rank()}")
     log.add(1, {"loss": 1.0})
-    with log.room_for_output():
+    with log.bar_cleared():
         pass
     log.show_samples(["p"], ["b"], ["a"])
     log.close()
@@ -241,7 +241,7 @@ def test_progress_in_a_file_is_a_line_every_few_seconds(tmp_path, monkeypatch, c
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     log = RunLog(tmp_path, total=40, bar_metrics={"reward": "reward"}, description="PPO", print_every=0, report_to=[])
     for iteration in range(1, 26):
-        with log.room_for_engine():
+        with log.engine_output():
             print(f"|E2E latency={iteration}")
         now[0] += 1
         log.add(iteration, {"reward": iteration / 2})

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rlhf_examples import pipeline
 from rlhf_examples.common.arguments import RewardServerArguments
-from rlhf_examples.common.ranks import from_all_ranks
+from rlhf_examples.common.ranks import gather_objects
 from rlhf_examples.common.served_rewards import served_rewards
 from rlhf_examples.rewards import SERVERS, address_of, load_reward, reward_name
 from tests.rlhf_examples.scripts import TINY, logged, models_of, small_directory
@@ -56,7 +56,7 @@ def check_life() -> None:
     """Of one host's ranks the first starts a server, that all may ask; it ends with the block, on an exception too."""
     with pytest.raises(KeyError, match="mine"), served_rewards({"sums": RewardServerArguments(SUMS, port=0)}):
         address = address_of("server:sums")
-        assert len(set(from_all_ranks(address))) == 1 and is_there(address)
+        assert len(set(gather_objects(address))) == 1 and is_there(address)
         assert reward_name("server:sums") == "exact_match"
         with pytest.raises(ValueError, match="'server:other' given; servers that a pipeline has .* run: server:sums"):
             load_reward("server:other")

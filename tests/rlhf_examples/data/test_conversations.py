@@ -14,8 +14,8 @@ from hybrid import SamplingParams
 from rlhf_examples import chat, pairs
 from rlhf_examples.common import rollouts
 from rlhf_examples.common.arguments import ChatArguments, PairsArguments, SFTArguments
-from rlhf_examples.data.conversations import end_with_turns, turn_end
-from rlhf_examples.data.examples import PackedExamples, best_fit, collate_supervised, tokenised
+from rlhf_examples.data.conversations import stop_at_turn_end, turn_end_token
+from rlhf_examples.data.examples import PackedExamples, best_fit, collate_supervised, tokenize_records
 from rlhf_examples.data.records import load_records
 from rlhf_examples.data.texts import RecordFormat
 from rlhf_examples.pairs import as_record
@@ -34,7 +34,7 @@ def rows_of(tmp_path):
         path = tmp_path / "x.jsonl"
         path.write_text(json.dumps(record))
         rows = load_records(str(path), cache_dir=tmp_path / "cache")
-        (row,) = tokenised(rows, tokenizer, form, cache_dir=tmp_path / "cache", **settings).rows
+        (row,) = tokenize_records(rows, tokenizer, form, cache_dir=tmp_path / "cache", **settings).rows
         return row
 
     return make
@@ -50,7 +50,7 @@ def test_what_is_learned_ends_where_rollouts_end(family, rows_of):
         upto = whole[: whole.rindex(end) + len(end)]
         assert row["prompt_ids"] + row[name] == tokenizer(upto, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(row[name][-1:]) == end
-    assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids(end)
+    assert turn_end_token(tokenizer) == tokenizer.convert_tokens_to_ids(end)
 
 
 def test_a_template_that_ends_no_turn_gets_the_tokenizers_end(rows_of):
@@ -59,15 +59,15 @@ def test_a_template_that_ends_no_turn_gets_the_tokenizers_end(rows_of):
     tokenizer.chat_template += "{% if add_generation_prompt %}### assistant:\n{% endif %}"
     row = rows_of({"messages": ASK + BAD}, "supervised", tokenizer)
     assert tokenizer.decode(row["completion_ids"]) == "No\n<|end_of_text|>"
-    assert turn_end(tokenizer) == tokenizer.eos_token_id
+    assert turn_end_token(tokenizer) == tokenizer.eos_token_id
 
 
 def test_without_a_template_no_turn_ends():
     tokenizer = tokenizer_of("llama3")
     tokenizer.chat_template = None
-    assert turn_end(tokenizer) is None
+    assert turn_end_token(tokenizer) is None
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    assert turn_end(tokenizer) is None
+    assert turn_end_token(tokenizer) is None
 
 
 @pytest.mark.parametrize("family", ["gemma", "llama3"])
@@ -103,9 +103,9 @@ def test_pairs_of_a_script_are_conversations_that_a_reward_model_reads(ranks, tm
     assert ranks.run(make_pairs, model, str(tmp_path))[0]["pairs"] > 0
     rows = load_records(str(tmp_path / "pairs" / "pairs.jsonl"), cache_dir=tmp_path / "cache")
     tokenizer = tokenizer_of("gemma")
-    for row in tokenised(rows, tokenizer, "preference", cache_dir=tmp_path / "cache").rows:
+    for row in tokenize_records(rows, tokenizer, "preference", cache_dir=tmp_path / "cache").rows:
         assert row["prompt_ids"].count(tokenizer.bos_token_id) == 1
-        assert row["chosen_ids"][-1] == row["rejected_ids"][-1] == turn_end(tokenizer)
+        assert row["chosen_ids"][-1] == row["rejected_ids"][-1] == turn_end_token(tokenizer)
 
 
 def test_pairs_of_texts_stay_texts(rows_of):
@@ -124,7 +124,7 @@ def test_texts_that_hold_start_and_end_get_no_second_ones(rows_of):
 def test_rollouts_end_with_turns(monkeypatch):
     asked = []
     policy = SimpleNamespace(device="cpu", rollout=lambda ids, mask, params, *_, **__: asked.append(params))
-    monkeypatch.setattr(rollouts, "of_one_width", lambda batch, pad_token_id: batch)
+    monkeypatch.setattr(rollouts, "pad_to_common_width", lambda batch, pad_token_id: batch)
     params = SamplingParams(max_new_tokens=4, stop_token_ids=(7,))
     tokenizer = tokenizer_of("gemma")
     for template in (tokenizer.chat_template, None):
@@ -139,9 +139,9 @@ def test_an_exported_model_ends_with_its_turns():
         LlamaConfig(vocab_size=300, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     )
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
-    end_with_turns(model, tokenizer)
-    end_with_turns(model, tokenizer)
-    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, turn_end(tokenizer)]
+    stop_at_turn_end(model, tokenizer)
+    stop_at_turn_end(model, tokenizer)
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, turn_end_token(tokenizer)]
 
 
 # Turns of the assistant's
@@ -312,7 +312,7 @@ def test_packs_hold_every_example_once_a_pass(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"text": "a" * (i + 1)}) + "\n" for i in range(20)))
     rows = load_records(str(path), cache_dir=tmp_path / "cache")
-    examples = tokenised(rows, tokenizer_of("llama3"), "supervised", cache_dir=tmp_path / "cache")
+    examples = tokenize_records(rows, tokenizer_of("llama3"), "supervised", cache_dir=tmp_path / "cache")
     packs = PackedExamples.of(examples, 40)
     assert len(packs) < len(examples) == 20
     one_pass = list(islice(packs.ordered(seed=1), len(packs)))

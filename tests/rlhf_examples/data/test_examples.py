@@ -19,7 +19,7 @@ from rlhf_examples.data.examples import (
     collate_supervised,
     prompt_order,
     reward_columns,
-    tokenised,
+    tokenize_records,
 )
 from rlhf_examples.data.records import load_records
 from rlhf_examples.data.synthetic import synthetic_tokenizer
@@ -42,7 +42,7 @@ def examples(tmp_path, tokenizer):
         path = tmp_path / "x.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         rows = load_records(str(path), streaming=streaming, cache_dir=tmp_path / "cache")
-        return tokenised(rows, tokenizer, form, cache_dir=tmp_path / "cache", **settings)
+        return tokenize_records(rows, tokenizer, form, cache_dir=tmp_path / "cache", **settings)
 
     return make
 
@@ -213,7 +213,7 @@ def tokenise_on_a_rank(path: str, cache: str) -> tuple[int, list]:
     data.tokens_of = lambda *request: calls.append(1) or real(*request)
     try:
         dist.barrier()
-        made = tokenised(load_records(path, cache_dir=cache), synthetic_tokenizer(), "prompt", cache_dir=cache)
+        made = tokenize_records(load_records(path, cache_dir=cache), synthetic_tokenizer(), "prompt", cache_dir=cache)
     finally:
         data.tokens_of = real
     return len(calls), made.rows.to_list()

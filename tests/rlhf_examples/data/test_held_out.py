@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_examples.common.arguments import SFTArguments
 from rlhf_examples.common.training import evaluate
-from rlhf_examples.data.held_out import SHARE_OF_STEP, examples_of
+from rlhf_examples.data.held_out import SHARE_OF_STEP, load_examples
 from rlhf_examples.data.synthetic import synthetic_tokenizer
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -26,7 +26,7 @@ def found(step: str, records, **settings) -> tuple[set[int], set[int], list]:
     """The numbers of the records that a step learns from, and of those held out; and these."""
     cache = str(records.parent / "cache")
     args = SFTArguments(data_path=[str(records)], data_output_path=cache, eval_rows=10**6, **settings)
-    examples, held_out = examples_of(step, "", FORMS[step], 0, synthetic_tokenizer(), args)
+    examples, held_out = load_examples(step, "", FORMS[step], 0, synthetic_tokenizer(), args)
     return set(examples.rows["number"]), {row["number"] for row in held_out}, held_out
 
 

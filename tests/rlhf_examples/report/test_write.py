@@ -17,7 +17,7 @@ import pytest
 
 from rlhf_examples.common.run_log import RunLog
 from rlhf_examples.common.trackers import Histogram
-from rlhf_examples.report.charts import MOST_POINTS, draw_histogram, phase_seconds, smoothed, thinned
+from rlhf_examples.report.charts import MOST_POINTS, downsampled, draw_histogram, phase_seconds, smoothed
 from rlhf_examples.report.write import duration, write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -169,7 +169,7 @@ def test_smoothing_is_a_centred_mean():
 def test_long_lines_keep_their_extremes():
     values = np.random.default_rng(0).normal(size=50_000)
     column = pd.Series(values, index=np.arange(1, 50_001))
-    ours = thinned(column)
+    ours = downsampled(column)
     assert len(ours) <= MOST_POINTS and ours.index.is_monotonic_increasing
     assert (ours == column[ours.index]).all()
     for part in np.array_split(np.arange(1, 50_001), 100):
