@@ -83,17 +83,17 @@ def run(args: GRPOArguments) -> Metrics:
     checkpoints = Checkpoints(directory / CHECKPOINTS, {"policy": actor.policy}, parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(actor.policy, tokenizer, held_out, rewards, args)
-    before = evaluation.before(directory, resumed=done > 0)
+    before = evaluation.before_training(directory, resumed=done > 0)
     best.check(before["metrics"])
     log = start_log(args, "GRPO", BAR, args.num_iterations, done)
     if not done:
-        evaluation.logged(log, 0, before)
+        evaluation.evaluate_and_log(log, 0, before)
 
     def iterate(iteration: int) -> Metrics:
         return grpo_iteration(actor, rewards, tokenizer, prompts, iteration, args)
 
     metrics, last = train_iterations(iterate, actor, evaluation, checkpoints, best, log, done, args)
-    after = evaluation.show(log, before, last)
+    after = evaluation.after_training(log, before, last)
     actor.export(tokenizer, directory)
     log.close()
     actor.destroy()
@@ -217,8 +217,8 @@ def group_statistics(rewards: torch.Tensor, num_generations: int) -> dict[str, t
     rewards float32 [rows], NaN where a completion could not be scored.
     """
     deviations = group_std(rewards, num_generations)
-    known, equal = ~deviations.isnan(), ~rewards_differ(rewards, num_generations)
-    return {"groups": known.sum(), "deviations": deviations.nansum(), "equal": (known & equal).sum()}
+    scored, zero_std = ~deviations.isnan(), ~rewards_differ(rewards, num_generations)
+    return {"groups": scored.sum(), "deviations": deviations.nansum(), "equal": (scored & zero_std).sum()}
 
 
 def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArguments) -> Metrics:
@@ -234,7 +234,7 @@ def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArgum
             loss_type=args.loss_type,
             max_length=args.max_answer_seq_len,
         )
-        for number, e in enumerate(step.micro_batches(experience)):
+        for index, e in enumerate(step.micro_batches(experience)):
             logps, entropies = token_logps(actor.policy, e.sequences, e.attention_mask, e.mask.shape[1], *forward)
             loss = grpo_loss(
                 logps,
@@ -257,7 +257,7 @@ def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArgum
                 bonus = entropy_bonus(entropies, e.mask, step.denominator(tokens=int(mask.sum())))
                 loss = mixed_loss(loss, entropy=bonus, entropy_coef=args.entropy_coef)
             losses.append(loss)
-            norms += backward_and_step(actor.policy, losses[-1].loss, number, len(step.places))
+            norms += backward_and_step(actor.policy, losses[-1].loss, index, len(step.micro_batch_rows))
             numerics.add(logps)
         actor.update_average()
     return {**mean_metrics(losses, over_ranks), "grad_norm": fmean(norms), **numerics.metrics()}

@@ -90,18 +90,18 @@ def run(args: PPOArguments) -> Metrics:
     checkpoints = Checkpoints(directory / CHECKPOINTS, models.engines(), parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(models.actor.policy, tokenizer, held_out, models.rewards, args)
-    before = evaluation.before(directory, resumed=done > 0)
+    before = evaluation.before_training(directory, resumed=done > 0)
     best.check(before["metrics"])
     log = start_log(args, "PPO", BAR, args.num_iterations, done)
     if not done:
-        evaluation.logged(log, 0, before)
+        evaluation.evaluate_and_log(log, 0, before)
 
     def iterate(iteration: int) -> Metrics:
         own = rank_share(prompts.next(args.per_device_generation_batch_size * dist.get_world_size()))
         return ppo_iteration(models, tokenizer, own, ptx, kl_ctl, iteration, args)
 
     metrics, last = train_iterations(iterate, models.actor, evaluation, checkpoints, best, log, done, args)
-    after = evaluation.show(log, before, last)
+    after = evaluation.after_training(log, before, last)
     models.actor.export(tokenizer, directory)
     log.close()
     models.destroy()

@@ -135,7 +135,7 @@ def train_iterations(
         ends = bool(best.metric) and iteration == args.num_iterations  # the last model may be the best
         if args.eval_every and (iteration % args.eval_every == 0 or ends):
             with outside.timed("eval"):
-                eval_metrics = evaluation.logged(log, iteration)
+                eval_metrics = evaluation.evaluate_and_log(log, iteration)
             is_best = best.update(eval_metrics, iteration)
             metrics |= eval_metrics
         log.add(iteration, metrics | outside.metrics())
@@ -279,39 +279,39 @@ class Evaluation:
         """
         if not self.prompts:
             return {}, [], {}
-        ranks, each = dist.get_world_size(), self.num_generations
-        padded = [*self.prompts, *self.prompts[:1] * (-len(self.prompts) % ranks)]  # equally many on each rank
-        own = rank_share(padded)
+        count, n = len(self.prompts), self.num_generations
+        padding = self.prompts[:1] * (-count % dist.get_world_size())  # equally many prompts on each rank
+        own = rank_share([*self.prompts, *padding])
         params = sampling(self.args, sampling_seed(self.args.seed, draw))
         params = replace(params, temperature=0.0) if self.greedy else params
         with self.policy.inference():
-            batch = roll_out(self.policy, self.tokenizer, own, rank_row_ids(len(own)), params, each)
+            batch = roll_out(self.policy, self.tokenizer, own, rank_row_ids(len(own)), params, n)
         completions = decode_completions(self.tokenizer, batch)
-        found, of_each = {"": completions}, [row for row in own for _ in range(each)]
+        columns, prompts = {"": completions}, [row for row in own for _ in range(n)]
         for rewards in self.rewards:
-            scores = rewards.by_name(batch, of_each, completions)
-            found |= {f"eval_{name}" if name in found else name: of.tolist() for name, of in scores.items()}
-        from_ranks = gather_objects({name: in_groups(of, each) for name, of in found.items()})
-        groups = {name: interleaved(part[name] for part in from_ranks)[: len(self.prompts)] for name in found}
-        found = {name: [one for group in of for one in group] for name, of in groups.items()}
-        texts = found.pop("")
-        metrics = {f"eval_{name}": mean_score(scores) for name, scores in found.items()}
-        errors = {name: standard_error(of) for name, of in groups.items() if name in found}
+            by_name = rewards.by_name(batch, prompts, completions)
+            columns |= {f"eval_{name}" if name in columns else name: of.tolist() for name, of in by_name.items()}
+        from_ranks = gather_objects({name: in_groups(column, n) for name, column in columns.items()})
+        groups = {name: interleaved(of_rank[name] for of_rank in from_ranks)[:count] for name in columns}
+        texts = [text for group in groups.pop("") for text in group]
+        scores = {name: [score for group in of_prompts for score in group] for name, of_prompts in groups.items()}
+        metrics = {f"eval_{name}": mean_score(values) for name, values in scores.items()}
+        errors = {name: standard_error(of_prompts) for name, of_prompts in groups.items()}
         metrics |= {f"eval_{name}_stderr": error for name, error in errors.items() if not math.isnan(error)}
-        for name in found:
-            passed = [[score >= self.pass_score for score in group] for group in groups[name]]  # False for NaN
-            shares = {k: statistics.fmean(pass_at(k, of_prompt) for of_prompt in passed) for k in self.pass_at_k}
-            metrics |= {f"eval_{name}/pass@{k}": share for k, share in shares.items()}
-        return metrics, texts, found
+        for name, of_prompts in groups.items():
+            passed = [[score >= self.pass_score for score in group] for group in of_prompts]  # False for NaN
+            rates = {k: statistics.fmean(pass_at(k, of_prompt) for of_prompt in passed) for k in self.pass_at_k}
+            metrics |= {f"eval_{name}/pass@{k}": rate for k, rate in rates.items()}
+        return metrics, texts, scores
 
-    def before(self, directory: Path, resumed: bool) -> dict:
+    def before_training(self, directory: Path, resumed: bool) -> dict:
         """The evaluation before the first update; a resumed run reads the saved one."""
         return baseline_evaluation(
             directory, resumed, lambda: dict(zip(("metrics", "texts", "scores"), self(), strict=True))
         )
 
-    def logged(self, log: RunLog, iteration: int, result: dict | None = None) -> Metrics:
-        """Evaluate, and log every completion.  result: the result of `before`, which is logged instead."""
+    def evaluate_and_log(self, log: RunLog, iteration: int, result: dict | None = None) -> Metrics:
+        """Evaluate, and log every completion.  result: the result of `before_training`, which is logged instead."""
         metrics, texts, scores = self() if result is None else result.values()
         self._log(log, iteration, texts, scores, self.args.num_samples)
         return metrics
@@ -321,7 +321,7 @@ class Evaluation:
             prompts = [row["prompt"] for row in self.prompts for _ in range(self.num_generations)]
             log.add_completions(iteration, {"prompt": prompts, "completion": texts, **scores}, shown)
 
-    def show(self, log: RunLog, before: dict, iteration: int) -> Metrics:
+    def after_training(self, log: RunLog, before: dict, iteration: int) -> Metrics:
         """Evaluate after the last iteration, and show samples before and after training. Returns the metrics, those
         before training with the prefix `before_`.
         """

@@ -3,7 +3,7 @@
 Names are DeepSpeed-Chat's if the meaning is the same, and TRL's for algorithms.
 """
 
-# ruff: noqa: RUF009 - `about` and `listed` make the fields
+# ruff: noqa: RUF009 - `arg` and `list_arg` return dataclass fields
 
 import difflib
 import json
@@ -21,37 +21,37 @@ from rlhf_examples.common.trackers import check_report_to
 from rlhf_examples.data.texts import RecordFormat
 
 Arguments = TypeVar("Arguments")
-ATTENTION = "attention in models' own forwards: eager, sdpa, flash_attention_2, …; empty: transformers' choice"
-NO_DROPOUT = "no dropout in training: ratios and scores are of the model, not of the dropout"
+ATTENTION = "transformers' attention implementation: eager, sdpa, flash_attention_2, …; empty: its default"
+NO_DROPOUT = "disable dropout in training, so that logprobs and scores do not depend on it"
 
 
-def about(default: Any, text: str) -> Any:
+def arg(default: Any, text: str) -> Any:
     """A field with its help text."""
     return field(default=default, metadata={"help": text})
 
 
-def listed(default: list, text: str) -> Any:
+def list_arg(default: list, text: str) -> Any:
     """A list field with its help text."""
     return field(default_factory=default.copy, metadata={"help": text})
 
 
 @dataclass
 class DataArguments:
-    """Arguments of every script that reads records: how records become texts."""
+    """Arguments of every script that reads records: how records are read as texts."""
 
-    chat_template: str = about("", "file with a Jinja template for conversations; empty: the tokenizer's own")
-    prompt_column: str = about("prompt", "column of prompts, texts or conversations")
-    completion_column: str = about("completion", "column of completions")
-    chosen_column: str = about("chosen", "column of the completions that were preferred")
-    rejected_column: str = about("rejected", "column of the rejected completions")
-    messages_column: str = about("messages", "column of whole conversations")
-    text_column: str = about("text", "column of texts that are learned as a whole")
-    margin_column: str = about(
-        "margin", "column of numbers: by how much rewards of a pair should differ (loss_form last)"
+    chat_template: str = arg("", "file with a Jinja chat template; empty: the tokenizer's own")
+    prompt_column: str = arg("prompt", "column of prompts, texts or conversations")
+    completion_column: str = arg("completion", "column of completions")
+    chosen_column: str = arg("chosen", "column of the preferred completions")
+    rejected_column: str = arg("rejected", "column of the rejected completions")
+    messages_column: str = arg("messages", "column of whole conversations")
+    text_column: str = arg("text", "column of texts without a prompt")
+    margin_column: str = arg("margin", "column of margins between the rewards of a pair (loss_form last)")
+    input_template: str = arg("", 'template for text prompts, such as "Question: {}\\nAnswer:"; empty: none')
+
+    chat_template_kwargs: str = arg(
+        "", 'JSON object of arguments for the chat template, such as {"enable_thinking": false}'
     )
-    input_template: str = about("", 'template around a text prompt, such as "Question: {}\\nAnswer:"; empty: nothing')
-
-    chat_template_kwargs: str = about("", 'JSON for the chat template, such as {"enable_thinking": false}')
 
     def __post_init__(self):
         RecordFormat.from_args(self)  # raises ValueError for an invalid format
@@ -61,51 +61,57 @@ class DataArguments:
 class RunArguments(DataArguments):
     """Arguments of every script that trains."""
 
-    output_dir: str = about("runs/run", "where logs, checkpoints and trained models go")
-    seed: int = about(0, "seed of data order, dropout and sampling")
-    dtype: str = about("float32", "float32 or bfloat16")
-    attn_implementation: str = about("", ATTENTION)
-    tokenizer_name_or_path: str = about("", "directory or hub name; empty: the model's")
-    data_path: list[str] = listed(
-        [], "hub names, files or synthetic:… sets; empty: the set that the script is shown on"
+    output_dir: str = arg("runs/run", "directory for logs, checkpoints and trained models")
+    seed: int = arg(0, "seed of data order, dropout and sampling")
+    dtype: str = arg("float32", "float32 or bfloat16")
+    attn_implementation: str = arg("", ATTENTION)
+    tokenizer_name_or_path: str = arg("", "directory or hub name; empty: the model's")
+    data_path: list[str] = list_arg([], "hub names, files or synthetic:… sets; empty: the script's synthetic set")
+    data_split: str = arg("", 'shares of the records for SFT, reward model and RL, such as "2,4,4"; empty: all records')
+    data_output_path: str = arg("", "cache directory for tokenized records; empty: that of datasets")
+    streaming: bool = arg(False, "read records as they are needed, without counting or caching them")
+    eval_data_path: list[str] = list_arg([], "held-out records; empty: eval_fraction of data_path")
+    eval_fraction: float = arg(0.05, "fraction of the records that is held out; 0: none")
+    eval_every: int = arg(0, "iterations between evaluations; 0: evaluate only at the end")
+    eval_rows: int = arg(256, "maximum number of held-out records in an evaluation")
+
+    offload: bool = arg(False, "keep optimizer states, and under ZeRO-3 parameters, in host memory")
+    stage3_param_persistence_threshold: int = arg(0, "parameters with fewer elements are not partitioned under ZeRO-3")
+    max_grad_norm: float = arg(1.0, "maximum gradient norm, for clipping")
+    lora_alpha: int = arg(16, "LoRA alpha")
+    lora_dropout: float = arg(0.0, "LoRA dropout probability")
+    lora_export: str = arg(
+        "merged", "how a LoRA model is exported: merged (a whole model) or adapter (PEFT's files only)"
     )
-    data_split: str = about(
-        "", 'shares for supervised tuning, reward model and RL, such as "2,4,4"; empty: all records'
+    enable_ema: bool = arg(
+        False, "keep an exponential moving average of the trained weights, and export it as model_ema"
     )
-    data_output_path: str = about("", "where tokens are kept by content; empty: datasets' cache")
-    streaming: bool = about(False, "read records as they are needed; nothing is counted or cached")
-    eval_data_path: list[str] = listed([], "held-out records; empty: a share of data_path")
-    eval_fraction: float = about(0.05, "share of the records that is held out; 0 holds none out")
-    eval_every: int = about(0, "iterations between evaluations; 0 evaluates at the end alone")
-    eval_rows: int = about(256, "most held-out records in an evaluation")
+    ema_beta: float = arg(0.992, "decay of the moving average")
+    logit_chunk: int = arg(1024, "tokens whose logits are in memory at once in training; 0: all of a forward")
 
-    offload: bool = about(False, "optimizer states, and under ZeRO-3 parameters, in host memory")
-    stage3_param_persistence_threshold: int = about(0, "parameters of fewer elements stay whole under ZeRO-3")
-    max_grad_norm: float = about(1.0, "gradient clipping")
-    lora_alpha: int = about(16, "LoRA's alpha")
-    lora_dropout: float = about(0.0, "share of a LoRA's inputs that is dropped in training forwards")
-    lora_export: str = about("merged", "what of a LoRA is written: merged, a whole model, or adapter, PEFT's alone")
-    enable_ema: bool = about(False, "keep an exponential moving average of the trained weights, and export it too")
-    ema_beta: float = about(0.992, "share of the old average that stays at a step")
-    logit_chunk: int = about(1024, "tokens whose logits exist at once in training; 0: all of a forward's")
+    padding_free: bool = arg(False, "pack rows without padding in training forwards; only for decoders with RoPE")
 
-    padding_free: bool = about(False, "pack rows without padding in training forwards; decoders with rope only")
-
-    metric_for_best_model: str = about(
-        "", "of evaluations, such as eval_loss: its best checkpoint is kept; empty: none"
+    metric_for_best_model: str = arg(
+        "", "evaluation metric, such as eval_loss, whose best checkpoint is kept; empty: none"
     )
-    greater_is_better: bool | None = about(None, "of that metric; not given: unless its name ends with loss")
-    load_best_model_at_end: bool = about(False, "export the best model at the end, not the last")
-    early_stopping_patience: int = about(0, "evaluations in a row without a better one that end the training; 0 is off")
-    early_stopping_threshold: float = about(0.0, "least improvement of an evaluation that resets the patience")
+    greater_is_better: bool | None = arg(
+        None, "whether a higher metric is better; not given: true unless its name ends with loss"
+    )
+    load_best_model_at_end: bool = arg(False, "export the best model at the end instead of the last")
+    early_stopping_patience: int = arg(0, "evaluations in a row without improvement after which training stops; 0: off")
+    early_stopping_threshold: float = arg(0.0, "minimum improvement that resets the patience")
 
-    save_every: int = about(0, "iterations between checkpoints; 0 saves none but the best")
-    keep_last: int = about(2, "checkpoints kept, in addition to the best")
-    resume: bool = about(False, "resume from the newest checkpoint in output_dir")
-    overwrite: bool = about(False, "delete the run that output_dir holds; without this and resume it is an error")
-    peak_tflops: float = about(0.0, "peak TFLOP/s of a device in dtype, for time/mfu; 0: as known of this device")
-    print_every: int = about(10, "iterations between tables in the terminal; 0 prints none")
-    report_to: list[str] = listed(["tensorboard"], "tensorboard, trackio, wandb; JSON lines are always written")
+    save_every: int = arg(
+        0, "iterations between checkpoints; 0: save only the best, if there is a metric_for_best_model"
+    )
+    keep_last: int = arg(2, "number of checkpoints kept, in addition to the best")
+    resume: bool = arg(False, "resume from the latest checkpoint in output_dir")
+    overwrite: bool = arg(
+        False, "delete the run in output_dir; without overwrite or resume an existing run is an error"
+    )
+    peak_tflops: float = arg(0.0, "peak TFLOP/s of a device in dtype, for time/mfu; 0: look the device up")
+    print_every: int = arg(10, "iterations between tables of metrics in the terminal; 0: none")
+    report_to: list[str] = list_arg(["tensorboard"], "tensorboard, trackio, wandb; metrics.jsonl is always written")
 
     def __post_init__(self):
         check_report_to(self.report_to)
@@ -117,7 +123,7 @@ class RunArguments(DataArguments):
         require_attention_of_dtype(self)
         require_resume_or_overwrite(self)
         if self.eval_fraction == 1:
-            raise ValueError("eval_fraction: 1 given, which leaves nothing to learn from; it must be below 1")
+            raise ValueError("eval_fraction: 1 given, which leaves no records to train on; it must be below 1")
         if self.padding_free and not self.logit_chunk:
             raise ValueError("padding_free: true given with logit_chunk: 0; give a logit_chunk")
         require_range(
@@ -140,24 +146,24 @@ class RunArguments(DataArguments):
 class TrainArguments(RunArguments):
     """Arguments of a script that trains one model on records: DeepSpeed-Chat's steps 1 and 2."""
 
-    model_name_or_path: str = about("", "directory or hub name; empty: a small Llama is made")
-    hidden_size: int = about(256, "of the small Llama")
-    num_hidden_layers: int = about(4, "of the small Llama")
-    max_seq_len: int = about(512, "longest sequence in tokens; longer records are counted and left out")
+    model_name_or_path: str = arg("", "directory or hub name; empty: a new small Llama")
+    hidden_size: int = arg(256, "of the small Llama")
+    num_hidden_layers: int = arg(4, "of the small Llama")
+    max_seq_len: int = arg(512, "maximum sequence length in tokens; longer records are left out and counted")
 
-    per_device_train_batch_size: int = about(16, "records in a forward and backward of a rank")
-    per_device_eval_batch_size: int = about(16, "records in an evaluation's forward of a rank")
-    gradient_accumulation_steps: int = about(1, "backwards in an optimizer step")
-    num_train_epochs: float = about(1.0, "passes over the data")
-    max_steps: int = about(0, "optimizer steps; 0: as many as num_train_epochs says")
-    learning_rate: float = about(1e-4, "peak learning rate")
-    weight_decay: float = about(0.0, "AdamW's")
-    lr_scheduler_type: str = about("linear", "a name of transformers' schedules: linear, cosine, constant, …")
-    num_warmup_steps: int = about(0, "optimizer steps in which the learning rate rises")
-    zero_stage: int = about(3, "ZeRO stage, 0 to 3")
-    gradient_checkpointing: bool = about(False, "activations are computed again in the backward")
-    lora_dim: int = about(0, "rank of a PEFT LoRA; 0 trains the whole model")
-    lora_module_name: str = about("all-linear", "PEFT's target_modules: all-linear, or names with commas between")
+    per_device_train_batch_size: int = arg(16, "records per rank in a forward and backward")
+    per_device_eval_batch_size: int = arg(16, "records per rank in a forward of an evaluation")
+    gradient_accumulation_steps: int = arg(1, "forwards and backwards per optimizer step")
+    num_train_epochs: float = arg(1.0, "passes over the data")
+    max_steps: int = arg(0, "optimizer steps; 0: num_train_epochs decides")
+    learning_rate: float = arg(1e-4, "peak learning rate")
+    weight_decay: float = arg(0.0, "AdamW's weight decay")
+    lr_scheduler_type: str = arg("linear", "one of transformers' schedules: linear, cosine, constant, …")
+    num_warmup_steps: int = arg(0, "warm-up steps of the learning rate")
+    zero_stage: int = arg(3, "ZeRO stage, 0 to 3")
+    gradient_checkpointing: bool = arg(False, "recompute activations in the backward")
+    lora_dim: int = arg(0, "rank of a PEFT LoRA; 0: full fine-tuning")
+    lora_module_name: str = arg("all-linear", "PEFT's target_modules: all-linear, or names separated by commas")
 
     def __post_init__(self):
         super().__post_init__()
@@ -174,17 +180,19 @@ class TrainArguments(RunArguments):
 class SFTArguments(TrainArguments):
     """Supervised fine-tuning."""
 
-    output_dir: str = about("runs/sft", "where logs, checkpoints and the trained model go")
-    only_completions: bool = about(False, "learn from completions only, where records have prompts")
-    assistant_only_loss: bool = about(False, "learn from the assistant's turns only")
-    packing: bool = about(False, "records share sequences of max_seq_len tokens, without seeing each other")
+    output_dir: str = arg("runs/sft", "directory for logs, checkpoints and the trained model")
+    only_completions: bool = arg(False, "compute the loss on completions only, if records have prompts")
+    assistant_only_loss: bool = arg(False, "compute the loss on the assistant's turns only")
+    packing: bool = arg(
+        False, "pack several records into a sequence of max_seq_len tokens, without attention between them"
+    )
 
     def __post_init__(self):
         super().__post_init__()
         if self.packing and (self.streaming or not self.padding_free):
             raise ValueError(
                 f"packing: true given with padding_free: {self.padding_free} and streaming: {self.streaming}; it needs "
-                "padding_free: true, which keeps records apart, and streaming: false, for it sorts them by length"
+                "padding_free: true, which separates the records, and streaming: false, because it sorts them by length"
             )
 
 
@@ -192,9 +200,11 @@ class SFTArguments(TrainArguments):
 class RewardModelArguments(TrainArguments):
     """A reward model from preference pairs."""
 
-    output_dir: str = about("runs/reward_model", "where logs, checkpoints and the trained model go")
-    disable_dropout: bool = about(True, NO_DROPOUT)
-    loss_form: str = about("last", "pairwise loss of the last token's score (last), or DeepSpeed-Chat's of every token")
+    output_dir: str = arg("runs/reward_model", "directory for logs, checkpoints and the trained model")
+    disable_dropout: bool = arg(True, NO_DROPOUT)
+    loss_form: str = arg(
+        "last", "pairwise loss of the last tokens' scores (last), or DeepSpeed-Chat's over all tokens (tokenwise)"
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -205,76 +215,80 @@ class RewardModelArguments(TrainArguments):
 class DPOArguments(TrainArguments):
     """Direct preference optimization."""
 
-    output_dir: str = about("runs/dpo", "where logs, checkpoints and the trained model go")
-    disable_dropout: bool = about(True, NO_DROPOUT)
-    beta: float = about(0.1, "how strongly the policy is held to the reference")
-    label_smoothing: float = about(0.0, "probability that a pair's labels are swapped")
-    offload_reference_model: bool = about(False, "the reference is partitioned by ZeRO-3, in host memory")
+    output_dir: str = arg("runs/dpo", "directory for logs, checkpoints and the trained model")
+    disable_dropout: bool = arg(True, NO_DROPOUT)
+    beta: float = arg(0.1, "weight of the KL to the reference in DPO's objective")
+    label_smoothing: float = arg(0.0, "assumed probability that a pair's labels are swapped")
+    offload_reference_model: bool = arg(False, "partition the reference by ZeRO-3 in host memory")
 
 
 @dataclass
 class RolloutArguments(RunArguments):
     """Arguments of a script that trains a policy on its own completions."""
 
-    actor_model_name_or_path: str = about("", "directory or hub name of the policy")
-    disable_dropout: bool = about(True, NO_DROPOUT)
-    reward: list[str] = listed(
+    actor_model_name_or_path: str = arg("", "directory or hub name of the policy")
+    disable_dropout: bool = arg(True, NO_DROPOUT)
+    reward: list[str] = list_arg(
         [],
-        "module:function over (prompts, completions, columns of records), addresses of reward servers, reward models",
+        "reward functions (module:function), addresses of reward servers, or reward models",
     )
-    reward_weights: list[float] = listed([], "of each reward in their sum; empty: 1")
-    reward_timeout_s: float = about(60.0, "seconds that an attempt of an awaited function or a server may take")
-    reward_retries: int = about(2, "retries of a failed attempt")
-    eval_reward: list[str] = listed([], "as reward: what held-out completions are scored by, and training is not")
-    stop_token_ids: list[int] = listed([], "end tokens besides the model's own")
-    max_prompt_seq_len: int = about(256, "longest prompt in tokens; longer ones are counted and left out")
-    max_answer_seq_len: int = about(32, "longest completion in tokens")
-    temperature: float = about(1.0, "of sampling, and of every logprob")
-    top_p: float = about(1.0, "nucleus sampling; 1 is off")
-    top_k: int = about(0, "tokens that a draw chooses from; 0 is off")
+    reward_weights: list[float] = list_arg([], "weight of each reward in their sum; empty: 1 for each")
+    reward_timeout_s: float = arg(60.0, "timeout of an attempt of an async reward function or a server, in seconds")
+    reward_retries: int = arg(2, "retries after a failed attempt")
+    eval_reward: list[str] = list_arg([], "as reward, but only for held-out completions in evaluations")
+    stop_token_ids: list[int] = list_arg([], "end tokens in addition to the model's own")
+    max_prompt_seq_len: int = arg(256, "maximum prompt length in tokens; longer prompts are left out and counted")
+    max_answer_seq_len: int = arg(32, "maximum completion length in tokens")
+    temperature: float = arg(1.0, "temperature of sampling and of all logprobs")
+    top_p: float = arg(1.0, "nucleus sampling; 1: off")
+    top_k: int = arg(0, "number of most probable tokens to sample from; 0: off")
 
-    num_iterations: int = about(20, "iterations: a rollout and the updates on it")
-    per_device_generation_batch_size: int = about(16, "prompts of a rank in an iteration")
-    per_device_training_batch_size: int = about(8, "sequences in a forward and backward of a rank")
-    max_tokens_per_batch: int = about(0, "tokens in a forward and backward, balanced; 0 goes by sequences")
-    num_mini_batches: int = about(1, "optimizer steps in a pass over a rollout")
-    logprob_mode: str = about("recompute", "old logprobs: recompute by a forward, or as sampled (sampling)")
-    numerics_control_rows: int = about(
-        2, "rows of the first mini batch on which the trainer is compared with itself, a row a forward; 0 is off"
+    num_iterations: int = arg(20, "iterations, each a rollout and the updates on it")
+    per_device_generation_batch_size: int = arg(16, "prompts per rank in an iteration")
+    per_device_training_batch_size: int = arg(8, "sequences per rank in a forward and backward")
+    max_tokens_per_batch: int = arg(
+        0, "maximum tokens per rank in a forward and backward, balanced; 0: count sequences instead"
     )
-    importance_sampling_correction: bool = about(
-        False, "weight each token's loss by the ratio of trainer and sampler; old logprobs are the trainer's"
+    num_mini_batches: int = arg(1, "optimizer steps per pass over a rollout")
+    logprob_mode: str = arg(
+        "recompute", "old logprobs: recomputed by a forward (recompute), or the sampler's (sampling)"
     )
-    importance_sampling_mode: str = about(
+    numerics_control_rows: int = arg(
+        2, "rows of the first mini batch on which the trainer's logprobs are compared with those of single rows; 0: off"
+    )
+    importance_sampling_correction: bool = arg(
+        False, "weight the loss by the probability ratio of trainer and sampler; old logprobs are the trainer's"
+    )
+    importance_sampling_mode: str = arg(
         "token_truncate",
-        "a weight for each token, or one for all of a completion's (sequence_truncate); token_mask, sequence_mask: one "
-        "outside the bounds is 0 instead of the bound",
+        "a ratio per token (token_…) or per completion (sequence_…); outside the bounds clipped (…_truncate) or set "
+        "to 0 (…_mask)",
     )
-    importance_sampling_clip_max: float = about(2.0, "upper bound of those weights")
-    importance_sampling_clip_min: float = about(0.0, "lower bound of those weights")
+    importance_sampling_clip_max: float = arg(2.0, "upper bound of these ratios")
+    importance_sampling_clip_min: float = arg(0.0, "lower bound of these ratios")
 
-    actor_learning_rate: float = about(1e-4, "of the policy")
-    actor_weight_decay: float = about(0.0, "AdamW's")
-    lr_scheduler_type: str = about("constant", "a name of transformers' schedules: linear, cosine, constant, …")
-    num_warmup_steps: int = about(0, "optimizer steps in which the learning rate rises")
-    actor_zero_stage: int = about(3, "ZeRO stage of the policy, 0 to 3")
-    actor_gradient_checkpointing: bool = about(False, "activations are computed again in the backward")
-    actor_lora_dim: int = about(0, "rank of a PEFT LoRA; 0 trains the whole model")
-    actor_lora_module_name: str = about("all-linear", "PEFT's target_modules: all-linear, or names with commas between")
-    offload_reference_model: bool = about(False, "reference and reward model are partitioned by ZeRO-3, on the host")
+    actor_learning_rate: float = arg(1e-4, "peak learning rate of the policy")
+    actor_weight_decay: float = arg(0.0, "AdamW's weight decay")
+    lr_scheduler_type: str = arg("constant", "one of transformers' schedules: linear, cosine, constant, …")
+    num_warmup_steps: int = arg(0, "warm-up steps of the learning rate")
+    actor_zero_stage: int = arg(3, "ZeRO stage of the policy, 0 to 3")
+    actor_gradient_checkpointing: bool = arg(False, "recompute activations in the backward")
+    actor_lora_dim: int = arg(0, "rank of a PEFT LoRA; 0: full fine-tuning")
+    actor_lora_module_name: str = arg("all-linear", "PEFT's target_modules: all-linear, or names separated by commas")
+    offload_reference_model: bool = arg(False, "partition the reference and the reward models by ZeRO-3 in host memory")
 
-    enable_hybrid_engine: bool = about(True, "false: rollouts run the model's own layers")
-    inference_tp_size: int = about(1, "ranks that share one copy of the weights in rollouts")
-    tp_gather_partition_size: int = about(8, "layers gathered together")
-    unpin_actor_parameters: bool = about(False, "gather layer by layer in rollouts, and keep no copy")
-    release_inference_cache: bool = about(False, "free the KV cache for training")
-    unmerged_lora: bool = about(False, "keep adapters unmerged in rollouts, without a merged copy")
+    enable_hybrid_engine: bool = arg(True, "false: rollouts run the model's own forward")
+    inference_tp_size: int = arg(1, "tensor parallel size of rollouts")
+    tp_gather_partition_size: int = arg(8, "layers gathered at a time")
+    unpin_actor_parameters: bool = arg(False, "gather layer by layer in rollouts, without keeping a copy")
+    release_inference_cache: bool = arg(False, "free the KV cache for training")
+    unmerged_lora: bool = arg(False, "run LoRA adapters unmerged in rollouts, without a merged copy")
 
-    num_samples: int = about(4, "prompts whose completions are shown before and after")
-    eval_greedy: bool = about(False, "held-out completions are the most probable tokens, not drawn")
-    eval_num_generations: int = about(1, "completions of a held-out prompt")
-    pass_at_k: list[int] = listed([], "for each k: the share of held-out prompts that one of k completions passes")
-    pass_score: float = about(1.0, "score from which a completion passes")
+    num_samples: int = arg(4, "prompts whose completions before and after training are shown")
+    eval_greedy: bool = arg(False, "greedy decoding of held-out completions")
+    eval_num_generations: int = arg(1, "completions per held-out prompt")
+    pass_at_k: list[int] = list_arg([], "values of k for pass@k on held-out prompts")
+    pass_score: float = arg(1.0, "minimum score of a completion that passes")
 
     def __post_init__(self):
         super().__post_init__()
@@ -305,7 +319,7 @@ class RolloutArguments(RunArguments):
         if self.importance_sampling_correction and self.logprob_mode == "sampling":
             raise ValueError(
                 "importance_sampling_correction: true given with logprob_mode: 'sampling', where the old logprobs are "
-                "the sampler's own and every weight would be 1; use logprob_mode: 'recompute'"
+                "the sampler's and every ratio would be 1; use logprob_mode: 'recompute'"
             )
 
 
@@ -313,33 +327,33 @@ class RolloutArguments(RunArguments):
 class PPOArguments(RolloutArguments):
     """Proximal policy optimization: DeepSpeed-Chat's step 3."""
 
-    output_dir: str = about("runs/ppo", "where logs, checkpoints and the trained policy go")
-    critic_model_name_or_path: str = about("", "the reward model, which the critic begins from; empty: the policy")
-    ppo_epochs: int = about(1, "passes over a rollout")
-    critic_learning_rate: float = about(3e-4, "of the critic")
-    critic_weight_decay: float = about(0.0, "AdamW's")
-    critic_zero_stage: int = about(3, "ZeRO stage of the critic, 0 to 3")
-    critic_gradient_checkpointing: bool = about(False, "activations are computed again in the backward")
-    critic_lora_dim: int = about(0, "rank of a PEFT LoRA; 0 trains the whole model")
-    critic_lora_module_name: str = about(
-        "all-linear", "PEFT's target_modules: all-linear, or names with commas between"
+    output_dir: str = arg("runs/ppo", "directory for logs, checkpoints and the trained policy")
+    critic_model_name_or_path: str = arg(
+        "", "the reward model, which also initializes the critic; empty: the policy initializes it"
     )
+    ppo_epochs: int = arg(1, "passes over a rollout")
+    critic_learning_rate: float = arg(3e-4, "peak learning rate of the critic")
+    critic_weight_decay: float = arg(0.0, "AdamW's weight decay")
+    critic_zero_stage: int = arg(3, "ZeRO stage of the critic, 0 to 3")
+    critic_gradient_checkpointing: bool = arg(False, "recompute activations in the backward")
+    critic_lora_dim: int = arg(0, "rank of a PEFT LoRA; 0: full fine-tuning")
+    critic_lora_module_name: str = arg("all-linear", "PEFT's target_modules: all-linear, or names separated by commas")
 
-    kl_ctl: float = about(0.1, "weight of the KL to the reference in the reward")
-    adap_kl_ctrl: bool = about(False, "kl_ctl follows the KL towards kl_target")
-    kl_target: float = about(6.0, "nats a sequence that the adaptive controller aims at")
-    kl_horizon: int = about(10000, "horizon of the adaptive controller, sequences")
-    early_stop_kl: float = about(0.0, "end an update once a mini batch's approxkl is above this; 0 is off")
-    clip_reward: float = about(5.0, "scores are clipped to ± this")
-    cliprange: float = about(0.2, "clipping of the ratio")
-    cliprange_value: float = about(0.2, "clipping of the value around the old one")
-    gamma: float = about(1.0, "discount")
-    lam: float = about(0.95, "GAE's lambda")
-    entropy_coef: float = about(0.0, "weight of the entropy, which is rewarded")
-    whiten_rewards: bool = about(False, "scale rewards to variance 1")
-    missing_eos_penalty: float = about(0.0, "taken off the score of a completion without an end token")
-    unsupervised_data_path: list[str] = listed([], "texts of the ptx mixture; empty: none is mixed in")
-    unsup_coef: float = about(27.8, "weight of the ptx loss")
+    kl_ctl: float = arg(0.1, "KL coefficient: weight of the KL to the reference in the reward")
+    adap_kl_ctrl: bool = arg(False, "adapt the KL coefficient so that the KL approaches kl_target")
+    kl_target: float = arg(6.0, "target KL of the adaptive controller, in nats per sequence")
+    kl_horizon: int = arg(10000, "horizon of the adaptive controller, in sequences")
+    early_stop_kl: float = arg(0.0, "end an update after a mini batch whose approxkl is above this; 0: off")
+    clip_reward: float = arg(5.0, "scores are clipped to ± this")
+    cliprange: float = arg(0.2, "clip range of the ratio")
+    cliprange_value: float = arg(0.2, "clip range of the value around the old value")
+    gamma: float = arg(1.0, "discount factor")
+    lam: float = arg(0.95, "lambda of GAE")
+    entropy_coef: float = arg(0.0, "weight of the entropy bonus")
+    whiten_rewards: bool = arg(False, "scale rewards to variance 1")
+    missing_eos_penalty: float = arg(0.0, "subtracted from the score of a completion without an end token")
+    unsupervised_data_path: list[str] = list_arg([], "pretraining texts for the ptx loss; empty: none")
+    unsup_coef: float = arg(27.8, "weight of the ptx loss")
 
     def __post_init__(self):
         super().__post_init__()
@@ -351,27 +365,31 @@ class PPOArguments(RolloutArguments):
 class GRPOArguments(RolloutArguments):
     """Group relative policy optimization and its variants, with verifiable rewards."""
 
-    output_dir: str = about("runs/grpo", "where logs, checkpoints and the trained policy go")
-    num_generations: int = about(8, "completions of a prompt")
-    num_grpo_iterations: int = about(1, "passes over a rollout")
-    loss_type: str = about("dapo", "grpo, dr_grpo, dapo or bnpo: what the sum over tokens is divided by")
-    scale_rewards: str = about("group", "advantages are divided by the deviation of: group, batch, or none")
-    advantages: str = about("group", "less the group's mean (group), or the mean of the others in it (rloo)")
-    epsilon: float = about(0.2, "clipping of the ratio")
-    epsilon_high: float = about(0.0, "clipping of the ratio above 1 (DAPO's clip-higher); 0: as epsilon")
-    delta: float = about(0.0, "the ratio that is not clipped is at most this (INTELLECT-2's two-sided loss); 0 is off")
-    importance_sampling_level: str = about("token", "ratios of a token, or of a sequence (GSPO)")
-    beta: float = about(0.0, "weight of the KL to the reference (k3) in the loss; 0 needs no reference")
-    use_bias_correction_kl: bool = about(True, "that KL times the ratio, so that its gradient is the KL's")
-    entropy_coef: float = about(0.0, "weight of the mean entropy of a token, which is rewarded")
-    dynamic_sampling: bool = about(
-        False, "groups whose rewards are all the same are dropped, and the next prompts take their places (DAPO)"
+    output_dir: str = arg("runs/grpo", "directory for logs, checkpoints and the trained policy")
+    num_generations: int = arg(8, "completions per prompt")
+    num_grpo_iterations: int = arg(1, "passes over a rollout")
+    loss_type: str = arg("dapo", "normalization of the sum over tokens: grpo, dr_grpo, dapo or bnpo")
+    scale_rewards: str = arg(
+        "group", "divide advantages by the standard deviation of the group or the batch, or by none"
     )
-    max_num_gen_batches: int = about(10, "rollouts of an iteration at most, with dynamic_sampling")
-    mask_truncated_completions: bool = about(False, "completions without an end token are masked out of the loss")
-    soft_punish_cache: int = about(
+    advantages: str = arg("group", "baseline: the group's mean (group), or the mean of the other completions (rloo)")
+    epsilon: float = arg(0.2, "clip range of the ratio")
+    epsilon_high: float = arg(0.0, "upper clip range of the ratio (DAPO's clip-higher); 0: as epsilon")
+    delta: float = arg(0.0, "upper bound of the unclipped ratio (INTELLECT-2's two-sided clipping); 0: off")
+    importance_sampling_level: str = arg("token", "ratios per token (token) or per sequence (sequence, GSPO)")
+    beta: float = arg(
+        0.0, "KL coefficient: weight of the KL to the reference (k3) in the loss; 0: no reference is loaded"
+    )
+    use_bias_correction_kl: bool = arg(True, "multiply that KL by the ratio, so that its gradient is that of the KL")
+    entropy_coef: float = arg(0.0, "weight of the entropy bonus, a mean over tokens")
+    dynamic_sampling: bool = arg(
+        False, "drop groups whose rewards are all equal, and roll out the next prompts instead (DAPO)"
+    )
+    max_num_gen_batches: int = arg(10, "maximum rollouts per iteration with dynamic_sampling")
+    mask_truncated_completions: bool = arg(False, "mask completions without an end token out of the loss")
+    soft_punish_cache: int = arg(
         0,
-        "last tokens of max_answer_seq_len over which the reward falls by up to 1 (DAPO's overlong shaping); 0 is off",
+        "last tokens of max_answer_seq_len over which a length penalty rises to 1 (DAPO's overlong punishment); 0: off",
     )
 
     def __post_init__(self):
@@ -397,16 +415,16 @@ class GRPOArguments(RolloutArguments):
 class GenerationArguments(DataArguments):
     """Arguments of a script in which a frozen model completes prompts."""
 
-    tokenizer_name_or_path: str = about("", "directory or hub name; empty: the model's")
-    max_prompt_seq_len: int = about(256, "longest prompt in tokens; longer ones are counted and left out")
-    max_answer_seq_len: int = about(64, "longest completion in tokens")
-    stop_token_ids: list[int] = listed([], "end tokens besides the model's own")
-    temperature: float = about(1.0, "of sampling; 0 is greedy")
-    top_p: float = about(1.0, "nucleus sampling; 1 is off")
-    top_k: int = about(0, "tokens that a draw chooses from; 0 is off")
-    seed: int = about(0, "of sampling")
-    dtype: str = about("float32", "float32 or bfloat16")
-    attn_implementation: str = about("", ATTENTION)
+    tokenizer_name_or_path: str = arg("", "directory or hub name; empty: the model's")
+    max_prompt_seq_len: int = arg(256, "maximum prompt length in tokens; longer prompts are left out and counted")
+    max_answer_seq_len: int = arg(64, "maximum completion length in tokens")
+    stop_token_ids: list[int] = list_arg([], "end tokens in addition to the model's own")
+    temperature: float = arg(1.0, "sampling temperature; 0: greedy")
+    top_p: float = arg(1.0, "nucleus sampling; 1: off")
+    top_k: int = arg(0, "number of most probable tokens to sample from; 0: off")
+    seed: int = arg(0, "seed of sampling")
+    dtype: str = arg("float32", "float32 or bfloat16")
+    attn_implementation: str = arg("", ATTENTION)
 
     def __post_init__(self):
         super().__post_init__()
@@ -418,20 +436,20 @@ class GenerationArguments(DataArguments):
 class EvaluateArguments(GenerationArguments):
     """Models compared on held-out prompts."""
 
-    model_name_or_path: list[str] = listed([], "directories or hub names, compared on the same prompts")
-    data_path: list[str] = listed(["synthetic:stories@test"], "prompts: hub names, files or synthetic:… sets")
-    eval_rows: int = about(128, "most prompts")
-    reward: str = about(
+    model_name_or_path: list[str] = list_arg([], "directories or hub names of the models to compare")
+    data_path: list[str] = list_arg(["synthetic:stories@test"], "prompts: hub names, files or synthetic:… sets")
+    eval_rows: int = arg(128, "maximum number of prompts")
+    reward: str = arg(
         "rlhf_examples.data.synthetic:gold_score",
-        "module:function over (prompts, completions, columns of records), or a reward model's directory or hub name",
+        "reward function (module:function), or a reward model's directory or hub name",
     )
-    per_device_eval_batch_size: int = about(16, "completions in a reward model's forward")
-    eval_num_generations: int = about(1, "completions of a prompt")
-    pass_at_k: list[int] = listed([], "for each k: the share of prompts that one of k completions passes")
-    pass_score: float = about(1.0, "score from which a completion passes")
-    zero_stage: int = about(0, "3 partitions the models")
-    num_samples: int = about(4, "prompts whose completions are shown")
-    output_file: str = about("", "JSON file for the results; empty: none")
+    per_device_eval_batch_size: int = arg(16, "completions per rank in a forward of a reward model")
+    eval_num_generations: int = arg(1, "completions per prompt")
+    pass_at_k: list[int] = list_arg([], "values of k for pass@k")
+    pass_score: float = arg(1.0, "minimum score of a completion that passes")
+    zero_stage: int = arg(0, "3: partition the models")
+    num_samples: int = arg(4, "prompts whose completions are shown")
+    output_file: str = arg("", "JSON file for the results; empty: none")
 
     def __post_init__(self):
         super().__post_init__()
@@ -442,26 +460,26 @@ class EvaluateArguments(GenerationArguments):
 class PairsArguments(GenerationArguments):
     """Preference pairs from a model's own completions."""
 
-    output_dir: str = about("runs/pairs", "where pairs.jsonl goes")
-    model_name_or_path: str = about("", "directory or hub name")
-    data_path: list[str] = listed(["synthetic:openings"], "prompts: hub names, files or synthetic:… sets")
-    reward: str = about(
+    output_dir: str = arg("runs/pairs", "directory for pairs.jsonl")
+    model_name_or_path: str = arg("", "directory or hub name")
+    data_path: list[str] = list_arg(["synthetic:openings"], "prompts: hub names, files or synthetic:… sets")
+    reward: str = arg(
         "rlhf_examples.rewards:joyful_story",
-        "module:function over (prompts, completions, columns of records), or a reward model's directory or hub name",
+        "reward function (module:function), or a reward model's directory or hub name",
     )
-    rounds: int = about(4, "pairs of each prompt; two completions that are equally good give none")
-    per_device_eval_batch_size: int = about(16, "completions in a reward model's forward")
-    zero_stage: int = about(0, "3 partitions the model")
+    rounds: int = arg(4, "pairs per prompt; two completions with equal scores give none")
+    per_device_eval_batch_size: int = arg(16, "completions per rank in a forward of a reward model")
+    zero_stage: int = arg(0, "3: partition the model")
 
 
 @dataclass
 class ThroughputArguments(GenerationArguments):
     """Tokens per second of rollouts, and of Hugging Face's generate."""
 
-    model_name_or_path: str = about("", "directory or hub name")
-    data_path: list[str] = listed(["synthetic:stories"], "prompts: hub names, files or synthetic:… sets")
-    per_device_generation_batch_size: int = about(32, "prompts of a rank")
-    rounds: int = about(3, "measurements of each, in turns")
+    model_name_or_path: str = arg("", "directory or hub name")
+    data_path: list[str] = list_arg(["synthetic:stories"], "prompts: hub names, files or synthetic:… sets")
+    per_device_generation_batch_size: int = arg(32, "prompts per rank")
+    rounds: int = arg(3, "measurements of each, in alternation")
 
     def __post_init__(self):
         require_one_of(self, dtype=("float32", "bfloat16"))
@@ -476,10 +494,12 @@ class PipelineArguments:
     pipeline and is the reward `server:NAME` in steps.
     """
 
-    output_dir: str = about("runs/pipeline", "each step has a directory in it")
-    seed: int = about(0, "of every step that has none of its own")
-    resume: bool = about(False, "resume: steps that are done are not run again")
-    overwrite: bool = about(False, "delete what the steps' directories hold; without this and resume it is an error")
+    output_dir: str = arg("runs/pipeline", "directory of the steps' directories")
+    seed: int = arg(0, "seed of the steps that set none")
+    resume: bool = arg(False, "skip finished steps and resume the interrupted one")
+    overwrite: bool = arg(
+        False, "delete the results in the steps' directories; without overwrite or resume they are an error"
+    )
     common: dict = field(default_factory=dict, init=False)
     steps: dict = field(default_factory=dict, init=False)
     summary: dict = field(default_factory=dict, init=False)
@@ -493,16 +513,18 @@ class PipelineArguments:
 class ChatArguments:
     """A conversation with a model in a terminal."""
 
-    path: str = about("", "directory or hub name of the model; an adapter's directory too")
-    system: str = about("", "a system message, for models with a chat template")
-    chat_template_kwargs: str = about("", 'JSON for the chat template, such as {"enable_thinking": false}')
-    max_new_tokens: int = about(128, "longest answer in tokens")
-    stop_token_ids: list[int] = listed([], "end tokens besides the model's own")
-    temperature: float = about(0.8, "of sampling; 0 is greedy")
-    top_p: float = about(0.95, "nucleus sampling")
-    seed: int = about(0, "of sampling")
-    dtype: str = about("float32", "float32, bfloat16 or int8")
-    attn_implementation: str = about("", ATTENTION)
+    path: str = arg("", "directory or hub name of a model or an adapter")
+    system: str = arg("", "system message, for models with a chat template")
+    chat_template_kwargs: str = arg(
+        "", 'JSON object of arguments for the chat template, such as {"enable_thinking": false}'
+    )
+    max_new_tokens: int = arg(128, "maximum length of an answer in tokens")
+    stop_token_ids: list[int] = list_arg([], "end tokens in addition to the model's own")
+    temperature: float = arg(0.8, "sampling temperature; 0: greedy")
+    top_p: float = arg(0.95, "nucleus sampling; 1: off")
+    seed: int = arg(0, "seed of sampling")
+    dtype: str = arg("float32", "float32, bfloat16 or int8")
+    attn_implementation: str = arg("", ATTENTION)
 
     def __post_init__(self):
         require_one_of(self, dtype=("float32", "bfloat16", "int8"))
@@ -514,11 +536,11 @@ class ChatArguments:
 class RewardServerArguments:
     """A reward function over HTTP."""
 
-    reward: str = about("rlhf_examples.rewards:exact_match", "module:function over (prompts, completions, columns)")
-    host: str = about("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's")
-    port: int = about(8765, "0 takes a free one")
-    address_file: str = about("", "file that the server's address is written to once it listens; empty: none")
-    parent_pid: int = about(0, "end with this process, which has started the server; 0: with none")
+    reward: str = arg("rlhf_examples.rewards:exact_match", "reward function, module:function")
+    host: str = arg("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
+    port: int = arg(8765, "port to listen on; 0: a free one")
+    address_file: str = arg("", "file to write the server's address to once it listens; empty: none")
+    parent_pid: int = arg(0, "exit when this parent process ends; 0: never")
 
 
 def require_pass_at_k(args: Any) -> None:
@@ -528,11 +550,11 @@ def require_pass_at_k(args: Any) -> None:
         if not 1 <= k <= args.eval_num_generations:
             raise ValueError(
                 f"pass_at_k: {k} given with eval_num_generations: {args.eval_num_generations}; it must be from 1 to "
-                "that"
+                f"{args.eval_num_generations}"
             )
     if args.eval_num_generations > 1 and getattr(args, "eval_greedy", args.temperature == 0):
         raise ValueError(
-            f"eval_num_generations: {args.eval_num_generations} given with greedy completions, which would all be alike"
+            f"eval_num_generations: {args.eval_num_generations} given with greedy decoding, where they are all equal"
         )
 
 
@@ -572,7 +594,9 @@ def require_best_model(args: Any) -> None:
 def require_resume_or_overwrite(args: Any) -> None:
     """Raises ValueError if both `resume` and `overwrite` are given."""
     if args.resume and args.overwrite:
-        raise ValueError("overwrite: true given with resume: true; give one: to delete the run there, or to go on")
+        raise ValueError(
+            "overwrite: true given with resume: true; give overwrite to delete the old run, or resume to continue it"
+        )
 
 
 def require_range(args: Any, **limits: tuple[float, float | None]) -> None:
@@ -670,5 +694,5 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(f"no file at {str(path)!r}")
     settings = yaml.safe_load(path.read_text())
     if not isinstance(settings, dict):
-        raise ValueError(f"{path}: it holds a {type(settings).__name__}; it must be settings by name")
+        raise ValueError(f"{path}: it contains a {type(settings).__name__}; it must be a mapping of settings")
     return settings

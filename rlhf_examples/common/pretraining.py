@@ -64,8 +64,11 @@ class PretrainingTexts:
         batch = collate_supervised(rows, self.pad_token_id)
         ids, mask = batch["input_ids"].to(device()), batch["attention_mask"].to(device())
         denominator = step.denominator(tokens)
-        # An empty micro batch gets one fully masked row, as for completions.
-        return [PtxBatch(ids[p or [0]], mask[p or [0]], mask[p or [0]] * bool(p), denominator) for p in step.places]
+        return [
+            # An empty micro batch gets one fully masked row, as for completions.
+            PtxBatch(ids[indices or [0]], mask[indices or [0]], mask[indices or [0]] * bool(indices), denominator)
+            for indices in step.micro_batch_rows
+        ]
 
     def state_dict(self) -> dict[str, int]:
         """The state for a checkpoint."""

@@ -70,21 +70,21 @@ class Experience:
 class OptimizerStep:
     """The rows of all ranks that a step learns from, and this rank's micro batches, equally many on every rank.
 
-    places: this rank's micro batches as indices into `rows`; the last ones are empty if there are too few rows.
-    least_rows: the smallest first micro batch of any rank.
+    micro_batch_rows: this rank's micro batches as indices into `rows`; the last ones may be empty.
+    min_rows: the smallest first micro batch of any rank.
     """
 
     rows: torch.Tensor
-    places: list[list[int]]
-    least_rows: int
+    micro_batch_rows: list[list[int]]
+    min_rows: int
 
     def micro_batches(self, experience: "Experience") -> Iterator["Experience"]:
         """The rows of each micro batch. An empty one gets one fully masked row: under ZeRO every rank must run
         equally many forwards and backwards.
         """
-        for places in self.places:
-            e = experience.take(self.rows[places or [0]])
-            yield e if places else replace(e, mask=torch.zeros_like(e.mask))
+        for rows in self.micro_batch_rows:
+            e = experience.take(self.rows[rows or [0]])
+            yield e if rows else replace(e, mask=torch.zeros_like(e.mask))
 
     def denominator(self, tokens: int, sequences: int = 0, loss_type: str = "dapo", max_length: int = 0) -> float:
         """The denominator of a micro batch's loss: see `loss_denominator`.  tokens, sequences: of all ranks."""
@@ -93,7 +93,7 @@ class OptimizerStep:
             sequences=sequences,
             tokens=tokens,
             max_completion_length=max_length,
-            micro_batches=dist.get_world_size() * len(self.places),
+            micro_batches=dist.get_world_size() * len(self.micro_batch_rows),
         )
 
 
@@ -301,26 +301,27 @@ class Numerics:
         self, policy: hybrid.HybridEngine, experience: Experience, step: OptimizerStep, control_rows: int, args
     ):
         self.logps: list[torch.Tensor] = []
-        self.rows = list(step.micro_batches(experience))
-        control = step.rows[step.places[0][: min(control_rows, step.least_rows)]]
+        self.micro_batches = list(step.micro_batches(experience))
+        control = step.rows[step.micro_batch_rows[0][: min(control_rows, step.min_rows)]]
         self.control = experience.take(control) if len(control) else None
         if self.control is not None:  # before the first step: the weights are still those that sampled
             e = self.control
-            self.alone = token_logps_row_by_row(
+            self.control_logps = token_logps_row_by_row(
                 policy, e.sequences, e.attention_mask, e.mask.shape[1], args.temperature
             )
 
     def add(self, logps: torch.Tensor) -> None:
         """Record a micro batch's training logprobs [rows, completion]; steps after the first are ignored."""
-        if len(self.logps) < len(self.rows):
+        if len(self.logps) < len(self.micro_batches):
             self.logps.append(logps.detach())
 
     def metrics(self) -> Metrics:
         """The metrics of all ranks. Every rank takes part."""
-        masks = [e.mask.bool() for e in self.rows]
+        masks = [batch.mask.bool() for batch in self.micro_batches]
+        sampling_logps, old_logps = zip(*((b.sampling_logps, b.old_logps) for b in self.micro_batches), strict=True)
         logps, sampled, old = (
-            torch.cat([values[mask] for values, mask in zip(of_rows, masks, strict=True)])[None]
-            for of_rows in (self.logps, [e.sampling_logps for e in self.rows], [e.old_logps for e in self.rows])
+            torch.cat([values[mask] for values, mask in zip(per_batch, masks, strict=True)])[None]
+            for per_batch in (self.logps, sampling_logps, old_logps)
         )
         every = torch.ones_like(logps)
         error = torch.cat([((logps - old).exp() - 1).abs().flatten(), logps.new_zeros(1)]).max()

@@ -84,7 +84,7 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path):
     with pytest.raises(ValueError, match="no file at 'nowhere.yaml'"):
         parse_arguments(PPOArguments, ["nowhere.yaml"])
     path.write_text("- 3\n")
-    with pytest.raises(ValueError, match="it holds a list; it must be settings by name"):
+    with pytest.raises(ValueError, match="it contains a list; it must be a mapping of settings"):
         parse_arguments(PPOArguments, [str(path)])
 
 
@@ -101,7 +101,7 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path):
         (
             PPOArguments,
             {"importance_sampling_correction": True, "logprob_mode": "sampling"},
-            "every weight would be 1; use logprob_mode: 'recompute'",
+            "every ratio would be 1; use logprob_mode: 'recompute'",
         ),
         (
             PPOArguments,

@@ -264,7 +264,7 @@ def test_ranks_share_a_step_between_them_whatever_their_number(monkeypatch, rows
             learned = [e.advantages[e.mask.any(dim=1)] for e in chain(*batches)]  # advantages are row numbers
             assert sorted(chain(*(e.tolist() for e in learned))) == sorted(steps[0].rows.tolist()), "twice, or never"
             assert len({len(of_rank) for of_rank in batches}) == 1
-            assert steps[0].least_rows == min(len(step.places[0]) for step in steps)
+            assert steps[0].min_rows == min(len(step.micro_batch_rows[0]) for step in steps)
             if budget:
                 assert max(int(lengths[e.advantages].sum()) for e in chain(*batches)) <= budget
             else:
@@ -285,7 +285,7 @@ def test_a_sequence_that_does_not_fit_is_refused(monkeypatch):
         with pytest.raises(ValueError, match=words):
             optimizer_steps(experience_of([2, 5, 1, 3]), 1, 1, RolloutArguments(**changes))
     (step,) = optimizer_steps(experience_of([5, 5, 5]), 1, 1, RolloutArguments(max_tokens_per_batch=9))
-    assert [len(places) for places in step.places] == [1, 1]
+    assert [len(places) for places in step.micro_batch_rows] == [1, 1]
 
 
 def test_the_spread_of_groups_is_of_what_was_judged():
