@@ -1,4 +1,4 @@
-"""DeepSpeed's other configurations keep working: offload, autocast, accumulation, sharded construction."""
+"""DeepSpeed configurations: offload, autocast, gradient accumulation, `zero.Init`, an engine without an optimizer."""
 
 import copy
 
@@ -25,7 +25,8 @@ OFFLOADS = {
 
 
 def check_rollouts_and_training(config: dict, dtype: torch.dtype = torch.float32) -> None:
-    """Generation equals Hugging Face's before and after a step, and training that of an engine that never switched."""
+    """Generation equals Hugging Face's before and after a step; training equals that of an engine always in train
+    mode."""
     model = tiny_model("llama")
     reference = twin(model)
     engine, plain = engine_of(model, copy.deepcopy(config)), engine_of(tiny_model("llama"), copy.deepcopy(config))
@@ -42,7 +43,7 @@ def check_rollouts_and_training(config: dict, dtype: torch.dtype = torch.float32
 
 
 @pytest.mark.parametrize("name", OFFLOADS)
-def test_offload(ranks, name):
+def test_offload_generates_and_trains_as_without_switching(ranks, name):
     config = settings(zero_optimization=OFFLOADS[name], zero_force_ds_cpu_optimizer=False)
     ranks.run(check_rollouts_and_training, config)
 
@@ -53,24 +54,26 @@ def check_autocast(stage: int) -> None:
     engine = engine_of(tiny_model("llama"), settings(stage, torch_autocast=autocast))
     ids, mask = prompts(2, 6, padded=False, seed=dist.get_rank())
     with torch.no_grad():
-        trained = engine(input_ids=ids, attention_mask=mask).logits
+        expected = engine(input_ids=ids, attention_mask=mask).logits
     engine.eval()
-    ours = engine(input_ids=ids, attention_mask=mask).logits
-    assert torch.equal(ours, trained)
+    actual = engine(input_ids=ids, attention_mask=mask).logits
+    assert torch.equal(actual, expected)
     engine.train()
     check_rollouts_and_training(settings(stage, torch_autocast=autocast), torch.bfloat16)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_torch_autocast(ranks, stage):
+def test_autocast_forwards_in_eval_mode_equal_training_forwards(ranks, stage):
     ranks.run(check_autocast, stage)
 
 
 def check_zero_init() -> None:
-    """A model that was partitioned as it was constructed."""
+    """A model partitioned while it is constructed."""
     config = settings(3)
     with deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(config)):
-        model = tiny_model("llama", pad_token_id=None)  # Hugging Face would zero a padding row that is not there
+        model = tiny_model(
+            "llama", pad_token_id=None
+        )  # Hugging Face would zero the padding row, which is partitioned away
     engine = engine_of(model, config)
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     own = list(model.parameters())
@@ -82,7 +85,7 @@ def check_zero_init() -> None:
     assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
 
 
-def test_zero_init(ranks):
+def test_zero_init_generates_and_trains_as_without_switching(ranks):
     ranks.run(check_zero_init)
 
 
@@ -100,7 +103,7 @@ def check_frozen_engine() -> None:
     assert engine.score(ids, mask).per_token_logps.shape == (2, 5)
 
 
-def test_an_engine_without_an_optimizer(ranks):
+def test_an_engine_without_an_optimizer_generates(ranks):
     ranks.run(check_frozen_engine)
 
 
@@ -117,5 +120,5 @@ def check_tied_and_shared() -> None:
     engine.generate(ids, **request)
 
 
-def test_tied_weights(ranks):
+def test_tied_weights_are_gathered_once(ranks):
     ranks.run(check_tied_and_shared)

@@ -1,4 +1,5 @@
-"""Training with DeepSpeed's own mixtures, experts over two ranks: forwards are collectives, whatever ranks bring."""
+"""Training with DeepSpeed's own MoE layers, experts over two ranks: every forward is a collective, and ranks may have
+different batches."""
 
 import contextlib
 
@@ -15,7 +16,7 @@ from tests.tiny_models import prompts
 
 
 def engine_over(model: nn.Module, stage: int = 2) -> hybrid.HybridEngine:
-    """An engine that trains all of a model with mixtures."""
+    """An engine that trains all parameters of a model with MoE layers."""
     groups = split_params_into_different_moe_groups_for_optimizer(
         {"params": [*model.parameters()], "name": "parameters"}
     )
@@ -24,7 +25,8 @@ def engine_over(model: nn.Module, stage: int = 2) -> hybrid.HybridEngine:
 
 @torch.no_grad()
 def greedy(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, new: int) -> torch.Tensor:
-    """Tokens of a loop without a cache, over the model that has all experts; rows are padded behind their end."""
+    """Tokens of a greedy loop without a cache over the model with all experts; rows are right-padded after their
+    end."""
     unfinished = torch.ones(len(ids), dtype=torch.bool)
     for _ in range(new):
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -39,7 +41,7 @@ def greedy(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, new: int) ->
 
 
 def check_lengths(k: int, drop_tokens: bool) -> None:
-    """Ranks that differ in rows, prompts and lengths; one without rows; one whose request is refused, or fails."""
+    """Ranks that differ in rows, prompts and lengths; a rank without rows; a rank whose request raises."""
     rank = dist.get_rank()
     reference = with_mixtures(1, k, drop_tokens)
     engine = engine_over(with_mixtures(2, k, drop_tokens, rank).train())
@@ -54,44 +56,44 @@ def check_lengths(k: int, drop_tokens: bool) -> None:
             batch = engine.rollout(ids[:own], mask[:own], sampling)
             assert torch.equal(batch.completion_ids, expected[:own, length : length + batch.completion_ids.shape[1]])
             scores = engine.score(batch.sequences, batch.attention_mask, rows_per_forward=1 + 2 * rank)
-            judged = scores.per_token_logps[:, length - 1 :] * batch.completion_mask
-            torch.testing.assert_close(judged, batch.sampling_per_token_logps, atol=1e-4, rtol=1e-4)
+            scored = scores.per_token_logps[:, length - 1 :] * batch.completion_mask
+            torch.testing.assert_close(scored, batch.sampling_per_token_logps, atol=1e-4, rtol=1e-4)
     wrong = {"attention_mask": mask.flip(1)} if rank == 0 else {"attention_mask": mask}
     with pytest.raises(ValueError, match="left padded") if rank == 0 else contextlib.nullcontext():
         engine.rollout(ids[:2], wrong["attention_mask"][:2] if rank else torch.tensor([[1, 1, 1, 1, 0]]), sampling)
     assert torch.equal(torch.get_rng_state(), state), "the gates drew from training's generator"
     engine.eval()
-    found = engine(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    actual = engine(input_ids=ids, attention_mask=mask, use_cache=False).logits
     torch.testing.assert_close(
-        found[mask.bool()], reference(input_ids=ids, attention_mask=mask).logits[mask.bool()], atol=1e-4, rtol=1e-4
+        actual[mask.bool()], reference(input_ids=ids, attention_mask=mask).logits[mask.bool()], atol=1e-4, rtol=1e-4
     )
     engine.train()
 
 
 @pytest.mark.parametrize(("k", "drop_tokens"), [(2, True), (2, False), (1, True)])
-def test_ranks_of_different_lengths(ranks, k, drop_tokens):
+def test_ranks_with_different_batches_and_lengths_match_the_unsharded_model(ranks, k, drop_tokens):
     ranks.run(check_lengths, k, drop_tokens)
 
 
 def check_training() -> None:
-    """A run that generated trains to the bits of one that did not."""
+    """A run with rollouts trains to the same bits as one without."""
     rank = dist.get_rank()
     engines = [engine_over(with_mixtures(2, 2, False, rank).train()) for _ in range(2)]
     ids, mask = prompts(2 + rank, 6, padded=True, seed=rank)
-    learn, _ = prompts(2, 9, padded=False, seed=10 + rank)
+    training_ids, _ = prompts(2, 9, padded=False, seed=10 + rank)
     for _ in range(2):
         engines[0].rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=3 + 4 * rank))
         losses = []
         for engine in engines:
             torch.manual_seed(rank)
-            loss = engine(input_ids=learn, labels=learn).loss
+            loss = engine(input_ids=training_ids, labels=training_ids).loss
             engine.backward(loss)
             engine.step()
             losses.append(loss.detach())
         assert torch.equal(*losses)
-    one, other = (engine.module.parameters() for engine in engines)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    parameters, other_parameters = (engine.module.parameters() for engine in engines)
+    assert all(torch.equal(a, b) for a, b in zip(parameters, other_parameters, strict=True))
 
 
-def test_training_is_left_alone(ranks):
+def test_training_is_bit_identical_after_rollouts(ranks):
     ranks.run(check_training)

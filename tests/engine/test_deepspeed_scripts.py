@@ -1,4 +1,4 @@
-"""Scripts written for `DeepSpeedHybridEngine` run unchanged: DeepSpeed-Chat's loop, fusing, names."""
+"""Scripts written for `DeepSpeedHybridEngine` run unchanged: DeepSpeed-Chat's loop, fusing LoRA, attribute names."""
 
 import deepspeed
 import pytest
@@ -22,15 +22,15 @@ INTERNAL = {  # how DeepSpeed builds its containers, which are not ours
 }
 
 
-def test_every_public_name_of_deepspeeds_engine_is_there():
-    theirs = {name for name in vars(DeepSpeedHybridEngine) if not name.startswith("_")}
-    assert len(theirs) > 10
-    assert {name for name in theirs if not hasattr(hybrid.HybridEngine, name)} == INTERNAL
+def test_every_public_name_of_deepspeeds_engine_exists():
+    names = {name for name in vars(DeepSpeedHybridEngine) if not name.startswith("_")}
+    assert len(names) > 10
+    assert {name for name in names if not hasattr(hybrid.HybridEngine, name)} == INTERNAL
 
 
 def chat_step(engine, ids: torch.Tensor, mask: torch.Tensor, step: int) -> torch.Tensor:
-    """An iteration as DeepSpeed-Chat's `DeepSpeedPPOTrainer` writes it (`generate_experience`, `train_rlhf`): nothing
-    here knows of this project."""
+    """An iteration of DeepSpeed-Chat's `DeepSpeedPPOTrainer` (`generate_experience`, `train_rlhf`), using DeepSpeed's
+    interface only."""
     engine.eval()
     max_length = ids.shape[1] + 4 + dist.get_rank()
     with torch.no_grad():
@@ -41,10 +41,10 @@ def chat_step(engine, ids: torch.Tensor, mask: torch.Tensor, step: int) -> torch
     assert torch.equal(by_module, by_engine)
     engine.train()
     seq = by_module
-    whole = torch.cat([mask, torch.ones_like(seq[:, mask.shape[1] :])], dim=1)
+    full_mask = torch.cat([mask, torch.ones_like(seq[:, mask.shape[1] :])], dim=1)
     with torch.no_grad():
-        old = engine(seq, attention_mask=whole, use_cache=False).logits.log_softmax(-1)
-    logits = engine(seq, attention_mask=whole, use_cache=False).logits.log_softmax(-1)
+        old = engine(seq, attention_mask=full_mask, use_cache=False).logits.log_softmax(-1)
+    logits = engine(seq, attention_mask=full_mask, use_cache=False).logits.log_softmax(-1)
     loss = -(logits - old).gather(2, seq[..., None]).exp().mean() - 0.1 * logits.gather(2, seq[..., None]).mean()
     engine.backward(loss)
     engine.step()
@@ -72,7 +72,7 @@ def check_chat_loop(adapter: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize(("adapter", "stage"), [("chat", 3), ("none", 3), ("chat", 2)])
-def test_deepspeed_chats_loop_runs(ranks, adapter, stage):
+def test_deepspeed_chats_training_loop_runs_unchanged(ranks, adapter, stage):
     ranks.run(check_chat_loop, adapter, stage)
 
 
@@ -106,11 +106,11 @@ def check_fusing(adapter: str, stage: int, **rollout) -> None:
 
 
 @pytest.mark.parametrize(("adapter", "stage"), [("peft", 3), ("chat", 3), ("peft", 0), ("none", 3)])
-def test_fusing_never_touches_the_base(ranks, adapter, stage):
+def test_fusing_lora_never_writes_base_weights(ranks, adapter, stage):
     ranks.run(check_fusing, adapter, stage)
 
 
-def test_fusing_where_nothing_is_merged(ranks):
+def test_fusing_lora_with_unmerged_adapters(ranks):
     ranks.run(check_fusing, "peft", 3, lora="unmerged")
 
 
@@ -140,5 +140,5 @@ def check_names() -> None:
             call(2, 4)
 
 
-def test_names_that_scripts_read(ranks):
+def test_attributes_and_methods_that_scripts_use(ranks):
     ranks.run(check_names)

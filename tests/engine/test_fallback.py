@@ -1,5 +1,5 @@
-"""Fast, or it says so: what frameworks leave on a model in training keeps the fused decoder on; whatever else turns it
-off is told once, with what to do about it, and is in `stats()` and `coverage()`."""
+"""Hooks that frameworks put on a model in training keep the fused decoder; any other reason for the native fallback is
+warned of once, with the remedy, and is in `stats()` and `coverage()`."""
 
 import warnings
 
@@ -11,7 +11,7 @@ import hybrid
 from tests.engines import engine_of, settings, train_step
 from tests.tiny_models import prompts, tiny_model, twin, with_chat_lora, with_peft
 
-FUSED = {"containers": "fused"}  # whatever `--containers` says
+FUSED = {"containers": "fused"}  # independent of `--containers`
 SAMPLING = hybrid.SamplingParams(max_new_tokens=5, temperature=0.0)
 
 
@@ -21,15 +21,15 @@ def containers(engine: hybrid.HybridEngine) -> set[str]:
 
 
 def require_rollouts_of(engine: hybrid.HybridEngine, reference: torch.nn.Module) -> None:
-    """Greedy completions and their logprobs are the reference's; `score` gives them again."""
+    """Greedy completions equal the reference's; `score` gives the rollout's logprobs."""
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     batch = engine.rollout(ids, mask, SAMPLING)
     expected = reference.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
     assert torch.equal(batch.sequences, expected)
     scores = engine.score(batch.sequences, batch.attention_mask)
     real = batch.completion_mask.bool()
-    found = scores.per_token_logps[:, -real.shape[1] :][real]
-    torch.testing.assert_close(found, batch.raw_per_token_logps[real], atol=1e-4, rtol=1e-4)
+    actual = scores.per_token_logps[:, -real.shape[1] :][real]
+    torch.testing.assert_close(actual, batch.raw_per_token_logps[real], atol=1e-4, rtol=1e-4)
 
 
 def peft_on_a_checkpointed_model() -> torch.nn.Module:
@@ -82,25 +82,25 @@ def require_fused_after_training(engine: hybrid.HybridEngine) -> None:
 
 
 @pytest.mark.parametrize("make", CHECKPOINTED)
-def test_gradient_checkpointing_keeps_the_decoder_on(ranks, make):
+def test_gradient_checkpointing_keeps_the_fused_decoder(ranks, make):
     ranks.run(check_checkpointing, make)
 
 
 @pytest.mark.parametrize("block", [{"inference_tp_size": 2}, {"pin_parameters": False}], ids=str)
-def test_gradient_checkpointing_keeps_the_decoder_on_in_every_mode(ranks, block):
+def test_gradient_checkpointing_keeps_the_fused_decoder_with_tp_and_streaming(ranks, block):
     ranks.run(check_checkpointing, peft_on_a_checkpointed_model, **block)
 
 
-def told(run) -> list[str]:
-    """What `run` warns of native containers."""
+def fallback_warnings(run) -> list[str]:
+    """Messages of the warnings about native containers while `run()` runs."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
-    return [str(one.message) for one in caught if "runs in native containers" in str(one.message)]
+    return [str(warning.message) for warning in caught if "runs in native containers" in str(warning.message)]
 
 
-def check_telling() -> None:
-    """Once, on rank 0, with the remedy; in stats until the next eval(), in coverage."""
+def check_warnings() -> None:
+    """One warning, on rank 0, with the remedy; the reason is in stats() until the next eval(), and in coverage()."""
     engine = engine_of(tiny_model("llama"), settings(3, rollout=FUSED))
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     first = dist.get_rank() == 0
@@ -112,16 +112,18 @@ def check_telling() -> None:
     for more, reason in cases:
         engine.eval()
         assert engine.stats()["native_reason"] == ""
-        words = told(lambda more=more: [engine.generate(ids, **request, **more) for _ in range(2)])
-        assert len(words) == first and all(reason in one for one in words), (words, reason)
+        messages = fallback_warnings(lambda more=more: [engine.generate(ids, **request, **more) for _ in range(2)])
+        assert len(messages) == first and all(reason in message for message in messages), (messages, reason)
         assert reason in engine.stats()["native_reason"]
         assert containers(engine) == {"fused"}
         assert all(reason in row["why"] for row in engine.coverage())
         engine.train()
         train_step(engine)
     handle = engine.module.lm_head.register_forward_hook(lambda *args: None)
-    words = told(lambda: (engine.rollout(ids, mask, SAMPLING), engine.score(ids, mask)))
-    assert len(words) == first and all("<lambda> on lm_head (remove them before inference)" in one for one in words)
+    messages = fallback_warnings(lambda: (engine.rollout(ids, mask, SAMPLING), engine.score(ids, mask)))
+    assert len(messages) == first and all(
+        "<lambda> on lm_head (remove them before inference)" in message for message in messages
+    )
     assert containers(engine) == {"native"} and "lm_head" in engine.stats()["native_reason"]
     handle.remove()
     assert containers(engine) == {"fused"}
@@ -129,27 +131,29 @@ def check_telling() -> None:
     assert all(isinstance(value, int | float) for value in numbers.values())
 
 
-def test_a_reason_is_told_once_with_its_remedy(ranks):
-    ranks.run(check_telling)
+def test_fallback_warns_once_with_reason_and_remedy(ranks):
+    ranks.run(check_warnings)
 
 
-def check_choice() -> None:
+def check_native_by_setting() -> None:
     engine = engine_of(tiny_model("llama"), settings(3, rollout={"containers": "native"}))
     ids, mask = prompts(2, 6, padded=False)
-    assert told(lambda: engine.rollout(ids, mask, SAMPLING)) == []
+    assert fallback_warnings(lambda: engine.rollout(ids, mask, SAMPLING)) == []
     assert engine.stats()["native_reason"] == "rollout.containers=native"
 
 
-def test_what_was_asked_for_is_no_warning(ranks):
-    ranks.run(check_choice)
+def test_native_containers_by_setting_do_not_warn(ranks):
+    ranks.run(check_native_by_setting)
 
 
 def check_float64() -> None:
     model = tiny_model("llama", dtype=torch.float64)
     reference = twin(model).eval()
     engine = engine_of(model, settings(3, rollout=FUSED))
-    words = told(lambda: require_rollouts_of(engine, reference))
-    assert len(words) == (dist.get_rank() == 0) and all("weights are torch.float64" in one for one in words)
+    messages = fallback_warnings(lambda: require_rollouts_of(engine, reference))
+    assert len(messages) == (dist.get_rank() == 0) and all(
+        "weights are torch.float64" in message for message in messages
+    )
     assert "(cast the model" in engine.stats()["native_reason"]
     assert containers(engine) == {"native"}
     train_step(engine)

@@ -1,5 +1,5 @@
-"""One rank differs: a hook, a verdict, an error, no rows, an early end, a death. Nobody hangs: every rank has an answer
-or a clear error within LIMIT_S, and the engine generates and trains on as if nothing had been."""
+"""Faults on one rank: a hook, a self-check that fails, an error, no rows, an early end, a killed process. No rank
+hangs: each has a result or an error within LIMIT_S, and the engine then generates and trains as one without a fault."""
 
 import contextlib
 import datetime
@@ -48,7 +48,7 @@ def slow_unless(quick: bool) -> list:
 
 
 class Fault(ArithmeticError):
-    """What goes wrong on one rank."""
+    """The error raised on one rank."""
 
 
 def model_of(mode: str) -> torch.nn.Module:
@@ -62,12 +62,12 @@ def engine_in(mode: str) -> hybrid.HybridEngine:
 
 
 class Case:
-    """An engine that is hit, one that is not, and what this rank asks of them; ranks differ in all of it."""
+    """An engine in which a fault happens, one without, and this rank's requests, which differ between ranks."""
 
     def __init__(self, mode: str, compared: bool = True):
         self.rank, self.mode = dist.get_rank(), mode
         self.reference, self.hit = twin(model_of(mode)), engine_in(mode)
-        self.calm = engine_in(mode) if compared else None
+        self.untouched = engine_in(mode) if compared else None
         self.ids, self.mask = prompts(2, 6, padded=True, seed=self.rank)
         self.request = {"attention_mask": self.mask, "max_new_tokens": 8 + 4 * self.rank, "do_sample": False}
         self.expected = self.reference.generate(self.ids, **self.request)
@@ -79,9 +79,9 @@ class Case:
         return self.hit.score(self.ids, self.mask).per_token_logps
 
     def expected_score(self) -> torch.Tensor:
-        found = hybrid.padded_forward(self.reference)(self.ids, self.mask).logits[:, :-1].log_softmax(-1)
-        found = found.gather(2, self.ids[:, 1:, None])[..., 0]
-        return found * self.mask[:, 1:] * self.mask[:, :-1]
+        logps = hybrid.padded_forward(self.reference)(self.ids, self.mask).logits[:, :-1].log_softmax(-1)
+        logps = logps.gather(2, self.ids[:, 1:, None])[..., 0]
+        return logps * self.mask[:, 1:] * self.mask[:, :-1]
 
     def forward(self) -> torch.Tensor:
         self.hit.eval()
@@ -94,23 +94,23 @@ class Case:
         return self.reference(self.ids, attention_mask=self.mask).logits[self.mask.bool()]
 
     def require_all(self) -> None:
-        """Every kind of call gives what Hugging Face's model gives."""
+        """Tokens, logprobs and logits equal Hugging Face's."""
         assert torch.equal(self.generate(), self.expected)
         with torch.no_grad():
             torch.testing.assert_close(self.score(), self.expected_score(), atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(self.forward(), self.expected_forward(), atol=1e-3, rtol=1e-4)
 
     def require_goes_on(self) -> None:
-        """The engine that was hit generates, and is as the other one is."""
+        """The engine with the fault generates, and its training storage equals the other engine's."""
         assert torch.equal(self.generate(), self.expected)
         assert self.hit.module.training
-        assert storage_digest(self.hit) == storage_digest(self.calm)
+        assert storage_digest(self.hit) == storage_digest(self.untouched)
 
     def require_trains_on(self) -> None:
-        losses = [train_step(engine) for engine in (self.hit, self.calm)]
+        losses = [train_step(engine) for engine in (self.hit, self.untouched)]
         assert torch.equal(*losses), losses
-        assert storage_digest(self.hit) == storage_digest(self.calm)
-        assert torch.equal(self.generate(), self.calm.generate(self.ids, **self.request))
+        assert storage_digest(self.hit) == storage_digest(self.untouched)
+        assert torch.equal(self.generate(), self.untouched.generate(self.ids, **self.request))
 
 
 @contextlib.contextmanager
@@ -130,15 +130,15 @@ def hook_on_one_rank(case: Case, on: int) -> None:
     with hooked(case, lambda *_: seen.append(1), on):
         case.require_all()
         with case.hit.inference():
-            found, score = case.generate(), case.score()
-        assert torch.equal(found, case.expected)
+            actual, score = case.generate(), case.score()
+        assert torch.equal(actual, case.expected)
         torch.testing.assert_close(score, case.expected_score(), atol=1e-4, rtol=1e-4)
     assert bool(seen) == (case.rank == on)
 
 
 def verdict_differs(case: Case, on: int) -> None:
-    """One rank's self-check finds a difference, after all of it has run; nobody else's does. Of the model's own modules
-    too, where these are what ranks share."""
+    """The self-check fails on one rank only, after all of it has run; also that of the model's own modules, where ranks
+    share these."""
     verdict, own, own_difference = "a verdict of one rank", fused.require_equal, shared_modules.whole_difference
 
     def differs(*args) -> None:
@@ -163,31 +163,31 @@ def verdict_differs(case: Case, on: int) -> None:
     case.hit = usual
 
 
-def fails_on(case: Case, on: int, error: type, call: Callable, others: Callable) -> None:
-    """`call` raises on one rank; the others have their answer."""
+def require_raises_on(case: Case, on: int, error: type, call: Callable, others_call: Callable) -> None:
+    """`call` raises `error` on one rank; on other ranks `others_call` succeeds."""
     started = time.monotonic()
     if case.rank == on:
         with pytest.raises(error):
             call()
     else:
-        others()
+        others_call()
     assert time.monotonic() - started < LIMIT_S
     case.require_goes_on()
 
 
-def answers(case: Case) -> Callable:
+def require_expected_tokens(case: Case) -> Callable:
     return lambda: torch.testing.assert_close(case.generate(), case.expected, atol=0, rtol=0)
 
 
-def refused_before_weights_move(case: Case, on: int) -> None:
-    """A request that is refused early, with weights that the others have to gather."""
+def error_before_weights_move(case: Case, on: int) -> None:
+    """A request that raises before weights are gathered, while the other rank has to gather them."""
     for wrong, error in (
         ({"adapter_names": ["a", "b"]}, NotImplementedError),
         ({"input_ids": case.ids.float()}, ValueError),
         ({"max_new_tokens": 10**6}, ValueError),
     ):
         case.hit.mark_weights_changed()
-        fails_on(case, on, error, lambda wrong=wrong: case.generate(**wrong), answers(case))
+        require_raises_on(case, on, error, lambda wrong=wrong: case.generate(**wrong), require_expected_tokens(case))
     case.hit.mark_weights_changed()
     started = time.monotonic()
     sampling = hybrid.SamplingParams(max_new_tokens=3, temperature=0)
@@ -202,20 +202,22 @@ def refused_before_weights_move(case: Case, on: int) -> None:
 
 def exception_in_prefill(case: Case, on: int) -> None:
     if case.mode != "tp 2" and case.mode != "tp 2, whole weights":
-        fails_on(case, on, IndexError, lambda: case.generate(input_ids=case.ids + 1000), answers(case))
+        require_raises_on(
+            case, on, IndexError, lambda: case.generate(input_ids=case.ids + 1000), require_expected_tokens(case)
+        )
     fails_in_a_hook(case, on, 1)
 
 
 def exception_in_decode(case: Case, on: int) -> None:
     raising = StoppingCriteriaList([RaiseAt(9)])
-    fails_on(case, on, Fault, lambda: case.generate(stopping_criteria=raising), answers(case))
-    fails_on(case, on, Fault, lambda: case.generate(streamer=RaisingStreamer()), answers(case))
+    require_raises_on(case, on, Fault, lambda: case.generate(stopping_criteria=raising), require_expected_tokens(case))
+    require_raises_on(case, on, Fault, lambda: case.generate(streamer=RaisingStreamer()), require_expected_tokens(case))
     fails_in_a_hook(case, on, 4)
 
 
 def fails_in_a_hook(case: Case, on: int, at: int) -> None:
-    """A hook raises in the middle of one rank's forward, the `at`-th. Where ranks run each other's requests, the others
-    get an error that names it; everywhere else their answer."""
+    """A hook raises inside the `at`-th forward of one rank. Where ranks run each other's requests the other rank gets
+    an error that names it; otherwise it gets its result."""
     count = []
 
     def hook(*_) -> None:
@@ -229,7 +231,7 @@ def fails_in_a_hook(case: Case, on: int, at: int) -> None:
             with pytest.raises(Fault):
                 case.generate()
         elif case.mode == "tp 2, own modules":
-            with contextlib.suppress(RuntimeError):  # whose request it was, if it came first
+            with contextlib.suppress(RuntimeError):  # if the failing rank's request ran first
                 assert torch.equal(case.generate(), case.expected)
         else:
             assert torch.equal(case.generate(), case.expected)
@@ -295,15 +297,21 @@ class RaisingStreamer(BaseStreamer):
 def exception_in_a_processor(case: Case, on: int) -> None:
     for rowwise in (True, False):
         processors = LogitsProcessorList([RaisingProcessor(rowwise)])
-        fails_on(case, on, Fault, lambda given=processors: case.generate(logits_processor=given), answers(case))
-    # In a window of several calls, too: the others' next call is told of it, or has its answer.
+        require_raises_on(
+            case,
+            on,
+            Fault,
+            lambda logits_processor=processors: case.generate(logits_processor=logits_processor),
+            require_expected_tokens(case),
+        )
+    # In a window of several calls too: the other rank's next call raises an error that names the fault, or succeeds.
     with contextlib.suppress(Fault), case.hit.inference():
         request = {"logits_processor": LogitsProcessorList([RaisingProcessor(True)])} if case.rank == on else {}
-        found = case.generate(**request)
+        actual = case.generate(**request)
         assert case.rank != on
-        again, score = case.generate(), case.score()
-        assert torch.equal(found, case.expected)
-        assert torch.equal(again, case.expected)
+        second, score = case.generate(), case.score()
+        assert torch.equal(actual, case.expected)
+        assert torch.equal(second, case.expected)
         assert score.shape == (2, 5)
     case.require_goes_on()
 
@@ -319,10 +327,10 @@ def empty_rank(case: Case, on: int) -> None:
 
 def one_rank_stops_early(case: Case, on: int) -> None:
     new = 1 if case.rank == on else 24
-    found = case.generate(max_new_tokens=new)
+    actual = case.generate(max_new_tokens=new)
     expected = case.reference.generate(case.ids, **{**case.request, "max_new_tokens": new})
-    assert torch.equal(found, expected)
-    with case.hit.inference():  # and one leaves its window before the others
+    assert torch.equal(actual, expected)
+    with case.hit.inference():  # and one rank leaves its window before the other
         for _ in range(1 if case.rank == on else 3):
             assert torch.equal(case.generate(), case.expected)
     case.require_goes_on()
@@ -333,7 +341,7 @@ FAULTS = {
     for fault in (
         hook_on_one_rank,
         verdict_differs,
-        refused_before_weights_move,
+        error_before_weights_move,
         exception_in_prefill,
         exception_in_decode,
         exception_in_a_processor,
@@ -344,7 +352,7 @@ FAULTS = {
 
 
 def check_fault(mode: str, names: list[str], ons: tuple[int, ...]) -> None:
-    """Faults of one rank, one after the other, on the same engine; it trains on in the end."""
+    """Faults on one rank, one after another, on the same engine, which then trains."""
     case = Case(mode)
     for name in names:
         for on in ons:
@@ -356,18 +364,18 @@ def check_fault(mode: str, names: list[str], ons: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "tp 2, whole weights"])
-def test_one_rank_differs(ranks, mode):
+def test_a_fault_on_the_second_rank_neither_hangs_nor_changes_results(ranks, mode):
     """Every fault, on the second rank."""
     ranks.run(check_fault, mode, list(FAULTS), (1,), timeout_s=120)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", list(MODES))
-def test_either_rank_differs(ranks, mode):
+def test_a_fault_on_either_rank_neither_hangs_nor_changes_results(ranks, mode):
     ranks.run(check_fault, mode, list(FAULTS), (0, 1))
 
 
-# A rank that is killed: it ends the ranks for good, so these have processes of their own.
+# A killed rank breaks the process group for good, so these tests start their own processes.
 
 
 class KillsItself(LogitsProcessor):
@@ -386,7 +394,8 @@ class KillsItself(LogitsProcessor):
 
 
 def outlive(rank: int, port: int, mode: str, where: str) -> None:
-    """The life of a rank, of which the last one is killed; the others write down what they see, and how soon."""
+    """Main function of a rank. The last rank is killed; the other writes the outcome of each call and the time to a
+    file."""
     os.environ.update(rank_environment(rank, 2, port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10 * LIMIT_S))
@@ -394,20 +403,21 @@ def outlive(rank: int, port: int, mode: str, where: str) -> None:
     assert torch.equal(case.generate(), case.expected)
     path, killed = Path(where), case.rank == 1
     request = {"logits_processor": LogitsProcessorList([KillsItself()])} if killed else {}
-    started, seen = time.monotonic(), []
+    started, outcomes = time.monotonic(), []
     for call in (lambda: case.generate(max_new_tokens=12, **request), lambda: train_step(case.hit), case.score):
         try:
             call()
-            seen.append("an answer")
+            outcomes.append("an answer")
         except RuntimeError as error:
-            seen.append(f"{type(error).__name__}: {error}")
-    (path / f"rank{rank}").write_text(json.dumps([time.monotonic() - started, seen]))
+            outcomes.append(f"{type(error).__name__}: {error}")
+    (path / f"rank{rank}").write_text(json.dumps([time.monotonic() - started, outcomes]))
     os._exit(0)
 
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=slow_unless(mode in QUICK_KILLS)) for mode in MODES])
-def test_a_rank_is_killed(mode, tmp_path):
-    """The survivor says so, within the limit, in generating and in training; by itself it still generates."""
+def test_survivor_of_a_killed_rank_raises_lost_rank_error(mode, tmp_path):
+    """Within the limit the survivor raises LostRankError in training and, where decoding has collectives, in
+    generate(); otherwise it still generates."""
     context, port = mp.get_context("spawn"), free_port()
     processes = [context.Process(target=outlive, args=(rank, port, mode, str(tmp_path))) for rank in range(2)]
     for process in processes:
@@ -416,12 +426,12 @@ def test_a_rank_is_killed(mode, tmp_path):
         for process in processes:
             process.join(300)
         assert processes[1].exitcode == -signal.SIGKILL
-        took_s, seen = json.loads((tmp_path / "rank0").read_text())
+        took_s, outcomes = json.loads((tmp_path / "rank0").read_text())
     finally:
         for process in processes:
             process.kill()
     assert took_s < LIMIT_S
-    generated, trained, _ = seen
+    generated, trained, _ = outcomes
     assert (
         generated == "an answer" if mode == "pinned" else "LostRankError: rank 0: another rank has ended" in generated
     )

@@ -1,4 +1,4 @@
-"""Generation equals Hugging Face's on the unpartitioned model, token for token, in every ZeRO stage."""
+"""Greedy tokens equal Hugging Face's on the unpartitioned model in every ZeRO stage."""
 
 import pytest
 import torch
@@ -27,19 +27,21 @@ def check_family(family: str, adapter: str) -> None:
             expected = reference.generate(ids, **request)
             where = f"{family}, ZeRO {stage}, threshold {threshold}, {adapter}, padded {padded}, rank {rank}"
             assert torch.equal(engine.generate(ids, **request), expected), where
-            whole = torch.ones_like(expected)
-            whole[:, : ids.shape[1]] = mask
+            full_mask = torch.ones_like(expected)
+            full_mask[:, : ids.shape[1]] = mask
             with torch.no_grad():
-                logits = reference(expected, attention_mask=whole).logits
-            ours = engine(expected, attention_mask=whole).logits
+                logits = reference(expected, attention_mask=full_mask).logits
+            actual = engine(expected, attention_mask=full_mask).logits
             # The same operations in the same order; merging an adapter sums in another one, hence 1e-3 of logits
             # that span tens.
-            torch.testing.assert_close(ours[whole.bool()], logits[whole.bool()], atol=1e-3, rtol=1e-4, msg=where)
+            torch.testing.assert_close(
+                actual[full_mask.bool()], logits[full_mask.bool()], atol=1e-3, rtol=1e-4, msg=where
+            )
         engine.destroy()
 
 
 # GPT-2 has no nn.Linear for DeepSpeed-Chat's LoRA to adapt.
-# Nor is its LoRA another one in every family: most of these run as slow tests.
+# Its LoRA is the same in every family: most of these cases are slow tests.
 SLOW = [(family, "chat") for family in FAMILIES if family not in ("llama", "opt", "mixtral")]
 SLOW += [(family, "peft") for family in ("qwen2", "qwen3", "mistral", "phi3", "opt", "gptj")]
 CASES = [
@@ -56,7 +58,7 @@ def test_greedy_equals_hugging_face(ranks, family, adapter):
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt2"])
-def test_chat_lora_is_really_there(family):
+def test_chat_lora_changes_the_logits(family):
     model = ADAPTERS["chat"](tiny_model(family))
     ids, _ = prompts(2, 7, padded=False)
     assert sum(isinstance(module, ChatLoRA) for module in model.modules()) >= 3
@@ -94,7 +96,7 @@ def check_story(path: str) -> str:
     return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
-def test_stories260k_tells_its_authors_story(ranks, stories260k):
+def test_stories260k_generates_the_published_story(ranks, stories260k):
     published = (
         "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw "
         "a big, red ball. She wanted to play with it, but it was too high."
@@ -130,16 +132,16 @@ def check_contract() -> None:
     }
     for implementation in (engine.module, reference):
         implementation.set_attn_implementation("eager")
-    ours, theirs = engine.generate(ids, **request), reference.generate(ids, **request)
-    assert type(ours) is type(theirs)
-    assert ours.keys() == theirs.keys()
-    torch.testing.assert_close(ours.scores, theirs.scores, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(ours.attentions, theirs.attentions, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(ours.hidden_states, theirs.hidden_states, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(ours.past_key_values.layers[0].keys, theirs.past_key_values.layers[0].keys)
-    # A sequence goes on from the cache that it came with.
-    going_on = [
+    actual, expected = engine.generate(ids, **request), reference.generate(ids, **request)
+    assert type(actual) is type(expected)
+    assert actual.keys() == expected.keys()
+    torch.testing.assert_close(actual.scores, expected.scores, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual.attentions, expected.attentions, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual.hidden_states, expected.hidden_states, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual.past_key_values.layers[0].keys, expected.past_key_values.layers[0].keys)
+    # A sequence continues from its returned cache.
+    continued = [
         implementation.generate(
             output.sequences,
             past_key_values=output.past_key_values,
@@ -147,16 +149,16 @@ def check_contract() -> None:
             use_cache=True,
             attention_mask=torch.cat([mask, torch.ones(2, 5, dtype=torch.long)], dim=1),
         )
-        for implementation, output in ((engine, ours), (reference, theirs))
+        for implementation, output in ((engine, actual), (reference, expected))
     ]
-    assert torch.equal(*going_on)
-    # What was handed out is the caller's: the next call does not write into it.
-    kept = ours.past_key_values.layers[0].keys.clone()
+    assert torch.equal(*continued)
+    # A returned cache belongs to the caller: the next call does not write into it.
+    kept = actual.past_key_values.layers[0].keys.clone()
     engine.generate(ids.flip(1), attention_mask=torch.ones_like(mask), max_new_tokens=5)
-    assert torch.equal(ours.past_key_values.layers[0].keys, kept)
+    assert torch.equal(actual.past_key_values.layers[0].keys, kept)
 
 
-def test_arguments_and_results_are_hugging_faces(ranks):
+def test_generate_arguments_and_outputs_match_hugging_face(ranks):
     ranks.run(check_contract)
 
 
@@ -179,11 +181,11 @@ def check_streamer_and_stop_strings(path: str) -> None:
     reference = twin(model)
     engine = engine_of(model, settings(3))
     ids = torch.tensor([[1]])
-    ours, theirs = Recorder(), Recorder()
-    engine.generate(ids, max_new_tokens=6, streamer=ours)
-    reference.generate(ids, max_new_tokens=6, streamer=theirs)
-    assert ours.pieces == theirs.pieces
-    assert ours.ended
+    actual, expected = Recorder(), Recorder()
+    engine.generate(ids, max_new_tokens=6, streamer=actual)
+    reference.generate(ids, max_new_tokens=6, streamer=expected)
+    assert actual.pieces == expected.pieces
+    assert actual.ended
     stop = {"max_new_tokens": 60, "stop_strings": ["park"], "tokenizer": tokenizer}
     stopped = engine.generate(ids, **stop)
     assert torch.equal(stopped, reference.generate(ids, **stop))
@@ -198,7 +200,7 @@ def check_checkpointing_keeps_the_cache() -> None:
     model = tiny_model("llama")
     reference = twin(model)
     model.gradient_checkpointing_enable()
-    model.config.use_cache = model.generation_config.use_cache = False  # what trainers do beside it
+    model.config.use_cache = model.generation_config.use_cache = False  # which trainers set together with checkpointing
     engine = engine_of(model, settings(3))
     ids, mask = prompts(2, 6, padded=True)
     request = {"attention_mask": mask, "max_new_tokens": 6}
@@ -223,13 +225,13 @@ def check_bf16(adapter: str) -> None:
         engine = engine_of(model, settings(stage, dtype=torch.bfloat16))
         ids, mask = prompts(3, 7, padded=True, seed=dist.get_rank())
         with engine.inference():
-            ours = engine(ids, attention_mask=mask).logits
-        assert ours.dtype == torch.bfloat16
+            actual = engine(ids, attention_mask=mask).logits
+        assert actual.dtype == torch.bfloat16
         with torch.no_grad():
-            theirs = reference(ids, attention_mask=mask).logits
+            expected = reference(ids, attention_mask=mask).logits
         # Without an adapter the same bits; merged, PEFT rounds its delta before it adds, we round once.
-        tolerance = 0 if adapter == "none" else 0.05 * theirs.abs().max().item()
-        torch.testing.assert_close(ours[mask.bool()], theirs[mask.bool()], atol=tolerance, rtol=0)
+        tolerance = 0 if adapter == "none" else 0.05 * expected.abs().max().item()
+        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=tolerance, rtol=0)
         assert engine.generate(ids, attention_mask=mask, max_new_tokens=5).shape == (3, 12)
 
 
@@ -251,12 +253,12 @@ def check_encoder_decoder() -> None:
     assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
 
 
-def test_a_model_on_no_list_runs_natively(ranks):
+def test_an_encoder_decoder_runs_natively(ranks):
     ranks.run(check_encoder_decoder)
 
 
 def check_streaming() -> None:
-    """pin_parameters false: layers are gathered as they run, and ranks keep each other company."""
+    """pin_parameters=false: layers are gathered while they run; a rank that is done runs dummy steps for the others."""
     for adapter in ("none", "peft", "chat"):
         model = ADAPTERS[adapter](tiny_model("llama"))
         reference = twin(model)
@@ -268,5 +270,5 @@ def check_streaming() -> None:
         assert engine.stats()["snapshot_bytes"] == 0
 
 
-def test_streaming_finishes_together(ranks):
+def test_streaming_ranks_with_different_lengths_match_hugging_face(ranks):
     ranks.run(check_streaming)

@@ -1,4 +1,4 @@
-"""Types are settled at the door: ids and masks of any dtype, in every public call, give what int64 gives."""
+"""Ids and masks of any dtype, in every public call, give the same results as int64."""
 
 import pytest
 import torch
@@ -22,26 +22,26 @@ BLOCKS = {
 
 
 def every_call(engine: hybrid.HybridEngine, ids, mask, row_ids) -> list[torch.Tensor]:
-    """What the public calls make of prompts of this rank."""
+    """Outputs of the public calls for this rank's prompts."""
     sampling = hybrid.SamplingParams(max_new_tokens=6, temperature=0.8, top_k=20, seed=4)
-    made = [engine.generate(ids, attention_mask=mask, max_new_tokens=5)]
-    made.append(engine.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5, repetition_penalty=1.2))
+    outputs = [engine.generate(ids, attention_mask=mask, max_new_tokens=5)]
+    outputs.append(engine.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5, repetition_penalty=1.2))
     with engine.inference():
         batch = engine.rollout(ids, mask, sampling, num_generations=2, row_ids=row_ids)
-        sequences, whole = batch.sequences.to(ids.dtype), batch.attention_mask.to(mask.dtype)
-        scores = engine.score(sequences, whole)
-        base = engine.score(sequences, whole, adapters=False)
-    made += [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
-    made += [scores.per_token_logps, scores.entropies, base.per_token_logps]
+        sequences, mask_out = batch.sequences.to(ids.dtype), batch.attention_mask.to(mask.dtype)
+        scores = engine.score(sequences, mask_out)
+        base = engine.score(sequences, mask_out, adapters=False)
+    outputs += [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+    outputs += [scores.per_token_logps, scores.entropies, base.per_token_logps]
     engine.eval()
     positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0).to(torch.int32)
     for module in (engine, engine.module):
-        made.append(module(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[mask.bool()])
-    made.append(hybrid.padded_forward(engine.module)(ids, mask).logits[mask.bool()])
-    logits = made[-1]
-    made.append(hybrid.selective_log_softmax(logits, ids[mask.bool()]))
+        outputs.append(module(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[mask.bool()])
+    outputs.append(hybrid.padded_forward(engine.module)(ids, mask).logits[mask.bool()])
+    logits = outputs[-1]
+    outputs.append(hybrid.selective_log_softmax(logits, ids[mask.bool()]))
     engine.train()
-    return made
+    return outputs
 
 
 def check_every_call(mode: str, family: str) -> None:
@@ -51,19 +51,21 @@ def check_every_call(mode: str, family: str) -> None:
     ids, mask = prompts(2 + rank, 9 + rank, padded=True, seed=rank)
     row_ids = torch.arange(len(ids)) + 10 * rank
     expected = every_call(engine, ids, mask, row_ids)
-    for id_dtype, mask_dtype in PAIRS[-2:] if mode == "tp 2" else PAIRS:  # where every call waits for the other rank
-        found = every_call(engine, ids.to(id_dtype), mask.to(mask_dtype), row_ids.to(torch.int32))
-        assert len(found) == len(expected)
-        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert ours.dtype == theirs.dtype, (number, id_dtype, mask_dtype)
-            assert torch.equal(ours, theirs), (number, id_dtype, mask_dtype)
+    for id_dtype, mask_dtype in (
+        PAIRS[-2:] if mode == "tp 2" else PAIRS
+    ):  # with tp 2 every call waits for the other rank
+        actual = every_call(engine, ids.to(id_dtype), mask.to(mask_dtype), row_ids.to(torch.int32))
+        assert len(actual) == len(expected)
+        for number, (value, expected_value) in enumerate(zip(actual, expected, strict=True)):
+            assert value.dtype == expected_value.dtype, (number, id_dtype, mask_dtype)
+            assert torch.equal(value, expected_value), (number, id_dtype, mask_dtype)
 
 
 @pytest.mark.parametrize(
     ("mode", "family"),
     [("pinned", "llama"), ("pinned", "gpt2"), ("tp 2", "llama"), ("streaming", "llama"), ("native", "gpt2")],
 )
-def test_ids_and_masks_of_any_dtype_give_what_int64_gives(ranks, mode, family):
+def test_ids_and_masks_of_any_dtype_give_the_int64_results(ranks, mode, family):
     ranks.run(check_every_call, mode, family)
 
 
@@ -75,24 +77,24 @@ def check_rollout_engine() -> None:
     ids, mask = prompts(3, 8, padded=True, seed=dist.get_rank())
     config = SamplingConfig(max_new_tokens=5, temperature=0.0, n_samples_per_prompt=2)
     expected = rollout.generate(RolloutRequest(ids, mask), config)
-    found = rollout.generate(RolloutRequest(ids.int(), mask.bool()), config)
+    actual = rollout.generate(RolloutRequest(ids.int(), mask.bool()), config)
     for name in ("input_ids", "attention_mask", "response_start_idx"):
-        assert getattr(found, name).dtype == torch.int64
-        assert torch.equal(getattr(found, name), getattr(expected, name))
+        assert getattr(actual, name).dtype == torch.int64
+        assert torch.equal(getattr(actual, name), getattr(expected, name))
 
 
-def test_deepspeeds_rollout_interface_takes_any_dtype(ranks):
+def test_hybrid_rollout_accepts_any_dtype(ranks):
     ranks.run(check_rollout_engine)
 
 
 def inference_calls(engine: hybrid.InferenceEngine, ids, mask) -> list[torch.Tensor]:
-    """What an InferenceEngine makes of prompts."""
+    """Outputs of an InferenceEngine's public calls."""
     positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0).to(torch.int32)
-    made = [engine.generate(ids, attention_mask=mask, max_new_tokens=5)]
-    made.append(engine.generate(inputs=ids, attention_mask=mask, max_new_tokens=5))
+    outputs = [engine.generate(ids, attention_mask=mask, max_new_tokens=5)]
+    outputs.append(engine.generate(inputs=ids, attention_mask=mask, max_new_tokens=5))
     for module in (engine, engine.module):
-        made.append(module(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[mask.bool()])
-    return made
+        outputs.append(module(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[mask.bool()])
+    return outputs
 
 
 def check_inference_engine(tp_size: int, inject: bool) -> None:
@@ -105,17 +107,17 @@ def check_inference_engine(tp_size: int, inject: bool) -> None:
     ids, mask = prompts(3, 9, padded=True)
     expected = inference_calls(engine, ids, mask)
     for id_dtype, mask_dtype in PAIRS:
-        found = inference_calls(engine, ids.to(id_dtype), mask.to(mask_dtype))
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), (id_dtype, mask_dtype)
+        actual = inference_calls(engine, ids.to(id_dtype), mask.to(mask_dtype))
+        assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True)), (id_dtype, mask_dtype)
 
 
 @pytest.mark.parametrize(("tp_size", "inject"), [(1, True), (1, False), (2, True), (2, False)])
-def test_an_inference_engine_takes_any_dtype(ranks, tp_size, inject):
+def test_inference_engine_accepts_any_dtype(ranks, tp_size, inject):
     ranks.run(check_inference_engine, tp_size, inject)
 
 
 def check_moved(monkeypatch) -> None:
-    """With the model on another device every input is moved there, before anything reads it."""
+    """With the model on another device every input is moved there before it is read."""
     from hybrid import engine as hybrid_engine
 
     engine = engine_of(tiny_model("llama"), settings(0))  # no gathering, which would need the device
@@ -125,11 +127,11 @@ def check_moved(monkeypatch) -> None:
     class Seen(Exception):
         pass
 
-    def given(model, args, kwargs, decoding):
+    def record_inputs(model, args, kwargs, decoding):
         seen.extend([*args, *(value for value in kwargs.values() if isinstance(value, torch.Tensor))])
         raise Seen
 
-    monkeypatch.setattr(hybrid_engine, "generate", given)
+    monkeypatch.setattr(hybrid_engine, "generate", record_inputs)
     monkeypatch.setattr(engine, "device", torch.device("meta"))
     calls = [
         lambda: engine.generate(ids, attention_mask=mask),
@@ -148,22 +150,22 @@ def run_moved() -> None:
         check_moved(monkeypatch)
 
 
-def test_inputs_move_to_the_models_device(ranks):
+def test_inputs_are_moved_to_the_models_device(ranks):
     ranks.run(run_moved)
 
 
-def test_a_forwards_inputs_are_settled_by_name():
+def test_forward_inputs_are_cast_and_moved_by_name():
     ids, mask = prompts(2, 5, padded=True)
     pixels, bias = torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(2, 1, 5, 5)
-    given = {"attention_mask": mask.bool(), "position_ids": ids.int(), "labels": ids.short()}
-    given |= {"pixel_values": pixels, "use_cache": False, "past_key_values": None}
-    args, kwargs = as_model_inputs((ids.int(), bias), given)
+    inputs = {"attention_mask": mask.bool(), "position_ids": ids.int(), "labels": ids.short()}
+    inputs |= {"pixel_values": pixels, "use_cache": False, "past_key_values": None}
+    args, kwargs = as_model_inputs((ids.int(), bias), inputs)
     assert torch.equal(args[0], ids)
     assert args[1] is bias
     assert [kwargs[name].dtype for name in ("attention_mask", "position_ids", "labels")] == [torch.int64] * 3
     assert kwargs["pixel_values"] is pixels
-    assert as_model_inputs((), {"attention_mask": bias})[1]["attention_mask"] is bias  # one that is added to scores
-    args, kwargs = as_model_inputs((ids,), given, torch.device("meta"))
+    assert as_model_inputs((), {"attention_mask": bias})[1]["attention_mask"] is bias  # an additive mask stays as it is
+    args, kwargs = as_model_inputs((ids,), inputs, torch.device("meta"))
     moved = [*args, *(value for value in kwargs.values() if isinstance(value, torch.Tensor))]
     assert {tensor.device.type for tensor in moved} == {"meta"}
     assert torch.equal(as_mask(torch.tensor([[0.0, 0.5, 1.0]])), torch.tensor([[0, 1, 1]]))
@@ -171,28 +173,28 @@ def test_a_forwards_inputs_are_settled_by_name():
 
 
 @pytest.mark.parametrize(
-    ("tensor", "words"),
+    ("tensor", "message"),
     [
         (torch.zeros(3, dtype=torch.int32), "reads torch.int64, not torch.int32"),
         (torch.zeros(3, dtype=torch.int64, device="meta"), "not meta"),
         (torch.zeros(6, dtype=torch.int64)[::2], "contiguous"),
     ],
 )
-def test_a_pointer_is_taken_only_of_what_the_kernel_reads(tensor, words):
-    with pytest.raises(AssertionError, match=words):
+def test_address_asserts_dtype_device_and_contiguity(tensor, message):
+    with pytest.raises(AssertionError, match=message):
         address(tensor, torch.int64)
 
 
 @pytest.mark.parametrize(
-    ("row_ids", "error", "words"),
+    ("row_ids", "error", "message"),
     [
         ([1, 2], TypeError, "row_ids: list given"),
         (torch.arange(3), ValueError, r"row_ids: shape \(3,\) given; it must be \[2\]"),
         (torch.arange(2.0), ValueError, "row_ids: dtype torch.float32 given"),
     ],
 )
-def test_row_ids_that_are_no_numbers_are_refused(row_ids, error, words):
+def test_row_ids_of_wrong_type_or_shape_raise(row_ids, error, message):
     from hybrid.rollout import check_row_ids
 
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         check_row_ids(row_ids, 2)

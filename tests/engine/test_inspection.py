@@ -1,4 +1,4 @@
-"""What the engine tells of itself: coverage, stats, DeepSpeed's line."""
+"""`coverage()`, `stats()`, and DeepSpeed's log line of an iteration."""
 
 import contextlib
 import io
@@ -41,7 +41,7 @@ def check_coverage(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_coverage_names_every_part(ranks, family):
+def test_coverage_lists_every_module(ranks, family):
     ranks.run(check_coverage, family)
 
 
@@ -53,13 +53,15 @@ def check_stats() -> None:
     engine.generate(ids, attention_mask=mask, max_new_tokens=4)
     stats = engine.stats()
     assert stats["tokens"] == 3 * 11
-    whole = sum(parameter.ds_numel for parameter in engine.module.parameters()) * 4
-    assert stats["gathered_bytes"] == stats["snapshot_bytes"] == whole
+    model_bytes = sum(parameter.ds_numel for parameter in engine.module.parameters()) * 4
+    assert stats["gathered_bytes"] == stats["snapshot_bytes"] == model_bytes
     if os.environ.get(CONTAINERS) == "native":  # keys and values of 3 layers, 3 rows, 2 heads of size 8, 128 tokens
         assert stats["kv_bytes"] == 2 * 3 * 3 * 2 * 8 * 128 * 4
-    else:  # blocks of 32 tokens, one for each row and one for nobody; values' heads are whole vectors
+    else:  # blocks of 32 tokens, one for each row and block 0; heads of values are padded to whole vectors
         assert stats["kv_bytes"] == 4 * 32 * 3 * 2 * (8 + max(8, cpu_library().lanes())) * 4
-    assert whole < stats["peak_bytes"] <= 2 * whole + stats["kv_bytes"] + engine._fused.peak_activation_bytes()
+    assert (
+        model_bytes < stats["peak_bytes"] <= 2 * model_bytes + stats["kv_bytes"] + engine._fused.peak_activation_bytes()
+    )
     assert stats["gather_s"] > 0 and stats["prefill_s"] > 0 and stats["decode_s"] > 0
     assert stats["train_s"] == stats["wait_s"] == stats["merge_s"] == 0
     inside = sum(stats[f"{name}_s"] for name in ("gather", "merge", "prefill", "decode", "wait", "release", "train"))
@@ -72,7 +74,7 @@ def check_stats() -> None:
     assert engine.stats()["tokens"] == engine.stats()["train_s"] == 0, "a new iteration begins at eval()"
 
 
-def test_stats(ranks):
+def test_stats_report_bytes_seconds_and_tokens(ranks):
     ranks.run(check_stats)
 
 
@@ -82,14 +84,16 @@ def check_release(keep: bool) -> None:
     ids, mask = prompts(2, 5, padded=False)
     engine.eval()
     first = engine.generate(ids, attention_mask=mask, max_new_tokens=3)
-    assert engine.stats()["kv_bytes"] == 0 and engine.stats()["snapshot_bytes"] > 0  # the cache goes after every call
+    assert (
+        engine.stats()["kv_bytes"] == 0 and engine.stats()["snapshot_bytes"] > 0
+    )  # the cache is freed after every call
     address = {id(parameter): copy.data_ptr() for parameter, copy in engine._snapshot.base.items()}
     engine.train()
     assert engine.stats()["kv_bytes"] == 0
     assert (engine.stats()["snapshot_bytes"] > 0) == keep
     engine.mark_weights_changed()
     assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=3), first)
-    if keep:  # refreshed in place: whoever captured an address may go on using it
+    if keep:  # refreshed in place: a captured address stays valid
         assert {id(parameter): copy.data_ptr() for parameter, copy in engine._snapshot.base.items()} == address
 
 
@@ -99,7 +103,7 @@ def test_memory_is_released_on_train(ranks, keep):
 
 
 def check_line() -> list[str]:
-    """Three iterations whose batch sizes differ over ranks and over iterations; what was printed at each eval()."""
+    """Three iterations whose batch sizes differ between ranks and iterations; returns what each eval() printed."""
     engine = engine_of(tiny_model("llama"), settings(3))
     printed = []
     for iteration in range(4):
@@ -116,7 +120,7 @@ def check_line() -> list[str]:
     return printed
 
 
-def test_deepspeeds_line(ranks):
+def test_iteration_line_matches_deepspeeds_format(ranks):
     lines, silent = ranks.run(check_line)
     assert not any(silent), "only rank 0 prints"
     assert lines[0] == ""

@@ -71,17 +71,17 @@ def check_base_never_moves(stage: int, threshold: int, cycles: int) -> None:
 
 
 @pytest.mark.parametrize(("threshold", "cycles"), [(0, 40), pytest.param(0, 200, marks=pytest.mark.slow), (LARGE, 60)])
-def test_base_weights_keep_their_bytes_over_many_cycles(ranks, threshold, cycles):
+def test_base_weights_are_byte_identical_over_many_cycles(ranks, threshold, cycles):
     ranks.run(check_base_never_moves, 3, threshold, cycles)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_base_weights_keep_their_bytes_when_whole(ranks, stage):
+def test_unpartitioned_base_weights_are_byte_identical_over_many_cycles(ranks, stage):
     ranks.run(check_base_never_moves, stage, 0, 40)
 
 
 def check_exception(stage: int, adapter: str) -> None:
-    """One rank raises in the middle of generation: both come out as they went in, and train alike."""
+    """One rank raises during generation: both engines are restored, and train alike."""
     calm, hit = (engine_of(ADAPTERS[adapter](tiny_model("llama")), settings(stage)) for _ in range(2))
     rank = dist.get_rank()
     ids, mask = prompts(2, 5, padded=True, seed=rank)
@@ -120,7 +120,7 @@ def hook_table(engine: hybrid.HybridEngine) -> list:
 
 @pytest.mark.parametrize("adapter", list(ADAPTERS))
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_exception_on_one_rank_gives_everything_back(ranks, stage, adapter):
+def test_an_exception_on_one_rank_restores_mode_forwards_and_hooks(ranks, stage, adapter):
     ranks.run(check_exception, stage, adapter)
 
 
@@ -146,7 +146,7 @@ def check_orders(stage: int, threshold: int, adapter: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "threshold"), [(0, 0), (1, 0), (2, 0), (3, 0), pytest.param(3, LARGE, marks=pytest.mark.slow)]
 )
-def test_modes_in_every_order_leave_training_bitwise_alone(ranks, stage, threshold, adapter):
+def test_training_is_bit_identical_for_every_order_of_modes(ranks, stage, threshold, adapter):
     ranks.run(check_orders, stage, threshold, adapter)
 
 
@@ -156,9 +156,9 @@ def gradients(engine: hybrid.HybridEngine, seed: int) -> list[torch.Tensor]:
 
     ids = prompts(2, 9, padded=False, seed=seed * 10 + dist.get_rank())[0]
     engine.backward(engine(input_ids=ids, labels=ids).loss)
-    found = [safe_get_full_grad(parameter) for parameter in engine.module.parameters() if parameter.requires_grad]
+    grads = [safe_get_full_grad(parameter) for parameter in engine.module.parameters() if parameter.requires_grad]
     engine.step()
-    return found
+    return grads
 
 
 def check_gradients(stage: int) -> None:
@@ -166,25 +166,25 @@ def check_gradients(stage: int) -> None:
     plain, switched = (engine_of(tiny_model("llama", **shape), settings(stage)) for _ in range(2))
     ids, mask = prompts(2, 5, padded=True, seed=dist.get_rank())
     for step in range(3):
-        torch.manual_seed(step)  # of the dropout, before what must not draw from it
+        torch.manual_seed(step)  # dropout's generator; the rollouts below must not draw from it
         switched.eval()
         switched.generate(ids, attention_mask=mask, max_new_tokens=3)
         switched.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=3, seed=4))
         switched.train()
-        ours = gradients(switched, step)
+        actual = gradients(switched, step)
         torch.manual_seed(step)
-        theirs = gradients(plain, step)
-        assert len(ours) > 10
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        expected = gradients(plain, step)
+        assert len(actual) > 10
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_are_bitwise_those_of_an_engine_that_never_left_train_mode(ranks, stage):
+def test_gradients_are_bit_identical_to_an_engine_always_in_train_mode(ranks, stage):
     ranks.run(check_gradients, stage)
 
 
 def check_undisturbed(stage: int, containers: str, blocks: dict) -> None:
-    """With dropout on and nothing seeded between the steps, as trainers run: rollouts draw from nobody's generator."""
+    """With dropout and no seeding between the steps, as trainers run: rollouts draw from no global generator."""
     shape = {"num_hidden_layers": 2, "attention_dropout": 0.3}
     device_draws = []
     states = []
@@ -195,7 +195,7 @@ def check_undisturbed(stage: int, containers: str, blocks: dict) -> None:
         )
         ids, mask = prompts(2, 5, padded=True, seed=dist.get_rank())
         torch.manual_seed(11 + dist.get_rank())
-        losses, seen, tokens = [], [], []
+        losses, rng_states, tokens = [], [], []
         with mock_device_generator(device_draws):
             for step in range(3):
                 if rolls_out:
@@ -209,19 +209,19 @@ def check_undisturbed(stage: int, containers: str, blocks: dict) -> None:
                         engine.score(batch.sequences, batch.attention_mask, adapters=False)
                     assert torch.equal(torch.get_rng_state(), before)
                 losses.append(train_step(engine, step))
-                seen.append(torch.get_rng_state())
-        assert not torch.equal(seen[0], seen[1]), "there is no dropout, and nothing was tested"
-        states.append((losses, seen, storage_digest(engine)))
-    assert not torch.equal(tokens[0], tokens[1]), "unseeded calls draw the same noise"
+                rng_states.append(torch.get_rng_state())
+        assert not torch.equal(rng_states[0], rng_states[1]), "dropout drew nothing: the test is vacuous"
+        states.append((losses, rng_states, storage_digest(engine)))
+    assert not torch.equal(tokens[0], tokens[1]), "unseeded calls draw the same tokens"
     assert device_draws == []
-    (losses, seen, digest), (other_losses, other_seen, other_digest) = states
-    assert all(torch.equal(*pair) for pair in zip(losses + seen, other_losses + other_seen, strict=True))
+    (losses, rng_states, digest), (other_losses, other_rng_states, other_digest) = states
+    assert all(torch.equal(*pair) for pair in zip(losses + rng_states, other_losses + other_rng_states, strict=True))
     assert digest == other_digest
 
 
 @contextlib.contextmanager
 def mock_device_generator(draws: list):
-    """In place of a device, which this machine may lack: every draw from a generator that names none is noted."""
+    """Stands in for a device that this machine may lack: records every draw without an explicit generator."""
 
     class Watch(torch.overrides.TorchFunctionMode):
         NAMES = ("rand", "randn", "randint", "multinomial", "bernoulli", "randperm", "normal", "rand_like")
@@ -247,7 +247,7 @@ def mock_device_generator(draws: list):
         (3, "fused", {"hybrid_engine": {"pin_parameters": False}}),
     ],
 )
-def test_a_run_that_rolled_out_trains_to_the_same_bits_with_dropout(ranks, stage, containers, blocks):
+def test_training_with_dropout_is_bit_identical_with_and_without_rollouts(ranks, stage, containers, blocks):
     ranks.run(check_undisturbed, stage, containers, blocks)
 
 
@@ -284,7 +284,7 @@ def check_versions(stage: int, threshold: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize(("stage", "threshold"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, LARGE)])
-def test_changed_weights_are_seen_by_the_next_generate(ranks, stage, threshold, tmp_path):
+def test_the_next_generate_uses_changed_weights(ranks, stage, threshold, tmp_path):
     ranks.run(check_versions, stage, threshold, str(tmp_path))
 
 
@@ -300,7 +300,7 @@ def check_accumulation() -> None:
     assert engine.weight_version == version + 1
 
 
-def test_only_an_applied_step_is_a_new_version(ranks):
+def test_only_an_applied_step_makes_a_new_weight_version(ranks):
     ranks.run(check_accumulation)
 
 
@@ -335,7 +335,7 @@ def check_collectives(adapter: str, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("adapter", list(ADAPTERS))
-def test_weights_are_gathered_once_a_version(ranks, adapter, stage):
+def test_weights_are_gathered_once_per_version(ranks, adapter, stage):
     ranks.run(check_collectives, adapter, stage)
 
 
@@ -355,12 +355,12 @@ def check_frozen_weights_stay() -> None:
     assert engine.stats()["gathered_bytes"] == adapters < total / 2
 
 
-def test_with_lora_only_adapters_are_gathered_again(ranks):
+def test_lora_training_gathers_only_adapters_again(ranks):
     ranks.run(check_frozen_weights_stay)
 
 
 def check_groups() -> None:
-    """No more than a group of layers is on its way at a time."""
+    """No more than one group of layers is gathered at a time."""
     from hybrid.weights import gather, snapshot
 
     model = tiny_model("llama", num_hidden_layers=5)
@@ -386,7 +386,7 @@ def test_weights_are_gathered_in_groups_of_layers(ranks):
 
 
 def check_two_engines() -> None:
-    """Two engines in one process do not know of each other."""
+    """Two engines in one process share no state."""
     models = [tiny_model("llama", seed=0), with_peft(tiny_model("gpt2", seed=1))]
     references = [twin(model) for model in models]
     engines = [engine_of(model, settings(3)) for model in models]
@@ -402,7 +402,7 @@ def check_two_engines() -> None:
     assert torch.equal(engines[0].generate(ids, **request), references[0].generate(ids, **request))
 
 
-def test_two_engines_in_one_process(ranks):
+def test_two_engines_in_one_process_are_independent(ranks):
     ranks.run(check_two_engines)
 
 
@@ -421,7 +421,7 @@ def check_user_hooks_stay() -> None:
     train_step(engine)
 
 
-def test_user_hooks_stay(ranks):
+def test_user_hooks_run_during_generation_and_stay(ranks):
     ranks.run(check_user_hooks_stay)
 
 
@@ -431,13 +431,13 @@ def check_freed(adapter: str, stage: int, blocks: dict) -> None:
     for _ in range(2):
         engine.generate(ids, attention_mask=mask, max_new_tokens=4)
         train_step(engine)
-    held = {"engine": engine, "model": engine.module, "optimizer": engine.optimizer}
-    held["parameter"] = next(engine.module.parameters())
-    still_there = {name: weakref.ref(one) for name, one in held.items()}
+    objects = {"engine": engine, "model": engine.module, "optimizer": engine.optimizer}
+    objects["parameter"] = next(engine.module.parameters())
+    references = {name: weakref.ref(object_) for name, object_ in objects.items()}
     engine.destroy()
-    del engine, held
+    del engine, objects
     gc.collect()
-    assert [name for name, one in still_there.items() if one() is not None] == []
+    assert [name for name, reference in references.items() if reference() is not None] == []
 
 
 @pytest.mark.parametrize(
@@ -453,5 +453,5 @@ def check_freed(adapter: str, stage: int, blocks: dict) -> None:
         ("none", 2, {"rollout": {"offload_states": True}}),
     ],
 )
-def test_a_destroyed_engine_leaves_nothing_in_memory(ranks, adapter, stage, blocks):
+def test_a_destroyed_engine_frees_its_memory(ranks, adapter, stage, blocks):
     ranks.run(check_freed, adapter, stage, blocks)

@@ -1,4 +1,4 @@
-"""Logprobs say what they are of: the raw model, the policy at its temperature, and the distribution drawn from."""
+"""Raw, old and sampling logprobs: of the raw model, at the temperature, and of the distribution sampled from."""
 
 from unittest.mock import patch
 
@@ -28,17 +28,17 @@ DRAWS = {
 ENDS = [2, 9, 14, 23, 37]
 
 
-def hugging_faces(
+def hugging_face_logprobs(
     reference, ids, mask, completions, params: hybrid.SamplingParams, ends: list
 ) -> dict[str, torch.Tensor]:
-    """Logprobs of given completions by Hugging Face's own loop, which is made to draw them.  float64 [rows, new]"""
+    """Logprobs of `completions` by Hugging Face's own loop, forced to draw them.  float64 [rows, new]"""
     draw = {"do_sample": False}
     if params.temperature:
         draw = {"do_sample": True, "top_k": params.top_k, "top_p": params.top_p, "temperature": params.temperature}
         draw |= {"min_p": params.min_p} if params.min_p else {}
     columns = iter(completions.unbind(dim=1))
     with patch("torch.multinomial", lambda probs, num_samples: next(columns)[:, None]):
-        made = reference.generate(
+        output = reference.generate(
             ids,
             attention_mask=mask,
             max_new_tokens=params.max_new_tokens,
@@ -51,10 +51,13 @@ def hugging_faces(
             return_dict_in_generate=True,
             **draw,
         )
-    assert torch.equal(made.sequences[:, ids.shape[1] :], completions)
-    scores, logits = (torch.stack(of, dim=1).double() for of in (made.scores, made.logits))
+    assert torch.equal(output.sequences[:, ids.shape[1] :], completions)
+    scores, logits = (torch.stack(steps, dim=1).double() for steps in (output.scores, output.logits))
     distributions = {"sampling": scores, "old": logits / (params.temperature or 1.0), "raw": logits}
-    return {name: of.log_softmax(-1).gather(2, completions[:, :, None])[:, :, 0] for name, of in distributions.items()}
+    return {
+        name: distribution.log_softmax(-1).gather(2, completions[:, :, None])[:, :, 0]
+        for name, distribution in distributions.items()
+    }
 
 
 def check_logprobs(blocks: dict) -> None:
@@ -69,22 +72,24 @@ def check_logprobs(blocks: dict) -> None:
         params = hybrid.SamplingParams(max_new_tokens=9, seed=7, stop_token_ids=tuple(ENDS), **draw)
         batch = engine.rollout(ids, mask, params)
         real = batch.completion_mask.bool()
-        expected = hugging_faces(reference, ids, mask, batch.completion_ids, params, ENDS)
+        expected = hugging_face_logprobs(reference, ids, mask, batch.completion_ids, params, ENDS)
         for kind, logps in expected.items():
-            found = getattr(batch, f"{kind}_per_token_logps")
-            assert found.dtype == torch.float32
-            assert (found[~real] == 0).all()
+            actual = getattr(batch, f"{kind}_per_token_logps")
+            assert actual.dtype == torch.float32
+            assert (actual[~real] == 0).all()
             # float32, and attention over a cache sums in another order than Hugging Face's.
-            what = f"{name}, {kind}: "
+            label = f"{name}, {kind}: "
             torch.testing.assert_close(
-                found[real].double(), logps[real], atol=1e-5, rtol=1e-5, msg=lambda m, w=what: w + m
+                actual[real].double(), logps[real], atol=1e-5, rtol=1e-5, msg=lambda m, label=label: label + m
             )
         gains[name] = (batch.sampling_per_token_logps - batch.old_per_token_logps)[real].abs().max().item()
         scores = engine.score(batch.sequences, batch.attention_mask, temperature=params.temperature or 1.0)
-        scored = scores.per_token_logps[:, -real.shape[1] :]
-        torch.testing.assert_close(batch.old_per_token_logps[real], scored[real], atol=1e-5, rtol=1e-5)
+        scored_logps = scores.per_token_logps[:, -real.shape[1] :]
+        torch.testing.assert_close(batch.old_per_token_logps[real], scored_logps[real], atol=1e-5, rtol=1e-5)
     assert gains["temperature"] < 1e-5
-    assert sum(gain > 1e-3 for gain in gains.values()) >= 3, gains  # what is left out makes the rest likelier
+    assert sum(gain > 1e-3 for gain in gains.values()) >= 3, (
+        gains
+    )  # tokens left out raise the probabilities of the rest
 
 
 @pytest.mark.parametrize(
@@ -96,24 +101,24 @@ def check_logprobs(blocks: dict) -> None:
         {"hybrid_engine": {"inference_tp_size": 2}},
         {"hybrid_engine": {"pin_parameters": False}},
     ],
-    ids=["fused", "native", "two slots", "tp 2", "streaming"],
+    ids=["fused", "native", "two sequences", "tp 2", "streaming"],
 )
-def test_logprobs_are_of_what_their_names_say(ranks, blocks):
+def test_raw_old_and_sampling_logprobs_match_hugging_face(ranks, blocks):
     ranks.run(check_logprobs, blocks)
 
 
 def check_in_torch() -> None:
-    """The same where there are no kernels."""
+    """The same in torch operations, without kernels."""
     with patch("hybrid.generation.sampling.cpu_library", lambda: None):
         check_logprobs({})
 
 
-def test_logprobs_by_torchs_operations(ranks):
+def test_logprobs_match_hugging_face_without_compiled_kernels(ranks):
     ranks.run(check_in_torch)
 
 
 def check_lockstep_in_the_fused_decoder() -> None:
-    """Where something sees the whole batch at every step the scores are already processed as they are drawn from."""
+    """A processor that needs the whole batch at every step: logprobs are of the processed scores."""
     from transformers import LogitsProcessorList
 
     from hybrid.generation.decode import TokenLog
@@ -124,17 +129,17 @@ def check_lockstep_in_the_fused_decoder() -> None:
     ids, mask = prompts(3, 6, padded=True, seed=dist.get_rank())
     log = TokenLog(0.8)
     own = engine._generate
-    engine._generate = lambda args, kwargs, adapters, noise: own(args, kwargs, adapters, noise, log)
+    engine._generate = lambda args, kwargs, adapters, sampling_keys: own(args, kwargs, adapters, sampling_keys, log)
     request = {"do_sample": True, "temperature": 0.8, "top_k": 9, "min_new_tokens": 5, "max_new_tokens": 5}
-    seen = []
-    watching = LogitsProcessorList([lambda ids, scores: seen.append(ids.shape) or scores])  # not known to go by row
-    sequences = engine.generate(ids, attention_mask=mask, seed=3, logits_processor=watching, **request)
-    assert seen == [(3, 6 + step) for step in range(5)]
+    shapes = []
+    processors = LogitsProcessorList([lambda ids, scores: shapes.append(ids.shape) or scores])  # not marked rowwise
+    sequences = engine.generate(ids, attention_mask=mask, seed=3, logits_processor=processors, **request)
+    assert shapes == [(3, 6 + step) for step in range(5)]
     params = hybrid.SamplingParams(5, temperature=0.8, top_k=9, min_new_tokens=5)
-    expected = hugging_faces(reference, ids, mask, sequences[:, 6:], params, [2])
+    expected = hugging_face_logprobs(reference, ids, mask, sequences[:, 6:], params, [2])
     for kind, logps in expected.items():
         torch.testing.assert_close(getattr(log, kind).double(), logps, atol=1e-5, rtol=1e-5)
 
 
-def test_logprobs_in_lockstep(ranks):
+def test_logprobs_with_a_whole_batch_processor_match_hugging_face(ranks):
     ranks.run(check_lockstep_in_the_fused_decoder)

@@ -1,4 +1,4 @@
-"""Ways to hold weights: what a plan says is what is held; "auto" takes the fastest that fits; the rest is refused."""
+"""Ways to hold weights: the memory plan equals what is held; "auto" takes the fastest mode that fits; others raise."""
 
 import logging
 import time
@@ -15,20 +15,20 @@ from hybrid.kernels.cpu_library import FLAGS, built, cpu_library, opened
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
 from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin
 
-PORTABLE = tuple(flag for flag in FLAGS if not flag.startswith("-march"))  # any machine runs it
+PORTABLE = tuple(flag for flag in FLAGS if not flag.startswith("-march"))  # runs on any machine
 MODES = {
     "pinned": {},
     "tensor parallel 2": {"inference_tp_size": 2},
     "streaming": {"pin_parameters": False},
 }
-# Keys and values count: heads of 16, which fill vectors of 8 lanes and of 16, so that plans are the same everywhere.
+# Heads of 16 fill vectors of 8 lanes and of 16, so that the plan of the KV cache is the same on every machine.
 SIZES = {
     "llama": {
         "hidden_size": 64,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 16,
-        "num_hidden_layers": 20,  # the weights must count beside what a forward needs
+        "num_hidden_layers": 20,  # so that weights are not small against a forward's buffers
     },
     "gpt2": {"n_embd": 64, "n_layer": 6},
 }
@@ -84,19 +84,19 @@ def require_plan(family: str, adapter: str, stage: int) -> None:
     ("family", "adapter", "stage"),
     [("llama", "none", 3), ("llama", "peft", 3), ("gpt2", "none", 3), ("llama", "peft", 2)],
 )
-def test_a_plan_says_what_will_be_held(ranks, family, adapter, stage):
+def test_memory_plan_equals_measured_memory(ranks, family, adapter, stage):
     ranks.run(check_plan, family, adapter, stage)
 
 
 @pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
 @pytest.mark.parametrize("lanes", [8, 16])
-def test_a_plan_holds_on_machines_of_any_vectors(ranks, lanes):
-    """Blocks have whole vectors: of 8 lanes with AVX2, of 16 with AVX-512 and AMX."""
+def test_memory_plan_equals_measured_memory_at_other_vector_widths(ranks, lanes):
+    """Blocks hold whole vectors: of 8 lanes with AVX2, of 16 with AVX-512 and AMX."""
     ranks.run(check_plan, "gpt2", "none", 3, lanes)
 
 
 class Lines(logging.Handler):
-    """What DeepSpeed's logger was told."""
+    """Records the messages of DeepSpeed's logger."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ class Lines(logging.Handler):
 
 
 def check_auto() -> None:
-    """With less and less memory; tokens are Hugging Face's in every mode."""
+    """With decreasing memory limits; tokens equal Hugging Face's in every mode."""
     auto = {"inference_tp_size": "auto", "pin_parameters": "auto", "max_out_tokens": 16}
     plan = engine_with({"max_out_tokens": 16}).memory_plan(8, 8, 8)
     needs = {str(mode): need.total for mode, need in plan.needs.items()}
@@ -115,7 +115,7 @@ def check_auto() -> None:
     ids, mask = prompts(3, 9, padded=True, seed=dist.get_rank())
     expected = twin(model).generate(ids, attention_mask=mask, max_new_tokens=5)
     for name in MODES:
-        limit = needs[name] + 3 * dist.get_rank()  # ranks agree on the least
+        limit = needs[name] + 3 * dist.get_rank()  # ranks agree on the minimum
         lines = Lines()
         logger.addHandler(lines)
         level = logger.level
@@ -133,29 +133,31 @@ def check_auto() -> None:
         assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=5), expected)
         engine.train()
         engine.destroy()
-    # Fewer rows at once rather than nothing; of what fits as many, the faster.
-    fewer = next(need.total for mode, need in engine_with({}).memory_plan(2, 8, 8).needs.items() if mode.streaming)
-    some = engine_with(auto, max_num_seqs=8, memory_limit=fewer)
-    assert str(some.memory_plan(1, 1, 1).in_use) == "streaming"
+    # Fewer sequences at once rather than an error; of modes that fit as many, the faster.
+    limit_of_two = next(
+        need.total for mode, need in engine_with({}).memory_plan(2, 8, 8).needs.items() if mode.streaming
+    )
+    small = engine_with(auto, max_num_seqs=8, memory_limit=limit_of_two)
+    assert str(small.memory_plan(1, 1, 1).in_use) == "streaming"
     fixed = {**auto, "pin_parameters": True}
     assert str(
         engine_with(fixed, max_num_seqs=8, memory_limit=needs["tensor parallel 2"]).memory_plan(1, 1, 1).in_use
     ) == ("tensor parallel 2")
     with pytest.raises(ValueError, match=r"(?s)max_out_tokens=16; allow more.*mode.*pinned .*too much.*streaming.*too"):
         engine_with(auto, max_num_seqs=8, memory_limit=1000)
-    assert str(engine_with(auto, max_num_seqs=8).memory_plan(1, 1, 1).in_use) == "pinned"  # by what is free
+    assert str(engine_with(auto, max_num_seqs=8).memory_plan(1, 1, 1).in_use) == "pinned"  # by the free memory
 
 
-def test_auto_takes_the_fastest_that_fits(ranks):
+def test_auto_takes_the_fastest_mode_that_fits(ranks):
     ranks.run(check_auto)
 
 
-def check_refusals(containers: str) -> None:
-    """What cannot fit is refused with the plan before any weight moves; what can waits for room."""
+def check_limits(containers: str) -> None:
+    """A request that cannot fit raises with the plan before any weight moves; one that can waits for free blocks."""
     engine = engine_with({}, containers=containers)
     need, smallest = (engine.memory_plan(*of).needs[engine.memory_plan(*of).in_use] for of in ((2, 32, 96), (1, 32, 0)))
     limit = need.total
-    if containers == "fused":  # what the largest forward of such a request needs would do for more blocks
+    if containers == "fused":  # the memory of such a request's largest forward would hold more blocks
         limit -= need.activations + need.logits - smallest.activations - smallest.logits
     engine = engine_with({}, containers=containers, memory_limit=limit)
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
@@ -167,7 +169,7 @@ def check_refusals(containers: str) -> None:
     for call in calls:
         with pytest.raises(ValueError, match=r"(?s)memory_limit=.*MiB on a rank"):
             call()
-        assert engine.stats()["gathered_bytes"] == 0  # ranks ask each other if any needs the weights
+        assert engine.stats()["gathered_bytes"] == 0  # ranks only agree on whether any needs the weights
     assert engine.module.training
     assert storage_digest(engine) == before
     many, mask = prompts(2 if containers == "native" else 9, 6, padded=True, seed=dist.get_rank())
@@ -177,12 +179,12 @@ def check_refusals(containers: str) -> None:
 
 
 @pytest.mark.parametrize("containers", ["fused", "native"])
-def test_what_cannot_fit_is_refused_with_the_plan(ranks, containers):
-    ranks.run(check_refusals, containers)
+def test_a_request_that_cannot_fit_raises_with_the_plan(ranks, containers):
+    ranks.run(check_limits, containers)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of storages that were made in the block and are alive, counted at every operation; the most of them."""
+    """Live bytes of storages allocated inside the block, and their peak, counted at every operation."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
@@ -201,7 +203,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def look(self) -> int:
-        """Bytes alive now. A thread of gloo's holds on to what it has sent a moment longer than the waiting rank."""
+        """Live bytes now. A thread of gloo's keeps sent tensors a moment longer than the waiting rank."""
         now = self.alive()
         for _ in range(20):
             if now <= self.peak:
@@ -212,14 +214,14 @@ class LiveBytes(TorchDispatchMode):
         return now
 
     def alive(self) -> int:
-        """Bytes that somebody holds."""
+        """Bytes of storages that are still referenced."""
         self.made = {ref: nbytes for ref, nbytes in self.made.items() if not ref.expired()}
         return sum(nbytes for ref, nbytes in self.made.items() if ref not in self.before)
 
 
 def check_peak(name: str, adapter: str) -> None:
-    """Alive while weights are gathered: the snapshot and one group; then the snapshot, and what decoders join of it;
-    after its release, nothing."""
+    """Live while weights are gathered: the snapshot and one group; then the snapshot and the decoder's joined buffers;
+    after the release nothing."""
     engine = engine_with(MODES[name], adapter=adapter, keep_snapshot=False)
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     engine.generate(ids, attention_mask=mask, max_new_tokens=2)  # the self-check is done
@@ -237,7 +239,7 @@ def check_peak(name: str, adapter: str) -> None:
     one_weight = max(p.ds_numel * 4 for p in engine.module.parameters()) * (adapter != "none")  # while it is merged
     assert gathering <= held + group + one_weight + 1024, (gathering, held, group)
     if name == "tensor parallel 2":
-        assert gathering >= held + group / 2, "a group was whole, and nobody saw it"
+        assert gathering >= held + group / 2, "a gathered group was not counted"
     plan = engine.memory_plan(1, 1, 0)
     joined = plan.needs[plan.in_use].containers
     assert live.peak <= held + max(group + one_weight, joined) + 1024, (live.peak, held, joined)
@@ -246,29 +248,29 @@ def check_peak(name: str, adapter: str) -> None:
 
 @pytest.mark.parametrize("adapter", ["none", "peft"])
 @pytest.mark.parametrize("name", ["pinned", "tensor parallel 2"])
-def test_a_switch_holds_the_snapshot_and_one_group(ranks, name, adapter):
+def test_peak_memory_of_a_refresh_is_the_snapshot_and_one_group(ranks, name, adapter):
     ranks.run(check_peak, name, adapter)
 
 
 def check_streaming_peak() -> None:
-    """Alive while rows are scored: two layers, what is outside them, and what the rows themselves need."""
+    """Live while rows are scored: two layers, the embedding and head, and the buffers of the rows."""
     engine = engine_with(MODES["streaming"])
     ids, mask = prompts(1, 8, padded=False, seed=dist.get_rank())
     engine.score(ids, mask)  # the self-check is done
     engine.train()
     need = next(need for mode, need in engine.memory_plan(1, 8, 0).needs.items() if mode.streaming)
-    rows = need.kv + need.logits * 8 * 4  # blocks; logits of eight tokens, and what is made of them
+    rows = need.kv + need.logits * 8 * 4  # KV blocks; logits of eight tokens and their log-softmax
     with torch.no_grad(), LiveBytes(engine.module) as live, engine.inference():
         engine.score(ids, mask)
     assert need.gather / 2 <= live.peak <= need.gather + rows + 2**16, (live.peak, need)
 
 
-def test_streaming_holds_two_layers(ranks):
+def test_peak_memory_of_streaming_is_two_layers(ranks):
     ranks.run(check_streaming_peak)
 
 
 class DataParallelUnit:
-    """An `mpu` as Megatron's users pass it, whose model-parallel groups are single ranks."""
+    """An `mpu` as Megatron passes it, whose model-parallel groups are single ranks."""
 
     def __init__(self):
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]

@@ -1,4 +1,5 @@
-"""Inference tensor parallelism through a model's own modules: what one rank alone makes, whatever each rank brings."""
+"""Inference tensor parallelism through the model's own modules equals one rank's results; ranks may have different
+batches."""
 
 import contextlib
 import itertools
@@ -15,11 +16,18 @@ from transformers import (
 )
 
 import hybrid
-from tests.engines import engine_of, require_hugging_faces, require_same_rollouts, settings, storage_digest, train_step
+from tests.engines import (
+    engine_of,
+    require_matches_hugging_face,
+    require_same_rollouts,
+    settings,
+    storage_digest,
+    train_step,
+)
 from tests.rank_pool import RankPool
 from tests.tiny_models import ADAPTERS, SIZES, prompts, tiny_model, twin, with_peft
 
-# Models of no family of ours whose configuration has a tp_plan, and what each brings that others do not.
+# Models outside our families whose configuration has a tp_plan, and what each one covers.
 FAMILIES = {
     "cohere": SIZES,  # tied embeddings, scaled logits
     "cohere2": {**SIZES, "sliding_window": 6},
@@ -50,19 +58,19 @@ FAMILIES = {
 }
 
 
-def spread(size: int, stage: int = 3, containers: str = "fused", dtype: torch.dtype = torch.float32) -> dict:
-    """Settings of an engine whose inference is spread over `size` ranks."""
+def tp_settings(size: int, stage: int = 3, containers: str = "fused", dtype: torch.dtype = torch.float32) -> dict:
+    """Settings of an engine with `inference_tp_size` = `size`."""
     block = {"enabled": True, "inference_tp_size": size, "tp_gather_partition_size": 2}
     return settings(stage, 0, dtype, hybrid_engine=block, rollout={"containers": containers})
 
 
 def check_model(model, size: int, containers: str = "fused") -> None:
-    """Tokens, logits and training of a model whose ranks differ in rows, prompt length and number of new tokens."""
+    """Tokens, logits and a training step; ranks differ in rows, prompt length and number of new tokens."""
     reference = twin(model)
-    engine = engine_of(model, spread(size, containers=containers))
+    engine = engine_of(model, tp_settings(size, containers=containers))
     why = engine.coverage()[0]["why"]
     assert "spread over ranks by the model's tp_plan" in why, why
-    require_hugging_faces(engine, reference, tolerance=1e-4)
+    require_matches_hugging_face(engine, reference, tolerance=1e-4)
     engine.destroy()
 
 
@@ -79,31 +87,31 @@ def slow_unless(quick: bool) -> list:
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=slow_unless(name in QUICK)) for name in FAMILIES])
-def test_two_ranks_make_what_one_makes(ranks, family):
+def test_two_ranks_match_hugging_face(ranks, family):
     ranks.run(check_family, family, "none", 2)
 
 
 def check_containers() -> None:
-    """Models that have a decoder of ours, where the configuration wants their own modules."""
+    """Models that have a fused decoder, with `containers: native`."""
     for family, adapter in (("llama", "none"), ("qwen2", "peft"), ("mixtral", "peft"), ("llama", "chat")):
         check_family(family, adapter, 2, containers="native", sizes=SIZES)
 
 
 @pytest.mark.slow
-def test_native_containers_are_spread(ranks):
+def test_native_containers_run_tensor_parallel(ranks):
     ranks.run(check_containers)
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=slow_unless(name == "starcoder2")) for name in QUICK if name != "cohere"]
 )
-def test_adapters_are_merged_before_slices_are_cut(ranks, family):
+def test_adapters_are_merged_before_slicing(ranks, family):
     ranks.run(check_family, family, "peft", 2)
 
 
 def check_adapter_kinds() -> None:
-    """What adapters change besides a layer's weight: biases of rows, the vocabulary, norms of whole rows (DoRA), and
-    modules that are saved beside the original."""
+    """Adapters that change more than a layer's weight: biases, the vocabulary, row norms (DoRA), and
+    `modules_to_save`."""
     everywhere = {"target_modules": ["q_proj", "o_proj", "c_fc", "c_proj", "embed_tokens"]}
     untied = {**SIZES, "tie_word_embeddings": False}
     for lora in (
@@ -114,7 +122,7 @@ def check_adapter_kinds() -> None:
         check_model(with_peft(tiny_model("starcoder2", sizes=untied), **lora), 2)
 
 
-def test_every_kind_of_adapter_is_merged(ranks):
+def test_lora_bias_dora_and_saved_modules_are_merged(ranks):
     ranks.run(check_adapter_kinds)
 
 
@@ -124,23 +132,24 @@ def check_critic() -> None:
     config = AutoConfig.for_model("starcoder2", vocab_size=97, pad_token_id=0, num_labels=1, **SIZES)
     model = AutoModelForSequenceClassification.from_config(config)
     reference = twin(model)
-    engine = engine_of(model, spread(2))
+    engine = engine_of(model, tp_settings(2))
     assert "spread over ranks" in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
     rank = dist.get_rank()
     ids, mask = prompts(2 + rank, 6 + rank, padded=True, seed=rank)
     engine.eval()
     with torch.no_grad():
-        ours, theirs = (one(input_ids=ids, attention_mask=mask).logits for one in (engine, reference))
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        actual, expected = (module(input_ids=ids, attention_mask=mask).logits for module in (engine, reference))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
     engine.train()
 
 
-def test_a_critic_is_spread(ranks):
+def test_a_critic_runs_tensor_parallel(ranks):
     ranks.run(check_critic)
 
 
 def check_four() -> None:
-    """Two groups of two; and one of four, in which two ranks have the same key head, and the last a part of zeros."""
+    """Two groups of two ranks; and one of four, in which two ranks hold the same key head and the last slice is
+    zeros."""
     check_family("starcoder2", "none", 2)
     for family in ("starcoder2", "cohere", "deepseek_v2"):
         check_family(family, "none", 4)
@@ -149,7 +158,7 @@ def check_four() -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks():
+def test_four_ranks_match_hugging_face():
     pool = RankPool(4)
     try:
         pool.run(check_four)
@@ -158,10 +167,10 @@ def test_four_ranks():
 
 
 def check_rollouts(adapter: str, stage: int) -> None:
-    """Sampled tokens, logprobs, scores and training are an engine's that is not spread, before and after a step."""
+    """Sampled tokens, logprobs, scores and training equal those of an engine without tensor parallelism."""
     model = ADAPTERS[adapter](tiny_model("starcoder2", sizes=SIZES))
-    alone, together = engine_of(twin(model).train(), settings(stage)), engine_of(model, spread(2, stage))
-    require_same_rollouts(alone, together, 6, adapter != "none", tolerance=1e-5)
+    unsharded, sharded = engine_of(twin(model).train(), settings(stage)), engine_of(model, tp_settings(2, stage))
+    require_same_rollouts(unsharded, sharded, 6, adapter != "none", tolerance=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -171,16 +180,16 @@ def check_rollouts(adapter: str, stage: int) -> None:
         for adapter, stage in (("none", 3), ("peft", 3), ("chat", 3), ("none", 0), ("peft", 2))
     ],
 )
-def test_rollouts_and_scores_are_those_of_an_engine_alone(ranks, adapter, stage):
+def test_rollouts_and_scores_match_an_engine_without_tensor_parallelism(ranks, adapter, stage):
     ranks.run(check_rollouts, adapter, stage)
 
 
-def check_company() -> None:
-    """A rank without rows, ranks with other settings, one that raises, and one whose tokens do not exist: nobody hangs,
-    and the others get what they asked for."""
+def check_idle_and_failing_ranks() -> None:
+    """A rank without rows, ranks with different settings, one that raises, and one whose token ids are out of range: no
+    rank hangs, and the other rank gets its result."""
     model = tiny_model("starcoder2", sizes=SIZES, attn_implementation="eager")
     reference = twin(model)
-    engine = engine_of(model, spread(2))
+    engine = engine_of(model, tp_settings(2))
     rank = dist.get_rank()
     ids, mask = prompts(2, 6, padded=True, seed=rank)
     rows = 2 * rank
@@ -194,22 +203,24 @@ def check_company() -> None:
                 raise ArithmeticError
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    wrongs = (
+    failures = (
         ({"stopping_criteria": StoppingCriteriaList([Raises()])}, ArithmeticError),
         ({"input_ids": ids + 97}, IndexError),
         ({"adapter_names": ["a", "b"]}, NotImplementedError),
         ({"input_ids": ids.float()}, ValueError),
         ({"output_attentions": True, "return_dict_in_generate": True}, NotImplementedError),
-        ({"past_key_values": filled(reference, ids)}, NotImplementedError),
+        ({"past_key_values": prefilled_cache(reference, ids)}, NotImplementedError),
     )
-    one_sided = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2} if rank else {"return_dict_in_generate": True}
-    request = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 8 + 4 * rank, **one_sided}
+    rank_settings = (
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2} if rank else {"return_dict_in_generate": True}
+    )
+    request = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 8 + 4 * rank, **rank_settings}
     expected = sequences(reference.generate(**request))
     digest = storage_digest(engine)
-    for unlucky, (wrong, error) in itertools.product(range(2), wrongs):
-        if rank == unlucky:
+    for failing_rank, (changes, error) in itertools.product(range(2), failures):
+        if rank == failing_rank:
             with pytest.raises(error):
-                engine.generate(**{**request, **wrong})
+                engine.generate(**{**request, **changes})
         else:
             assert torch.equal(sequences(engine.generate(**request)), expected)
         dist.barrier()  # where ranks are a call apart, this hangs
@@ -221,104 +232,116 @@ def check_company() -> None:
     train_step(engine)
 
 
-def sequences(found) -> torch.Tensor:
-    """The tokens of what `generate` gives."""
-    return getattr(found, "sequences", found)
+def sequences(output) -> torch.Tensor:
+    """The tokens of an output of `generate`."""
+    return getattr(output, "sequences", output)
 
 
-def filled(model, ids: torch.Tensor) -> DynamicCache:
-    """A cache that the engine has not seen."""
+def prefilled_cache(model, ids: torch.Tensor) -> DynamicCache:
+    """A KV cache that the engine did not make."""
     return model(ids[:, :-1], use_cache=True).past_key_values
 
 
-def test_ranks_keep_each_other_company(ranks):
-    ranks.run(check_company)
+def test_idle_and_failing_ranks_do_not_hang_the_group(ranks):
+    ranks.run(check_idle_and_failing_ranks)
 
 
 def check_contract() -> None:
-    """What a forward gives besides logits: hidden states, a loss, caches that go on; and parts called by themselves."""
+    """Outputs of a forward besides logits: hidden states, a loss, a cache to continue from; and submodules called
+    alone."""
     model = tiny_model("cohere2", sizes=FAMILIES["cohere2"])
     reference = twin(model)
-    engine = engine_of(model, spread(2))
+    engine = engine_of(model, tp_settings(2))
     rank = dist.get_rank()
     ids, mask = prompts(2 + rank, 9, padded=True, seed=rank)
-    asked = {"max_new_tokens": 4 + rank, "return_dict_in_generate": True, "output_scores": True}
-    asked["output_hidden_states"] = True
+    request_with_scores = {"max_new_tokens": 4 + rank, "return_dict_in_generate": True, "output_scores": True}
+    request_with_scores["output_hidden_states"] = True
     engine.eval()
-    ours, theirs = (one.generate(ids, attention_mask=mask, **asked) for one in (engine, reference))
-    assert torch.equal(ours.sequences, theirs.sequences)
-    torch.testing.assert_close(ours.scores, theirs.scores, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(ours.hidden_states, theirs.hidden_states, atol=1e-4, rtol=1e-4)
-    longer = torch.cat([mask, torch.ones_like(ours.sequences[:, ids.shape[1] :])], dim=1)
+    actual, expected = (
+        module.generate(ids, attention_mask=mask, **request_with_scores) for module in (engine, reference)
+    )
+    assert torch.equal(actual.sequences, expected.sequences)
+    torch.testing.assert_close(actual.scores, expected.scores, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual.hidden_states, expected.hidden_states, atol=1e-4, rtol=1e-4)
+    longer = torch.cat([mask, torch.ones_like(actual.sequences[:, ids.shape[1] :])], dim=1)
     request = {"attention_mask": longer, "max_new_tokens": 3}
-    held = ours.past_key_values
-    again = engine.generate(ours.sequences, past_key_values=held, **request)
-    assert torch.equal(again, reference.generate(ours.sequences, **request))
+    cache = actual.past_key_values
+    continued = engine.generate(actual.sequences, past_key_values=cache, **request)
+    assert torch.equal(continued, reference.generate(actual.sequences, **request))
     with torch.no_grad():
-        ours, theirs = (one(ids, attention_mask=mask, labels=ids) for one in (engine, reference))
-        torch.testing.assert_close(ours.loss, theirs.loss, atol=1e-5, rtol=1e-5)
+        actual, expected = (module(ids, attention_mask=mask, labels=ids) for module in (engine, reference))
+        torch.testing.assert_close(actual.loss, expected.loss, atol=1e-5, rtol=1e-5)
         for length in (10, 11):
             longer = torch.cat([mask, torch.ones(len(ids), length - 9, dtype=torch.int64)], dim=1)
-            ours, theirs = (
-                one(ids[:, :1], attention_mask=longer, past_key_values=before.past_key_values)
-                for one, before in ((engine, ours), (reference, theirs))
+            actual, expected = (
+                module(ids[:, :1], attention_mask=longer, past_key_values=before.past_key_values)
+                for module, before in ((engine, actual), (reference, expected))
             )
-            torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(actual.logits, expected.logits, atol=1e-4, rtol=1e-4)
         hidden = torch.randn(1 + rank, 32)
         torch.testing.assert_close(engine.module.lm_head(hidden), reference.lm_head(hidden), atol=1e-5, rtol=1e-5)
-        ours, theirs = (one.model(ids, attention_mask=mask, use_cache=False) for one in (engine.module, reference))
-        torch.testing.assert_close(ours[0], theirs[0], atol=1e-4, rtol=1e-4)
+        actual, expected = (
+            module.model(ids, attention_mask=mask, use_cache=False) for module in (engine.module, reference)
+        )
+        torch.testing.assert_close(actual[0], expected[0], atol=1e-4, rtol=1e-4)
         with pytest.raises(RuntimeError, match="called by itself"), engine.inference():
             engine.module.model.layers[0].mlp.down_proj(torch.randn(1, 24))
     engine.train()
     train_step(engine)
     with pytest.raises(NotImplementedError, match="a DynamicCache of .* tokens given"):
-        engine.generate(again, past_key_values=held, max_new_tokens=3)
+        engine.generate(continued, past_key_values=cache, max_new_tokens=3)
 
 
-def test_a_forward_is_hugging_faces(ranks):
+def test_forward_outputs_match_hugging_face(ranks):
     ranks.run(check_contract)
 
 
 def check_bytes() -> None:
-    """A rank keeps its part, also of keys and values; nothing is gathered that is fresh, nor kept of others' caches."""
-    whole, half = (engine_of(tiny_model("starcoder2", sizes=SIZES), config) for config in (settings(3), spread(2)))
-    assert half.stats()["snapshot_bytes"] == 0, "the self-check left its slices"
+    """A rank holds its slice of weights, keys and values; fresh weights are not gathered again, and no cache of another
+    rank's request is kept."""
+    unsharded, sharded = (
+        engine_of(tiny_model("starcoder2", sizes=SIZES), config) for config in (settings(3), tp_settings(2))
+    )
+    assert sharded.stats()["snapshot_bytes"] == 0, "the self-check left its slices"
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
-    for engine in (whole, half):
+    for engine in (unsharded, sharded):
         engine.eval()
         engine.generate(ids, attention_mask=mask, max_new_tokens=3)
-    ours, all_of_it = half.stats()["snapshot_bytes"], whole.stats()["snapshot_bytes"]
-    assert 0.5 < ours / all_of_it < 0.54  # norms are whole, biases of rows are the first rank's
-    layer = sum(p.ds_numel * 4 for p in half.module.model.layers[0].parameters())
-    assert half.stats()["peak_bytes"] - half.stats()["kv_bytes"] <= ours + 2 * layer
-    gathered = half.stats()["gathered_bytes"]
-    assert gathered == sum(p.ds_numel * 4 for p in half.module.parameters())
-    half.generate(ids, attention_mask=mask, max_new_tokens=3)
-    assert half.stats()["gathered_bytes"] == gathered
-    own = whole.stats()["kv_bytes"] / 2  # storage of 128 tokens a row, this rank's heads
-    cache = half(ids, attention_mask=mask).past_key_values
-    assert half.stats()["kv_bytes"] == own + 2 * 6 * 8 * 4 * 2 * 3  # of the other's: 2 rows, 6 tokens, a head, 3 layers
+    sharded_bytes, unsharded_bytes = sharded.stats()["snapshot_bytes"], unsharded.stats()["snapshot_bytes"]
+    assert (
+        0.5 < sharded_bytes / unsharded_bytes < 0.54
+    )  # norms are replicated; row-parallel biases are on the first rank
+    layer = sum(p.ds_numel * 4 for p in sharded.module.model.layers[0].parameters())
+    assert sharded.stats()["peak_bytes"] - sharded.stats()["kv_bytes"] <= sharded_bytes + 2 * layer
+    gathered = sharded.stats()["gathered_bytes"]
+    assert gathered == sum(p.ds_numel * 4 for p in sharded.module.parameters())
+    sharded.generate(ids, attention_mask=mask, max_new_tokens=3)
+    assert sharded.stats()["gathered_bytes"] == gathered
+    kv_bytes = unsharded.stats()["kv_bytes"] / 2  # 128 tokens per row, this rank's heads
+    cache = sharded(ids, attention_mask=mask).past_key_values
+    assert (
+        sharded.stats()["kv_bytes"] == kv_bytes + 2 * 6 * 8 * 4 * 2 * 3
+    )  # of the other rank's request: 2 rows, 6 tokens, one head, 3 layers
     del cache
-    half(ids, attention_mask=mask, use_cache=False)
-    assert half.stats()["kv_bytes"] == own
-    cache = half(ids, attention_mask=mask).past_key_values
-    half.train()
+    sharded(ids, attention_mask=mask, use_cache=False)
+    assert sharded.stats()["kv_bytes"] == kv_bytes
+    cache = sharded(ids, attention_mask=mask).past_key_values
+    sharded.train()
     assert cache.get_seq_length() == 6
-    assert half.stats()["kv_bytes"] == own
+    assert sharded.stats()["kv_bytes"] == kv_bytes
 
 
-def test_a_rank_keeps_its_part_alone(ranks):
+def test_a_rank_holds_only_its_slice(ranks):
     ranks.run(check_bytes)
 
 
 def check_half_precision() -> None:
-    """In bfloat16 the spread model passes its check, and is as near to float32 as an engine's that is not spread."""
+    """In bfloat16 the sharded model passes its self-check, and is as close to float32 as an unsharded engine."""
     exact = tiny_model("olmoe", sizes=FAMILIES["olmoe"]).bfloat16().float()
     ids, mask = prompts(4, 9, padded=True, seed=dist.get_rank())
     expected = engine_of(twin(exact), settings(3)).score(ids, mask).per_token_logps
     errors = []
-    for config in (settings(3, dtype=torch.bfloat16), spread(2, dtype=torch.bfloat16)):
+    for config in (settings(3, dtype=torch.bfloat16), tp_settings(2, dtype=torch.bfloat16)):
         engine = engine_of(twin(exact).bfloat16(), config)
         errors.append((engine.score(ids, mask).per_token_logps - expected).abs().median())
         assert engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=4, seed=0)).completion_ids.shape[0] == 4
@@ -326,90 +349,92 @@ def check_half_precision() -> None:
     assert 0 < errors[1] < 2 * errors[0] + 1e-3, errors
 
 
-def test_half_precision_is_spread(ranks):
+def test_half_precision_runs_tensor_parallel(ranks):
     ranks.run(check_half_precision)
 
 
 def check_autocast() -> None:
-    """Who keeps company computes in the dtypes of whose forward it is, also as its own block is left."""
+    """A rank that runs another rank's forward uses that forward's autocast dtype, also after its own block has
+    ended."""
     model = tiny_model("starcoder2", sizes=SIZES)
     cast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     rank = dist.get_rank()
     ids, mask = prompts(2 + rank, 9, padded=True, seed=rank)
-    found = []
-    for config in (settings(3), {**settings(3), **cast}, {**spread(2), **cast}):
+    logps = []
+    for config in (settings(3), {**settings(3), **cast}, {**tp_settings(2), **cast}):
         engine = engine_of(twin(model), config)
         with engine.inference():
             scores = [engine.score(ids, mask).per_token_logps for _ in range(1 + rank)]
-        found.append(scores[0])
+        logps.append(scores[0])
     assert "spread over ranks" in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
-    exact, alone, ours = found
-    assert 0 < (ours - exact).abs().median() < 2 * (alone - exact).abs().median() + 1e-3
+    exact, unsharded, sharded = logps
+    assert 0 < (sharded - exact).abs().median() < 2 * (unsharded - exact).abs().median() + 1e-3
 
 
-def test_autocast_is_the_callers(ranks):
+def test_ranks_may_differ_in_autocast(ranks):
     ranks.run(check_autocast)
 
 
 def check_fallback() -> None:
-    """A model without a plan, with a style that is not known, or that its plan does not describe, runs layer by layer,
-    and coverage says why; a decoder that is refused as it is checked makes way for the model's own modules."""
+    """A model without a tp_plan, with an unknown style, or with a plan that does not describe it, runs layer by layer,
+    and coverage() says why."""
     rank = dist.get_rank()
     ids, mask = prompts(2, 6, padded=True, seed=rank)
     request = {"attention_mask": mask, "max_new_tokens": 3 + 2 * rank}
 
-    def runs(model, words: str) -> None:
+    def require_layer_by_layer(model, reason: str) -> None:
         reference = twin(model)
-        engine = engine_of(model, spread(2))
-        assert words in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
+        engine = engine_of(model, tp_settings(2))
+        assert reason in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
         assert "layer by layer" in engine.coverage()[0]["why"]
         assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
         train_step(engine)
 
-    runs(tiny_model("stablelm", sizes=SIZES), "StableLmForCausalLM has no tp_plan")
-    unknown = tiny_model("olmo", sizes=SIZES)
-    unknown.tp_plan["model.layers.*.mlp"] = "all_reduce"
-    runs(unknown, "has all_reduce, which is not known")
+    require_layer_by_layer(tiny_model("stablelm", sizes=SIZES), "StableLmForCausalLM has no tp_plan")
+    unknown_style = tiny_model("olmo", sizes=SIZES)
+    unknown_style.tp_plan["model.layers.*.mlp"] = "all_reduce"
+    require_layer_by_layer(unknown_style, "has all_reduce, which is not known")
     wrong = tiny_model("olmo", sizes=SIZES)
     wrong.tp_plan["model.layers.*.self_attn.k_proj"] = "replicate"
-    runs(wrong, "the model differs from the whole one")
-    lone = tiny_model("olmo", sizes=SIZES)
+    require_layer_by_layer(wrong, "the model differs from the whole one")
+    one_sided = tiny_model("olmo", sizes=SIZES)
     for name in ("mlp.gate_proj", "mlp.up_proj", "self_attn.o_proj"):
-        del lone.tp_plan[f"model.layers.*.{name}"]
-    runs(lone, "the tp_plan of OlmoForCausalLM spreads no layer")
+        del one_sided.tp_plan[f"model.layers.*.{name}"]
+    require_layer_by_layer(one_sided, "the tp_plan of OlmoForCausalLM spreads no layer")
 
 
-def test_what_has_no_plan_runs_layer_by_layer(ranks):
+def test_a_model_without_a_usable_tp_plan_runs_layer_by_layer(ranks):
     ranks.run(check_fallback)
 
 
 def check_refused_decoder() -> None:
-    """A layer that is not its family's: the self-check refuses the decoder; the modules run on slices after that."""
+    """A layer that differs from its family's: the self-check rejects the decoder, and the model's own modules run
+    sliced."""
     model = tiny_model("llama")
     reference = twin(model)
-    for one in (model, reference):
-        mlp = one.model.layers[1].mlp
+    for module in (model, reference):
+        mlp = module.model.layers[1].mlp
         mlp.forward = lambda x, own=mlp.forward: own(x) * 1.01
-    engine = engine_of(model, spread(2))
+    engine = engine_of(model, tp_settings(2))
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     request = {"attention_mask": mask, "max_new_tokens": 3 + 2 * dist.get_rank()}
-    for words in ("a decoder of the llama family, spread", "the Hugging Face module itself", "spread over ranks by"):
-        assert words in engine.coverage()[0]["why"]
+    for reason in ("a decoder of the llama family, spread", "the Hugging Face module itself", "spread over ranks by"):
+        assert reason in engine.coverage()[0]["why"]
         assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
     assert "layer 1 of the fused container differs" in engine.coverage()[0]["why"]
     train_step(engine)
     assert engine.weight_version == 1
 
 
-def test_a_refused_decoder_makes_way(ranks):
+def test_a_decoder_that_fails_its_self_check_is_replaced_by_sliced_modules(ranks):
     ranks.run(check_refused_decoder)
 
 
 def check_heads() -> None:
     odd = {**SIZES, "hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
     with pytest.raises(ValueError, match="2 given; the model's 3 attention heads and 3 key and value heads.*by 1, 3"):
-        engine_of(tiny_model("olmo", sizes=odd), spread(2))
+        engine_of(tiny_model("olmo", sizes=odd), tp_settings(2))
 
 
-def test_heads_that_cannot_be_shared_are_refused(ranks):
+def test_heads_that_tp_size_does_not_divide_raise(ranks):
     ranks.run(check_heads)

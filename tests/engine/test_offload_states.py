@@ -1,4 +1,4 @@
-"""`rollout.offload_states`: states leave for the length of a window and come back; training does not notice."""
+"""`rollout.offload_states`: states are on the host inside a window and restored after it; training is bit-identical."""
 
 from unittest.mock import patch
 
@@ -18,22 +18,23 @@ IDS, MASK = prompts(2, 5, padded=True)
 
 
 def offloading(stage: int, dtype: torch.dtype = torch.float32, offload: bool = True, **blocks) -> dict:
-    """Settings of an engine whose states leave, or stay."""
+    """Settings of an engine with offload_states on or off."""
     return settings(stage, 0, dtype, rollout={"offload_states": offload}, **blocks)
 
 
-def torchs_adamw_in_place_of_deepspeeds():
-    """ZeRO-3 moves the states of DeepSpeed's FusedAdam, which takes minutes to compile; torch's AdamW has the same."""
+def torch_adamw_as_fused_adam():
+    """ZeRO-3 moves only states of DeepSpeed's FusedAdam, which takes minutes to compile; torch's AdamW has the same
+    ones."""
     return patch.object(deepspeed.ops.adam.fused_adam, "FusedAdam", torch.optim.AdamW)
 
 
-def trained(engine: HybridEngine) -> list[torch.Tensor]:
-    """Master weights and Adam's states of everything that learns, whole."""
+def optimizer_state(engine: HybridEngine) -> list[torch.Tensor]:
+    """Unpartitioned master weights and Adam states of every trained parameter."""
     return [
-        found
+        state
         for param in engine.module.parameters()
         if param.requires_grad
-        for found in (
+        for state in (
             safe_get_full_fp32_param(param),
             safe_get_full_optimizer_state(param, "exp_avg"),
             safe_get_full_optimizer_state(param, "exp_avg_sq"),
@@ -49,8 +50,8 @@ def backward(engine: HybridEngine, seed: int) -> torch.Tensor:
 
 
 def check_training(stage: int, dtype: torch.dtype, adapter: bool) -> None:
-    """Windows before the first step, between steps, between the parts of one, and between backward and step."""
-    with torchs_adamw_in_place_of_deepspeeds():
+    """Windows before the first step, between steps, between micro batches, and between backward and step."""
+    with torch_adamw_as_fused_adam():
         moved, plain = (
             engine_of(
                 with_peft(tiny_model("llama")) if adapter else tiny_model("llama"),
@@ -67,9 +68,9 @@ def check_training(stage: int, dtype: torch.dtype, adapter: bool) -> None:
                     engine.step()
             generate(moved)
             assert storage_digest(moved) == storage_digest(plain)
-            found, expected = trained(moved), trained(plain)
-            assert len(found) == len(expected) > 10
-            assert all(map(torch.equal, found, expected))
+            actual, expected = optimizer_state(moved), optimizer_state(plain)
+            assert len(actual) == len(expected) > 10
+            assert all(map(torch.equal, actual, expected))
         assert moved.weight_version == 3
         request = {"attention_mask": MASK, "max_new_tokens": 4}
         assert torch.equal(moved.generate(IDS, **request), plain.generate(IDS, **request))
@@ -91,13 +92,14 @@ def generate(engine: HybridEngine) -> None:
         (3, torch.bfloat16, True),
     ],
 )
-def test_training_is_bitwise_that_of_an_engine_whose_states_stay(ranks, stage, dtype, adapter):
+def test_training_is_bit_identical_with_and_without_offloading(ranks, stage, dtype, adapter):
     ranks.run(check_training, stage, dtype, adapter)
 
 
-def check_what_leaves(stage: int, dtype: torch.dtype) -> None:
-    """Once for windows within each other; never the weights; not what a step still waits for, where that is lost."""
-    with torchs_adamw_in_place_of_deepspeeds():
+def check_offloaded(stage: int, dtype: torch.dtype) -> None:
+    """Once for nested windows; never the weights; not gradients that a pending step needs, where offloading loses
+    them."""
+    with torch_adamw_as_fused_adam():
         engine = engine_of(tiny_model("llama"), offloading(stage, dtype))
         train_step(engine)
         gone = engine.optimizer.offloaded_states
@@ -122,7 +124,7 @@ def check_what_leaves(stage: int, dtype: torch.dtype) -> None:
             assert (State.lp_grads in gone) == (stage < 3)
             assert State.lp_params not in gone
         engine.step()
-        if stage == 3:  # where ZeRO-3 takes the weights for master weights, these stay too
+        if stage == 3:  # ZeRO-3 in float32 uses the weights as master weights, which stay too
             masters = engine.optimizer.fp32_partitioned_groups_flat
             with patch.object(engine.optimizer, "fp16_partitioned_groups_flat", masters):
                 assert State.hp_params not in movable_states(engine.optimizer)
@@ -131,13 +133,14 @@ def check_what_leaves(stage: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("stage", "dtype"), [(1, torch.bfloat16), (2, torch.float32), (3, torch.float32), (3, torch.bfloat16)]
 )
-def test_what_leaves(ranks, stage, dtype):
-    ranks.run(check_what_leaves, stage, dtype)
+def test_which_states_are_offloaded(ranks, stage, dtype):
+    ranks.run(check_offloaded, stage, dtype)
 
 
 def check_exception(stage: int) -> None:
-    """Whatever is raised inside, or as states leave, on whatever rank: they are back, and training goes on."""
-    with torchs_adamw_in_place_of_deepspeeds():
+    """An exception inside the window, or while states are moved, on any rank: states are restored and training
+    continues."""
+    with torch_adamw_as_fused_adam():
         hit, calm = (engine_of(tiny_model("llama"), offloading(stage, torch.bfloat16, o)) for o in (True, False))
         for step, broken in enumerate((False, True)):
             assert torch.equal(train_step(hit, step), train_step(calm, step))
@@ -158,22 +161,22 @@ def check_exception(stage: int) -> None:
             assert hit.module.training
         assert torch.equal(train_step(hit, 2), train_step(calm, 2))
         assert storage_digest(hit) == storage_digest(calm)
-        assert all(map(torch.equal, trained(hit), trained(calm)))
+        assert all(map(torch.equal, optimizer_state(hit), optimizer_state(calm)))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_an_exception_brings_states_back(ranks, stage):
+def test_states_are_restored_after_an_exception(ranks, stage):
     ranks.run(check_exception, stage)
 
 
 def zero(stage: int, **offloads) -> dict:
-    """Settings in which something is always on the host."""
+    """Settings with ZeRO's own CPU offload."""
     config = offloading(stage, zero_force_ds_cpu_optimizer=False)
     config["zero_optimization"].update({name: {"device": device} for name, device in offloads.items()})
     return config
 
 
-REFUSED = {
+INVALID = {
     "stage 0": (zero(0), r"offload_states: true given with zero_optimization.stage=0.*use stage 1, 2 or 3, or false"),
     "an optimizer on the host": (zero(2, offload_optimizer="cpu"), r"zero_optimization.offload_optimizer.device=cpu"),
     "parameters on the host": (
@@ -184,9 +187,9 @@ REFUSED = {
 }
 
 
-def check_refusals() -> None:
-    for what, (config, words) in REFUSED.items():
-        with pytest.raises(ValueError, match=words):
+def check_settings_that_raise() -> None:
+    for what, (config, message) in INVALID.items():
+        with pytest.raises(ValueError, match=message):
             engine_of(tiny_model("llama"), config)
             raise AssertionError(what)
     config = zero(3)
@@ -195,5 +198,5 @@ def check_refusals() -> None:
         engine_of(tiny_model("llama").requires_grad_(False), config)
 
 
-def test_what_has_nothing_to_move_is_refused(ranks):
-    ranks.run(check_refusals)
+def test_offload_states_without_movable_states_raises(ranks):
+    ranks.run(check_settings_that_raise)

@@ -1,4 +1,5 @@
-"""Rollouts: logprobs are the training forward's, masks come from lengths, noise depends on what it should alone."""
+"""Rollouts: logprobs equal the training forward's, masks come from lengths, and tokens depend only on seed, row id,
+sample index, position and logits."""
 
 import copy
 
@@ -22,32 +23,34 @@ def check_logprobs(family: str, adapter: str) -> None:
     width = batch.completion_ids.shape[1]
     scores = engine.score(batch.sequences, batch.attention_mask, temperature=0.8)
     raw = engine.score(batch.sequences, batch.attention_mask, rows_per_forward=3)
-    # The training forward, which is DeepSpeed's, with ZeRO-3 gathering layer by layer.
+    # DeepSpeed's training forward, for which ZeRO-3 gathers layer by layer.
     engine.train()
     forward = hybrid.padded_forward(engine.module, engine)
     with torch.no_grad():
         logits = forward(batch.sequences, batch.attention_mask).logits[:, :-1] / 0.8
     train = hybrid.selective_log_softmax(logits, batch.sequences[:, 1:])[:, -width:] * batch.completion_mask
     # float32: attention over a cache sums in another order than over a whole sequence.
-    for name, found, expected in (
+    for name, actual, expected in (
         ("old", batch.old_per_token_logps, train),
         ("scored", scores.per_token_logps[:, -width:] * batch.completion_mask, train),
         ("raw", batch.raw_per_token_logps, raw.per_token_logps[:, -width:] * batch.completion_mask),
     ):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{family} {n}: {m}")
+        torch.testing.assert_close(
+            actual, expected, atol=1e-5, rtol=1e-5, msg=lambda m, label=name: f"{family} {label}: {m}"
+        )
     distribution = torch.log_softmax(logits.double(), -1)
-    judged = batch.attention_mask[:, 1:] * batch.attention_mask[:, :-1]  # the first token has nothing before it
-    entropy = -(distribution.exp() * distribution).sum(-1) * judged
+    scored_mask = batch.attention_mask[:, 1:] * batch.attention_mask[:, :-1]  # nothing precedes the first token
+    entropy = -(distribution.exp() * distribution).sum(-1) * scored_mask
     torch.testing.assert_close(scores.entropies.double(), entropy, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_rollout_logprobs_are_the_training_forwards(ranks, family):
+def test_rollout_logprobs_match_the_training_forward(ranks, family):
     ranks.run(check_logprobs, family, "none")
 
 
 @pytest.mark.parametrize("adapter", ["peft", "chat"])
-def test_rollout_logprobs_with_an_adapter(ranks, adapter):
+def test_rollout_logprobs_with_an_adapter_match_the_training_forward(ranks, adapter):
     ranks.run(check_logprobs, "qwen3", adapter)
 
 
@@ -73,11 +76,11 @@ def check_masks() -> None:
     assert (batch.sampling_per_token_logps[batch.completion_mask == 1] < 0).all()
 
 
-def test_masks_come_from_lengths(ranks):
+def test_masks_come_from_lengths_not_from_padding_ids(ranks):
     ranks.run(check_masks)
 
 
-def check_noise() -> dict:
+def check_sampling_keys() -> dict:
     engine = engine_of(tiny_model("llama"), settings(3))
     rank = dist.get_rank()
     ids, mask = prompts(4, 5, padded=False)
@@ -89,12 +92,12 @@ def check_noise() -> dict:
         params = hybrid.SamplingParams(max_new_tokens=8, min_new_tokens=8, seed=seed)
         return engine.rollout(ids[order], mask[order], params, row_ids=rows[order], **more).completion_ids
 
-    whole = draw([0, 1, 2, 3])
-    assert torch.equal(draw([3, 1]), whole[[3, 1]]), "a token depends on the batch around it"
-    assert torch.equal(draw([2], num_generations=3)[:1], whole[[2]]), "a sample depends on how many there are"
-    assert not torch.equal(draw([0, 1, 2, 3], seed=6), whole)
-    several = draw([0], num_generations=4)
-    assert len({str(row.tolist()) for row in several}) == 4, "samples share their noise"
+    tokens_of_all = draw([0, 1, 2, 3])
+    assert torch.equal(draw([3, 1]), tokens_of_all[[3, 1]]), "a token depends on the batch around it"
+    assert torch.equal(draw([2], num_generations=3)[:1], tokens_of_all[[2]]), "a sample depends on how many there are"
+    assert not torch.equal(draw([0, 1, 2, 3], seed=6), tokens_of_all)
+    samples = draw([0], num_generations=4)
+    assert len({str(row.tolist()) for row in samples}) == 4, "samples share their sampling keys"
 
     torch.manual_seed(3)
     state = torch.get_rng_state()
@@ -111,19 +114,19 @@ def check_noise() -> dict:
     sampled = engine.generate(ids, attention_mask=mask, seed=5, **request)[:, 5:]
     params = hybrid.SamplingParams(max_new_tokens=8, min_new_tokens=8, seed=5)
     assert torch.equal(sampled, engine.rollout(ids, mask, params).completion_ids), "generate and rollout draw alike"
-    own = engine.rollout(ids, mask, sampling).completion_ids
-    return {"whole": whole.tolist(), "rows": draw([rank * 2, rank * 2 + 1]).tolist(), "own": own.tolist()}
+    own_rows = engine.rollout(ids, mask, sampling).completion_ids
+    return {"whole": tokens_of_all.tolist(), "rows": draw([rank * 2, rank * 2 + 1]).tolist(), "own": own_rows.tolist()}
 
 
-def test_noise_depends_on_seed_row_sample_and_position_alone(ranks):
-    first, second = ranks.run(check_noise)
+def test_sampled_tokens_depend_only_on_seed_row_sample_and_position(ranks):
+    first, second = ranks.run(check_sampling_keys)
     assert first["whole"] == second["whole"], "the same rows differ between ranks"
     assert first["rows"] + second["rows"] == first["whole"], "rows depend on how they are split over ranks"
-    assert first["own"] != second["own"], "ranks share their noise"
+    assert first["own"] != second["own"], "ranks share their sampling keys"
 
 
 def check_distribution() -> None:
-    """Sampled tokens have the distribution that the model states."""
+    """Sampled tokens follow the model's probabilities."""
     model = tiny_model("llama")
     reference = twin(model)
     engine = engine_of(model, settings(3))
@@ -134,9 +137,9 @@ def check_distribution() -> None:
         logits = reference(ids).logits[0, -1] / 2.0
     logits[logits < logits.topk(12).values[-1]] = -torch.inf
     expected = torch.softmax(logits, 0)
-    found = torch.bincount(tokens, minlength=97) / 4000
-    assert (found[expected == 0] == 0).all()
-    assert (found - expected).abs().max() < 0.04  # five standard deviations of a share of 1/2 in 4000
+    actual = torch.bincount(tokens, minlength=97) / 4000
+    assert (actual[expected == 0] == 0).all()
+    assert (actual - expected).abs().max() < 0.04  # five standard deviations of a share of 1/2 in 4000
 
 
 def test_samples_follow_the_models_distribution(ranks):
@@ -181,18 +184,18 @@ def check_reference(kind: str) -> None:
             assert torch.equal(engine.generate(ids, **request), base.generate(ids, **request))
         assert torch.equal(engine.generate(ids, **request), adapted.generate(ids, **request))
     with engine.inference():
-        theirs = hybrid.padded_forward(base)(ids, mask).logits[:, :-1].detach()
-        expected = hybrid.selective_log_softmax(theirs, ids[:, 1:]) * mask[:, 1:] * mask[:, :-1]
-        found = engine.score(ids, mask, adapters=False).per_token_logps
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        logits = hybrid.padded_forward(base)(ids, mask).logits[:, :-1].detach()
+        expected = hybrid.selective_log_softmax(logits, ids[:, 1:]) * mask[:, 1:] * mask[:, :-1]
+        actual = engine.score(ids, mask, adapters=False).per_token_logps
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
         with engine.inference(adapters=False):  # windows nest
-            found = engine.score(ids, mask).per_token_logps
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            actual = engine.score(ids, mask).per_token_logps
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
         assert torch.equal(engine.generate(ids, **request), adapted.generate(ids, **request))
 
 
 @pytest.mark.parametrize("kind", ["peft", "chat"])
-def test_without_adapters_it_is_the_base(ranks, kind):
+def test_adapters_false_is_the_base_model(ranks, kind):
     ranks.run(check_reference, kind)
 
 
@@ -215,12 +218,12 @@ def check_switching_adapters() -> None:
     assert not torch.equal(outputs[0], outputs[1])
 
 
-def test_the_active_adapter_is_the_one_that_generates(ranks):
+def test_the_active_adapter_generates(ranks):
     ranks.run(check_switching_adapters)
 
 
 def check_inside_a_users_gather() -> None:
-    """A caller that has gathered everything, as TRL does, is not collided with."""
+    """A rollout works inside a caller's `GatheredParameters`, which TRL opens."""
     model = with_peft(tiny_model("llama"))
     reference = twin(model)
     engine = engine_of(model, settings(3))
@@ -232,5 +235,5 @@ def check_inside_a_users_gather() -> None:
     engine.generate(ids, **request)
 
 
-def test_inside_a_users_gather(ranks):
+def test_rollout_inside_a_users_gathered_parameters(ranks):
     ranks.run(check_inside_a_users_gather)

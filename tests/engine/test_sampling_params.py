@@ -1,4 +1,4 @@
-"""What a request says is what runs: a rollout has a checkpoint's special tokens, and nothing else of its generation."""
+"""SamplingParams alone decide a rollout: of a checkpoint's generation_config it takes only the special tokens."""
 
 import copy
 
@@ -12,8 +12,8 @@ from tests.engines import engine_of, settings
 from tests.tiny_models import VOCABULARY, prompts, tiny_model, with_peft
 
 SPECIAL = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
-# For every other field of GenerationConfig (transformers 5.23) a value that would change a rollout, or that nothing
-# must follow. A field that is in neither list fails the test: decide what it is.
+# For every other field of GenerationConfig (transformers 5.23) a value that would change a rollout, or that must have
+# no effect. A field in neither list fails the test: decide which it is.
 HOSTILE = {
     "max_length": 7,
     "max_new_tokens": 1,
@@ -112,16 +112,16 @@ def check_nothing_is_inherited(containers: str) -> None:
     for case, hostile in cases.items():
         vars(own).update(copy.deepcopy(hostile))
         before = dict(vars(own))
-        found = rollouts()
+        actual = rollouts()
         assert engine.module.generation_config is own
         assert vars(own) == before, f"{case}: the model's own configuration was changed"
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), f"{case} is inherited"
+        assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True)), f"{case} is inherited"
         vars(own).clear()
         vars(own).update(neutral)
 
 
 @pytest.mark.parametrize("containers", ["fused", "native"])
-def test_a_rollout_inherits_special_tokens_alone(ranks, containers):
+def test_a_rollout_inherits_only_special_tokens(ranks, containers):
     ranks.run(check_nothing_is_inherited, containers)
 
 

@@ -1,4 +1,4 @@
-"""What is saved or copied is the training weights, whatever mode the engine is in; and a copy is nobody's view."""
+"""Saving and copying write the training weights in every mode of the engine; copies share no storage with it."""
 
 import copy
 import io
@@ -23,7 +23,7 @@ IDS, MASK = prompts(2, 5, padded=True)
 
 @contextmanager
 def as_trained(engine: hybrid.HybridEngine):
-    """The engine as it comes out of a step."""
+    """The engine after a step, in train mode."""
     yield
 
 
@@ -38,7 +38,7 @@ def in_eval_mode(engine: hybrid.HybridEngine):
 
 @contextmanager
 def in_a_window(engine: hybrid.HybridEngine):
-    """Inside `inference()`, between two generations that must not notice."""
+    """Inside `inference()`, between two generations that must be equal."""
     with engine.inference():
         request = {"attention_mask": MASK, "max_new_tokens": 4}
         before = engine.generate(IDS, **request)
@@ -58,7 +58,7 @@ PLACES = {"train": as_trained, "eval": in_eval_mode, "window": in_a_window, "bas
 
 
 def tensors_of(content: object, name: str = "") -> dict[str, torch.Tensor]:
-    """Every tensor within something that was loaded, by where it is."""
+    """Every tensor inside a loaded object, by its path."""
     if isinstance(content, torch.Tensor):
         return {name: content}
     if isinstance(content, dict):
@@ -67,50 +67,50 @@ def tensors_of(content: object, name: str = "") -> dict[str, torch.Tensor]:
         items = enumerate(content)
     else:
         items = vars(content).items() if hasattr(content, "__dict__") and not isinstance(content, type) else ()
-    return {path: tensor for key, one in items for path, tensor in tensors_of(one, f"{name}/{key}").items()}
+    return {path: tensor for key, value in items for path, tensor in tensors_of(value, f"{name}/{key}").items()}
 
 
 def saved(engine: hybrid.HybridEngine, folder: Path, stage: int, where: str) -> dict[str, torch.Tensor]:
-    """All that DeepSpeed's ways to save write or give, with the engine in one of PLACES."""
+    """Everything that DeepSpeed's save functions write or return, with the engine in one of PLACES."""
     folder = folder / where.replace(" ", "-")
     with PLACES[where](engine):
         engine.save_checkpoint(str(folder), tag="tag")
         engine.save_16bit_model(str(folder))
-        given = {"module": engine.module_state_dict()}
+        state_dicts = {"module": engine.module_state_dict()}
         if stage == 3:
-            given["whole"] = engine._zero3_consolidated_16bit_state_dict()
-        given = copy.deepcopy(given)
+            state_dicts["whole"] = engine._zero3_consolidated_16bit_state_dict()
+        state_dicts = copy.deepcopy(state_dicts)
     dist.barrier()
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*.[pb][ti]*")}
-    found = {name: torch.load(path, weights_only=False) for name, path in files.items()}
-    assert len(found) >= 2
+    checkpoints = {name: torch.load(path, weights_only=False) for name, path in files.items()}
+    assert len(checkpoints) >= 2
     if stage:
-        found["fp32"] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="tag")
-    return tensors_of({**given, **found})
+        checkpoints["fp32"] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="tag")
+    return tensors_of({**state_dicts, **checkpoints})
 
 
-def require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
-    assert list(found) == list(expected), what
+def require_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    assert list(actual) == list(expected), what
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, f"{what}: {name}"
+        assert torch.equal(actual[name], tensor) and actual[name].dtype == tensor.dtype, f"{what}: {name}"
 
 
 def check_saving(stage: int, adapter: str, blocks: dict, folder: str) -> None:
-    """Every file's every tensor is the unswitched engine's."""
+    """Every tensor of every file equals that of an engine that stays in train mode."""
     blocks = {**blocks, "zero_optimization": {**settings(stage)["zero_optimization"]}}
     blocks["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     config = settings(stage, dtype=torch.bfloat16, **blocks)
-    unswitched, ours = (engine_of(ADAPTERS[adapter](tiny_model("llama")), config) for _ in range(2))
-    for engine in (unswitched, ours):
+    unswitched, switched = (engine_of(ADAPTERS[adapter](tiny_model("llama")), config) for _ in range(2))
+    for engine in (unswitched, switched):
         train_step(engine)
     expected = saved(unswitched, Path(folder) / "unswitched", stage, "train")
     assert adapter != "peft" or any("lora_A" in name for name in expected)
-    version = ours.weight_version
+    version = switched.weight_version
     for where in PLACES if adapter == "peft" else ("eval", "window"):
-        require_equal(saved(ours, Path(folder) / "ours", stage, where), expected, where)
-        assert ours.weight_version == version
-    ours.train()
-    assert torch.equal(train_step(ours, 1), train_step(unswitched, 1))
+        require_equal(saved(switched, Path(folder) / "ours", stage, where), expected, where)
+        assert switched.weight_version == version
+    switched.train()
+    assert torch.equal(train_step(switched, 1), train_step(unswitched, 1))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def check_saving(stage: int, adapter: str, blocks: dict, folder: str) -> None:
         pytest.param(3, "peft", {"hybrid_engine": {"pin_parameters": False}}, marks=pytest.mark.slow),
     ],
 )
-def test_checkpoints_are_those_of_an_engine_that_never_left_train_mode(ranks, stage, adapter, blocks, tmp_path):
+def test_checkpoints_equal_those_of_an_engine_always_in_train_mode(ranks, stage, adapter, blocks, tmp_path):
     ranks.run(check_saving, stage, adapter, blocks, str(tmp_path))
 
 
@@ -137,7 +137,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def pickled(model: nn.Module) -> nn.Module:
-    """A model through `torch.save` and back."""
+    """A model after `torch.save` and `torch.load`."""
     content = io.BytesIO()
     torch.save(model, content)
     content.seek(0)
@@ -145,7 +145,7 @@ def pickled(model: nn.Module) -> nn.Module:
 
 
 def check_copies(stage: int, adapter: str) -> None:
-    """Copies made in eval mode have the training weights in forwards of their own, whatever becomes of the policy."""
+    """Copies made in eval mode have the training weights and their own forwards, and do not change with the policy."""
     engine = engine_of(ADAPTERS[adapter](tiny_model("llama")), settings(stage))
     train_step(engine)
     expected = copy.deepcopy(engine.module)
@@ -162,17 +162,17 @@ def check_copies(stage: int, adapter: str) -> None:
         train_step(engine, step)
         engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
     engine.eval()
-    ours = {id(module) for module in engine.module.modules()}
-    for name, one in copies.items():
-        require_equal(dict(one.named_parameters()), dict(expected.named_parameters()), name)
-        assert ours.isdisjoint(map(id, one.modules())), name
-        assert all(module.forward.__self__ is module for module in one.modules()), name
-        assert one.generate.__self__ is one, name
-        if stage < 3:  # of a partitioned model a copy is hollow, and runs DeepSpeed's hooks on what is not there
-            assert torch.equal(logits(one), logits(expected)), name
-            assert not torch.equal(logits(one), engine(input_ids=IDS, attention_mask=MASK).logits), "it did not learn"
-            one.train()
-            one(input_ids=IDS, labels=IDS).loss.backward()
+    policy_modules = {id(module) for module in engine.module.modules()}
+    for name, clone in copies.items():
+        require_equal(dict(clone.named_parameters()), dict(expected.named_parameters()), name)
+        assert policy_modules.isdisjoint(map(id, clone.modules())), name
+        assert all(module.forward.__self__ is module for module in clone.modules()), name
+        assert clone.generate.__self__ is clone, name
+        if stage < 3:  # a copy of a partitioned model is empty, and DeepSpeed's hooks fail on it
+            assert torch.equal(logits(clone), logits(expected)), name
+            assert not torch.equal(logits(clone), engine(input_ids=IDS, attention_mask=MASK).logits), "it did not learn"
+            clone.train()
+            clone(input_ids=IDS, labels=IDS).loss.backward()
 
 
 @pytest.mark.parametrize(("stage", "adapter"), [(0, "none"), (0, "peft"), (2, "peft"), (3, "peft")])
@@ -180,8 +180,8 @@ def test_a_copy_made_in_eval_mode_is_independent(ranks, stage, adapter):
     ranks.run(check_copies, stage, adapter)
 
 
-def check_refused_in_a_window(blocks: dict, adapters: bool | None, folder: str) -> None:
-    """What would save or copy inference's weights is refused, and nothing is lost; after the window all of it works."""
+def check_saving_in_a_window_raises(blocks: dict, adapters: bool | None, folder: str) -> None:
+    """Saving or copying the snapshot's weights raises and changes nothing; after the window it works."""
     engine = engine_of(with_peft(tiny_model("llama")), settings(3, **blocks))
     module = engine.module
     attention = module.base_model.model.model.layers[1].self_attn
@@ -196,7 +196,7 @@ def check_refused_in_a_window(blocks: dict, adapters: bool | None, folder: str) 
         "deepcopy": lambda: copy.deepcopy(module),
         "deepcopy of a part": lambda: copy.deepcopy(attention),
     }
-    if "hybrid_engine" not in blocks:  # with DeepSpeed's hooks on it no module can be pickled
+    if "hybrid_engine" not in blocks:  # a module with DeepSpeed's hooks cannot be pickled
         calls["pickle"] = lambda: pickle.dumps(attention)
     engine.eval()
     with engine.inference(adapters):
@@ -220,12 +220,12 @@ def check_refused_in_a_window(blocks: dict, adapters: bool | None, folder: str) 
         ({"hybrid_engine": {"pin_parameters": False}}, False),
     ],
 )
-def test_what_would_save_or_copy_lent_weights_is_refused(ranks, blocks, adapters, tmp_path):
-    ranks.run(check_refused_in_a_window, blocks, adapters, str(tmp_path))
+def test_saving_or_copying_the_snapshot_raises(ranks, blocks, adapters, tmp_path):
+    ranks.run(check_saving_in_a_window_raises, blocks, adapters, str(tmp_path))
 
 
 def check_destroyed(stage: int, adapter: str, blocks: dict) -> None:
-    """A destroyed engine's model runs as it did before there was one; under ZeRO-3 where it is gathered."""
+    """The model of a destroyed engine runs as before initialize; under ZeRO-3 while it is gathered."""
     model = ADAPTERS[adapter](tiny_model("llama"))
     reference = twin(model)
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -250,6 +250,6 @@ def check_destroyed(stage: int, adapter: str, blocks: dict) -> None:
 @pytest.mark.parametrize(
     ("stage", "adapter", "containers"), [(0, "peft", "native"), (2, "none", "fused"), (3, "none", "native")]
 )
-def test_the_model_of_a_destroyed_engine_runs_by_itself(ranks, stage, adapter, containers):
+def test_the_model_of_a_destroyed_engine_runs_without_it(ranks, stage, adapter, containers):
     blocks = {"hybrid_engine": {"inference_tp_size": 2}, "rollout": {"containers": containers}}
     ranks.run(check_destroyed, stage, adapter, blocks)

@@ -1,4 +1,4 @@
-"""Training in which ranks share a model or a sequence is refused before anything is built."""
+"""Model- and sequence-parallel training raises before anything is built."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ from tests.tiny_models import prompts, tiny_model, twin
 
 
 class Mpu:
-    """What Megatron and Ulysses give to DeepSpeed."""
+    """An mpu, as Megatron and Ulysses pass it to DeepSpeed."""
 
     def __init__(self, **sizes: int):
         for name, size in sizes.items():
             setattr(self, f"get_{name}_world_size", lambda size=size: size)
 
 
-REFUSED = {
+INVALID = {
     "AutoTP": ({"tensor_parallel": {"autotp_size": 2}}, {}, r"tensor_parallel.autotp_size: 2 given"),
     "Ulysses": ({"sequence_parallel_size": 2}, {}, "sequence_parallel_size: 2 given"),
     "a mesh": ({}, {"mesh_param": (1, 2)}, r"mesh_param\[1\].*: 2 given"),
@@ -28,17 +28,17 @@ REFUSED = {
 }
 
 
-def check_refused(name: str) -> None:
-    keys, arguments, words = REFUSED[name]
+def check_raises(name: str) -> None:
+    keys, arguments, message = INVALID[name]
     model = tiny_model("llama")
-    with pytest.raises(NotImplementedError, match=words):
+    with pytest.raises(NotImplementedError, match=message):
         hybrid.initialize(model=model, config=settings(3, **keys), **arguments)
     assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters()), "it was partitioned"
     engine_of(model, settings(3, tensor_parallel={"autotp_size": 1}, sequence_parallel_size=1))
 
 
 class OwnGroup(Mpu):
-    """Training is not shared; inference is, by the ranks of a group that is there already."""
+    """No model parallelism in training; the mpu's existing group shares inference."""
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(model_parallel=1, data_parallel=2)
@@ -73,10 +73,10 @@ def check_own_group() -> None:
         group_of_mpu(mpu, 3)
 
 
-def test_an_mpu_says_which_ranks_share_inference(ranks):
+def test_an_mpus_model_parallel_group_shares_inference(ranks):
     ranks.run(check_own_group)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_ranks_that_share_a_model_or_a_sequence_are_refused(ranks, name):
-    ranks.run(check_refused, name)
+@pytest.mark.parametrize("name", INVALID)
+def test_training_with_model_or_sequence_parallelism_raises(ranks, name):
+    ranks.run(check_raises, name)

@@ -1,5 +1,5 @@
-"""Streaming (pin_parameters false): what an engine with a snapshot makes, from weights that are whole one layer at a
-time, whatever each rank brings."""
+"""Streaming (pin_parameters: false) gives the results of an engine with a snapshot, gathering one layer at a time;
+ranks may have different batches."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import hybrid
 from tests.engines import (
     LARGE,
     engine_of,
-    require_hugging_faces,
+    require_matches_hugging_face,
     require_same_rollouts,
     settings,
     storage_digest,
@@ -19,7 +19,7 @@ from tests.tiny_models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin
 
 
 def streaming(threshold: int = 0, **blocks) -> dict:
-    """Settings of an engine that keeps no snapshot."""
+    """Settings of an engine without a snapshot."""
     blocks["rollout"] = {"containers": "fused", **blocks.get("rollout", {})}
     return settings(3, threshold, hybrid_engine={"pin_parameters": False}, **blocks)
 
@@ -28,7 +28,7 @@ def check_family(family: str, adapter: str) -> None:
     model = ADAPTERS[adapter](tiny_model(family))
     reference = twin(model)
     engine = engine_of(model, streaming())
-    require_hugging_faces(engine, reference, tolerance=1e-3)
+    require_matches_hugging_face(engine, reference, tolerance=1e-3)
     assert all("gathered layer by layer" in row["why"] and row["container"] == "fused" for row in engine.coverage())
     engine.destroy()
 
@@ -41,12 +41,12 @@ REST = [
 
 
 @pytest.mark.parametrize(("family", "adapter"), CASES + REST)
-def test_tokens_are_hugging_faces(ranks, family, adapter):
+def test_tokens_match_hugging_face(ranks, family, adapter):
     ranks.run(check_family, family, adapter)
 
 
 def check_rollouts(adapter: str, threshold: int, lora: str) -> None:
-    """Rollouts, their logprobs and scores are those of an engine with a snapshot, before and after a step."""
+    """Rollouts, their logprobs and scores equal those of an engine with a snapshot, before and after a step."""
     rollout = {"containers": "fused", "lora": lora}
     pinned, streamed = (
         engine_of(ADAPTERS[adapter](tiny_model("llama")), config)
@@ -66,13 +66,13 @@ def check_rollouts(adapter: str, threshold: int, lora: str) -> None:
         ("chat", LARGE, "unmerged"),
     ],
 )
-def test_rollouts_are_those_of_an_engine_with_a_snapshot(ranks, adapter, threshold, lora):
-    """To the bit: the same kernels run on the same weights."""
+def test_rollouts_are_bit_identical_to_an_engine_with_a_snapshot(ranks, adapter, threshold, lora):
+    """Bit-identical: the same kernels run on the same weights."""
     ranks.run(check_rollouts, adapter, threshold, lora)
 
 
-def check_company() -> None:
-    """A rank without rows, and one that raises in the middle of a pass: nobody hangs, nothing is changed."""
+def check_idle_and_failing_ranks() -> None:
+    """A rank without rows, and one that raises during a forward: no rank hangs, and no training storage changes."""
     model = tiny_model("llama")
     reference = twin(model)
     engine = engine_of(model, streaming())
@@ -95,12 +95,12 @@ def check_company() -> None:
     train_step(engine)
 
 
-def test_ranks_keep_each_other_company(ranks):
-    ranks.run(check_company)
+def test_idle_and_failing_ranks_do_not_hang_streaming(ranks):
+    ranks.run(check_idle_and_failing_ranks)
 
 
 def check_bytes() -> None:
-    """Alive beside the shards: a layer and the next one, the embedding and the head. A pass gathers every weight."""
+    """Live besides the partitions: two layers, the embedding and the head. A forward gathers every weight."""
     engine = engine_of(tiny_model("llama", num_hidden_layers=6), streaming())
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     engine.eval()
@@ -114,34 +114,35 @@ def check_bytes() -> None:
     layer = sum(p.ds_numel * 4 for p in engine.module.model.layers[0].parameters())
     everything = sum(p.ds_numel * 4 for p in engine.module.parameters())
     outer = everything - 6 * layer
-    others = stats["kv_bytes"] + stats["container_bytes"] + engine._fused.peak_activation_bytes()
-    assert 2 * layer < stats["peak_bytes"] - others <= 2 * layer + outer
+    buffers = stats["kv_bytes"] + stats["container_bytes"] + engine._fused.peak_activation_bytes()
+    assert 2 * layer < stats["peak_bytes"] - buffers <= 2 * layer + outer
     assert stats["gathered_bytes"] == 4 * everything  # the prompts, and three new tokens
     engine.train()
 
 
-def test_no_more_than_two_layers_are_whole(ranks):
+def test_at_most_two_layers_are_gathered(ranks):
     ranks.run(check_bytes)
 
 
 def check_native() -> None:
-    """What the decoder does not compute runs in the model's own layers, without adapters too where asked."""
+    """Calls that the decoder does not support run in the model's own layers, also with adapters=False."""
     model = ADAPTERS["peft"](tiny_model("llama"))
     reference = twin(model)
     engine = engine_of(model, streaming())
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     request = {"attention_mask": mask, "max_new_tokens": 3, "return_dict_in_generate": True, "output_scores": True}
-    ours, theirs = engine.generate(ids, **request), reference.generate(ids, **request)
-    assert torch.equal(ours.sequences, theirs.sequences)
+    actual, expected = engine.generate(ids, **request), reference.generate(ids, **request)
+    assert torch.equal(actual.sequences, expected.sequences)
     with reference.disable_adapter():
-        theirs = reference.generate(ids, **request)
-    ours = engine.generate(ids, adapters=False, **request)
-    assert torch.equal(ours.sequences, theirs.sequences)
-    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours.scores, theirs.scores, strict=True))
+        expected = reference.generate(ids, **request)
+    actual = engine.generate(ids, adapters=False, **request)
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(actual.scores, expected.scores, strict=True))
 
 
 def check_agreement() -> None:
-    """Ranks of different lengths look every `sync_interval` tokens whether all are done. One that is gathers on."""
+    """Ranks with different lengths agree every `sync_interval` tokens whether all are done. A rank that is done goes on
+    gathering."""
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     request = {"attention_mask": mask, "max_new_tokens": 3 + 7 * dist.get_rank()}
     model = tiny_model("llama")
@@ -153,13 +154,13 @@ def check_agreement() -> None:
         everything = sum(p.ds_numel * 4 for p in engine.module.parameters())
         counts[interval] = (
             engine.stats()["gathered_bytes"] / everything
-        )  # a rank that is done gathers, and computes not
-    assert counts == {1: 10, 4: 12}, counts  # the longest makes ten tokens; after twelve forwards they look
+        )  # a rank that is done gathers without computing
+    assert counts == {1: 10, 4: 12}, counts  # the longest row has ten tokens; ranks agree after twelve forwards
 
 
-def test_ranks_look_every_few_tokens_whether_all_are_done(ranks):
+def test_ranks_agree_every_sync_interval_tokens_whether_all_are_done(ranks):
     ranks.run(check_agreement)
 
 
-def test_what_is_not_fused_runs_in_the_models_own_layers(ranks):
+def test_calls_without_a_fused_path_run_in_the_models_own_layers(ranks):
     ranks.run(check_native)

@@ -1,4 +1,4 @@
-"""Inference tensor parallelism: token for token what one rank alone makes, whatever each rank of a group brings."""
+"""Inference tensor parallelism gives the tokens of one rank; ranks of a group may have different batches."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import hybrid
 from tests.engines import (
     CollectiveCount,
     engine_of,
-    require_hugging_faces,
+    require_matches_hugging_face,
     require_same_rollouts,
     settings,
     storage_digest,
@@ -19,27 +19,27 @@ from tests.rank_pool import RankPool
 from tests.tiny_models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft
 
 
-def spread(size: int, stage: int = 3, threshold: int = 0, **changes) -> dict:
-    """Settings of an engine whose inference is spread over `size` ranks."""
+def tp_settings(size: int, stage: int = 3, threshold: int = 0, **changes) -> dict:
+    """Settings of an engine with `inference_tp_size` = `size`."""
     block = {"enabled": True, "inference_tp_size": size, "tp_gather_partition_size": 2}
     return settings(stage, threshold, hybrid_engine=block, rollout={"containers": "fused"}, **changes)
 
 
-def fused(engine: hybrid.HybridEngine, size: int) -> bool:
-    """Whether coverage says that the decoder is spread over so many ranks."""
+def runs_fused_tp(engine: hybrid.HybridEngine, size: int) -> bool:
+    """Whether coverage() says that the decoder is sharded over `size` ranks."""
     return all(f"spread over {size} ranks" in row["why"] for row in engine.coverage())
 
 
 def check_family(family: str, adapter: str, size: int) -> None:
     model = ADAPTERS[adapter](tiny_model(family))
     reference = twin(model)
-    engine = engine_of(model, spread(size))
-    require_hugging_faces(engine, reference, tolerance=1e-3)
-    assert fused(engine, size), engine.coverage()
+    engine = engine_of(model, tp_settings(size))
+    require_matches_hugging_face(engine, reference, tolerance=1e-3)
+    assert runs_fused_tp(engine, size), engine.coverage()
     engine.destroy()
 
 
-# What a default run shows: one of each kind of norm, position, bias, head layout and MLP; the rest are slow.
+# A default run covers each kind of norm, position, bias, head layout and MLP; the rest are slow.
 QUICK = {(family, "none") for family in ("llama", "gpt2", "phi3", "gemma2", "bloom", "falcon", "olmo2", "qwen3_moe")}
 QUICK |= {("gpt2", "peft"), ("mixtral", "peft")}
 CASES = [
@@ -50,7 +50,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "adapter"), CASES)
-def test_two_ranks_make_what_one_makes(ranks, family, adapter):
+def test_two_ranks_match_hugging_face(ranks, family, adapter):
     ranks.run(check_family, family, adapter, 2)
 
 
@@ -66,8 +66,8 @@ SOME = [("llama", "none"), ("qwen3_moe", "none"), ("olmo2", "peft"), ("bloom", "
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # every family takes ten minutes on two cores
 @pytest.mark.parametrize("cases", [SOME, EVERY], ids=["some", "every family"])
-def test_four_ranks(cases):
-    """Two groups of two, whose rows are independent; and one of four, in which two ranks have the same key head."""
+def test_four_ranks_match_hugging_face(cases):
+    """Two groups of two ranks, with independent rows; and one of four, in which two ranks hold the same key head."""
     pool = RankPool(4)
     try:
         pool.run(check_four, 2, cases, timeout_s=1200)
@@ -77,11 +77,12 @@ def test_four_ranks(cases):
 
 
 def check_rollouts(stage: int, adapter: str) -> None:
-    """Rollouts, their logprobs and scores are an engine's that is not spread, before and after a step."""
-    alone, together = (
-        engine_of(ADAPTERS[adapter](tiny_model("llama")), config) for config in (settings(stage), spread(2, stage))
+    """Rollouts, their logprobs and scores equal those of an engine without tensor parallelism, before and after a
+    step."""
+    unsharded, sharded = (
+        engine_of(ADAPTERS[adapter](tiny_model("llama")), config) for config in (settings(stage), tp_settings(2, stage))
     )
-    require_same_rollouts(alone, together, 6, adapter != "none", tolerance=1e-5)
+    require_same_rollouts(unsharded, sharded, 6, adapter != "none", tolerance=1e-5)
 
 
 ROLLOUTS = {(3, "none"), (3, "peft"), (2, "peft"), (0, "chat")}
@@ -95,13 +96,13 @@ ROLLOUTS = {(3, "none"), (3, "peft"), (2, "peft"), (0, "chat")}
         for adapter in ADAPTERS
     ],
 )
-def test_rollouts_and_scores_are_those_of_an_engine_alone(ranks, stage, adapter):
+def test_rollouts_and_scores_match_an_engine_without_tensor_parallelism(ranks, stage, adapter):
     ranks.run(check_rollouts, stage, adapter)
 
 
 def check_shared_prompts() -> None:
-    """Equal prompts are prefilled once: their last block is copied on every rank; a queue, and few slots."""
-    config = spread(2)
+    """Equal prompts are prefilled once, their last block copied on every rank; more sequences than max_num_seqs."""
+    config = tp_settings(2)
     config["rollout"] = {"containers": "fused", "max_num_seqs": 2, "kv_step": 32}
     model = tiny_model("llama")
     reference = twin(model)
@@ -113,19 +114,19 @@ def check_shared_prompts() -> None:
     sampling = hybrid.SamplingParams(max_new_tokens=7, seed=1)
     batch = engine.rollout(ids, mask, sampling, num_generations=3)
     scores = engine.score(batch.sequences, batch.attention_mask)
-    judged = scores.per_token_logps[:, ids.shape[1] - 1 :] * batch.completion_mask
-    torch.testing.assert_close(judged, batch.sampling_per_token_logps, atol=1e-5, rtol=1e-5)
+    scored_logps = scores.per_token_logps[:, ids.shape[1] - 1 :] * batch.completion_mask
+    torch.testing.assert_close(scored_logps, batch.sampling_per_token_logps, atol=1e-5, rtol=1e-5)
 
 
-def test_shared_prompts_and_a_queue(ranks):
+def test_shared_prompts_with_a_queue_match_hugging_face(ranks):
     ranks.run(check_shared_prompts)
 
 
-def check_company() -> None:
-    """A rank without rows, one whose own criteria look at every step, and one that raises: nobody hangs."""
+def check_idle_and_failing_ranks() -> None:
+    """A rank without rows, one with custom stopping criteria, and one that raises: no rank hangs."""
     model = tiny_model("llama")
     reference = twin(model)
-    engine = engine_of(model, spread(2))
+    engine = engine_of(model, tp_settings(2))
     rank = dist.get_rank()
     ids, mask = prompts(2, 6, padded=True, seed=rank)
     sampling = hybrid.SamplingParams(max_new_tokens=12, temperature=0)
@@ -147,9 +148,9 @@ def check_company() -> None:
     raises = True
     digest = storage_digest(engine)
     try:
-        found = engine.generate(ids, **request, **criteria)
+        actual = engine.generate(ids, **request, **criteria)
         assert rank == 1
-        assert torch.equal(found, reference.generate(ids, **request))
+        assert torch.equal(actual, reference.generate(ids, **request))
     except ArithmeticError:
         assert rank == 0
     assert engine.module.training
@@ -158,30 +159,30 @@ def check_company() -> None:
     train_step(engine)
 
 
-def test_ranks_keep_each_other_company(ranks):
-    ranks.run(check_company)
+def test_idle_and_failing_ranks_do_not_hang_the_group(ranks):
+    ranks.run(check_idle_and_failing_ranks)
 
 
 def check_bytes() -> None:
-    """A rank keeps its part; frozen weights are gathered once; nothing is gathered that is fresh."""
-    whole, half = (engine_of(tiny_model("llama"), config) for config in (settings(3), spread(2)))
+    """A rank holds its slice; frozen weights are gathered once; fresh weights are not gathered again."""
+    unsharded, sharded = (engine_of(tiny_model("llama"), config) for config in (settings(3), tp_settings(2)))
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
-    for engine in (whole, half):
+    for engine in (unsharded, sharded):
         engine.eval()
         engine.generate(ids, attention_mask=mask, max_new_tokens=3)
-    ours, all_of_it = half.stats()["snapshot_bytes"], whole.stats()["snapshot_bytes"]
-    assert 0.5 < ours / all_of_it < 0.53  # norms are whole, and the vocabulary of 97 is rounded up
-    layer = sum(p.ds_numel * 4 for p in half.module.model.layers[0].parameters())
-    stats = half.stats()
-    others = stats["container_bytes"] + stats["kv_bytes"] + half._fused.peak_activation_bytes()
-    assert stats["peak_bytes"] - others <= ours + 2 * layer
-    gathered = half.stats()["gathered_bytes"]
-    # Once for the slices, and once as the self-check ran the model's own layers.
-    assert gathered == 2 * sum(p.ds_numel * 4 for p in half.module.parameters())
-    half.generate(ids, attention_mask=mask, max_new_tokens=3)
-    assert half.stats()["gathered_bytes"] == gathered
+    sharded_bytes, unsharded_bytes = sharded.stats()["snapshot_bytes"], unsharded.stats()["snapshot_bytes"]
+    assert 0.5 < sharded_bytes / unsharded_bytes < 0.53  # norms are replicated, and the vocabulary of 97 is rounded up
+    layer = sum(p.ds_numel * 4 for p in sharded.module.model.layers[0].parameters())
+    stats = sharded.stats()
+    buffers = stats["container_bytes"] + stats["kv_bytes"] + sharded._fused.peak_activation_bytes()
+    assert stats["peak_bytes"] - buffers <= sharded_bytes + 2 * layer
+    gathered = sharded.stats()["gathered_bytes"]
+    # Once for the slices, and once for the self-check's run of the model's own layers.
+    assert gathered == 2 * sum(p.ds_numel * 4 for p in sharded.module.parameters())
+    sharded.generate(ids, attention_mask=mask, max_new_tokens=3)
+    assert sharded.stats()["gathered_bytes"] == gathered
 
-    tuned = engine_of(with_peft(tiny_model("llama")), spread(2))
+    tuned = engine_of(with_peft(tiny_model("llama")), tp_settings(2))
     tuned.generate(ids, attention_mask=mask, max_new_tokens=2)
     train_step(tuned)
     tuned.eval()
@@ -189,30 +190,30 @@ def check_bytes() -> None:
     factors = sum(p.ds_numel * 4 for n, p in tuned.module.named_parameters() if "lora_" in n)
     assert tuned.stats()["gathered_bytes"] == factors
     tuned.train()
-    half.train()
+    sharded.train()
 
 
-def test_a_rank_keeps_its_part_alone(ranks):
+def test_a_rank_holds_only_its_slice(ranks):
     ranks.run(check_bytes)
 
 
 def check_native() -> None:
-    """What the decoder does not compute runs layer by layer, and coverage says so."""
+    """Calls that the decoder does not support run layer by layer, and coverage() says so."""
     model = tiny_model("llama")
     reference = twin(model)
-    engine = engine_of(model, spread(2))
+    engine = engine_of(model, tp_settings(2))
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     request = {"attention_mask": mask, "max_new_tokens": 3, "return_dict_in_generate": True, "output_scores": True}
-    ours, theirs = engine.generate(ids, **request), reference.generate(ids, **request)
-    assert torch.equal(ours.sequences, theirs.sequences)
-    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours.scores, theirs.scores, strict=True))
-    tuned = engine_of(with_peft(tiny_model("llama")), spread(2))
-    assert torch.equal(tuned.generate(ids, adapters=False, **request).sequences, theirs.sequences)
+    actual, expected = engine.generate(ids, **request), reference.generate(ids, **request)
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(actual.scores, expected.scores, strict=True))
+    tuned = engine_of(with_peft(tiny_model("llama")), tp_settings(2))
+    assert torch.equal(tuned.generate(ids, adapters=False, **request).sequences, expected.sequences)
     assert tuned.weight_version == 0
-    chat = engine_of(with_chat_lora(tiny_model("llama")), spread(2))
+    chat = engine_of(with_chat_lora(tiny_model("llama")), tp_settings(2))
     with pytest.raises(NotImplementedError, match="inference_tp_size above 1; DeepSpeed-Chat's LoRA cannot"):
         chat.generate(ids, adapters=False, **request)
-    config = spread(2)
+    config = tp_settings(2)
     config["rollout"] = {"containers": "native"}
     engine = engine_of(tiny_model("llama"), config)
     request = {"attention_mask": mask, "max_new_tokens": 3 + 2 * dist.get_rank()}
@@ -220,25 +221,25 @@ def check_native() -> None:
     assert all("native" in row["why"] for row in engine.coverage())
 
 
-def test_what_is_not_fused_runs_layer_by_layer(ranks):
+def test_calls_without_a_fused_path_run_layer_by_layer(ranks):
     ranks.run(check_native)
 
 
-def check_refusals() -> None:
-    for block, error, words in (
+def check_sizes_that_raise() -> None:
+    for block, error, message in (
         ({"inference_tp_size": 3}, ValueError, "3 given; it must divide the world size, 2"),
         ({"inference_tp_size": 4}, ValueError, "4 given; it must divide the world size, 2"),
         ({"inference_tp_size": 0}, ValueError, "inference_tp_size: 0 given"),
         ({"inference_tp_size": -1}, ValueError, "inference_tp_size: -1 given"),
         ({"inference_tp_size": 2, "pin_parameters": False}, ValueError, "pin_parameters=false"),
     ):
-        with pytest.raises(error, match=words), CollectiveCount() as count:
+        with pytest.raises(error, match=message), CollectiveCount() as count:
             engine_of(tiny_model("llama"), settings(3, hybrid_engine={"enabled": True, **block}))
         assert count.count == 0, block
     odd = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
     with pytest.raises(ValueError, match="2 given; the model's 3 attention heads and 3 key and value heads.*by 1, 3"):
-        engine_of(tiny_model("llama", **odd), spread(2))
+        engine_of(tiny_model("llama", **odd), tp_settings(2))
 
 
-def test_sizes_that_do_not_fit_are_refused(ranks):
-    ranks.run(check_refusals)
+def test_invalid_inference_tp_size_raises(ranks):
+    ranks.run(check_sizes_that_raise)

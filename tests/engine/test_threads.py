@@ -1,4 +1,4 @@
-"""Threads that share an engine, as in threaded Ray actors and asyncio servers: each gets the answer to its own call."""
+"""Threads that share an engine, as in threaded Ray actors and asyncio servers: each gets the result of its own call."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ SAMPLING = hybrid.SamplingParams(max_new_tokens=6, temperature=0.8, seed=7)
 
 
 def in_threads(call) -> list:
-    """What `call(index)` gives in each of THREADS threads, which begin together and call ROUNDS times."""
+    """Results of `call(index)` in each of THREADS threads, which start together and call ROUNDS times."""
     barrier = threading.Barrier(THREADS, timeout=30)
 
     def rounds(index: int) -> list:
@@ -29,8 +29,8 @@ def in_threads(call) -> list:
         return list(pool.map(rounds, range(THREADS)))
 
 
-def require_each_its_own(call) -> None:
-    """What threads get of `call(index)` at once is what it gives alone."""
+def require_results_of_single_calls(call) -> None:
+    """`call(index)` in concurrent threads gives the results of a single call."""
     alone = [call(index) for index in range(THREADS)]
     for index, answers in enumerate(in_threads(call)):
         for answer in answers:
@@ -43,17 +43,19 @@ def generated(engine, index: int, **changes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("inject", [True, False], ids=["fused", "native"])
-def test_threads_of_an_inference_engine(inject):
+def test_threads_of_an_inference_engine_get_their_own_results(inject):
     model = tiny_model("llama")
     reference = twin(model)
     engine = hybrid.init_inference(model, dtype="fp32", kernel_inject=inject)
     assert torch.equal(generated(engine, 0), generated(reference, 0))
-    require_each_its_own(lambda index: generated(engine, index))
-    require_each_its_own(lambda index: engine(PROMPTS[index][0], attention_mask=PROMPTS[index][1]).logits)
-    require_each_its_own(lambda index: engine.module(PROMPTS[index][0], attention_mask=PROMPTS[index][1]).logits)
+    require_results_of_single_calls(lambda index: generated(engine, index))
+    require_results_of_single_calls(lambda index: engine(PROMPTS[index][0], attention_mask=PROMPTS[index][1]).logits)
+    require_results_of_single_calls(
+        lambda index: engine.module(PROMPTS[index][0], attention_mask=PROMPTS[index][1]).logits
+    )
 
 
-def test_an_asyncio_server():
+def test_an_asyncio_servers_requests_get_their_own_results():
     model = tiny_model("llama")
     reference = twin(model)
     engine = hybrid.init_inference(model, dtype="fp32", kernel_inject=True)
@@ -67,10 +69,10 @@ def test_an_asyncio_server():
 
 def threads_of_a_hybrid_engine(stage: int, containers: str) -> None:
     engine = engine_of(with_peft(tiny_model("llama")), settings(stage, rollout={"containers": containers}))
-    generated(engine, 0), generated(engine, 0, adapters=False)  # gathers, in the same order on every rank
+    generated(engine, 0), generated(engine, 0, adapters=False)  # gathers in the same order on every rank
 
-    def in_turns(index: int) -> torch.Tensor:
-        """Every thread another call, the reference's without adapters among them."""
+    def different_calls(index: int) -> torch.Tensor:
+        """A different call in each thread, one of them without adapters."""
         ids, mask = PROMPTS[index]
         if index == 0:
             return generated(engine, index)
@@ -81,22 +83,22 @@ def threads_of_a_hybrid_engine(stage: int, containers: str) -> None:
             return engine.score(sequences, torch.ones_like(sequences)).per_token_logps
 
     def switching(index: int) -> torch.Tensor:
-        """One thread switches to eval mode and back; the others' calls come in whatever mode it is."""
+        """One thread switches to eval mode and back while the others call in either mode."""
         if index > 0:
             return generated(engine, index)
         engine.eval()
         engine.train()
         return torch.zeros(0)
 
-    require_each_its_own(lambda index: generated(engine, index))
-    require_each_its_own(in_turns)
-    require_each_its_own(switching)
+    require_results_of_single_calls(lambda index: generated(engine, index))
+    require_results_of_single_calls(different_calls)
+    require_results_of_single_calls(switching)
     engine.eval()
-    require_each_its_own(lambda index: engine(PROMPTS[index][0], attention_mask=PROMPTS[index][1]).logits)
+    require_results_of_single_calls(lambda index: engine(PROMPTS[index][0], attention_mask=PROMPTS[index][1]).logits)
     engine.train()
     train_step(engine)
 
 
 @pytest.mark.parametrize(("stage", "containers"), [(3, "fused"), (0, "native")])
-def test_threads_of_a_hybrid_engine(ranks, stage, containers):
+def test_threads_of_a_hybrid_engine_get_their_own_results(ranks, stage, containers):
     ranks.run(threads_of_a_hybrid_engine, stage, containers)

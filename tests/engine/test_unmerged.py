@@ -1,4 +1,4 @@
-"""`rollout.lora: unmerged`: what PEFT's own forward makes, with no merged copy, and only factors gathered again."""
+"""`rollout.lora: unmerged` equals PEFT's own forward, holds no merged copy, and gathers only LoRA factors again."""
 
 import pytest
 import torch
@@ -14,20 +14,20 @@ from tests.weights.test_lora import SETTINGS, shake
 
 
 def unmerged(stage: int = 3, ranks: int = 1, containers: str = "fused", lora: str = "unmerged") -> dict:
-    """Settings of an engine whose adapters run beside the weights, of which `ranks` share a copy."""
+    """Settings of an engine with unmerged adapters and `inference_tp_size` = `ranks`."""
     block = {"enabled": True, "inference_tp_size": ranks, "tp_gather_partition_size": 2}
     return settings(stage, 0, hybrid_engine=block, rollout={"containers": containers, "lora": lora})
 
 
-def whole_mask(sequences: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mask of prompts and what came after them."""
-    whole = torch.ones_like(sequences)
-    whole[:, : mask.shape[1]] = mask
-    return whole
+def mask_of_sequences(sequences: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mask of prompts and completions."""
+    full_mask = torch.ones_like(sequences)
+    full_mask[:, : mask.shape[1]] = mask
+    return full_mask
 
 
 def check_equals_peft(family: str, adapter: str, config: dict) -> None:
-    """Tokens and logits with the adapter and without, before and after a step, and training as it was."""
+    """Tokens and logits with and without the adapter, before and after a step; training is unchanged."""
     model, base = ADAPTERS[adapter](tiny_model(family)), tiny_model(family).eval()
     reference = twin(model)
     engine, plain = engine_of(model, config), engine_of(ADAPTERS[adapter](tiny_model(family)), config)
@@ -42,20 +42,20 @@ def check_equals_peft(family: str, adapter: str, config: dict) -> None:
         assert engine.weight_version == 0
     assert {row["container"] for row in engine.coverage()} == {config["rollout"]["containers"]}
     assert all("adapters unmerged in" in row["why"] for row in engine.coverage() if row["kind"] in ("model", "layer"))
-    whole = whole_mask(expected, mask)
+    full_mask = mask_of_sequences(expected, mask)
     with engine.inference(), torch.no_grad():
         for adapters, oracle in ((True, reference), (False, base)):
-            logits = oracle(expected, attention_mask=whole).logits
+            logits = oracle(expected, attention_mask=full_mask).logits
             with engine.inference(adapters=adapters):
-                ours = engine(expected, attention_mask=whole, use_cache=False).logits
-            torch.testing.assert_close(ours[whole.bool()], logits[whole.bool()], atol=1e-4, rtol=1e-4)
+                actual = engine(expected, attention_mask=full_mask, use_cache=False).logits
+            torch.testing.assert_close(actual[full_mask.bool()], logits[full_mask.bool()], atol=1e-4, rtol=1e-4)
     assert storage_digest(engine) == digest
     assert torch.equal(train_step(engine), train_step(plain))
     assert storage_digest(engine) == storage_digest(plain)
-    # The step is seen, and what is made of it is what an engine makes that never generated before.
+    # After the step tokens equal those of an engine that never generated before.
     assert torch.equal(engine.generate(ids, **request), plain.generate(ids, **request))
-    for one in (engine, plain):
-        one.destroy()
+    for either in (engine, plain):
+        either.destroy()
 
 
 QUICK = {(0, "llama", "fused"), (3, "gpt2", "fused"), (3, "mixtral", "fused"), (3, "llama", "native")}
@@ -69,7 +69,7 @@ QUICK = {(0, "llama", "fused"), (3, "gpt2", "fused"), (3, "mixtral", "fused"), (
         for containers in ("fused", "native")
     ],
 )
-def test_tokens_and_logits_are_pefts(ranks, stage, family, containers):
+def test_tokens_and_logits_match_peft(ranks, stage, family, containers):
     ranks.run(check_equals_peft, family, "peft", unmerged(stage, containers=containers))
 
 
@@ -89,8 +89,8 @@ def test_deepspeed_chats_adapters_run_unmerged(ranks, containers):
         ("mixtral", "peft"),
     ],
 )
-def test_ranks_that_share_a_copy_make_what_peft_makes(ranks, family, adapter):
-    """Column-parallel roles have b's rows, row-parallel ones a's columns."""
+def test_tensor_parallel_unmerged_lora_matches_peft(ranks, family, adapter):
+    """Column-parallel layers hold rows of B, row-parallel ones columns of A."""
     ranks.run(check_shared, family, adapter, "unmerged")
 
 
@@ -102,30 +102,30 @@ def test_ranks_that_share_a_copy_make_what_peft_makes(ranks, family, adapter):
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora bias", "embedding", "rank pattern")),
     ],
 )
-def test_ranks_that_share_a_copy_merge_into_their_parts(ranks, name):
+def test_tensor_parallel_merged_lora_matches_peft(ranks, name):
     ranks.run(check_shared, "opt" if name == "lora bias" else "llama", name, "merged")
 
 
 def check_shared(family: str, adapter: str, lora: str) -> None:
     """Before and after a step, with the adapter and without, tokens and logits are PEFT's."""
 
-    def made() -> torch.nn.Module:
+    def make_model() -> torch.nn.Module:
         model = tiny_model(family)
         return ADAPTERS[adapter](model) if adapter in ADAPTERS else shake(with_peft(model, **SETTINGS[adapter]))
 
-    engine, base = engine_of(made(), unmerged(3, ranks=2, lora=lora)), tiny_model(family).eval()
+    engine, base = engine_of(make_model(), unmerged(3, ranks=2, lora=lora)), tiny_model(family).eval()
     rank = dist.get_rank()
     ids, mask = prompts(3 + rank, 7 + rank, True, seed=rank)
     request = {"attention_mask": mask, "max_new_tokens": 6 + 4 * rank}
     for step in range(2):
-        reference = with_weights_of(engine, made())
+        reference = with_weights_of(engine, make_model())
         expected = reference.generate(ids, **request)
         assert torch.equal(engine.generate(ids, **request), expected)
-        whole = whole_mask(expected, mask)
-        logits = reference(expected, attention_mask=whole).logits
+        full_mask = mask_of_sequences(expected, mask)
+        logits = reference(expected, attention_mask=full_mask).logits
         engine.eval()
-        ours = engine(expected, attention_mask=whole, use_cache=False).logits
-        torch.testing.assert_close(ours[whole.bool()], logits[whole.bool()], atol=1e-4, rtol=1e-4)
+        actual = engine(expected, attention_mask=full_mask, use_cache=False).logits
+        torch.testing.assert_close(actual[full_mask.bool()], logits[full_mask.bool()], atol=1e-4, rtol=1e-4)
         engine.train()
         assert torch.equal(engine.generate(ids, adapters=False, **request), base.generate(ids, **request))
         train_step(engine, step)
@@ -134,7 +134,7 @@ def check_shared(family: str, adapter: str, lora: str) -> None:
 
 
 def with_weights_of(engine: HybridEngine, fresh: torch.nn.Module) -> torch.nn.Module:
-    """The model that `fresh` makes, with the weights that the engine has now."""
+    """`fresh` with the engine's current weights."""
     own, copy = dict(engine.module.named_parameters()), fresh.eval()
     with torch.no_grad(), GatheredParameters(list(own.values())):
         for name, param in copy.named_parameters():
@@ -143,51 +143,51 @@ def with_weights_of(engine: HybridEngine, fresh: torch.nn.Module) -> torch.nn.Mo
 
 
 def check_adapters_change() -> None:
-    """What is active may change between windows, and a window within another sees what a step has made."""
+    """Active adapters may change between windows."""
     model = with_two_adapters(tiny_model("llama"))
     reference = twin(model)
     engine = engine_of(model, unmerged(3))
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     request = {"attention_mask": mask, "max_new_tokens": 6}
-    seen = set()
+    distinct = set()
     for active in (["default", "second"], ["second"], ["second", "default"], ["default"]):
-        for one in (model, reference):
-            one.base_model.set_adapter(active)
+        for module in (model, reference):
+            module.base_model.set_adapter(active)
         expected = reference.generate(ids, **request)
         assert torch.equal(engine.generate(ids, **request), expected)
-        seen.add(str(expected.tolist()))
-    assert len(seen) > 2
-    for one in (model, reference):
-        for layer in (module for module in one.modules() if isinstance(module, BaseTunerLayer)):
+        distinct.add(str(expected.tolist()))
+    assert len(distinct) > 2
+    for module in (model, reference):
+        for layer in (module for module in module.modules() if isinstance(module, BaseTunerLayer)):
             layer.scaling = {name: 3 * scale for name, scale in layer.scaling.items()}
     assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
     with model.disable_adapter():
         assert torch.equal(engine.generate(ids, **request), tiny_model("llama").eval().generate(ids, **request))
 
 
-def test_a_change_of_the_active_adapters_is_seen(ranks):
+def test_generate_uses_the_currently_active_adapters(ranks):
     ranks.run(check_adapters_change)
 
 
 def check_nested(containers: str) -> None:
-    """The outer window needs no factors, and so does not bring them up to date: the inner one must."""
+    """The outer window needs no LoRA factors and does not refresh them, so the inner window must."""
     nested, plain = (engine_of(with_peft(tiny_model("llama")), unmerged(3, containers=containers)) for _ in range(2))
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     request = {"attention_mask": mask, "max_new_tokens": 6}
     before = nested.generate(ids, **request)
-    for one in (nested, plain):
-        train_step(one)
+    for either in (nested, plain):
+        train_step(either)
     with nested.inference(adapters=False):
         base = nested.generate(ids, **request)
         with nested.inference(adapters=True):
-            ours = nested.generate(ids, **request)
+            actual = nested.generate(ids, **request)
         assert torch.equal(nested.generate(ids, **request), base)
-    assert torch.equal(ours, plain.generate(ids, **request))
-    assert not torch.equal(ours, before)
+    assert torch.equal(actual, plain.generate(ids, **request))
+    assert not torch.equal(actual, before)
 
 
 @pytest.mark.parametrize("containers", ["fused", "native"])
-def test_an_inner_window_with_adapters_sees_the_newest(ranks, containers):
+def test_a_nested_window_with_adapters_refreshes_them(ranks, containers):
     ranks.run(check_nested, containers)
 
 
@@ -197,7 +197,7 @@ def parameter_bytes(engine: HybridEngine, part: str = "") -> int:
 
 
 def check_bytes(ranks: int) -> None:
-    """Three ways to train, three iterations each: what is gathered in each, and what is held."""
+    """Three ways to train, three iterations each: gathered bytes of each iteration, and held bytes."""
     held = {}
     for what in ("full", "merged", "unmerged"):
         model = tiny_model("llama")
@@ -231,7 +231,7 @@ def check_bytes(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_only_factors_are_gathered_again(ranks, size):
+def test_a_new_version_gathers_only_lora_factors(ranks, size):
     ranks.run(check_bytes, size)
 
 
@@ -247,27 +247,27 @@ def check_nothing_is_copied(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_weights_that_are_whole_are_not_copied(ranks, stage):
+def test_unpartitioned_weights_are_not_copied(ranks, stage):
     ranks.run(check_nothing_is_copied, stage)
 
 
 def check_bfloat16(size: int) -> None:
-    """The decoder passes its self-check with adapters beside the weights, and rounds as PEFT does."""
+    """The decoder passes its self-check with unmerged adapters, and rounds as PEFT does."""
     config = {**unmerged(3, size), "bf16": {"enabled": True}}
     model = with_peft(tiny_model("llama"))
     exact, engine = twin(model), engine_of(model, config)
-    theirs = twin(with_peft(tiny_model("llama")).bfloat16())
+    reference = twin(with_peft(tiny_model("llama")).bfloat16())
     ids, mask = prompts(3, 12, padded=False, seed=dist.get_rank())
     engine.eval()
-    ours = engine(ids, attention_mask=mask, use_cache=False).logits.float()
+    actual = engine(ids, attention_mask=mask, use_cache=False).logits.float()
     assert {row["container"] for row in engine.coverage()} == {"fused"}
     with torch.no_grad():
-        rounded, wanted = theirs(ids, attention_mask=mask).logits.float(), exact(ids, attention_mask=mask).logits
-    # Roundings that know nothing of each other are √2 times as far apart as either is from the exact one; ranks that
-    # share a copy round their parts of a sum, and the sum.
-    assert (ours - rounded).abs().mean() < (0.9, 1.2)[size - 1] * (rounded - wanted).abs().mean()
+        rounded, expected = reference(ids, attention_mask=mask).logits.float(), exact(ids, attention_mask=mask).logits
+    # Independent roundings are √2 times as far from each other as either is from the exact value; with tensor
+    # parallelism each rank's partial sum is rounded, and then their sum.
+    assert (actual - rounded).abs().mean() < (0.9, 1.2)[size - 1] * (rounded - expected).abs().mean()
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_bfloat16(ranks, size):
+def test_bfloat16_rounds_as_peft(ranks, size):
     ranks.run(check_bfloat16, size)

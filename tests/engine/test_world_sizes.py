@@ -1,4 +1,4 @@
-"""One rank, and three, over which nothing divides evenly."""
+"""World sizes of one, and of three, which divides no dimension evenly."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def check_rollout_and_step() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_other_world_sizes(world_size):
+def test_rollout_and_step_at_world_sizes_1_and_3(world_size):
     pool = RankPool(world_size)
     try:
         pool.run(check_rollout_and_step)

@@ -1,4 +1,4 @@
-"""A policy inside of a wrapper that cannot generate, beside a value model: it generates through the engine.
+"""A policy and a value model in a wrapper without `generate`: the policy generates through the engine.
 
 TRL's PPO trainer (until 1.12) trains such a wrapper, and calls `wrapper.policy.generate`.
 """
@@ -115,7 +115,7 @@ def test_only_the_policy_is_gathered(ranks):
 
 
 def check_gathered_around() -> None:
-    """As TRL's default does it: everything is gathered, and DeepSpeed's hooks are taken away, around `generate`."""
+    """As TRL does by default: everything is gathered and DeepSpeed's hooks are removed around `generate`."""
     utils = pytest.importorskip("trl.models.utils", reason="TRL is not installed: pip install trl")
     model = wrapped("none")
     reference = twin(model)
@@ -125,15 +125,15 @@ def check_gathered_around() -> None:
     with GatheredParameters(engine.parameters()), contextlib.ExitStack() as stack:
         utils.remove_hooks(engine)
         stack.callback(utils.add_hooks, engine)
-        found = engine.module.policy.generate(ids, **request)
+        tokens = engine.module.policy.generate(ids, **request)
         scored = engine.module.policy.generate(ids, **request, output_scores=True, return_dict_in_generate=True)
-    assert torch.equal(found, reference.policy.generate(ids, **request))
-    assert torch.equal(scored.sequences, found) and len(scored.scores) == found.shape[1] - ids.shape[1]
+    assert torch.equal(tokens, reference.policy.generate(ids, **request))
+    assert torch.equal(scored.sequences, tokens) and len(scored.scores) == tokens.shape[1] - ids.shape[1]
     assert engine.stats()["gathered_bytes"] == 0
     step(engine, 0)
 
 
-def test_what_is_gathered_already_is_read(ranks):
+def test_generate_inside_gathered_parameters_gathers_nothing(ranks):
     ranks.run(check_gathered_around)
 
 
@@ -149,11 +149,11 @@ def check_classifiers_head() -> None:
 
 
 def test_a_classifiers_head_is_reached_through_the_engine(ranks):
-    """As `get_reward` of TRL's PPO trainer does; DeepSpeed's engine hands on what it lacks."""
+    """As `get_reward` of TRL's PPO trainer does; DeepSpeed's engine forwards attributes that it lacks to the module."""
     ranks.run(check_classifiers_head)
 
 
-def test_what_generates():
+def test_generating_part_finds_the_policy():
     policy = tiny_model("llama")
     assert generating_part(policy) is policy
     with_adapter = ADAPTERS["peft"](tiny_model("llama"))
@@ -165,8 +165,8 @@ def test_what_generates():
 
 
 def test_a_classifier_with_an_adapter_does_not_generate():
-    """PEFT's wrapper has a `generate` that the classifier in it lacks: a value model around it is one whole, whose own
-    forward runs in a window, without the training engine's hooks."""
+    """PEFT's wrapper has a `generate` that its classifier lacks: a value model around it is one part, whose own forward
+    runs in a window without the training engine's hooks."""
     config = tiny_model("llama").config
     config.num_labels = 1
     adapted = ADAPTERS["peft"](AutoModelForSequenceClassification.from_config(config))

@@ -1,4 +1,4 @@
-"""Whatever changes weights or adapters, by whichever way, the next rollout is of what the model is then."""
+"""However weights or adapters are changed, the next rollout uses the current ones."""
 
 import copy
 from collections.abc import Callable
@@ -20,7 +20,7 @@ NEW_TOKENS = 6
 
 
 class Stop(RuntimeError):
-    """Raised by a test where a step has applied, or is about to."""
+    """Raised by a test before, during or after the optimizer's update."""
 
 
 def stop(*args, **kwargs) -> None:
@@ -28,78 +28,78 @@ def stop(*args, **kwargs) -> None:
 
 
 def gathered(params, modifier_rank: int | None = None):
-    """DeepSpeed's block in which parameters are whole; nothing for those that are all along."""
+    """`GatheredParameters` for partitioned parameters; a null context for others."""
     params = list(params)
     return zero.GatheredParameters(params, modifier_rank) if any(hasattr(p, "ds_id") for p in params) else nullcontext()
 
 
 def require_current(engine: hybrid.HybridEngine, what: str) -> None:
-    """Tokens and logprobs are those of Hugging Face's (and PEFT's) own forward over the weights as they are now."""
+    """Tokens and logits equal those of Hugging Face's (and PEFT's) own forward with the current weights."""
     with gathered(engine.module.parameters()):
         engine.train()  # DeepSpeed's hooks and the model's own forwards
         reference = unhooked_copy(engine.module)
     expected = reference.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert torch.equal(engine.generate(IDS, attention_mask=MASK, max_new_tokens=NEW_TOKENS), expected), what
-    seen = torch.cat([MASK, torch.ones_like(expected[:, MASK.shape[1] :])], dim=1)
+    full_mask = torch.cat([MASK, torch.ones_like(expected[:, MASK.shape[1] :])], dim=1)
     with torch.no_grad():
-        logits = reference(input_ids=expected, attention_mask=seen).logits
+        logits = reference(input_ids=expected, attention_mask=full_mask).logits
     engine.eval()
-    ours = engine(input_ids=expected, attention_mask=seen, use_cache=False).logits
+    actual = engine(input_ids=expected, attention_mask=full_mask, use_cache=False).logits
     engine.train()
     torch.testing.assert_close(
-        ours[seen.bool()], logits[seen.bool()], atol=2e-4, rtol=1e-4, msg=lambda m: f"{what}: {m}"
+        actual[full_mask.bool()], logits[full_mask.bool()], atol=2e-4, rtol=1e-4, msg=lambda m: f"{what}: {m}"
     )
 
 
 def unhooked_copy(model: nn.Module) -> nn.Module:
-    """A copy, in eval mode, without the hooks that DeepSpeed put on the model."""
-    one = copy.deepcopy(model)
-    for module in one.modules():
+    """A copy in eval mode, without DeepSpeed's hooks."""
+    clone = copy.deepcopy(model)
+    for module in clone.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-    return one.eval()
+    return clone.eval()
 
 
 def check_step_that_raises(stage: int, adapter: str, folder: str) -> None:
-    """An update that was applied is seen, whatever was raised after it, or amid it."""
+    """An update that was applied makes a new weight version, also if the step raised during or after it."""
     engine = engine_of(ADAPTERS[adapter](tiny_model("llama")), settings(stage, gradient_accumulation_steps=2))
     engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
 
-    def raises(who: tuple[int, ...]) -> None:
+    def raises(ranks: tuple[int, ...]) -> None:
         version = engine.weight_version
         train_step(engine)
         assert engine.weight_version == version, "a step that accumulates is no new version"
         ids = prompts(2, 9, padded=False, seed=dist.get_rank())[0]
         engine.backward(engine(input_ids=ids, labels=ids).loss)
-        with pytest.raises(Stop) if dist.get_rank() in who else nullcontext():
+        with pytest.raises(Stop) if dist.get_rank() in ranks else nullcontext():
             engine.step()
         assert engine.weight_version == version + 1
-        engine.micro_steps = 0  # where it raised, DeepSpeed did not count
-        require_current(engine, f"raised on {who}")
+        engine.micro_steps = 0  # DeepSpeed does not count a step that raised
+        require_current(engine, f"raised on {ranks}")
 
-    engine.lr_scheduler = type("Scheduler", (), {"step": stop})()  # after the update
+    engine.lr_scheduler = type("Scheduler", (), {"step": stop})()  # raises after the update
     raises((0, 1))
     engine.lr_scheduler = engine.lr_scheduler if dist.get_rank() == 0 else None
     raises((0,))
     engine.lr_scheduler = None
-    hook = engine.basic_optimizer.register_step_post_hook(stop)  # amid it
+    hook = engine.basic_optimizer.register_step_post_hook(stop)  # raises during the update
     raises((0, 1))
     hook.remove()
-    if stage in (0, 3):  # where no collective follows that the other rank would wait in
+    if stage in (0, 3):  # stages whose step runs no collective after the hook, where the other rank would hang
         optimizer = engine.basic_optimizer
-        if dist.get_rank() == 1:  # before it, where the other rank's applies
+        if dist.get_rank() == 1:  # raises before the update, which the other rank applies
             hook = optimizer.register_step_pre_hook(stop)
             optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
         raises((1,))
 
 
 @pytest.mark.parametrize(("stage", "adapter"), [(0, "peft"), (2, "peft"), (3, "none"), (3, "peft")])
-def test_a_step_that_applied_and_raised_is_seen(ranks, stage, adapter, tmp_path):
+def test_rollouts_use_the_weights_of_a_step_that_applied_and_then_raised(ranks, stage, adapter, tmp_path):
     ranks.run(check_step_that_raises, stage, adapter, str(tmp_path))
 
 
 def check_optimizers_own_step(stage: int) -> None:
-    """A step of the optimizer that goes around the engine is one version."""
+    """`optimizer.step()`, called without the engine, makes a new version."""
     engine = engine_of(with_peft(tiny_model("llama")), settings(stage))
     engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
     ids = prompts(2, 9, padded=False, seed=dist.get_rank())[0]
@@ -111,12 +111,12 @@ def check_optimizers_own_step(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_step_of_the_optimizer_itself_is_seen(ranks, stage):
+def test_rollouts_use_the_weights_of_optimizer_step(ranks, stage):
     ranks.run(check_optimizers_own_step, stage)
 
 
 class WithScale(nn.Module):
-    """A layer with one number more, of which the second rank has no part."""
+    """A layer with an additional scalar, of which the second rank holds no partition."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -127,7 +127,7 @@ class WithScale(nn.Module):
 
 
 def double(params) -> None:
-    """As others write weights: through `.data`, which torch does not count."""
+    """Write through `.data`, which does not increment torch's version counter."""
     for param in params:
         param.data.mul_(2.0)
 
@@ -150,7 +150,7 @@ def check_written(stage: int, adapter: str, blocks: dict) -> None:
     norm, scale = (next(param for name, param in params.items() if end in name) for end in ("norm.weight", "scale"))
 
     def sync(alpha: float) -> None:
-        """As TRL's reference sync (1.16): parameters of two models in one block."""
+        """TRL's reference sync (1.16): parameters of two models in one `GatheredParameters` block."""
         both = list(reference.module.parameters()) + list(engine.module.parameters())
 
         def mix(params) -> None:
@@ -162,7 +162,7 @@ def check_written(stage: int, adapter: str, blocks: dict) -> None:
 
     writes = {
         "a norm": lambda: write_on_rank_0([norm]),
-        "a number of which a rank has nothing": lambda: write_on_rank_0([scale]),
+        "a scalar that one rank has no partition of": lambda: write_on_rank_0([scale]),
         "everything": lambda: write_on_rank_0(params.values(), lambda params: [p.data.mul_(0.9) for p in params]),
         "a reference's sync": lambda: sync(0.6),
     }
@@ -195,7 +195,7 @@ def check_written(stage: int, adapter: str, blocks: dict) -> None:
         pytest.param(3, "peft", {"hybrid_engine": {"inference_tp_size": 2}}, marks=pytest.mark.slow),
     ],
 )
-def test_weights_written_by_others_are_seen(ranks, stage, adapter, blocks):
+def test_rollouts_use_weights_written_outside_the_engine(ranks, stage, adapter, blocks):
     ranks.run(check_written, stage, adapter, blocks)
 
 
@@ -255,7 +255,7 @@ OPERATIONS = (
 
 
 def check_adapters_change(stage: int, blocks: dict, in_eval: bool, folder: str) -> None:
-    """Adapters that come, go and change are read again: what runs is what PEFT makes of the same operations."""
+    """After adapters are added, removed or changed, tokens and logits equal PEFT's after the same operations."""
     if dist.get_rank() == 0:
         torch.manual_seed(9)
         peft.get_peft_model(tiny_model("llama"), lora(target_modules=["k_proj", "gate_proj"])).save_pretrained(folder)
@@ -264,12 +264,12 @@ def check_adapters_change(stage: int, blocks: dict, in_eval: bool, folder: str) 
     reference = twin(model)
     engine = engine_of(model, settings(stage, **blocks))
     request = {"attention_mask": MASK, "max_new_tokens": NEW_TOKENS}
-    seen = []
+    versions = []
     for operation in (lambda *args: None, *OPERATIONS):
         name = getattr(operation, "__name__", "")
         engine.eval() if in_eval else engine.train()
-        for one in (engine.module, reference):
-            operation(one, folder)
+        for module in (engine.module, reference):
+            operation(module, folder)
         reference.eval()
         version = engine.weight_version
         expected = reference.generate(input_ids=IDS, do_sample=False, **request)
@@ -277,14 +277,14 @@ def check_adapters_change(stage: int, blocks: dict, in_eval: bool, folder: str) 
         with torch.no_grad():
             logits = reference(input_ids=expected).logits
         engine.eval()
-        ours = engine.module(input_ids=expected, use_cache=False).logits
-        torch.testing.assert_close(ours, logits, atol=2e-4, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
-        seen.append(version)
+        actual = engine.module(input_ids=expected, use_cache=False).logits
+        torch.testing.assert_close(actual, logits, atol=2e-4, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+        versions.append(version)
         assert engine.weight_version == version, name
         with CollectiveCount() as collectives:
             engine.generate(IDS, **request)
         assert collectives.count == 0 or engine.in_step, name
-    assert seen == sorted(set(seen)), "every operation makes a new version"
+    assert versions == sorted(set(versions)), "every operation makes a new version"
 
 
 @pytest.mark.parametrize(
@@ -298,12 +298,12 @@ def check_adapters_change(stage: int, blocks: dict, in_eval: bool, folder: str) 
         (3, {"hybrid_engine": {"inference_tp_size": 2}}, True),
     ],
 )
-def test_adapters_that_change_are_read_again(ranks, stage, blocks, in_eval, tmp_path):
+def test_rollouts_use_adapters_added_removed_or_changed(ranks, stage, blocks, in_eval, tmp_path):
     ranks.run(check_adapters_change, stage, blocks, in_eval, str(tmp_path))
 
 
 def check_unmergeable() -> None:
-    """An adapter that cannot be merged is refused as `initialize` refuses it, as long as it is there."""
+    """An adapter that cannot be merged raises the error that `initialize` raises, until it is removed."""
     engine = engine_of(with_peft(tiny_model("llama")), settings(3))
     engine.generate(IDS, attention_mask=MASK, max_new_tokens=2)
     engine.eval()
@@ -320,5 +320,5 @@ def check_unmergeable() -> None:
     train_step(engine)
 
 
-def test_an_adapter_that_cannot_be_merged_is_refused_when_it_comes(ranks):
+def test_adding_an_adapter_that_cannot_be_merged_raises(ranks):
     ranks.run(check_unmergeable)

@@ -1,4 +1,4 @@
-"""What is not token ids alone: embeddings and images in `generate`, as Hugging Face's; clear errors elsewhere."""
+"""Embeddings and images in `generate` match Hugging Face; `rollout` and `score` raise."""
 
 import warnings
 
@@ -30,14 +30,14 @@ def check_embeddings(family: str, blocks: dict) -> None:
         {"inputs_embeds": embeddings, "return_dict_in_generate": True, "output_logits": True},
     ]
     for case in cases:
-        expected, found = (one.generate(**case, **request) for one in (reference, engine))
+        expected, actual = (module.generate(**case, **request) for module in (reference, engine))
         if "output_logits" in case:
-            torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-4)
-            expected, found = expected.sequences, found.sequences
-        assert torch.equal(found, expected), case.keys()
+            torch.testing.assert_close(actual.logits, expected.logits, atol=1e-5, rtol=1e-4)
+            expected, actual = expected.sequences, actual.sequences
+        assert torch.equal(actual, expected), case.keys()
         with_ids = case.get("input_ids", ids[:, :0]).shape[1]
-        assert found.shape[1] <= with_ids + request["max_new_tokens"]
-    # Several samples of a row, drawn; the embeddings' tokens are those of the ids.
+        assert actual.shape[1] <= with_ids + request["max_new_tokens"]
+    # Several samples per row: sampled tokens from embeddings equal those from ids.
     draw = {**request, "do_sample": True, "num_return_sequences": 2, "seed": 3}
     sampled = engine.generate(inputs_embeds=embeddings, **draw)
     assert torch.equal(sampled, engine.generate(ids, **draw)[:, ids.shape[1] :])
@@ -55,11 +55,11 @@ def check_embeddings(family: str, blocks: dict) -> None:
         ("llama", {"hybrid_engine": {"pin_parameters": False}}),
     ],
 )
-def test_embeddings_generate_as_hugging_faces(ranks, family, blocks):
+def test_inputs_embeds_match_hugging_face(ranks, family, blocks):
     ranks.run(check_embeddings, family, blocks)
 
 
-def test_embeddings_in_an_inference_engine():
+def test_inputs_embeds_in_an_inference_engine():
     model = tiny_model("llama").eval()
     reference = twin(model)
     engine = hybrid.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
@@ -103,15 +103,15 @@ def check_encoder_decoder(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_encoder_decoders_generate_and_are_refused_elsewhere(ranks, kind):
+def test_encoder_decoders_generate_and_raise_in_rollout_and_score(ranks, kind):
     ranks.run(check_encoder_decoder, kind)
 
 
-IMAGE = VOCABULARY - 1  # the token in an image's place
+IMAGE = VOCABULARY - 1  # the image's placeholder token
 
 
 def llava():
-    """A tiny random model of text and images: an image of 8 x 8 in patches of 4 is 4 tokens."""
+    """A tiny random vision-language model: an image of 8 x 8 in patches of 4 is 4 tokens."""
     torch.manual_seed(0)
     vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 16}
@@ -133,8 +133,8 @@ def check_images() -> None:
     request = {"attention_mask": mask, "pixel_values": pixels, "max_new_tokens": 5, "do_sample": False}
     expected = reference.generate(ids, **request)
     assert torch.equal(engine.generate(ids, **request), expected)
-    other = reference.generate(ids, **{**request, "pixel_values": pixels.flip(0)})
-    assert not torch.equal(other, expected), "the images change nothing, and nothing was tested"
+    swapped = reference.generate(ids, **{**request, "pixel_values": pixels.flip(0)})
+    assert not torch.equal(swapped, expected), "the images change nothing: the test is vacuous"
     with CollectiveCount() as collectives:
         with pytest.raises(NotImplementedError, match="rollout: pixel_values given; rollout takes token ids"):
             engine.rollout(ids, mask, SAMPLING, pixel_values=pixels)
@@ -144,11 +144,11 @@ def check_images() -> None:
     text = prompts(2, 6, padded=True, seed=rank)
     text[0][text[0] == IMAGE] = 5
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it runs natively
+        warnings.simplefilter("ignore")  # the warning that the model runs natively
         batch = engine.rollout(*text, hybrid.SamplingParams(max_new_tokens=4, temperature=0.0))
-    made = reference.generate(text[0], attention_mask=text[1], max_new_tokens=4, do_sample=False)
-    assert torch.equal(batch.sequences[:, : made.shape[1]], made)
+    expected_text = reference.generate(text[0], attention_mask=text[1], max_new_tokens=4, do_sample=False)
+    assert torch.equal(batch.sequences[:, : expected_text.shape[1]], expected_text)
 
 
-def test_images_generate_as_hugging_faces_and_are_refused_elsewhere(ranks):
+def test_images_generate_and_raise_in_rollout_and_score(ranks):
     ranks.run(check_images)

@@ -1,4 +1,4 @@
-"""What cannot be done is refused in words, before anything has moved, and nothing is lost."""
+"""Invalid requests and settings raise with a clear message before any weight is gathered; the engine stays usable."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from tests.tiny_models import prompts, tiny_model, with_chat_lora, with_peft
 IDS, MASK = prompts(2, 5, padded=True)
 SAMPLING = hybrid.SamplingParams(max_new_tokens=3)
 
-# What is called, with what the error must say.
-REFUSED = {
+# Name → the call, its error, and the message.
+INVALID = {
     "beams in a rollout": (
         lambda e: e.rollout(IDS, MASK, SAMPLING, num_beams=2),
         NotImplementedError,
@@ -75,28 +75,28 @@ REFUSED = {
 }
 
 
-def check_refusals() -> None:
+def check_invalid_requests() -> None:
     engine = engine_of(tiny_model("llama"), settings(3, hybrid_engine={"max_out_tokens": 64}))
     digest = storage_digest(engine)
-    for name, (call, error, words) in REFUSED.items():
+    for name, (call, error, message) in INVALID.items():
         for mode in (engine.train, engine.eval):
             mode()
-            with pytest.raises(error, match=words):
+            with pytest.raises(error, match=message):
                 call(engine)
             assert engine.module.training == (mode == engine.train), name
-            assert engine.stats()["gathered_bytes"] == 0, f"{name}: weights were moved before it was refused"
+            assert engine.stats()["gathered_bytes"] == 0, f"{name}: weights were gathered before the error"
     assert storage_digest(engine) == digest
     engine.train()
     train_step(engine)
     assert engine.generate(IDS, max_new_tokens=59).shape[1] <= 64
 
 
-def test_requests_are_refused_in_words(ranks):
-    ranks.run(check_refusals)
+def test_invalid_requests_raise_before_weights_are_gathered(ranks):
+    ranks.run(check_invalid_requests)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens: 0 given; it must be at least 1"),
         ({"temperature": -1}, "temperature: -1 given"),
@@ -107,13 +107,13 @@ def test_requests_are_refused_in_words(ranks):
         ({"repetition_penalty": 0}, "repetition_penalty: 0 given"),
     ],
 )
-def test_sampling_params_are_checked(changes, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_sampling_params_raise(changes, message):
+    with pytest.raises(ValueError, match=message):
         hybrid.SamplingParams(**{"max_new_tokens": 4, **changes})
 
 
 class Regressor(nn.Module):
-    """A model that is no language model and has no container of any family."""
+    """A model that is no language model, of no supported family."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ class Regressor(nn.Module):
 
 
 def check_other_models() -> None:
-    """Without generate, and without anything that we know: eval, train and forward work all the same."""
+    """A model without `generate`, of no supported family: eval, train and forward work."""
     model, reference = Regressor(), Regressor().eval()
     engine = engine_of(model, settings(3))
     with pytest.raises(ValueError, match=r"Regressor has no generate\(\).*language-modelling head"):
@@ -144,11 +144,11 @@ def check_other_models() -> None:
     assert not torch.equal(engine(x), reference(x))
 
 
-def test_a_model_without_generate(ranks):
+def test_a_model_without_generate_evaluates_and_trains(ranks):
     ranks.run(check_other_models)
 
 
-def check_wrong_places() -> None:
+def check_training_calls_in_a_window() -> None:
     engine = engine_of(tiny_model("llama"), settings(3))
     engine.eval()
     loss = engine(input_ids=IDS, attention_mask=MASK, labels=IDS).loss
@@ -165,13 +165,13 @@ def check_wrong_places() -> None:
     train_step(engine)
 
 
-def test_training_calls_in_inference_are_refused(ranks):
-    ranks.run(check_wrong_places)
+def test_training_calls_inside_a_window_raise(ranks):
+    ranks.run(check_training_calls_in_a_window)
 
 
 def check_initialize(folder: str) -> None:
     model = tiny_model("llama")
-    wrong = [
+    cases = [
         ({"config": settings(3, hybrid_engine={"max_out_tokenz": 3})}, ValueError, "'max_out_tokens'"),
         ({"config": settings(3, hybrid_engine={"inference_tp_size": 3})}, ValueError, "divide the world size, 2"),
         (
@@ -183,16 +183,16 @@ def check_initialize(folder: str) -> None:
         ({}, ValueError, "no config given"),
         ({"config": "nowhere.json"}, ValueError, "no file at"),
     ]
-    for arguments, error, words in wrong:
-        with pytest.raises(error, match=words):
+    for arguments, error, message in cases:
+        with pytest.raises(error, match=message):
             hybrid.initialize(model=model, **arguments)
     with pytest.raises(ValueError, match="no model given"):
         hybrid.initialize(config=settings(3))
     unmergeable = peft.get_peft_model(tiny_model("llama"), peft.LoHaConfig(target_modules=["q_proj"], r=2))
     with pytest.raises(NotImplementedError, match=r"layers\.0\.self_attn\.q_proj.*cannot be merged"):
         hybrid.initialize(model=unmergeable, config=settings(3))
-    for refused in (model, unmergeable):
-        assert not any(hasattr(parameter, "ds_id") for parameter in refused.parameters()), "it was partitioned"
+    for unchanged in (model, unmergeable):
+        assert not any(hasattr(parameter, "ds_id") for parameter in unchanged.parameters()), "it was partitioned"
 
     # A path, a dict and args.deepspeed_config all work, and none is changed.
     config = settings(0)
@@ -200,8 +200,8 @@ def check_initialize(folder: str) -> None:
     path = f"{folder}/config-{dist.get_rank()}.json"
     Path(path).write_text(before)
     arguments = type("Arguments", (), {"deepspeed_config": path, "local_rank": dist.get_rank()})()
-    for given in ({"config": config}, {"config": path}, {"config_params": config}, {"args": arguments}):
-        engine, optimizer, dataloader, scheduler = hybrid.initialize(model=tiny_model("llama"), **given)
+    for arguments_of_run in ({"config": config}, {"config": path}, {"config_params": config}, {"args": arguments}):
+        engine, optimizer, dataloader, scheduler = hybrid.initialize(model=tiny_model("llama"), **arguments_of_run)
         assert isinstance(engine, hybrid.HybridEngine)
         assert optimizer is engine.optimizer
         assert dataloader is None and scheduler is None
@@ -213,12 +213,12 @@ def check_initialize(folder: str) -> None:
     assert type(disabled) is DeepSpeedEngine
 
 
-def test_initialize(ranks, tmp_path):
+def test_initialize_checks_its_arguments_before_partitioning(ranks, tmp_path):
     ranks.run(check_initialize, str(tmp_path))
 
 
 def check_adapters_off_in_streaming() -> None:
-    """The model's own layers cannot do without DeepSpeed-Chat's LoRA; our decoder can, once it has been compared."""
+    """The model's own layers cannot run without DeepSpeed-Chat's LoRA; the fused decoder can, after its self-check."""
     base = tiny_model("llama").eval()
     request = {"attention_mask": MASK, "max_new_tokens": 6}
     for containers in ("native", "fused"):
@@ -234,5 +234,5 @@ def check_adapters_off_in_streaming() -> None:
         assert torch.equal(engine.generate(IDS, adapters=False, **request), base.generate(IDS, **request))
 
 
-def test_adapters_off_in_streaming(ranks):
+def test_adapters_off_in_streaming_needs_the_fused_decoder(ranks):
     ranks.run(check_adapters_off_in_streaming)

@@ -1,4 +1,4 @@
-"""Slots in the engine: fewer of them, less KV cache or another batch, and the same tokens and logprobs bit by bit."""
+"""Scheduling in the engine: any max_num_seqs, KV cache size and batch gives bit-identical tokens and logprobs."""
 
 import contextlib
 import warnings
@@ -15,7 +15,7 @@ from hybrid.decoders.cpu_decoder import CpuDecoder
 from tests.engines import engine_of, settings
 from tests.tiny_models import prompts, tiny_model, twin
 
-# Fused whatever `--containers` says: slots are theirs. Heads of 16, which blocks hold without padding.
+# Fused for any `--containers`, since only fused engines schedule. Heads of 16 need no padding in KV blocks.
 HEADS = {"head_dim": 16}
 ENDS = tuple(range(10, 22))  # so many that lengths differ
 BLOCK_BYTES = 2 * 3 * 2 * 16 * 32 * 4  # keys and values, 3 layers, 2 heads of 16, 32 tokens, float32
@@ -27,40 +27,40 @@ def engine_with(model: torch.nn.Module, **rollout) -> hybrid.HybridEngine:
 
 
 @contextlib.contextmanager
-def decodes() -> Iterator[list[int]]:
-    """Inside the block, the rows of each decode step on the CPU kernels, without those of the self-check."""
-    found, own, own_check = [], CpuDecoder.decode, fused.require_equal
+def decoded_rows() -> Iterator[list[int]]:
+    """Inside the block, records the rows of each decode step on the CPU kernels, except those of the self-check."""
+    row_counts, own, own_check = [], CpuDecoder.decode, fused.require_equal
 
-    def noted(self, batch, kv):
-        found.append(len(batch.ids))
+    def recording(self, batch, kv):
+        row_counts.append(len(batch.ids))
         return own(self, batch, kv)
 
-    def unnoted(*args):
-        before = len(found)
+    def without_recording(*args):
+        before = len(row_counts)
         try:
             own_check(*args)
         finally:
-            del found[before:]
+            del row_counts[before:]
 
-    CpuDecoder.decode, fused.require_equal = noted, unnoted
+    CpuDecoder.decode, fused.require_equal = recording, without_recording
     try:
-        yield found
+        yield row_counts
     finally:
         CpuDecoder.decode, fused.require_equal = own, own_check
 
 
-def same(one: hybrid.RolloutBatch, other: hybrid.RolloutBatch) -> bool:
+def same_rollouts(batch: hybrid.RolloutBatch, other_batch: hybrid.RolloutBatch) -> bool:
     logps = ("sampling_per_token_logps", "old_per_token_logps", "raw_per_token_logps")
     names = ("completion_ids", "completion_mask", *logps)
-    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
+    return all(torch.equal(getattr(batch, name), getattr(other_batch, name)) for name in names)
 
 
-# A `rollout` block, and the most rows that it lets run together.
+# A `rollout` block, and the largest batch that it allows.
 LIMITS = {
-    "as many as there are": ({}, 18),
-    "three slots": ({"max_num_seqs": 3}, 3),
-    "one slot": ({"max_num_seqs": 1}, 1),
-    # Beside block 0, a row has two blocks here. Rows of one prompt share the first: three of them need four.
+    "no limit": ({}, 18),
+    "three sequences": ({"max_num_seqs": 3}, 3),
+    "one sequence": ({"max_num_seqs": 1}, 1),
+    # Besides block 0, a row has two blocks here. Rows of one prompt share the first: three of them need four.
     "a cache for two prompts' rows": ({"kv_cache_bytes": (1 + 4) * BLOCK_BYTES}, 3),
     "a cache for one row": ({"kv_cache_bytes": (1 + 2) * BLOCK_BYTES}, 1),
 }
@@ -78,10 +78,10 @@ def check_rollouts() -> None:
         engine = engine_with(tiny_model("llama", **HEADS), **limit)
         for index, draw in enumerate(DRAWS):
             sampling = hybrid.SamplingParams(20, seed=3, stop_token_ids=ENDS, **draw)
-            with decodes() as rows:
+            with decoded_rows() as rows:
                 batch = engine.rollout(ids, mask, sampling, num_generations=3)
             first += [batch] if index == len(first) else []
-            assert same(batch, first[index]), what
+            assert same_rollouts(batch, first[index]), what
             lengths = batch.completion_mask.sum(1)
             assert len(set(lengths.tolist())) > 3, "every completion has the same length, and nothing was tested"
             assert sum(rows) == (lengths - 1).sum(), "rows that have ended are computed on"
@@ -90,7 +90,7 @@ def check_rollouts() -> None:
         engine.destroy()
 
 
-def test_rollouts_do_not_depend_on_slots_and_cache(ranks):
+def test_rollouts_are_bit_identical_for_any_max_num_seqs_and_kv_cache(ranks):
     ranks.run(check_rollouts)
 
 
@@ -103,7 +103,7 @@ def check_greedy() -> None:
         ids, mask = prompts(5 + rank, 8, padded=True, seed=rank)
         greedy = {"attention_mask": mask, "max_new_tokens": 14}
         plain = reference.generate(ids, **greedy, do_sample=False)
-        ends = [2, *plain[:, 12].tolist()]  # tokens that do come
+        ends = [2, *plain[:, 12].tolist()]  # tokens that are generated
         for more in (
             {},
             {"min_new_tokens": 9, "eos_token_id": ends},
@@ -117,23 +117,23 @@ def check_greedy() -> None:
             {"max_new_tokens": 1},
         ):
             request = {**greedy, "do_sample": False, **more}
-            with decodes() as rows:
-                ours = engine.generate(ids, **request)
-            assert torch.equal(ours, reference.generate(ids, **request)), (family, more)
+            with decoded_rows() as rows:
+                actual = engine.generate(ids, **request)
+            assert torch.equal(actual, reference.generate(ids, **request)), (family, more)
             assert set(rows) <= {1, 2}, (family, more)
             assert rows or more, "the fused decoder has not run"
-        # Of the likeliest token alone there is nothing to sample: three times the greedy row.
+        # Sampling from the most likely token alone: three times the greedy row.
         several = {**greedy, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
         assert torch.equal(engine.generate(ids, **several), plain.repeat_interleave(3, dim=0))
         engine.destroy()
 
 
-def test_hugging_faces_arguments_in_slots(ranks):
+def test_generate_arguments_match_hugging_face_in_the_scheduler(ranks):
     ranks.run(check_greedy)
 
 
 class Favourite:
-    """A processor of one's own: prefers a token that depends on the row's last two. Notes how many rows it sees."""
+    """A custom processor: prefers a token that depends on the row's last two. Records how many rows it gets."""
 
     def __init__(self):
         self.rows: list[int] = []
@@ -159,21 +159,21 @@ def check_processors() -> None:
         outputs, seen = [], []
         for kind in (RowwiseFavourite, Favourite):
             processor = kind()
-            with decodes() as rows:
+            with decoded_rows() as rows:
                 outputs.append(
                     engine.generate(ids, seed=6, logits_processor=LogitsProcessorList([processor]), **request)
                 )
             seen.append((max(rows), set(processor.rows)))
         assert torch.equal(*outputs)
-        assert seen[0][0] == 2, "a processor that goes row by row is not decoded in slots"
+        assert seen[0][0] == 2, "a rowwise processor is not scheduled"
         assert max(seen[0][1]) <= 2
-        assert seen[1] == (5, {5}), "a processor that may look at the whole batch does not see it"
+        assert seen[1] == (5, {5}), "a processor that may need the whole batch does not get it"
         if not request["do_sample"]:
-            theirs = reference.generate(ids, logits_processor=LogitsProcessorList([Favourite()]), **request)
-            assert torch.equal(outputs[0], theirs)
+            expected = reference.generate(ids, logits_processor=LogitsProcessorList([Favourite()]), **request)
+            assert torch.equal(outputs[0], expected)
 
 
-def test_processors_of_ones_own(ranks):
+def test_custom_logits_processors_rowwise_and_batchwise(ranks):
     ranks.run(check_processors)
 
 
@@ -195,21 +195,21 @@ def check_streamer() -> None:
     reference = twin(model)
     engine = engine_with(model, max_num_seqs=1)
     ids, _ = prompts(1, 40, padded=False, seed=dist.get_rank())
-    ours, theirs = Recorder(), Recorder()
-    with decodes() as rows:
-        engine.generate(ids, max_new_tokens=9, streamer=ours)
-    reference.generate(ids, max_new_tokens=9, streamer=theirs)
-    assert ours.pieces == theirs.pieces
-    assert ours.ended
+    actual, expected = Recorder(), Recorder()
+    with decoded_rows() as rows:
+        engine.generate(ids, max_new_tokens=9, streamer=actual)
+    reference.generate(ids, max_new_tokens=9, streamer=expected)
+    assert actual.pieces == expected.pieces
+    assert actual.ended
     assert rows, "the fused decoder has not run"
 
 
-def test_a_streamer_gets_tokens_as_they_come(ranks):
+def test_a_streamer_gets_every_token(ranks):
     ranks.run(check_streamer)
 
 
-def check_refusals() -> None:
-    """What cannot fit is refused by name and number, before anything is gathered."""
+def check_kv_cache_too_small() -> None:
+    """A row that cannot fit raises with its name and size before anything is gathered."""
     ids, mask = prompts(3, 40, padded=False)
     engine = engine_with(tiny_model("llama", **HEADS), kv_cache_bytes=(1 + 2) * BLOCK_BYTES)
     refused = [
@@ -227,7 +227,7 @@ def check_refusals() -> None:
         engine.generate(ids, attention_mask=mask, max_new_tokens=10, logits_processor=[Favourite()])
     assert engine.stats()["gathered_bytes"] == 0  # ranks only ask each other if any of them needs the weights
     assert engine.module.training
-    # Just what fits runs, a row at a time; prompts count without their padding.
+    # Rows that just fit run one at a time; prompts count without padding.
     assert engine.generate(ids, attention_mask=mask, max_new_tokens=24, min_new_tokens=24).shape == (3, 64)
     wide, wide_mask = (torch.nn.functional.pad(tensor, (30, 0)) for tensor in (ids, mask))
     assert engine.generate(wide, attention_mask=wide_mask, max_new_tokens=24, min_new_tokens=24).shape == (3, 94)
@@ -235,12 +235,12 @@ def check_refusals() -> None:
     assert engine.stats()["kv_bytes"] <= 3 * BLOCK_BYTES
 
 
-def test_a_row_over_the_cache_is_refused_before_anything_is_gathered(ranks):
-    ranks.run(check_refusals)
+def test_a_row_larger_than_the_kv_cache_raises_before_gathering(ranks):
+    ranks.run(check_kv_cache_too_small)
 
 
 def check_scores() -> None:
-    """A score is the same bits in every batch, and those that the rollout was drawn with."""
+    """Scores are bit-identical in every batch, and equal the rollout's logprobs."""
     rank = dist.get_rank()
     engine = engine_with(tiny_model("llama", **HEADS))
     ids, mask = prompts(6 + rank, 40, padded=True, seed=rank)
@@ -257,21 +257,21 @@ def check_scores() -> None:
         completions = at_temperature.per_token_logps[:, -width:] * batch.completion_mask
         assert torch.equal(completions, batch.old_per_token_logps)
         for rows in (1, 2, 5):
-            found = engine.score(batch.sequences, batch.attention_mask, rows_per_forward=rows)
-            assert torch.equal(found.per_token_logps, raw.per_token_logps), rows
-            assert torch.equal(found.entropies, raw.entropies), rows
+            scores = engine.score(batch.sequences, batch.attention_mask, rows_per_forward=rows)
+            assert torch.equal(scores.per_token_logps, raw.per_token_logps), rows
+            assert torch.equal(scores.entropies, raw.entropies), rows
         backwards = engine.score(batch.sequences.flip(0), batch.attention_mask.flip(0))
         assert torch.equal(backwards.per_token_logps.flip(0), raw.per_token_logps)
         bools = engine.score(batch.sequences, batch.attention_mask.bool())
         assert torch.equal(bools.per_token_logps, raw.per_token_logps)
-    # Rows that the cache does not hold together, too.
+    # Also with a cache that does not hold all rows at once.
     small = engine_with(tiny_model("llama", **HEADS), kv_cache_bytes=(1 + 4) * BLOCK_BYTES)
-    found = small.score(batch.sequences, batch.attention_mask)
-    assert torch.equal(found.per_token_logps, raw.per_token_logps)
+    scores = small.score(batch.sequences, batch.attention_mask)
+    assert torch.equal(scores.per_token_logps, raw.per_token_logps)
     assert small.stats()["kv_bytes"] <= (1 + 4) * BLOCK_BYTES
 
 
-def test_scores_are_the_rollouts_logprobs_bit_by_bit(ranks):
+def test_scores_equal_the_rollouts_logprobs_bit_for_bit(ranks):
     ranks.run(check_scores)
 
 
@@ -283,7 +283,7 @@ def check_native() -> None:
         engine = engine_with(
             tiny_model("llama"), containers=containers, kv_cache_bytes=1 if containers == "native" else None
         )
-        with decodes() as rows:
+        with decoded_rows() as rows:
             outputs.append(engine.generate(ids, **request))
         assert bool(rows) == (containers == "fused")
         assert {part["container"] for part in engine.coverage()} == {containers}
@@ -293,20 +293,20 @@ def check_native() -> None:
     assert torch.equal(*outputs)
 
 
-def check_unlike() -> None:
-    """A layer that is not what its family's is: the whole model runs natively, and everything says so."""
+def check_layer_unlike_its_family() -> None:
+    """A layer that differs from its family's: the whole model runs natively, with a warning, and coverage() says so."""
     model, reference = tiny_model("llama"), tiny_model("llama").eval()
-    for one in (model, reference):
-        mlp = one.model.layers[1].mlp
+    for module in (model, reference):
+        mlp = module.model.layers[1].mlp
         mlp.forward = lambda x, own=mlp.forward: own(x) * 1.01
     engine = engine_with(model)
     ids, mask = prompts(3, 8, padded=True, seed=dist.get_rank())
     request = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
     assert {part["container"] for part in engine.coverage()} == {"fused"}
-    with warnings.catch_warnings(record=True) as said, decodes() as rows:
+    with warnings.catch_warnings(record=True) as warnings_raised, decoded_rows() as rows:
         warnings.simplefilter("always")
         assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
-    warned = any("layer 1 of the fused container differs" in str(one.message) for one in said)
+    warned = any("layer 1 of the fused container differs" in str(warning.message) for warning in warnings_raised)
     assert warned == (dist.get_rank() == 0)
     assert {part["container"] for part in engine.coverage()} == {"native"}
     assert all("layer 1 of the fused container differs" in part["why"] for part in engine.coverage())
@@ -314,8 +314,8 @@ def check_unlike() -> None:
     assert not rows
 
 
-def test_a_model_unlike_its_family_runs_natively_and_coverage_says_why(ranks):
-    ranks.run(check_unlike)
+def test_a_layer_unlike_its_family_falls_back_to_native_and_coverage_says_why(ranks):
+    ranks.run(check_layer_unlike_its_family)
 
 
 def test_native_containers_by_configuration(ranks):

@@ -1,5 +1,5 @@
-"""What runs by Hugging Face's own loop in a training engine's `generate`: its tokens, over the snapshot; one warning;
-torch's generators as they were. And the cache that is freed after every call."""
+"""Decoding methods that a training engine runs in Hugging Face's own loop: the same tokens from the snapshot, one
+warning, torch's generators unchanged. And the cache is freed after every call."""
 
 import warnings
 
@@ -17,7 +17,7 @@ REQUEST = {"attention_mask": MASK, "max_new_tokens": 7, "do_sample": False}
 
 
 def greedy_by_hand(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-    """A decoding method of somebody's own: three tokens of the highest logits."""
+    """A custom decoding method: three tokens with the highest logits."""
     for _ in range(3):
         logits = model(input_ids, attention_mask=torch.ones_like(input_ids)).logits[:, -1]
         input_ids = torch.cat([input_ids, logits.argmax(dim=-1, keepdim=True)], dim=1)
@@ -59,19 +59,20 @@ def check_methods(stage: int, tp_size: int, pinned: bool) -> None:
     assert storage_digest(engine) == digest
     assert torch.equal(engine.generate(IDS, **REQUEST), reference.generate(IDS, **REQUEST))  # fused again
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "the model runs in native")  # it has been said
+        warnings.filterwarnings("error", "the model runs in native")  # it was warned of before
         engine.generate(IDS, **REQUEST, num_beams=3)
     engine.train()
     train_step(engine)
 
 
 @pytest.mark.parametrize(("stage", "tp_size", "pinned"), [(3, 1, True), (3, 2, True), (3, 1, False), (0, 1, False)])
-def test_other_decoding_methods_are_hugging_faces(ranks, stage, tp_size, pinned):
+def test_other_decoding_methods_match_hugging_face(ranks, stage, tp_size, pinned):
     ranks.run(check_methods, stage, tp_size, pinned)
 
 
 def check_shared_modules() -> None:
-    """Ranks that share the model's own modules have a part of each other's caches, which beams must not reorder."""
+    """Ranks that share the model's own modules hold slices of each other's caches, which beam search must not
+    reorder."""
     model = tiny_model("starcoder2", sizes=SIZES)
     reference = twin(model)
     engine = engine_of(model, settings(3, hybrid_engine={"enabled": True, "inference_tp_size": 2}))
@@ -83,12 +84,12 @@ def check_shared_modules() -> None:
         engine.generate(ids[:1], prompt_lookup_num_tokens=2, max_new_tokens=4)
 
 
-def test_beams_where_ranks_share_the_models_modules(ranks):
+def test_beam_search_where_ranks_share_the_models_modules(ranks):
     ranks.run(check_shared_modules)
 
 
 def check_seq2seq() -> None:
-    """As Seq2SeqTrainer asks for it under ZeRO-3, `synced_gpus` included."""
+    """As Seq2SeqTrainer calls it under ZeRO-3, with `synced_gpus`."""
     model = tiny_other("t5")
     reference = twin(model)
     engine = engine_of(model, settings(3))
@@ -97,12 +98,12 @@ def check_seq2seq() -> None:
     assert torch.equal(engine.module.generate(IDS, **REQUEST, num_beams=3), expected)
 
 
-def test_beams_of_an_encoder_decoder(ranks):
+def test_beam_search_of_an_encoder_decoder(ranks):
     ranks.run(check_seq2seq)
 
 
-def test_an_inference_engine_refuses_them():
-    """As DeepSpeed's does."""
+def test_inference_engine_raises_for_other_decoding_methods():
+    """As DeepSpeed's engine does."""
     engine = hybrid.init_inference(tiny_model("llama"), dtype="fp32")
     with pytest.raises(NotImplementedError, match=r"num_beams=2.*greedy"):
         engine.generate(IDS, **REQUEST, num_beams=2)
@@ -111,7 +112,7 @@ def test_an_inference_engine_refuses_them():
 
 
 def check_released(stage: int) -> None:
-    """After every call, in eval mode too; within a window at its end. `pin_parameters: false` changes nothing here."""
+    """After every call, also in eval mode; inside a window at its end. The same with `pin_parameters: false`."""
     model = tiny_model("llama")
     model.resets = 0
     type(model).reset_cache = count_reset
@@ -132,7 +133,7 @@ def check_released(stage: int) -> None:
 
 
 def count_reset(model) -> None:
-    """Of a model that keeps a cache of its own, as those of DeepSpeed's examples do."""
+    """`reset_cache` of a model with its own cache, as in DeepSpeed's examples."""
     model.resets += 1
 
 
@@ -151,7 +152,7 @@ def error_of(call, *args, **kwargs) -> tuple[type, str]:
 
 
 def check_contrastive() -> None:
-    """transformers keeps contrastive search on its hub, and asks for leave to run it from there."""
+    """transformers keeps contrastive search on its hub, and requires `trust_remote_code` to run it."""
     model = tiny_model("llama")
     reference = twin(model)
     engine = engine_of(model, settings(3))
@@ -163,5 +164,5 @@ def check_contrastive() -> None:
     assert torch.equal(engine.generate(IDS, **REQUEST), reference.generate(IDS, **REQUEST))  # fused again
 
 
-def test_contrastive_search_says_what_hugging_faces_does(ranks):
+def test_contrastive_search_raises_hugging_faces_error(ranks):
     ranks.run(check_contrastive)
