@@ -56,11 +56,13 @@ def run(args: DPOArguments) -> Metrics:
         ids, mask, completions = (
             batch[name].to(device()) for name in ("input_ids", "attention_mask", "completion_mask")
         )
-        width, learned = ids.shape[1] - 1, completions[:, 1:]
+        width, loss_mask = ids.shape[1] - 1, completions[:, 1:]
         ref_logps = reference_logps(engine, reference, ids, mask, args)
         logps, _ = token_logps(engine, ids, mask, width, 1.0, args.logit_chunk, args.padding_free)
-        sums = (part for tensor in (logps, ref_logps) for part in (tensor * learned).sum(dim=1).chunk(2))
-        return dpo_loss(*sums, beta=args.beta, denominator=denominator, label_smoothing=args.label_smoothing)
+        chosen, rejected = (logps * loss_mask).sum(dim=1).chunk(2)
+        ref_chosen, ref_rejected = (ref_logps * loss_mask).sum(dim=1).chunk(2)
+        options = {"beta": args.beta, "label_smoothing": args.label_smoothing}
+        return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, denominator=denominator, **options)
 
     metrics = fit(engine, tokenizer, examples, held_out, loss_of, len, args, "DPO", BAR)
     engine.destroy()

@@ -69,7 +69,7 @@ def run(args: GRPOArguments) -> Metrics:
     directory = Path(args.output_dir)
     require_model("actor_model_name_or_path", args.actor_model_name_or_path, args.attn_implementation)
     if not args.reward:
-        raise ValueError("reward: nothing given; give functions, addresses of servers, or reward models")
+        raise ValueError("reward: none given; give functions, addresses of servers, or reward models")
     Scorer.check(*args.reward, *args.eval_reward)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.actor_model_name_or_path, args.chat_template)
     examples, held_out = load_examples("grpo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
@@ -114,13 +114,15 @@ def grpo_iteration(
 
     Expects the policy in eval mode and leaves it in train mode.
     """
-    phases, policy, sampled = Phases(), actor.policy, {}
+    phases, policy, sampling_metrics = Phases(), actor.policy, {}
     with policy.inference():
         if args.dynamic_sampling:
-            groups, sampled = dynamic_sampling_groups(policy, rewards, tokenizer, prompts, iteration, phases, args)
+            groups, sampling_metrics = dynamic_sampling_groups(
+                policy, rewards, tokenizer, prompts, iteration, phases, args
+            )
         else:
-            drawn = prompts.next(args.per_device_generation_batch_size * dist.get_world_size())
-            groups = next_groups(policy, tokenizer, drawn, 0, iteration, args)
+            next_prompts = prompts.next(args.per_device_generation_batch_size * dist.get_world_size())
+            groups = next_groups(policy, tokenizer, next_prompts, 0, iteration, args)
         batch = groups.batch
         phases.end("rollout")
         old_logps = None if args.importance_sampling_correction else actor.old_logps(batch)
@@ -141,7 +143,7 @@ def grpo_iteration(
         lengths = batch.completion_mask.sum(dim=1)
         scores = scores + soft_overlong_punishment(lengths, args.max_answer_seq_len, args.soft_punish_cache)
     experience, metrics = make_experience(batch, old_logps, ref_logps, scores, learned, args)
-    metrics |= sampled | rewards.metrics() | scores_by_source(groups.prompts, scores, args.data_path)
+    metrics |= sampling_metrics | rewards.metrics() | scores_by_source(groups.prompts, scores, args.data_path)
     experience = experience.all_gather(args.num_generations)
     phases.end("advantages")
     policy.train()
@@ -166,7 +168,7 @@ def make_experience(
     learned: torch.Tensor,
     args: GRPOArguments,
 ) -> tuple[Experience, Metrics]:
-    """Turn this rank's scored completions into experience; returns it with metrics of all ranks.
+    """Compute the advantages of this rank's scored completions; returns the experience, and metrics of all ranks.
 
     old_logps, ref_logps float32 [rows, completion]; rewards float32 [rows], NaN where a completion could not be scored.
     learned: bool [rows], False for completions that are masked out of the loss.
@@ -176,8 +178,8 @@ def make_experience(
         advantages = rloo_advantages(rewards, args.num_generations)
     else:
         advantages = group_advantages(rewards, args.num_generations, args.scale_rewards, over_ranks)
-    ended = torch.tensor([reason == "stop" for reason in batch.finish_reason], device=mask.device)
-    learned = learned & (ended | (not args.mask_truncated_completions))
+    has_eos = torch.tensor([reason == "stop" for reason in batch.finish_reason], device=mask.device)
+    learned = learned & (has_eos | (not args.mask_truncated_completions))
     weights, weight_metrics = loss_weights(old_logps, batch.sampling_per_token_logps, mask, args)
     experience = Experience(
         sequences=batch.sequences,
@@ -201,8 +203,8 @@ def make_experience(
     )
     return experience, {
         "reward": sums["rewards"] / max(sums["scored"], 1),
-        "reward_std": sums["deviations"] / max(sums["groups"], 1),
-        "frac_reward_zero_std": sums["equal"] / max(sums["groups"], 1),
+        "reward_std": sums["reward_std"] / max(sums["groups"], 1),
+        "frac_reward_zero_std": sums["zero_std"] / max(sums["groups"], 1),
         "objective/entropy": sums["entropy"] / sums["rows"],
         "completions/learned": sums["learned"] / sums["rows"],
         **completion_metrics(batch),
@@ -211,21 +213,21 @@ def make_experience(
 
 
 def group_statistics(rewards: torch.Tensor, num_generations: int) -> dict[str, torch.Tensor]:
-    """Sums over this rank's groups: the number of groups with at least two scored completions, their standard
-    deviations, and the number of those groups whose scores are all equal.
+    """Sums over this rank's groups with at least two scored completions: their number, their standard deviations, and
+    the number of those whose scores are all equal.
 
     rewards float32 [rows], NaN where a completion could not be scored.
     """
-    deviations = group_std(rewards, num_generations)
-    scored, zero_std = ~deviations.isnan(), ~rewards_differ(rewards, num_generations)
-    return {"groups": scored.sum(), "deviations": deviations.nansum(), "equal": (scored & zero_std).sum()}
+    reward_std = group_std(rewards, num_generations)
+    scored, equal = ~reward_std.isnan(), ~rewards_differ(rewards, num_generations)
+    return {"groups": scored.sum(), "reward_std": reward_std.nansum(), "zero_std": (scored & equal).sum()}
 
 
 def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArguments) -> Metrics:
     """`num_grpo_iterations` passes over the experience of all ranks; returns metrics of all ranks."""
     steps = optimizer_steps(experience, args.num_grpo_iterations, iteration, args)
     numerics = Numerics(actor.policy, experience, steps[0], args.numerics_control_rows, args)
-    losses, norms, forward = [], [], (args.temperature, args.logit_chunk, args.padding_free)
+    losses, grad_norms, forward = [], [], (args.temperature, args.logit_chunk, args.padding_free)
     for step in steps:
         mask = experience.mask[step.rows]
         denominator = step.denominator(
@@ -234,33 +236,34 @@ def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArgum
             loss_type=args.loss_type,
             max_length=args.max_answer_seq_len,
         )
-        for index, e in enumerate(step.micro_batches(experience)):
-            logps, entropies = token_logps(actor.policy, e.sequences, e.attention_mask, e.mask.shape[1], *forward)
+        for index, batch in enumerate(step.micro_batches(experience)):
+            width = batch.mask.shape[1]
+            logps, entropies = token_logps(actor.policy, batch.sequences, batch.attention_mask, width, *forward)
             loss = grpo_loss(
                 logps,
-                e.old_logps,
-                e.advantages,
-                e.mask,
+                batch.old_logps,
+                batch.advantages,
+                batch.mask,
                 denominator=denominator,
                 epsilon=args.epsilon,
                 epsilon_high=args.epsilon_high or None,
                 delta=args.delta or None,
                 beta=args.beta,
-                ref_logps=e.ref_logps,
+                ref_logps=batch.ref_logps,
                 use_bias_correction_kl=args.use_bias_correction_kl,
                 loss_type=args.loss_type,
                 importance_sampling_level=args.importance_sampling_level,
-                weights=e.weights,
+                weights=batch.weights,
                 entropies=entropies,
             )
             if args.entropy_coef:
-                bonus = entropy_bonus(entropies, e.mask, step.denominator(tokens=int(mask.sum())))
+                bonus = entropy_bonus(entropies, batch.mask, step.denominator(tokens=int(mask.sum())))
                 loss = mixed_loss(loss, entropy=bonus, entropy_coef=args.entropy_coef)
             losses.append(loss)
-            norms += backward_and_step(actor.policy, losses[-1].loss, index, len(step.micro_batch_rows))
+            grad_norms += backward_and_step(actor.policy, loss.loss, index, len(step.micro_batch_rows))
             numerics.add(logps)
         actor.update_average()
-    return {**mean_metrics(losses, over_ranks), "grad_norm": fmean(norms), **numerics.metrics()}
+    return {**mean_metrics(losses, over_ranks), "grad_norm": fmean(grad_norms), **numerics.metrics()}
 
 
 if __name__ == "__main__":

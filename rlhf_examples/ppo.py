@@ -97,8 +97,8 @@ def run(args: PPOArguments) -> Metrics:
         evaluation.evaluate_and_log(log, 0, before)
 
     def iterate(iteration: int) -> Metrics:
-        own = rank_share(prompts.next(args.per_device_generation_batch_size * dist.get_world_size()))
-        return ppo_iteration(models, tokenizer, own, ptx, kl_ctl, iteration, args)
+        batch = rank_share(prompts.next(args.per_device_generation_batch_size * dist.get_world_size()))
+        return ppo_iteration(models, tokenizer, batch, ptx, kl_ctl, iteration, args)
 
     metrics, last = train_iterations(iterate, models.actor, evaluation, checkpoints, best, log, done, args)
     after = evaluation.after_training(log, before, last)
@@ -114,7 +114,7 @@ def check(args: PPOArguments) -> None:
     if args.critic_model_name_or_path:
         require_model("critic_model_name_or_path", args.critic_model_name_or_path, args.attn_implementation)
     elif not args.reward:
-        raise ValueError("reward: nothing given; give a function, or a reward model as critic_model_name_or_path")
+        raise ValueError("reward: none given; give a function, or a reward model as critic_model_name_or_path")
     Scorer.check(*args.reward, *args.eval_reward)
 
 
@@ -130,26 +130,25 @@ class Models:
     @classmethod
     def load(cls, args: PPOArguments) -> "Models":
         """Load the policy with its reference, the critic (initialized from the reward model) and the rewards."""
-        rewarding = args.critic_model_name_or_path
+        reward_model = args.critic_model_name_or_path
         total_steps = args.num_iterations * args.ppo_epochs * args.num_mini_batches
         actor = Actor.load(args, total_steps, needs_reference=True)
         training = Training.from_args(args, "critic_", args.per_device_training_batch_size, total_steps)
         critic = load_value_model(
-            rewarding or args.actor_model_name_or_path,
+            reward_model or args.actor_model_name_or_path,
             training.config(args),
             training.lora,
             training.gradient_checkpointing,
             disable_dropout=args.disable_dropout,
             attn_implementation=args.attn_implementation,
         )
-        names = args.reward or [rewarding]
-        rewards = load_rewards(names, args.reward_weights, args, args.offload_reference_model)
+        rewards = load_rewards(args.reward or [reward_model], args.reward_weights, args, args.offload_reference_model)
         critic = make_engine(critic, args, training)
         if args.padding_free:
             require_exact_values(critic)
         return cls(actor, critic, rewards, TrainingFlops.of(critic.module))
 
-    def make_engine(self) -> dict[str, hybrid.HybridEngine]:
+    def engines(self) -> dict[str, hybrid.HybridEngine]:
         """The engines that checkpoints save, by name."""
         return {"policy": self.actor.policy, "critic": self.critic}
 
@@ -185,8 +184,9 @@ def ppo_iteration(
     if args.importance_sampling_correction:  # from the training forward: `score` would be the sampler's own logprobs
         old_logps = training_logps(policy, batch, args)
         phases.end("old_logps")
-    settings = (kl_ctl.value, args, phases)
-    experience, metrics = make_experience(models, tokenizer, batch, prompts, old_logps, ref_logps, *settings)
+    experience, metrics = make_experience(
+        models, tokenizer, batch, prompts, old_logps, ref_logps, kl_ctl.value, args, phases
+    )
     experience = experience.all_gather()
     phases.end("advantages")
     policy.train()
@@ -196,7 +196,7 @@ def ppo_iteration(
     lengths = experience.attention_mask.sum(dim=1)
     flops = models.actor.flops(lengths) + models.critic_flops(lengths)
     flops *= metrics["policy/optimizer_steps"] / args.num_mini_batches
-    metrics["objective/kl_coef"] = kl_ctl.value  # the coefficient of these rewards, before the controller's update
+    metrics["objective/kl_coef"] = kl_ctl.value  # of these rewards: before the controller's update
     kl_ctl.update(metrics["objective/kl"], len(experience.mask))
     return {
         **metrics,
@@ -219,12 +219,13 @@ def make_experience(
     args: PPOArguments,
     phases: Phases,
 ) -> tuple[Experience, Metrics]:
-    """Turn this rank's completions into experience; returns it with metrics of all ranks.
+    """Score this rank's completions and compute their values and advantages; returns the experience, and metrics of
+    all ranks.
 
     old_logps, ref_logps float32 [rows, completion].  phases: the timer of the iteration; ends `values` and `rewards`.
     A completion that could not be scored is masked out of the loss.
     """
-    completed, width = batch.completion_mask, batch.completion_mask.shape[1]
+    completion_mask, width = batch.completion_mask, batch.completion_mask.shape[1]
     with models.critic.inference():
         rows = rows_of_forward(args, batch.sequences.shape[1])
         values = frozen_values(models.critic, batch.sequences, batch.attention_mask, rows)[:, -width - 1 : -1]
@@ -232,14 +233,14 @@ def make_experience(
     raw_scores = models.rewards(batch, prompts, decode_completions(tokenizer, batch))
     phases.end("rewards")
     learned = ~raw_scores.isnan()
-    mask = completed * learned[:, None]
-    ended = torch.tensor([reason == "stop" for reason in batch.finish_reason], device=values.device)
-    scores = raw_scores.clamp(-args.clip_reward, args.clip_reward) - args.missing_eos_penalty * ~ended
+    mask = completion_mask * learned[:, None]
+    has_eos = torch.tensor([reason == "stop" for reason in batch.finish_reason], device=values.device)
+    scores = raw_scores.clamp(-args.clip_reward, args.clip_reward) - args.missing_eos_penalty * ~has_eos
     rewards = shaped_rewards(scores, old_logps, ref_logps, mask, kl_coef)
     if args.whiten_rewards:
         rewards = masked_whiten(rewards, mask, shift_mean=False, over_ranks=over_ranks)
     advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, args.lam)
-    weights, weight_metrics = loss_weights(old_logps, batch.sampling_per_token_logps, completed, args)
+    weights, weight_metrics = loss_weights(old_logps, batch.sampling_per_token_logps, completion_mask, args)
     experience = Experience(
         sequences=batch.sequences,
         attention_mask=batch.attention_mask,
@@ -255,25 +256,25 @@ def make_experience(
         {
             "rows": len(mask),
             "learned": learned.sum(),
-            "tokens": completed.sum(),
-            "kl": masked_sum(old_logps - ref_logps, completed),
-            "entropy": -masked_sum(old_logps, completed),
+            "tokens": completion_mask.sum(),
+            "kl": masked_sum(old_logps - ref_logps, completion_mask),
+            "entropy": -masked_sum(old_logps, completion_mask),
             "scores": raw_scores.nansum(),
             "clipped_scores": scores.nansum(),
-            "ended": ended.sum(),
-            "ref_nll": -masked_sum(ref_logps, completed),
+            "eos": has_eos.sum(),
+            "ref_nll": -masked_sum(ref_logps, completion_mask),
         }
     )
-    by_row = {name: value / sums["rows"] for name, value in sums.items()}
-    by_scored = {name: sums[name] / max(sums["learned"], 1) for name in ("scores", "clipped_scores")}
+    per_row = {name: value / sums["rows"] for name, value in sums.items()}
+    per_scored = {name: sums[name] / max(sums["learned"], 1) for name in ("scores", "clipped_scores")}
     return experience, {
-        "objective/kl": by_row["kl"],
-        "objective/entropy": by_row["entropy"],
-        "objective/scores": by_scored["scores"],
-        "objective/non_score_reward": -kl_coef * by_row["kl"],
-        "objective/rlhf_reward": by_scored["clipped_scores"] - kl_coef * by_row["kl"],
-        "completions/learned": by_row["learned"],
-        "val/num_eos_tokens": sums["ended"],
+        "objective/kl": per_row["kl"],
+        "objective/entropy": per_row["entropy"],
+        "objective/scores": per_scored["scores"],
+        "objective/non_score_reward": -kl_coef * per_row["kl"],
+        "objective/rlhf_reward": per_scored["clipped_scores"] - kl_coef * per_row["kl"],
+        "completions/learned": per_row["learned"],
+        "val/num_eos_tokens": sums["eos"],
         "completions/ref_nll": sums["ref_nll"] / sums["tokens"],  # per token; rises when the text degenerates
         "val/var_explained": explained_variance(values, returns, mask, over_ranks),
         **models.rewards.metrics(),
@@ -288,64 +289,71 @@ def update(
 ) -> Metrics:
     """PPO's epochs over the experience of all ranks; returns metrics of all ranks: means over the tokens of every pass.
 
-    A loss is a mean over all ranks' tokens of the optimizer step: padding and the split over ranks change nothing.
+    A loss is a mean over all ranks' tokens of the optimizer step; it depends neither on padding nor on the number of
+    ranks.
     """
     actor, critic = models.actor, models.critic
     steps = optimizer_steps(experience, args.ppo_epochs, iteration, args)
     numerics = Numerics(actor.policy, experience, steps[0], args.numerics_control_rows, args)
-    policies, values, taken, norms, critic_norms = [], [], 0, [], []
+    policy_losses, value_losses, grad_norms, critic_grad_norms, steps_taken = [], [], [], [], 0
     for step in steps:
+        num_micro_batches = len(step.micro_batch_rows)
         denominator = step.denominator(tokens=int(experience.mask[step.rows].sum()))
-        texts = ptx.next(step) if ptx else [None] * len(step.places)
-        for number, e in enumerate(step.micro_batches(experience)):
-            loss, logps = actor_loss(actor.policy, e, denominator, args)
-            if texts[number]:
-                loss = mixed_loss(loss, ptx=texts[number].loss(actor.policy, args), unsup_coef=args.unsup_coef)
-            norms += backward_and_step(actor.policy, loss.loss, number, len(step.places))
-            new_values = token_values(critic, e.sequences, e.attention_mask, e.mask.shape[1], args.padding_free)
-            value = value_loss(new_values, e.old_values, e.returns, e.mask, args.cliprange_value, denominator)
-            critic_norms += backward_and_step(critic, value.loss, number, len(step.places))
+        ptx_batches = ptx.next(step) if ptx else [None] * num_micro_batches
+        for index, (batch, ptx_batch) in enumerate(zip(step.micro_batches(experience), ptx_batches, strict=True)):
+            loss, logps = actor_loss(actor.policy, batch, denominator, args)
+            if ptx_batch:
+                loss = mixed_loss(loss, ptx=ptx_batch.loss(actor.policy, args), unsup_coef=args.unsup_coef)
+            grad_norms += backward_and_step(actor.policy, loss.loss, index, num_micro_batches)
+            policy_losses.append(loss)
             numerics.add(logps)
-            policies.append(loss)
-            values.append(value)
+            loss = critic_loss(critic, batch, denominator, args)
+            critic_grad_norms += backward_and_step(critic, loss.loss, index, num_micro_batches)
+            value_losses.append(loss)
         actor.update_average()
-        taken += 1
+        steps_taken += 1
         if args.early_stop_kl:
-            of_step = mean_metrics(policies[-len(step.places) :], over_ranks)
-            if of_step["approxkl"] > args.early_stop_kl:
+            step_metrics = mean_metrics(policy_losses[-num_micro_batches:], over_ranks)
+            if step_metrics["approxkl"] > args.early_stop_kl:
                 break
 
-    policy, value = mean_metrics(policies, over_ranks), mean_metrics(values, over_ranks)
-    more = {name: policy[name] for name in ("entropy", "ptx/loss") if name in policy}
+    policy, value = mean_metrics(policy_losses, over_ranks), mean_metrics(value_losses, over_ranks)
     return {
         "loss/policy_avg": policy["loss"],
         "loss/value_avg": value["loss"],
         "policy/approxkl_avg": policy["approxkl"],
         "policy/clipfrac_avg": policy["clipfrac"],
-        "policy/optimizer_steps": taken,
-        "grad_norm": fmean(norms),
-        "val/grad_norm": fmean(critic_norms),
+        "policy/optimizer_steps": steps_taken,
+        "grad_norm": fmean(grad_norms),
+        "val/grad_norm": fmean(critic_grad_norms),
         "val/clipfrac_avg": value["clipfrac"],
         "val/ratio": policy["ratio"],
         "val/ratio_var": policy["squared_ratio"] - policy["ratio"] ** 2,
-        **more,
+        **{name: policy[name] for name in ("entropy", "ptx/loss") if name in policy},
         **numerics.metrics(),
     }
 
 
 def actor_loss(
-    policy: hybrid.HybridEngine, e: Experience, denominator: float, args: PPOArguments
+    policy: hybrid.HybridEngine, batch: Experience, denominator: float, args: PPOArguments
 ) -> tuple[Loss, torch.Tensor]:
     """The clipped policy loss of a micro batch minus the entropy bonus, and the policy's logprobs, float32 [rows,
     completion].
     """
-    width, forward = e.mask.shape[1], (args.temperature, args.logit_chunk, args.padding_free)
-    logps, entropies = token_logps(policy, e.sequences, e.attention_mask, width, *forward)
-    loss = policy_loss(logps, e.old_logps, e.advantages, e.mask, args.cliprange, denominator, e.weights)
+    width, forward = batch.mask.shape[1], (args.temperature, args.logit_chunk, args.padding_free)
+    logps, entropies = token_logps(policy, batch.sequences, batch.attention_mask, width, *forward)
+    loss = policy_loss(logps, batch.old_logps, batch.advantages, batch.mask, args.cliprange, denominator, batch.weights)
     if args.entropy_coef:
-        bonus = entropy_bonus(entropies, e.mask, denominator)
+        bonus = entropy_bonus(entropies, batch.mask, denominator)
         loss = mixed_loss(loss, entropy=bonus, entropy_coef=args.entropy_coef)
     return loss, logps
+
+
+def critic_loss(critic: hybrid.HybridEngine, batch: Experience, denominator: float, args: PPOArguments) -> Loss:
+    """The clipped value loss of a micro batch."""
+    width = batch.mask.shape[1]
+    values = token_values(critic, batch.sequences, batch.attention_mask, width, args.padding_free)
+    return value_loss(values, batch.old_values, batch.returns, batch.mask, args.cliprange_value, denominator)
 
 
 def kl_controller(args: PPOArguments) -> FixedKLController:

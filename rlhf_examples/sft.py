@@ -39,8 +39,8 @@ def run(args: SFTArguments) -> Metrics:
         require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     else:
         require_attention(LlamaConfig(), args.attn_implementation)
-    name = args.tokenizer_name_or_path or args.model_name_or_path
-    tokenizer = load_tokenizer(name, args.chat_template) if name else synthetic_tokenizer()
+    tokenizer_name = args.tokenizer_name_or_path or args.model_name_or_path
+    tokenizer = load_tokenizer(tokenizer_name, args.chat_template) if tokenizer_name else synthetic_tokenizer()
     form = "turns" if args.assistant_only_loss else "supervised"
     examples, held_out = load_examples("sft", EMBEDDED, form, args.max_seq_len, tokenizer, args)
     if args.packing:
@@ -54,24 +54,24 @@ def run(args: SFTArguments) -> Metrics:
         model = small_model(args.hidden_size, args.num_hidden_layers, tokenizer, args.attn_implementation)
     engine = make_policy_engine(model, args, training)
 
-    def collated(rows: list[Row | list[Row]]) -> dict[str, torch.Tensor]:
-        """`collate_supervised` of rows, or of packs of rows."""
+    def collate(rows: list[Row | list[Row]]) -> dict[str, torch.Tensor]:
+        """`collate_supervised` for rows, or for packs of rows."""
         flat = [row for pack in rows for row in (pack if isinstance(pack, list) else [pack])]
         return collate_supervised(flat, tokenizer.pad_token_id, args.only_completions)
 
     def loss_of(rows: list[Row | list[Row]], denominator: float) -> Loss:
-        """-log p of the learned tokens, summed and divided by `denominator`."""
-        batch = {name: tensor.to(device()) for name, tensor in collated(rows).items()}
+        """-log p of the labels, summed over tokens and divided by `denominator`."""
+        batch = {name: tensor.to(device()) for name, tensor in collate(rows).items()}
         ids, mask, labels = (batch[name] for name in ("input_ids", "attention_mask", "labels"))
         forward = (1.0, args.logit_chunk, args.padding_free)
         logps, _ = token_logps(engine, ids, mask, ids.shape[1] - 1, *forward)
         return language_model_loss(logps, labels[:, 1:] != -100, denominator)
 
-    def learned_tokens(rows: list[Row | list[Row]]) -> int:
+    def num_loss_tokens(rows: list[Row | list[Row]]) -> int:
         """The number of tokens that `loss_of` sums over."""
-        return int((collated(rows)["labels"][:, 1:] != -100).sum())
+        return int((collate(rows)["labels"][:, 1:] != -100).sum())
 
-    metrics = fit(engine, tokenizer, examples, held_out, loss_of, learned_tokens, args, "SFT", BAR)
+    metrics = fit(engine, tokenizer, examples, held_out, loss_of, num_loss_tokens, args, "SFT", BAR)
     engine.destroy()
     return metrics
 
