@@ -288,12 +288,12 @@ def test_a_sequence_that_does_not_fit_is_refused(monkeypatch):
     assert [len(places) for places in step.micro_batch_rows] == [1, 1]
 
 
-def test_the_spread_of_groups_is_of_what_was_judged():
+def test_group_statistics_are_of_scored_completions():
     """One NaN took its group's deviation out of the sum, and not out of the number of groups."""
     nan = float("nan")
     rewards = torch.tensor([1.0, 3.0, nan, 0.1, 0.1, 0.1, 0.2, nan, nan, nan, 0.7, 0.7])
-    found = {name: value.item() for name, value in grpo.spread(rewards, 3).items()}
-    assert found == {"groups": 3, "deviations": pytest.approx(2**0.5), "equal": 2}
+    statistics = {name: value.item() for name, value in grpo.group_statistics(rewards, 3).items()}
+    assert statistics == {"groups": 3, "reward_std": pytest.approx(2**0.5), "zero_std": 2}
 
 
 @pytest.mark.usefixtures("alone")
