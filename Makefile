@@ -8,9 +8,11 @@ CPU = $(shell $(BIN)/python -c "import torch; print('' if torch.cuda.is_availabl
 # One process; every contender gets the same two threads.
 ROLLOUT = OMP_NUM_THREADS=2 $(CPU) $(BIN)/python -m benchmarks.rollout --cases all
 VLLM_PIP = .venv-vllm/bin/python -m pip install -q
+# Two workers, each with ranks of its own, and a thread for each process.
+TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 LAUNCH = OMP_NUM_THREADS=1 $(CPU) $(BIN)/python -m torch.distributed.run --nproc_per_node=$(RANKS)
 
-.PHONY: help demo demo-seeds test test-all check bench bench-rollout bench-vllm clean
+.PHONY: help demo demo-seeds test test-slow test-all check bench bench-rollout bench-vllm clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 16
@@ -29,11 +31,14 @@ demo: .venv/.installed ## supervised tuning, reward model, PPO, GRPO on small se
 demo-seeds: .venv/.installed ## the demo with seeds 0, 1 and 2: mean and standard error of its figures (15 minutes)
 	$(CPU) $(BIN)/python -m benchmarks.demo_seeds
 
-test: .venv/.installed ## the test suite but for what is slow
-	$(BIN)/python -m pytest -m "not slow"
+test: .venv/.installed ## the test suite but for what is slow (8 minutes)
+	$(TESTS) -m "not slow"
+
+test-slow: .venv/.installed ## as many slow tests as start within 25 minutes, in an order that changes with the commit
+	$(TESTS) -m slow -p tests.rotation --minutes 25 --rotation $(or $(shell git rev-parse HEAD 2>&-),$(shell date +%F))
 
 test-all: .venv/.installed ## every test
-	$(BIN)/python -m pytest
+	$(TESTS)
 
 check: .venv/.installed ## ruff, format, layout and the tests that need no ranks
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
