@@ -1,4 +1,4 @@
-"""Automatic tensor parallelism: models that no container of ours knows, at two ranks, by their tp_plan or by names."""
+"""Automatic tensor parallelism: models outside our families at two ranks, by their tp_plan or by layer names."""
 
 import pytest
 import torch
@@ -18,26 +18,27 @@ SSM = {"head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}
 NAMED = {
     "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64, "vocab_size": 97},
     "biogpt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
-    # A part of each layer is whole: codegen's attention, the others' recurrences and convolutions.
+    # A part of each layer is replicated: codegen's attention, the others' recurrences and convolutions.
     "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
     "falcon_h1": {**HYBRID_SIZES, "mamba_d_ssm": 32, "mamba_n_heads": 4, **MAMBA},
     "bamba": {**HYBRID_SIZES, "attn_layer_indices": [1], "mamba_n_heads": 8, **MAMBA},
     "lfm2": {**HYBRID_SIZES, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
 }
-# Of these nothing is known to be cut.
-WHOLE = {
+# Models in which no layer is known to be sliceable.
+REPLICATED = {
     "mamba2": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, **SSM},
     "gpt_oss": {**HYBRID_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
 }
 
 
-def named(name: str) -> torch.nn.Module:
+def model_without_plan(name: str) -> torch.nn.Module:
     """A tiny model without a tp_plan."""
     return tiny_model(name, sizes={"max_position_embeddings": 64, **NAMED[name]}).eval()
 
 
-def check_spread(reference: torch.nn.Module, folder: str, how: str) -> None:
-    """Logits, tokens and draws of the whole model, from its own weights and from a file; about half on each rank."""
+def check_auto_tp(reference: torch.nn.Module, folder: str, how: str) -> None:
+    """Logits and greedy tokens equal the unsharded model's, from its own weights and from a file; ranks sample the same
+    tokens; each holds about half of the weights."""
     request = {"attention_mask": MASK, "max_new_tokens": 6}
     with torch.no_grad():
         expected = reference(IDS, attention_mask=MASK).logits[MASK.bool()]
@@ -48,34 +49,36 @@ def check_spread(reference: torch.nn.Module, folder: str, how: str) -> None:
                 model = type(reference)(reference.config)
         engine = hybrid.init_inference(model, checkpoint=checkpoint, **SETTINGS)
         assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        found = engine(IDS, attention_mask=MASK).logits[MASK.bool()]
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        actual = engine(IDS, attention_mask=MASK).logits[MASK.bool()]
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
         assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
         drawn = engine.generate(IDS, do_sample=True, min_new_tokens=6, **request)
-        both = [torch.zeros_like(drawn) for _ in range(2)]
-        dist.all_gather(both, drawn)
-        assert torch.equal(*both)
+        draws = [torch.zeros_like(drawn) for _ in range(2)]
+        dist.all_gather(draws, drawn)
+        assert torch.equal(*draws)
         assert all(f"spread over 2 ranks by {how}" in row["why"] for row in engine.coverage())
-        held, whole = (sum(param.numel() for param in one.parameters()) for one in (model, reference))
-        assert held < 0.8 * whole
+        local_params, all_params = (
+            sum(param.numel() for param in module.parameters()) for module in (model, reference)
+        )
+        assert local_params < 0.8 * all_params
         engine.destroy()
 
 
 def check_planned(family: str, folder: str) -> None:
-    check_spread(tiny_model(family, sizes=FAMILIES[family]).eval(), folder, "the model's tp_plan")
+    check_auto_tp(tiny_model(family, sizes=FAMILIES[family]).eval(), folder, "the model's tp_plan")
 
 
 QUICK = ("cohere", "glm", "starcoder2", "apertus")
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=slow_unless(name in QUICK)) for name in FAMILIES])
-def test_two_ranks_make_what_one_makes(ranks, tmp_path, family):
+def test_two_ranks_match_hugging_face(ranks, tmp_path, family):
     tiny_model(family, sizes=FAMILIES[family]).save_pretrained(tmp_path)
     ranks.run(check_planned, family, str(tmp_path))
 
 
 def check_without_injection() -> None:
-    """A model that a fused decoder is there for: its own modules where a plan says how, else the decoder's slices."""
+    """A model of a fused family: its own modules by its tp_plan if it has one, else the decoder's slices."""
     for family, container in (("llama", "native"), ("gpt2", "fused")):
         reference = tiny_model(family).eval()
         engine = hybrid.init_inference(twin(reference), **SETTINGS)
@@ -87,23 +90,23 @@ def check_without_injection() -> None:
         engine.destroy()
 
 
-def test_without_kernel_injection_a_plan_is_followed(ranks):
+def test_without_kernel_injection_the_tp_plan_is_used(ranks):
     ranks.run(check_without_injection)
 
 
 def check_named(name: str, folder: str) -> None:
-    check_spread(named(name), folder, "the names of its layers' projections")
+    check_auto_tp(model_without_plan(name), folder, "the names of its layers' projections")
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_models_without_a_plan_are_spread_by_names(ranks, tmp_path, name):
-    named(name).save_pretrained(tmp_path)
+def test_models_without_a_tp_plan_are_sliced_by_layer_names(ranks, tmp_path, name):
+    model_without_plan(name).save_pretrained(tmp_path)
     ranks.run(check_named, name, str(tmp_path))
 
 
-def check_nothing_to_cut(name: str) -> None:
-    """Every rank keeps the whole model, and is told so."""
-    reference = tiny_model(name, sizes=WHOLE[name]).eval()
+def check_replicated(name: str) -> None:
+    """Every rank keeps the whole model, with a warning."""
+    reference = tiny_model(name, sizes=REPLICATED[name]).eval()
     with pytest.warns(UserWarning, match="no attention and no MLP that is known to be cut; every rank keeps the whole"):
         engine = hybrid.init_inference(twin(reference), **SETTINGS)
     request = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 6, "do_sample": False}
@@ -111,31 +114,33 @@ def check_nothing_to_cut(name: str) -> None:
     assert "nothing: every rank keeps all of its layers" in engine.coverage()[0]["why"]
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_what_cannot_be_cut_is_whole_on_every_rank(ranks, name):
-    ranks.run(check_nothing_to_cut, name)
+@pytest.mark.parametrize("name", REPLICATED)
+def test_a_model_without_known_layers_is_replicated(ranks, name):
+    ranks.run(check_replicated, name)
 
 
 def check_int8(name: str) -> None:
-    """Near the float model, by as much as a rounded weight may be off; attention and MLP are cut."""
+    """Close to the float model, within the rounding of int8; attention and MLP are sliced."""
     reference = tiny_model(name).eval()
     engine = hybrid.init_inference(twin(reference), **{**SETTINGS, "dtype": "int8"})
     with torch.no_grad():
         expected = reference(IDS, attention_mask=MASK).logits[MASK.bool()]
-    found = engine(IDS, attention_mask=MASK).logits[MASK.bool()]
-    assert (found - expected).abs().max() < 0.02 * expected.abs().max()
-    held, whole = (sum(param.numel() for param in one.parameters()) for one in (engine.module, reference))
-    assert held < 0.65 * whole
+    actual = engine(IDS, attention_mask=MASK).logits[MASK.bool()]
+    assert (actual - expected).abs().max() < 0.02 * expected.abs().max()
+    local_params, all_params = (
+        sum(param.numel() for param in module.parameters()) for module in (engine.module, reference)
+    )
+    assert local_params < 0.65 * all_params
 
 
 @pytest.mark.parametrize("name", ["bloom", "gpt2"])
 def test_int8_at_two_ranks(ranks, name):
-    """BLOOM's positions are biases of heads, and gpt2's queries, keys and values lie one behind the other."""
+    """BLOOM's positions are biases of heads; gpt2's queries, keys and values are one matrix."""
     ranks.run(check_int8, name)
 
 
-def check_given_back() -> None:
-    """What is refused once weights have moved: the model has its modules, forwards and bytes again."""
+def check_restored() -> None:
+    """After an error once weights have moved, the model has its own modules, forwards and bytes again."""
     for model in (PackedModel(),):
         before = twin(model)
         with pytest.raises(NotImplementedError, match="differs from the whole one"):
@@ -149,7 +154,7 @@ def check_given_back() -> None:
 
 
 class PackedLayer(torch.nn.Module):
-    """Gate and up in one matrix: a policy of names cuts between them."""
+    """Gate and up in one matrix, which a policy by names slices wrongly."""
 
     def __init__(self):
         super().__init__()
@@ -176,11 +181,11 @@ class PackedModel(PreTrainedModel):
         return (self.head(self.layers[0](self.embedding(input_ids))),)
 
 
-def test_a_refused_model_is_as_it_was(ranks):
-    ranks.run(check_given_back)
+def test_a_rejected_model_is_restored(ranks):
+    ranks.run(check_restored)
 
 
-def check_refusals() -> None:
+def check_heads_that_do_not_divide() -> None:
     odd = tiny_model("cohere", sizes={**FAMILIES["cohere"], "num_attention_heads": 3, "num_key_value_heads": 3})
     with pytest.raises(ValueError, match="tensor_parallel.tp_size: 2 given; the model's 3 attention heads"):
         hybrid.init_inference(odd, **SETTINGS)
@@ -189,5 +194,5 @@ def check_refusals() -> None:
         hybrid.init_inference(odd, **SETTINGS)
 
 
-def test_what_cannot_be_spread_is_refused(ranks):
-    ranks.run(check_refusals)
+def test_heads_that_tp_size_does_not_divide_raise(ranks):
+    ranks.run(check_heads_that_do_not_divide)

@@ -1,4 +1,4 @@
-"""Every form of a checkpoint, written by those who own it and read back: equal weights; what does not fit is listed."""
+"""Every checkpoint format, written by the library that owns it, loads to equal weights; mismatches are listed."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def empty_like(model) -> torch.nn.Module:
         return type(model)(model.config)
 
 
-def served(model, checkpoint, **more) -> hybrid.InferenceEngine:
+def load_into(model, checkpoint, **more) -> hybrid.InferenceEngine:
     return hybrid.init_inference(model, dtype=torch.float32, kernel_inject=True, checkpoint=str(checkpoint), **more)
 
 
@@ -48,18 +48,18 @@ def outputs(model) -> torch.Tensor:
 
 @pytest.mark.parametrize("start", ["meta", "real"])
 @pytest.mark.parametrize("name", [*ALL_FAMILIES, *OTHERS])
-def test_what_hugging_face_saves(tmp_path, name, start):
+def test_safetensors_of_every_family_load(tmp_path, name, start):
     """Every family's safetensors, into a model on the meta device and into one with other weights."""
     reference = tiny_other(name) if name in OTHERS else tiny_model(name).eval()
     reference.save_pretrained(tmp_path)
-    other = tiny_other(name, seed=1) if name in OTHERS else tiny_model(name, seed=1)
-    model = empty_like(reference) if start == "meta" else other
-    engine = served(model, tmp_path)
+    initialized = tiny_other(name, seed=1) if name in OTHERS else tiny_model(name, seed=1)
+    model = empty_like(reference) if start == "meta" else initialized
+    engine = load_into(model, tmp_path)
     require_same_weights(model, reference)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     more = {"decoder_input_ids": IDS} if name == "t5" else {}
-    found = engine(IDS, attention_mask=MASK, **more).logits[MASK.bool()]
-    torch.testing.assert_close(found, outputs(reference), atol=1e-3, rtol=1e-4)
+    actual = engine(IDS, attention_mask=MASK, **more).logits[MASK.bool()]
+    torch.testing.assert_close(actual, outputs(reference), atol=1e-3, rtol=1e-4)
 
 
 def as_pickle(model, path) -> str:
@@ -104,7 +104,7 @@ def as_index_file(model, path) -> str:
 
 
 def as_deepspeeds_json(model, path) -> str:
-    """Files with different tensors, as for BLOOM in DeepSpeed's examples."""
+    """Files with different tensors, as DeepSpeed's examples write BLOOM."""
     state = list(model.state_dict().items())
     (path / "files").mkdir()
     for n in range(3):
@@ -115,16 +115,16 @@ def as_deepspeeds_json(model, path) -> str:
 
 
 def as_deepspeeds_parts(model, path) -> str:
-    """Ranks' parts by Megatron's rule, and what all ranks have, in DeepSpeed's names for them."""
-    tp, whole = [{}, {}], {}
+    """Slices by Megatron's rule and replicated tensors, in DeepSpeed's files."""
+    tp, replicated = [{}, {}], {}
     for name, tensor in model.state_dict().items():
         dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
         if "proj" in name:
             for part, piece in zip(tp, tensor.chunk(2, dim), strict=True):
                 part[name] = piece.clone()
         else:
-            whole[name] = tensor
-    torch.save(whole, path / "non-tp.pt")
+            replicated[name] = tensor
+    torch.save(replicated, path / "non-tp.pt")
     for rank, part in enumerate(tp):
         torch.save(part, path / f"tp_{rank:02d}_00.pt")
     files = {"non_tp": ["non-tp.pt"], "tp": ["tp_00_00.pt", "tp_01_00.pt"]}
@@ -147,49 +147,49 @@ FORMS = [
 
 
 @pytest.mark.parametrize("write", FORMS)
-def test_other_forms(tmp_path, write):
+def test_other_checkpoint_formats_load(tmp_path, write):
     reference = tiny_model("llama")
     where = tmp_path / write(reference, tmp_path)
     model = empty_like(reference)
-    served(model, where)
+    load_into(model, where)
     require_same_weights(model, reference)
 
 
-def test_a_dict_and_a_base_dir(tmp_path):
+def test_checkpoint_as_a_dict_with_base_dir(tmp_path):
     reference = tiny_model("llama")
     as_deepspeeds_json(reference, tmp_path)
     content = {**json.loads((tmp_path / "mine.json").read_text())}
-    for given in (
+    for arguments in (
         {"checkpoint": content, "base_dir": str(tmp_path)},
         {"checkpoint": "mine.json", "base_dir": str(tmp_path)},
         {"ckpt_config": {"checkpoint_dir": "mine.json", "base_dir": str(tmp_path)}},
     ):
         model = empty_like(reference)
-        hybrid.init_inference(model, dtype="float32", **given)
+        hybrid.init_inference(model, dtype="float32", **arguments)
         require_same_weights(model, reference)
     with pytest.raises(ValueError, match="base_dir: given twice"):
         hybrid.init_inference(model, base_dir="a", checkpoint_config={"base_dir": "b"})
 
 
-@pytest.mark.parametrize("named", ["from base_dir", "whole paths", "own base_dir"])
-def test_deepspeeds_json_in_the_working_directory(tmp_path, monkeypatch, named):
-    """As DeepSpeedExamples' `inference-test.py --use_meta_tensor` does: it writes checkpoints.json where it runs, about
-    files that are in the folder of a snapshot, and gives that as `base_dir`."""
+@pytest.mark.parametrize("paths", ["from base_dir", "whole paths", "own base_dir"])
+def test_deepspeeds_json_in_the_working_directory_loads(tmp_path, monkeypatch, paths):
+    """As DeepSpeedExamples' `inference-test.py --use_meta_tensor`: checkpoints.json is in the working directory, its
+    files in the folder of a snapshot, which is `base_dir`."""
     reference = tiny_model("llama")
-    root, here = tmp_path / "snapshot", tmp_path / "here"
-    root.mkdir(), here.mkdir()
-    monkeypatch.chdir(here)
+    root, working_directory = tmp_path / "snapshot", tmp_path / "here"
+    root.mkdir(), working_directory.mkdir()
+    monkeypatch.chdir(working_directory)
     as_pickle(reference, root)
     files = [str(entry) for entry in root.rglob("*.[bp][it][n]")]
     content = {"type": "BLOOM", "checkpoints": files, "version": 1.0}
-    if named != "whole paths":
+    if paths != "whole paths":
         content["checkpoints"] = [file.split("/")[-1] for file in files]
-    if named == "own base_dir":
-        content["base_dir"] = "../snapshot"  # which goes before the one that is given, as in DeepSpeed
-    (here / "checkpoints.json").write_text(json.dumps(content))
+    if paths == "own base_dir":
+        content["base_dir"] = "../snapshot"  # which has priority over the argument, as in DeepSpeed
+    (working_directory / "checkpoints.json").write_text(json.dumps(content))
     with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
         model = AutoModelForCausalLM.from_config(reference.config)
-    base_dir = str(here) if named == "own base_dir" else str(root)
+    base_dir = str(working_directory) if paths == "own base_dir" else str(root)
     kwargs = {"base_dir": base_dir, "checkpoint": "checkpoints.json", "save_mp_checkpoint_path": None, "mp_size": 1}
     with pytest.warns(FutureWarning, match="mp_size is an old name"):
         engine = hybrid.init_inference(
@@ -200,8 +200,8 @@ def test_deepspeeds_json_in_the_working_directory(tmp_path, monkeypatch, named):
     assert torch.equal(engine.to("cpu").generate(IDS, **request), twin(reference).generate(IDS, **request))
 
 
-def test_files_that_a_json_names_and_nobody_has(tmp_path):
-    """The error names them where DeepSpeed would look."""
+def test_missing_files_of_a_json_are_named(tmp_path):
+    """The error names the paths that DeepSpeed would open."""
     (tmp_path / "x.json").write_text(json.dumps({"checkpoints": ["a.pt"], "version": 1.0}))
     with pytest.raises(ValueError, match=f"no file at {tmp_path}/there/a.pt$"):
         hybrid.init_inference(
@@ -209,22 +209,22 @@ def test_files_that_a_json_names_and_nobody_has(tmp_path):
         )
 
 
-def test_queries_keys_and_values_of_megatrons_first_version(tmp_path):
+def test_megatron_version_0_qkv_merges_as_deepspeeds_loader(tmp_path):
     """Version 0 has a rank's queries before its keys before its values; DeepSpeed's own merging is the oracle."""
     from deepspeed.runtime.state_dict_factory import MegatronSDLoader
 
-    whole = torch.arange(24.0).view(12, 2)
-    blocks = [block.chunk(2) for block in whole.chunk(3)]
+    expected = torch.arange(24.0).view(12, 2)
+    blocks = [block.chunk(2) for block in expected.chunk(3)]
     parts = [torch.cat([block[rank] for block in blocks]) for rank in range(2)]
     loader = MegatronSDLoader.__new__(MegatronSDLoader)
-    assert torch.equal(loader.merge_query_key_value(parts, 0), whole)
+    assert torch.equal(loader.merge_query_key_value(parts, 0), expected)
     model = torch.nn.Module()
     model.query_key_value = torch.nn.Linear(2, 12, bias=False)
     for rank, part in enumerate(parts):
         torch.save({"query_key_value.weight": part}, tmp_path / f"{rank}.pt")
     content = {"type": "Megatron", "checkpoints": ["0.pt", "1.pt"], "parallelization": "tp", "version": 0}
     hybrid.init_inference(model, dtype="float32", checkpoint=content, base_dir=str(tmp_path), training_mp_size=2)
-    assert torch.equal(model.query_key_value.weight, whole)
+    assert torch.equal(model.query_key_value.weight, expected)
     with pytest.raises(ValueError, match="training_mp_size=3"):
         hybrid.init_inference(model, dtype="float32", checkpoint=content, base_dir=str(tmp_path), training_mp_size=3)
 
@@ -259,19 +259,19 @@ def check_training(path: str, stage: int, dtype: torch.dtype, adapter: bool) -> 
         (3, torch.float32, True),
     ],
 )
-def test_what_a_training_engine_saves(ranks, tmp_path, stage, dtype, adapter):
+def test_training_checkpoints_load_as_zero_to_fp32(ranks, tmp_path, stage, dtype, adapter):
     """DeepSpeed's own zero_to_fp32 is the oracle."""
     ranks.run(check_training, str(tmp_path), stage, dtype, adapter)
     if stage == 3 and not adapter and dtype == torch.float32:
         next((tmp_path / "second").glob("*rank_1_*optim_states.pt")).unlink()
         with pytest.raises(ValueError, match="no file at .*zero_pp_rank_1_mp_rank_00_optim_states.pt"):
-            served(tiny_model("llama"), tmp_path)
+            load_into(tiny_model("llama"), tmp_path)
         (tmp_path / "latest").write_text("third")
         with pytest.raises(ValueError, match="latest names 'third'"):
-            served(tiny_model("llama"), tmp_path)
+            load_into(tiny_model("llama"), tmp_path)
 
 
-# How DeepSpeed's automatic tensor parallelism is to cut matrices that hold several; it refuses Phi-3's own plan.
+# How DeepSpeed's AutoTP slices joined matrices; it rejects Phi-3's own plan.
 PACKED = [
     {"patterns": [r".*\.(o_proj|down_proj)\.weight$"], "partition_type": "row"},
     {"patterns": [r".*\.qkv_proj\.weight$"], "partition_type": "column", "shape": [[32, 16, 16], -1]},
@@ -281,7 +281,7 @@ PARTS = {"phi3": {"partition_config": {"use_default_specs": False, "layer_specs"
 
 
 def check_parallel_training(folder: str, family: str, stage: int) -> None:
-    """DeepSpeed cuts a model over two ranks, trains (by nothing) and saves."""
+    """DeepSpeed slices a model over two ranks, trains with learning rate 0, and saves."""
     model = tiny_model(family)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -296,39 +296,39 @@ def check_parallel_training(folder: str, family: str, stage: int) -> None:
 
 def check_parts_of_training(folder: str, family: str) -> None:
     reference = tiny_model(family).eval()
-    engine = served(empty_like(reference), folder, tp={"tp_size": 2}, training_mp_size=2)
+    engine = load_into(empty_like(reference), folder, tp={"tp_size": 2}, training_mp_size=2)
     request = {"attention_mask": MASK, "max_new_tokens": 6}
     assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
 
 
 @pytest.fixture(scope="module")
 def training_ranks():
-    """Two ranks of their own: DeepSpeed's tensor parallelism stays in a process."""
+    """A separate pool of two ranks: DeepSpeed's tensor parallelism changes a process for good."""
     pool = RankPool(2)
     yield pool
     pool.close()
 
 
 @pytest.mark.parametrize(("family", "stage"), [("llama", 1), ("llama", 3), ("bloom", 0), ("phi3", 1)])
-def test_what_tensor_parallel_training_saves(ranks, training_ranks, tmp_path, family, stage):
-    """Read at one rank and at two. The oracle is the model that was cut."""
+def test_tensor_parallel_training_checkpoints_load(ranks, training_ranks, tmp_path, family, stage):
+    """Loaded at one rank and at two. The oracle is the model before slicing."""
     training_ranks.run(check_parallel_training, str(tmp_path), family, stage)
     reference = tiny_model(family)
     files = sorted(path.name for path in (tmp_path / "saved").glob("*mp_rank_*_model_states.pt"))
     assert [re.search(r"mp_rank_(\d+)", name)[1] for name in files] == ["00", "01"]
     model = empty_like(reference)
-    served(model, tmp_path)
+    load_into(model, tmp_path)
     require_same_weights(model, reference)
     ranks.run(check_parts_of_training, str(tmp_path), family)
     with pytest.raises(ValueError, match="training_mp_size: 4 given; .*saved was trained with 2"):
-        served(model, tmp_path, training_mp_size=4)
+        load_into(model, tmp_path, training_mp_size=4)
     (tmp_path / "saved" / files[1]).unlink()
     with pytest.raises(ValueError, match=f"no file at .*{files[1]}"):
-        served(model, tmp_path)
+        load_into(model, tmp_path)
 
 
-def test_parts_of_several_matrices_without_a_map_are_refused(tmp_path):
-    """As another's tensor parallelism leaves them: by shapes alone gate and up would be mixed."""
+def test_tensor_parallel_parts_of_joined_matrices_without_a_map_raise(tmp_path):
+    """As other tensor parallelism saves them: by shapes alone gate and up would be mixed."""
     reference = tiny_model("phi3")
     for rank in range(2):
         cut = {
@@ -339,44 +339,44 @@ def test_parts_of_several_matrices_without_a_map_are_refused(tmp_path):
                 cut[name] = tensor.chunk(2, 1)[rank]
         torch.save({"module": cut, "mp_world_size": 2}, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
     with pytest.raises(ValueError, match="gate_up_proj.weight.*parts of several matrices each, and no map"):
-        served(empty_like(reference), tmp_path)
+        load_into(empty_like(reference), tmp_path)
     for rank in range(2):
         state = torch.load(tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
         state["universal_checkpoint_info"] = {"autotp_unsupported_parameter_patterns": {"^a$": "uneven"}}
         torch.save(state, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
     with pytest.raises(ValueError, match="DeepSpeed does not know how to put together: .*uneven"):
-        served(empty_like(reference), tmp_path)
+        load_into(empty_like(reference), tmp_path)
     for rank in range(2):
         state["universal_checkpoint_info"] = {"affine_map": {"version": 9, "params": {}}}
         torch.save(state, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
     with pytest.raises(ValueError, match="a map of parts of version 9, and DeepSpeed here knows version 1"):
-        served(empty_like(reference), tmp_path)
+        load_into(empty_like(reference), tmp_path)
 
 
 @pytest.mark.parametrize(
     "write", [as_pickle, as_shards, as_pickled_shards, as_state_dict, as_index_file, as_deepspeeds_json]
 )
-def test_parts_of_what_is_whole_are_refused(tmp_path, write):
+def test_training_mp_size_with_an_unsharded_checkpoint_raises(tmp_path, write):
     reference = tiny_model("llama")
     where = tmp_path / write(reference, tmp_path)
     with pytest.raises(ValueError, match="training_mp_size: 2 given; .* is whole. Parts are those of"):
-        served(empty_like(reference), where, training_mp_size=2)
+        load_into(empty_like(reference), where, training_mp_size=2)
 
 
-def test_a_checkpoint_of_the_base_and_of_the_whole(tmp_path):
-    """transformers adds and takes off the base model's prefix; so do we."""
-    whole = tiny_other("bert")
-    whole.bert.save_pretrained(tmp_path)
-    other = tiny_other("bert", seed=1)
+def test_a_base_models_checkpoint_loads_into_a_model_with_a_head(tmp_path):
+    """The base model's prefix is added and removed, as transformers does."""
+    reference = tiny_other("bert")
+    reference.bert.save_pretrained(tmp_path)
+    model = tiny_other("bert", seed=1)
     with pytest.warns(match="missing: .*cls.predictions"):
-        served(other, tmp_path, strict=False)
-    assert torch.equal(other.bert.embeddings.word_embeddings.weight, whole.bert.embeddings.word_embeddings.weight)
+        load_into(model, tmp_path, strict=False)
+    assert torch.equal(model.bert.embeddings.word_embeddings.weight, reference.bert.embeddings.word_embeddings.weight)
 
 
-# What does not fit
+# Mismatches
 
 
-def test_what_does_not_fit_is_listed(tmp_path):
+def test_missing_unexpected_and_mismatched_tensors_are_listed(tmp_path):
     reference = tiny_model("llama")
     state = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
     del state["model.norm.weight"], state["model.layers.1.mlp.up_proj.weight"]
@@ -385,39 +385,39 @@ def test_what_does_not_fit_is_listed(tmp_path):
     torch.save(state, tmp_path / "pytorch_model.bin")
     model = tiny_model("llama", seed=1)
     before = twin(model)
-    words = (
+    message = (
         r"missing: model.layers.1.mlp.up_proj.weight, model.norm.weight \(2 in all\); "
         r"left over: model.extra \(1 in all\); "
         r"of other shapes: lm_head.weight is \[97, 31\] and must be \[97, 32\] \(1 in all\). strict=False"
     )
-    with pytest.raises(ValueError, match=words):
-        served(model, tmp_path, set_empty_params=True)
+    with pytest.raises(ValueError, match=message):
+        load_into(model, tmp_path, set_empty_params=True)
     require_same_weights(model, before)
     with pytest.warns(match="missing: model.layers.1"):
-        served(model, tmp_path, strict=False)
-    own = {"model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"}
+        load_into(model, tmp_path, strict=False)
+    kept = {"model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"}
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, (before if name in own else reference).state_dict()[name]), name
+        assert torch.equal(tensor, (before if name in kept else reference).state_dict()[name]), name
     empty = empty_like(reference)
     with pytest.warns(match="missing: model.layers.1"):
-        served(empty, tmp_path, strict=False)
-    assert torch.equal(empty.model.norm.weight, torch.ones(32))  # as the model makes it
+        load_into(empty, tmp_path, strict=False)
+    assert torch.equal(empty.model.norm.weight, torch.ones(32))  # as the model initializes it
     assert 0 < empty.lm_head.weight.std() < 0.05
 
 
-def test_a_tied_head_needs_to_be_there_once(tmp_path):
+def test_a_tied_head_is_needed_only_once(tmp_path):
     reference = tiny_model("llama", tie_word_embeddings=True)
     state = reference.state_dict()
     for absent in ("lm_head.weight", "model.embed_tokens.weight"):
         torch.save({name: tensor for name, tensor in state.items() if name != absent}, tmp_path / "w.pt")
         model = empty_like(reference)
         model.tie_weights()
-        served(model, tmp_path / "w.pt")
+        load_into(model, tmp_path / "w.pt")
         require_same_weights(model, reference)
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_an_expert_that_is_missing_is_listed(tmp_path):
+def test_a_missing_expert_is_listed(tmp_path):
     reference = tiny_model("mixtral")
     reference.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
@@ -425,10 +425,10 @@ def test_an_expert_that_is_missing_is_listed(tmp_path):
     del state[gone]
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"of other shapes: .*experts"):
-        served(tiny_model("mixtral"), tmp_path)
+        load_into(tiny_model("mixtral"), tmp_path)
 
 
-def test_damaged_files(tmp_path):
+def test_damaged_files_raise(tmp_path):
     reference = tiny_model("llama")
     reference.save_pretrained(tmp_path / "st")
     for form, write, name in (("st", None, "model.safetensors"), ("bin", as_pickle, "pytorch_model.bin")):
@@ -436,11 +436,17 @@ def test_damaged_files(tmp_path):
         if write:
             folder.mkdir()
             write(reference, folder)
-        whole = (folder / name).read_bytes()
-        for content in (whole[: len(whole) // 2], whole[:-10], whole[:7], b"", b"\0" * 100 + whole[100:]):
+        content_before = (folder / name).read_bytes()
+        for content in (
+            content_before[: len(content_before) // 2],
+            content_before[:-10],
+            content_before[:7],
+            b"",
+            b"\0" * 100 + content_before[100:],
+        ):
             (folder / name).write_bytes(content)
             with pytest.raises(ValueError, match=f"{name} cannot be read; it is damaged"):
-                served(tiny_model("llama"), folder)
+                load_into(tiny_model("llama"), folder)
 
 
 def check_zero_saved(path: str) -> None:
@@ -449,42 +455,47 @@ def check_zero_saved(path: str) -> None:
     dist.barrier()
 
 
-def test_damaged_files_of_training(ranks, tmp_path):
-    """Every file of a ZeRO-3 checkpoint cut short, emptied, overwritten, taken away, or of another run."""
+def test_damaged_training_checkpoints_raise(ranks, tmp_path):
+    """Every file of a ZeRO-3 checkpoint truncated, emptied, overwritten, removed, or from another run."""
     ranks.run(check_zero_saved, str(tmp_path))
     saved = tmp_path / "saved"
-    served(tiny_model("llama"), tmp_path)
+    load_into(tiny_model("llama"), tmp_path)
     files = sorted(saved.glob("*.pt"))
     assert len(files) == 4
     for path in files:
-        whole = path.read_bytes()
-        for content in (whole[: len(whole) // 2], whole[:-10], b"", b"\0" * 100 + whole[100:]):
+        content_before = path.read_bytes()
+        for content in (
+            content_before[: len(content_before) // 2],
+            content_before[:-10],
+            b"",
+            b"\0" * 100 + content_before[100:],
+        ):
             path.write_bytes(content)
             with pytest.raises(ValueError, match=f"{path.name} cannot be read; it is damaged"):
-                served(tiny_model("llama"), tmp_path)
+                load_into(tiny_model("llama"), tmp_path)
         torch.save({"step": 1}, path)
         with pytest.raises(ValueError, match=f"{path.name} has no .*; it is not what a DeepSpeed engine saves"):
-            served(tiny_model("llama"), tmp_path)
+            load_into(tiny_model("llama"), tmp_path)
         torch.save([1], path)
         with pytest.raises(ValueError, match=f"{path.name} has no .*; it is not what a DeepSpeed engine saves"):
-            served(tiny_model("llama"), tmp_path)
+            load_into(tiny_model("llama"), tmp_path)
         path.unlink()
         with pytest.raises(ValueError, match="no file at .*mp_rank_00|one of 2 ranks', and there are 1"):
-            served(tiny_model("llama"), tmp_path)
-        path.write_bytes(whole)
+            load_into(tiny_model("llama"), tmp_path)
+        path.write_bytes(content_before)
     optimizer = next(path for path in files if "rank_1" in path.name and "optim" in path.name)
-    whole = optimizer.read_bytes()
+    content_before = optimizer.read_bytes()
     state = torch.load(optimizer, weights_only=False)
     flats = state["optimizer_state_dict"]["fp32_flat_groups"]
     state["optimizer_state_dict"]["fp32_flat_groups"] = [flat[:-5] for flat in flats]
     torch.save(state, optimizer)
     with pytest.raises(ValueError, match="rank_1.*optim_states.pt has .* elements of weights, and .* says"):
-        served(tiny_model("llama"), tmp_path)
-    optimizer.write_bytes(whole)
+        load_into(tiny_model("llama"), tmp_path)
+    optimizer.write_bytes(content_before)
     for content in (b"", b"\n", b"third", b"\xff\xfe"):
         (tmp_path / "latest").write_bytes(content)
         with pytest.raises(ValueError, match="latest names '.*', and there is no such directory"):
-            served(tiny_model("llama"), tmp_path)
+            load_into(tiny_model("llama"), tmp_path)
 
 
 INDEX = "model.safetensors.index.json"
@@ -492,7 +503,7 @@ OTHER_JSON = "mine.json"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "message"),
     [
         (INDEX, b'{"weight_map": {"model.norm.w', "is not JSON"),
         (INDEX, b"\xff\x00\x01", "is not JSON"),
@@ -518,102 +529,102 @@ OTHER_JSON = "mine.json"
         (OTHER_JSON, b'{"checkpoints": ["a.pt"], "parallelization": "tp", "version": "new"}', "version='new' given"),
     ],
 )
-def test_damaged_descriptions(tmp_path, name, content, words):
+def test_invalid_index_and_json_files_raise(tmp_path, name, content, message):
     reference = tiny_model("llama")
     if name == INDEX:
         as_shards(reference, tmp_path)
     torch.save(reference.state_dict(), tmp_path / "a.pt")
     (tmp_path / name).write_bytes(content)
     for where in (tmp_path / name, tmp_path) if name == INDEX else (tmp_path / name,):
-        with pytest.raises(ValueError, match=words):
-            served(tiny_model("llama"), where)
+        with pytest.raises(ValueError, match=message):
+            load_into(tiny_model("llama"), where)
 
 
 @pytest.mark.parametrize("kind", ["BLOOM", "bloom", "ds_model", "Megatron", "megatron", None])
 @pytest.mark.parametrize("way", ["pp", "tp", None])
 def test_types_of_deepspeeds_json(tmp_path, kind, way):
-    """A type alone says how Megatron's files belong together; what is said besides goes before it."""
+    """`type` alone implies how Megatron's files are joined; an explicit `parallelization` has priority."""
     reference = tiny_model("llama")
-    said = {key: value for key, value in (("type", kind), ("parallelization", way)) if value is not None}
+    settings = {key: value for key, value in (("type", kind), ("parallelization", way)) if value is not None}
     if (way or ("tp" if kind in ("Megatron", "megatron") else "pp")) == "pp":
         as_deepspeeds_json(reference, tmp_path)
-        content = {**json.loads((tmp_path / "mine.json").read_text()), **said}
+        content = {**json.loads((tmp_path / "mine.json").read_text()), **settings}
     else:
         as_deepspeeds_parts(reference, tmp_path)
-        content = {**json.loads((tmp_path / "ds_inference_config.json").read_text()), **said}
-    for key in {"type", "parallelization"} - said.keys():
+        content = {**json.loads((tmp_path / "ds_inference_config.json").read_text()), **settings}
+    for key in {"type", "parallelization"} - settings.keys():
         content.pop(key, None)
     (tmp_path / "said.json").write_text(json.dumps(content))
     model = empty_like(reference)
-    served(model, tmp_path / "said.json")
+    load_into(model, tmp_path / "said.json")
     require_same_weights(model, reference)
 
 
-@pytest.mark.parametrize("said", [0, 2.0])
-def test_a_version_that_the_files_say(tmp_path, said):
-    """As DeepSpeed's reader does where the JSON's is null: Megatron's files have their layout's number in them."""
-    whole = torch.arange(24.0).view(12, 2)
-    blocks = [block.chunk(2) for block in whole.chunk(3)]
+@pytest.mark.parametrize("version", [0, 2.0])
+def test_megatrons_checkpoint_version_is_read_from_the_files(tmp_path, version):
+    """As DeepSpeed's reader does where the JSON's version is null: Megatron's files contain their layout's version."""
+    expected = torch.arange(24.0).view(12, 2)
+    blocks = [block.chunk(2) for block in expected.chunk(3)]
     for rank in range(2):
-        part = torch.cat([block[rank] for block in blocks]) if said == 0 else whole.chunk(2)[rank]
-        content = {"module": {"query_key_value.weight": part}, "checkpoint_version": said}
+        part = torch.cat([block[rank] for block in blocks]) if version == 0 else expected.chunk(2)[rank]
+        content = {"module": {"query_key_value.weight": part}, "checkpoint_version": version}
         torch.save(content, tmp_path / f"{rank}.pt")
     model = torch.nn.Module()
     model.query_key_value = torch.nn.Linear(2, 12, bias=False)
     content = {"type": "Megatron", "checkpoints": ["0.pt", "1.pt"], "version": None}
     hybrid.init_inference(model, dtype="float32", checkpoint=content, base_dir=str(tmp_path))
-    assert torch.equal(model.query_key_value.weight, whole)
+    assert torch.equal(model.query_key_value.weight, expected)
 
 
-def test_parts_that_the_engine_has_written_and_that_are_gone(tmp_path):
+def test_damaged_saved_mp_checkpoints_raise(tmp_path):
     reference = tiny_model("llama")
     names = list(reference.state_dict())
     for rank in range(2):
         save_mp_checkpoint(str(tmp_path), names, reference.state_dict().__getitem__, 2, rank)
     model = empty_like(reference)
-    served(model, tmp_path)
+    load_into(model, tmp_path)
     require_same_weights(model, reference)
     second = tmp_path / "tp_01.safetensors"
-    whole = second.read_bytes()
+    content_before = second.read_bytes()
     state = load_file(second)
     save_file({name: tensor for name, tensor in state.items() if "up_proj" not in name}, second)
     with pytest.raises(ValueError, match=r"of other shapes: .*up_proj.weight is \[24, 32\] and must be \[48, 32\]"):
-        served(empty_like(reference), tmp_path)
-    second.write_bytes(whole[:-100])
+        load_into(empty_like(reference), tmp_path)
+    second.write_bytes(content_before[:-100])
     with pytest.raises(ValueError, match="tp_01.safetensors cannot be read; it is damaged"):
-        served(empty_like(reference), tmp_path)
+        load_into(empty_like(reference), tmp_path)
     second.unlink()
     with pytest.raises(ValueError, match="no file at .*tp_01.safetensors"):
-        served(empty_like(reference), tmp_path)
+        load_into(empty_like(reference), tmp_path)
     (tmp_path / "ds_inference_config.json").unlink()
     with pytest.raises(ValueError, match="has none of ds_inference_config.json"):
-        served(empty_like(reference), tmp_path)
+        load_into(empty_like(reference), tmp_path)
 
 
-def test_missing_files(tmp_path):
+def test_missing_files_raise(tmp_path):
     reference = tiny_model("llama")
     as_shards(reference, tmp_path / "shards")
     gone = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(ValueError, match=f"no file at .*{gone.name}"):
-        served(tiny_model("llama"), tmp_path / "shards")
+        load_into(tiny_model("llama"), tmp_path / "shards")
     (tmp_path / "index").mkdir()
     as_pickled_shards(reference, tmp_path / "index")
     torch.save({"model.norm.weight": torch.ones(32)}, tmp_path / "index" / "b.bin")
     with pytest.raises(ValueError, match="names tensors that its files do not have: .*q_proj"):
-        served(tiny_model("llama"), tmp_path / "index")
+        load_into(tiny_model("llama"), tmp_path / "index")
     with pytest.raises(ValueError, match="no file at .*nowhere"):
-        served(tiny_model("llama"), tmp_path / "nowhere")
+        load_into(tiny_model("llama"), tmp_path / "nowhere")
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ValueError, match="has none of ds_inference_config.json, model.safetensors"):
-        served(tiny_model("llama"), tmp_path / "nothing")
+        load_into(tiny_model("llama"), tmp_path / "nothing")
     content = {"type": "BLOOM", "checkpoints": ["1.pt"], "version": 1}
     with pytest.raises(ValueError, match="no file at .*1.pt"):
         hybrid.init_inference(tiny_model("llama"), dtype="float32", checkpoint=content)
 
 
 class Harmful:
-    """Makes a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -626,7 +637,7 @@ def test_pickles_run_no_code(tmp_path):
     state = tiny_model("llama").state_dict()
     torch.save({"state_dict": state, "more": Harmful(tmp_path / "made")}, tmp_path / "w.pt")
     with pytest.raises(ValueError, match="cannot be read"):
-        served(tiny_model("llama"), tmp_path / "w.pt")
+        load_into(tiny_model("llama"), tmp_path / "w.pt")
     assert not (tmp_path / "made").exists()
 
 
@@ -638,26 +649,26 @@ def test_a_model_without_weights_needs_a_checkpoint():
 
 
 @pytest.mark.parametrize("start", ["meta", "real"])
-def test_what_nobody_can_make_anew_is_listed(tmp_path, start):
-    """A module that is not Hugging Face's does not say how its weights begin; it is given back with them."""
+def test_parameters_that_cannot_be_initialized_are_listed(tmp_path, start):
+    """A module without Hugging Face's initialization cannot fill missing weights; it is restored."""
     torch.save({"0.weight": torch.zeros(4, 4), "2.weight": torch.ones(3, 3)}, tmp_path / "w.pt")
     with torch.device("meta" if start == "meta" else "cpu"):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    words = r"it does not have 0.bias, 2.weight, 2.bias \(3 in all\), .* this is a Sequential"
-    with pytest.warns(match="does not fit Sequential"), pytest.raises(ValueError, match=words):
-        served(model, tmp_path / "w.pt", strict=False, set_empty_params=True)
+    message = r"it does not have 0.bias, 2.weight, 2.bias \(3 in all\), .* this is a Sequential"
+    with pytest.warns(match="does not fit Sequential"), pytest.raises(ValueError, match=message):
+        load_into(model, tmp_path / "w.pt", strict=False, set_empty_params=True)
     for name, tensor in model.state_dict().items():
         assert tensor.is_meta if start == "meta" else torch.equal(tensor, before[name]), name
     if start == "real":
         with pytest.warns(match="does not fit Sequential"):
-            served(model, tmp_path / "w.pt", strict=False)
+            load_into(model, tmp_path / "w.pt", strict=False)
         assert torch.equal(model[0].weight, torch.zeros(4, 4))
         assert torch.equal(model[2].weight, before["2.weight"])
 
 
 def test_dtype_on_load(tmp_path):
-    """As from_pretrained with the same dtype."""
+    """Equals from_pretrained with the same dtype."""
     reference = tiny_model("gemma3_text")
     reference.save_pretrained(tmp_path)
     built = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -669,10 +680,10 @@ def test_dtype_on_load(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt2", "bert"])
-def test_what_the_engine_writes_is_read_back(tmp_path, name):
+def test_saved_mp_checkpoints_load(tmp_path, name):
     reference = tiny_other(name) if name in OTHERS else tiny_model(name)
     expected = twin(reference)
     hybrid.init_inference(reference, dtype="float32", save_mp_checkpoint_path=str(tmp_path))
     model = empty_like(expected)
-    served(model, tmp_path)
+    load_into(model, tmp_path)
     require_same_weights(model, expected)

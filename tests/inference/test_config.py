@@ -1,4 +1,4 @@
-"""`init_inference`'s settings: DeepSpeed's keys, aliases, defaults and merging; what is wrong is named."""
+"""`init_inference`'s settings: DeepSpeed's keys, aliases, defaults and merging; invalid ones are named."""
 
 import ast
 import copy
@@ -26,18 +26,18 @@ PLAIN = {"dtype": torch.float32}
 
 
 def names(kind: type[BaseModel]) -> dict[str, str | None]:
-    """Fields of a block and their aliases, where they say more than the name."""
+    """Fields of a block and their aliases, None where an alias only repeats the name."""
     return {name: None if field.alias == name else field.alias for name, field in kind.model_fields.items()}
 
 
-def test_keys_aliases_and_defaults_are_deepspeeds():
-    theirs = names(DeepSpeedInferenceConfig)
-    old = FORWARDED.keys() & theirs.keys()
-    aliases = {theirs.pop(key) for key in old} - {None}
-    assert old | aliases == FORWARDED.keys()
-    ours = names(InferenceConfig)
-    assert ours.pop("strict", "missing") is None  # of checkpoints; DeepSpeed's loader has it as an argument
-    assert ours == theirs
+def test_keys_aliases_and_defaults_match_deepspeed():
+    expected = names(DeepSpeedInferenceConfig)
+    forwarded = FORWARDED.keys() & expected.keys()
+    aliases = {expected.pop(key) for key in forwarded} - {None}
+    assert forwarded | aliases == FORWARDED.keys()
+    actual = names(InferenceConfig)
+    assert actual.pop("strict", "missing") is None  # of checkpoints; DeepSpeed's loader has it as an argument
+    assert actual == expected
     assert names(settings.TensorParallelConfig) == names(DeepSpeedTPConfig)
     assert names(settings.MoEConfig) == names(DeepSpeedMoEConfig)
     blocks = {"dtype", "tensor_parallel", "moe", "quant", "checkpoint_config"}
@@ -47,21 +47,21 @@ def test_keys_aliases_and_defaults_are_deepspeeds():
                 assert field.default == other.model_fields[name].default, name
 
 
-class Caught(Exception):
-    """Carries what DeepSpeed would build its engine with."""
+class ConfigCaught(Exception):
+    """Carries the configuration that DeepSpeed would build its engine with."""
 
 
-def theirs_of(monkeypatch, config, kwargs) -> DeepSpeedInferenceConfig | None:
+def deepspeeds_config(monkeypatch, config, kwargs) -> DeepSpeedInferenceConfig | None:
     """DeepSpeed's merged configuration; None where it raises."""
 
-    def caught(model, config):
-        raise Caught(config)
+    def raise_config(model, config):
+        raise ConfigCaught(config)
 
-    monkeypatch.setattr(deepspeed, "InferenceEngine", caught)
+    monkeypatch.setattr(deepspeed, "InferenceEngine", raise_config)
     try:
         deepspeed.init_inference(torch.nn.Module(), copy.deepcopy(config), **copy.deepcopy(kwargs))
-    except Caught as found:
-        return found.args[0]
+    except ConfigCaught as error:
+        return error.args[0]
     except (ValueError, AssertionError):
         return None
 
@@ -98,28 +98,32 @@ COMPARED = "replace_with_kernel_inject max_out_tokens min_out_tokens triangular_
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MERGED)
-def test_merging_is_deepspeeds(monkeypatch, name):
+def test_config_and_kwargs_merge_as_in_deepspeed(monkeypatch, name):
     config, kwargs = MERGED[name]
     before = copy.deepcopy((config, kwargs))
-    theirs = theirs_of(monkeypatch, config, kwargs)
-    if theirs is None:
+    expected = deepspeeds_config(monkeypatch, config, kwargs)
+    if expected is None:
         with pytest.raises(ValueError):
             read_inference_config(config, kwargs)
         return
-    ours = read_inference_config(config, kwargs)
+    actual = read_inference_config(config, kwargs)
     assert (config, kwargs) == before, "the caller's dictionaries were changed"
-    assert {key: getattr(ours, key) for key in COMPARED} == {key: getattr(theirs, key) for key in COMPARED}
-    assert getattr(torch, ours.dtype) == theirs.dtype
-    tensor_parallel = DeepSpeedTPConfig(**theirs.tensor_parallel) if theirs.tensor_parallel == {} else None
-    assert ours.tensor_parallel.tp_size == (tensor_parallel or theirs.tensor_parallel).tp_size
-    moe = DeepSpeedMoEConfig() if theirs.moe == {} else theirs.moe
-    assert (ours.moe.enabled, ours.moe.ep_size, ours.moe.moe_experts) == (moe.enabled, moe.ep_size, moe.moe_experts)
-    assert ours.moe.type == getattr(moe.type, "value", moe.type)
+    assert {key: getattr(actual, key) for key in COMPARED} == {key: getattr(expected, key) for key in COMPARED}
+    assert getattr(torch, actual.dtype) == expected.dtype
+    tensor_parallel = DeepSpeedTPConfig(**expected.tensor_parallel) if expected.tensor_parallel == {} else None
+    assert actual.tensor_parallel.tp_size == (tensor_parallel or expected.tensor_parallel).tp_size
+    moe = DeepSpeedMoEConfig() if expected.moe == {} else expected.moe
+    assert (actual.moe.enabled, actual.moe.ep_size, actual.moe.moe_experts) == (
+        moe.enabled,
+        moe.ep_size,
+        moe.moe_experts,
+    )
+    assert actual.moe.type == getattr(moe.type, "value", moe.type)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "given",
+    "config",
     [
         {"dtype": torch.bfloat16, "max_tokens": 9, "tm": False},
         {"tensor_parallel": {"tp_size": 2}, "moe": {"ep_size": 2, "num_experts": [4]}},
@@ -128,25 +132,27 @@ def test_merging_is_deepspeeds(monkeypatch, name):
         {"ckpt_config": {"base_dir": "there", "checkpoint_dir": "x.json"}, "return_tuple": False},
     ],
 )
-def test_deepspeeds_object_is_what_was_set_in_it(given):
-    """The whole configuration as DeepSpeed's object, its old names moved by DeepSpeed, and as a dictionary."""
-    ours = read_inference_config(given, {}).model_dump()
-    theirs = read_inference_config(DeepSpeedInferenceConfig(**copy.deepcopy(given)), {}).model_dump()
-    assert theirs.pop("zero").get("stage", 0) == ours.pop("zero").get("stage", 0)  # DeepSpeed sets others of its keys
-    assert theirs == ours
+def test_deepspeeds_config_object_equals_the_dictionary(config):
+    """The configuration as DeepSpeed's object, which forwards old names itself, and as a dictionary."""
+    expected = read_inference_config(config, {}).model_dump()
+    actual = read_inference_config(DeepSpeedInferenceConfig(**copy.deepcopy(config)), {}).model_dump()
+    assert actual.pop("zero").get("stage", 0) == expected.pop("zero").get(
+        "stage", 0
+    )  # DeepSpeed fills in more of its keys
+    assert actual == expected
 
 
-def test_a_file_that_says_a_key_twice(tmp_path):
-    """As DeepSpeed's reader of training configurations, which a Python dictionary cannot do."""
+def test_a_config_file_with_a_duplicate_key_raises_if_values_differ(tmp_path):
+    """As DeepSpeed's reader of training configurations; Python's json would keep the last value silently."""
     path = tmp_path / "config.json"
     path.write_text('{"max_out_tokens": 9, "dtype": "fp32", "max_out_tokens": 9}')
     assert read_inference_config(path, {}).max_out_tokens == 9
-    for text, words in (
+    for text, message in (
         ('{"max_out_tokens": 9, "max_out_tokens": 8}', "max_out_tokens: given twice, as 9 and as 8"),
         ('{"tp": {"tp_size": 1, "tp_size": 2}}', "tp_size: given twice, as 1 and as 2"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             hybrid.init_inference(torch.nn.Module(), str(path))
     for content in (b"{", b"\xff\xfe\x00", b'"max_out_tokens"'):
         path.write_bytes(content)
@@ -155,7 +161,7 @@ def test_a_file_that_says_a_key_twice(tmp_path):
 
 
 def test_deepspeeds_own_unit_test(tmp_path):
-    """tests/unit/inference/test_inference_config.py of DeepSpeed, with our function in the place of theirs."""
+    """DeepSpeed's tests/unit/inference/test_inference_config.py with `hybrid.init_inference`."""
     engine = hybrid.init_inference(
         torch.nn.Module(), config={"replace_with_kernel_inject": True, **PLAIN}, replace_with_kernel_inject=True
     )
@@ -173,7 +179,7 @@ def test_deepspeeds_own_unit_test(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "kwargs", "words"),
+    ("config", "kwargs", "message"),
     [
         ({"kernel_injekt": True}, {}, "unknown key 'kernel_injekt'; the nearest known key is 'kernel_inject'"),
         ({"moe": {"ep_sise": 2}}, {}, "unknown key 'ep_sise'; the nearest known key is 'ep_size'"),
@@ -185,13 +191,13 @@ def test_deepspeeds_own_unit_test(tmp_path):
         ("nowhere.json", {}, "no file at 'nowhere.json'"),
     ],
 )
-def test_what_is_wrong_is_named(config, kwargs, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_keys_and_values_are_named(config, kwargs, message):
+    with pytest.raises(ValueError, match=message):
         hybrid.init_inference(torch.nn.Module(), config, **kwargs)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("key", "value", "message"),
     [
         ("mp_size", 1, "mp_size is an old name; use tensor_parallel.tp_size"),
         ("moe_type", "standard", "moe_type is an old name; use moe.type"),
@@ -204,12 +210,12 @@ def test_what_is_wrong_is_named(config, kwargs, words):
         ("zero", {"offload_param": {"device": "cpu"}}, "zero: .*offload_param.* given; it has no effect"),
     ],
 )
-def test_what_has_no_effect_is_warned_of(key, value, words):
-    with pytest.warns(match=words):
+def test_settings_without_an_effect_warn(key, value, message):
+    with pytest.warns(match=message):
         hybrid.init_inference(torch.nn.Module(), **PLAIN, **{key: value})
 
 
-def test_what_is_followed_is_not_warned_of():
+def test_settings_with_an_effect_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hybrid.init_inference(torch.nn.Module(), **PLAIN, kernel_inject=True, max_tokens=9, replace_method="auto")
@@ -218,7 +224,7 @@ def test_what_is_followed_is_not_warned_of():
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("config", "error", "message"),
     [
         ({"enable_cuda_graph": True}, NotImplementedError, "enable_cuda_graph: true given; no CUDA device"),
         ({"use_triton": True}, NotImplementedError, "use_triton: true given.*a CUDA device is needed"),
@@ -230,30 +236,29 @@ def test_what_is_followed_is_not_warned_of():
         ({"tp": {"tp_size": 3}}, ValueError, "3 given; it must divide the world size, 1"),
     ],
 )
-@pytest.mark.skipif(torch.cuda.is_available(), reason="words of a machine without a device")
-def test_what_cannot_be_is_refused_before_anything_changes(given, error, words):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="messages of a machine without a device")
+def test_unavailable_settings_raise_before_the_model_changes(config, error, message):
     model = tiny_model("llama")
     before = {name: param.clone() for name, param in model.named_parameters()}
-    with pytest.raises(error, match=words):
-        hybrid.init_inference(model, dtype=torch.bfloat16, **given)
+    with pytest.raises(error, match=message):
+        hybrid.init_inference(model, dtype=torch.bfloat16, **config)
     assert model.training
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
 
 
-def test_tritons_kernels_are_those_of_fused_containers(monkeypatch):
-    """On a machine with a device they are refused where the model's own layers are to run, and only there."""
+def test_use_triton_needs_kernel_injection(monkeypatch):
+    """With a device, use_triton raises only where the model's own layers would run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(NotImplementedError, match="use_triton: true given; .*replace_with_kernel_inject=true"):
         hybrid.init_inference(tiny_model("llama"), use_triton=True, **PLAIN)
     config = read_inference_config({"use_triton": True, "kernel_inject": True, "tm": False, **PLAIN}, {})
     config = config.model_copy(update={"dtype": torch.float32})
-    with pytest.raises(NotImplementedError, match="triangular_masking: false given"):  # what is looked at last
+    with pytest.raises(NotImplementedError, match="triangular_masking: false given"):  # which is checked last
         inference_engine.refuse_what_is_not_there(tiny_model("llama"), config)
 
 
 def causal(name: str) -> torch.nn.Module:
-    """Decoders that are on no list of ours, that have no language-modelling head, or that say of themselves what they
-    are in no attention."""
+    """Decoders outside our families, without a language-modelling head, or whose attention has no `is_causal`."""
     if name == "bert as a decoder":
         config = AutoConfig.for_model("bert", **OTHERS["bert"][1], is_decoder=True)
         return AutoModelForCausalLM.from_config(config)
@@ -267,28 +272,28 @@ def causal(name: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", ["bert as a decoder", "t5", "xglm", "llama without a head", "bloom that classifies"])
-def test_no_decoder_looks_both_ways(name):
+def test_triangular_masking_false_raises_for_decoders(name):
     with pytest.raises(NotImplementedError, match="the model is a decoder, which looks back only"):
         hybrid.init_inference(causal(name), triangular_masking=False, **PLAIN)
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert"])
-def test_an_encoder_may_look_both_ways(name):
+def test_triangular_masking_false_is_accepted_for_encoders(name):
     model = tiny_other(name)
     ids, _ = prompts(2, 7, padded=False)
-    found = hybrid.init_inference(twin(model), triangular_masking=False, **PLAIN)(ids).logits
-    other = ids.clone()
-    other[:, -1] += 1
+    actual = hybrid.init_inference(twin(model), triangular_masking=False, **PLAIN)(ids).logits
+    changed_ids = ids.clone()
+    changed_ids[:, -1] += 1
     with torch.no_grad():
-        assert torch.equal(found, model(ids).logits)
-        assert not torch.equal(found[:, 0], model(other).logits[:, 0]), "the first token sees the last"
+        assert torch.equal(actual, model(ids).logits)
+        assert not torch.equal(actual[:, 0], model(changed_ids).logits[:, 0]), "the first token sees the last"
 
 
-def test_a_module_that_is_no_transformer_may_look_where_it_likes():
+def test_triangular_masking_false_is_accepted_for_other_modules():
     hybrid.init_inference(torch.nn.Linear(2, 2), triangular_masking=False, **PLAIN)
 
 
-def test_every_setting_is_read_and_explained():
+def test_every_setting_is_read_and_documented():
     code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     attributes = {node.attr for node in ast.walk(ast.parse(code)) if hasattr(node, "attr")}
     paths = {path.rpartition(".")[2] for path in settings.WITHOUT_EFFECT}

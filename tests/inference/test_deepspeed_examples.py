@@ -1,6 +1,6 @@
 """DeepSpeedExamples' `inference/huggingface/text-generation/inference-test.py`, call by call, after `hybrid.install()`.
 
-The same script with `--hf_baseline`, which is Hugging Face's `generate` alone, says what the texts must be.
+The oracle is the same script with `--hf_baseline`, which runs Hugging Face's `generate` alone.
 """
 
 import json
@@ -45,7 +45,7 @@ FAMILIES = ["bloom", "opt", "gpt2", "gptj", "llama"]
 
 @dataclass(frozen=True)
 class Arguments:
-    """The script's flags, named as there.  performance_iters: of `--test_performance`, 30 in the script."""
+    """The script's flags under its names.  performance_iters: of `--test_performance`, 30 in the script."""
 
     model: str
     world_size: int = 1
@@ -65,7 +65,7 @@ class Arguments:
 
 
 class DSPipeline:
-    """What the script's `utils.py` has under this name, in the calls that it makes."""
+    """The calls of the class of this name in the script's `utils.py`."""
 
     def __init__(self, model_name: str, dtype: torch.dtype, is_meta: bool, device: int, checkpoint_path: str | None):
         self.device = torch.device(get_accelerator().device_name(device))
@@ -74,7 +74,7 @@ class DSPipeline:
         if is_meta:
             config = AutoConfig.from_pretrained(model_name)
             self.repo_root, self.checkpoints_json = self._generate_json(checkpoint_path or model_name)
-            with deepspeed.OnDevice(dtype=torch.float16, device="meta"):  # whatever --dtype is
+            with deepspeed.OnDevice(dtype=torch.float16, device="meta"):  # for any --dtype
                 self.model = AutoModelForCausalLM.from_config(config)
         else:
             self.model = AutoModelForCausalLM.from_pretrained(model_name)
@@ -98,13 +98,13 @@ class DSPipeline:
 
     def generate_outputs(self, inputs: list[str], num_tokens: int, do_sample: bool) -> list[str]:
         """Texts, prompts included."""
-        # The script's name for it, batch_encode_plus, is gone in transformers 5.
+        # The script calls batch_encode_plus, which transformers 5 has removed.
         tokens = self.tokenizer(inputs, return_tensors="pt", padding=True)
         for name in tokens:
             tokens[name] = tokens[name].to(self.device)
         self.model.to(self.device)
         request = {"max_new_tokens": num_tokens, "do_sample": do_sample}
-        if isinstance(self.tokenizer, LlamaTokenizerFast):  # these get no mask, and see the padding
+        if isinstance(self.tokenizer, LlamaTokenizerFast):  # the script passes these no mask, so they attend to padding
             outputs = self.model.generate(tokens.input_ids, **request)
         else:
             outputs = self.model.generate(**tokens, **request)
@@ -112,7 +112,7 @@ class DSPipeline:
 
 
 def inference_test(args: Arguments, local_rank: int = 0) -> tuple[DSPipeline, list[str]]:
-    """The script from its parsed flags to its texts; gives its pipeline too."""
+    """The script from its parsed flags to its texts; returns its pipeline and the texts."""
     data_type = getattr(torch, args.dtype)
     see_memory_usage("before init", True)
     pipe = DSPipeline(args.model, data_type, args.use_meta_tensor, local_rank, args.checkpoint_path)
@@ -160,13 +160,13 @@ def print_perf_stats(latencies: list[float], config) -> None:
 def write_model(family: str, folder: Path) -> str:
     """A model of a family with its tokenizer, a token for each letter, and its weights in two pickles.
 
-    BLOOM's have the names that they have on the hub: the base model's, without its prefix.
+    BLOOM's tensors have the hub's names: the base model's, without its prefix.
     """
     model = tiny_model(family, vocab_size=len(LETTERS))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and (".h." in name or "layers." in name):
-                parameter.mul_(6.0)  # else greedy texts are one letter, again and again
+                parameter.mul_(6.0)  # else greedy texts repeat one letter
     tokenizer = LlamaTokenizerFast(vocab={letter: n for n, letter in enumerate(LETTERS)}, merges=[])
     if family != "llama":
         special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -183,7 +183,7 @@ def write_model(family: str, folder: Path) -> str:
 
 
 def baseline_of(args: Arguments) -> list[str]:
-    """The texts of `--hf_baseline`, which are worth comparing with: rows differ, and go on behind their prompts."""
+    """The texts of `--hf_baseline`, asserted to differ between rows and to be longer than their prompts."""
     alone = replace(args, hf_baseline=True, world_size=1, use_meta_tensor=False, test_hybrid_engine=False)
     _, texts = inference_test(alone)
     added = {text.removeprefix(prompt) for text, prompt in zip(texts, SENTENCES, strict=False)}
@@ -193,7 +193,7 @@ def baseline_of(args: Arguments) -> list[str]:
 
 @pytest.mark.parametrize("use_kernel", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_at_one_rank(tmp_path, monkeypatch, family, use_kernel):
+def test_texts_match_hugging_face_at_one_rank(tmp_path, monkeypatch, family, use_kernel):
     """`--greedy`, with and without `--use_meta_tensor`."""
     monkeypatch.chdir(tmp_path)
     args = Arguments(write_model(family, tmp_path / "model"), use_kernel=use_kernel)
@@ -207,8 +207,8 @@ def test_at_one_rank(tmp_path, monkeypatch, family, use_kernel):
 
 
 @pytest.mark.parametrize("use_kernel", [True, False])
-def test_int8(tmp_path, monkeypatch, use_kernel):
-    """Hugging Face's texts over the rounded weights."""
+def test_int8_texts_match_hugging_face_with_rounded_weights(tmp_path, monkeypatch, use_kernel):
+    """The oracle is Hugging Face over weights rounded to int8."""
     args = Arguments(write_model("llama", tmp_path), use_kernel=use_kernel, dtype="int8")
     own = AutoModelForCausalLM.from_pretrained(args.model)
     with monkeypatch.context() as patch:
@@ -219,8 +219,8 @@ def test_int8(tmp_path, monkeypatch, use_kernel):
     assert texts == expected
 
 
-def test_float16(tmp_path):
-    """The script's default `--dtype`, refused where DeepSpeed's accelerator does not compute it, as on a host."""
+def test_float16_matches_or_raises_by_the_accelerator(tmp_path):
+    """The script's default `--dtype`, which raises where DeepSpeed's accelerator does not support it, as on CPU."""
     args = Arguments(write_model("opt", tmp_path), use_kernel=True, dtype="float16")
     with hybrid.installed():
         if torch.float16 in get_accelerator().supported_dtypes():
@@ -239,7 +239,7 @@ def test_a_pretrained_model(stories260k, use_kernel):
 
 
 def test_performance_and_profiling(tmp_path):
-    """`--test_performance` reads sizes of `pipe.model.config`; the profiling is of DeepSpeed's engine."""
+    """`--test_performance` reads sizes of `pipe.model.config`, and uses the profiling of DeepSpeed's engine."""
     args = Arguments(write_model("bloom", tmp_path), use_kernel=True, test_performance=True, batch_size=9)
     expected = baseline_of(args)
     with hybrid.installed():
@@ -251,19 +251,19 @@ def test_performance_and_profiling(tmp_path):
     assert len(pipe.model.model_times()) == 5 and pipe.model.model_times() == []
 
 
-def test_sampled_texts_are_torchs_seeds(tmp_path):
-    """Without `--greedy`, which is the script's default: a seed's texts, and others of another."""
+def test_sampled_texts_depend_on_torchs_seed(tmp_path):
+    """Without `--greedy`, the script's default: the same seed gives the same texts, another seed others."""
     args = Arguments(write_model("llama", tmp_path), use_kernel=True, greedy=False)
-    made = []
+    texts = []
     with hybrid.installed():
         for seed in (0, 0, 1):
             torch.manual_seed(seed)
-            made.append(inference_test(args)[1])
-    assert made[0] == made[1] != made[2]
+            texts.append(inference_test(args)[1])
+    assert texts[0] == texts[1] != texts[2]
 
 
 def check_ranks(folder: str, family: str, use_kernel: bool) -> None:
-    """Two ranks' texts are one's: from a model, from the checkpoint, and from the parts that the first run wrote."""
+    """Texts of two ranks equal one rank's: from a model, a checkpoint, and the slices that the first run saved."""
     os.chdir(folder)
     args = Arguments(f"{folder}/model", world_size=2, use_kernel=use_kernel)
     expected = baseline_of(args)
@@ -279,7 +279,7 @@ def check_ranks(folder: str, family: str, use_kernel: bool) -> None:
 
 @pytest.mark.parametrize("use_kernel", [True, False])
 @pytest.mark.parametrize("family", ["bloom", "opt", "llama"])
-def test_at_two_ranks(ranks, tmp_path, family, use_kernel):
+def test_texts_match_hugging_face_at_two_ranks(ranks, tmp_path, family, use_kernel):
     write_model(family, tmp_path / "model")
     ranks.run(check_ranks, str(tmp_path), family, use_kernel)
 
@@ -306,7 +306,7 @@ def check_hybrid_engine(folder: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["bloom", "llama"])
-def test_the_training_engine(ranks, tmp_path, family):
+def test_hybrid_engine_flag_matches_hugging_face(ranks, tmp_path, family):
     """`--test_hybrid_engine`: `deepspeed.initialize` without an optimizer, then `eval()` and `generate`."""
     write_model(family, tmp_path)
     ranks.run(check_hybrid_engine, str(tmp_path))

@@ -1,4 +1,4 @@
-"""DeepSpeed's own MoE layers: experts over two ranks, from the model's weights and from what training saved."""
+"""DeepSpeed's own MoE layers: experts over two ranks, from the model's weights and from a training checkpoint."""
 
 import contextlib
 import zlib
@@ -19,7 +19,7 @@ SIZE, VOCABULARY, COUNT = 16, 97, 4
 
 
 class Mixture(nn.Module):
-    """Logits of tokens through one mixture. No token is dropped, and nothing is drawn."""
+    """Logits of tokens through one MoE layer, which drops no token and samples nothing."""
 
     def __init__(self, ep_size: int, use_residual: bool = False):
         super().__init__()
@@ -34,8 +34,8 @@ class Mixture(nn.Module):
         return self.head(hidden + self.mixture(hidden)[0])
 
 
-def whole(use_residual: bool = False) -> Mixture:
-    """All experts on every rank, each of its own."""
+def replicated_model(use_residual: bool = False) -> Mixture:
+    """A model with all experts on every rank, with distinct weights."""
     torch.manual_seed(0)
     model = Mixture(1, use_residual)
     for param in model.parameters():
@@ -43,8 +43,8 @@ def whole(use_residual: bool = False) -> Mixture:
     return model.eval()
 
 
-def half(reference: Mixture, use_residual: bool = False) -> Mixture:
-    """This rank's half of the experts, and everything else."""
+def sharded_model(reference: Mixture, use_residual: bool = False) -> Mixture:
+    """A model with this rank's half of the experts, and all other weights."""
     model, first = Mixture(2, use_residual).eval(), dist.get_rank() * COUNT // 2
     state = {}
     for name, tensor in reference.state_dict().items():
@@ -59,7 +59,7 @@ def half(reference: Mixture, use_residual: bool = False) -> Mixture:
     return model
 
 
-def check_same(engine: hybrid.InferenceEngine, reference: Mixture) -> None:
+def require_same_outputs(engine: hybrid.InferenceEngine, reference: Mixture) -> None:
     ids, _ = prompts(3, 5, padded=False, seed=dist.get_rank())
     with torch.no_grad():
         torch.testing.assert_close(engine(ids), reference(ids), atol=1e-5, rtol=1e-5)
@@ -67,11 +67,13 @@ def check_same(engine: hybrid.InferenceEngine, reference: Mixture) -> None:
 
 def check_experts(folder: str, stage: int) -> None:
     for residual, kind in ((False, "standard"), (True, "residual")):
-        reference = whole(residual)
+        reference = replicated_model(residual)
         moe = {"ep_size": 2, "moe_experts": [COUNT], "type": kind}
-        check_same(hybrid.init_inference(half(reference, residual), dtype=torch.float32, moe=moe), reference)
-    reference = whole()
-    model = half(reference)
+        require_same_outputs(
+            hybrid.init_inference(sharded_model(reference, residual), dtype=torch.float32, moe=moe), reference
+        )
+    reference = replicated_model()
+    model = sharded_model(reference)
     groups = split_params_into_different_moe_groups_for_optimizer(
         {"params": list(model.parameters()), "name": "parameters"}
     )
@@ -86,19 +88,19 @@ def check_experts(folder: str, stage: int) -> None:
     )[0]
     training.save_checkpoint(folder, tag="saved")
     dist.barrier()
-    for ep_size in (1, 2):  # other weights than those that were saved
+    for ep_size in (1, 2):  # with weights other than the saved ones
         fresh = Mixture(ep_size)
         engine = hybrid.init_inference(fresh, dtype=torch.float32, moe={"ep_size": ep_size}, checkpoint=folder)
-        check_same(engine, reference)
+        require_same_outputs(engine, reference)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_two_ranks_have_half_of_the_experts_each(ranks, tmp_path, stage):
+def test_experts_over_two_ranks_match_all_experts(ranks, tmp_path, stage):
     ranks.run(check_experts, str(tmp_path), stage)
 
 
 class MixtureMLP(nn.Module):
-    """A mixture in the place of a decoder layer's MLP."""
+    """An MoE layer in place of a decoder layer's MLP."""
 
     def __init__(self, ep_size: int, k: int, drop_tokens: bool):
         super().__init__()
@@ -111,7 +113,7 @@ class MixtureMLP(nn.Module):
 
 
 def with_mixtures(ep_size: int, k: int, drop_tokens: bool, rank: int = 0) -> nn.Module:
-    """A Llama with two layers of mixtures, of whose experts this rank has its part; equal weights for every ep_size."""
+    """A Llama with two MoE layers and this rank's experts; equal weights for every ep_size."""
     model = tiny_model("llama").eval()
     for index in (0, 2):
         model.model.layers[index].mlp = MixtureMLP(ep_size, k, drop_tokens)
@@ -128,8 +130,8 @@ def with_mixtures(ep_size: int, k: int, drop_tokens: bool, rank: int = 0) -> nn.
 
 
 def check_generate(k: int, drop_tokens: bool) -> None:
-    """Tokens of the model that has all experts, for ranks whose rows end at different lengths, and whose prompts are of
-    different shapes; forwards of different sizes."""
+    """Tokens equal those of the model with all experts, for ranks with different lengths, prompt shapes and
+    forwards."""
     rank = dist.get_rank()
     reference = with_mixtures(1, k, drop_tokens)
     model = with_mixtures(2, k, drop_tokens, rank)
@@ -143,31 +145,33 @@ def check_generate(k: int, drop_tokens: bool) -> None:
     request = {"attention_mask": mask, "max_new_tokens": 3 + 2 * rank, "do_sample": False}
     assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
     with torch.no_grad():
-        ours, theirs = (one(ids, attention_mask=mask).logits[mask.bool()] for one in (engine, reference))
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        actual, expected = (module(ids, attention_mask=mask).logits[mask.bool()] for module in (engine, reference))
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="empty prompts") if rank else contextlib.nullcontext():
         engine.generate(ids, attention_mask=mask * (1 - rank), max_new_tokens=5)
     engine.destroy()
-    again = hybrid.init_inference(model, dtype=torch.float32, moe={"ep_size": 2})  # the layers have their groups
+    second_engine = hybrid.init_inference(
+        model, dtype=torch.float32, moe={"ep_size": 2}
+    )  # the layers keep their expert groups
     ids, mask = prompts(3, 5, padded=True, seed=rank)
     request = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-    assert torch.equal(again.generate(ids, **request), reference.generate(ids, **request))
+    assert torch.equal(second_engine.generate(ids, **request), reference.generate(ids, **request))
 
 
 @pytest.mark.parametrize(("k", "drop_tokens"), [(2, True), (2, False), (1, True)])
-def test_generate_over_two_ranks_experts(ranks, k, drop_tokens):
+def test_generate_with_experts_over_two_ranks(ranks, k, drop_tokens):
     ranks.run(check_generate, k, drop_tokens)
 
 
-def check_refusals() -> None:
-    for moe, words in (
+def check_settings_that_raise() -> None:
+    for moe, message in (
         ({"ep_size": 1}, "moe.ep_size: 1 given; mixture was built with ep_size=2"),
         ({"ep_size": 2, "moe_experts": [8]}, r"moe.moe_experts: \[8\] given; mixture has 4 experts"),
         ({"ep_size": 2, "type": "residual"}, "moe.type: 'residual' given; mixture is standard"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             hybrid.init_inference(Mixture(2), dtype=torch.float32, moe=moe)
 
 
-def test_what_the_layers_are_not_is_refused(ranks):
-    ranks.run(check_refusals)
+def test_moe_settings_that_contradict_the_layers_raise(ranks):
+    ranks.run(check_settings_that_raise)

@@ -1,4 +1,5 @@
-"""The engine at one rank: Hugging Face's forward and generate, DeepSpeed's profiling, refusals, several of them."""
+"""The inference engine at one rank: Hugging Face's forward and generate, DeepSpeed's profiling, errors, several
+engines."""
 
 import copy
 import time
@@ -37,8 +38,8 @@ def logits_of(model, ids=IDS, mask=MASK, **more) -> torch.Tensor:
     ],
     ids=["DeepSpeed's object", "dict"],
 )
-def test_the_constructor_takes_what_deepspeeds_takes(config):
-    """And the engine has what callers of DeepSpeed's read, named and set as there."""
+def test_constructor_and_attributes_match_deepspeed(config):
+    """The attributes that callers of DeepSpeed's engine read have the same names and values."""
     model = tiny_model("llama")
     reference = twin(model)
     engine = hybrid.InferenceEngine(model, config=config)
@@ -63,8 +64,8 @@ def argmaxes(reference) -> torch.Tensor:
     return logits_of(reference)[MASK.bool()].argmax(-1)
 
 
-def test_too_long_inputs_are_runtime_errors_too():
-    """As in DeepSpeed's engine, and ValueErrors, as all else that a user gave."""
+def test_too_long_inputs_raise_runtime_and_value_error():
+    """RuntimeError as in DeepSpeed's engine, and ValueError as for any invalid argument."""
     engine = engine_of(tiny_model("llama"), max_tokens=8)
     for ids, new in ((torch.ones(1, 9, dtype=torch.int64), 1), (torch.ones(1, 6, dtype=torch.int64), 3)):
         for error in (RuntimeError, ValueError):
@@ -72,14 +73,14 @@ def test_too_long_inputs_are_runtime_errors_too():
                 engine.generate(ids, max_new_tokens=new)
 
 
-def test_a_group_of_experts_without_an_effect_is_told():
+def test_ep_group_without_an_effect_warns():
     with pytest.warns(UserWarning, match="moe.ep_group: given with ep_size=1; it has no effect"):
         engine_of(tiny_model("mixtral"), moe={"ep_group": object()})
 
 
 @pytest.mark.parametrize("inject", [True, False])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_decoders_are_hugging_faces(family, inject):
+def test_decoders_match_hugging_face(family, inject):
     model = tiny_model(family)
     reference = twin(model)
     engine = engine_of(model, kernel_inject=inject)
@@ -103,9 +104,9 @@ def test_encoders_and_encoder_decoders_run_natively(name, dtype):
     model = copy.deepcopy(reference)
     engine = engine_of(model, dtype=dtype)
     expected = logits_of(reference.to(dtype), **more)
-    found = engine(IDS, attention_mask=MASK, **more).logits
-    assert found.dtype == dtype
-    assert torch.equal(found, expected)
+    actual = engine(IDS, attention_mask=MASK, **more).logits
+    assert actual.dtype == dtype
+    assert torch.equal(actual, expected)
     assert "native" in engine.coverage()[0]["why"] or engine.coverage()[0]["container"] == "native"
     if name == "t5":
         request = {"attention_mask": MASK, "max_new_tokens": 6}
@@ -113,20 +114,20 @@ def test_encoders_and_encoder_decoders_run_natively(name, dtype):
 
 
 @pytest.mark.parametrize("family", ["llama", "gptj", "gemma3_text"])
-def test_a_cast_model_is_the_one_that_was_built_in_that_dtype(tmp_path, family):
-    """Frequencies of rotary tables are no weights: rounded, they would move every position."""
+def test_a_cast_model_equals_from_pretrained_with_that_dtype(tmp_path, family):
+    """Rotary frequencies are buffers that stay in float32: rounding them would move every position."""
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
     built = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     engine = engine_of(model, dtype="bf16", kernel_inject=False)
-    ours = dict((*model.named_parameters(), *model.named_buffers()))
+    actual = dict((*model.named_parameters(), *model.named_buffers()))
     for name, tensor in (*built.named_parameters(), *built.named_buffers()):
-        assert torch.equal(ours[name].to(tensor.dtype), tensor), name
+        assert torch.equal(actual[name].to(tensor.dtype), tensor), name
     assert torch.equal(engine(IDS, attention_mask=MASK).logits, logits_of(built))
 
 
-def test_what_stays_in_float32(tmp_path):
-    """T5's `wo` in half precision, as from_pretrained keeps it."""
+def test_modules_kept_in_float32(tmp_path):
+    """T5's `wo` with half precision, as from_pretrained keeps it."""
     reference = tiny_other("t5")
     reference.save_pretrained(tmp_path)
     built = type(reference).from_pretrained(tmp_path, dtype=torch.float16)
@@ -137,9 +138,9 @@ def test_what_stays_in_float32(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["t5", "strict"])
-def test_what_stays_in_float32_in_an_engine(tmp_path, monkeypatch, name, dtype):
-    """From the model's own weights and from a file; `from_pretrained` is the oracle, for what is kept in half precision
-    (T5's `wo`) and for what is kept in both ("strict")."""
+def test_modules_kept_in_float32_in_an_engine(tmp_path, monkeypatch, name, dtype):
+    """From the model's own weights and from a file; `from_pretrained` is the oracle, for modules kept in float32 with
+    float16 (T5's `wo`) and with both half dtypes ("strict")."""
     monkeypatch.setattr(get_accelerator(), "supported_dtypes", lambda: [dtype])  # DeepSpeed's CPUs have no float16
     reference = tiny_other("t5")
     if name == "strict":
@@ -161,21 +162,21 @@ def test_what_stays_in_float32_in_an_engine(tmp_path, monkeypatch, name, dtype):
 
 
 def saved(model, path) -> str:
-    """A directory that the model is saved in."""
+    """The directory in which the model is saved."""
     model.save_pretrained(path)
     return str(path)
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("stay", [True, False])
-def test_a_module_may_stay_on_the_host(tmp_path, monkeypatch, stay, checkpoint):
-    """With the meta device for an accelerator, to which weights go unless they are to stay."""
+def test_keep_module_on_host(tmp_path, monkeypatch, stay, checkpoint):
+    """The meta device stands in for an accelerator, to which weights move unless keep_module_on_host."""
     reference = tiny_other("bert")
     folder = saved(reference, tmp_path) if checkpoint else None
     model = tiny_other("bert", seed=1) if checkpoint else twin(reference)
     monkeypatch.setattr(get_accelerator(), "current_device_name", lambda: "meta")
     if not stay:
-        with pytest.raises(RuntimeError, match="incompatible tensor type"):  # what is on the host cannot become meta
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):  # a host tensor cannot become meta
             engine_of(model, checkpoint=folder)
         return
     engine = engine_of(model, keep_module_on_host=True, checkpoint=folder)
@@ -183,7 +184,7 @@ def test_a_module_may_stay_on_the_host(tmp_path, monkeypatch, stay, checkpoint):
 
 
 def test_return_tuple():
-    """True gives the model's output, false its first tensor."""
+    """True returns the model's output, false its first tensor."""
     reference = tiny_other("bert")
     engine = engine_of(copy.deepcopy(reference), return_tuple=False)
     assert torch.equal(engine(IDS, attention_mask=MASK), logits_of(reference))
@@ -192,20 +193,20 @@ def test_return_tuple():
     assert torch.equal(engine_of(copy.deepcopy(reference))(IDS, attention_mask=MASK).logits, logits_of(reference))
 
 
-def test_a_cache_comes_back_where_it_is_asked_for():
+def test_use_cache_returns_a_cache_to_continue_from():
     model = tiny_model("llama")
     reference, engine = twin(model), engine_of(model)
     assert engine(IDS, attention_mask=MASK).past_key_values is None
     first = engine(IDS, attention_mask=MASK, use_cache=True)
-    after = engine(IDS[:, :1], past_key_values=first.past_key_values, attention_mask=MASK.new_ones(3, 8)).logits
+    actual = engine(IDS[:, :1], past_key_values=first.past_key_values, attention_mask=MASK.new_ones(3, 8)).logits
     with torch.no_grad():
         cache = reference(IDS, attention_mask=MASK, use_cache=True).past_key_values
         expected = reference(IDS[:, :1], past_key_values=cache, attention_mask=MASK.new_ones(3, 8)).logits
-    torch.testing.assert_close(after, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("inject", [True, False])
-def test_arguments_by_place(inject):
+def test_positional_arguments_match_hugging_face(inject):
     """In Hugging Face's order: ids, mask, positions, cache, embeddings, labels, use_cache."""
     model = tiny_model("llama")
     reference, engine = twin(model), engine_of(model, kernel_inject=inject)
@@ -214,34 +215,34 @@ def test_arguments_by_place(inject):
         args = (IDS, MASK, positions, None, None, None, use_cache)
         with torch.no_grad():
             expected = reference(*args)
-        found = engine(*args)
-        torch.testing.assert_close(found.logits[MASK.bool()], expected.logits[MASK.bool()], atol=1e-3, rtol=1e-4)
-        assert (found.past_key_values is None) == (expected.past_key_values is None) == (not use_cache)
+        actual = engine(*args)
+        torch.testing.assert_close(actual.logits[MASK.bool()], expected.logits[MASK.bool()], atol=1e-3, rtol=1e-4)
+        assert (actual.past_key_values is None) == (expected.past_key_values is None) == (not use_cache)
     with torch.no_grad():
         cache = reference(IDS, MASK, use_cache=True).past_key_values
         expected = reference(IDS[:, :1], MASK.new_ones(3, 8), None, copy.deepcopy(cache))
-    found = engine(IDS[:, :1], MASK.new_ones(3, 8), None, cache)
-    torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
-    assert found.past_key_values.get_seq_length() == 8
+    actual = engine(IDS[:, :1], MASK.new_ones(3, 8), None, cache)
+    torch.testing.assert_close(actual.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    assert actual.past_key_values.get_seq_length() == 8
     with pytest.raises(TypeError, match="given|argument"):
         engine(*args, *args)
 
 
-def test_what_knows_no_cache_is_not_told_of_one():
-    """Where a graph runs too, which is not there on this machine."""
+def test_use_cache_is_passed_only_to_models_that_take_it():
+    """Also with a graph, which is replaced here since it needs a device."""
     model = torch.nn.Linear(2, 2)
     engine = engine_of(model)
     engine._graphs = model
     assert torch.equal(engine(torch.ones(1, 2)), model(torch.ones(1, 2)))
-    asked = []
+    calls = []
     engine = engine_of(tiny_model("llama"))
-    engine._graphs = lambda *args, **kwargs: asked.append(kwargs)
+    engine._graphs = lambda *args, **kwargs: calls.append(kwargs)
     engine(IDS)
     engine(IDS, use_cache=True)
-    assert [kwargs["use_cache"] for kwargs in asked] == [False, True]
+    assert [kwargs["use_cache"] for kwargs in calls] == [False, True]
 
 
-def test_config():
+def test_config_is_the_models():
     model = tiny_model("llama")
     assert engine_of(model).config is model.config
     assert engine_of(model, config={"args": {"mine": 1}}).config == {"mine": 1}
@@ -250,7 +251,7 @@ def test_config():
 
 LONG = GenerationConfig(max_new_tokens=10, eos_token_id=None)
 BEAMS = GenerationConfig(max_new_tokens=3, num_beams=2)
-REFUSED = {
+INVALID = {
     "beams": ({"num_beams": 2, "max_new_tokens": 3}, NotImplementedError, "beam_search"),
     "beams in a configuration": ({"generation_config": BEAMS}, NotImplementedError, "beam_search"),
     "assistance": ({"prompt_lookup_num_tokens": 2, "max_new_tokens": 3}, NotImplementedError, "assisted_generation"),
@@ -261,19 +262,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("inject", [True, False])
-@pytest.mark.parametrize("name", REFUSED)
-def test_generate_refuses_in_words(name, inject):
-    kwargs, error, words = REFUSED[name]
+@pytest.mark.parametrize("name", INVALID)
+def test_unsupported_generate_arguments_raise(name, inject):
+    kwargs, error, message = INVALID[name]
     engine = engine_of(tiny_model("llama"), max_out_tokens=16, kernel_inject=inject)
     for args, more in (((IDS,), {}), ((), {"input_ids": IDS}), ((), {"inputs": IDS})):
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=message):
             engine.generate(*args, attention_mask=MASK, **more, **kwargs)
     engine.module.generation_config.num_beams = 3
     with pytest.raises(NotImplementedError, match="num_beams=3"):
         engine.generate(IDS, attention_mask=MASK, max_new_tokens=3)
 
 
-def test_room_for_the_fewest_tokens():
+def test_min_out_tokens_must_fit():
     engine = engine_of(tiny_model("llama"), max_out_tokens=16, min_out_tokens=9)
     engine.generate(IDS, attention_mask=MASK, max_new_tokens=3)
     for args, kwargs in (((IDS.repeat(1, 2)[:, :8],), {}), ((), {"input_ids": IDS.repeat(1, 2)[:, :8]})):
@@ -281,7 +282,7 @@ def test_room_for_the_fewest_tokens():
             engine.generate(*args, max_new_tokens=1, **kwargs)
 
 
-def test_what_does_not_generate_and_does_not_train():
+def test_generate_and_train_of_other_modules():
     engine = engine_of(tiny_other("bert"))
     assert not engine.module.training
     with pytest.raises(RuntimeError, match="does not train; hybrid.initialize"):
@@ -292,25 +293,25 @@ def test_what_does_not_generate_and_does_not_train():
         engine_of(torch.nn.Linear(2, 2)).generate(IDS) if hasattr(encoder.module, "generate") else encoder.generate(IDS)
 
 
-def test_several_engines_do_not_know_of_each_other():
-    """Sizes, dtypes and limits of their own, called in turns; and one destroyed does not end another."""
-    made = []
+def test_several_engines_are_independent():
+    """Engines with different sizes and limits, called alternately; destroying one does not affect another."""
+    engines = []
     for family, hidden, limit in (("llama", 32, 20), ("llama", 64, 40), ("gpt2", 32, 30)):
         model = tiny_model(family, **({"hidden_size": hidden} if family == "llama" else {}))
-        made.append((engine_of(model, max_out_tokens=limit), twin(model), limit))
+        engines.append((engine_of(model, max_out_tokens=limit), twin(model), limit))
     for _ in range(2):
-        for engine, reference, limit in made:
+        for engine, reference, limit in engines:
             request = {"attention_mask": MASK, "max_new_tokens": limit - 7, "min_new_tokens": limit - 7}
             assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
-    made[0][0].destroy()
-    engine, reference, _ = made[1]
+    engines[0][0].destroy()
+    engine, reference, _ = engines[1]
     request = {"attention_mask": MASK, "max_new_tokens": 6}
     assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
 
 
-def test_samples_are_those_of_torchs_seed():
-    """Same seed, same tokens; another seed, other tokens. Of torch's, which nobody draws from, in every run; given, in
-    every call."""
+def test_samples_depend_on_torchs_seed():
+    """Same seed, same tokens; another seed, other tokens. torch's seed holds per run, and its generator is not drawn
+    from; a `seed` argument holds per call."""
     request = {"attention_mask": MASK, "max_new_tokens": 9, "do_sample": True, "top_k": 0}
     model = tiny_model("llama")
     runs = []
@@ -322,20 +323,20 @@ def test_samples_are_those_of_torchs_seed():
     assert all(torch.equal(*pair) for pair in zip(runs[0], runs[2], strict=True))
     assert not torch.equal(*runs[0])
     assert not torch.equal(runs[0][0], runs[1][0])
-    torch.manual_seed(6)  # of an engine that has drawn before
+    torch.manual_seed(6)  # also for an engine that has sampled before
     assert torch.equal(engine.generate(IDS, **request), runs[1][0])
-    given = [engine.generate(IDS, seed=seed, **request) for seed in (3, 4, 3)]
-    assert torch.equal(given[0], given[2])
-    assert not torch.equal(given[0], given[1])
+    seeded = [engine.generate(IDS, seed=seed, **request) for seed in (3, 4, 3)]
+    assert torch.equal(seeded[0], seeded[2])
+    assert not torch.equal(seeded[0], seeded[1])
 
 
-# Profiling: DeepSpeed's tests/unit/inference/test_model_profiling.py asks for these
+# Profiling, as DeepSpeed's tests/unit/inference/test_model_profiling.py tests it
 
 
 @pytest.mark.parametrize("use_cuda_events", [True, False])
 @pytest.mark.parametrize("name", ["bert", "llama"])
 @pytest.mark.parametrize("inject", [True, False])
-def test_profiling_is_deepspeeds(name, use_cuda_events, inject):
+def test_profiling_matches_deepspeed(name, use_cuda_events, inject):
     engine = engine_of(tiny_other(name) if name in OTHERS else tiny_model(name), kernel_inject=inject)
     with pytest.raises(AssertionError, match="model profiling is not enabled"):
         engine.model_times()
@@ -349,15 +350,15 @@ def test_profiling_is_deepspeeds(name, use_cuda_events, inject):
     assert np.all(times)
     assert engine.model_times() == []
     if name == "llama":
-        assert engine.coverage()[0]["container"] == ("fused" if inject else "native"), "timing is no hook of the user's"
+        assert engine.coverage()[0]["container"] == ("fused" if inject else "native"), "timing counts as a user's hook"
         engine.generate(IDS, attention_mask=MASK, max_new_tokens=5, min_new_tokens=5)
         assert len(engine.model_times()) == 5  # the prompt's forward, and one for each token but the last
-        engine.generate(IDS, attention_mask=MASK, max_new_tokens=5, min_new_tokens=5, stopping_criteria=[never])
+        engine.generate(IDS, attention_mask=MASK, max_new_tokens=5, min_new_tokens=5, stopping_criteria=[never_stop])
         assert len(engine.model_times()) == 5
 
 
-class NoEvents:
-    """An event of a device that there is not, timed by the clock."""
+class ClockEvent:
+    """Stands in for a device's event, timed by the clock."""
 
     def record(self):
         self.at = time.perf_counter()
@@ -367,10 +368,10 @@ class NoEvents:
 
 
 def word_pipeline(task: str, model):
-    """A pipeline of transformers over a tokenizer of words."""
-    words = {"[PAD]": 0, "[BOS]": 1, "[EOS]": 2, "[UNK]": 3, "[MASK]": 4, "I": 5, "am": 6, "a": 7, "model": 8}
-    words |= {f"w{n}": n for n in range(9, 97)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    """A transformers pipeline with a word-level tokenizer."""
+    vocabulary = {"[PAD]": 0, "[BOS]": 1, "[EOS]": 2, "[UNK]": 3, "[MASK]": 4, "I": 5, "am": 6, "a": 7, "model": 8}
+    vocabulary |= {f"w{n}": n for n in range(9, 97)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     special = {"pad_token": "[PAD]", "mask_token": "[MASK]", "unk_token": "[UNK]", "eos_token": "[EOS]"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
@@ -380,10 +381,10 @@ def word_pipeline(task: str, model):
 @pytest.mark.parametrize("events", [True, False])
 @pytest.mark.parametrize("use_cuda_events", [True, False])
 @pytest.mark.parametrize("task", ["fill-mask", "text-generation"])
-def test_deepspeeds_own_profiling_test(task, use_cuda_events, events):
-    """tests/unit/inference/test_model_profiling.py of DeepSpeed, with our function in the place of theirs: `pipe.model`
-    is the engine, and a forward takes no longer than the whole. On a device that has events and on one that has not."""
-    made = []
+def test_deepspeeds_own_profiling_test_passes(task, use_cuda_events, events):
+    """DeepSpeed's tests/unit/inference/test_model_profiling.py with `hybrid.init_inference`: `pipe.model` is the
+    engine, and forwards take no longer than the whole call. With and without device events."""
+    created_events = []
     model = tiny_other("bert") if task == "fill-mask" else tiny_model("llama").eval()
     query = "I am a [MASK] model" if task == "fill-mask" else "I am a"
     more = {} if task == "fill-mask" else {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -391,14 +392,16 @@ def test_deepspeeds_own_profiling_test(task, use_cuda_events, events):
     pipe = word_pipeline(task, model)
     expected = pipe(query, **more)
     pipe.model = hybrid.init_inference(pipe.model, dtype=torch.float32, mp_size=1, replace_with_kernel_inject=True)
-    pipe.model._times.make_event = (lambda: made.append(NoEvents()) or made[-1]) if events else None
+    pipe.model._times.make_event = (
+        (lambda: created_events.append(ClockEvent()) or created_events[-1]) if events else None
+    )
     with pytest.raises(AssertionError, match="model profiling is not enabled"):
         pipe.model.model_times()
     pipe.model.profile_model_time(use_cuda_events=use_cuda_events)
     e2e_times, model_times = [], []
     for _ in range(10):
         start = time.perf_counter_ns()
-        found = pipe(query, **more)
+        actual = pipe(query, **more)
         e2e_times.append((time.perf_counter_ns() - start) / 1e6)
         times = pipe.model.model_times()
         assert len(times) == forwards
@@ -406,16 +409,16 @@ def test_deepspeeds_own_profiling_test(task, use_cuda_events, events):
     assert pipe.model.model_times() == []
     for e2e_t, model_t in zip(e2e_times, model_times, strict=True):
         assert e2e_t >= model_t > 0
-    assert bool(made) == (events and use_cuda_events)
-    assert str(found)[:60] == str(expected)[:60]
+    assert bool(created_events) == (events and use_cuda_events)
+    assert str(actual)[:60] == str(expected)[:60]
 
 
-def never(input_ids, scores, **kwargs):
+def never_stop(input_ids, scores, **kwargs):
     return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def test_an_adapter_is_followed():
-    """Merged where it is fused; switched with PEFT's own functions."""
+def test_adapter_switches_change_the_outputs():
+    """Merged in fused containers; switched with PEFT's own functions."""
     model = with_peft(tiny_model("llama"))
     reference = twin(model)
     engine = engine_of(model)

@@ -1,4 +1,4 @@
-"""Expert parallelism: experts shared out over ranks, alone and in grids with tensor parallelism; one rank's tokens."""
+"""Expert parallelism, alone and combined with tensor parallelism, gives one rank's tokens."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.tiny_models import tiny_model, tiny_other, twin
 MIXTURES = ["mixtral", "qwen3_moe"]  # the second has a layer without experts
 
 
-def spread(model, ep_size: int, tp_size: int = 1, **settings) -> hybrid.InferenceEngine:
+def ep_engine(model, ep_size: int, tp_size: int = 1, **settings) -> hybrid.InferenceEngine:
     more = {"moe": {"ep_size": ep_size}, "tp": {"tp_size": tp_size}, **settings}
     return hybrid.init_inference(model, dtype=torch.float32, **more)
 
@@ -25,17 +25,17 @@ def check_experts(family: str, ep_size: int, tp_size: int, folder: str) -> None:
         if checkpoint:
             with torch.device("meta"):
                 model = type(reference)(reference.config)
-        engine = spread(model, ep_size, tp_size, checkpoint=checkpoint)
+        engine = ep_engine(model, ep_size, tp_size, checkpoint=checkpoint)
         for same in (True, False):
             check_equal(engine, reference, same)
-        held = [part for parts in engine._snapshot.parts.values() for part in parts.values() if part is not None]
-        assert sum(part.nbytes for part in held if part.dim() == 3) * ep_size * tp_size == experts
+        slices_held = [part for parts in engine._snapshot.parts.values() for part in parts.values() if part is not None]
+        assert sum(part.nbytes for part in slices_held if part.dim() == 3) * ep_size * tp_size == experts
         engine.destroy()
     dist.barrier()
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_two_ranks_have_half_of_the_experts_each(ranks, tmp_path, family):
+def test_two_ranks_hold_half_of_the_experts_each(ranks, tmp_path, family):
     tiny_model(family).save_pretrained(tmp_path)
     ranks.run(check_experts, family, 2, 1, str(tmp_path))
 
@@ -47,7 +47,7 @@ def check_grids(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_grids_of_four_ranks(tmp_path):
+def test_expert_and_tensor_parallel_grids_of_four_ranks(tmp_path):
     for family in MIXTURES:
         tiny_model(family).save_pretrained(tmp_path / family)
     pool = RankPool(4)
@@ -62,15 +62,15 @@ def check_old_names_and_groups() -> None:
     with pytest.warns(FutureWarning, match="ep_size is an old name"):
         check_equal(hybrid.init_inference(twin(reference), dtype="float32", ep_size=2), reference, same=False)
     group = dist.new_group([0, 1])
-    check_equal(spread(twin(reference), 2, moe={"ep_size": 2, "ep_group": group}), reference, same=False)
+    check_equal(ep_engine(twin(reference), 2, moe={"ep_size": 2, "ep_group": group}), reference, same=False)
 
 
-def test_old_names_and_groups(ranks):
+def test_old_setting_names_and_given_groups(ranks):
     ranks.run(check_old_names_and_groups)
 
 
 @pytest.mark.parametrize(
-    ("family", "given", "error", "words"),
+    ("family", "config", "error", "message"),
     [
         ("mixtral", {"moe": {"ep_size": 3}}, ValueError, "ep_size: 3 given; it must divide the 4 experts"),
         ("mixtral", {"moe": {"ep_size": 2}}, ValueError, "2 given with tp_size=1; together .* world size, 1"),
@@ -81,12 +81,12 @@ def test_old_names_and_groups(ranks):
         ("bert", {"moe": {"ep_size": 2}}, NotImplementedError, "BertForMaskedLM has no experts that are known"),
     ],
 )
-def test_what_there_is_not_is_refused(family, given, error, words):
+def test_invalid_moe_settings_raise(family, config, error, message):
     model = tiny_other(family) if family == "bert" else tiny_model(family)
-    with pytest.raises(error, match=words):
-        hybrid.init_inference(model, dtype="float32", **given)
+    with pytest.raises(error, match=message):
+        hybrid.init_inference(model, dtype="float32", **config)
 
 
-def test_a_mixture_that_is_as_it_is_said_to_be():
+def test_moe_settings_that_match_the_model_are_accepted():
     for moe in (True, False, {"num_experts": [4]}, {"enabled": False, "ep_size": 2}):
         assert hybrid.init_inference(tiny_model("mixtral"), dtype="float32", moe=moe)._group.size == 1

@@ -1,4 +1,4 @@
-"""Forwards as graphs, with a capture that is not CUDA's: what is copied in, when a new one is made, what is refused."""
+"""Graphed forwards with a stand-in for CUDA's capture: inputs are copied in, when a graph is captured, and errors."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.tiny_models import prompts, tiny_model, tiny_other
 
 
 class Capture:
-    """Runs once to capture, and again to replay; writes into the tensors of the first run, as a graph does."""
+    """Runs once to capture and again to replay, writing into the tensors of the first run, as a graph does."""
 
     def __init__(self):
         self.pools: list = []
@@ -33,7 +33,7 @@ def logits_of(model, *args, **kwargs) -> torch.Tensor:
         return model(*args, **kwargs).logits
 
 
-def test_replays_are_the_models_forwards():
+def test_replays_match_the_models_forward():
     model, capture = tiny_other("bert"), Capture()
     graphed = GraphedForward(model, capture=capture)
     other = prompts(3, 7, padded=False, seed=1)[0]
@@ -44,7 +44,7 @@ def test_replays_are_the_models_forwards():
 
 
 class OneOutput(torch.nn.Module):
-    """Writes where it has written before, as a graph does."""
+    """Writes every output into the same tensor, as a graph does."""
 
     def __init__(self):
         super().__init__()
@@ -54,14 +54,14 @@ class OneOutput(torch.nn.Module):
         return {"made": self.made.copy_(2 * x)}
 
 
-def test_outputs_are_the_callers_own():
+def test_outputs_are_copies():
     graphed = GraphedForward(OneOutput(), capture=Capture())
     first, second = (graphed(torch.full((3,), value))["made"] for value in (1.0, 5.0))
     assert first.tolist() == [2, 2, 2]
     assert second.tolist() == [10, 10, 10]
 
 
-def test_a_graph_for_each_shape_and_argument_and_no_more_than_that():
+def test_one_graph_per_shape_and_arguments():
     model, capture = tiny_other("bert"), Capture()
     graphed = GraphedForward(model, max_graphs=2, capture=capture)
     calls = [(IDS, {}), (IDS[:, :5], {}), (IDS, {"output_hidden_states": True}), (IDS, {"attention_mask": MASK})]
@@ -71,14 +71,14 @@ def test_a_graph_for_each_shape_and_argument_and_no_more_than_that():
         assert len(capture.pools) == n
         assert len(graphed.graphs) == min(n, 2)
     logits_of(graphed, *calls[2][:1], **calls[2][1])
-    assert len(capture.pools) == len(calls), "the one that was used last but one was thrown away"
+    assert len(capture.pools) == len(calls), "the second most recently used graph was dropped"
     logits_of(graphed, IDS)
     assert len(capture.pools) == len(calls) + 1
     assert capture.pools[0] is None
     assert None not in capture.pools[1:], "graphs share memory"
 
 
-def test_what_cannot_be_captured_is_refused_in_words():
+def test_a_forward_that_cannot_be_captured_raises_not_implemented():
     def capture(run, pool):
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -88,14 +88,14 @@ def test_what_cannot_be_captured_is_refused_in_words():
     assert not graphed.graphs
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="words of a machine without a device")
-def test_without_a_device_there_are_no_graphs():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="messages of a machine without a device")
+def test_graphs_without_a_cuda_device_raise_not_implemented():
     with pytest.raises(NotImplementedError, match="CUDA graphs need a CUDA device"):
         GraphedForward(tiny_other("bert"))(IDS)
 
 
-def test_caches_are_refused_in_words():
-    """A graph would go on from the cache that it was captured with."""
+def test_graphs_with_a_kv_cache_raise_not_implemented():
+    """A graph would read the cache that it was captured with."""
     model, capture = tiny_model("llama").eval(), Capture()
     graphed = GraphedForward(model, capture=capture)
     with torch.no_grad():

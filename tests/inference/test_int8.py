@@ -1,4 +1,4 @@
-"""int8: error bounds against float64, equal to Hugging Face over the rounded weights, half the memory, perplexity."""
+"""int8: error bounds against float64, equal to Hugging Face with rounded weights, half the memory, perplexity."""
 
 import copy
 
@@ -16,7 +16,7 @@ IDS, MASK = prompts(3, 7, padded=True)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_every_element_is_within_half_a_step(groups, dtype):
+def test_quantization_error_is_at_most_half_a_step(groups, dtype):
     weight = torch.randn(9, 64, dtype=torch.float64) * torch.logspace(-6, 3, 9, dtype=torch.float64)[:, None]
     weight[3] = 0
     weight[4, 5] *= 1000
@@ -34,22 +34,22 @@ def test_every_element_is_within_half_a_step(groups, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("shape", [(1, 64), (2, 5, 64), (0, 64)])
-def test_products_are_float64s(shape, groups, dtype):
+def test_int8_linear_matches_float64(shape, groups, dtype):
     torch.manual_seed(0)
     x, bias = torch.randn(shape, dtype=dtype), torch.randn(37, dtype=dtype)
     values, scale = quantized(torch.randn(37, 64), groups, dtype)
-    whole = values.double() * scale.double().repeat_interleave(64 // groups, dim=1)
-    expected = x.double() @ whole.T + bias.double()
+    weight = values.double() * scale.double().repeat_interleave(64 // groups, dim=1)
+    expected = x.double() @ weight.T + bias.double()
     tolerance = 1e-5 if dtype == torch.float32 else 0.02  # of sums of about 8
     torch.testing.assert_close(
         int8_linear(x, values, scale, bias).double(), expected, atol=8 * tolerance, rtol=tolerance
     )
 
 
-def rounded(model: nn.Module, groups: int, halved: tuple[str, ...] = ()) -> nn.Module:
+def rounded(model: nn.Module, groups: int, row_parallel: tuple[str, ...] = ()) -> nn.Module:
     """The same model with the weights of its linear layers and experts rounded as int8 rounds them, in its own dtype.
 
-    halved: names in layers of which each of two ranks has, and so quantizes, half of the inputs.
+    row_parallel: names in layers of which each of two ranks holds, and so quantizes, half of the inputs.
     """
     model = copy.deepcopy(model).eval()
     linear = {f"{name}.weight": module for name, module in quantizable(model).items()}
@@ -57,11 +57,11 @@ def rounded(model: nn.Module, groups: int, halved: tuple[str, ...] = ()) -> nn.M
         for name, param in model.named_parameters():
             if name not in linear and param.dim() != 3:
                 continue
-            turned = type(linear.get(name)).__name__ == "Conv1D"
-            weight = param.T if turned else param
-            parts = groups * (2 if any(one in name for one in halved) else 1)
-            whole = dequantized(*quantized(weight, parts, weight.dtype))
-            param.copy_(whole.T if turned else whole)
+            transposed = type(linear.get(name)).__name__ == "Conv1D"
+            weight = param.T if transposed else param
+            parts = groups * (2 if any(suffix in name for suffix in row_parallel) else 1)
+            rounded_weight = dequantized(*quantized(weight, parts, weight.dtype))
+            param.copy_(rounded_weight.T if transposed else rounded_weight)
     return model
 
 
@@ -73,7 +73,7 @@ def logits_of(model, **more) -> torch.Tensor:
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("inject", [True, False])
 @pytest.mark.parametrize("name", [*ALL_FAMILIES, *OTHERS])
-def test_models_are_hugging_faces_over_rounded_weights(name, inject, groups):
+def test_models_match_hugging_face_with_rounded_weights(name, inject, groups):
     model = tiny_other(name) if name in OTHERS else tiny_model(name)
     reference = rounded(model, groups)
     engine = hybrid.init_inference(
@@ -89,13 +89,13 @@ def test_models_are_hugging_faces_over_rounded_weights(name, inject, groups):
         assert ("over int8 weights" in why) == inject, why
 
 
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # parts of a row that are whole vectors
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # slices of a row that are whole vectors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_the_kernels_read_int8(groups, dtype):
-    """In few rows, and in more than are made floats at once; in float32 against float64."""
+def test_int8_kernels_match_the_reference(groups, dtype):
+    """With few rows, and with more than are dequantized at once; in float32 against float64."""
     model = tiny_model("llama", dtype=dtype, **WIDE)
     reference = rounded(model, groups).double()
     engine = hybrid.init_inference(model, dtype="int8", kernel_inject=True, quant={"weight": {"q_groups": groups}})
@@ -111,7 +111,7 @@ def test_the_kernels_read_int8(groups, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_a_row_has_the_same_bits_in_every_batch(groups, dtype):
+def test_a_row_is_bit_identical_in_every_batch(groups, dtype):
     model = tiny_model("llama", dtype=dtype, **WIDE)
     engine = hybrid.init_inference(model, dtype="int8", kernel_inject=True, quant={"weight": {"q_groups": groups}})
     ids, _ = prompts(40, 3, padded=False)
@@ -120,7 +120,7 @@ def test_a_row_has_the_same_bits_in_every_batch(groups, dtype):
         assert torch.equal(engine(ids[:rows]).logits[:1], alone), rows
 
 
-def test_activations_stay_as_the_model_has_them():
+def test_activations_keep_the_models_dtype():
     for dtype in (torch.float32, torch.bfloat16):
         engine = hybrid.init_inference(tiny_model("llama", dtype=dtype), dtype="int8", kernel_inject=True)
         assert engine(IDS, attention_mask=MASK).logits.dtype == dtype
@@ -128,28 +128,28 @@ def test_activations_stay_as_the_model_has_them():
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
-def test_a_checkpoint_is_quantized_as_it_is_read(tmp_path, family):
+def test_a_checkpoint_is_quantized_while_it_is_loaded(tmp_path, family):
     reference = tiny_model(family)
     reference.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = type(reference)(reference.config)
-    found = hybrid.init_inference(model, dtype="int8", checkpoint=str(tmp_path), kernel_inject=True)
+    engine = hybrid.init_inference(model, dtype="int8", checkpoint=str(tmp_path), kernel_inject=True)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    torch.testing.assert_close(logits_of(found), logits_of(rounded(reference, 1)), atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(logits_of(engine), logits_of(rounded(reference, 1)), atol=2e-3, rtol=1e-3)
 
 
-def test_memory_is_half_of_bfloat16s():
-    """Of the matrices, with their scales; what is looked up, and norms, stay."""
-    whole = tiny_model("llama", dtype=torch.bfloat16, **WIDE)
-    before = sum(module.weight.nbytes for module in quantizable(whole).values())
-    engine = hybrid.init_inference(whole, dtype="int8", kernel_inject=True)
-    pairs = [pair for module in whole.modules() for pair in int8_weights(module)]
+def test_weights_take_half_of_bfloat16s_memory():
+    """Of the matrices with their scales; embeddings and norms are not quantized."""
+    model = tiny_model("llama", dtype=torch.bfloat16, **WIDE)
+    before = sum(module.weight.nbytes for module in quantizable(model).values())
+    engine = hybrid.init_inference(model, dtype="int8", kernel_inject=True)
+    pairs = [pair for module in model.modules() for pair in int8_weights(module)]
     assert sum(weight.nbytes + scale.nbytes for weight, scale in pairs) < 0.51 * before
     logits_of(engine)
-    assert engine._fused.nbytes() < 0.01 * before, "a decoder holds copies beside the model's weights"  # scales, norms
+    assert engine._fused.nbytes() < 0.01 * before, "a decoder holds copies of the model's weights"  # scales, norms
 
 
-def test_a_tied_head_stays_as_the_embedding_is():
+def test_a_tied_head_is_not_quantized():
     model = tiny_model("llama", tie_word_embeddings=True)
     reference = rounded(model, 1)
     engine = hybrid.init_inference(model, dtype="int8", kernel_inject=True)
@@ -159,7 +159,7 @@ def test_a_tied_head_stays_as_the_embedding_is():
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_perplexity_of_a_pretrained_model(stories260k, groups):
-    """Hugging Face's float32 model is the oracle; less than one per cent is lost."""
+    """Within one per cent of Hugging Face's float32 model."""
     model = AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(stories260k)
     text = (
@@ -170,13 +170,13 @@ def test_perplexity_of_a_pretrained_model(stories260k, groups):
     with torch.no_grad():
         expected = model(ids, labels=ids).loss.exp()
     engine = hybrid.init_inference(model, dtype="int8", kernel_inject=True, quant={"weight": {"q_groups": groups}})
-    found = torch.nn.functional.cross_entropy(engine(ids).logits[0, :-1], ids[0, 1:]).exp()
-    assert found != expected
-    assert abs(found / expected - 1) < 0.01, (found, expected)
+    actual = torch.nn.functional.cross_entropy(engine(ids).logits[0, :-1], ids[0, 1:]).exp()
+    assert actual != expected
+    assert abs(actual / expected - 1) < 0.01, (actual, expected)
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("config", "error", "message"),
     [
         ({"quant": {"enabled": False}}, ValueError, "quant.enabled: false given with dtype=int8"),
         ({"quant": {"weight": {"num_bits": 4}}}, NotImplementedError, "num_bits=4"),
@@ -187,29 +187,29 @@ def test_perplexity_of_a_pretrained_model(stories260k, groups):
         ({"save_mp_checkpoint_path": "x"}, NotImplementedError, "write it with a floating dtype"),
     ],
 )
-def test_what_there_is_not_is_refused(given, error, words):
+def test_unsupported_quant_settings_raise(config, error, message):
     model = tiny_model("llama")
     before = twin(model)
-    with pytest.raises(error, match=words):
-        hybrid.init_inference(model, dtype="int8", **given)
+    with pytest.raises(error, match=message):
+        hybrid.init_inference(model, dtype="int8", **config)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
     with pytest.raises(NotImplementedError, match="adapters; merge them first"):
         hybrid.init_inference(with_peft(tiny_model("llama")), dtype="int8")
 
 
 @pytest.mark.parametrize("inject", [True, False])
-def test_experts_are_half_of_bfloat16s(inject):
-    """They are floats while they run, and int8 again whatever is raised then."""
+def test_experts_take_half_of_bfloat16s_memory(inject):
+    """They are dequantized while they run, and int8 again after an exception."""
     model = tiny_model("mixtral", dtype=torch.bfloat16, hidden_size=128, intermediate_size=128)
     before = sum(param.nbytes for param in model.parameters() if param.dim() == 3)
     engine = hybrid.init_inference(model, dtype="int8", kernel_inject=inject)
 
-    def held() -> int:
+    def expert_bytes() -> int:
         mixtures = [layer.mlp.experts for layer in model.model.layers]
         pairs = [pair for mixture in mixtures for pair in int8_weights(mixture)]
         return sum(weight.nbytes + scale.nbytes for weight, scale in pairs)
 
-    assert 0.5 * before <= held() < 0.51 * before
+    assert 0.5 * before <= expert_bytes() < 0.51 * before
     assert sum(tensor.nbytes for tensor in model.state_dict().values()) < 0.7 * sum(
         tensor.nbytes
         for tensor in tiny_model("mixtral", dtype=torch.bfloat16, hidden_size=128, intermediate_size=128).parameters()
@@ -217,12 +217,12 @@ def test_experts_are_half_of_bfloat16s(inject):
     engine(IDS, attention_mask=MASK)
     with pytest.raises(AttributeError):
         model.model.layers[0].mlp.experts(torch.ones(3, 5), None, None)
-    assert 0.5 * before <= held() < 0.51 * before
-    assert engine._fused.nbytes() < 0.03 * before, "a decoder holds copies beside the model's weights"
+    assert 0.5 * before <= expert_bytes() < 0.51 * before
+    assert engine._fused.nbytes() < 0.03 * before, "a decoder holds copies of the model's weights"
 
 
-# The projections that add up over ranks, which have a part of their inputs each.
-SUMS = {
+# The row-parallel projections, of whose inputs each rank has a slice.
+ROW_PARALLEL = {
     "llama": ("o_proj", "down_proj"),
     "mixtral": ("o_proj", "down_proj"),
     "opt": ("out_proj", "fc2"),
@@ -232,7 +232,7 @@ SUMS = {
 def check_int8_ranks(family: str, groups: int, folder: str) -> None:
     """The model's own modules at two ranks, from its own weights and from a file."""
     reference = tiny_model(family)
-    expected = rounded(reference, groups, SUMS[family])
+    expected = rounded(reference, groups, ROW_PARALLEL[family])
     for checkpoint in (None, folder):
         model = twin(reference)
         if checkpoint:
@@ -250,19 +250,19 @@ def check_int8_ranks(family: str, groups: int, folder: str) -> None:
         request = {"attention_mask": MASK, "max_new_tokens": 6}
         assert torch.equal(engine.generate(IDS, **request), expected.generate(IDS, **request))
         bytes_of = {name: tensor.nbytes for name, tensor in model.named_parameters() if tensor.dtype == torch.int8}
-        whole = sum(reference.get_parameter(name).numel() for name in bytes_of)
-        assert sum(bytes_of.values()) < 0.55 * whole, bytes_of
+        all_elements = sum(reference.get_parameter(name).numel() for name in bytes_of)
+        assert sum(bytes_of.values()) < 0.55 * all_elements, bytes_of
         assert "spread over 2 ranks" in engine.coverage()[0]["why"]
         engine.destroy()
 
 
 @pytest.mark.parametrize(("family", "groups"), [("llama", 1), ("llama", 2), ("mixtral", 1), ("opt", 1)])
-def test_two_ranks_share_int8(ranks, tmp_path, family, groups):
+def test_int8_at_two_ranks_matches_rounded_weights(ranks, tmp_path, family, groups):
     tiny_model(family).save_pretrained(tmp_path)
     ranks.run(check_int8_ranks, family, groups, str(tmp_path))
 
 
-def test_float16s_small_rows_keep_their_levels():
+def test_float16_rows_of_small_weights_keep_their_levels():
     """float16's smallest normal number is 6e-5: as a scale it would be too large for weights of a thousandth."""
     model = nn.Sequential(nn.Linear(64, 9)).half()
     torch.nn.init.uniform_(model[0].weight, -1e-3, 1e-3)
@@ -276,20 +276,20 @@ def test_float16s_small_rows_keep_their_levels():
 
 
 class Doubled(nn.Linear):
-    """More than a linear layer."""
+    """A linear layer with a forward of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
 
 
-def test_what_is_more_than_a_linear_layer_stays():
+def test_subclasses_of_linear_are_not_quantized():
     model = nn.Sequential(nn.Linear(8, 8), Doubled(8, 8))
     hybrid.init_inference(model, dtype="int8")
     assert [type(module) for module in model] == [Int8Linear, Doubled]
 
 
-def test_a_model_that_has_just_been_trained():
-    """Its parameters are held by autograd, and by others."""
+def test_a_model_with_a_live_autograd_graph_is_quantized():
+    """Its parameters are referenced by an autograd graph."""
     model = tiny_model("llama")
     reference = rounded(model, 1)
     loss = model(IDS, attention_mask=MASK, labels=IDS).loss
@@ -298,13 +298,13 @@ def test_a_model_that_has_just_been_trained():
     torch.testing.assert_close(logits_of(engine), logits_of(reference), atol=2e-3, rtol=1e-3)
 
 
-def test_scales_are_stored_with_the_weights():
+def test_scales_are_in_the_state_dict():
     engine = hybrid.init_inference(tiny_model("llama"), dtype="int8")
     assert "model.layers.0.mlp.up_proj.weight_scale" in engine.module.state_dict()
 
 
-def test_a_model_that_reads_its_matrices_by_itself_is_refused_and_given_back():
-    """Mamba multiplies by `dt_proj.weight` outside of that layer's forward."""
+def test_a_model_that_reads_weights_outside_linear_layers_raises_and_is_restored():
+    """Mamba multiplies by `dt_proj.weight` outside that layer's forward."""
     config = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "vocab_size": 97}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **config)).eval()
     before = twin(model)
@@ -314,6 +314,6 @@ def test_a_model_that_reads_its_matrices_by_itself_is_refused_and_given_back():
         assert torch.equal(model(IDS).logits, before(IDS).logits)
 
 
-def test_quant_without_int8_is_warned_of():
+def test_quant_without_int8_warns():
     with pytest.warns(match="quant: given with dtype=torch.float32; it has no effect"):
         hybrid.init_inference(tiny_model("llama"), dtype="fp32", quant={"weight": {"q_groups": 2}})
