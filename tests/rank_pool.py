@@ -44,6 +44,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def rank_context() -> Any:
+    """Makes processes for ranks: forked from one that has imported what they need."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([FORKED_FROM])
+    return context
+
+
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """What torch.distributed and DeepSpeed read in a CPU rank."""
     return {
@@ -131,8 +138,7 @@ class RankPool:
         if self.failed_start is not None:  # a suite of hundreds of tests must not wait for each of them
             raise RankFailure("ranks did not start before, and are not started again") from self.failed_start
         remove_abandoned_locks()
-        context, port = mp.get_context("forkserver"), free_port()
-        context.set_forkserver_preload([FORKED_FROM])
+        context, port = rank_context(), free_port()
         for rank in range(self.world_size):
             here, there = context.Pipe()
             arguments = (rank, self.world_size, port, there, self._output(rank))

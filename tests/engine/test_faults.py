@@ -4,7 +4,6 @@ hangs: each has a result or an error within LIMIT_S, and the engine then generat
 import contextlib
 import datetime
 import json
-import multiprocessing as mp
 import os
 import signal
 import time
@@ -22,7 +21,7 @@ from hybrid.decoders import fused_model as fused
 from hybrid.decoders import tp_modules as shared_modules
 from hybrid.models.spec import UnsupportedModel
 from tests.engines import engine_of, settings, storage_digest, train_step
-from tests.rank_pool import free_port, rank_environment
+from tests.rank_pool import free_port, rank_context, rank_environment
 from tests.tiny_models import SIZES, prompts, tiny_model, twin
 
 LIMIT_S = 30
@@ -39,7 +38,7 @@ MODES = {
 }
 
 
-QUICK_KILLS = ("pinned", "tp 2", "streaming")
+QUICK = ("pinned", "tp 2", "streaming")
 
 
 def slow_unless(quick: bool) -> list:
@@ -363,7 +362,7 @@ def check_fault(mode: str, names: list[str], ons: tuple[int, ...]) -> None:
     case.require_trains_on()
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "tp 2, whole weights"])
+@pytest.mark.parametrize("mode", QUICK)
 def test_a_fault_on_the_second_rank_neither_hangs_nor_changes_results(ranks, mode):
     """Every fault, on the second rank."""
     ranks.run(check_fault, mode, list(FAULTS), (1,), timeout_s=120)
@@ -414,11 +413,11 @@ def outlive(rank: int, port: int, mode: str, where: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=slow_unless(mode in QUICK_KILLS)) for mode in MODES])
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=slow_unless(mode in QUICK)) for mode in MODES])
 def test_survivor_of_a_killed_rank_raises_lost_rank_error(mode, tmp_path):
     """Within the limit the survivor raises LostRankError in training and, where decoding has collectives, in
     generate(); otherwise it still generates."""
-    context, port = mp.get_context("spawn"), free_port()
+    context, port = rank_context(), free_port()
     processes = [context.Process(target=outlive, args=(rank, port, mode, str(tmp_path))) for rank in range(2)]
     for process in processes:
         process.start()

@@ -28,16 +28,19 @@ SIZES = {
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 16,
-        "num_hidden_layers": 20,  # so that weights are not small against a forward's buffers
+        "num_hidden_layers": 8,
     },
     "gpt2": {"n_embd": 64, "n_layer": 6},
 }
+DEEP = 20  # layers: the modes' needs differ by more than what a forward needs
 
 
-def engine_with(block: dict, family: str = "llama", adapter: str = "none", stage: int = 3, **rollout):
-    """An engine of a tiny model with these blocks."""
+def engine_with(
+    block: dict, family: str = "llama", adapter: str = "none", stage: int = 3, layers: int | None = None, **rollout
+):
+    """An engine of a tiny model with these blocks; `layers` replaces the number of SIZES."""
     rollout = {"containers": "fused", **rollout}
-    model = ADAPTERS[adapter](tiny_model(family, **SIZES[family]))
+    model = ADAPTERS[adapter](tiny_model(family, **SIZES[family] | ({"num_hidden_layers": layers} if layers else {})))
     return engine_of(model, settings(stage, hybrid_engine={"tp_gather_partition_size": 1, **block}, rollout=rollout))
 
 
@@ -109,9 +112,9 @@ class Lines(logging.Handler):
 def check_auto() -> None:
     """With decreasing memory limits; tokens equal Hugging Face's in every mode."""
     auto = {"inference_tp_size": "auto", "pin_parameters": "auto", "max_out_tokens": 16}
-    plan = engine_with({"max_out_tokens": 16}).memory_plan(8, 8, 8)
+    plan = engine_with({"max_out_tokens": 16}, layers=DEEP).memory_plan(8, 8, 8)
     needs = {str(mode): need.total for mode, need in plan.needs.items()}
-    model = tiny_model("llama", **SIZES["llama"])
+    model = tiny_model("llama", **SIZES["llama"] | {"num_hidden_layers": DEEP})
     ids, mask = prompts(3, 9, padded=True, seed=dist.get_rank())
     expected = twin(model).generate(ids, attention_mask=mask, max_new_tokens=5)
     for name in MODES:
@@ -121,7 +124,7 @@ def check_auto() -> None:
         level = logger.level
         logger.setLevel(logging.INFO)
         try:
-            engine = engine_with(auto, max_num_seqs=8, memory_limit=limit)
+            engine = engine_with(auto, layers=DEEP, max_num_seqs=8, memory_limit=limit)
         finally:
             logger.removeHandler(lines)
             logger.setLevel(level)
@@ -135,17 +138,21 @@ def check_auto() -> None:
         engine.destroy()
     # Fewer sequences at once rather than an error; of modes that fit as many, the faster.
     limit_of_two = next(
-        need.total for mode, need in engine_with({}).memory_plan(2, 8, 8).needs.items() if mode.streaming
+        need.total for mode, need in engine_with({}, layers=DEEP).memory_plan(2, 8, 8).needs.items() if mode.streaming
     )
-    small = engine_with(auto, max_num_seqs=8, memory_limit=limit_of_two)
+    small = engine_with(auto, layers=DEEP, max_num_seqs=8, memory_limit=limit_of_two)
     assert str(small.memory_plan(1, 1, 1).in_use) == "streaming"
     fixed = {**auto, "pin_parameters": True}
     assert str(
-        engine_with(fixed, max_num_seqs=8, memory_limit=needs["tensor parallel 2"]).memory_plan(1, 1, 1).in_use
+        engine_with(fixed, layers=DEEP, max_num_seqs=8, memory_limit=needs["tensor parallel 2"])
+        .memory_plan(1, 1, 1)
+        .in_use
     ) == ("tensor parallel 2")
     with pytest.raises(ValueError, match=r"(?s)max_out_tokens=16; allow more.*mode.*pinned .*too much.*streaming.*too"):
-        engine_with(auto, max_num_seqs=8, memory_limit=1000)
-    assert str(engine_with(auto, max_num_seqs=8).memory_plan(1, 1, 1).in_use) == "pinned"  # by the free memory
+        engine_with(auto, layers=DEEP, max_num_seqs=8, memory_limit=1000)
+    assert (
+        str(engine_with(auto, layers=DEEP, max_num_seqs=8).memory_plan(1, 1, 1).in_use) == "pinned"
+    )  # by the free memory
 
 
 def test_auto_takes_the_fastest_mode_that_fits(ranks):
