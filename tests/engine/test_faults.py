@@ -21,6 +21,7 @@ from hybrid.decoders import fused_model as fused
 from hybrid.decoders import tp_modules as shared_modules
 from hybrid.models.spec import UnsupportedModel
 from tests.engines import engine_of, settings, storage_digest, train_step
+from tests.marks import slow_but
 from tests.rank_pool import free_port, rank_context, rank_environment
 from tests.tiny_models import SIZES, prompts, tiny_model, twin
 
@@ -39,11 +40,6 @@ MODES = {
 
 
 QUICK = ("pinned", "tp 2", "streaming")
-
-
-def slow_unless(quick: bool) -> list:
-    """Marks of a case that a default run can do without."""
-    return [] if quick else [pytest.mark.slow]
 
 
 class Fault(ArithmeticError):
@@ -413,7 +409,7 @@ def outlive(rank: int, port: int, mode: str, where: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=slow_unless(mode in QUICK)) for mode in MODES])
+@pytest.mark.parametrize("mode", slow_but(QUICK, MODES))
 def test_survivor_of_a_killed_rank_raises_lost_rank_error(mode, tmp_path):
     """Within the limit the survivor raises LostRankError in training and, where decoding has collectives, in
     generate(); otherwise it still generates."""

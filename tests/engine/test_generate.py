@@ -13,9 +13,9 @@ from tests.weights.test_lora import SETTINGS, shake
 STAGES = [(0, 0), (1, 0), (2, 0), (3, 0), (3, LARGE)]  # ZeRO stage, persistence threshold
 
 
-def check_family(family: str, adapter: str) -> None:
+def check_family(family: str, adapter: str, stages: list[tuple[int, int]]) -> None:
     rank = dist.get_rank()
-    for stage, threshold in STAGES:
+    for stage, threshold in stages:
         model = ADAPTERS[adapter](tiny_model(family))
         reference = twin(model)
         engine = engine_of(model, settings(stage, threshold))
@@ -54,7 +54,14 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "adapter"), CASES)
 def test_greedy_equals_hugging_face(ranks, family, adapter):
-    ranks.run(check_family, family, adapter)
+    ranks.run(check_family, family, adapter, STAGES if family == "llama" else [(3, 0)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
+def test_greedy_equals_hugging_face_at_every_stage(ranks, family):
+    ranks.run(check_family, family, "none", STAGES)
+    ranks.run(check_family, family, "peft", STAGES)
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt2"])

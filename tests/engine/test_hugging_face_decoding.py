@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 import hybrid
 from tests.engines import engine_of, settings, storage_digest, train_step
+from tests.marks import slow_but
 from tests.tiny_models import SIZES, prompts, tiny_model, tiny_other, twin, with_peft
 
 IDS, MASK = prompts(2, 6, padded=True)
@@ -65,7 +66,10 @@ def check_methods(stage: int, tp_size: int, pinned: bool) -> None:
     train_step(engine)
 
 
-@pytest.mark.parametrize(("stage", "tp_size", "pinned"), [(3, 1, True), (3, 2, True), (3, 1, False), (0, 1, False)])
+@pytest.mark.parametrize(
+    ("stage", "tp_size", "pinned"),
+    slow_but([(3, 1, True), (3, 2, True)], [(3, 1, True), (3, 2, True), (3, 1, False), (0, 1, False)]),
+)
 def test_other_decoding_methods_match_hugging_face(ranks, stage, tp_size, pinned):
     ranks.run(check_methods, stage, tp_size, pinned)
 

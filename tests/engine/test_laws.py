@@ -13,6 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hybrid
 from tests.engines import LARGE, CollectiveCount, engine_of, settings, storage_digest, train_step
+from tests.marks import slow_but
 from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin, with_peft
 
 
@@ -70,12 +71,12 @@ def check_base_never_moves(stage: int, threshold: int, cycles: int) -> None:
     assert storage_digest(engine) != everything, "the adapters did not train"
 
 
-@pytest.mark.parametrize(("threshold", "cycles"), [(0, 40), pytest.param(0, 200, marks=pytest.mark.slow), (LARGE, 60)])
+@pytest.mark.parametrize(("threshold", "cycles"), slow_but([(0, 40)], [(0, 40), (0, 200), (LARGE, 60)]))
 def test_base_weights_are_byte_identical_over_many_cycles(ranks, threshold, cycles):
     ranks.run(check_base_never_moves, 3, threshold, cycles)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", slow_but([2], [0, 1, 2]))
 def test_unpartitioned_base_weights_are_byte_identical_over_many_cycles(ranks, stage):
     ranks.run(check_base_never_moves, stage, 0, 40)
 
@@ -142,9 +143,12 @@ def check_orders(stage: int, threshold: int, adapter: str) -> None:
         assert storage_digest(plain) == storage_digest(switched), order
 
 
-@pytest.mark.parametrize("adapter", list(ADAPTERS))
 @pytest.mark.parametrize(
-    ("stage", "threshold"), [(0, 0), (1, 0), (2, 0), (3, 0), pytest.param(3, LARGE, marks=pytest.mark.slow)]
+    ("stage", "threshold", "adapter"),
+    slow_but(
+        [(0, 0, "peft"), (1, 0, "none"), (2, 0, "chat"), (3, 0, "none"), (3, 0, "peft"), (3, 0, "chat")],
+        [(*stage, adapter) for stage in ((0, 0), (1, 0), (2, 0), (3, 0), (3, LARGE)) for adapter in ADAPTERS],
+    ),
 )
 def test_training_is_bit_identical_for_every_order_of_modes(ranks, stage, threshold, adapter):
     ranks.run(check_orders, stage, threshold, adapter)

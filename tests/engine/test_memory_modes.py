@@ -1,5 +1,6 @@
 """Ways to hold weights: the memory plan equals what is held; "auto" takes the fastest mode that fits; others raise."""
 
+import itertools
 import logging
 import time
 
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hybrid
 from hybrid.kernels.cpu_library import FLAGS, built, cpu_library, opened
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
+from tests.marks import slow_but
 from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin
 
 PORTABLE = tuple(flag for flag in FLAGS if not flag.startswith("-march"))  # runs on any machine
@@ -85,7 +87,10 @@ def require_plan(family: str, adapter: str, stage: int) -> None:
 
 @pytest.mark.parametrize(
     ("family", "adapter", "stage"),
-    [("llama", "none", 3), ("llama", "peft", 3), ("gpt2", "none", 3), ("llama", "peft", 2)],
+    slow_but(
+        [("llama", "none", 3), ("llama", "peft", 2)],
+        [("llama", "none", 3), ("llama", "peft", 3), ("gpt2", "none", 3), ("llama", "peft", 2)],
+    ),
 )
 def test_memory_plan_equals_measured_memory(ranks, family, adapter, stage):
     ranks.run(check_plan, family, adapter, stage)
@@ -185,7 +190,7 @@ def check_limits(containers: str) -> None:
     assert engine.stats()["peak_bytes"] <= limit
 
 
-@pytest.mark.parametrize("containers", ["fused", "native"])
+@pytest.mark.parametrize("containers", slow_but(["fused"], ["fused", "native"]))
 def test_a_request_that_cannot_fit_raises_with_the_plan(ranks, containers):
     ranks.run(check_limits, containers)
 
@@ -253,8 +258,13 @@ def check_peak(name: str, adapter: str) -> None:
     assert released <= 1024, released
 
 
-@pytest.mark.parametrize("adapter", ["none", "peft"])
-@pytest.mark.parametrize("name", ["pinned", "tensor parallel 2"])
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    slow_but(
+        [("pinned", "none"), ("tensor parallel 2", "peft")],
+        itertools.product(("pinned", "tensor parallel 2"), ("none", "peft")),
+    ),
+)
 def test_peak_memory_of_a_refresh_is_the_snapshot_and_one_group(ranks, name, adapter):
     ranks.run(check_peak, name, adapter)
 

@@ -24,6 +24,7 @@ from tests.engines import (
     storage_digest,
     train_step,
 )
+from tests.marks import slow_but
 from tests.rank_pool import RankPool
 from tests.tiny_models import ADAPTERS, SIZES, prompts, tiny_model, twin, with_peft
 
@@ -81,12 +82,7 @@ def check_family(family: str, adapter: str, size: int, containers: str = "fused"
 QUICK = ("cohere", "glm", "starcoder2", "deepseek_v2")
 
 
-def slow_unless(quick: bool) -> list:
-    """Marks of a case that a default run can do without."""
-    return [] if quick else [pytest.mark.slow]
-
-
-@pytest.mark.parametrize("family", [pytest.param(name, marks=slow_unless(name in QUICK)) for name in FAMILIES])
+@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_two_ranks_match_hugging_face(ranks, family):
     ranks.run(check_family, family, "none", 2)
 
@@ -102,9 +98,7 @@ def test_native_containers_run_tensor_parallel(ranks):
     ranks.run(check_containers)
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=slow_unless(name == "starcoder2")) for name in QUICK if name != "cohere"]
-)
+@pytest.mark.parametrize("family", slow_but(["starcoder2"], [name for name in QUICK if name != "cohere"]))
 def test_adapters_are_merged_before_slicing(ranks, family):
     ranks.run(check_family, family, "peft", 2)
 
@@ -175,10 +169,7 @@ def check_rollouts(adapter: str, stage: int) -> None:
 
 @pytest.mark.parametrize(
     ("adapter", "stage"),
-    [
-        pytest.param(adapter, stage, marks=slow_unless((adapter, stage) in (("peft", 3), ("none", 0))))
-        for adapter, stage in (("none", 3), ("peft", 3), ("chat", 3), ("none", 0), ("peft", 2))
-    ],
+    slow_but([("peft", 3), ("none", 0)], [("none", 3), ("peft", 3), ("chat", 3), ("none", 0), ("peft", 2)]),
 )
 def test_rollouts_and_scores_match_an_engine_without_tensor_parallelism(ranks, adapter, stage):
     ranks.run(check_rollouts, adapter, stage)

@@ -9,6 +9,7 @@ from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 
 import hybrid
 from tests.engines import engine_of, settings
+from tests.marks import slow_but
 from tests.tiny_models import VOCABULARY, prompts, tiny_model, with_peft
 
 SPECIAL = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
@@ -120,7 +121,7 @@ def check_nothing_is_inherited(containers: str) -> None:
         vars(own).update(neutral)
 
 
-@pytest.mark.parametrize("containers", ["fused", "native"])
+@pytest.mark.parametrize("containers", slow_but(["fused"], ["fused", "native"]))
 def test_a_rollout_inherits_only_special_tokens(ranks, containers):
     ranks.run(check_nothing_is_inherited, containers)
 

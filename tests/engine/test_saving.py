@@ -118,12 +118,17 @@ def check_saving(stage: int, adapter: str, blocks: dict, folder: str) -> None:
     [
         (0, "peft", {}),
         pytest.param(1, "none", {}, marks=pytest.mark.slow),
-        (2, "peft", {"rollout": {"offload_states": True}}),
+        pytest.param(2, "peft", {"rollout": {"offload_states": True}}, marks=pytest.mark.slow),
         pytest.param(3, "none", {}, marks=pytest.mark.slow),
         (3, "peft", {}),
         pytest.param(3, "chat", {"rollout": {"lora": "unmerged"}}, marks=pytest.mark.slow),
         pytest.param(3, "peft", {"hybrid_engine": {"inference_tp_size": 2}}, marks=pytest.mark.slow),
-        (3, "peft", {"hybrid_engine": {"inference_tp_size": 2}, "rollout": {"containers": "native"}}),
+        pytest.param(
+            3,
+            "peft",
+            {"hybrid_engine": {"inference_tp_size": 2}, "rollout": {"containers": "native"}},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(3, "peft", {"hybrid_engine": {"pin_parameters": False}}, marks=pytest.mark.slow),
     ],
 )

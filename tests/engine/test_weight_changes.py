@@ -13,6 +13,7 @@ from torch import nn
 
 import hybrid
 from tests.engines import CollectiveCount, engine_of, settings, train_step
+from tests.marks import slow_but
 from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin, with_peft
 
 IDS, MASK = prompts(2, 5, padded=True)
@@ -93,7 +94,9 @@ def check_step_that_raises(stage: int, adapter: str, folder: str) -> None:
         raises((1,))
 
 
-@pytest.mark.parametrize(("stage", "adapter"), [(0, "peft"), (2, "peft"), (3, "none"), (3, "peft")])
+@pytest.mark.parametrize(
+    ("stage", "adapter"), slow_but([(2, "peft"), (3, "peft")], [(0, "peft"), (2, "peft"), (3, "none"), (3, "peft")])
+)
 def test_rollouts_use_the_weights_of_a_step_that_applied_and_then_raised(ranks, stage, adapter, tmp_path):
     ranks.run(check_step_that_raises, stage, adapter, str(tmp_path))
 
@@ -188,10 +191,10 @@ def check_written(stage: int, adapter: str, blocks: dict) -> None:
 @pytest.mark.parametrize(
     ("stage", "adapter", "blocks"),
     [
-        (0, "peft", {}),
         (2, "none", {}),
         (3, "peft", {}),
-        (3, "none", {}),
+        pytest.param(0, "peft", {}, marks=pytest.mark.slow),
+        pytest.param(3, "none", {}, marks=pytest.mark.slow),
         pytest.param(3, "peft", {"hybrid_engine": {"inference_tp_size": 2}}, marks=pytest.mark.slow),
     ],
 )
@@ -291,11 +294,11 @@ def check_adapters_change(stage: int, blocks: dict, in_eval: bool, folder: str) 
     ("stage", "blocks", "in_eval"),
     [
         (0, {}, True),
-        (3, {}, True),
+        pytest.param(3, {}, True, marks=pytest.mark.slow),
         (3, {}, False),
         pytest.param(3, {"rollout": {"lora": "unmerged"}}, True, marks=pytest.mark.slow),
         pytest.param(3, {"hybrid_engine": {"pin_parameters": False}}, False, marks=pytest.mark.slow),
-        (3, {"hybrid_engine": {"inference_tp_size": 2}}, True),
+        pytest.param(3, {"hybrid_engine": {"inference_tp_size": 2}}, True, marks=pytest.mark.slow),
     ],
 )
 def test_rollouts_use_adapters_added_removed_or_changed(ranks, stage, blocks, in_eval, tmp_path):

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig, PreTrainedModel
 
 import hybrid
-from tests.engine.test_native_tensor_parallel import FAMILIES, slow_unless
+from tests.engine.test_native_tensor_parallel import FAMILIES
+from tests.marks import slow_but
 from tests.tiny_models import SIZES, prompts, tiny_model, twin
 
 IDS, MASK = prompts(3, 7, padded=True)
@@ -71,7 +72,7 @@ def check_planned(family: str, folder: str) -> None:
 QUICK = ("cohere", "glm", "starcoder2", "apertus")
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=slow_unless(name in QUICK)) for name in FAMILIES])
+@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_two_ranks_match_hugging_face(ranks, tmp_path, family):
     tiny_model(family, sizes=FAMILIES[family]).save_pretrained(tmp_path)
     ranks.run(check_planned, family, str(tmp_path))
