@@ -9,6 +9,7 @@ import hybrid
 from hybrid.compat.trl import rollout_func
 from hybrid.config import BLOCKS, FORWARDED, Block, InferenceConfig
 from hybrid.deepspeed_api import DeepSpeedSurface
+from hybrid.inference.deepspeed_api import DeepSpeedInferenceSurface
 
 PAGE, INFERENCE_PAGE = (Path(__file__).parent / name for name in ("api.md", "inference.md"))
 TABLE_BEGINS, TABLE_ENDS = "<!-- written by docs/make_api.py -->\n", "<!-- to here -->\n"
@@ -74,7 +75,8 @@ def key_texts(block: type[Block]) -> dict[str, str]:
 
 def members(kind: type) -> list[tuple[str, object]]:
     """What a class of ours brings, in its order: methods and properties that have a docstring of ours."""
-    sources = [kind, DeepSpeedSurface] if kind is hybrid.HybridEngine else [kind]
+    bases = {hybrid.HybridEngine: [DeepSpeedSurface], hybrid.InferenceEngine: [DeepSpeedInferenceSurface]}
+    sources = [kind, *bases.get(kind, [])]
     return [
         (name, member.fget if isinstance(member, property) else inspect.unwrap(getattr(member, "__func__", member)))
         for source in sources

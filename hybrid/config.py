@@ -7,6 +7,9 @@ Defaults live here and nowhere else. This module does not import torch.
 import copy
 import difflib
 import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -94,7 +97,7 @@ def load_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"config: no file at {str(path)!r}; give the path of a DeepSpeed JSON file or a dict")
     try:
-        content = hjson.loads(path.read_text(), object_pairs_hook=said_once)
+        content = hjson.loads(path.read_text(), object_pairs_hook=without_duplicates)
     except (hjson.HjsonDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"config: {str(path)!r} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -102,52 +105,103 @@ def load_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-def said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The key-value pairs of one JSON object as a dict. Raises ValueError for a key with two different values."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        require_same(key, found.setdefault(key, value), value)
-    return found
+        require_same(key, values.setdefault(key, value), value)
+    return values
 
 
-def require_same(key: str, one: Any, other: Any) -> None:
+def require_same(key: str, first: Any, second: Any) -> None:
     """Raise ValueError if a key's two values differ."""
-    if one is not other and one != other:
-        raise ValueError(f"{key}: given twice, as {one!r} and as {other!r}; give it once")
+    if first is not second and first != second:
+        raise ValueError(f"{key}: given twice, as {first!r} and as {second!r}; give it once")
 
 
 def read_blocks(config: dict[str, Any]) -> tuple[HybridEngineConfig, RolloutConfig]:
-    """The two validated blocks of a DeepSpeed configuration.
+    """The two validated blocks of a DeepSpeed configuration; the defaults for an absent block.
 
     Raises ValueError for an unknown key, with the nearest known one, and for an invalid value, with what is allowed.
     """
     for key in config:
         if key not in BLOCKS and (near := difflib.get_close_matches(key, BLOCKS, n=1, cutoff=0.8)):
             raise ValueError(f"config: unknown key {key!r}; did you mean {near[0]!r}?")
-    return read_block(config, "hybrid_engine"), read_block(config, "rollout")
+    hybrid_engine, rollout = (read_block(kind, config.get(name, {}), name) for name, kind in BLOCKS.items())
+    return hybrid_engine, rollout
 
 
-def read_block(config: dict[str, Any], name: str) -> Any:
-    """The validated block `name` of `config`; the defaults if it is absent.
+def read_block(kind: type[Block], values: Any, path: str = "") -> Any:
+    """`values`, a dictionary, as a validated block of `kind`, nested blocks included.
 
-    Raises ValueError if the block is not a dict, for an unknown key, and for an invalid value.
+    path: the block's key, for error messages. Raises ValueError if `values` is not a dictionary, for an unknown key,
+    and for an invalid value.
     """
-    values = config.get(name, {})
     if not isinstance(values, dict):
-        raise ValueError(f"config: {name!r} must be a dictionary of settings, not {values!r}")
-    kind = BLOCKS[name]
-    values = by_name(kind, values, where=name)
+        raise ValueError(f"{path}: {values!r} given; it must be a dictionary of settings")
+    prefix = f"{path}." if path else ""
+    values = by_field_name(kind, values, path)
+    for name in values:
+        inner = kind.model_fields[name].annotation
+        if isinstance(inner, type) and issubclass(inner, Block):
+            values[name] = read_block(inner, values[name], prefix + name)
     try:
         return kind(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{name}.{first['loc'][0]}: {first['input']!r} given; {first['msg']}") from error
+        raise ValueError(f"{prefix}{first['loc'][0]}: {first['input']!r} given; {first['msg']}") from error
 
 
-def nearest(key: str, known: Any) -> str:
-    """Part of an error message: the known key nearest to `key`, and all known keys."""
-    ranked = sorted(known, key=lambda name: difflib.SequenceMatcher(None, key, name).ratio(), reverse=True)
-    return f"the nearest known key is {ranked[0]!r} (known: {', '.join(sorted(known))})"
+def by_field_name(kind: type[Block], values: dict[str, Any], path: str, deprecated: Iterable[str] = ()) -> dict:
+    """`values` with aliases replaced by the field names of `kind`; keys in `deprecated` are kept.
+
+    Raises ValueError for an unknown key, with the nearest known one, and if a field's name and alias have different
+    values.
+    """
+    aliases = {field.alias: name for name, field in kind.model_fields.items() if field.alias}
+    named: dict[str, Any] = {}
+    for key, value in values.items():
+        name = aliases.get(key, key)
+        if name not in kind.model_fields and name not in deprecated:
+            keys = sorted([*kind.model_fields, *aliases])
+            nearest = max(keys, key=lambda other: difflib.SequenceMatcher(None, key, other).ratio())
+            raise ValueError(
+                f"{path or 'init_inference'}: unknown key {key!r}; the nearest known key is {nearest!r} "
+                f"(known: {', '.join(keys)})"
+            )
+        require_same(name, named.setdefault(name, value), value)
+    return named
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A row of a table of settings that are invalid, or not supported, under a condition.
+
+    when: the condition.  setting, value: the key, and what was given; None: not shown.
+    reason: what is allowed, or what to do instead.
+    error: ValueError for an invalid value, NotImplementedError for one that is not supported.
+    """
+
+    when: bool
+    setting: str
+    value: Any
+    reason: str
+    error: type[Exception] = ValueError
+
+
+unsupported = partial(Refusal, error=NotImplementedError)
+
+
+def refuse(rows: Iterable[Refusal]) -> None:
+    """Raise the error of the first row whose condition holds.
+
+    Of a generator no further row is computed, so that a row's fields may rely on the rows above it.
+    """
+    for row in rows:
+        if row.when:
+            value = str(row.value).lower() if isinstance(row.value, bool) else repr(row.value)
+            given = "given" if row.value is None else f"{value} given"
+            raise row.error(f"{row.setting}: {given}; {row.reason}")
 
 
 # `init_inference`
@@ -313,16 +367,15 @@ class InferenceConfig(Block):
     @field_validator("dtype")
     @classmethod
     def _name_of_dtype(cls, value: Any) -> str:
-        said = str(value).removeprefix("torch.")
-        for name, others in DTYPES.items():
-            if said in others:
+        for name, aliases in DTYPES.items():
+            if str(value).removeprefix("torch.") in aliases:
                 return name
-        raise ValueError(f"known are {', '.join(other for others in DTYPES.values() for other in others)}")
+        raise ValueError(f"known are {', '.join(alias for aliases in DTYPES.values() for alias in aliases)}")
 
 
 # Keys whose values are nested blocks.
-INNER = {"tensor_parallel", "tp", "moe", "zero", "quant", "weight", "activation", "qkv", "checkpoint_config"}
-INNER |= {"ckpt_config"}
+NESTED = {"tensor_parallel", "tp", "moe", "zero", "quant", "weight", "activation", "qkv", "checkpoint_config"}
+NESTED |= {"ckpt_config"}
 # DeepSpeed's deprecated keys (0.19.8), and the block and key that replace each.
 FORWARDED = {
     "mp_size": ("tensor_parallel", "tp_size"),
@@ -336,17 +389,17 @@ FORWARDED = {
     "moe_type": ("moe", "type"),
 }
 WITHOUT_EFFECT = {
-    "replace_method": "DeepSpeed needs it no longer either",
-    "triton_autotune": "there is nothing to be tuned",
-    "transposed_mode": "weights are read as the model has them",
-    "tensor_parallel.tp_grain_size": "parts may be of any size",
-    "quant.activation": "activations stay as they are",
-    "quant.qkv": "queries, keys and values are quantized as all other weights are",
+    "replace_method": "DeepSpeed does not need it any more either",
+    "triton_autotune": "there is nothing to tune",
+    "transposed_mode": "weights are read in the model's layout",
+    "tensor_parallel.tp_grain_size": "slices may have any size",
+    "quant.activation": "activations are not quantized",
+    "quant.qkv": "queries, keys and values are quantized like all other weights",
 }
 
 
 def read_inference_config(
-    config: str | Path | dict[str, Any] | BaseModel | None, given: dict[str, Any]
+    config: str | Path | dict[str, Any] | BaseModel | None, kwargs: dict[str, Any]
 ) -> InferenceConfig:
     """`init_inference`'s configuration (a dict, the path of a JSON file, or DeepSpeed's object) and keyword arguments,
     combined into one InferenceConfig. Neither is changed. "auto" means not given, as in DeepSpeed.
@@ -356,15 +409,15 @@ def read_inference_config(
     """
     if config is not None and not isinstance(config, str | Path | dict | BaseModel):
         raise ValueError(f"config: {type(config).__name__} given; it must be a dict or the path of a JSON file")
-    loaded = plain(load_config(config) if isinstance(config, str | Path) else config or {})
-    given = plain(given)
-    for key in loaded.keys() & given.keys():
-        require_same(key, loaded[key], given[key])
-    read = with_checkpoint_block(block_of(InferenceConfig, with_new_names({**loaded, **given})))
-    for path, why in WITHOUT_EFFECT.items():
-        if (value := values_set(read, path)) is not None:
-            warnings.warn(f"{path}: {value!r} given; it has no effect, {why}", stacklevel=3)
-    return read
+    values = plain(load_config(config) if isinstance(config, str | Path) else config or {})
+    kwargs = plain(kwargs)
+    for key in values.keys() & kwargs.keys():
+        require_same(key, values[key], kwargs[key])
+    settings = with_checkpoint_block(read_block(InferenceConfig, without_deprecated_keys({**values, **kwargs})))
+    for path, reason in WITHOUT_EFFECT.items():
+        if (value := value_if_set(settings, path)) is not None:
+            warnings.warn(f"{path}: {value!r} given; it has no effect, {reason}", stacklevel=4)
+    return settings
 
 
 def plain(values: dict[str, Any] | BaseModel) -> dict[str, Any]:
@@ -375,30 +428,27 @@ def plain(values: dict[str, Any] | BaseModel) -> dict[str, Any]:
         inner = {name for name in type(values).model_fields if isinstance(getattr(values, name, None), BaseModel)}
         names = inner | {name for name in values.model_fields_set if hasattr(values, name)}
         values = {name: getattr(values, name) for name in names}
-    said = {key: value for key, value in values.items() if not is_auto(value) or key == "replace_method"}
-    blocks = {key: plain(said[key]) for key in said.keys() & INNER if isinstance(said[key], dict | BaseModel)}
-    return {**said, **blocks}
+    return {
+        key: plain(value) if key in NESTED and isinstance(value, dict | BaseModel) else value
+        for key, value in values.items()
+        if not (isinstance(value, str) and value == "auto") or key == "replace_method"
+    }
 
 
-def is_auto(value: Any) -> bool:
-    """Whether a value is "auto"."""
-    return isinstance(value, str) and value == "auto"
-
-
-def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
+def without_deprecated_keys(values: dict[str, Any]) -> dict[str, Any]:
     """`init_inference`'s values with deprecated keys moved into the blocks that replace them; these blocks are copied.
 
     Raises ValueError for an unknown key, for a key with two different values, and if a block is no dict or bool.
     """
-    values = by_name(InferenceConfig, values, FORWARDED)
+    values = by_field_name(InferenceConfig, values, "", FORWARDED)
     for old in FORWARDED.keys() & values.keys():
         block, new = FORWARDED[old]
-        warnings.warn(f"{old} is an old name; use {block}.{new}", FutureWarning, stacklevel=4)
+        warnings.warn(f"{old} is an old name; use {block}.{new}", FutureWarning, stacklevel=5)
         inner = values.get(block, {})
-        if not isinstance(inner, dict | bool):
-            raise ValueError(f"{block}: {inner!r} given beside {old}; it must be a dictionary of settings")
-        inner = {"enabled": inner} if isinstance(inner, bool) else dict(inner)
-        inner = by_name(InferenceConfig.model_fields[block].annotation, inner)
+        inner = {"enabled": inner} if isinstance(inner, bool) else inner
+        if not isinstance(inner, dict):
+            raise ValueError(f"{block}: {inner!r} given together with {old}; it must be a dictionary of settings")
+        inner = by_field_name(InferenceConfig.model_fields[block].annotation, inner, block)
         value = values.pop(old)
         require_same(f"{block}.{new}", inner.setdefault(new, value), value)
         values[block] = inner
@@ -413,56 +463,18 @@ def with_checkpoint_block(config: InferenceConfig) -> InferenceConfig:
     Raises ValueError if an outer key was given with a different value.
     """
     block = config.checkpoint_config
-    given = {
-        "checkpoint": block.checkpoint_dir,
-        "save_mp_checkpoint_path": block.save_mp_checkpoint_path,
-        "base_dir": block.base_dir,
-    }
-    moved = {name: value for name, value in given.items() if value is not None}
+    moved = {"checkpoint": block.checkpoint_dir, "base_dir": block.base_dir}
+    moved |= {"save_mp_checkpoint_path": block.save_mp_checkpoint_path}
+    moved = {name: value for name, value in moved.items() if value is not None}
     for name in moved.keys() & config.model_fields_set:
         require_same(name, getattr(config, name), moved[name])
     return config.model_copy(update=moved)
 
 
-def by_name(kind: type[Block], values: dict[str, Any], more: Any = (), where: str = "init_inference") -> dict[str, Any]:
-    """`values` with aliases replaced by the field names of `kind`; keys in `more` are kept.  where: for error messages.
-
-    Raises ValueError for an unknown key, and if a field's name and alias have different values.
-    """
-    aliases = {field.alias: name for name, field in kind.model_fields.items() if field.alias}
-    named: dict[str, Any] = {}
-    for key, value in values.items():
-        name = aliases.get(key, key)
-        if name not in kind.model_fields and name not in more:
-            raise ValueError(f"{where}: unknown key {key!r}; {nearest(key, [*kind.model_fields, *aliases])}")
-        require_same(name, named.setdefault(name, value), value)
-    return named
-
-
-def block_of(kind: type[Block], values: dict[str, Any], where: str = "") -> Any:
-    """`values` as a validated block of `kind`, nested blocks included.
-
-    where: path of the block, for error messages. Raises ValueError for an unknown key and for an invalid value.
-    """
-    values = by_name(kind, values)
-    for name, value in values.items():
-        inner = kind.model_fields[name].annotation
-        if isinstance(inner, type) and issubclass(inner, Block):
-            if not isinstance(value, dict):
-                raise ValueError(f"{where}{name}: {value!r} given; it must be a dictionary of settings")
-            values[name] = block_of(inner, value, f"{where}{name}.")
-    try:
-        return kind(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where}{path}: {first['input']!r} given; {first['msg']}") from error
-
-
-def values_set(block: Block, path: str) -> Any:
+def value_if_set(block: Block, path: str) -> Any:
     """The value at a dotted path if it was given and is not the default, else None."""
     *outer, name = path.split(".")
-    for one in outer:
-        block = getattr(block, one)
+    for key in outer:
+        block = getattr(block, key)
     value = getattr(block, name)
     return value if name in block.model_fields_set and value != type(block).model_fields[name].default else None

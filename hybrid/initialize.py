@@ -1,7 +1,7 @@
 """`hybrid.initialize`: the signature and return value of deepspeed.initialize, with a HybridEngine."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -14,14 +14,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import log_dist
 
-from hybrid.config import HybridEngineConfig, RolloutConfig, load_config, read_blocks
+from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig, load_config, read_blocks, refuse, unsupported
 from hybrid.engine import HybridEngine
 from hybrid.extension_lock import extension_lock_reported
 from hybrid.parallel import world_size
 from hybrid.weights.offload import require_movable
 
 # Environment variables that torchrun, deepspeed, accelerate, MPI and Slurm set for a rank.
-STARTED_BY_A_LAUNCHER = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 @extension_lock_reported()
@@ -51,17 +51,17 @@ def initialize(
     """
     if model is None:
         raise ValueError("initialize: no model given")
-    given = config if config is not None else config_params
+    config = config if config is not None else config_params
     from_args = getattr(args, "deepspeed_config", None)
-    if given is not None and from_args is not None:
+    if config is not None and from_args is not None:
         raise ValueError("initialize: a config is given twice, as an argument and as args.deepspeed_config; give one")
-    if given is None and from_args is None:
+    if config is None and from_args is None:
         raise ValueError("initialize: no config given; pass config=<path or dict>, or args.deepspeed_config")
-    settings = load_config(given if given is not None else from_args)
+    settings = load_config(config if config is not None else from_args)
     blocks = read_blocks(settings)
     if isinstance(model, deepspeed.PipelineModule):
         raise NotImplementedError("initialize: a PipelineModule cannot generate in-process; use deepspeed.initialize")
-    shared = {
+    arguments = {
         "args": args,
         "model": model,
         "optimizer": optimizer,
@@ -73,13 +73,15 @@ def initialize(
         "collate_fn": collate_fn,
     }
     if not blocks[0].enabled:
-        shared["args"] = None if from_args is not None else args
-        return deepspeed.initialize(**shared, distributed_port=distributed_port, config=settings, mesh_param=mesh_param)
+        arguments["args"] = None if from_args is not None else args
+        return deepspeed.initialize(
+            **arguments, distributed_port=distributed_port, config=settings, mesh_param=mesh_param
+        )
 
-    refuse_shared_training(settings, mpu, mesh_param)
+    refuse(training_rows(settings, mpu, mesh_param))
     partition_parameters.shutdown_init_context()
     try:
-        be_a_world_of_one()
+        init_single_process_group()
         comm.init_distributed(
             dist_backend=get_accelerator().communication_backend_name(),
             distributed_port=distributed_port,
@@ -87,24 +89,25 @@ def initialize(
         )
         mesh = make_mesh(settings, mesh_param)
         deepspeed_config = DeepSpeedConfig(settings, mpu, mesh_device=mesh)
-        blocks = (without_streaming_of_whole_weights(blocks[0], deepspeed_config.zero_config.stage), blocks[1])
-        refuse_what_is_not_there(*blocks)
+        blocks = (pinned_below_zero3(blocks[0], deepspeed_config.zero_config.stage), blocks[1])
+        refuse(rows(*blocks))
         if blocks[1].offload_states:
             require_movable(deepspeed_config)
         deepspeed.set_optimizer_flags(deepspeed_config, model)
-        engine = HybridEngine(**shared, blocks=blocks, config=settings, config_class=deepspeed_config, mesh_device=mesh)
+        arguments |= {"config": settings, "config_class": deepspeed_config, "mesh_device": mesh}
+        engine = HybridEngine(**arguments, blocks=blocks)
     finally:
         partition_parameters.restore_init_context()
     engine._configure_python_gc()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def be_a_world_of_one() -> None:
+def init_single_process_group() -> None:
     """Make a process group of this process alone, unless a launcher started it or a process group exists.
 
     Otherwise DeepSpeed (0.19.8) would use MPI. The store is in memory and takes no port.
     """
-    if dist.is_initialized() or any(name in os.environ for name in STARTED_BY_A_LAUNCHER):
+    if dist.is_initialized() or any(name in os.environ for name in RANK_VARIABLES):
         return
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
     backend = get_accelerator().communication_backend_name()
@@ -119,7 +122,7 @@ def make_mesh(settings: dict[str, Any], mesh_param: Any) -> Any:
 
 
 # Methods of an `mpu` that give the size of a model or sequence parallel group.
-SHARING_SIZES = (
+MODEL_PARALLEL_SIZES = (
     "get_tensor_model_parallel_world_size",
     "get_model_parallel_world_size",
     "get_pipeline_model_parallel_world_size",
@@ -127,27 +130,25 @@ SHARING_SIZES = (
 )
 
 
-def refuse_shared_training(settings: dict[str, Any], mpu: Any, mesh_param: Any) -> None:
-    """Raise NotImplementedError, with key and value, for tensor, pipeline or sequence parallel training.
-
-    The engine assumes that every rank of ZeRO trains the whole model on its own rows.
-    """
+def training_rows(settings: dict[str, Any], mpu: Any, mesh_param: Any) -> Iterator[Refusal]:
+    """Tensor, pipeline and sequence parallel training: the engine assumes that every rank of ZeRO trains the whole
+    model on its own rows."""
     sizes = {
         "tensor_parallel.autotp_size": (settings.get("tensor_parallel") or {}).get("autotp_size"),
         "sequence_parallel_size": settings.get("sequence_parallel_size"),
         "mesh_param[1] (sequence parallel ranks)": mesh_param[1] if mesh_param else None,
     }
-    sizes |= {f"mpu.{name}()": getattr(mpu, name)() for name in SHARING_SIZES if hasattr(mpu, name)}
+    sizes |= {f"mpu.{name}()": getattr(mpu, name)() for name in MODEL_PARALLEL_SIZES if hasattr(mpu, name)}
+    instead = (
+        "tensor, pipeline and sequence parallel training are not available with the hybrid engine. Use 1, with ZeRO to "
+        "partition the model and hybrid_engine.inference_tp_size to share it during generation; or "
+        "deepspeed.initialize without hybrid_engine"
+    )
     for key, size in sizes.items():
-        if size is not None and size > 1:
-            raise NotImplementedError(
-                f"{key}: {size} given; tensor, pipeline and sequence parallel training are not available with the "
-                "hybrid engine. Use 1, with ZeRO to spread the model over ranks and hybrid_engine.inference_tp_size to "
-                "share it during generation; or deepspeed.initialize without hybrid_engine"
-            )
+        yield unsupported(size is not None and size > 1, key, size, instead)
 
 
-def without_streaming_of_whole_weights(settings: HybridEngineConfig, stage: int) -> HybridEngineConfig:
+def pinned_below_zero3(settings: HybridEngineConfig, stage: int) -> HybridEngineConfig:
     """`settings`, with pin_parameters=false replaced by true below ZeRO-3, where weights are whole; rank 0 logs it."""
     if settings.pin_parameters is not False or stage == 3:
         return settings
@@ -159,32 +160,18 @@ def without_streaming_of_whole_weights(settings: HybridEngineConfig, stage: int)
     return settings.model_copy(update={"pin_parameters": True})
 
 
-def refuse_what_is_not_there(settings: HybridEngineConfig, rollout: RolloutConfig) -> None:
-    """Raise ValueError for settings that contradict each other or the world size, NotImplementedError for a combination
-    with enable_cuda_graph that is not available, before anything is built."""
-    size, ranks = settings.inference_tp_size, world_size()
-    if "auto" in (size, settings.pin_parameters) and settings.enable_cuda_graph:
-        raise ValueError(
-            "hybrid_engine.enable_cuda_graph: true given with inference_tp_size or pin_parameters 'auto', which may "
-            "choose a way that cannot be captured; use false, or inference_tp_size=1 and pin_parameters=true"
-        )
-    size = 1 if size == "auto" else size
-    if ranks % size:
-        raise ValueError(f"hybrid_engine.inference_tp_size: {size} given; it must divide the world size, {ranks}")
-    if size > 1 and not settings.pin_parameters:
-        raise ValueError(
-            f"hybrid_engine.inference_tp_size: {size} given with pin_parameters=false, which keeps no copy that ranks "
-            "could share; use inference_tp_size=1, or pin_parameters=true"
-        )
-    if size > 1 and settings.enable_cuda_graph:
-        raise NotImplementedError(
-            f"hybrid_engine.enable_cuda_graph: true given with inference_tp_size={size}, whose ranks wait for each "
-            "other at every step; use false, or inference_tp_size=1"
-        )
-    if settings.enable_cuda_graph and not torch.cuda.is_available():
-        raise NotImplementedError("hybrid_engine.enable_cuda_graph: true given; no CUDA device is here, use false")
-    if settings.enable_cuda_graph and rollout.containers == "native":
-        raise ValueError(
-            "hybrid_engine.enable_cuda_graph: true given with rollout.containers=native, which cannot be captured; use "
-            "false, or fused containers"
-        )
+def rows(settings: HybridEngineConfig, rollout: RolloutConfig) -> Iterator[Refusal]:
+    """Settings that contradict each other, the world size or the device."""
+    graphs, ranks, pins = settings.enable_cuda_graph, world_size(), settings.pin_parameters
+    size = 1 if settings.inference_tp_size == "auto" else settings.inference_tp_size
+    key, tp_key = "hybrid_engine.enable_cuda_graph", "hybrid_engine.inference_tp_size"
+    auto = "with 'auto' a mode may be chosen that has no graphs; use false, or inference_tp_size=1, pin_parameters=true"
+    yield Refusal(graphs and "auto" in (settings.inference_tp_size, pins), key, graphs, auto)
+    yield Refusal(ranks % size > 0, tp_key, size, f"it must divide the world size, {ranks}")
+    streams = "pin_parameters=false keeps no copy for ranks to share; use inference_tp_size=1, or pin_parameters=true"
+    yield Refusal(size > 1 and not pins, tp_key, size, streams)
+    waits = f"inference_tp_size={size} makes ranks wait for each other at every step; use false, or inference_tp_size=1"
+    yield unsupported(graphs and size > 1, key, graphs, waits)
+    yield unsupported(graphs and not torch.cuda.is_available(), key, graphs, "there is no CUDA device; use false")
+    native = "rollout.containers=native has no graphs; use false, or fused containers"
+    yield Refusal(graphs and rollout.containers == "native", key, graphs, native)

@@ -32,7 +32,7 @@ def test_the_block_has_deepspeeds_keys_and_defaults():
         ({"hybrid_engine": {"max_out_tokens": 0}}, "hybrid_engine.max_out_tokens: 0 given.*greater than 0"),
         ({"hybrid_engine": {"pin_parameters": "perhaps"}}, "hybrid_engine.pin_parameters: 'perhaps' given"),
         ({"hybrid_engine": {"inference_tp_size": -1}}, "inference_tp_size: -1 given"),
-        ({"rollout": [1]}, "'rollout' must be a dictionary"),
+        ({"rollout": [1]}, r"rollout: \[1\] given; it must be a dictionary"),
     ],
 )
 def test_what_is_wrong_is_named(config, words):

@@ -17,7 +17,7 @@ from typing import Any
 import deepspeed
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
-from hybrid.config import read_block
+from hybrid.config import HybridEngineConfig, read_block
 from hybrid.inference.engine import init_inference
 from hybrid.initialize import initialize
 
@@ -25,97 +25,87 @@ PARAMETERS = tuple(inspect.signature(initialize).parameters)  # of `deepspeed.in
 
 
 @dataclass
-class Place:
-    """The state of our patch of one of DeepSpeed's functions; one per process and function.
+class Patch:
+    """Our patch of one of DeepSpeed's functions; one per process and function.
 
-    name: of the function.  lasting: whether `install()` is in effect.  blocks: number of open `installed()` blocks.
-    standing: our patch if it is installed, else None. It may be wrapped by another library's patch; then it stays
-        after `uninstall()` and calls DeepSpeed's function.
+    name: of the function.  build: called in its place, with the original function before the call's own arguments.
+    lasting: whether `install()` is in effect.  blocks: number of open `installed()` blocks.
+    function: ours if it is installed, else None. It may be wrapped by another library's patch; then it stays after
+        `uninstall()` and calls DeepSpeed's function.
     """
 
-    name: str = "initialize"
+    name: str
+    build: Callable[..., Any]
     lasting: bool = False
     blocks: int = 0
-    standing: "StandIn | None" = None
+    function: Callable | None = None
 
     @property
     def wanted(self) -> bool:
         """Whether the function must build our engine: after `install()` or in an `installed()` block."""
         return self.lasting or self.blocks > 0
 
-    def stand_in(self, kind: "type[StandIn]") -> None:
-        """Install our patch, unless it is there already, alone or wrapped by another patch."""
-        if self.standing is None:
-            self.standing = kind(getattr(deepspeed, self.name))
-        if getattr(deepspeed, self.name) is self.standing.own:
-            setattr(deepspeed, self.name, self.standing)
+    def apply(self) -> None:
+        """Install our function, unless it is there already, alone or wrapped by another patch."""
+        original = getattr(deepspeed, self.name)
+        if self.function is None:
 
-    def step_aside(self) -> None:
+            @functools.wraps(original)
+            def function(*args: Any, **kwargs: Any) -> Any:
+                return self.build(original, *args, **kwargs) if self.wanted else original(*args, **kwargs)
+
+            self.function = function
+        if original is self.function.__wrapped__:
+            setattr(deepspeed, self.name, self.function)
+
+    def revert(self) -> None:
         """Restore the original function if our engine is no longer wanted.
 
-        Warns and keeps our patch if another library's patch wraps it.
+        Warns and keeps our function if another library's patch wraps it.
         """
-        there = getattr(deepspeed, self.name)
-        if self.wanted or self.standing is None or there is self.standing.own:
+        current = getattr(deepspeed, self.name)
+        if self.wanted or self.function is None or current is self.function.__wrapped__:
             return
-        if there is self.standing:
-            setattr(deepspeed, self.name, self.standing.own)
-            self.standing = None
+        if current is self.function:
+            setattr(deepspeed, self.name, self.function.__wrapped__)
+            self.function = None
         else:
             warnings.warn(
-                f"uninstall: deepspeed.{self.name} is {there!r}, which somebody put there after install(). It stays; "
-                "where it calls what was there before, that builds DeepSpeed's own engines from here on",
+                f"uninstall: deepspeed.{self.name} is {current!r}, which another library installed after install(). It "
+                "stays; where it calls the function that it wraps, DeepSpeed's own engines are built from here on",
                 stacklevel=3,
             )
 
 
-PLACE, INFERENCE_PLACE, LOCK = Place(), Place("init_inference"), threading.RLock()
-
-
-class StandIn:
-    """Our patch of one of DeepSpeed's functions.
-
-    own: the original function. The patch calls it for every engine that is not ours, and always after `uninstall()`.
-    """
-
-    def __init__(self, own: Callable):
-        functools.update_wrapper(self, own)
-        self.own = own
-
-
-class InitInference(StandIn):
-    """Our patch of `deepspeed.init_inference`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return init_inference(*args, **kwargs) if INFERENCE_PLACE.wanted else self.own(*args, **kwargs)
-
-
-class Initialize(StandIn):
-    """Our patch of `deepspeed.initialize`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple:
-        given = {**dict(zip(PARAMETERS, args, strict=False)), **kwargs}
-        if not PLACE.wanted or not asks_for_us(given):
-            return self.own(*args, **kwargs)
-        if isinstance(given.get("config"), str):
-            given["config"] = load_ds_config(given["config"])  # a path, or base64, which DeepSpeed accepts too
-        return initialize(**given)
-
-
-def asks_for_us(given: dict[str, Any]) -> bool:
-    """Whether the arguments of `deepspeed.initialize` enable `hybrid_engine`; False without the block or its `enabled`.
+def build_engine(original: Callable, *args: Any, **kwargs: Any) -> tuple:
+    """`deepspeed.initialize` that builds a HybridEngine if the configuration enables `hybrid_engine`.
 
     Raises ValueError if the block has an unknown key or an invalid value.
     """
-    places = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
-    config = next((one for one in places if one is not None), None)
-    if config is None or given.get("model") is None:
-        return False  # DeepSpeed raises its own error
+    arguments = {**dict(zip(PARAMETERS, args, strict=False)), **kwargs}
+    configs = (arguments.get("config"), arguments.get("config_params"))
+    configs += (getattr(arguments.get("args"), "deepspeed_config", None),)
+    config = next((config for config in configs if config is not None), None)
+    if config is None or arguments.get("model") is None:
+        return original(*args, **kwargs)  # DeepSpeed raises its own error
     settings = config if isinstance(config, dict) else load_ds_config(config)
     block = settings.get("hybrid_engine")
     if not block or (isinstance(block, dict) and "enabled" not in block):
-        return False
-    return read_block(settings, "hybrid_engine").enabled
+        return original(*args, **kwargs)
+    if not read_block(HybridEngineConfig, block, "hybrid_engine").enabled:
+        return original(*args, **kwargs)
+    if isinstance(arguments.get("config"), str):
+        arguments["config"] = settings  # read from a path, or from base64, which DeepSpeed accepts too
+    return initialize(**arguments)
+
+
+def build_inference_engine(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`deepspeed.init_inference` that builds an InferenceEngine."""
+    return init_inference(*args, **kwargs)
+
+
+TRAINING, INFERENCE = Patch("initialize", build_engine), Patch("init_inference", build_inference_engine)
+LOCK = threading.RLock()
 
 
 def install(inference: bool = True) -> None:
@@ -127,12 +117,9 @@ def install(inference: bool = True) -> None:
     (`from deepspeed import initialize`) is not patched.
     """
     with LOCK:
-        PLACE.lasting, INFERENCE_PLACE.lasting = True, inference
-        PLACE.stand_in(Initialize)
-        if inference:
-            INFERENCE_PLACE.stand_in(InitInference)
-        else:
-            INFERENCE_PLACE.step_aside()
+        TRAINING.lasting, INFERENCE.lasting = True, inference
+        TRAINING.apply()
+        INFERENCE.apply() if inference else INFERENCE.revert()
 
 
 def uninstall() -> None:
@@ -142,9 +129,9 @@ def uninstall() -> None:
     If another library's patch wraps ours, both stay, with a warning; the call then reaches DeepSpeed's own function.
     """
     with LOCK:
-        for place in (PLACE, INFERENCE_PLACE):
-            place.lasting = False
-            place.step_aside()
+        for patch in (TRAINING, INFERENCE):
+            patch.lasting = False
+            patch.revert()
 
 
 @contextmanager
@@ -153,15 +140,15 @@ def installed(inference: bool = True) -> Iterator[None]:
 
     inference: as in `install()`.
     """
-    places = [(PLACE, Initialize), (INFERENCE_PLACE, InitInference)][: 2 if inference else 1]
+    patches = [TRAINING, INFERENCE] if inference else [TRAINING]
     with LOCK:
-        for place, kind in places:
-            place.blocks += 1
-            place.stand_in(kind)
+        for patch in patches:
+            patch.blocks += 1
+            patch.apply()
     try:
         yield
     finally:
         with LOCK:
-            for place, _ in places:
-                place.blocks -= 1
-                place.step_aside()
+            for patch in patches:
+                patch.blocks -= 1
+                patch.revert()

@@ -59,12 +59,12 @@ def exchange_tokens(layers: dict[str, MoE]) -> Exchange | None:
 
     Creates the layers' expert groups: a collective of all ranks, unless the groups exist.
     """
-    spread = [layer for layer in layers.values() if layer.ep_size > 1]
-    for layer in spread:
+    parallel = [layer for layer in layers.values() if layer.ep_size > 1]
+    for layer in parallel:
         if layer.deepspeed_moe.ep_group is None:
             layer.set_deepspeed_parallelism()
-    if not spread:
+    if not parallel:
         return None
-    widest = max(spread, key=lambda layer: layer.ep_size)
-    within = all(widest.ep_size % layer.ep_size == 0 for layer in spread)  # groups are consecutive ranks
-    return Exchange(widest.deepspeed_moe.ep_group if within else None, tuple(layer.deepspeed_moe for layer in spread))
+    widest = max(parallel, key=lambda layer: layer.ep_size)
+    within = all(widest.ep_size % layer.ep_size == 0 for layer in parallel)  # groups are consecutive ranks
+    return Exchange(widest.deepspeed_moe.ep_group if within else None, tuple(layer.deepspeed_moe for layer in parallel))

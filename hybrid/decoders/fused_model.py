@@ -94,7 +94,7 @@ class FusedModel:
         """A description of what runs in the model's place."""
         decoder = f"a decoder of the {self.layout.family} family"
         if self.group is not None:
-            return f"{decoder}, spread over {self.group.size} ranks"
+            return f"{decoder}, sharded over {self.group.size} ranks"
         int8 = " over int8 weights" if self._int8_weights() else ""
         streamed = ", with weights gathered layer by layer" if self.streams else ""
         return f"{decoder}{int8}, on {self._kernels()}{streamed}"

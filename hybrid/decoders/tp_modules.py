@@ -134,7 +134,7 @@ class SharedModules:
 class SharedContainer(NativeContainer):
     """Replaces a module's forward where ranks share the model: every rank runs each call."""
 
-    why = "the Hugging Face module itself, spread over ranks by the model's tp_plan"
+    why = "the Hugging Face module itself, sharded over ranks by the model's tp_plan"
 
     def __init__(self, part: Part, calls: Calls, meetings: Meetings):
         super().__init__(part, calls)

@@ -4,6 +4,7 @@ the names of its layers' projections. All ranks of a group call with the same in
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,76 +12,77 @@ from transformers import DynamicCache
 
 from hybrid.decoders.tp_modules import SharedModules
 from hybrid.inference.injection_policy import (
-    HEAD_BY_HEAD,
+    CONCATENATED_QKV,
+    INTERLEAVED_QKV,
     PER_RANK,
-    THREE_IN_ONE,
     LayerPolicy,
+    ModuleSlice,
     Policy,
-    is_three_in_one,
-    owned,
+    has_three_outputs,
+    own_parameter,
     read_policy,
-    require_whole_heads,
+    require_divisible_heads,
     shard_of,
-    share_out,
+    slice_modules,
     width_of,
 )
 from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import read_structure
 from hybrid.models.tp_plan import TensorPlan, read_tp_plan
 from hybrid.parallel import InferenceGroup
-from hybrid.weights.int8 import Take, is_linear
+from hybrid.weights.int8 import WeightLoader, is_linear
 from hybrid.weights.slices import Slice, planned_slices, require_divisible
 
 # Names of the projections at the end of an attention or MLP, whose outputs are summed over ranks (row-parallel).
 # DeepSpeed's automatic tensor parallelism goes by the same names (0.19.8).
-SUMS = ("o_proj", "out_proj", "wo", "down_proj", "fc2", "fc_out", "w2", "dense_4h_to_h", "c_proj", "attention.dense")
-SUMS += ("self_attention.dense",)
+ROW_PARALLEL = ("o_proj", "out_proj", "wo", "down_proj", "fc2", "fc_out", "w2", "dense_4h_to_h", "c_proj")
+ROW_PARALLEL += ("attention.dense", "self_attention.dense")
 
 
-class Spread:
-    """How a model's own modules are divided over `size` ranks.
+class AutoTP:
+    """How a model's own modules are sliced for `size` ranks.
 
     policy: the user's injection policy; None: the model's `tp_plan` or, without one, a policy made from the names of
         its layers' projections.
+    Attributes: `source` is which of these was used, as text. `undo` restores the modules' forwards when it is closed.
     Raises UnsupportedModel if there is neither a plan nor a list of layers, and ValueError if `size` does not divide
-    the heads. Warns if no layer can be divided.
+    the heads. Warns if no layer can be sliced.
     """
 
     def __init__(self, model: nn.Module, size: int, policy: Policy | None = None):
         self.model, self.undo = model, ExitStack()
         self.plan: TensorPlan | None = None
-        self.policy: Policy = policy or {}
-        self.what = "the injection policy" if policy else "the model's tp_plan"
+        self.slices: dict[str, ModuleSlice] = {}  # by module name, without a plan
         if policy:
-            require_whole_heads(model, read_policy(model, policy), size)
-            return
-        try:
-            self.plan = read_tp_plan(model)
-        except UnsupportedModel as reason:
-            layers = [part.module for part in read_structure(model).layers]
-            if not layers:
-                raise UnsupportedModel(f"{reason}, and no stack of layers is found") from reason
-            self.policy = policy_by_names(layers)
-            self.what = "the names of its layers' projections"
-            shared = read_policy(model, self.policy) if self.policy else {}
-            self._warn_of_nothing(shared)
-            require_whole_heads(model, shared, size)
-            return
-        for one in self.plan.attentions:
-            require_divisible(one.heads, one.kv_heads, size, "tensor_parallel.tp_size")
+            self.source = "the injection policy"
+            self.slices = read_policy(model, policy)
+        else:
+            try:
+                self.plan, self.source = read_tp_plan(model), "the model's tp_plan"
+            except UnsupportedModel as reason:
+                self._read_names(reason)
+        require_divisible_heads(model, self.slices, size)
+        for attention in self.plan.attentions if self.plan else ():
+            require_divisible(attention.heads, attention.kv_heads, size, "tensor_parallel.tp_size")
 
-    def _warn_of_nothing(self, shared: Mapping[str, object]) -> None:
-        if not shared:
-            self.what = "nothing: every rank keeps all of its layers"
-            warnings.warn(
-                f"tensor_parallel: {type(self.model).__name__} has no attention and no MLP that is known to be cut; "
-                "every rank keeps the whole model. Give injection_policy, or use tp_size=1",
-                stacklevel=2,
-            )
+    def _read_names(self, reason: UnsupportedModel) -> None:
+        layers = [part.module for part in read_structure(self.model).layers]
+        if not layers:
+            raise UnsupportedModel(f"{reason}, and no stack of layers is found") from reason
+        if policy := policy_by_names(layers):
+            self.source = "the names of its layers' projections"
+            self.slices = read_policy(self.model, policy)
+            return
+        self.source = "nothing: every rank keeps all of its layers"
+        warnings.warn(
+            f"tensor_parallel: {type(self.model).__name__} has no attention and no MLP that can be sliced; every rank "
+            "keeps the full model. Give injection_policy, or use tp_size=1",
+            stacklevel=3,
+        )
 
-    def takers(
-        self, group: InferenceGroup, names: Mapping[torch.Tensor, str], int8: Mapping[str, Take]
-    ) -> dict[str, Take]:
+    def weight_loaders(
+        self, group: InferenceGroup, names: Mapping[torch.Tensor, str], int8: Mapping[str, WeightLoader]
+    ) -> dict[str, WeightLoader]:
         """Prepare the modules for their slices. Gives, by parameter name, a function that takes the full tensor and
         keeps this rank's slice of it.
 
@@ -88,68 +90,58 @@ class Spread:
             parameter; where it also has a slice, it gets the slice.
         """
         if self.plan is None:
-            shared = read_policy(self.model, self.policy) if self.policy else {}
-            return {**int8, **share_out(self.model, shared, group)}
+            return {**int8, **slice_modules(self.model, self.slices, group)}
         shared = SharedModules(self.model, self.plan, [], group, torch.device("cpu"), DynamicCache)
         self.undo.enter_context(shared.lent())
         self.undo.enter_context(shared.meetings.together())  # every call is made by all ranks
-        parts: dict[str, list[Slice]] = {}  # a tied parameter has several, all sliced alike
+        slices: dict[str, list[Slice]] = {}  # a tied parameter has several, all sliced alike
         for ref, part in planned_slices(self.plan, shard_of(group)).items():
             param = ref.module._parameters.get(ref.parameter)
             if param is not None:
-                parts.setdefault(names[param], []).append(part)
-        return {**int8, **{name: taker(alike, int8.get(name)) for name, alike in parts.items()}}
+                slices.setdefault(names[param], []).append(part)
+        return {**int8, **{name: partial(load_slice, alike, int8.get(name)) for name, alike in slices.items()}}
 
 
-def taker(parts: list[Slice], quantize: Take | None) -> Take:
-    """A function that takes a full parameter and gives this rank's slice to every module that shares it.
+def load_slice(slices: list[Slice], quantize: WeightLoader | None, weight: torch.Tensor) -> None:
+    """Give this rank's slice of a full parameter to every module that shares it.
 
     quantize: where given, it takes the slice instead; the parameter must belong to one module.
     """
-
-    def take(whole: torch.Tensor) -> None:
-        part = parts[0].of(whole)
-        if quantize is not None:
-            quantize(part)
-            return
-        kept = None if part is None else owned(part)
-        for one in parts:
-            one.ref.module._parameters[one.ref.parameter] = kept
-
-    return take
+    part = slices[0].of(weight)
+    if quantize is not None:
+        quantize(part)
+        return
+    param = None if part is None else own_parameter(part)
+    for alike in slices:
+        alike.ref.module._parameters[alike.ref.parameter] = param
 
 
 def policy_by_names(layers: Iterable[nn.Module]) -> dict[type, LayerPolicy]:
     """An injection policy made from the names of the layers' projections; {} if none is known.
 
-    In each block (attention or MLP) with a projection of SUMS all linear layers are sliced. All others are replicated.
+    In each block (attention or MLP) with a projection of ROW_PARALLEL all linear layers are sliced. All others are
+    replicated.
     """
-    found: dict[type, LayerPolicy] = {}
+    policy: dict[type, LayerPolicy] = {}
+    ends = tuple(f".{name}" for name in ROW_PARALLEL)
     for layer in layers:
-        before = found.get(type(layer), LayerPolicy(()))  # layers of one class may differ in their modules
-        linear = [name for name, module in layer.named_modules() if is_linear(module) or is_table(module)]
-        ends = tuple(f".{one}" for one in SUMS)
-        sums = [name for name in linear if f".{name}".endswith(ends) and can_be_cut(layer, name)]
+        # An embedding within a layer is one of relative positions.
+        modules = layer.named_modules()
+        linear = [name for name, module in modules if is_linear(module) or isinstance(module, nn.Embedding)]
+        sums = [name for name in linear if f".{name}".endswith(ends) and can_be_sliced(layer, name)]
         blocks = {name.rpartition(".")[0] for name in sums}
         whole = [name for name in linear if name.rpartition(".")[0] not in blocks]
+        before = policy.get(type(layer), LayerPolicy(()))  # layers of one class may differ in their modules
         if sums or before.sums:
-            whole = dict.fromkeys((*before.whole, *dotted(whole)))
-            sums = [name for name in dict.fromkeys((*before.sums, *dotted(sums))) if name not in whole]
-            found[type(layer)] = LayerPolicy(tuple(sums), tuple(whole), (*PER_RANK, "embed_dim"))
-    return found
+            # With a leading dot a name ending matches full names only.
+            whole = dict.fromkeys((*before.whole, *(f".{name}" for name in whole)))
+            sums = dict.fromkeys((*before.sums, *(f".{name}" for name in sums)))
+            sums = tuple(name for name in sums if name not in whole)
+            policy[type(layer)] = LayerPolicy(sums, tuple(whole), (*PER_RANK, "embed_dim"))
+    return policy
 
 
-def dotted(names: Iterable[str]) -> tuple[str, ...]:
-    """Names within a layer, with a leading dot: as name endings they then match full names only."""
-    return tuple(f".{name}" for name in names)
-
-
-def is_table(module: nn.Module) -> bool:
-    """Whether a module is an embedding; inside a layer it is one of relative positions."""
-    return isinstance(module, nn.Embedding)
-
-
-def can_be_cut(layer: nn.Module, end: str) -> bool:
+def can_be_sliced(layer: nn.Module, end: str) -> bool:
     """Whether the block that ends with the projection `end` can be tensor-parallel.
 
     It can if its other linear layers output heads or hidden units in order, and it has no other parameters of the same
@@ -158,9 +150,9 @@ def can_be_cut(layer: nn.Module, end: str) -> bool:
     path, _, last = end.rpartition(".")
     block = layer.get_submodule(path)
     others = {name: child for name, child in block.named_children() if name != last}
-    if path == "":  # an MLP without a module of its own, between other parts of the layer
-        others = {name: child for name, child in others.items() if is_linear(child)}
     linear = {name: child for name, child in others.items() if is_linear(child)}
+    if path == "":  # an MLP without a module of its own, between other parts of the layer
+        others = linear
     widths = {width_of(child) for child in linear.values()}
     norms = [param for name, child in others.items() if name not in linear for param in child.parameters()]
     return (
@@ -173,6 +165,6 @@ def can_be_cut(layer: nn.Module, end: str) -> bool:
 
 def is_packed(name: str, linear: nn.Module) -> bool:
     """Whether a linear layer's output packs several matrices (q, k, v; gate, up) in an unknown order."""
-    if name in (THREE_IN_ONE, HEAD_BY_HEAD):
-        return not is_three_in_one(linear)
+    if name in (CONCATENATED_QKV, INTERLEAVED_QKV):
+        return not has_three_outputs(linear)
     return "qkv" in name.lower() or name in ("in_proj", "gate_up_proj")

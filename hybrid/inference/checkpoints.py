@@ -14,17 +14,17 @@ from safetensors.torch import save_file
 
 from hybrid.inference.tensor_files import (
     Tensors,
-    in_file,
-    indexed,
     joined_parts,
-    pickled,
+    load_pickle,
+    merged,
+    open_file,
+    open_index,
     read_json,
     require_files,
     require_one_part,
-    some,
-    together,
+    shortened,
 )
-from hybrid.inference.training_checkpoints import MODEL_FILES, of_training
+from hybrid.inference.training_checkpoints import MODEL_FILES, open_training_checkpoint
 
 JSON_NAME = "ds_inference_config.json"  # DeepSpeed's file name
 JSON_TYPES = ("megatron", "bloom", "ds_model")  # DeepSpeed's values, in lower case
@@ -43,43 +43,43 @@ def open_checkpoint(
     Raises ValueError if a file is missing or damaged, or the format is unknown.
     """
     if isinstance(source, dict):
-        return described(source, folders_of(source, base_dir, Path()), parts, shapes)
+        return open_description(source, folders_of(source, base_dir, Path()), parts, shapes)
     path = Path(base_dir) / source
     if source.endswith(".json") and Path(source).is_file():
         path = Path(source)
     if path.is_dir():
-        return in_directory(path, parts, shapes)
+        return open_directory(path, parts, shapes)
     require_files([path])
     if path.suffix != ".json":
         require_one_part(path, parts)
-        return in_file(path)
+        return open_file(path)
     content = read_json(path)
     if "weight_map" in content or path.name.endswith(".index.json"):
         require_one_part(path, parts)
-        return indexed(path)
-    return described(content, folders_of(content, base_dir, path.parent), parts, shapes)
+        return open_index(path)
+    return open_description(content, folders_of(content, base_dir, path.parent), parts, shapes)
 
 
-def in_directory(path: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
+def open_directory(path: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
     """The tensors in a directory, in the first known format found there.
 
     Raises ValueError if there is none, or a file is missing or damaged.
     """
     if (path / JSON_NAME).is_file():
         content = read_json(path / JSON_NAME)
-        return described(content, folders_of(content, "", path), parts, shapes)
+        return open_description(content, folders_of(content, "", path), parts, shapes)
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{name}.index.json"
         if index.is_file() or (path / name).is_file():
             require_one_part(path, parts)
-            return indexed(index) if index.is_file() else in_file(path / name)
+            return open_index(index) if index.is_file() else open_file(path / name)
     if (path / "latest").is_file():
         tag = (path / "latest").read_text(errors="replace").strip()
         if not tag or not (path / tag).is_dir():
-            raise ValueError(f"checkpoint: {path / 'latest'} names {tag!r}, and there is no such directory beside it")
-        return of_training(path / tag, parts, shapes)
+            raise ValueError(f"checkpoint: {path / 'latest'} names {tag!r}, and there is no such directory in {path}")
+        return open_training_checkpoint(path / tag, parts, shapes)
     if any(path.glob(MODEL_FILES)) or any(path.glob(f"zero_pp_rank_*_{MODEL_FILES}")):
-        return of_training(path, parts, shapes)
+        return open_training_checkpoint(path, parts, shapes)
     raise ValueError(
         f"checkpoint: {path} has none of {JSON_NAME}, model.safetensors, pytorch_model.bin, an index of either, "
         f"'latest' and {MODEL_FILES}"
@@ -93,13 +93,15 @@ def folders_of(content: dict[str, Any], base_dir: str, folder: Path) -> list[Pat
     directory, as in DeepSpeed; B relative to `base_dir`; B relative to the JSON's `folder`; that folder. Without one:
     the JSON's folder; the working directory. Raises ValueError if the JSON's `base_dir` is not a string.
     """
-    said = content.get("base_dir") or base_dir
-    if not isinstance(said, str):
-        raise ValueError(f"checkpoint: base_dir={said!r} given; it must be the path of a directory")
-    return [Path(said), Path(base_dir) / said, folder / said, folder] if said else [folder, Path()]
+    base = content.get("base_dir") or base_dir
+    if not isinstance(base, str):
+        raise ValueError(f"checkpoint: base_dir={base!r} given; it must be the path of a directory")
+    return [Path(base), Path(base_dir) / base, folder / base, folder] if base else [folder, Path()]
 
 
-def described(content: dict[str, Any], folders: list[Path], parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
+def open_description(
+    content: dict[str, Any], folders: list[Path], parts: int, shapes: Mapping[str, torch.Size]
+) -> Tensors:
     """The tensors that DeepSpeed's JSON describes.
 
     content: `type`: one of JSON_TYPES. `checkpoints`: a list of files, or a dict with the ranks' parts ("tp") and the
@@ -109,36 +111,35 @@ def described(content: dict[str, Any], folders: list[Path], parts: int, shapes: 
     folders: where to search for the files; the first folder with all of them is used.
     Raises ValueError for a key with an invalid value, and for missing or damaged files.
     """
-    split, whole = files_described(content)
-    has_all = (folder for folder in folders if all((folder / name).is_file() for name in (*split, *whole)))
+    split, full = listed_files(content)
+    has_all = (folder for folder in folders if all((folder / name).is_file() for name in (*split, *full)))
     base, kind = next(has_all, folders[0]), content.get("type", "ds_model")
     if not isinstance(kind, str) or kind.lower() not in JSON_TYPES:
         raise ValueError(f"checkpoint: type={kind!r} given; it is one of {', '.join(JSON_TYPES)}")
-    way = content.get("parallelization", "tp" if kind.lower() == "megatron" else "pp")
-    if way not in ("pp", "tp"):
-        raise ValueError(f"checkpoint: parallelization={way!r} given; it is 'pp' or 'tp'")
-    require_files([base / name for name in (*split, *whole)])
-    if way == "pp":
+    parallelization = content.get("parallelization", "tp" if kind.lower() == "megatron" else "pp")
+    if parallelization not in ("pp", "tp"):
+        raise ValueError(f"checkpoint: parallelization={parallelization!r} given; it is 'pp' or 'tp'")
+    require_files([base / name for name in (*split, *full)])
+    files = [open_file(base / name) for name in split]
+    if parallelization == "tp":
+        size = content.get("tp_size", content.get("mp_size")) or len(split)
+        if not isinstance(size, int) or len(split) % size or parts not in (1, size):
+            raise ValueError(
+                f"checkpoint: {len(split)} files for tp_size={size!r}, and training_mp_size={parts}; the files are a "
+                "multiple of tp_size, which is training_mp_size where that is not 1"
+            )
+        version = content.get("version", 1)
+        if version is None:
+            version = load_pickle(base / split[0]).get("checkpoint_version", 0)
+        if not isinstance(version, int | float):
+            raise ValueError(f"checkpoint: version={version!r} given; it is a number, or null")
+        files = [joined_parts(files[start : start + size], shapes, version) for start in range(0, len(files), size)]
+    else:
         require_one_part(base, parts)
-        return together([in_file(base / name) for name in (*split, *whole)])
-    size = content.get("tp_size", content.get("mp_size")) or len(split)
-    if not isinstance(size, int) or len(split) % size or parts not in (1, size):
-        raise ValueError(
-            f"checkpoint: {len(split)} files for tp_size={size!r}, and training_mp_size={parts}; the files are a "
-            "multiple of tp_size, which is training_mp_size where that is not 1"
-        )
-    version = content.get("version", 1)
-    if version is None:
-        version = pickled(base / split[0]).get("checkpoint_version", 0)
-    if not isinstance(version, int | float):
-        raise ValueError(f"checkpoint: version={version!r} given; it is a number, or null")
-    opened = [in_file(base / name) for name in split]
-    runs = [opened[start : start + size] for start in range(0, len(opened), size)]
-    joined = [joined_parts(run, shapes, version) for run in runs]
-    return together([*joined, *(in_file(base / name) for name in whole)])
+    return merged([*files, *(open_file(base / name) for name in full)])
 
 
-def files_described(content: dict[str, Any]) -> tuple[list[str], list[str]]:
+def listed_files(content: dict[str, Any]) -> tuple[list[str], list[str]]:
     """The file names in DeepSpeed's JSON: those of `checkpoints` or "tp", and those of "non_tp".
 
     Raises ValueError if `checkpoints` is missing, empty, or has another form.
@@ -146,17 +147,17 @@ def files_described(content: dict[str, Any]) -> tuple[list[str], list[str]]:
     files = content.get("checkpoints")
     if not isinstance(files, list | dict):
         raise ValueError(
-            f"checkpoint: DeepSpeed's JSON has `checkpoints`, a list of files; this one has {some(content)}"
+            f"checkpoint: DeepSpeed's JSON has `checkpoints`, a list of files; this one has {shortened(content)}"
         )
     if isinstance(files, dict) and "tp" not in files:
-        raise ValueError(f"checkpoint: checkpoints has {some(files)}; it must have `tp`, the ranks' parts")
-    split, whole = (files["tp"], files.get("non_tp", [])) if isinstance(files, dict) else (files, [])
-    for names in (split, whole):
+        raise ValueError(f"checkpoint: checkpoints has {shortened(files)}; it must have `tp`, the ranks' parts")
+    split, full = (files["tp"], files.get("non_tp", [])) if isinstance(files, dict) else (files, [])
+    for names in (split, full):
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"checkpoint: checkpoints has {names!r}; it must be a list of files")
     if not split:
         raise ValueError("checkpoint: checkpoints is empty; it must name files")
-    return split, whole
+    return split, full
 
 
 def save_mp_checkpoint(

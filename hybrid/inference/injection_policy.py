@@ -14,14 +14,14 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hybrid.parallel import InferenceGroup
-from hybrid.weights.int8 import Int8Linear, Take, int8_linear, is_linear, keep_in_int8
+from hybrid.weights.int8 import Int8Linear, WeightLoader, int8_linear, is_linear, keep_in_int8
 from hybrid.weights.slices import Shard, chunk
 
 # Attributes of attention modules that hold numbers of heads, or their total width.
 PER_RANK = tuple("n_heads num_heads n_head num_attention_heads num_key_value_heads all_head_size inner_dim".split())
 # The linear layer that outputs all queries, then all keys, then all values; the attribute with the width of each.
-THREE_IN_ONE, WIDTH_OF_ONE = "c_attn", "split_size"
-HEAD_BY_HEAD = "query_key_value"  # one that outputs them interleaved by head; its module may take ALiBi biases
+CONCATENATED_QKV, QKV_WIDTH = "c_attn", "split_size"
+INTERLEAVED_QKV = "query_key_value"  # outputs them interleaved by head; its module may take ALiBi biases
 Policy = Mapping[type, "str | tuple[str, ...] | LayerPolicy"]  # by layer class; plain names are those of `sums`
 
 
@@ -40,41 +40,41 @@ class LayerPolicy:
     counts: tuple[str, ...] = PER_RANK
 
 
-class PartLinear(nn.Module):
+class ParallelLinear(nn.Module):
     """A rank's slice of a linear layer; int8 if `linear` is an Int8Linear.
 
-    sums: row-parallel: slices the inputs, and sums the outputs over the group. Otherwise column-parallel.
+    row_parallel: slices the inputs, and sums the outputs over the group. Otherwise column-parallel.
     blocks: number of equal matrices concatenated in the outputs, each of which is sliced.
     """
 
-    def __init__(self, linear: nn.Linear | Conv1D | Int8Linear, group: InferenceGroup, sums: bool, blocks: int = 1):
+    def __init__(self, linear: nn.Linear | Conv1D | Int8Linear, group: InferenceGroup, row_parallel: bool, blocks: int):
         super().__init__()
-        self.group, self.sums, self.blocks = group, sums, blocks
-        self.turned = isinstance(linear, Conv1D) or getattr(linear, "turned", False)
+        self.group, self.row_parallel, self.blocks = group, row_parallel, blocks
+        self.transposed = isinstance(linear, Conv1D) or getattr(linear, "transposed", False)
         self.groups = getattr(linear, "groups", 0)  # int8 scales per output channel; 0: not quantized
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         self.register_buffer("weight_scale", None)
 
-    def take_weight(self, whole: torch.Tensor) -> None:
+    def load_weight(self, weight: torch.Tensor) -> None:
         """Keep this rank's slice of the full weight, which is in the layout of the replaced layer."""
-        whole = whole.T if self.turned else whole
-        part = chunk(whole, 1, shard_of(self.group)) if self.sums else self._outputs(whole)
+        weight = weight.T if self.transposed else weight
+        part = chunk(weight, 1, shard_of(self.group)) if self.row_parallel else self._rows(weight)
         if self.groups:
             keep_in_int8(self, "weight", part, self.groups)
         else:
-            self.weight = owned(part)
+            self.weight = own_parameter(part)
 
-    def take_bias(self, whole: torch.Tensor) -> None:
+    def load_bias(self, bias: torch.Tensor) -> None:
         """Keep this rank's slice of the full bias; all of it if row-parallel, to be added after the sum."""
-        self.bias = owned(whole if self.sums else self._outputs(whole))
+        self.bias = own_parameter(bias if self.row_parallel else self._rows(bias))
 
-    def _outputs(self, whole: torch.Tensor) -> torch.Tensor:
-        return torch.cat([chunk(block, 0, shard_of(self.group)) for block in whole.chunk(self.blocks)])
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([chunk(block, 0, shard_of(self.group)) for block in tensor.chunk(self.blocks)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] to this rank's slice of the outputs; if row-parallel, a slice of x to the full outputs."""
-        if not self.sums:
+        if not self.row_parallel:
             return int8_linear(x, self.weight, self.weight_scale, self.bias)
         y = self.group.sum(int8_linear(x, self.weight, self.weight_scale))
         return y if self.bias is None else y + self.bias
@@ -85,62 +85,67 @@ def shard_of(group: InferenceGroup) -> Shard:
     return Shard(group.size, group.index)
 
 
-def owned(part: torch.Tensor) -> nn.Parameter:
+def own_parameter(part: torch.Tensor) -> nn.Parameter:
     """A copy of `part`, contiguous and in its own memory, as a parameter without gradients."""
     return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
 @dataclass(frozen=True)
-class Shared:
+class ModuleSlice:
     """How a linear layer, or a layer's embedding of relative positions, is sliced.
 
-    sums, blocks: as PartLinear's.  counts: as LayerPolicy's, plus the width for THREE_IN_ONE.
+    row_parallel, blocks: as ParallelLinear's.  counts: as LayerPolicy's, plus the width for CONCATENATED_QKV.
     """
 
-    sums: bool
+    row_parallel: bool
     counts: tuple[str, ...]
     blocks: int = 1
 
 
-def read_policy(model: nn.Module, policy: Policy) -> dict[str, Shared]:
+def read_policy(model: nn.Module, policy: Policy) -> dict[str, ModuleSlice]:
     """The modules that a policy slices, by name.
 
-    Raises ValueError, as DeepSpeed does, if a key is no nn.Module class, or the model has no such layer or projection.
+    Raises ValueError, as DeepSpeed does, if a key is no nn.Module class, a value is neither names nor a LayerPolicy, or
+    the model has no such layer or projection.
     """
     modules = dict(model.named_modules())
-    found: dict[str, Shared] = {}
-    for kind, said in policy.items():
+    slices: dict[str, ModuleSlice] = {}
+    for kind, value in policy.items():
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise ValueError(f"injection_policy: {kind!r} given; it must be a class of the model's layers")
-        one = layer_policy(said)
-        for projection in (*one.sums, *one.whole):
+        names = (value,) if isinstance(value, str) else value
+        if not isinstance(value, LayerPolicy):
+            if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+                raise ValueError(
+                    f"injection_policy: {value!r} given; it must be names of projections, or a hybrid.LayerPolicy"
+                )
+            value = LayerPolicy(tuple(names))
+        for projection in (*value.sums, *value.whole):
             if not any(name.endswith(projection) for name in modules):
                 raise ValueError(f"injection_policy: the model has no module whose name ends in {projection!r}")
         for path, layer in modules.items():
             for name, module in layer.named_modules() if type(layer) is kind else ():
                 dotted = f".{name}"  # name endings may begin with a dot, as in DeepSpeed's policies
-                if (is_linear(module) or isinstance(module, nn.Embedding)) and not dotted.endswith(one.whole):
-                    found[f"{path}.{name}"] = shared_out(dotted, module, one)
-    if not found:
+                if (is_linear(module) or isinstance(module, nn.Embedding)) and not dotted.endswith(value.whole):
+                    slices[f"{path}.{name}"] = slice_of(dotted, module, value)
+    if not slices:
         raise ValueError(f"injection_policy: the model has none of {[kind.__name__ for kind in policy]}")
-    return found
+    return slices
 
 
-def shared_out(name: str, module: nn.Module, policy: LayerPolicy) -> Shared:
+def slice_of(name: str, module: nn.Module, policy: LayerPolicy) -> ModuleSlice:
     """How a module of a layer is sliced.  name: its name in the layer, with a leading dot."""
     if name.endswith(policy.sums):
-        return Shared(True, policy.counts)
-    if name.endswith(f".{THREE_IN_ONE}") and is_three_in_one(module):
-        return Shared(False, (*policy.counts, WIDTH_OF_ONE), blocks=3)
-    return Shared(False, policy.counts)
+        return ModuleSlice(True, policy.counts)
+    if name.endswith(f".{CONCATENATED_QKV}") and has_three_outputs(module):
+        return ModuleSlice(False, (*policy.counts, QKV_WIDTH), blocks=3)
+    return ModuleSlice(False, policy.counts)
 
 
-def is_three_in_one(module: nn.Module) -> bool:
+def has_three_outputs(module: nn.Module) -> bool:
     """Whether a linear layer has three times as many outputs as inputs."""
-    outputs, inputs = getattr(module, "nf", None), getattr(module, "nx", None)  # Conv1D's names
-    if outputs is None:
-        outputs, inputs = getattr(module, "out_features", 0), getattr(module, "in_features", -1)
-    return outputs == 3 * inputs
+    inputs = getattr(module, "nx", None) or getattr(module, "in_features", -1)  # nx: Conv1D's name
+    return width_of(module) == 3 * inputs
 
 
 def width_of(module: nn.Module) -> int:
@@ -148,60 +153,53 @@ def width_of(module: nn.Module) -> int:
     return getattr(module, "nf", None) or getattr(module, "out_features", None) or module.embedding_dim
 
 
-def layer_policy(said: str | tuple[str, ...] | LayerPolicy) -> LayerPolicy:
-    """A policy's value for one layer class as a LayerPolicy. Raises ValueError if it is neither names nor a
-    LayerPolicy."""
-    if isinstance(said, LayerPolicy):
-        return said
-    names = (said,) if isinstance(said, str) else said
-    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"injection_policy: {said!r} given; it must be names of projections, or a hybrid.LayerPolicy")
-    return LayerPolicy(tuple(names))
-
-
-def require_whole_heads(model: nn.Module, names: Mapping[str, Shared], size: int) -> None:
-    """Raise ValueError if `size` does not divide the heads of the sliced modules."""
-    for name, shared in names.items():
+def require_divisible_heads(model: nn.Module, slices: Mapping[str, ModuleSlice], size: int) -> None:
+    """Raise ValueError if `size` does not divide the heads of the sliced modules, which are given by name."""
+    for name, part in slices.items():
         parent = model.get_submodule(name.rpartition(".")[0])
-        for key in shared.counts:
+        for key in part.counts:
             if getattr(parent, key, 0) % size:
                 raise ValueError(
                     f"tensor_parallel.tp_size: {size} given; it must divide {key}={getattr(parent, key)} of "
                     f"{type(parent).__name__}"
                 )
         heads, rest = divmod(width_of(model.get_submodule(name)), getattr(parent, "head_dim", None) or 1)
-        if hasattr(parent, "head_dim") and not shared.sums and not rest and heads % size:
-            raise ValueError(
-                f"tensor_parallel.tp_size: {size} given; it must divide the {heads} heads that {name} makes"
-            )
+        if hasattr(parent, "head_dim") and not part.row_parallel and not rest and heads % size:
+            raise ValueError(f"tensor_parallel.tp_size: {size} given; it must divide the {heads} heads of {name}")
 
 
-def share_out(model: nn.Module, names: Mapping[str, Shared], group: InferenceGroup) -> dict[str, Take]:
-    """Replace the layers `names` by a rank's slices, and divide their modules' counts. Gives, by parameter name, the
-    function that takes the full tensor."""
-    found: dict[str, Take] = {}
+def slice_modules(
+    model: nn.Module, slices: Mapping[str, ModuleSlice], group: InferenceGroup
+) -> dict[str, WeightLoader]:
+    """Replace the modules `slices`, given by name, by a rank's slices, and divide their parents' counts. Gives, by
+    parameter name, the function that takes the full tensor."""
+    loaders: dict[str, WeightLoader] = {}
     counts: dict[nn.Module, set[str]] = {}
-    for name, shared in names.items():
+    for name, part in slices.items():
         path, _, child = name.rpartition(".")
         parent, module = model.get_submodule(path), model.get_submodule(name)
-        counts.setdefault(parent, set()).update(shared.counts)
-        if isinstance(module, nn.Embedding):  # relative positions: one column per head
-            found[f"{name}.weight"] = columns_of(module, group)
+        counts.setdefault(parent, set()).update(part.counts)
+        if isinstance(module, nn.Embedding):
+            loaders[f"{name}.weight"] = functools.partial(load_columns, module, group)
             continue
-        part = PartLinear(module, group, shared.sums, shared.blocks)
-        setattr(parent, child, part)
-        found |= {f"{name}.weight": part.take_weight, f"{name}.bias": part.take_bias}
+        linear = ParallelLinear(module, group, part.row_parallel, part.blocks)
+        setattr(parent, child, linear)
+        loaders |= {f"{name}.weight": linear.load_weight, f"{name}.bias": linear.load_bias}
     for parent, keys in counts.items():
         for key in keys:
             if hasattr(parent, key):
                 setattr(parent, key, getattr(parent, key) // group.size)
-    for parent in counts:
-        if hasattr(parent, HEAD_BY_HEAD):
-            parent.forward = with_own_alibi(parent.forward, group)
-    return found
+        if hasattr(parent, INTERLEAVED_QKV):
+            parent.forward = with_sliced_alibi(parent.forward, group)
+    return loaders
 
 
-def with_own_alibi(own: Callable, group: InferenceGroup) -> Callable:
+def load_columns(embedding: nn.Embedding, group: InferenceGroup, weight: torch.Tensor) -> None:
+    """Give an embedding of relative positions, which has a column per head, this rank's columns of its full weight."""
+    embedding.weight = own_parameter(chunk(weight, 1, shard_of(group)))
+
+
+def with_sliced_alibi(own: Callable, group: InferenceGroup) -> Callable:
     """An attention's forward that slices ALiBi's biases, [rows · heads, 1, tokens], to this rank's heads."""
 
     @functools.wraps(own)
@@ -213,12 +211,3 @@ def with_own_alibi(own: Callable, group: InferenceGroup) -> Callable:
         return own(*args, alibi=part, **kwargs)
 
     return forward
-
-
-def columns_of(embedding: nn.Embedding, group: InferenceGroup) -> Take:
-    """A function that takes the full table and gives the embedding this rank's columns."""
-
-    def take(whole: torch.Tensor) -> None:
-        embedding.weight = owned(chunk(whole, 1, shard_of(group)))
-
-    return take

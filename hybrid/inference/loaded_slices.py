@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hybrid.inference.loader import Read, give, stored_tensors
+from hybrid.inference.loader import ReadTensor, set_data, state_tensors
 from hybrid.models.model_info import ModelInfo
 from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
@@ -22,7 +22,7 @@ class LoadedSlices(SlicedSnapshot):
     The model's own parameters stay the same objects but are emptied, as under ZeRO-3.
     """
 
-    def __init__(self, info: ModelInfo, group: InferenceGroup, read: Read):
+    def __init__(self, info: ModelInfo, group: InferenceGroup, read: ReadTensor):
         ranks = group.tensor.size
         self.group = group
         self.of_ranks = [
@@ -31,14 +31,14 @@ class LoadedSlices(SlicedSnapshot):
         ]
         super().__init__(info.model, info.structure, [], 1, slices=self.of_ranks[group.index])
         self.shapes: dict[torch.Tensor, torch.Size] = {}  # full shapes of the emptied parameters
-        for name, param in stored_tensors(info.model).items():
+        for name, param in state_tensors(info.model).items():
             if param not in self.cuts:
                 continue
-            whole = read(name)
-            self._cut(param, whole)
-            self.peak_bytes = max(self.peak_bytes, self.nbytes() + whole.nbytes)
-            self.shapes[param] = whole.shape
-            give(param, whole.new_empty(0))
+            tensor = read(name)
+            self._cut(param, tensor)
+            self.peak_bytes = max(self.peak_bytes, self.nbytes() + tensor.nbytes)
+            self.shapes[param] = tensor.shape
+            set_data(param, tensor.new_empty(0))
 
     def refresh(self, phase: Phase, adapters: bool) -> int:
         """0: the weights never change."""
@@ -51,13 +51,13 @@ class LoadedSlices(SlicedSnapshot):
         emptied = [param for param in params if param in self.shapes]
         try:
             for param in emptied:
-                give(param, self._put_together(param))
+                set_data(param, self._gathered(param))
             yield sum(param.nbytes for param in emptied)
         finally:
             for param in emptied:
-                give(param, param.new_empty(0))
+                set_data(param, param.new_empty(0))
 
-    def _put_together(self, param: nn.Parameter) -> torch.Tensor:
+    def _gathered(self, param: nn.Parameter) -> torch.Tensor:
         """The full tensor of a parameter. Elements that are in no slice, which no decoder reads, are 0."""
         positions = [self._positions(param, index) for index in range(self.group.size)]
         own = [part.flatten() for part in self.parts[param].values() if part is not None]
@@ -77,7 +77,7 @@ class LoadedSlices(SlicedSnapshot):
         shape = self.shapes[param]
         table = torch.arange(1, shape.numel() + 1, dtype=torch.int32 if shape.numel() < 2**31 - 1 else torch.int64)
         table = table.view(shape).to(param.device)
-        cuts: dict[tuple, Slice] = {one.key: self.of_ranks[index][one.ref] for one in self.cuts[param]}
+        cuts: dict[tuple, Slice] = {cut.key: self.of_ranks[index][cut.ref] for cut in self.cuts[param]}
         parts = [cuts[key].of(table) for key in self.parts[param]]
         kept = [part.flatten() for part in parts if part is not None]
         return torch.cat(kept) if kept else table.new_empty(0)

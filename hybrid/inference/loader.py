@@ -3,7 +3,7 @@
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,9 +20,10 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from hybrid.inference.tensor_files import Tensors, some
+from hybrid.inference.tensor_files import Tensors, shortened
+from hybrid.weights.int8 import WeightLoader
 
-Read = Callable[[str], torch.Tensor]  # a name in the model to the full tensor, cast and on the device
+ReadTensor = Callable[[str], torch.Tensor]  # a name in the model to the full tensor, cast and on the device
 
 
 def floating_dtype(model: nn.Module, dtype: torch.dtype) -> torch.dtype:
@@ -55,13 +56,13 @@ class Cast:
         return tensor.to(device=self.device, dtype=dtype)
 
 
-def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of the model's state dict, each once, under its first name."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
-            found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
+            tensors.setdefault(id(tensor), (name, tensor))
+    return dict(tensors.values())
 
 
 def cast_model(model: nn.Module, cast: Cast) -> None:
@@ -70,7 +71,7 @@ def cast_model(model: nn.Module, cast: Cast) -> None:
     Non-persistent buffers (rotary frequencies) are moved but keep their dtype, as in a model that was built in `dtype`:
     rounding the frequencies would shift every position.
     """
-    for name, tensor in stored_tensors(model).items():
+    for name, tensor in state_tensors(model).items():
         tensor.data = cast(name, tensor.data)
     move_buffers(model, cast.device)
 
@@ -82,72 +83,75 @@ def move_buffers(model: nn.Module, device: torch.device | None) -> None:
             buffer.data = buffer.data.to(device)
 
 
-class Weights:
+class CheckpointWeights:
     """A checkpoint's tensors by a model's names.
 
     For Hugging Face models the conversions of transformers are applied: renamed tensors, and tensors that are combined
     from several (experts). A tied tensor needs to be in the checkpoint under one of its names.
 
-    stored: the checkpoint's tensors by its names.
+    tensors: the checkpoint's, by its names.
     strict: raise ValueError if tensors are missing, unexpected or of another shape, with all of them listed. Otherwise
-        warn; `absent` lists the model's tensors that the checkpoint does not have.
+        warn; `missing` lists the model's tensors that the checkpoint does not have.
     """
 
-    def __init__(self, model: nn.Module, stored: Tensors, strict: bool):
-        self.model, self.stored = model, stored
+    def __init__(self, model: nn.Module, tensors: Tensors, strict: bool):
+        self.model, self.tensors = model, tensors
         self.transforms: dict[str, WeightTransform] = {}  # by the model's name of the first tensor that it makes
         self.sources: dict[str, list[tuple[str, str]]] = {}  # by the same key: the checkpoint's names, with patterns
-        self.giver: dict[str, str] = {}  # by name in the model: the key of `transforms` and `sources`
+        self.made_by: dict[str, str] = {}  # by name in the model: the key of `transforms` and `sources`
         state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if tensor is not None}
-        left = self._match(state)
-        misshaped = self._look(state)
+        unexpected = self._match_names(state)
+        misshaped = self._match_shapes(state)
         self.names: dict[str, str] = {}  # by a tensor's first name: its name that the checkpoint has
-        owners: dict[int, str] = {}
+        first_names: dict[int, str] = {}
         for name, tensor in state.items():
-            first = owners.setdefault(id(tensor), name)
-            if name in self.giver:
+            first = first_names.setdefault(id(tensor), name)
+            if name in self.made_by:
                 self.names.setdefault(first, name)
-        self.absent = [name for name in owners.values() if name not in self.names]
-        missing = [name for name in self.absent if name not in misshaped and not self._may("missing", name)]
-        left = [name for name in left if not self._may("unexpected", name)]
-        said = [("missing", missing), ("left over", left), ("of other shapes", list(misshaped.values()))]
-        if words := "; ".join(f"{what}: {some(names)} ({len(names)} in all)" for what, names in said if names):
-            words = f"checkpoint: it does not fit {type(model).__name__}: {words}"
+        self.missing = [name for name in first_names.values() if name not in self.names]
+        problems = {
+            "missing": [name for name in self.missing if name not in misshaped and not self._may_be("missing", name)],
+            "unexpected": [name for name in unexpected if not self._may_be("unexpected", name)],
+            "of another shape": list(misshaped.values()),
+        }
+        if any(problems.values()):
+            listed = [f"{what}: {shortened(names)} ({len(names)} in all)" for what, names in problems.items() if names]
+            message = f"checkpoint: it does not fit {type(model).__name__}: {'; '.join(listed)}"
             if strict:
-                raise ValueError(f"{words}. strict=False loads what fits")
-            warnings.warn(words, stacklevel=2)
+                raise ValueError(f"{message}. strict=False loads what fits")
+            warnings.warn(message, stacklevel=2)
 
-    def _match(self, state: dict[str, torch.Tensor]) -> list[str]:
+    def _match_names(self, state: dict[str, torch.Tensor]) -> list[str]:
         """Match the checkpoint's tensors with the model's. Gives the names of those that match none."""
         transforms = get_model_conversion_mapping(self.model) if isinstance(self.model, PreTrainedModel) else []
-        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        converters = [one for one in transforms if isinstance(one, WeightConverter)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-        prefix, left = getattr(self.model, "base_model_prefix", None), []
-        for key in sorted(self.stored, key=dot_natural_key):
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        prefix, unexpected = getattr(self.model, "base_model_prefix", None), []
+        for key in sorted(self.tensors, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if name not in state and key in state:
                 name, pattern = key, None
             if name not in state:
-                left.append(key)
+                unexpected.append(key)
                 continue
-            made = WeightRenaming(key, name) if pattern is None else by_pattern[pattern]
-            self.transforms.setdefault(name, made)
+            transform = WeightRenaming(key, name) if pattern is None else by_pattern[pattern]
+            self.transforms.setdefault(name, transform)
             self.sources.setdefault(name, []).append((key, pattern or key))
-        return left
+        return unexpected
 
-    def _look(self, state: dict[str, torch.Tensor]) -> dict[str, str]:
-        """Find the tensors that the checkpoint gives, by their shapes. Gives, by name, the reason for each mismatch."""
+    def _match_shapes(self, state: dict[str, torch.Tensor]) -> dict[str, str]:
+        """Find the tensors that the checkpoint makes, by their shapes. Gives, by name, each mismatch as text."""
         misshaped = {}
         for first in self.transforms:
             try:
-                given = self._converted(first, lambda key: torch.empty(self.stored[key].shape, device="meta"))
+                tensors = self._converted(first, lambda key: torch.empty(self.tensors[key].shape, device="meta"))
             except (RuntimeError, ValueError, IndexError) as error:
                 misshaped[first] = f"{first} cannot be put together: {error}"
                 continue
-            for name, tensor in given.items():
+            for name, tensor in tensors.items():
                 if name in state and tensor.shape == state[name].shape:
-                    self.giver[name] = first
+                    self.made_by[name] = first
                 elif name in state:
                     misshaped[name] = f"{name} is {list(tensor.shape)} and must be {list(state[name].shape)}"
         return misshaped
@@ -157,52 +161,52 @@ class Weights:
         transform = copy.deepcopy(self.transforms[first])
         for key, pattern in self.sources[first]:
             transform.add_tensor(first, key, pattern, partial(read, key))
-        found = transform.convert(first, model=self.model, config=getattr(self.model, "config", None))
-        return {name: one[0] if isinstance(one, list) else one for name, one in found.items()}
+        converted = transform.convert(first, model=self.model, config=getattr(self.model, "config", None))
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in converted.items()}
 
-    def _may(self, what: str, name: str) -> bool:
+    def _may_be(self, what: str, name: str) -> bool:
         """Whether a Hugging Face model allows a tensor to be missing, or unexpected, as `what` says."""
         patterns = getattr(self.model, f"_keys_to_ignore_on_load_{what}", None) or ()
         return any(re.search(pattern, name) for pattern in patterns)
 
     def read(self, name: str) -> torch.Tensor:
         """The full tensor whose first name in the model is `name`, in the checkpoint's dtype, on the CPU."""
-        stored = self.names[name]
-        return self._converted(self.giver[stored], lambda key: self.stored[key].read())[stored]
+        name = self.names[name]
+        return self._converted(self.made_by[name], lambda key: self.tensors[key].read())[name]
 
 
 def load(
     model: nn.Module,
-    made: dict[str, torch.Tensor],
-    read: Read,
-    takers: Mapping[str, Callable[[torch.Tensor], None]],
+    tensors: dict[str, torch.Tensor],
+    read: ReadTensor,
+    weight_loaders: Mapping[str, WeightLoader],
 ) -> None:
     """Load tensors into the model, one at a time; tensors on the meta device are materialized.
 
-    made: the model's tensors by name; emptied in the process.  read: gives the full tensor for a name.
-    takers: by name, a function that takes the tensor instead of the model (e.g. to slice or quantize it).
+    tensors: the model's, by name; emptied in the process.
+    weight_loaders: by name, a function that takes the full tensor instead of the model (e.g. to slice or quantize it).
     """
-    while made:
-        name, tensor = made.popitem()
-        if name in takers:
-            takers[name](read(name))
+    while tensors:
+        name, tensor = tensors.popitem()
+        if name in weight_loaders:
+            weight_loaders[name](read(name))
         else:
-            put(model, name, tensor, read(name))
-    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    assert not left, f"still on the meta device: {some(left)}"
+            set_tensor(model, name, tensor, read(name))
+    unset = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    assert not unset, f"still on the meta device: {shortened(unset)}"
 
 
-def put(model: nn.Module, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
+def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Set a parameter or buffer to a contiguous copy of `value`; a parameter stays the same object."""
     value = torch.empty_like(value, memory_format=torch.contiguous_format).copy_(value)
     if isinstance(tensor, nn.Parameter):
-        give(tensor, value)
+        set_data(tensor, value)
     else:
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = value
 
 
-def give(param: torch.Tensor, value: torch.Tensor) -> None:
+def set_data(param: torch.Tensor, value: torch.Tensor) -> None:
     """Replace the contents of a parameter or buffer by `value`, which is not copied; it stays the same object.
 
     `.data` is set where possible: a tensor that something else refers to (autograd, after a forward with gradients)
@@ -216,8 +220,8 @@ def give(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @contextmanager
-def whole_as_they_run(
-    parts: list[nn.Module], names: Mapping[torch.Tensor, str], read: Read
+def loaded_while_running(
+    parts: list[nn.Module], names: Mapping[torch.Tensor, str], read: ReadTensor
 ) -> Iterator[list[RemovableHandle]]:
     """Inside the block each of `parts` holds its full weights only while it runs, so the model's own forward works with
     one part in memory at a time. Yields the handles of the hooks that do this.
@@ -227,11 +231,11 @@ def whole_as_they_run(
 
     def fill(module: nn.Module, args: tuple) -> None:
         for param in module.parameters():
-            give(param, read(names[param]))
+            set_data(param, read(names[param]))
 
     def empty(module: nn.Module, args: tuple, output: object) -> None:
         for param in module.parameters():
-            give(param, param.new_empty(0))
+            set_data(param, param.new_empty(0))
 
     handles = []
     try:
@@ -243,70 +247,55 @@ def whole_as_they_run(
             handle.remove()
 
 
-def emptied(model: nn.Module) -> None:
-    """Free the model's parameters by moving them to the meta device."""
-    for param in model.parameters():
-        give(param, torch.empty_like(param, device="meta"))
-
-
-def require_makers(model: nn.Module, absent: Iterable[str]) -> None:
-    """Raise ValueError, with their names, for tensors that are not in the checkpoint if the model is not a Hugging Face
+def require_initializable(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise ValueError, with the names, for tensors that are not in the checkpoint if the model is not a Hugging Face
     model, which could initialize them."""
-    if (absent := list(absent)) and not isinstance(model, PreTrainedModel):
+    if names and not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"checkpoint: it does not have {some(absent)} ({len(absent)} in all), which would be without values; only "
-            f"a Hugging Face model can make them anew, and this is a {type(model).__name__}"
+            f"checkpoint: it does not have {shortened(names)} ({len(names)} in all), which would be without values; "
+            f"only a Hugging Face model can initialize them, and this is a {type(model).__name__}"
         )
 
 
-def initialize(model: nn.Module, absent: list[str], device: torch.device) -> None:
-    """Materialize tensors that are on the meta device and not in the checkpoint, with the model's own initialization:
-    non-persistent buffers, and the tensors in `absent`.
+def materialize(model: nn.Module, missing: Collection[str], device: torch.device) -> None:
+    """Materialize tensors on the meta device that no checkpoint has, with the model's own initialization:
+    non-persistent buffers, and the tensors in `missing`.
 
     Raises ValueError if there are any and the model is not a Hugging Face model.
     """
-    found: dict[nn.Module, list[tuple[dict, str, str]]] = {}
+    slots: dict[nn.Module, list[tuple[dict, str]]] = {}  # by module: the dictionary and the name in it
+    names: list[str] = []
     for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        slots = [(module._parameters, leaf) for leaf in module._parameters if prefix + leaf in absent]
-        slots += [
-            (module._buffers, leaf)
-            for leaf in module._buffers
-            if prefix + leaf in absent or leaf in module._non_persistent_buffers_set
-        ]
-        found[module] = [
-            (own, leaf, prefix + leaf) for own, leaf in slots if own[leaf] is not None and own[leaf].is_meta
-        ]
-    require_makers(model, (name for slots in found.values() for _, _, name in slots))
-    for module, slots in found.items():
-        for owner, leaf, _ in slots:
-            empty = torch.empty_like(owner[leaf], device=device)
-            if isinstance(owner[leaf], nn.Parameter):
-                give(owner[leaf], empty)
+        for own in (module._parameters, module._buffers):
+            for leaf, tensor in own.items():
+                name = f"{path}.{leaf}" if path else leaf
+                unsaved = name in missing or leaf in module._non_persistent_buffers_set
+                if unsaved and tensor is not None and tensor.is_meta:
+                    slots.setdefault(module, []).append((own, leaf))
+                    names.append(name)
+    require_initializable(model, names)
+    for module, tensors in slots.items():
+        for own, leaf in tensors:
+            empty = torch.empty_like(own[leaf], device=device)
+            if isinstance(own[leaf], nn.Parameter):
+                set_data(own[leaf], empty)
             else:
-                owner[leaf] = empty
-        if slots:
-            model._init_weights(module)
-    made = {path for slots in found.values() for _, _, path in slots}
-    if not made:
+                own[leaf] = empty
+        model._init_weights(module)
+    if not names:
         return
-    with known_to_be_made(model, made):
+    with uninitialized_only(model, set(names)):
         for path, module in model.named_modules():
             # A module's tensor may be initialized by a module around it (FalconH1's multipliers, transformers 5.23).
-            if not found[module] and any(is_within(name, path) for name in made):
+            if module not in slots and any(name.startswith(f"{path}." if path else "") for name in names):
                 model._init_weights(module)
 
 
-def is_within(name: str, path: str) -> bool:
-    """Whether a tensor belongs to a module or its submodules, by their names."""
-    return name.startswith(f"{path}." if path else "")
-
-
 @contextmanager
-def known_to_be_made(model: nn.Module, but: set[str]) -> Iterator[None]:
-    """Inside the block transformers' initialization changes only the tensors in `but`."""
-    tensors = [tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name not in but]
-    unmarked = [tensor for tensor in tensors if not getattr(tensor, "_is_hf_initialized", False)]
+def uninitialized_only(model: nn.Module, names: set[str]) -> Iterator[None]:
+    """Inside the block transformers' initialization changes only the tensors `names`."""
+    others = [tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name not in names]
+    unmarked = [tensor for tensor in others if not getattr(tensor, "_is_hf_initialized", False)]
     try:
         for tensor in unmarked:
             tensor._is_hf_initialized = True
@@ -314,3 +303,28 @@ def known_to_be_made(model: nn.Module, but: set[str]) -> Iterator[None]:
     finally:
         for tensor in unmarked:
             del tensor._is_hf_initialized
+
+
+@contextmanager
+def restored_on_error(model: nn.Module, with_values: bool) -> Iterator[None]:
+    """If the block raises, the model gets its modules, attributes and hooks back, and the exception is raised again.
+
+    with_values: also its tensors, which stay in memory until the block ends.
+    """
+
+    def copied(attributes: dict) -> dict:
+        return {name: value.copy() if isinstance(value, dict) else value for name, value in attributes.items()}
+
+    states = [(module, copied(module.__dict__)) for module in model.modules()]
+    own = (*model.parameters(), *model.buffers()) if with_values else ()
+    tensors = [(tensor, tensor.detach(), tensor.requires_grad) for tensor in own]
+    try:
+        yield
+    except BaseException:
+        for module, state in states:
+            module.__dict__.clear()
+            module.__dict__.update(copied(state))
+        for tensor, value, requires_grad in tensors:
+            set_data(tensor, value)
+            tensor.requires_grad_(requires_grad)
+        raise

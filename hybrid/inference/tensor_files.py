@@ -25,14 +25,14 @@ WRAPPERS = ("module", "model", "state_dict")  # keys under which a saved diction
 
 
 @dataclass(frozen=True)
-class Stored:
+class FileTensor:
     """A tensor in a checkpoint.  read: loads it from the file."""
 
     shape: torch.Size
     read: Callable[[], torch.Tensor]
 
 
-Tensors = dict[str, Stored]
+Tensors = dict[str, FileTensor]
 
 
 # Files
@@ -40,8 +40,8 @@ Tensors = dict[str, Stored]
 
 def require_files(paths: Iterable[Path]) -> None:
     """Raise ValueError, with the paths, if files are missing."""
-    if absent := [str(path) for path in paths if not path.is_file()]:
-        raise ValueError(f"checkpoint: no file at {', '.join(absent)}")
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        raise ValueError(f"checkpoint: no file at {', '.join(missing)}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -55,28 +55,30 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_index(path: Path) -> dict[str, str]:
-    """The index of Hugging Face's sharded files: tensor name to file name. Raises ValueError if it is invalid."""
-    files = read_json(path).get("weight_map")
-    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
-        raise ValueError(f"checkpoint: {path} has no weight_map, which names the files of tensors")
-    return files
+def open_file(path: Path) -> Tensors:
+    """The tensors of one file: safetensors, or a pickle of a state dict, at the top level or under one of WRAPPERS.
+
+    Raises ValueError if it is damaged or holds no tensors.
+    """
+    if path.suffix == ".safetensors":
+        try:
+            file = safe_open(path, framework="pt")
+            shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise damaged(path, error) from error
+        return {name: FileTensor(shape, partial(file.get_tensor, name)) for name, shape in shapes.items()}
+    state = load_pickle(path)
+    while isinstance(state, dict) and (inner := [key for key in WRAPPERS if isinstance(state.get(key), dict)]):
+        state = state[inner[0]]
+    if not isinstance(state, dict):
+        raise ValueError(f"checkpoint: {path} holds a {type(state).__name__}, not a state dict")
+    tensors = {name: in_memory(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise ValueError(f"checkpoint: {path} holds no tensors")
+    return tensors
 
 
-def in_file(path: Path) -> Tensors:
-    """The tensors of one file: safetensors, or a pickle of a state dict. Raises ValueError if it is damaged."""
-    if path.suffix != ".safetensors":
-        return of_state(state_in(path), path)
-    try:
-        file = safe_open(path, framework="pt")
-        names = file.keys()
-        shapes = [torch.Size(file.get_slice(name).get_shape()) for name in names]
-    except SafetensorError as error:
-        raise damaged(path, error) from error
-    return {name: Stored(shape, partial(file.get_tensor, name)) for name, shape in zip(names, shapes, strict=True)}
-
-
-def pickled(path: Path) -> Any:
+def load_pickle(path: Path) -> Any:
     """The content of a file saved by torch, on the CPU; memory-mapped if the file is a zip archive.
 
     Raises ValueError if it is damaged.
@@ -93,42 +95,28 @@ def damaged(path: Path, error: Exception) -> ValueError:
     return ValueError(f"checkpoint: {path} cannot be read; it is damaged, or no checkpoint of weights: {error}")
 
 
-def state_in(path: Path) -> dict[str, Any]:
-    """The state dict in a pickle, at the top level or under one of WRAPPERS. Raises ValueError if there is none."""
-    content = pickled(path)
-    while isinstance(content, dict):
-        inner = next((content[key] for key in WRAPPERS if isinstance(content.get(key), dict)), None)
-        if inner is None:
-            return content
-        content = inner
-    raise ValueError(f"checkpoint: {path} holds a {type(content).__name__}, not a state dict")
-
-
-def of_state(state: dict[str, Any], path: Path) -> Tensors:
-    """The tensors of a state dict. Raises ValueError if there are none."""
-    found = {name: held(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
-    if not found:
-        raise ValueError(f"checkpoint: {path} holds no tensors")
-    return found
-
-
-def held(tensor: torch.Tensor) -> Stored:
+def in_memory(tensor: torch.Tensor) -> FileTensor:
     """A tensor that is in memory already, or memory-mapped."""
-    return Stored(tensor.shape, lambda: tensor)
+    return FileTensor(tensor.shape, lambda: tensor)
 
 
-def indexed(path: Path) -> Tensors:
-    """The tensors of Hugging Face's sharded files, by their index. Raises ValueError if a file or tensor is missing."""
-    index = read_index(path)
+def open_index(path: Path) -> Tensors:
+    """The tensors of Hugging Face's sharded files, by their index, a JSON file.
+
+    Raises ValueError if the index is invalid, or a file or tensor is missing.
+    """
+    index = read_json(path).get("weight_map")
+    if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
+        raise ValueError(f"checkpoint: {path} has no weight_map, which names the files of tensors")
     files = {name: path.parent / name for name in sorted(set(index.values()))}
     require_files(files.values())
-    shards = {name: in_file(file) for name, file in files.items()}
-    if absent := [name for name, file in index.items() if name not in shards[file]]:
-        raise ValueError(f"checkpoint: {path} names tensors that its files do not have: {some(absent)}")
+    shards = {name: open_file(file) for name, file in files.items()}
+    if missing := [name for name, file in index.items() if name not in shards[file]]:
+        raise ValueError(f"checkpoint: {path} names tensors that its files do not have: {shortened(missing)}")
     return {name: shards[file][name] for name, file in index.items()}
 
 
-def some(names: Iterable[str], most: int = 20) -> str:
+def shortened(names: Iterable[str], most: int = 20) -> str:
     """The first `most` names as text, with the number of further ones."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -138,21 +126,21 @@ def some(names: Iterable[str], most: int = 20) -> str:
 # Parts
 
 
-def together(files: list[Tensors]) -> Tensors:
+def merged(files: list[Tensors]) -> Tensors:
     """The tensors of several files. Raises ValueError if two files have the same tensor."""
-    found: Tensors = {}
-    for tensors in files:
-        if twice := found.keys() & tensors.keys():
-            raise ValueError(f"checkpoint: in more than one file: {some(sorted(twice))}")
-        found |= tensors
-    return found
+    tensors: Tensors = {}
+    for file in files:
+        if duplicates := tensors.keys() & file.keys():
+            raise ValueError(f"checkpoint: in more than one file: {shortened(sorted(duplicates))}")
+        tensors |= file
+    return tensors
 
 
 def require_one_part(path: Path, parts: int) -> None:
     """Raise ValueError if `parts`, the number of tensor-parallel parts, is not 1 for a checkpoint that is not split."""
     if parts != 1:
         raise ValueError(
-            f"training_mp_size: {parts} given; {path} is whole. Parts are those of a DeepSpeed JSON with "
+            f"training_mp_size: {parts} given; {path} is not split. Parts are those of a DeepSpeed JSON with "
             "parallelization='tp', or of a training directory with several mp_rank_*_model_states.pt"
         )
 
@@ -162,34 +150,28 @@ def joined_parts(ranks: list[Tensors], shapes: Mapping[str, torch.Size], version
 
     shapes: the full shapes by name.  version: of Megatron's layout; in 0 a rank's q, k and v are concatenated blocks.
     """
-    names = dict.fromkeys(name for rank in ranks for name in rank)
-    return {
-        name: joined([rank[name] for rank in ranks if name in rank], shapes.get(name), version == 0 and is_qkv(name))
-        for name in names
-    }
+    tensors = {}
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        blocks = 3 if version == 0 and ("query_key_value" in name or "qkv" in name) else 1
+        tensors[name] = joined([rank[name] for rank in ranks if name in rank], shapes.get(name), blocks)
+    return tensors
 
 
-def is_qkv(name: str) -> bool:
-    """Whether a tensor contains queries, keys and values, by its name."""
-    return "query_key_value" in name or "qkv" in name
-
-
-def joined(parts: list[Stored], shape: torch.Size | None, strided: bool) -> Stored:
+def joined(parts: list[FileTensor], shape: torch.Size | None, blocks: int) -> FileTensor:
     """The full tensor from its parts, joined along the dimension in which they add up to `shape`; the first part if it
     has that shape already or none fits.
 
-    strided: each part consists of three blocks (q, k, v) that are joined separately.
+    blocks: number of blocks (q, k, v) in each part that are joined separately.
     """
     first = parts[0].shape
     for dim in range(len(first)) if shape is not None and first != shape else ():
         width = sum(part.shape[dim] for part in parts)
-        whole = torch.Size([*first[:dim], width, *first[dim + 1 :]])
-        if whole == shape:
-            return Stored(whole, partial(concatenated, parts, dim, 3 if strided else 1))
+        if torch.Size([*first[:dim], width, *first[dim + 1 :]]) == shape:
+            return FileTensor(shape, partial(concatenated, parts, dim, blocks))
     return parts[0]
 
 
-def concatenated(parts: list[Stored], dim: int, blocks: int) -> torch.Tensor:
+def concatenated(parts: list[FileTensor], dim: int, blocks: int) -> torch.Tensor:
     """The parts concatenated along `dim`, each split into `blocks` that are joined block by block."""
     pieces = [part.read().chunk(blocks, dim) for part in parts]
     return torch.cat([piece[block] for block in range(blocks) for piece in pieces], dim)

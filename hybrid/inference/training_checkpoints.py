@@ -18,15 +18,15 @@ from deepspeed.checkpoint.constants import (
 )
 
 from hybrid.inference.tensor_files import (
-    Stored,
+    FileTensor,
     Tensors,
-    held,
-    in_file,
+    in_memory,
     joined_parts,
-    pickled,
+    load_pickle,
+    merged,
+    open_file,
     require_files,
-    some,
-    together,
+    shortened,
 )
 
 MODEL_FILES = "mp_rank_*_model_states.pt"
@@ -34,39 +34,39 @@ EXPERT_FILES = "layer_*_expert_*_model_states.pt"
 # Keys that ZeRO-3's model files have.
 ZERO_KEYS = tuple("module buffer_names param_shapes shared_params frozen_param_shapes frozen_param_fragments".split())
 # Name endings of parameters that concatenate several matrices, so that a tensor-parallel part has a part of each.
-SEVERAL = ("gate_up_proj.weight", "qkv_proj.weight", "c_attn.weight", "W_pack.weight", "Wqkv.weight")
-SEVERAL += tuple(name.replace("weight", "bias") for name in SEVERAL)
+PACKED = ("gate_up_proj.weight", "qkv_proj.weight", "c_attn.weight", "W_pack.weight", "Wqkv.weight")
+PACKED += tuple(name.replace("weight", "bias") for name in PACKED)
 
 
-def of_training(folder: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
+def open_training_checkpoint(folder: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
     """The weights in a training checkpoint, joined over tensor-parallel ranks.
 
     ZeRO 0-2: in the dtype the model computed in. ZeRO-3: the optimizer's float32 weights, joined from the ranks'
     partitions.  parts, shapes: as for `open_checkpoint`. Raises ValueError if files are missing, damaged, or do not fit
     together.
     """
-    experts = together([in_file(path) for path in sorted(folder.glob(EXPERT_FILES))])
-    found = [path.name for path in folder.glob(MODEL_FILES)]
-    prefix = "zero_pp_rank_0_" if all(name.startswith("zero_pp_rank") for name in found) else ""
-    first = state_of_engine(folder / f"{prefix}mp_rank_00_model_states.pt", ("module",))
+    experts = merged([open_file(path) for path in sorted(folder.glob(EXPERT_FILES))])
+    names = [path.name for path in folder.glob(MODEL_FILES)]
+    prefix = "zero_pp_rank_0_" if all(name.startswith("zero_pp_rank") for name in names) else ""
+    first = engine_state(folder / f"{prefix}mp_rank_00_model_states.pt", ("module",))
     count = first.get("mp_world_size", 1)
     if parts not in (1, count):
         raise ValueError(f"training_mp_size: {parts} given; {folder} was trained with {count}")
     files = [folder / f"{prefix}mp_rank_{index:02d}_model_states.pt" for index in range(count)]
     require_files(files)
-    ranks = [partitioned(folder, index) if prefix else in_file(file) for index, file in enumerate(files)]
+    ranks = [zero3_tensors(folder, index) if prefix else open_file(file) for index, file in enumerate(files)]
     if len(ranks) == 1:
         return experts | ranks[0]
     return experts | joined_by_map(ranks, first.get(UNIVERSAL_CHECKPOINT_INFO) or {}, shapes, folder)
 
 
-def state_of_engine(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
+def engine_state(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
     """The content of a file saved by a DeepSpeed engine. Raises ValueError if the file or one of `keys` is missing."""
     require_files([path])
-    state = pickled(path)
-    absent = [key for key in keys if key not in state] if isinstance(state, dict) else keys
-    if absent:
-        raise ValueError(f"checkpoint: {path} has no {some(absent)}; it is not what a DeepSpeed engine saves")
+    state = load_pickle(path)
+    missing = [key for key in keys if key not in state] if isinstance(state, dict) else keys
+    if missing:
+        raise ValueError(f"checkpoint: {path} has no {shortened(missing)}; a DeepSpeed engine did not save it")
     return state
 
 
@@ -85,66 +85,53 @@ def joined_by_map(
     if maps.get(AFFINE_MAP_VERSION, AFFINE_MAP_FORMAT_VERSION) != AFFINE_MAP_FORMAT_VERSION:
         raise ValueError(
             f"checkpoint: {folder} has a map of parts of version {maps[AFFINE_MAP_VERSION]}, and DeepSpeed here knows "
-            f"version {AFFINE_MAP_FORMAT_VERSION}; use the DeepSpeed that has written it"
+            f"version {AFFINE_MAP_FORMAT_VERSION}; use the DeepSpeed that wrote it"
         )
-    found = joined_parts(ranks, shapes, version=1)
-    mapped = {name: maps[AFFINE_MAP_PARAMS].get(f"^{re.escape(name)}$") for name in found}
-    fused = [name for name, entry in mapped.items() if entry is None and name.endswith(SEVERAL) and name in shapes]
-    if fused := [name for name in fused if ranks[0][name].shape != shapes[name]]:
+    tensors = joined_parts(ranks, shapes, version=1)
+    packed = []
+    for name in tensors:
+        if entry := maps[AFFINE_MAP_PARAMS].get(f"^{re.escape(name)}$"):
+            parts = [rank[name] for rank in ranks]
+            tensors[name] = FileTensor(torch.Size(entry["logical_shape"]), partial(rebuilt, entry, parts))
+        elif name.endswith(PACKED) and name in shapes and ranks[0][name].shape != shapes[name]:
+            packed.append(name)
+    if packed:
         raise ValueError(
-            f"checkpoint: {folder} has parts of {some(fused)}, which hold parts of several matrices each, and no map "
-            "of them; write it as a whole first"
+            f"checkpoint: {folder} has parts of {shortened(packed)}, which hold parts of several matrices each, and no "
+            "map of them; save it unsplit first"
         )
-    for name, entry in mapped.items():
-        if entry is not None:
-            split = [rank[name] for rank in ranks]
-            found[name] = Stored(torch.Size(entry["logical_shape"]), partial(rebuilt, entry, split))
-    return found
+    return tensors
 
 
-def rebuilt(entry: dict[str, Any], parts: list[Stored]) -> torch.Tensor:
+def rebuilt(entry: dict[str, Any], parts: list[FileTensor]) -> torch.Tensor:
     """The full tensor from the ranks' parts, by its entry in DeepSpeed's map."""
     return ParamAffineMap.from_dict(entry).rebuild({rank: part.read() for rank, part in enumerate(parts)})
 
 
-def partitioned(folder: Path, index: int) -> Tensors:
+def zero3_tensors(folder: Path, index: int) -> Tensors:
     """The tensors of a ZeRO-3 checkpoint, for one tensor-parallel rank.
 
     Each data-parallel rank has an equal share of every parameter's elements, in the order of the parameters. Raises
     ValueError if files are missing or damaged.
     """
-    models = in_order(folder, f"zero_pp_rank_{{}}_mp_rank_{index:02d}_model_states.pt")
-    states = [state_of_engine(path, ZERO_KEYS) for path in models]
-    found = {name: held(states[0]["module"][name]) for name in states[0]["buffer_names"]}
+    file = f"zero_pp_rank_{{}}_mp_rank_{index:02d}_{{}}_states.pt"
+    ranks = range(len(list(folder.glob(file.format("*", "model")))) or 1)
+    states = [engine_state(folder / file.format(rank, "model"), ZERO_KEYS) for rank in ranks]
+    tensors = {name: in_memory(states[0]["module"][name]) for name in states[0]["buffer_names"]}
     for name, shape in (states[0]["frozen_param_shapes"] or {}).items():
         fragments = [state["frozen_param_fragments"][name] for state in states]
-        found[name] = Stored(shape, partial(whole_of, fragments, shape))
+        tensors[name] = FileTensor(shape, partial(unpartitioned, fragments, shape))
     trained = {name: shape for group in states[0]["param_shapes"] for name, shape in group.items()}
     widths = [-(-shape.numel() // len(states)) for shape in trained.values()]
-    paths = optimizer_files(folder, len(states), index) if trained else []
+    prefix = "bf16_" if any(folder.glob(f"bf16_{file.format('*', 'optim')}")) else ""
+    paths = [folder / f"{prefix}{file.format(rank, 'optim')}" for rank in ranks] if trained else []
+    require_files(paths)
     flats = [flat_weights(path, len(states), sum(widths)) for path in paths]
     for (name, shape), width, end in zip(trained.items(), widths, accumulate(widths), strict=True):
-        found[name] = Stored(shape, partial(whole_between, flats, end - width, end, shape))
+        tensors[name] = FileTensor(shape, partial(trained_tensor, flats, end - width, end, shape))
     for name, other in (states[0]["shared_params"] or {}).items():
-        found[name] = found[other]
-    return found
-
-
-def in_order(folder: Path, pattern: str) -> list[Path]:
-    """The ranks' files in the order of ranks. Raises ValueError if one is missing."""
-    count = len(list(folder.glob(pattern.format("*"))))
-    paths = [folder / pattern.format(rank) for rank in range(count)]
-    require_files(paths or [folder / pattern.format(0)])
-    return paths
-
-
-def optimizer_files(folder: Path, ranks: int, index: int) -> list[Path]:
-    """The files of the ranks' optimizer states, in the order of ranks. Raises ValueError if one is missing."""
-    name = f"zero_pp_rank_{{}}_mp_rank_{index:02d}_optim_states.pt"
-    prefix = "bf16_" if any(folder.glob(f"bf16_{name.format('*')}")) else ""
-    paths = [folder / f"{prefix}{name.format(rank)}" for rank in range(ranks)]
-    require_files(paths)
-    return paths
+        tensors[name] = tensors[other]
+    return tensors
 
 
 def flat_weights(path: Path, ranks: int, width: int) -> list[torch.Tensor]:
@@ -153,29 +140,26 @@ def flat_weights(path: Path, ranks: int, width: int) -> list[torch.Tensor]:
     width: the number of elements that they must have together. Raises ValueError if they have fewer, or the file was
     saved with another number of ranks.
     """
-    state = state_of_engine(path, ("optimizer_state_dict",))["optimizer_state_dict"]
+    state = engine_state(path, ("optimizer_state_dict",))["optimizer_state_dict"]
     if state["partition_count"] != ranks:
         raise ValueError(f"checkpoint: {path} is one of {state['partition_count']} ranks', and there are {ranks}")
     groups = state["fp32_flat_groups"]
-    if (held := sum(group.numel() for group in groups)) < width:
-        raise ValueError(f"checkpoint: {path} has {held} elements of weights, and its model's file says {width}")
+    if (elements := sum(group.numel() for group in groups)) < width:
+        raise ValueError(f"checkpoint: {path} has {elements} elements of weights, and its model's file says {width}")
     return groups
 
 
-def whole_between(flats: list[list[torch.Tensor]], start: int, end: int, shape: torch.Size) -> torch.Tensor:
-    """The full parameter, whose partition is elements `start` to `end` of each rank's flat weights."""
-    return whole_of([between(groups, start, end) for groups in flats], shape)
+def trained_tensor(flats: list[list[torch.Tensor]], start: int, end: int, shape: torch.Size) -> torch.Tensor:
+    """The full parameter, whose partition is elements `start` to `end` of the concatenation of each rank's groups."""
+    partitions = []
+    for groups in flats:
+        offset = 0
+        for group in groups:
+            partitions.append(group[max(start - offset, 0) : max(end - offset, 0)])
+            offset += group.numel()
+    return unpartitioned(partitions, shape)
 
 
-def between(groups: list[torch.Tensor], start: int, end: int) -> torch.Tensor:
-    """Elements `start` to `end` of the concatenation of flat tensors."""
-    pieces, offset = [], 0
-    for group in groups:
-        pieces.append(group[max(start - offset, 0) : max(end - offset, 0)])
-        offset += group.numel()
-    return torch.cat(pieces)
-
-
-def whole_of(partitions: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+def unpartitioned(partitions: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
     """The full parameter from its partitions, without the padding at the end."""
     return torch.cat(partitions)[: shape.numel()].view(shape)

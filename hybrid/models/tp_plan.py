@@ -122,7 +122,7 @@ def read_tp_plan(model: nn.Module) -> TensorPlan:
             block = {leaf: with_kv_heads(leaf, share, attention) for leaf, share in block.items()}
         shares += block.values()
     if not any(share.style.after == "sum" and share.style.before != "lookup" for share in shares):
-        raise UnsupportedModel(f"the tp_plan of {type(model).__name__} spreads no layer")
+        raise UnsupportedModel(f"the tp_plan of {type(model).__name__} slices no layer")
     require_cut_alike(model, shares)
     return TensorPlan(tuple(shares), tuple(attentions))
 

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hybrid.models.spec import ParamRef
 
-Take = Callable[[torch.Tensor], None]
+WeightLoader = Callable[[torch.Tensor], None]
 LEVELS = 127  # quantization levels on each side of 0
 
 
@@ -75,30 +75,32 @@ def scale_of(ref: ParamRef) -> torch.Tensor:
 class Int8Linear(nn.Linear):
     """An int8 replacement of nn.Linear or of Hugging Face's Conv1D (weight [in, out]).
 
-    It computes with the replaced layer's own weight until `take` is called. groups: scales per output channel.
+    It computes with the replaced layer's own weight until `load_weight` is called. groups: scales per output channel.
     """
 
     def __init__(self, linear: nn.Linear | Conv1D, groups: int):
         nn.Module.__init__(self)  # not nn.Linear's, which would allocate a weight
-        self.turned, self.groups = isinstance(linear, Conv1D), groups
+        self.transposed, self.groups = isinstance(linear, Conv1D), groups
         self.weight, self.bias = linear.weight, linear.bias
-        sizes = reversed(linear.weight.shape) if self.turned else linear.weight.shape
+        sizes = reversed(linear.weight.shape) if self.transposed else linear.weight.shape
         self.out_features, self.in_features = sizes
         self.register_buffer("weight_scale", None)
 
-    def take(self, weight: torch.Tensor) -> None:
+    def load_weight(self, weight: torch.Tensor) -> None:
         """Quantize `weight`, in the layout of the replaced layer, and compute with it from here on."""
-        keep_in_int8(self, "weight", weight.T if self.turned else weight, self.groups)
+        keep_in_int8(self, "weight", weight.T if self.transposed else weight, self.groups)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] to [..., out], in x's dtype."""
         taken = self.weight_scale is not None
-        return int8_linear(x, self.weight.T if self.turned and not taken else self.weight, self.weight_scale, self.bias)
+        return int8_linear(
+            x, self.weight.T if self.transposed and not taken else self.weight, self.weight_scale, self.bias
+        )
 
 
 class Int8Experts:
-    """Keeps a module's expert matrices in int8 and dequantizes them for its forward. Until `take` is called the module
-    computes as before.
+    """Keeps a module's expert matrices in int8 and dequantizes them for its forward. Until `load_weight` is called the
+    module computes as before.
 
     groups: scales per output channel.
     """
@@ -108,7 +110,7 @@ class Int8Experts:
         self.dtypes: dict[str, torch.dtype] = {}
         self.own_forward, module.forward = module.forward, self._forward
 
-    def take(self, name: str, weight: torch.Tensor) -> None:
+    def load_weight(self, name: str, weight: torch.Tensor) -> None:
         """Quantize `weight` [experts, out, in] as the module's parameter `name`."""
         self.dtypes[name] = weight.dtype
         keep_in_int8(self.module, name, weight, self.groups)
@@ -166,17 +168,17 @@ def require_groups(model: nn.Module, groups: int, ranks: int) -> None:
             )
 
 
-def in_int8(model: nn.Module, groups: int) -> dict[str, Take]:
+def in_int8(model: nn.Module, groups: int) -> dict[str, WeightLoader]:
     """Replace the model's linear layers and expert matrices by int8 ones. Gives, by parameter name, the function that
     quantizes a floating-point weight into it."""
-    found: dict[str, Take] = {}
+    found: dict[str, WeightLoader] = {}
     for name, linear in quantizable(model).items():
         parent, _, child = name.rpartition(".")
         layer = Int8Linear(linear, groups)
-        found[f"{name}.weight"] = layer.take
+        found[f"{name}.weight"] = layer.load_weight
         setattr(model.get_submodule(parent), child, layer)
     for path, module in model.named_modules():
         if names := expert_matrices(module):
             experts = Int8Experts(module, groups)
-            found |= {f"{path}.{name}": partial(experts.take, name) for name in names}
+            found |= {f"{path}.{name}": partial(experts.load_weight, name) for name in names}
     return found

@@ -46,7 +46,7 @@ def calls(monkeypatch):
         made.append(("deepspeed", args, kwargs))
 
     monkeypatch.setattr(deepspeed, "initialize", own)
-    monkeypatch.setattr(drop_in, "PLACE", drop_in.Place())
+    monkeypatch.setattr(drop_in, "TRAINING", drop_in.Patch("initialize", drop_in.build_engine))
     monkeypatch.setattr(drop_in, "initialize", lambda **kwargs: made.append(("hybrid", (), kwargs)))
     return made
 
@@ -159,7 +159,7 @@ def test_somebody_elses_patch_stays(calls):
     with hybrid.installed():
         assert built(calls) == "hybrid" and deepspeed.initialize is over
     assert len(seen) == 2
-    with pytest.warns(UserWarning, match="initialize is <function .*, which somebody put there after"):
+    with pytest.warns(UserWarning, match="initialize is <function .*, which another library installed after"):
         hybrid.uninstall()
     assert deepspeed.initialize is over and built(calls) == "deepspeed"
     hybrid.install()
@@ -209,7 +209,8 @@ def test_init_inference_builds_ours_unless_asked_not_to(monkeypatch):
         return "deepspeed", config, kwargs
 
     monkeypatch.setattr(deepspeed, "init_inference", own)
-    monkeypatch.setattr(drop_in, "INFERENCE_PLACE", drop_in.Place("init_inference"))
+    patch = drop_in.Patch("init_inference", drop_in.build_inference_engine)
+    monkeypatch.setattr(drop_in, "INFERENCE", patch)
     model = tiny_model("llama")
     reference = twin(model)
     ids, mask = prompts(2, 5, padded=True)

@@ -80,7 +80,7 @@ def check_shared_modules() -> None:
     model = tiny_model("starcoder2", sizes=SIZES)
     reference = twin(model)
     engine = engine_of(model, settings(3, hybrid_engine={"enabled": True, "inference_tp_size": 2}))
-    assert engine.coverage()[0]["why"].startswith("the Hugging Face module itself, spread over ranks")
+    assert engine.coverage()[0]["why"].startswith("the Hugging Face module itself, sharded over ranks")
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     request = {**REQUEST, "attention_mask": mask, "num_beams": 3, "max_new_tokens": 6 + 2 * dist.get_rank()}
     assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))

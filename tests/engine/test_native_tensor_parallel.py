@@ -70,7 +70,7 @@ def check_model(model, size: int, containers: str = "fused") -> None:
     reference = twin(model)
     engine = engine_of(model, tp_settings(size, containers=containers))
     why = engine.coverage()[0]["why"]
-    assert "spread over ranks by the model's tp_plan" in why, why
+    assert "sharded over ranks by the model's tp_plan" in why, why
     require_matches_hugging_face(engine, reference, tolerance=1e-4)
     engine.destroy()
 
@@ -127,7 +127,7 @@ def check_critic() -> None:
     model = AutoModelForSequenceClassification.from_config(config)
     reference = twin(model)
     engine = engine_of(model, tp_settings(2))
-    assert "spread over ranks" in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
+    assert "sharded over ranks" in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
     rank = dist.get_rank()
     ids, mask = prompts(2 + rank, 6 + rank, padded=True, seed=rank)
     engine.eval()
@@ -336,7 +336,7 @@ def check_half_precision() -> None:
         engine = engine_of(twin(exact).bfloat16(), config)
         errors.append((engine.score(ids, mask).per_token_logps - expected).abs().median())
         assert engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=4, seed=0)).completion_ids.shape[0] == 4
-    assert "spread over ranks" in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
+    assert "sharded over ranks" in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
     assert 0 < errors[1] < 2 * errors[0] + 1e-3, errors
 
 
@@ -357,7 +357,7 @@ def check_autocast() -> None:
         with engine.inference():
             scores = [engine.score(ids, mask).per_token_logps for _ in range(1 + rank)]
         logps.append(scores[0])
-    assert "spread over ranks" in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
+    assert "sharded over ranks" in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
     exact, unsharded, sharded = logps
     assert 0 < (sharded - exact).abs().median() < 2 * (unsharded - exact).abs().median() + 1e-3
 
@@ -391,7 +391,7 @@ def check_fallback() -> None:
     one_sided = tiny_model("olmo", sizes=SIZES)
     for name in ("mlp.gate_proj", "mlp.up_proj", "self_attn.o_proj"):
         del one_sided.tp_plan[f"model.layers.*.{name}"]
-    require_layer_by_layer(one_sided, "the tp_plan of OlmoForCausalLM spreads no layer")
+    require_layer_by_layer(one_sided, "the tp_plan of OlmoForCausalLM slices no layer")
 
 
 def test_a_model_without_a_usable_tp_plan_runs_layer_by_layer(ranks):
@@ -409,7 +409,7 @@ def check_refused_decoder() -> None:
     engine = engine_of(model, tp_settings(2))
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     request = {"attention_mask": mask, "max_new_tokens": 3 + 2 * dist.get_rank()}
-    for reason in ("a decoder of the llama family, spread", "the Hugging Face module itself", "spread over ranks by"):
+    for reason in ("a decoder of the llama family, sharded", "the Hugging Face module itself", "sharded over ranks by"):
         assert reason in engine.coverage()[0]["why"]
         assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
     assert "layer 1 of the fused container differs" in engine.coverage()[0]["why"]

@@ -27,7 +27,7 @@ def tp_settings(size: int, stage: int = 3, threshold: int = 0, **changes) -> dic
 
 def runs_fused_tp(engine: hybrid.HybridEngine, size: int) -> bool:
     """Whether coverage() says that the decoder is sharded over `size` ranks."""
-    return all(f"spread over {size} ranks" in row["why"] for row in engine.coverage())
+    return all(f"sharded over {size} ranks" in row["why"] for row in engine.coverage())
 
 
 def check_family(family: str, adapter: str, size: int) -> None:

@@ -130,7 +130,7 @@ def check_shared(family: str, adapter: str, lora: str) -> None:
         engine.train()
         assert torch.equal(engine.generate(ids, adapters=False, **request), base.generate(ids, **request))
         train_step(engine, step)
-    assert all("spread over 2 ranks" in row["why"] for row in engine.coverage())
+    assert all("sharded over 2 ranks" in row["why"] for row in engine.coverage())
     engine.destroy()
 
 

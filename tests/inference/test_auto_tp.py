@@ -57,7 +57,7 @@ def check_auto_tp(reference: torch.nn.Module, folder: str, how: str) -> None:
         draws = [torch.zeros_like(drawn) for _ in range(2)]
         dist.all_gather(draws, drawn)
         assert torch.equal(*draws)
-        assert all(f"spread over 2 ranks by {how}" in row["why"] for row in engine.coverage())
+        assert all(f"sharded over 2 ranks by {how}" in row["why"] for row in engine.coverage())
         local_params, all_params = (
             sum(param.numel() for param in module.parameters()) for module in (model, reference)
         )
@@ -85,7 +85,7 @@ def check_without_injection() -> None:
         engine = hybrid.init_inference(twin(reference), **SETTINGS)
         rows = engine.coverage()
         assert {row["container"] for row in rows} == {container}
-        assert all("spread over 2 ranks" in row["why"] for row in rows)
+        assert all("sharded over 2 ranks" in row["why"] for row in rows)
         request = {"attention_mask": MASK, "max_new_tokens": 6}
         assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
         engine.destroy()
@@ -108,7 +108,7 @@ def test_models_without_a_tp_plan_are_sliced_by_layer_names(ranks, tmp_path, nam
 def check_replicated(name: str) -> None:
     """Every rank keeps the whole model, with a warning."""
     reference = tiny_model(name, sizes=REPLICATED[name]).eval()
-    with pytest.warns(UserWarning, match="no attention and no MLP that is known to be cut; every rank keeps the whole"):
+    with pytest.warns(UserWarning, match="no attention and no MLP that can be sliced; every rank keeps the full"):
         engine = hybrid.init_inference(twin(reference), **SETTINGS)
     request = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 6, "do_sample": False}
     assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
@@ -191,7 +191,7 @@ def check_heads_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="tensor_parallel.tp_size: 2 given; the model's 3 attention heads"):
         hybrid.init_inference(odd, **SETTINGS)
     odd = tiny_model("falcon_h1", sizes={**NAMED["falcon_h1"], "num_key_value_heads": 1})
-    with pytest.raises(ValueError, match="tp_size: 2 given; it must divide the 1 heads that .*k_proj makes"):
+    with pytest.raises(ValueError, match="tp_size: 2 given; it must divide the 1 heads of .*k_proj"):
         hybrid.init_inference(odd, **SETTINGS)
 
 

@@ -359,7 +359,7 @@ def test_tensor_parallel_parts_of_joined_matrices_without_a_map_raise(tmp_path):
 def test_training_mp_size_with_an_unsharded_checkpoint_raises(tmp_path, write):
     reference = tiny_model("llama")
     where = tmp_path / write(reference, tmp_path)
-    with pytest.raises(ValueError, match="training_mp_size: 2 given; .* is whole. Parts are those of"):
+    with pytest.raises(ValueError, match="training_mp_size: 2 given; .* is not split. Parts are those of"):
         load_into(empty_like(reference), where, training_mp_size=2)
 
 
@@ -387,8 +387,8 @@ def test_missing_unexpected_and_mismatched_tensors_are_listed(tmp_path):
     before = twin(model)
     message = (
         r"missing: model.layers.1.mlp.up_proj.weight, model.norm.weight \(2 in all\); "
-        r"left over: model.extra \(1 in all\); "
-        r"of other shapes: lm_head.weight is \[97, 31\] and must be \[97, 32\] \(1 in all\). strict=False"
+        r"unexpected: model.extra \(1 in all\); "
+        r"of another shape: lm_head.weight is \[97, 31\] and must be \[97, 32\] \(1 in all\). strict=False"
     )
     with pytest.raises(ValueError, match=message):
         load_into(model, tmp_path, set_empty_params=True)
@@ -424,7 +424,7 @@ def test_a_missing_expert_is_listed(tmp_path):
     gone = next(name for name in state if "experts.3" in name)
     del state[gone]
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"of other shapes: .*experts"):
+    with pytest.raises(ValueError, match=r"of another shape: .*experts"):
         load_into(tiny_model("mixtral"), tmp_path)
 
 
@@ -474,10 +474,10 @@ def test_damaged_training_checkpoints_raise(ranks, tmp_path):
             with pytest.raises(ValueError, match=f"{path.name} cannot be read; it is damaged"):
                 load_into(tiny_model("llama"), tmp_path)
         torch.save({"step": 1}, path)
-        with pytest.raises(ValueError, match=f"{path.name} has no .*; it is not what a DeepSpeed engine saves"):
+        with pytest.raises(ValueError, match=f"{path.name} has no .*; a DeepSpeed engine did not save it"):
             load_into(tiny_model("llama"), tmp_path)
         torch.save([1], path)
-        with pytest.raises(ValueError, match=f"{path.name} has no .*; it is not what a DeepSpeed engine saves"):
+        with pytest.raises(ValueError, match=f"{path.name} has no .*; a DeepSpeed engine did not save it"):
             load_into(tiny_model("llama"), tmp_path)
         path.unlink()
         with pytest.raises(ValueError, match="no file at .*mp_rank_00|one of 2 ranks', and there are 1"):
@@ -588,7 +588,7 @@ def test_damaged_saved_mp_checkpoints_raise(tmp_path):
     content_before = second.read_bytes()
     state = load_file(second)
     save_file({name: tensor for name, tensor in state.items() if "up_proj" not in name}, second)
-    with pytest.raises(ValueError, match=r"of other shapes: .*up_proj.weight is \[24, 32\] and must be \[48, 32\]"):
+    with pytest.raises(ValueError, match=r"of another shape: .*up_proj.weight is \[24, 32\] and must be \[48, 32\]"):
         load_into(empty_like(reference), tmp_path)
     second.write_bytes(content_before[:-100])
     with pytest.raises(ValueError, match="tp_01.safetensors cannot be read; it is damaged"):

@@ -273,7 +273,7 @@ def check_ranks(folder: str, family: str, use_kernel: bool) -> None:
             pipe, texts = inference_test(replace(args, **more), local_rank=dist.get_rank())
         assert isinstance(pipe.model, hybrid.InferenceEngine)
         assert texts == expected, more
-        assert all("spread over 2 ranks" in row["why"] for row in pipe.model.coverage())
+        assert all("sharded over 2 ranks" in row["why"] for row in pipe.model.coverage())
         dist.barrier()
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import hybrid
-from hybrid.inference import engine as inference_engine
+from hybrid.inference import build
 from tests.engine.test_native_tensor_parallel import FAMILIES
 from tests.inference.test_deepspeed_experts import with_mixtures
 from tests.inference.test_tensor_parallel import check_equal, tp_engine
@@ -74,9 +74,7 @@ def check_written_once(folder: str) -> None:
         ("crossed", {"tp_group": group}, range(4)),  # the same path again, by later engines
         ("alone", {"tp_group": second_pair}, (2, 3)),
     ):
-        with mock.patch.object(
-            inference_engine, "save_mp_checkpoint", wraps=inference_engine.save_mp_checkpoint
-        ) as save:
+        with mock.patch.object(build, "save_mp_checkpoint", wraps=build.save_mp_checkpoint) as save:
             if rank in members:
                 tp_engine(twin(reference), tp=tp, save_mp_checkpoint_path=f"{folder}/{name}")
         written = all_of(torch.tensor(save.call_count))
@@ -85,7 +83,7 @@ def check_written_once(folder: str) -> None:
         with torch.device("meta"):
             model = type(reference)(reference.config)
         engine = tp_engine(model, 4, checkpoint=f"{folder}/{name}", kernel_inject=True)
-        check_equal(engine, reference, same=False)
+        check_equal(engine, reference, same_prompts=False)
 
 
 def test_slices_are_saved_once_and_load_at_a_larger_tp_size(four_ranks, tmp_path):

@@ -95,7 +95,7 @@ def check_decoder(name: str, folder: str) -> None:
         actual = engine(IDS, attention_mask=MASK).logits[real]
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
         assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
-        assert all("spread over 2 ranks by the injection policy" in row["why"] for row in engine.coverage())
+        assert all("sharded over 2 ranks by the injection policy" in row["why"] for row in engine.coverage())
         local_params, all_params = (
             sum(param.numel() for param in module.parameters()) for module in (model, reference)
         )
@@ -164,7 +164,7 @@ def test_heads_that_tp_size_does_not_divide_raise(ranks):
         ({BertLayer: ("output.tense",)}, {}, "no module whose name ends in 'output.tense'"),
         ({"BertLayer": ("output.dense",)}, {}, "'BertLayer' given; it must be a class"),
         ({T5Block: ("output.dense",)}, {}, r"the model has none of \['T5Block'\]"),
-        ({BertLayer: "output.dense"}, {"kernel_inject": True}, "given with replace_with_kernel_inject=true"),
+        ({BertLayer: "output.dense"}, {"kernel_inject": True}, "given; replace_with_kernel_inject=true"),
     ],
 )
 def test_invalid_policies_raise(policy, more, message):

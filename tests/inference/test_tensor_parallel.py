@@ -44,7 +44,7 @@ def check_family(family: str, folder: str) -> None:
         engine = tp_engine(model, checkpoint=checkpoint)
         assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         assert sum(param.numel() for param in model.parameters()) == 0
-        assert all("spread over 2 ranks" in row["why"] for row in engine.coverage())
+        assert all("sharded over 2 ranks" in row["why"] for row in engine.coverage())
         for same in (True, False):
             check_equal(engine, reference, same)
         engine.destroy()
@@ -85,7 +85,7 @@ def check_written(folder: str, family: str) -> None:
             with torch.device("meta"):
                 model = type(reference)(reference.config)
             engine = tp_engine(model, size, checkpoint=f"{folder}/{path}")
-            check_equal(engine, reference, same=False)
+            check_equal(engine, reference, same_prompts=False)
             if size == 1:
                 expected = reference.state_dict()
                 assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
@@ -120,9 +120,9 @@ def check_groups() -> None:
     ]
     for _ in range(2):
         for engine, model in engines:
-            check_equal(engine, model, same=False)
-    assert ["spread" in engine.coverage()[0]["why"] for engine, _ in engines] == [True, True, False, False]
-    with pytest.raises(ValueError, match="4 given; the group that is given too has 2 ranks"):
+            check_equal(engine, model, same_prompts=False)
+    assert ["sharded" in engine.coverage()[0]["why"] for engine, _ in engines] == [True, True, False, False]
+    with pytest.raises(ValueError, match="4 given; the group given too has 2 ranks"):
         tp_engine(twin(reference), tp={"tp_group": group, "tp_size": 4})
 
 
@@ -164,7 +164,7 @@ def check_more_than_logits(family: str, settings: dict) -> None:
         torch.testing.assert_close(torch.stack(actual.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
     else:
         assert torch.equal(actual, expected)
-    assert "put together from 2 ranks' slices at every forward" in engine.coverage()[0]["why"]
+    assert "gathered from 2 ranks' slices at every forward" in engine.coverage()[0]["why"]
     local_params = sum(param.numel() for param in engine.module.parameters())
     assert local_params < 0.05 * sum(param.numel() for param in reference.parameters()), "whole weights stay"
     assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))  # fused again
@@ -215,7 +215,7 @@ def check_requests_that_raise() -> None:
     odd = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
     with pytest.raises(ValueError, match="tensor_parallel.tp_size: 2 given; the model's 3 attention heads"):
         tp_engine(tiny_model("llama", **odd))
-    with pytest.warns(UserWarning, match="BertForMaskedLM has no attention and no MLP that is known to be cut"):
+    with pytest.warns(UserWarning, match="BertForMaskedLM has no attention and no MLP that can be sliced"):
         tp_engine(tiny_other("bert"))
     with pytest.raises(NotImplementedError, match="a model with adapters; merge them first"):
         tp_engine(with_peft(tiny_model("llama")))
@@ -243,9 +243,7 @@ def check_no_graphs() -> None:
     """The error of a machine with a device, raised before anything runs on it."""
     with mock.patch("torch.cuda.is_available", lambda: True):
         for kernels in (True, False):
-            with pytest.raises(
-                NotImplementedError, match="enable_cuda_graph: true given for 2 ranks that share weights"
-            ):
+            with pytest.raises(NotImplementedError, match="enable_cuda_graph: true given; 2 ranks share the weights"):
                 tp_engine(tiny_model("llama"), enable_cuda_graph=True, replace_with_kernel_inject=kernels)
 
 
@@ -267,7 +265,7 @@ alone = hybrid.init_inference(tiny_model("llama"), dtype="float32", kernel_injec
 assert not torch.distributed.is_initialized(), "one rank needs no others"
 engine = hybrid.init_inference(tiny_model("llama"), dtype="float32", kernel_inject=True, tp={"tp_size": 2})
 assert torch.distributed.get_world_size() == 2
-assert all("spread over 2 ranks" in row["why"] for row in engine.coverage())
+assert all("sharded over 2 ranks" in row["why"] for row in engine.coverage())
 for one in (alone, engine):
     assert torch.equal(one.generate(ids, **request), expected)
 print("equal on rank", torch.distributed.get_rank(), flush=True)

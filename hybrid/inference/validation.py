@@ -1,0 +1,227 @@
+"""`init_inference`'s settings checked against the model, the ranks and the device, before anything changes."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
+from pydantic import ValidationError
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from hybrid.config import InferenceConfig, MoEConfig, Refusal, refuse, unsupported, value_if_set
+from hybrid.inference.auto_tp import AutoTP
+from hybrid.inference.injection_policy import read_policy, require_divisible_heads
+from hybrid.inference.ranks import callers_group, expert_parallel_size, group_size, tensor_parallel_size
+from hybrid.models.model_info import ModelInfo
+from hybrid.models.spec import UnsupportedModel
+from hybrid.parallel import world_size
+from hybrid.weights.gather import is_partitioned
+from hybrid.weights.int8 import require_groups
+from hybrid.weights.lora import read_adapters
+from hybrid.weights.slices import require_divisible
+
+STACK_LEVEL = 7  # of the caller of `init_inference`, for warnings: below it are a decorator and the engine
+
+
+def validated(info: ModelInfo, config: InferenceConfig, moe_layers: dict[str, MoE]) -> InferenceConfig:
+    """`config`, without its `moe` settings if the model has DeepSpeed's own MoE layers, which send tokens to their
+    experts themselves.
+
+    Raises ValueError for invalid settings and NotImplementedError for unsupported ones. Warns about settings without
+    effect.  moe_layers: DeepSpeed's MoE layers by name.
+    """
+    if moe_layers:
+        refuse(own_moe_rows(moe_layers, config))
+        config = config.model_copy(update={"moe": MoEConfig()})
+    refuse(rows(info, config))
+    if config.dtype != torch.int8 and value_if_set(config, "quant") is not None:
+        warn(f"quant: given with dtype={config.dtype}; it has no effect, only int8 quantizes")
+    # DeepSpeed's object always has the last two keys.
+    if config.zero.get("stage") or config.zero.keys() - {"stage", "leaf_module", "overlap_comm"}:
+        warn(f"zero: {config.zero} given; it has no effect, nothing is trained here")
+    if config.moe.ep_group is not None and expert_parallel_size(config.moe) == 1:
+        warn("moe.ep_group: given with ep_size=1; it has no effect, give ep_size too")
+    return config
+
+
+def warn(message: str) -> None:
+    """Warn the caller of `init_inference`."""
+    warnings.warn(message, stacklevel=STACK_LEVEL)
+
+
+def rows(info: ModelInfo, config: InferenceConfig) -> Iterator[Refusal]:
+    """Settings that are invalid or not supported, in the order in which they are checked."""
+    model, kind = info.model, type(info.model).__name__
+    device, has_cuda = get_accelerator(), torch.cuda.is_available()
+    dtypes, int8, policy = device.supported_dtypes(), config.dtype == torch.int8, config.injection_policy
+    computes = f"{device.device_name()} computes {', '.join(map(str, dtypes))}"
+    yield Refusal(not int8 and config.dtype not in dtypes, "dtype", config.dtype, computes)
+    least, most = config.min_out_tokens, config.max_out_tokens
+    yield Refusal(least >= most, "min_out_tokens", least, f"it must be less than max_out_tokens={most}")
+    yield from tensor_parallel_rows(config)
+    partitioned = any(is_partitioned(param) for param in model.parameters())
+    yield unsupported(partitioned, "model", kind, "ZeRO-3 has partitioned its weights; use hybrid.initialize")
+    partitions = zero_stage(config.zero) == ZeroStageEnum.weights
+    yield unsupported(partitions, "zero.stage", 3, "use hybrid.initialize with hybrid_engine.pin_parameters=false")
+    if config.checkpoint is None:
+        empty = config.set_empty_params
+        yield Refusal(empty, "set_empty_params", empty, "without a checkpoint the model would have no weights")
+        meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        yield Refusal(meta, "model", kind, "it is on the meta device, and has no weights; give checkpoint=...")
+    if int8:
+        yield from int8_rows(model, config)
+    for key in ("training_mp_size", "base_dir") if config.checkpoint is None else ():
+        value = value_if_set(config, key)
+        yield Refusal(value is not None, key, value, "it describes a checkpoint; give checkpoint too")
+    internal = config.injection_policy_tuple
+    yield Refusal(internal is not None, "injection_policy_tuple", internal, "it is internal; give injection_policy")
+    graphs, triton, injects = config.enable_cuda_graph, config.use_triton, config.replace_with_kernel_inject
+    yield unsupported(graphs and not has_cuda, "enable_cuda_graph", True, "there is no CUDA device; use false")
+    needs = "it needs a CUDA device and replace_with_kernel_inject=true"
+    yield unsupported(triton and not (has_cuda and injects), "use_triton", True, needs)
+    if policy is not None:
+        other = "replace_with_kernel_inject=true or moe.ep_size is given too; give one of them"
+        yield Refusal(injects or expert_parallel_size(config.moe) > 1, "injection_policy", None, other)
+        read_policy(model, policy)
+    yield from moe_rows(info, config)
+    if group_size(config) > 1:
+        yield from sharing_rows(info, config, group_size(config))
+    unmasked = not config.triangular_masking and is_causal(model)
+    yield unsupported(unmasked, "triangular_masking", False, "the model's attention is causal; use true")
+
+
+def tensor_parallel_rows(config: InferenceConfig) -> Iterator[Refusal]:
+    """`tp_size` against the world size, or the size of the caller's group."""
+    settings, group = config.tensor_parallel, callers_group(config.tensor_parallel)
+    size = settings.tp_size if settings.enabled else 1
+    if group is None:
+        allowed = f"it must divide the world size, {world_size()}"
+        yield Refusal(world_size() % size > 0, "tensor_parallel.tp_size", size, allowed)
+    else:
+        ranks = torch.distributed.get_world_size(group)
+        differs = "tp_size" in settings.model_fields_set and settings.tp_size != ranks
+        yield Refusal(differs, "tensor_parallel.tp_size", size, f"the group given too has {ranks} ranks")
+
+
+def zero_stage(settings: dict[str, Any]) -> int:
+    """The stage in `zero`. Raises ValueError for invalid settings."""
+    try:
+        return DeepSpeedZeroConfig(**settings).stage
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(map(str, first["loc"]))
+        raise ValueError(f"zero.{path}: {first['input']!r} given; {first['msg']}") from error
+
+
+def int8_rows(model: nn.Module, config: InferenceConfig) -> Iterator[Refusal]:
+    """Settings and models that cannot be quantized to int8. Raises ValueError for `q_groups` that do not fit."""
+    weight, path = config.quant.weight, config.save_mp_checkpoint_path
+    disabled = not (config.quant.enabled and weight.enabled)
+    yield Refusal(disabled, "quant.enabled", False, "dtype=int8 quantizes; use true, or another dtype")
+    yield unsupported(weight.num_bits != 8, "quant.weight.num_bits", weight.num_bits, "it must be 8")
+    yield unsupported(weight.q_type != "symmetric", "quant.weight.q_type", weight.q_type, "it must be 'symmetric'")
+    for key in ("quantized_initialization", "post_init_quant"):
+        value = getattr(weight, key)
+        yield unsupported(bool(value), f"quant.weight.{key}", value, "it is for ZeRO; leave it out")
+    instead = "dtype=int8 needs whole experts on every rank; use another dtype, or tensor_parallel"
+    yield unsupported(expert_parallel_size(config.moe) > 1, "moe.ep_size", config.moe.ep_size, instead)
+    merge = "the model has adapters; merge them first (merge_and_unload)"
+    yield unsupported(bool(read_adapters(model)), "dtype", config.dtype, merge)
+    require_groups(model, weight.q_groups, group_size(config))
+    yield unsupported(path is not None, "save_mp_checkpoint_path", path, "dtype=int8 given too; use a floating dtype")
+
+
+def moe_rows(info: ModelInfo, config: InferenceConfig) -> Iterator[Refusal]:
+    """The `moe` settings against the model and the ranks."""
+    moe, kind, tp = config.moe, type(info.model).__name__, config.tensor_parallel
+    size, expected = expert_parallel_size(moe), None if moe.moe_experts == [1] else moe.moe_experts
+    yield unsupported(moe.type == "residual", "moe.type", moe.type, "it must be 'standard'")
+    yield unsupported(moe.ep_mp_group is not None, "moe.ep_mp_group", None, "ranks share an expert by tensor_parallel")
+    if size == 1 and expected is None:
+        return
+    experts = 0 if info.layout is None else info.layout.spec.num_experts
+    differs = expected is not None and experts not in expected
+    yield Refusal(differs, "moe.moe_experts", expected, f"{kind} has {experts} experts in a layer")
+    yield unsupported(size > 1 and not experts, "moe.ep_size", size, f"{kind} has no experts that are known")
+    yield Refusal(experts % size > 0, "moe.ep_size", size, f"it must divide the {experts} experts of a layer")
+    grouped = size > 1 and callers_group(tp) is not None
+    yield unsupported(grouped, "moe.ep_size", size, "tensor_parallel.tp_group or mpu given too; give tp_size instead")
+    if moe.ep_group is not None:
+        wrong = tp.tp_size > 1 or torch.distributed.get_world_size(moe.ep_group) != size
+        yield Refusal(wrong, "moe.ep_group", None, f"it must have ep_size={size} ranks, and needs tp_size=1")
+    allowed = f"tp_size={tensor_parallel_size(tp)} times ep_size must divide the world size, {world_size()}"
+    yield Refusal(world_size() % group_size(config) > 0, "moe.ep_size", size, allowed)
+
+
+def own_moe_rows(layers: dict[str, MoE], config: InferenceConfig) -> Iterator[Refusal]:
+    """The `moe` settings against DeepSpeed's own MoE layers."""
+    moe, size, path = config.moe, expert_parallel_size(config.moe), config.save_mp_checkpoint_path
+    for key in ("ep_group", "ep_mp_group"):
+        grouped = getattr(moe, key) is not None
+        yield unsupported(grouped, f"moe.{key}", None, "DeepSpeed's MoE layers make their own groups; leave it out")
+    saves = size > 1 and path is not None
+    yield unsupported(saves, "save_mp_checkpoint_path", path, "experts over several ranks are not saved; leave it out")
+    expected = None if moe.moe_experts == [1] else moe.moe_experts
+    for name, layer in layers.items():
+        kind = "residual" if layer.use_residual else "standard"
+        differs = expected is not None and layer.num_experts not in expected
+        is_other = moe.type != kind and value_if_set(moe, "type") is not None
+        indivisible = world_size() % layer.ep_size > 0
+        yield Refusal(size != layer.ep_size, "moe.ep_size", size, f"{name} was built with ep_size={layer.ep_size}")
+        yield Refusal(differs, "moe.moe_experts", expected, f"{name} has {layer.num_experts} experts")
+        yield Refusal(is_other, "moe.type", moe.type, f"{name} is {kind}")
+        yield Refusal(indivisible, "moe.ep_size", layer.ep_size, f"it must divide the world size, {world_size()}")
+
+
+def sharing_rows(info: ModelInfo, config: InferenceConfig, size: int) -> Iterator[Refusal]:
+    """Whether `size` ranks can share the model's weights. Raises ValueError if they cannot divide its heads."""
+    model, waits = info.model, f"{size} ranks share the weights, and wait for each other at every step; use false"
+    yield unsupported(config.enable_cuda_graph, "enable_cuda_graph", True, waits)
+    if config.injection_policy is not None:
+        require_divisible_heads(model, read_policy(model, config.injection_policy), size)
+        return
+    merge = "ranks cannot share a model with adapters; merge them first (merge_and_unload)"
+    yield unsupported(bool(read_adapters(model)), "tensor_parallel", size, merge)
+    if reason := why_no_fused_slices(info, config):
+        try:
+            AutoTP(model, size)
+        except UnsupportedModel as error:
+            instead = f"{type(model).__name__} cannot be sliced ({error}; {reason}); give injection_policy, or use 1"
+            yield unsupported(True, "tensor_parallel.tp_size", size, instead)
+        return
+    spec, ranks = info.layout.spec, tensor_parallel_size(config.tensor_parallel)
+    require_divisible(spec.num_heads, spec.num_kv_heads, ranks, "tensor_parallel.tp_size")
+
+
+def why_no_fused_slices(info: ModelInfo, config: InferenceConfig) -> str:
+    """The reason why ranks share the model's own modules; "" if they share a fused decoder."""
+    if config.injection_policy is not None:
+        return "injection_policy is given"
+    if config.dtype == torch.int8:
+        return "fused slices are not in int8"
+    if info.layout is None:
+        return f"no fused container: {info.no_layout}"
+    # The model's own modules would keep all experts.
+    if config.replace_with_kernel_inject or expert_parallel_size(config.moe) > 1:
+        return ""
+    # Without a tp_plan, slicing by its layers' names would be a guess; the decoder is certain.
+    return "" if info.tp_plan is None else "replace_with_kernel_inject=false"
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether a model has causal attention, if only in its decoder.
+
+    Read from the attention modules' `is_causal`. Models without it (BLOOM) are causal if they generate, or if their
+    model type has only causal language models (transformers 5.23).
+    """
+    flags = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
+    if flags:
+        return True in flags
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    only_causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+    return (isinstance(model, PreTrainedModel) and model.can_generate()) or kind in only_causal
