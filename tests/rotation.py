@@ -1,4 +1,4 @@
-"""A pytest plugin: tests in an order that changes with the commit, as many as can start within some minutes."""
+"""A pytest plugin: files in an order that changes with the commit, and as many tests as start within some minutes."""
 
 import hashlib
 import time
@@ -7,7 +7,7 @@ import pytest
 
 
 def pytest_addoption(parser):
-    parser.addoption("--rotation", default="", help="order the tests by a hash of this text, such as a commit")
+    parser.addoption("--rotation", default="", help="order the files by a hash of this text, such as a commit")
     parser.addoption("--minutes", type=float, default=0, help="skip tests that have not started after so many minutes")
 
 
@@ -21,12 +21,12 @@ STARTED = pytest.StashKey[float]()
 @pytest.hookimpl(trylast=True)  # after tests have been deselected by their marks
 def pytest_collection_modifyitems(config, items):
     if rotation := config.getoption("--rotation"):
-        items.sort(key=lambda item: place_in(rotation, item.nodeid))
+        items.sort(key=lambda item: place_in(rotation, item.nodeid.partition("::")[0]))
 
 
-def place_in(rotation: str, nodeid: str) -> bytes:
-    """The sort key of a test. Cases of a parametrised test have the same key, and so stay together."""
-    return hashlib.sha256(f"{rotation} {nodeid.partition('[')[0]}".encode()).digest()
+def place_in(rotation: str, file: str) -> bytes:
+    """The sort key of a file. Its tests stay together and in their order, because they share fixtures."""
+    return hashlib.sha256(f"{rotation} {file}".encode()).digest()
 
 
 def pytest_runtest_setup(item):
