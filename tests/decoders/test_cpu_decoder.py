@@ -1,4 +1,4 @@
-"""The decoder on the CPU kernels against Hugging Face's own forward; its rows against themselves in other batches."""
+"""The decoder on the CPU kernels against Hugging Face's own forward; rows are bit-identical in other batches."""
 
 import contextlib
 import gc
@@ -18,10 +18,10 @@ from tests.tiny_models import ALL_FAMILIES, VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")
 
-# Of Hugging Face's distance from float32 in bfloat16, our distance from it. Two roundings that know nothing of each
-# other would be √2 times as far apart as either is from the exact one; 0.34 to 0.78 is seen where every step is rounded
-# alike. Gemma 2 rounds probabilities after they are divided by their sum, we before; Falcon adds biases after rounding.
-ROUNDED_ALIKE, ROUNDED_OTHERWISE = 0.9, 1.2
+# Our distance from Hugging Face in bfloat16, as a share of Hugging Face's distance from float32. Independent roundings
+# would be √2 apart; 0.34 to 0.78 is measured where every step rounds alike. Gemma 2 rounds probabilities after they are
+# divided by their sum, we before; Falcon adds biases after rounding.
+SAME_ROUNDINGS, OTHER_ROUNDINGS = 0.9, 1.2
 
 
 class CpuRun(Run):
@@ -29,8 +29,8 @@ class CpuRun(Run):
 
     def logits(self, begins: list[int], ends: list[int]) -> list[torch.Tensor]:
         self.decoder.reserve(max(ends))
-        found = self.decoder.logits(self.decoder.forward(self.batch(begins, ends), self.kv))
-        return list(found.split([end - begin for begin, end in zip(begins, ends, strict=True)]))
+        logits = self.decoder.logits(self.decoder.forward(self.batch(begins, ends), self.kv))
+        return list(logits.split([end - begin for begin, end in zip(begins, ends, strict=True)]))
 
 
 def decoder_of(model: torch.nn.Module, dtype: torch.dtype = torch.float32, weights=own_weights) -> CpuDecoder:
@@ -55,44 +55,44 @@ def threads(count: int) -> Iterator[None]:
 def test_logits_equal_hugging_face(variant):
     family, changes = VARIANTS[variant]
     model = tiny_model(family, **changes).eval()
-    ours = CpuRun(decoder_of(model), sequences()).every_logit()
-    assert distance(ours, hugging_face(model)) < 2e-6  # sums in another order: 1 to 5e-7 is seen
+    actual = CpuRun(decoder_of(model), sequences()).every_logit()
+    assert distance(actual, hugging_face(model)) < 2e-6  # sums in another order: 1 to 5e-7 measured
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bfloat16_rounds_where_hugging_face_does(variant):
+def test_bfloat16_logits_round_as_hugging_face(variant):
     family, changes = VARIANTS[variant]
     model = tiny_model(family, **changes).eval()
     exact = hugging_face(model)
     model = model.bfloat16()
-    theirs = hugging_face(model)
-    ours = CpuRun(decoder_of(model, torch.bfloat16), sequences()).every_logit()
-    share = ROUNDED_OTHERWISE if family in ("gemma2", "falcon") else ROUNDED_ALIKE
-    assert average(ours, theirs) < share * average(theirs, exact)
+    expected = hugging_face(model)
+    actual = CpuRun(decoder_of(model, torch.bfloat16), sequences()).every_logit()
+    share = OTHER_ROUNDINGS if family in ("gemma2", "falcon") else SAME_ROUNDINGS
+    assert average(actual, expected) < share * average(expected, exact)
 
 
 @pytest.mark.parametrize("family", ["bloom", "falcon"])
-def test_alibi_is_rounded_as_hugging_face_rounds_it_far_into_a_sequence(family):
-    """In bfloat16 position 900 times a slope of 1/2 is a multiple of 2, and neighbours of a token tie."""
+def test_alibi_rounds_as_hugging_face_at_large_positions(family):
+    """In bfloat16 position 900 times a slope of 1/2 rounds to a multiple of 2, so that neighbouring tokens tie."""
     changes = {"alibi": True, "hidden_size": 64, "num_attention_heads": 16} if family == "falcon" else {}
     model = tiny_model(family, **changes).eval()
     ids = torch.randint(3, VOCABULARY, (1000,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         exact = model(ids[None]).logits[0]
-        theirs = model.bfloat16()(ids[None]).logits[0].float()
+        expected = model.bfloat16()(ids[None]).logits[0].float()
     decoder = decoder_of(model, torch.bfloat16)
     batch = own_blocks_batch([ids], CPU)
     decoder.reserve(len(ids))
-    ours = decoder.logits(decoder.forward(batch, decoder.kv(1 + batch.block_tables.numel())))
+    actual = decoder.logits(decoder.forward(batch, decoder.kv(1 + batch.block_tables.numel())))
     # 0.3 and 0.6; where the position is not rounded, 0.9 and 5.9
-    assert (ours - theirs).abs().mean() < 0.7 * (exact - theirs).abs().mean()
+    assert (actual - expected).abs().mean() < 0.7 * (exact - expected).abs().mean()
 
 
 # Sizes that are no multiple of a vector, a tile or each other, so that every tail is computed.
 ODD = {"hidden_size": 42, "intermediate_size": 53, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 14}
 RAGGED = {
     "llama": ODD,
-    "qwen3": {},  # whole vectors: rows of bfloat16 matrices are made floats of where a batch has enough rows
+    "qwen3": {},  # whole vectors: with enough rows in a batch, rows of bfloat16 matrices are converted to float32
     "gemma2": ODD,
     "phi3": {"hidden_size": 42, "intermediate_size": 53, "num_attention_heads": 3, "num_key_value_heads": 1},
     "bloom": {"hidden_size": 42, "n_head": 3},
@@ -102,8 +102,8 @@ RAGGED = {
 }
 
 
-class Alone:
-    """One sequence at a time or several, each with blocks of its own in one cache, in pieces of any length."""
+class SegmentedForward:
+    """Forwards of one or several sequences, with their own blocks in one KV cache, in segments of any length."""
 
     def __init__(self, decoder: CpuDecoder, sequences: list[torch.Tensor]):
         self.decoder, self.sequences = decoder, sequences
@@ -112,24 +112,24 @@ class Alone:
         self.kv = decoder.kv(1 + len(sequences) * -(-self.longest // 32))
 
     def run(self, cuts: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Hidden states and logits of every sequence, where each is forwarded in pieces that end at `cuts`."""
-        found = [[] for _ in self.sequences]
+        """Hidden states and logits of every sequence, forwarded in segments that end at `cuts`."""
+        outputs = [[] for _ in self.sequences]
         for begin, end in zip([0, *cuts], [*cuts, self.longest], strict=True):
             pieces = [ids[begin:end] for ids in self.sequences]
-            here = [index for index, piece in enumerate(pieces) if len(piece)]
-            if not here:
+            active = [index for index, piece in enumerate(pieces) if len(piece)]
+            if not active:
                 break
-            batch = own_blocks_batch([pieces[i] for i in here], CPU, [begin] * len(here), self.longest)
-            batch = type(batch)(**{**vars(batch), "block_tables": self.block_tables()[here]})
+            batch = own_blocks_batch([pieces[i] for i in active], CPU, [begin] * len(active), self.longest)
+            batch = type(batch)(**{**vars(batch), "block_tables": self.block_tables()[active]})
             hidden = self.decoder.forward(batch, self.kv)
             parts = zip(
-                hidden.split([len(pieces[i]) for i in here]),
-                self.decoder.logits(hidden).split([len(pieces[i]) for i in here]),
+                hidden.split([len(pieces[i]) for i in active]),
+                self.decoder.logits(hidden).split([len(pieces[i]) for i in active]),
                 strict=True,
             )
-            for index, part in zip(here, parts, strict=True):
-                found[index].append(part)
-        return [tuple(torch.cat(part) for part in zip(*pieces, strict=True)) for pieces in found]
+            for index, part in zip(active, parts, strict=True):
+                outputs[index].append(part)
+        return [tuple(torch.cat(part) for part in zip(*pieces, strict=True)) for pieces in outputs]
 
     def block_tables(self) -> torch.Tensor:
         width = -(-self.longest // 32)
@@ -138,14 +138,14 @@ class Alone:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", RAGGED)
-def test_a_row_does_not_depend_on_its_batch_bit_for_bit(family, dtype):
+def test_a_row_is_bit_identical_in_every_batch_and_split(family, dtype):
     """Alone, among seven others, in one piece, in several, token by token, on one thread and on two."""
     model = tiny_model(family, dtype=dtype, **RAGGED[family]).eval()
     decoder = decoder_of(model, dtype)
     generator = torch.Generator().manual_seed(0)
-    several = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in (37, 5, 41, 1, 33, 12, 64, 20)]
+    batch = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in (37, 5, 41, 1, 33, 12, 64, 20)]
     with threads(1):
-        expected = [Alone(decoder, [ids]).run([])[0] for ids in several]
+        expected = [SegmentedForward(decoder, [ids]).run([])[0] for ids in batch]
     runs = {
         "together": (1, []),
         "together, two threads": (2, []),
@@ -153,37 +153,39 @@ def test_a_row_does_not_depend_on_its_batch_bit_for_bit(family, dtype):
         "in pieces, two threads": (2, [1, 2, 3, 4, 31, 32, 33, 50]),
         "token by token": (1, list(range(1, 64))),
     }
-    for what, (count, cuts) in runs.items():
+    for case, (count, cuts) in runs.items():
         with threads(count):
-            found = Alone(decoder, several).run(cuts)
-        for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert torch.equal(ours[0], theirs[0]), f"hidden states of sequence {index}, {what}"
-            assert torch.equal(ours[1], theirs[1]), f"logits of sequence {index}, {what}"
+            actual = SegmentedForward(decoder, batch).run(cuts)
+        for index, (outputs, expected_outputs) in enumerate(zip(actual, expected, strict=True)):
+            assert torch.equal(outputs[0], expected_outputs[0]), f"hidden states of sequence {index}, {case}"
+            assert torch.equal(outputs[1], expected_outputs[1]), f"logits of sequence {index}, {case}"
 
 
-def test_batches_of_every_size_give_a_row_the_same_bits():
-    """One new token for each of 1 to 19 sequences: whole tiles of rows, and every rest."""
+def test_a_row_is_bit_identical_in_every_batch_size():
+    """One new token for each of 1 to 19 sequences: whole tiles of rows, and every remainder."""
     decoder = decoder_of(tiny_model("llama", **ODD).eval())
     generator = torch.Generator().manual_seed(0)
-    several = [torch.randint(3, VOCABULARY, (n % 7 + 2,), generator=generator) for n in range(19)]
-    expected = [Alone(decoder, [ids]).run([])[0][1] for ids in several]
+    batch = [torch.randint(3, VOCABULARY, (n % 7 + 2,), generator=generator) for n in range(19)]
+    expected = [SegmentedForward(decoder, [ids]).run([])[0][1] for ids in batch]
     for count in range(1, 20):
-        for found, alone in zip(Alone(decoder, several[:count]).run([1, 2]), expected, strict=False):
-            assert torch.equal(found[1], alone), f"{count} sequences"
+        for outputs, expected_logits in zip(
+            SegmentedForward(decoder, batch[:count]).run([1, 2]), expected, strict=False
+        ):
+            assert torch.equal(outputs[1], expected_logits), f"{count} sequences"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_more_rows_than_the_last_cache_holds_give_a_row_the_same_bits(dtype):
+def test_a_row_is_bit_identical_in_batches_larger_than_the_cpu_cache(dtype):
     decoder = decoder_of(tiny_model("llama", dtype=dtype).eval(), dtype)
-    rows = 2**20 // (4 * decoder.spec.hidden_size)  # of a chunk, which is a MiB of floats
-    several = list(torch.randint(3, VOCABULARY, (rows // 90, 100), generator=torch.Generator().manual_seed(0)))
-    found = Alone(decoder, several).run([])
-    for index in (0, rows // 200, rows // 101, len(several) - 1):
-        assert all(map(torch.equal, found[index], Alone(decoder, [several[index]]).run([])[0]))
+    rows = 2**20 // (4 * decoder.spec.hidden_size)  # rows of a chunk, which is a MiB of floats
+    batch = list(torch.randint(3, VOCABULARY, (rows // 90, 100), generator=torch.Generator().manual_seed(0)))
+    actual = SegmentedForward(decoder, batch).run([])
+    for index in (0, rows // 200, rows // 101, len(batch) - 1):
+        assert all(map(torch.equal, actual[index], SegmentedForward(decoder, [batch[index]]).run([])[0]))
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_layers_in_ranges_are_the_whole_forward(family):
+def test_ranges_of_layers_equal_the_whole_forward(family):
     decoder = decoder_of(tiny_model(family).eval())
     batch = own_blocks_batch([ids[:20] for ids in sequences()], CPU)
     decoder.reserve(20)
@@ -191,27 +193,27 @@ def test_layers_in_ranges_are_the_whole_forward(family):
     kv = decoder.kv(1 + batch.block_tables.numel())
     hidden = decoder.embed(batch.ids, batch.positions)
     for first, last in ((0, 1), (1, 3)):
-        given = hidden.clone()
+        before = hidden.clone()
         after = decoder.layers(hidden, batch, kv, first, last)
-        assert torch.equal(hidden, given), "what was given is changed"
+        assert torch.equal(hidden, before), "the input was changed in place"
         hidden = after
     assert torch.equal(hidden, expected)
 
 
-def test_decode_is_the_forward_of_one_token():
+def test_decode_equals_a_forward_of_one_token():
     decoder = decoder_of(tiny_model("qwen3").eval())
     ids = sequences()[0][:34]
-    whole = own_blocks_batch([ids], CPU)
+    batch = own_blocks_batch([ids], CPU)
     decoder.reserve(40)
     kv = decoder.kv(4)
-    expected = decoder.logits(decoder.forward(whole, kv)[-1:])
+    expected = decoder.logits(decoder.forward(batch, kv)[-1:])
     kv = decoder.kv(4)
     decoder.forward(own_blocks_batch([ids[:-1]], CPU, longest=34), kv)
     assert torch.equal(decoder.decode(own_blocks_batch([ids[-1:]], CPU, [33], 34), kv), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mixtral"])
-def test_binding_again_takes_up_changed_weights(family):
+def test_bind_reads_changed_weights(family):
     model = tiny_model(family).eval()
     decoder = decoder_of(model)
     other = tiny_model(family, seed=5).eval()
@@ -220,7 +222,7 @@ def test_binding_again_takes_up_changed_weights(family):
     assert distance(CpuRun(decoder, sequences()).every_logit(), hugging_face(other)) < 2e-6
 
 
-def test_weights_are_read_where_they_lie():
+def test_weights_are_read_in_place():
     model = tiny_model("llama").eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     decoder = decoder_of(model)
@@ -231,11 +233,11 @@ def test_weights_are_read_where_they_lie():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     assert distance(CpuRun(decoder, sequences()).every_logit(), hugging_face(model)) < 2e-6
-    # GPT-2's matrices are [in, out] and have to be turned: 12 · hidden² in each of three layers.
+    # GPT-2's matrices are [in, out] and are transposed: 12 · hidden² in each of three layers.
     assert decoder_of(tiny_model("gpt2")).nbytes() == 3 * 12 * 32 * 32 * 4
 
 
-def test_blocks_are_let_go_of_with_their_owner():
+def test_kv_blocks_are_freed_with_their_owner():
     decoder = decoder_of(tiny_model("llama").eval())
     decoder.reserve(32)
     kv = decoder.kv(2)
@@ -246,7 +248,7 @@ def test_blocks_are_let_go_of_with_their_owner():
     assert watched() is None, "the decoder keeps the KV cache alive"
 
 
-def test_positions_that_would_turn_the_others_otherwise_are_not_reserved():
+def test_reserving_positions_that_would_change_dynamic_rope_raises():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     decoder = decoder_of(tiny_model("llama", rope_parameters=rope).eval())
     decoder.reserve(96)
@@ -254,8 +256,8 @@ def test_positions_that_would_turn_the_others_otherwise_are_not_reserved():
         decoder.reserve(97)
 
 
-def test_a_token_that_the_embedding_does_not_have_is_refused():
-    """As by Hugging Face, which raises IndexError, and not read from whatever lies behind the table."""
+def test_token_ids_outside_the_vocabulary_raise():
+    """IndexError, as from Hugging Face, and no read past the end of the table."""
     model = tiny_model("llama").eval()
     decoder = decoder_of(model)
     decoder.reserve(32)
@@ -269,7 +271,7 @@ def test_a_token_that_the_embedding_does_not_have_is_refused():
             model(torch.tensor([[5, token]]))
 
 
-def test_dtypes_without_kernels_are_unreadable():
+def test_dtypes_without_kernels_are_unsupported():
     model = tiny_model("llama").eval()
     with pytest.raises(UnsupportedModel, match=r"float32 and bfloat16, not torch\.float16"):
         decoder_of(model.half(), torch.float16)

@@ -1,7 +1,7 @@
 """The decoder on Triton kernels equals the one in torch operations, and Hugging Face's forward.
 
-Without a GPU the kernels run in Triton's interpreter, which takes seconds for what is microseconds there: two layers, a
-few tokens, and a capture that only remembers the run. What needs a device is in tests/gpu.
+Without a GPU the kernels run in Triton's interpreter, which takes seconds instead of microseconds: two layers, a few
+tokens, and a capture that only stores the function. Tests that need a device are in tests/gpu.
 """
 
 from collections.abc import Callable
@@ -17,28 +17,28 @@ from hybrid.decoders.cuda_decoder import CudaDecoder
 from hybrid.kernels.cuda_graph import Captured
 from hybrid.kernels.triton_attention import SPLIT, decode_attention
 from hybrid.models.reader import read_decoder
-from tests.decoders.test_self_check import refusal
-from tests.decoders.test_side_paths import fused_of
+from tests.decoders.test_self_check import self_check_reason
 from tests.decoders.test_torch_decoder import VARIANTS, average, distance, own_weights
+from tests.decoders.test_unmerged_lora import fused_of
 from tests.tiny_models import VOCABULARY, tiny_model, with_peft
 
-# What the kernels can do is in these; the others differ from them in what torch does. They run as slow tests.
+# These cover the kernels' features; the other variants differ in torch operations only, and run as slow tests.
 QUICK = (
     "qwen3",
     "gemma2",
     "bloom",
-    "phi3, half a head turned",
+    "phi3, rope on half a head",
     "mixtral",
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter cannot do bfloat16 (triton 3.7.1)
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-PROMPTS = (31, 3, 1)  # tokens; the first sequence goes over the end of its block as it is decoded
+PROMPTS = (31, 3, 1)  # tokens; the first sequence crosses the end of its block during decode
 NEW = 2
 
 
-def remembered(run, pool) -> Captured:
-    """A capture that is none: the run itself, over the tensors that it has."""
+def eager_capture(run, pool) -> Captured:
+    """Stands in for a capture: its replay calls `run` on the same tensors."""
     run()
     return Captured(run, pool)
 
@@ -61,11 +61,11 @@ def sequences(lengths: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 class Decoding:
-    """Sequences in a decoder's blocks; block 0 is nobody's, and holds NaN as every unwritten place does."""
+    """Sequences in a decoder's KV blocks; block 0 is unused, and holds NaN like every unwritten position."""
 
     def __init__(self, decoder, ids: list[torch.Tensor], device: str = DEVICE):
         self.decoder, self.ids, self.device = decoder, ids, device
-        needed = [-(-len(one) // BLOCK_SIZE) for one in ids]
+        needed = [-(-len(ids_of_row) // BLOCK_SIZE) for ids_of_row in ids]
         self.kv = decoder.kv(1 + sum(needed))
         for blocks in (*self.kv.keys, *self.kv.values):
             blocks.fill_(torch.nan)
@@ -77,7 +77,7 @@ class Decoding:
     def batch(self, spans: list[tuple[int, int]]) -> PackedBatch:
         """The tokens of these spans, one for each sequence."""
         return PackedBatch(
-            ids=torch.cat([one[begin:end] for one, (begin, end) in zip(self.ids, spans, strict=True)]),
+            ids=torch.cat([ids_of_row[begin:end] for ids_of_row, (begin, end) in zip(self.ids, spans, strict=True)]),
             positions=torch.cat([torch.arange(*span) for span in spans]).int().to(self.device),
             cu_seqlens=torch.tensor([0] + [end - begin for begin, end in spans]).cumsum(0).int().to(self.device),
             lengths=torch.tensor([end for _, end in spans], dtype=torch.int32, device=self.device),
@@ -86,14 +86,14 @@ class Decoding:
 
     @torch.no_grad()
     def run(self, begins: list[int], ends: list[int]) -> list[torch.Tensor]:
-        """Logits of the spans, a forward for all."""
+        """Logits of the spans, in one forward."""
         batch = self.batch(list(zip(begins, ends, strict=True)))
         hidden = self.decoder.layers(self.decoder.embed(batch.ids, batch.positions), batch, self.kv)
         return list(self.decoder.logits(hidden).split([e - b for b, e in zip(begins, ends, strict=True)]))
 
     @torch.no_grad()
     def decode(self, at: list[int]) -> torch.Tensor:
-        """Logits after the token at these places, a decode step."""
+        """Logits of a decode step for the tokens at these positions."""
         return self.decoder.decode(self.batch([(ref, ref + 1) for ref in at]), self.kv)
 
     def every_logit(self, prompts: tuple[int, ...] = PROMPTS) -> list[torch.Tensor]:
@@ -110,12 +110,12 @@ class Decoding:
 @torch.no_grad()
 def hugging_face(model: torch.nn.Module, ids: list[torch.Tensor]) -> list[torch.Tensor]:
     """The model's own logits of each whole sequence, alone."""
-    return [model(one[None]).logits[0].float() for one in ids]
+    return [model(ids_of_row[None]).logits[0].float() for ids_of_row in ids]
 
 
 def cuda_decoder(model: torch.nn.Module, max_capture_size: int = 0) -> CudaDecoder:
-    """A bound decoder in the model's dtype, whose graphs are none without a device."""
-    capture = {} if DEVICE == "cuda" else {"capture": remembered}
+    """A bound decoder in the model's dtype; without a device its graphs are eager."""
+    capture = {} if DEVICE == "cuda" else {"capture": eager_capture}
     decoder = CudaDecoder(read_decoder(model), own_weights, model.dtype, max_capture_size, **capture)
     decoder.bind()
     return decoder
@@ -128,26 +128,26 @@ def test_logits_equal_hugging_face(variant):
     """Prefill, decode steps in graphs with padding sequences, a token behind a prefix; every mechanism in float32."""
     model = small(variant)
     ids = sequences(tuple(length + NEW + 1 for length in PROMPTS))
-    ours = Decoding(cuda_decoder(model, max_capture_size=4), ids).every_logit()
-    assert distance(ours, hugging_face(model, ids)) < 2e-6  # sums in another order: 1 to 4e-7 was seen
+    actual = Decoding(cuda_decoder(model, max_capture_size=4), ids).every_logit()
+    assert distance(actual, hugging_face(model, ids)) < 2e-6  # sums in another order: 1 to 4e-7 measured
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["qwen3", "gptj", "phi3, half a head turned"])
-def test_adapters_beside_the_weights_equal_pefts_forward(variant):
-    """In graphs too, which are kept over a step, and captured anew where an adapter is scaled otherwise."""
+@pytest.mark.parametrize("variant", ["qwen3", "gptj", "phi3, rope on half a head"])
+def test_unmerged_lora_matches_peft(variant):
+    """Also in graphs, which stay valid after a training step and are captured again if an adapter's scale changes."""
     model = with_peft(small(variant)).eval()
     ids = sequences(tuple(length + NEW + 1 for length in PROMPTS))
     fused = fused_of(model)
-    capture = {} if DEVICE == "cuda" else {"capture": remembered}
+    capture = {} if DEVICE == "cuda" else {"capture": eager_capture}
     weights, lora_deltas = (partial(read, adapters=True) for read in (fused.tensor, fused.lora_deltas))
     decoder = CudaDecoder(read_decoder(model), weights, torch.float32, 4, **capture, lora_deltas=lora_deltas)
     for change in ("none", "step", "scale"):
         with torch.no_grad():
             for name, param in model.named_parameters():
                 param.mul_(0.9 if "lora_" in name and change == "step" else 1.0)
-        for one in fused.snapshot.adapted:
-            one.wrapper.scaling["default"] *= 0.5 if change == "scale" else 1.0
+        for adapted in fused.snapshot.adapted:
+            adapted.wrapper.scaling["default"] *= 0.5 if change == "scale" else 1.0
         decoder.bind()
         kept = decoder.graphed is not None and len(decoder.graphed.graphs) > 0
         assert kept == (change == "step")
@@ -157,14 +157,14 @@ def test_adapters_beside_the_weights_equal_pefts_forward(variant):
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=[] if name in ("qwen3", "bloom") else pytest.mark.slow) for name in QUICK]
 )
-def test_half_precision_rounds_where_hugging_face_does(variant):
-    """Two roundings that know nothing of each other would be √2 times as far apart; 0.4 to 0.8 was seen in float16."""
+def test_half_precision_logits_round_as_hugging_face(variant):
+    """Independent roundings would be √2 times as far apart; 0.4 to 0.8 measured in float16."""
     model = small(variant)
     ids = sequences(tuple(length + NEW + 1 for length in PROMPTS))
     exact = hugging_face(model, ids)
-    theirs = hugging_face(model.to(HALF), ids)
-    ours = Decoding(cuda_decoder(model), ids).every_logit()
-    assert average(ours, theirs) < average(theirs, exact)
+    expected = hugging_face(model.to(HALF), ids)
+    actual = Decoding(cuda_decoder(model), ids).every_logit()
+    assert average(actual, expected) < average(expected, exact)
 
 
 def three_sequences(decoder: CudaDecoder) -> Decoding:
@@ -174,7 +174,7 @@ def three_sequences(decoder: CudaDecoder) -> Decoding:
     return decoding
 
 
-def test_graphs_are_captured_once_and_anew_where_blocks_or_weights_move():
+def test_graphs_are_captured_again_only_if_blocks_or_weights_move():
     model = small("llama")
     decoder = cuda_decoder(model, max_capture_size=4)
     decoding = three_sequences(decoder)
@@ -193,7 +193,7 @@ def test_graphs_are_captured_once_and_anew_where_blocks_or_weights_move():
     assert decoder.graphed.graphs[4] is not graph
 
 
-def test_longer_sequences_than_were_reserved_for_get_longer_tables_and_new_graphs():
+def test_sequences_longer_than_reserved_get_longer_block_tables_and_new_graphs():
     decoder = cuda_decoder(small("bloom"), max_capture_size=2)
     decoder.reserve(BLOCK_SIZE)
     short, long = Decoding(decoder, sequences((4,))), Decoding(decoder, sequences((BLOCK_SIZE + 2,)))
@@ -208,13 +208,13 @@ def test_longer_sequences_than_were_reserved_for_get_longer_tables_and_new_graph
     assert decoder.positions == 2 * BLOCK_SIZE and decoder.graphed is not graphs
 
 
-def test_a_step_of_more_sequences_than_captured_runs_without_a_graph():
+def test_a_batch_larger_than_every_captured_size_runs_without_a_graph():
     decoder = cuda_decoder(small("llama"), max_capture_size=2)
     assert three_sequences(decoder).decode([2, 2, 2]).shape == (3, VOCABULARY)
     assert decoder.graphed is None
 
 
-def test_padding_sequences_touch_block_0_alone():
+def test_padding_sequences_write_only_block_0():
     decoder = cuda_decoder(small("llama"), max_capture_size=4)
     decoding = three_sequences(decoder)
     decoding.decode([2, 2, 2])
@@ -224,40 +224,40 @@ def test_padding_sequences_touch_block_0_alone():
         assert written[1:].sum() == 3 * 3
 
 
-def test_a_batch_of_as_many_tokens_as_sequences_need_not_be_a_decode_step():
-    """Two new tokens of one sequence, none of the other: which is whose is told by `cu_seqlens`."""
+def test_a_batch_with_as_many_tokens_as_sequences_may_be_a_prefill():
+    """Two new tokens of one sequence and none of the other: `cu_seqlens` assigns them."""
     decoder = cuda_decoder(small("llama"))
-    ours, alone = (Decoding(decoder, sequences((5, 5))) for _ in range(2))
-    ours.run([0, 0], [2, 2])
-    found = ours.run([2, 2], [4, 2])
-    alone.run([0, 0], [4, 2])
+    packed, reference = (Decoding(decoder, sequences((5, 5))) for _ in range(2))
+    packed.run([0, 0], [2, 2])
+    actual = packed.run([2, 2], [4, 2])
+    reference.run([0, 0], [4, 2])
     with torch.no_grad():
-        expected = alone.decode([4, 2])
-    torch.testing.assert_close(ours.decode([4, 2]), expected)
-    assert [len(rows) for rows in found] == [2, 0]
+        expected = reference.decode([4, 2])
+    torch.testing.assert_close(packed.decode([4, 2]), expected)
+    assert [len(rows) for rows in actual] == [2, 0]
 
 
 # The self-check, over a context of two splits
 
 
 def checked_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """As small as can be: the interpreter goes through 290 tokens."""
+    """As small as possible: the interpreter runs 290 tokens."""
     return small("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).to(dtype)
 
 
 @pytest.mark.parametrize(
     "max_capture_size", [0, pytest.param(1, marks=pytest.mark.slow), 4], ids="no one several".split()
 )
-def test_the_self_check_accepts_the_decoder(max_capture_size):
-    """Decode steps too, from graphs where they are on: of as many sequences as fit."""
+def test_the_self_check_accepts_a_correct_decoder(max_capture_size):
+    """Also decode steps, from graphs if they are on, with as many sequences as fit."""
     model = checked_model(HALF if max_capture_size else torch.float32)
     decoder = cuda_decoder(model, max_capture_size)
-    assert refusal(decoder, model) == ""
+    assert self_check_reason(decoder, model) == ""
     assert (decoder.graphed is not None) == (max_capture_size > 0)
 
 
 class AveragedSplits:
-    """In the join kernel's place: splits are averaged, whatever each of them has of the softmax."""
+    """Replaces the join kernel: averages splits, ignoring their softmax weights."""
 
     def __getitem__(self, grid: tuple) -> Callable:
         def join(parts, log_totals, lengths, out, window, splits, **sizes):
@@ -271,7 +271,7 @@ def no_attention(q, *args):
     return torch.zeros_like(q)
 
 
-def of_others_blocks(q, keys, values, lengths, block_tables, *features):
+def of_other_sequences_blocks(q, keys, values, lengths, block_tables, *features):
     return decode_attention(q, keys, values, lengths, block_tables.flip(0).contiguous(), *features)
 
 
@@ -279,23 +279,25 @@ def of_the_first_split(q, keys, values, lengths, block_tables, *features):
     return decode_attention(q, keys, values, lengths.clamp(max=SPLIT), block_tables, *features)
 
 
-slow = partial(pytest.param, marks=pytest.mark.slow)  # they take seconds in the interpreter
+slow = partial(pytest.param, marks=pytest.mark.slow)  # these take seconds in the interpreter
 
 
-@pytest.mark.parametrize("wrong", [no_attention, slow(of_others_blocks), slow(of_the_first_split), AveragedSplits])
-def test_the_self_check_refuses_wrong_decode_attention(wrong, monkeypatch):
-    """Prefill is right, and so are the layers of a prefill."""
+@pytest.mark.parametrize(
+    "wrong", [no_attention, slow(of_other_sequences_blocks), slow(of_the_first_split), AveragedSplits]
+)
+def test_the_self_check_rejects_wrong_decode_attention(wrong, monkeypatch):
+    """Only decode attention is wrong; prefill is correct."""
     if wrong is AveragedSplits:
         monkeypatch.setattr("hybrid.kernels.triton_attention._join_kernel", AveragedSplits())
     else:
         monkeypatch.setattr("hybrid.decoders.cuda_decoder.decode_attention", wrong)
     model = checked_model()
-    reason = refusal(cuda_decoder(model), model)
+    reason = self_check_reason(cuda_decoder(model), model)
     assert reason.startswith("layer 0, in decode steps, of the fused container differs"), reason
 
 
 def with_stale_inputs(decoder: CudaDecoder, names: tuple[str, ...]) -> Callable:
-    """A capture whose replays see these inputs as they were when it was captured."""
+    """A capture whose replays read these inputs with their values at capture."""
 
     def capture(run, pool) -> Captured:
         run()
@@ -318,10 +320,10 @@ def with_stale_inputs(decoder: CudaDecoder, names: tuple[str, ...]) -> Callable:
 @pytest.mark.parametrize(
     "stale", [("lengths",), slow(("block_tables",)), slow(("positions",)), slow(("ids",)), ()], ids=str
 )
-def test_the_self_check_refuses_graphs_that_replay_something_else(stale):
-    """The step itself is right; (): a replay does nothing."""
+def test_the_self_check_rejects_graphs_with_stale_inputs(stale):
+    """The step itself is correct; (): a replay does nothing."""
     model = checked_model()
     decoder = cuda_decoder(model, max_capture_size=4)
     decoder.capture = with_stale_inputs(decoder, stale) if stale else lambda run, pool: Captured(lambda: None, pool)
-    reason = refusal(decoder, model)
+    reason = self_check_reason(decoder, model)
     assert reason.startswith("a decode step from a graph of the fused container differs"), reason

@@ -1,4 +1,5 @@
-"""The fused container: it stands in for the model where it has been shown to equal it, and nowhere else."""
+"""The fused container replaces the model's forward only after its self-check, and only for forwards that it
+supports."""
 
 import contextlib
 import warnings
@@ -30,13 +31,13 @@ from tests.tiny_models import ALL_FAMILIES, prompts, tiny_model, twin, with_chat
 
 
 @contextlib.contextmanager
-def unmeasured(_name: str) -> Iterator[None]:
-    """A phase that nobody times."""
+def no_phase(_name: str) -> Iterator[None]:
+    """A phase that is not timed."""
     yield
 
 
-class Miniature:
-    """What the engine does with a model in eval mode, without DeepSpeed."""
+class SmallEngine:
+    """The engine's treatment of a model in eval mode, without DeepSpeed."""
 
     def __init__(self, model: nn.Module):
         self.model = model.eval()
@@ -45,7 +46,7 @@ class Miniature:
         self.window = Window(
             model,
             self.snapshot,
-            lambda adapters: self.snapshot.refresh(unmeasured, adapters),
+            lambda adapters: self.snapshot.refresh(no_phase, adapters),
             contextlib.nullcontext,
             True,
             True,
@@ -58,7 +59,7 @@ class Miniature:
     def generate(self, ids: torch.Tensor, adapters: bool | None = None, **kwargs) -> torch.Tensor:
         """Hugging Face's `generate` with our decoding."""
         decoding = Decoding(
-            phase=unmeasured,
+            phase=no_phase,
             request=lambda tokens, why_native: self.requests.request(adapters, tokens, why_native),
             cache=KVCache(32),
             block_pool=BlockPool(32),
@@ -73,7 +74,7 @@ class Miniature:
 
 
 class Calls:
-    """How often a decoder's forward has run since it was last asked."""
+    """Counts forwards of decoders since the last `taken()`."""
 
     def __init__(self):
         self.count, self.checking = 0, False
@@ -85,7 +86,7 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch) -> Calls:
-    """Counts the forwards of fused decoders, the self-check's not among them."""
+    """Counts the forwards of fused decoders, except those of the self-check."""
     counter = Calls()
     for kind in (CpuDecoder, TorchDecoder):
 
@@ -108,7 +109,7 @@ def calls(monkeypatch) -> Calls:
 
 @pytest.fixture(autouse=True)
 def warnings_are_errors():
-    """A model that runs natively says so: where a test does not expect it, it fails."""
+    """A model that runs natively warns: an unexpected warning fails the test."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the model runs in native containers")
         yield
@@ -118,47 +119,47 @@ IDS, MASK = prompts(3, 9, padded=True)
 REQUEST = {"attention_mask": MASK, "max_new_tokens": 6, "do_sample": False}
 
 
-def require_native(engine: Miniature, reference: nn.Module, calls: Calls, tolerance: float = 0) -> None:
-    """Generation and forward are the reference's, and no decoder has run; tolerance: for merged adapters."""
+def require_native(engine: SmallEngine, reference: nn.Module, calls: Calls, tolerance: float = 0) -> None:
+    """Tokens and logits equal the reference's, and no decoder has run; tolerance: for merged adapters."""
     calls.taken()
     assert torch.equal(engine.generate(IDS, **REQUEST), reference.generate(IDS, **REQUEST))
     forward = {"attention_mask": MASK, "position_ids": (MASK.cumsum(1) - 1).clamp(min=0), "use_cache": False}
     with torch.no_grad():
-        ours, theirs = engine.model(IDS, **forward).logits, reference(IDS, **forward).logits
-    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
+        actual, expected = engine.model(IDS, **forward).logits, reference(IDS, **forward).logits
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
     assert calls.taken() == 0
 
 
-def require_fused(engine: Miniature, reference: nn.Module, calls: Calls) -> None:
-    """Generation and logits are the reference's, and a decoder has made them."""
+def require_fused(engine: SmallEngine, reference: nn.Module, calls: Calls) -> None:
+    """Tokens and logits equal the reference's, computed by a decoder."""
     calls.taken()
     assert torch.equal(engine.generate(IDS, **REQUEST), reference.generate(IDS, **REQUEST))
     assert calls.taken() >= 6
     forward = {"attention_mask": MASK, "position_ids": (MASK.cumsum(1) - 1).clamp(min=0), "use_cache": False}
     with torch.no_grad():
-        ours, theirs = engine.model(IDS, **forward).logits, reference(IDS, **forward).logits
+        actual, expected = engine.model(IDS, **forward).logits, reference(IDS, **forward).logits
     # float32 sums in another order, and of merged adapters, of logits that span tens
-    torch.testing.assert_close(ours[MASK.bool()], theirs[MASK.bool()], atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(actual[MASK.bool()], expected[MASK.bool()], atol=1e-3, rtol=1e-4)
     assert calls.taken() == 1
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_every_family_is_fused(family, calls):
+def test_every_family_runs_fused(family, calls):
     model = tiny_model(family)
-    require_fused(Miniature(model), twin(tiny_model(family)), calls)
+    require_fused(SmallEngine(model), twin(tiny_model(family)), calls)
 
 
 # The self-check
 
 
 def scaled(module: nn.Module, factor: float) -> None:
-    """Make a module's forward give a little more than it did."""
+    """Multiply a module's outputs by `factor`."""
     own = module.forward
     module.forward = lambda *args, **kwargs: own(*args, **kwargs) * factor
 
 
 def without_window(attention: nn.Module) -> None:
-    """Make an attention see every token before, whatever mask it is given."""
+    """Make an attention ignore its sliding window."""
     own = attention.forward
 
     def forward(hidden_states, position_embeddings, attention_mask=None, **kwargs):
@@ -170,7 +171,7 @@ def without_window(attention: nn.Module) -> None:
     attention.forward = forward
 
 
-# A family, what is changed in its model by a factor, and what of it differs then.
+# Name → family, a change of its model by a factor, and the part that then differs.
 CHANGES = {
     "an mlp": ("llama", lambda model, factor: scaled(model.model.layers[1].mlp, factor), "layer 1"),
     "an activation": ("llama", lambda model, _: setattr(model.model.layers[2].mlp, "act_fn", nn.Tanh()), "layer 2"),
@@ -184,38 +185,40 @@ CHANGES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_computes_something_else_runs_natively(change, dtype, calls):
+def test_a_model_unlike_its_family_runs_natively(change, dtype, calls):
     family, apply, where = CHANGES[change]
     model, reference = (tiny_model(family, dtype=dtype).eval() for _ in range(2))
-    for one in (model, reference):
-        apply(one, 1.01 if dtype == torch.float32 else 2.0)  # bfloat16's own rounding is some percent of a layer
-    engine = Miniature(model)
-    words = (
+    for module in (model, reference):
+        apply(
+            module, 1.01 if dtype == torch.float32 else 2.0
+        )  # bfloat16's rounding is some percent of a layer's output
+    engine = SmallEngine(model)
+    message = (
         rf"native containers: {where} of the fused container differs from the model's own by \d.*, where \d.* allowed"
     )
-    with pytest.warns(UserWarning, match=words):
+    with pytest.warns(UserWarning, match=message):
         engine.generate(IDS, **REQUEST)
     assert where in engine.fused.fallback_reason_now(), "coverage does not say so"
     require_native(engine, reference, calls)
 
 
-def test_a_decoder_that_is_wrong_over_its_cache_is_found(calls, monkeypatch):
-    """The other half of what is compared: the last token of each sequence, over keys and values."""
+def test_the_self_check_finds_a_decoder_that_is_wrong_in_decode_steps(calls, monkeypatch):
+    """The second part of the self-check: decode steps over cached keys and values."""
     own = CpuDecoder.layers
 
     def wrong(self, hidden, batch, kv, first, last):
-        added = own(self, hidden, batch, kv, first, last) - hidden
-        alone = batch.cu_seqlens.diff().max() == 1
-        return hidden + added * (1.01 if alone and first == 2 else 1.0)
+        delta = own(self, hidden, batch, kv, first, last) - hidden
+        single_tokens = batch.cu_seqlens.diff().max() == 1
+        return hidden + delta * (1.01 if single_tokens and first == 2 else 1.0)
 
     monkeypatch.setattr(CpuDecoder, "layers", wrong)
-    engine = Miniature(tiny_model("llama"))
+    engine = SmallEngine(tiny_model("llama"))
     with pytest.warns(UserWarning, match="layer 2, in decode steps, of the fused container differs"):
         engine.generate(IDS, **REQUEST)
     require_native(engine, tiny_model("llama").eval(), calls)
 
 
-def test_the_check_is_made_once(calls, monkeypatch):
+def test_the_self_check_runs_once(calls, monkeypatch):
     counter, own = Calls(), CpuDecoder.layers
 
     def counted(*args):
@@ -223,7 +226,7 @@ def test_the_check_is_made_once(calls, monkeypatch):
         return own(*args)
 
     monkeypatch.setattr(CpuDecoder, "layers", counted)
-    engine = Miniature(tiny_model("llama"))
+    engine = SmallEngine(tiny_model("llama"))
     require_fused(engine, tiny_model("llama").eval(), calls)
     assert counter.taken() == 3 * (2 + STEPS), "two prefills and the decode steps of three layers"
     engine.snapshot.version.loads += 1
@@ -231,9 +234,9 @@ def test_the_check_is_made_once(calls, monkeypatch):
     assert counter.taken() == 0
 
 
-def test_an_error_in_the_check_is_not_a_model_that_is_native_for_good(calls, monkeypatch):
+def test_an_exception_in_the_self_check_is_no_verdict(calls, monkeypatch):
     own = CpuDecoder.layers
-    engine = Miniature(tiny_model("llama"))
+    engine = SmallEngine(tiny_model("llama"))
 
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -246,26 +249,26 @@ def test_an_error_in_the_check_is_not_a_model_that_is_native_for_good(calls, mon
     require_fused(engine, tiny_model("llama").eval(), calls)
 
 
-# What makes a model run natively, for good or for a while
+# Reasons to run natively, permanently or for a while
 
 
-def test_a_mixture_of_dtypes_runs_natively(calls):
+def test_mixed_dtypes_run_natively(calls):
     def mixed() -> nn.Module:
         model = tiny_model("llama", dtype=torch.bfloat16).eval()
         head = model.lm_head.float()
         head.forward = lambda hidden: F.linear(hidden.float(), head.weight)
         return model
 
-    engine = Miniature(mixed())
+    engine = SmallEngine(mixed())
     with pytest.warns(UserWarning, match=r"a matrix is torch\.float32 where the embedding is torch\.bfloat16"):
         engine.generate(IDS, **REQUEST)
     require_native(engine, mixed(), calls)
 
 
-def test_float16_is_computed_by_torch(calls):
-    """There are no CPU kernels for it, and a decoder nevertheless."""
+def test_float16_runs_in_the_torch_decoder(calls):
+    """There are no CPU kernels for float16; the torch decoder supports it."""
     model = tiny_model("llama", dtype=torch.float16)
-    engine = Miniature(model)
+    engine = SmallEngine(model)
     assert torch.equal(
         engine.generate(IDS, **REQUEST), tiny_model("llama", dtype=torch.float16).eval().generate(IDS, **REQUEST)
     )
@@ -274,8 +277,8 @@ def test_float16_is_computed_by_torch(calls):
 
 
 @pytest.mark.parametrize("on", ["the module", "its class"])
-def test_a_forward_that_was_replaced_after_the_check_is_compared_again(on, calls, monkeypatch):
-    engine = Miniature(tiny_model("llama"))
+def test_a_forward_replaced_after_the_self_check_is_checked_again(on, calls, monkeypatch):
+    engine = SmallEngine(tiny_model("llama"))
     ids = prompts(1, 5, padded=False)[0]
     engine.generate(ids, max_new_tokens=2)
     assert calls.taken() > 0
@@ -286,42 +289,42 @@ def test_a_forward_that_was_replaced_after_the_check_is_compared_again(on, calls
     else:
         monkeypatch.setattr(type(mlp), "forward", lambda self, x: own(self, x))
     engine.generate(ids, max_new_tokens=2)
-    assert calls.taken() > 0, "another function that does the same"
+    assert calls.taken() > 0, "an equivalent function runs natively"
     if on == "the module":
         monkeypatch.setattr(mlp, "forward", lambda x: 2 * own(mlp, x), raising=False)
     else:
         monkeypatch.setattr(type(mlp), "forward", lambda self, x: 2 * own(self, x))
     with pytest.warns(UserWarning, match="layer [01]"):
-        found = engine.generate(ids, max_new_tokens=6)
+        actual = engine.generate(ids, max_new_tokens=6)
     assert calls.taken() == 0
-    assert torch.equal(found, twin_generate(engine, ids))
+    assert torch.equal(actual, twin_generate(engine, ids))
 
 
-def twin_generate(engine: Miniature, ids: torch.Tensor) -> torch.Tensor:
-    """What Hugging Face makes of the engine's own model, six tokens."""
+def twin_generate(engine: SmallEngine, ids: torch.Tensor) -> torch.Tensor:
+    """Six greedy tokens of Hugging Face's generate with the engine's own model."""
     engine.container.uninstall()
     return engine.model.generate(ids, max_new_tokens=6, do_sample=False)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["forward hook", "pre hook"])
-def test_hooks_see_the_model_run_while_they_are_there(before, calls):
-    model, seen = tiny_model("llama"), []
-    engine, reference = Miniature(model), tiny_model("llama").eval()
+def test_user_hooks_run_the_model_natively_until_removed(before, calls):
+    model, hook_calls = tiny_model("llama"), []
+    engine, reference = SmallEngine(model), tiny_model("llama").eval()
     require_fused(engine, reference, calls)
     mlp = model.model.layers[1].mlp
     register = mlp.register_forward_pre_hook if before else mlp.register_forward_hook
-    handle = register(lambda *args: seen.append(1))
+    handle = register(lambda *args: hook_calls.append(1))
     with pytest.warns(UserWarning, match=r"see them run: .*<lambda> on model\.layers\.1\.mlp \(remove them") as warned:
         require_native(engine, reference, calls)
         engine.generate(IDS, **REQUEST)
-        del seen[6:12]
-    assert len(warned) == 1, "a reason is told once"
+        del hook_calls[6:12]
+    assert len(warned) == 1, "a reason is warned of more than once"
     assert engine.fused.reasons.last == engine.fused.fallback_reason_now()
-    assert len(seen) == 7  # a prefill, five steps and a forward
+    assert len(hook_calls) == 7  # a prefill, five steps and a forward
     handle.remove()
     assert engine.fused.fallback_reason_now() == ""
     require_fused(engine, reference, calls)
-    assert len(seen) == 7
+    assert len(hook_calls) == 7
 
 
 def input_gradients(model: nn.Module) -> None:
@@ -333,7 +336,7 @@ def checkpointed(model: nn.Module) -> None:
 
 
 def on_and_off_and_on(model: nn.Module) -> None:
-    """As TRL does around every `generate`, which leaves a hook behind each time (transformers 5.23)."""
+    """As TRL does around every `generate`, leaving a hook each time (transformers 5.23)."""
     model.gradient_checkpointing_enable()
     model.gradient_checkpointing_disable()
     model.gradient_checkpointing_enable()
@@ -346,7 +349,7 @@ def prepared_by_peft(model: nn.Module) -> None:
 
 
 class Embedder:
-    """What PEFT puts its own hook on: a model without `enable_input_require_grads`."""
+    """A model without `enable_input_require_grads`, on which PEFT registers its own hook."""
 
     def __init__(self, model: nn.Module):
         self.get_input_embeddings = model.get_input_embeddings
@@ -370,7 +373,7 @@ def profiled_by_deepspeed(model: nn.Module) -> Callable[[], None]:
 
 
 def has_given_hidden_states(model: nn.Module) -> None:
-    """transformers leaves hooks on every layer after the first forward that asked for them (5.23)."""
+    """transformers leaves hooks on every layer after the first forward with output_hidden_states (5.23)."""
     model(IDS, output_hidden_states=True)
 
 
@@ -387,15 +390,15 @@ FRAMEWORKS_HOOKS = (
 
 
 @pytest.mark.parametrize("add", FRAMEWORKS_HOOKS)
-def test_frameworks_own_hooks_do_not_count(add, calls):
+def test_frameworks_own_hooks_keep_the_fused_decoder(add, calls):
     model, reference = tiny_model("llama"), tiny_model("llama").eval()
     end = add(model)
     try:
         assert any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-        engine = Miniature(model)
+        engine = SmallEngine(model)
         require_fused(engine, reference, calls)
         assert engine.fused.reasons.last == ""
-        # Nor do they disturb the model's own layers, where those run.
+        # Nor do they affect the model's own layers on the native path.
         engine.fused.fallback_reason, engine.fused.warns = "the test wants it", False
         require_native(engine, reference, calls)
     finally:
@@ -404,40 +407,40 @@ def test_frameworks_own_hooks_do_not_count(add, calls):
 
 
 @pytest.mark.parametrize("probe", ["does more", "has another name"])
-def test_a_hook_that_only_looks_like_one_of_theirs_counts(probe):
+def test_a_hook_that_only_resembles_a_frameworks_runs_natively(probe):
     def make_inputs_require_grads(module, input, output):
         output.requires_grad_(True).mul_(2)
 
-    def look(module, input, output):
+    def some_hook(module, input, output):
         output.requires_grad_(True)
 
     model = tiny_model("llama")
-    model.get_input_embeddings().register_forward_hook(make_inputs_require_grads if probe == "does more" else look)
-    assert "hooks" in Miniature(model).fused.fallback_reason_now()
+    model.get_input_embeddings().register_forward_hook(make_inputs_require_grads if probe == "does more" else some_hook)
+    assert "hooks" in SmallEngine(model).fused.fallback_reason_now()
 
 
 def test_float64_runs_natively(calls):
     model, reference = (tiny_model("llama", dtype=torch.float64).eval() for _ in range(2))
-    engine = Miniature(model)
+    engine = SmallEngine(model)
     with pytest.warns(UserWarning, match=r"weights are torch\.float64, .* \(cast the model to one of these"):
         require_native(engine, reference, calls)
     assert engine.fused.block_bytes() == 0
 
 
 def test_autocast_runs_natively_while_it_is_on(calls):
-    engine, reference = Miniature(tiny_model("llama")), tiny_model("llama").eval()
+    engine, reference = SmallEngine(tiny_model("llama")), tiny_model("llama").eval()
     require_fused(engine, reference, calls)
-    said = pytest.warns(UserWarning, match=r"autocast chooses .* \(generate outside of torch\.autocast")
-    with torch.autocast("cpu", torch.bfloat16), said:
+    expected_warning = pytest.warns(UserWarning, match=r"autocast chooses .* \(generate outside of torch\.autocast")
+    with torch.autocast("cpu", torch.bfloat16), expected_warning:
         require_native(engine, reference, calls)
     require_fused(engine, reference, calls)
 
 
 @pytest.mark.parametrize("make", [with_peft, with_chat_lora])
-def test_adapters_are_fused_merged_and_can_be_left_out(make, calls):
+def test_adapters_run_fused_merged_and_can_be_disabled(make, calls):
     model = make(tiny_model("llama"))
     reference, base = twin(model), tiny_model("llama").eval()
-    engine = Miniature(model)
+    engine = SmallEngine(model)
     require_fused(engine, reference, calls)
     plain = engine.generate(IDS, adapters=False, **REQUEST)
     assert torch.equal(plain, base.generate(IDS, **REQUEST))
@@ -445,14 +448,14 @@ def test_adapters_are_fused_merged_and_can_be_left_out(make, calls):
     require_fused(engine, reference, calls)
 
 
-def test_modules_to_save_are_fused(calls):
+def test_modules_to_save_run_fused(calls):
     model = with_peft(tiny_model("llama"), modules_to_save=["lm_head", "embed_tokens"])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "modules_to_save" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     reference = twin(model)
-    engine = Miniature(model)
+    engine = SmallEngine(model)
     require_fused(engine, reference, calls)
     plain = engine.generate(IDS, adapters=False, **REQUEST)
     assert torch.equal(plain, tiny_model("llama").eval().generate(IDS, **REQUEST))
@@ -469,55 +472,55 @@ def test_trainable_tokens_run_natively(calls):
             if "token_adapter" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     reference = twin(model)
-    engine = Miniature(model)
+    engine = SmallEngine(model)
     with pytest.warns(UserWarning, match="TrainableTokensWrapper changes a module as it runs .*modules_to_save"):
         require_native(engine, reference, calls, tolerance=1e-3)
 
 
-def test_a_sequence_beyond_the_models_tables_runs_natively(calls):
+def test_sequences_beyond_the_rope_table_run_natively(calls):
     """And shorter ones are fused, before and after."""
     longer = {
         "max_position_embeddings": 40,
         "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
     }
-    engine, reference = Miniature(tiny_model("llama", **longer)), tiny_model("llama", **longer).eval()
+    engine, reference = SmallEngine(tiny_model("llama", **longer)), tiny_model("llama", **longer).eval()
     require_fused(engine, reference, calls)
-    # Padding takes no place in them.
+    # Padding does not count.
     wide, wide_mask = (F.pad(tensor, (40, 0)) for tensor in (IDS, MASK))
     request = {**REQUEST, "attention_mask": wide_mask}
     assert torch.equal(engine.generate(wide, **request), reference.generate(wide, **request))
     assert calls.taken() >= 6
     request = {**REQUEST, "max_new_tokens": 60, "eos_token_id": None}
     with pytest.warns(UserWarning, match=r"beyond 40 tokens.* \(ask for shorter sequences\)"):
-        found = engine.generate(IDS, **request)
-    assert torch.equal(found, reference.generate(IDS, **request))
+        actual = engine.generate(IDS, **request)
+    assert torch.equal(actual, reference.generate(IDS, **request))
     assert calls.taken() == 0
-    # A fresh reference: dynamic rope keeps what a long sequence made of it (transformers 5.23).
+    # A new reference: dynamic rope keeps the frequencies of a long sequence (transformers 5.23).
     require_fused(engine, tiny_model("llama", **longer).eval(), calls)
 
 
-# What a decoder is bound to
+# Binding
 
 
-def test_weights_that_moved_without_a_version_are_taken_up(calls):
-    engine, reference = Miniature(tiny_model("llama")), tiny_model("llama").eval()
+def test_replaced_weight_storage_is_bound_again(calls):
+    engine, reference = SmallEngine(tiny_model("llama")), tiny_model("llama").eval()
     require_fused(engine, reference, calls)
     other = tiny_model("llama", seed=4).eval()
-    for ours, theirs in zip(engine.model.parameters(), other.parameters(), strict=True):
-        ours.data = theirs.data.clone()
+    for param, other_param in zip(engine.model.parameters(), other.parameters(), strict=True):
+        param.data = other_param.data.clone()
     require_fused(engine, other, calls)
 
 
-def test_turned_copies_are_made_anew_for_a_new_version(calls):
-    """GPT-2's matrices are copied, so that a change in place has to be told: a step is."""
-    engine, other = Miniature(tiny_model("gpt2")), tiny_model("gpt2", seed=4).eval()
+def test_transposed_copies_are_refreshed_for_a_new_version(calls):
+    """GPT-2's matrices are copied, so that in-place changes need a new version, as a step makes."""
+    engine, other = SmallEngine(tiny_model("gpt2")), tiny_model("gpt2", seed=4).eval()
     require_fused(engine, tiny_model("gpt2").eval(), calls)
-    held = engine.fused.nbytes()
-    assert held > 0
+    copied_bytes = engine.fused.nbytes()
+    assert copied_bytes > 0
     engine.model.load_state_dict(other.state_dict())
     engine.snapshot.version.steps += 1
     require_fused(engine, other, calls)
-    assert engine.fused.nbytes() == held
+    assert engine.fused.nbytes() == copied_bytes
     engine.fused.release()
     assert engine.fused.nbytes() == 0
     require_fused(engine, other, calls)
@@ -525,8 +528,8 @@ def test_turned_copies_are_made_anew_for_a_new_version(calls):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_block_bytes_are_at_least_what_blocks_take(family, dtype):
-    engine = Miniature(tiny_model(family, dtype=dtype))
+def test_block_bytes_are_an_upper_bound(family, dtype):
+    engine = SmallEngine(tiny_model(family, dtype=dtype))
     before = engine.fused.block_bytes()
     with engine.window.opened():
         decoder = engine.fused.decoder(adapters=True, tokens=40)
@@ -536,7 +539,7 @@ def test_block_bytes_are_at_least_what_blocks_take(family, dtype):
     assert 3 * before <= 2 * taken  # head_dim 8 is counted as 16
 
 
-# Which forwards it stands in for
+# Forwards that run fused
 
 
 def positions_of(mask: torch.Tensor) -> torch.Tensor:
@@ -544,14 +547,14 @@ def positions_of(mask: torch.Tensor) -> torch.Tensor:
 
 
 RIGHT = MASK.flip(1)
-BOTH = MASK * RIGHT
+BOTH_SIDES = MASK * RIGHT
 PLAIN = {
     "without a mask": {},
     "a mask of ones": {"attention_mask": torch.ones_like(IDS)},
     "padded on the left": {"attention_mask": MASK, "position_ids": positions_of(MASK)},
     "padded on the right": {"attention_mask": RIGHT},
     "padded on the right, with positions": {"attention_mask": RIGHT, "position_ids": positions_of(RIGHT)},
-    "padded on both sides": {"attention_mask": BOTH, "position_ids": positions_of(BOTH)},
+    "padded on both sides": {"attention_mask": BOTH_SIDES, "position_ids": positions_of(BOTH_SIDES)},
     "a mask of bools": {"attention_mask": RIGHT.bool()},
     "positions of one row": {"position_ids": torch.arange(9)[None]},
     "switches that are off": {
@@ -565,28 +568,28 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("call", PLAIN)
-def test_plain_forwards_go_through_the_decoder(call, calls):
+def test_forwards_for_logits_run_fused(call, calls):
     model = tiny_model("llama")
-    engine, reference = Miniature(model), tiny_model("llama").eval()
+    engine, reference = SmallEngine(model), tiny_model("llama").eval()
     kwargs = {**PLAIN[call], "use_cache": False}
     mask = kwargs.get("attention_mask", torch.ones_like(IDS)).bool()
     with torch.no_grad():
         expected = reference(IDS, **kwargs).logits
-    for args, given in (((IDS,), kwargs), ((), {**kwargs, "input_ids": IDS})):
-        ours = engine.model(*args, **given)
+    for args, kwargs_given in (((IDS,), kwargs), ((), {**kwargs, "input_ids": IDS})):
+        output = engine.model(*args, **kwargs_given)
         assert calls.taken() == 1
-        assert ours.logits.dtype == expected.dtype
+        assert output.logits.dtype == expected.dtype
         # float32 sums in another order, of logits that span tens
-        torch.testing.assert_close(ours.logits[mask], expected[mask], atol=1e-4, rtol=1e-4)
-        assert (ours.logits[~mask] == 0).all()
-        assert ours.past_key_values is None
-        assert ours.loss is None
-        assert not ours.logits.requires_grad
+        torch.testing.assert_close(output.logits[mask], expected[mask], atol=1e-4, rtol=1e-4)
+        assert (output.logits[~mask] == 0).all()
+        assert output.past_key_values is None
+        assert output.loss is None
+        assert not output.logits.requires_grad
 
 
 HOLES = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1]] * 3)
-OTHERS = {
-    "use_cache is not said": {"use_cache": None},
+UNSUPPORTED = {
+    "use_cache is None": {"use_cache": None},
     "use_cache": {"use_cache": True},
     "labels": {"labels": IDS},
     "labels of zero": {"labels": torch.zeros_like(IDS)},
@@ -605,27 +608,27 @@ OTHERS = {
 
 
 def everything(output: object) -> list[torch.Tensor]:
-    """Every tensor of an output but its cache."""
+    """Every tensor of an output except its cache."""
     if isinstance(output, torch.Tensor):
         return [output]
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
     return [tensor for value in values for tensor in everything(value)]
 
 
-@pytest.mark.parametrize("call", OTHERS)
-def test_other_forwards_are_the_models_own(call, calls):
-    engine, reference = Miniature(tiny_model("llama")), tiny_model("llama").eval()
-    for one in (engine.model, reference):
-        one.set_attn_implementation("eager")  # gives attentions
-    kwargs = {"input_ids": IDS, "use_cache": False, **OTHERS[call]}
-    said = pytest.warns(UserWarning, match=r"gives more than logits back.* \(pass use_cache=False")
-    with torch.no_grad(), said if kwargs["use_cache"] is None else contextlib.nullcontext():
-        ours, theirs = engine.model(**kwargs), reference(**kwargs)
+@pytest.mark.parametrize("call", UNSUPPORTED)
+def test_other_forwards_run_natively(call, calls):
+    engine, reference = SmallEngine(tiny_model("llama")), tiny_model("llama").eval()
+    for module in (engine.model, reference):
+        module.set_attn_implementation("eager")  # gives attentions
+    kwargs = {"input_ids": IDS, "use_cache": False, **UNSUPPORTED[call]}
+    expected_warning = pytest.warns(UserWarning, match=r"gives more than logits back.* \(pass use_cache=False")
+    with torch.no_grad(), expected_warning if kwargs["use_cache"] is None else contextlib.nullcontext():
+        actual, expected = engine.model(**kwargs), reference(**kwargs)
     assert calls.taken() == 0
-    assert type(ours) is type(theirs)
-    ours, theirs = everything(ours), everything(theirs)
-    assert len(ours) == len(theirs) > 0
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert type(actual) is type(expected)
+    actual, expected = everything(actual), everything(expected)
+    assert len(actual) == len(expected) > 0
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -635,16 +638,16 @@ def test_other_forwards_are_the_models_own(call, calls):
         ("mixtral", {"output_router_logits": True}),
     ],
 )
-def test_a_model_that_is_configured_to_give_more_gives_it(family, setting, calls):
-    engine, reference = Miniature(tiny_model(family, **setting)), tiny_model(family, **setting).eval()
+def test_outputs_enabled_in_the_model_config_run_natively(family, setting, calls):
+    engine, reference = SmallEngine(tiny_model(family, **setting)), tiny_model(family, **setting).eval()
     with torch.no_grad(), pytest.warns(UserWarning, match="gives more than logits back.* of the model's configuration"):
-        ours, theirs = (everything(one(IDS, use_cache=False)) for one in (engine.model, reference))
+        actual, expected = (everything(module(IDS, use_cache=False)) for module in (engine.model, reference))
     assert calls.taken() == 0
-    assert len(ours) == len(theirs) > 1
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert len(actual) == len(expected) > 1
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_an_unknown_argument_is_not_plain():
+def test_a_forward_with_an_unknown_argument_runs_natively():
     assert plain_call((IDS,), {"use_cache": False}) is not None
     for name, value in (("cache_position", torch.arange(9)), ("some_switch", True), ("a_name", "text"), ("a_size", 4)):
         assert plain_call((IDS,), {"use_cache": False, name: value}) is None
@@ -652,8 +655,8 @@ def test_an_unknown_argument_is_not_plain():
     assert plain_call((), {"use_cache": False}) is None
 
 
-def test_a_token_that_the_model_does_not_have_raises_as_it_does():
-    engine, reference = Miniature(tiny_model("llama")), tiny_model("llama").eval()
+def test_token_ids_outside_the_vocabulary_raise_as_hugging_face():
+    engine, reference = SmallEngine(tiny_model("llama")), tiny_model("llama").eval()
     wrong = IDS.clone()
     wrong[1, 8] = 97
     for call in (reference.generate, engine.generate):
@@ -665,8 +668,8 @@ def test_a_token_that_the_model_does_not_have_raises_as_it_does():
     assert torch.equal(require, reference.generate(IDS, **REQUEST)), "the error has left something behind"
 
 
-def test_a_module_that_is_no_language_model_runs_as_it_is():
+def test_a_module_that_is_no_language_model_runs_unchanged():
     torch.manual_seed(0)
-    engine, x = Miniature(nn.Sequential(nn.Linear(4, 3), nn.ReLU())), torch.randn(2, 4)
+    engine, x = SmallEngine(nn.Sequential(nn.Linear(4, 3), nn.ReLU())), torch.randn(2, 4)
     assert engine.fused.fallback_reason_now()
     assert torch.equal(engine.model(x), torch.relu(F.linear(x, engine.model[0].weight, engine.model[0].bias)))

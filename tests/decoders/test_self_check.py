@@ -1,4 +1,5 @@
-"""The self-check runs what will run; it refuses what is wrong, massive activations or not, and never what is right."""
+"""The self-check runs prefill and decode as they will run; it rejects defects, with massive activations too, and
+accepts correct decoders."""
 
 import copy
 import dataclasses
@@ -34,7 +35,7 @@ by_name = {"ids": lambda value: str(value).removeprefix("torch.")}
 
 
 def cases(families: Iterable[str]) -> list:
-    """Families and dtypes: all in bfloat16, and Llama in every dtype; the others are slow tests."""
+    """Families and dtypes: all families in bfloat16, Llama in every dtype; other cases are slow tests."""
     return [
         pytest.param(family, dtype, marks=[] if "llama" in family or dtype == torch.bfloat16 else pytest.mark.slow)
         for family in families
@@ -43,7 +44,7 @@ def cases(families: Iterable[str]) -> list:
 
 
 def decoder_of(model: nn.Module, kind: type | None = None) -> CpuDecoder | TorchDecoder:
-    """A bound decoder in the model's dtype; kind: None for what an engine takes on this machine's CPU."""
+    """A bound decoder in the model's dtype; kind: None for an engine's default on this machine's CPU."""
     kind = kind or (TorchDecoder if model.dtype == torch.float16 or cpu_library() is None else CpuDecoder)
     more = (cpu_library(),) if kind is CpuDecoder else ()
     decoder = kind(read_decoder(model), own_weights, model.dtype, *more)
@@ -52,8 +53,8 @@ def decoder_of(model: nn.Module, kind: type | None = None) -> CpuDecoder | Torch
 
 
 @torch.no_grad()
-def refusal(decoder: object, model: nn.Module) -> str:
-    """Why the self-check refuses a decoder of `model`; "" where it does not."""
+def self_check_reason(decoder: object, model: nn.Module) -> str:
+    """Why the self-check rejects a decoder of `model`; "" if it accepts it."""
     try:
         require_equal(decoder, ModelInfo(model))
     except UnsupportedModel as reason:
@@ -63,7 +64,7 @@ def refusal(decoder: object, model: nn.Module) -> str:
 
 @torch.no_grad()
 def with_massive_channel(model: nn.Module, family: str, tokens: str) -> nn.Module:
-    """`model` with a channel of the residual stream near MASSIVE, as real models have it, from the embedding on.
+    """`model` with a channel of the residual stream near MASSIVE from the embedding on, as in real models.
 
     tokens: "every", or "some", of which there are several in every sequence.
     """
@@ -82,41 +83,41 @@ def with_massive_channel(model: nn.Module, family: str, tokens: str) -> nn.Modul
     return model
 
 
-# A right decoder is accepted
+# A correct decoder is accepted
 
 
 @pytest.mark.parametrize(("family", "dtype"), cases(ALL_FAMILIES), **by_name)
-def test_a_right_decoder_is_accepted(family, dtype):
+def test_a_correct_decoder_is_accepted(family, dtype):
     """Of every family, without massive activations, with some, and with one at every token."""
     for seed, tokens in enumerate(("no", "some", "every")):
         model = tiny_model(family, seed=seed, dtype=dtype).eval()
         if tokens != "no":
             with_massive_channel(model, family, tokens)
-        assert refusal(decoder_of(model), model) == "", tokens
+        assert self_check_reason(decoder_of(model), model) == "", tokens
 
 
 @pytest.mark.parametrize("kind", [CpuDecoder, TorchDecoder])
-def test_no_seed_makes_a_right_decoder_refused(kind):
+def test_a_correct_decoder_is_accepted_for_every_seed(kind):
     """50 models with massive activations."""
     for seed in range(50):
         model = tiny_model("llama", seed=seed, dtype=torch.bfloat16).eval()
         with_massive_channel(model, "llama", "some" if seed % 2 else "every")
-        assert refusal(decoder_of(model, kind), model) == "", seed
+        assert self_check_reason(decoder_of(model, kind), model) == "", seed
 
 
 @pytest.mark.parametrize("dtype", DTYPES, **by_name)
 def test_a_pretrained_model_is_accepted(dtype, stories260k):
     model = AutoModelForCausalLM.from_pretrained(stories260k, dtype=dtype).eval()
-    assert refusal(decoder_of(model), model) == ""
+    assert self_check_reason(decoder_of(model), model) == ""
 
 
 def test_eighty_layers_are_accepted():
-    """What layers may differ by adds up over a step."""
+    """Rounding differences accumulate over the layers of a step."""
     model = tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=80).eval()
-    assert refusal(decoder_of(model), model) == ""
+    assert self_check_reason(decoder_of(model), model) == ""
 
 
-# A wrong layer is refused
+# A wrong layer is rejected
 
 MLPS = {"gemma2": "post_feedforward_layernorm", "opt": "fc2", "bloom": "mlp.dense_4h_to_h"}
 ATTENTIONS = {"gemma2": "post_attention_layernorm", "gpt2": "attn", "bloom": "self_attention.dense"}
@@ -125,7 +126,7 @@ NORMS = {"gpt2": "ln_2", "opt": "final_layer_norm", "gemma2": "pre_feedforward_l
 
 
 def scaled(module: nn.Module, factor: float) -> None:
-    """Make a module give `factor` times what it gave."""
+    """Multiply a module's outputs by `factor`."""
 
     def hook(module: nn.Module, args: tuple, output: object) -> object:
         return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
@@ -134,7 +135,7 @@ def scaled(module: nn.Module, factor: float) -> None:
 
 
 def without_head(module: nn.Module) -> None:
-    """Give the projection behind attention zeros from the last of four heads."""
+    """Zero the last of four heads in the inputs of attention's output projection."""
 
     def hook(module: nn.Module, args: tuple) -> tuple:
         kept = args[0].clone()
@@ -146,7 +147,7 @@ def without_head(module: nn.Module) -> None:
 
 @torch.no_grad()
 def without_weight(norm: nn.Module) -> None:
-    """Make a norm's weight one."""
+    """Set a norm's effective weight to one."""
     norm.weight.fill_(0.0 if "Gemma" in type(norm).__name__ else 1.0)
 
 
@@ -166,8 +167,8 @@ DEFECTS: dict[str, Callable[[nn.Module, str], None]] = {
     ("family", "dtype"), cases(["llama", "qwen2", "mistral", "mixtral", "gemma2", "gpt2", "opt", "bloom"]), **by_name
 )
 @pytest.mark.parametrize("tokens", ["no", "some", "every"])
-def test_every_defect_of_a_layer_is_refused(tokens, family, dtype):
-    """With massive activations as without; the same decoder is accepted as long as the model is right."""
+def test_every_defect_of_a_layer_is_rejected(tokens, family, dtype):
+    """With and without massive activations; the same decoder is accepted for the correct model."""
     model = tiny_model(family, dtype=dtype).eval()
     if tokens != "no":
         with_massive_channel(model, family, tokens)
@@ -175,27 +176,27 @@ def test_every_defect_of_a_layer_is_refused(tokens, family, dtype):
         norm = read_structure(model).layers[1].module.get_submodule(NORMS.get(family, "post_attention_layernorm"))
         norm.weight.add_(torch.randn_like(norm.weight), alpha=0.5)
     decoder = decoder_of(model)
-    assert refusal(decoder, model) == ""
+    assert self_check_reason(decoder, model) == ""
     for what, apply in DEFECTS.items():
         wrong = copy.deepcopy(model)
         apply(read_structure(wrong).layers[1].module, family)
-        assert refusal(decoder, wrong).startswith("layer 1 of the fused container differs"), what
+        assert self_check_reason(decoder, wrong).startswith("layer 1 of the fused container differs"), what
 
 
 @pytest.mark.parametrize("defect", ["MLP doubled", "MLP dropped", "MLP negated", "attention dropped"])
-def test_what_is_small_beside_the_residual_stream_is_seen(defect):
-    """The residual stream is thirty times as large: most of what is missing is less than a unit in the last place."""
+def test_defects_small_against_the_residual_stream_are_rejected(defect):
+    """The residual stream is thirty times as large: most of the missing terms are below its rounding."""
     model = tiny_model("llama", dtype=torch.bfloat16).eval()
     with torch.no_grad():
         embedding = model.model.embed_tokens.weight
         embedding.mul_(30 / embedding.float().square().mean().sqrt())
     decoder, wrong = decoder_of(model), copy.deepcopy(model)
-    assert refusal(decoder, model) == ""
+    assert self_check_reason(decoder, model) == ""
     DEFECTS[defect](wrong.model.layers[1], "llama")
-    assert refusal(decoder, wrong).startswith("layer 1 of the fused container differs")
+    assert self_check_reason(decoder, wrong).startswith("layer 1 of the fused container differs")
 
 
-# What runs is checked: decode steps
+# Decode steps are checked
 
 
 def is_decoding(groups: tuple[torch_ops.Group, ...]) -> bool:
@@ -204,18 +205,18 @@ def is_decoding(groups: tuple[torch_ops.Group, ...]) -> bool:
 
 
 def zeros(q, keys, values, groups, *args, **kwargs):
-    """Attention of the right shape."""
+    """Zeros in place of attention, of the right shape."""
     return torch.zeros_like(q)
 
 
-def others_blocks(q, keys, values, groups, *args, **kwargs):
+def other_sequences_blocks(q, keys, values, groups, *args, **kwargs):
     """Attention over the blocks of another sequence."""
-    turned = tuple(dataclasses.replace(group, slots=group.slots.flip(0)) for group in groups)
-    return torch_ops.paged_attention(q, keys, values, turned, *args, **kwargs)
+    flipped = tuple(dataclasses.replace(group, slots=group.slots.flip(0)) for group in groups)
+    return torch_ops.paged_attention(q, keys, values, flipped, *args, **kwargs)
 
 
 def wrong_in_steps(monkeypatch, wrong: Callable) -> None:
-    """Break the attention of torch's decoders, in decode steps alone."""
+    """Break the attention of torch's decoders in decode steps only."""
 
     class Patched:
         def __getattr__(self, name: str) -> object:
@@ -229,18 +230,18 @@ def wrong_in_steps(monkeypatch, wrong: Callable) -> None:
     monkeypatch.setattr(torch_decoder, "torch_ops", Patched())
 
 
-@pytest.mark.parametrize("wrong", [zeros, others_blocks])
+@pytest.mark.parametrize("wrong", [zeros, other_sequences_blocks])
 @pytest.mark.parametrize("kind", [TorchDecoder, Int8Decoder])
-def test_decode_attention_alone_is_refused(kind, wrong, monkeypatch):
+def test_wrong_decode_attention_is_rejected(kind, wrong, monkeypatch):
     model = tiny_model("llama", dtype=torch.bfloat16).eval()
     if kind is Int8Decoder:
-        stored = dict(model.named_parameters())
-        for name, take in in_int8(model, 1).items():
-            take(stored[name])
+        params = dict(model.named_parameters())
+        for name, quantize in in_int8(model, 1).items():
+            quantize(params[name])
     decoder = decoder_of(model, kind)
-    assert refusal(decoder, model) == ""
+    assert self_check_reason(decoder, model) == ""
     wrong_in_steps(monkeypatch, wrong)
-    assert refusal(decoder, model).startswith("layer 0, in decode steps, of the fused container differs")
+    assert self_check_reason(decoder, model).startswith("layer 0, in decode steps, of the fused container differs")
 
 
 def wrong_cpu_steps(own: Callable, wrong: str) -> Callable:
@@ -259,17 +260,17 @@ def wrong_cpu_steps(own: Callable, wrong: str) -> Callable:
 
 @pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
 @pytest.mark.parametrize("wrong", ["zeros", "other blocks"])
-def test_decode_attention_of_the_cpu_kernels_alone_is_refused(wrong, monkeypatch):
+def test_wrong_decode_attention_of_the_cpu_kernels_is_rejected(wrong, monkeypatch):
     model = tiny_model("llama", dtype=torch.bfloat16).eval()
     decoder = decoder_of(model, CpuDecoder)
-    assert refusal(decoder, model) == ""
+    assert self_check_reason(decoder, model) == ""
     monkeypatch.setattr(CpuDecoder, "_run", wrong_cpu_steps(CpuDecoder._run, wrong))
-    assert refusal(decoder, model).startswith("layer 0, in decode steps, of the fused container differs")
+    assert self_check_reason(decoder, model).startswith("layer 0, in decode steps, of the fused container differs")
 
 
 @pytest.mark.parametrize(("steps", "what"), [(True, "a decode step"), (False, "a forward")])
-def test_a_step_that_is_put_together_wrongly_is_refused(steps, what, monkeypatch):
-    """Every layer is right, and whole decode steps, or whole forwards of several tokens, leave the last one out."""
+def test_a_step_without_its_last_layer_is_rejected(steps, what, monkeypatch):
+    """Every layer is correct, but whole decode steps, or forwards of several tokens, skip the last layer."""
     model = tiny_model("llama").eval()
     decoder = decoder_of(model, TorchDecoder)
 
@@ -278,11 +279,11 @@ def test_a_step_that_is_put_together_wrongly_is_refused(steps, what, monkeypatch
         return decoder.layers(decoder.embed(batch.ids, batch.positions), batch, kv, 0, last)
 
     monkeypatch.setattr(decoder, "forward", forward)
-    assert refusal(decoder, model).startswith(f"{what} of the fused container differs")
+    assert self_check_reason(decoder, model).startswith(f"{what} of the fused container differs")
 
 
 def check_steps(kind: str) -> None:
-    """A decoder that ranks run together, whose decode attention is wrong, is refused on every rank."""
+    """A decoder that ranks run together, with wrong decode attention, is rejected on every rank."""
     block = {"inference_tp_size": 2} if kind == "tensor parallel" else {"pin_parameters": False}
     model = tiny_model("llama")
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
@@ -305,14 +306,14 @@ def check_steps(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensor parallel", "streaming"])
-def test_decode_attention_of_decoders_that_ranks_share_is_refused(ranks, kind):
+def test_wrong_decode_attention_is_rejected_on_every_rank(ranks, kind):
     ranks.run(check_steps, kind)
 
 
-# What it costs
+# Costs
 
 
-def test_contexts_are_longer_than_a_block_and_a_split():
+def test_checked_contexts_are_longer_than_a_block_and_a_split():
     model = tiny_model("llama").eval()
     decoder = decoder_of(model, TorchDecoder)
     for block in (BLOCK_SIZE, 256):
@@ -325,23 +326,25 @@ def test_contexts_are_longer_than_a_block_and_a_split():
         ends = {int(length) for step in sequences.steps for length in step.batch.lengths}
         assert {BLOCK_SIZE, BLOCK_SIZE + 1} <= ends, "no sequence is decoded over the end of a block"
         assert any(
-            begin > 0 for one in sequences.prefills for begin in one.batch.positions[one.batch.cu_seqlens[:-1].long()]
+            begin > 0
+            for prefill in sequences.prefills
+            for begin in prefill.batch.positions[prefill.batch.cu_seqlens[:-1].long()]
         )
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_logits_are_made_of_few_tokens(family):
-    """At a real size those of all tokens would be gigabytes."""
+def test_the_self_check_computes_logits_of_few_tokens(family):
+    """At a real size logits of all tokens would take gigabytes."""
     model = tiny_model(family).eval()
     rows: list[int] = []
     model.get_output_embeddings().register_forward_hook(lambda module, args, out: rows.append(out[..., 0].numel()))
     decoder = decoder_of(model)
     own = decoder.logits
 
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
+    def counting(hidden: torch.Tensor) -> torch.Tensor:
         rows.append(len(hidden))
         return own(hidden)
 
-    decoder.logits = counted
-    assert refusal(decoder, model) == ""
+    decoder.logits = counting
+    assert self_check_reason(decoder, model) == ""
     assert max(rows) <= 3 * 3 * self_check.STEPS

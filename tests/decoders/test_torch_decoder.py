@@ -12,8 +12,8 @@ from hybrid.models.spec import ParamRef
 from hybrid.weights.lora import read_adapters
 from tests.tiny_models import ALL_FAMILIES, SIZES, VOCABULARY, tiny_model, with_peft
 
-LENGTHS = (45, 7, 33, 33, 20)  # of prompts: over a block, under one, two alike
-NEW = 14  # decode steps; 20 + 14 and 7 + 14 … : one sequence crosses the end of its first block
+LENGTHS = (45, 7, 33, 33, 20)  # of prompts: longer than a block, shorter, two equal
+NEW = 14  # decode steps; 20 + 14: one sequence crosses the end of its first block
 
 ROPE = {"rope_theta": 10000.0}
 VARIANTS = {
@@ -51,7 +51,7 @@ VARIANTS = {
             "original_max_position_embeddings": 80,
         },
     ),
-    "phi3, half a head turned": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 9}),
+    "phi3, rope on half a head": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 9}),
     "mistral, wide heads, no window": ("mistral", {"head_dim": 16, "sliding_window": None}),
     "qwen2, windows in upper layers": (
         "qwen2",
@@ -61,7 +61,7 @@ VARIANTS = {
     "gemma3, soft cap at the end": ("gemma3_text", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 12}),
     "opt, no projections, no biases": ("opt", {"word_embed_proj_dim": 32, "enable_bias": False}),
     "gpt_neox, one after the other": ("gpt_neox", {"use_parallel_residual": False, "hidden_act": "relu"}),
-    "gptj, whole heads turned": ("gptj", {"rotary_dim": 8}),
+    "gptj, rope on whole heads": ("gptj", {"rotary_dim": 8}),
     "bloom, six heads": ("bloom", {"hidden_size": 48, "n_head": 6}),
     "falcon, a key head each": ("falcon", {"multi_query": False, "bias": True}),
     "falcon, new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
@@ -79,18 +79,18 @@ VARIANTS = {
     "qwen3_moe, weights not normalised": ("qwen3_moe", {"norm_topk_prob": False}),
 }
 
-# Families of which one step is not rounded as Hugging Face rounds it: OPT scales its queries before the scores, Falcon
-# adds biases after rounding, GPT-J rounds probabilities, BLOOM has its own formula for GELU. 0.4 to 0.96 is seen.
-ROUNDED_OTHERWISE = ("opt", "falcon", "gptj", "bloom")
+# Families with a step that rounds differently from Hugging Face: OPT scales its queries before the scores, Falcon adds
+# biases after rounding, GPT-J rounds probabilities, BLOOM has its own formula for GELU. 0.4 to 0.96 measured.
+OTHER_ROUNDINGS = ("opt", "falcon", "gptj", "bloom")
 
 
 def own_weights(ref: ParamRef) -> torch.Tensor | None:
-    """The model's parameter at a place of a model without adapters."""
+    """The parameter that `ref` names, of a model without adapters."""
     return getattr(ref.module, ref.parameter)
 
 
 class Run:
-    """Sequences in scattered blocks of a cache that holds NaN wherever nothing was written."""
+    """Sequences in scattered blocks of a KV cache that holds NaN at unwritten positions."""
 
     def __init__(self, decoder: TorchDecoder, sequences: list[torch.Tensor]):
         self.decoder, self.sequences = decoder, sequences
@@ -99,7 +99,7 @@ class Run:
         for tensor in (*self.kv.keys, *self.kv.values):
             tensor.fill_(torch.nan)
         blocks = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(1)).int()
-        # What is behind a sequence's last block is undefined: here, a block that does not exist.
+        # Entries after a sequence's last block are undefined: here, a block that does not exist.
         self.block_tables = torch.full((len(sequences), max(counts)), 10**6, dtype=torch.int32)
         for row, count, own in zip(self.block_tables, counts, blocks.split([*counts, 3]), strict=False):
             row[:count] = own
@@ -124,7 +124,7 @@ class Run:
         return list(self.decoder.logits(hidden).split(counts))
 
     def every_logit(self) -> list[torch.Tensor]:
-        """Prefill, then tokens one by one, then the rest at once behind a prefix: [length, vocabulary] of each."""
+        """Prefill, decode steps, then the remaining tokens at once after the prefix: [length, vocabulary] of each."""
         ends = list(LENGTHS)
         parts = [self.logits([0] * len(ends), ends)]
         for _ in range(NEW):
@@ -154,48 +154,48 @@ def decoder_of(model: torch.nn.Module, dtype: torch.dtype = torch.float32, weigh
     return decoder
 
 
-def distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+def distance(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """The largest difference, relative to the span of the logits; infinite where one is NaN."""
-    largest = max((a - b).abs().max().nan_to_num(torch.inf).item() for a, b in zip(ours, theirs, strict=True))
-    return largest / (max(b.max() for b in theirs) - min(b.min() for b in theirs)).item()
+    largest = max((a - b).abs().max().nan_to_num(torch.inf).item() for a, b in zip(actual, expected, strict=True))
+    return largest / (max(b.max() for b in expected) - min(b.min() for b in expected)).item()
 
 
-def average(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+def average(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """The mean difference."""
-    return (torch.cat(ours) - torch.cat(theirs)).abs().mean().item()
+    return (torch.cat(actual) - torch.cat(expected)).abs().mean().item()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_hugging_face(variant):
     family, changes = VARIANTS[variant]
     model = tiny_model(family, **changes).eval()
-    ours = Run(decoder_of(model), sequences()).every_logit()
-    assert distance(ours, hugging_face(model)) < 2e-6  # sums in another order: 1 to 3e-7 was seen
+    actual = Run(decoder_of(model), sequences()).every_logit()
+    assert distance(actual, hugging_face(model)) < 2e-6  # sums in another order: 1 to 3e-7 measured
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bfloat16_rounds_where_hugging_face_does(variant):
+def test_bfloat16_logits_round_as_hugging_face(variant):
     family, changes = VARIANTS[variant]
     model = tiny_model(family, **changes).eval()
     exact = hugging_face(model)
     model = model.bfloat16()
-    theirs = hugging_face(model)
-    ours = Run(decoder_of(model, torch.bfloat16), sequences()).every_logit()
-    # Where every step is rounded alike, only the order of sums is left: 0.0 to 0.16 is seen. Two roundings that know
-    # nothing of each other would be √2 times as far apart as either is from the exact one.
-    share = 1.2 if family in ROUNDED_OTHERWISE else 0.4
-    assert average(ours, theirs) < share * average(theirs, exact)
+    expected = hugging_face(model)
+    actual = Run(decoder_of(model, torch.bfloat16), sequences()).every_logit()
+    # If every step rounds alike only the order of sums differs: 0.0 to 0.16 measured. Independent roundings would be √2
+    # times as far from each other as either is from the exact value.
+    share = 1.2 if family in OTHER_ROUNDINGS else 0.4
+    assert average(actual, expected) < share * average(expected, exact)
 
 
-def test_what_only_looks_like_llama_but_turns_neighbours_equals_hugging_face():
+def test_a_llama_like_model_with_interleaved_rope_matches_hugging_face():
     model = tiny_model("helium", sizes=SIZES).eval()
     assert distance(Run(decoder_of(model), sequences()).every_logit(), hugging_face(model)) < 2e-6
 
 
-def test_layers_can_be_run_in_ranges():
+def test_ranges_of_layers_equal_the_whole_forward():
     model = tiny_model("gemma3_text").eval()
-    whole, split = Run(decoder_of(model), sequences()), Run(decoder_of(model), sequences())
-    expected = torch.cat(whole.logits([0] * len(LENGTHS), list(LENGTHS)))
+    unsplit, split = Run(decoder_of(model), sequences()), Run(decoder_of(model), sequences())
+    expected = torch.cat(unsplit.logits([0] * len(LENGTHS), list(LENGTHS)))
     batch = split.batch([0] * len(LENGTHS), list(LENGTHS))
     with torch.no_grad():
         hidden = split.decoder.embed(batch.ids, batch.positions)
@@ -204,21 +204,21 @@ def test_layers_can_be_run_in_ranges():
         assert torch.equal(split.decoder.logits(hidden), expected)
 
 
-def test_a_sequence_without_new_tokens_waits():
+def test_a_batch_may_have_no_new_tokens_for_a_sequence():
     model = tiny_model("llama").eval()
-    together, alone = Run(decoder_of(model), sequences()), Run(decoder_of(model), sequences())
+    full_run, partial_run = Run(decoder_of(model), sequences()), Run(decoder_of(model), sequences())
     begins, ends = [0] * len(LENGTHS), list(LENGTHS)
-    together.logits(begins, ends)
-    alone.logits(begins, ends)
-    expected = together.logits(ends, [end + 1 for end in ends])
-    some = [end + (index % 2) for index, end in enumerate(ends)]
-    for index, found in enumerate(alone.logits(ends, some)):
-        assert len(found) == index % 2
-        torch.testing.assert_close(found, expected[index][: index % 2], rtol=0, atol=1e-5)
+    full_run.logits(begins, ends)
+    partial_run.logits(begins, ends)
+    expected = full_run.logits(ends, [end + 1 for end in ends])
+    some_ends = [end + (index % 2) for index, end in enumerate(ends)]
+    for index, actual in enumerate(partial_run.logits(ends, some_ends)):
+        assert len(actual) == index % 2
+        torch.testing.assert_close(actual, expected[index][: index % 2], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mixtral"])
-def test_binding_again_takes_up_changed_weights_at_the_same_addresses(family):
+def test_bind_reads_changed_weights_into_the_same_buffers(family):
     model = tiny_model(family).eval()
     decoder = decoder_of(model)
     before = {name: tensor.data_ptr() for block in decoder.blocks for name, tensor in block.items()}
@@ -246,21 +246,21 @@ def test_weights_are_cast_to_the_decoders_dtype():
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
 def test_adapted_models_run_on_merged_weights(family):
-    """The places are PEFT's wrappers, and what they hold is merged by the caller."""
+    """Refs name PEFT's wrappers, whose weights the caller merges."""
     adapted = with_peft(tiny_model(family)).eval()
-    merged = {one.wrapper: one.merged(one.sources) for one in read_adapters(adapted)}
+    merged = {adapter.wrapper: adapter.merged(adapter.sources) for adapter in read_adapters(adapted)}
 
     def weights(ref: ParamRef) -> torch.Tensor | None:
         if ref.module in merged:
             return merged[ref.module].get(ref.parameter, getattr(plain(ref.module), ref.parameter))
         return getattr(ref.module, ref.parameter)
 
-    ours = Run(decoder_of(adapted, weights=weights), sequences()).every_logit()
-    assert distance(ours, hugging_face(adapted)) < 2e-6
-    assert distance(ours, hugging_face(tiny_model(family).eval())) > 0.05
+    actual = Run(decoder_of(adapted, weights=weights), sequences()).every_logit()
+    assert distance(actual, hugging_face(adapted)) < 2e-6
+    assert distance(actual, hugging_face(tiny_model(family).eval())) > 0.05
 
 
-def test_a_bias_that_only_one_of_joined_matrices_has_is_kept():
+def test_a_bias_of_one_of_the_joined_matrices_is_kept():
     model, biased = tiny_model("llama").eval(), tiny_model("llama", attention_bias=True).eval()
     biased.load_state_dict(model.state_dict(), strict=False)
     extra = torch.randn(16)
@@ -274,11 +274,11 @@ def test_a_bias_that_only_one_of_joined_matrices_has_is_kept():
     def weights(ref: ParamRef) -> torch.Tensor | None:
         return extra if ref.parameter == "bias" and ref.module in values else own_weights(ref)
 
-    ours = Run(decoder_of(model, weights=weights), sequences()).every_logit()
-    assert distance(ours, hugging_face(biased)) < 2e-6
+    actual = Run(decoder_of(model, weights=weights), sequences()).every_logit()
+    assert distance(actual, hugging_face(biased)) < 2e-6
 
 
-def test_scores_are_cut_into_bounded_parts(monkeypatch):
+def test_attention_scores_are_computed_in_bounded_chunks(monkeypatch):
     model = tiny_model("gemma2").eval()
     expected = Run(decoder_of(model), sequences()).every_logit()
     monkeypatch.setattr(torch_ops, "SCORES_AT_A_TIME", 1)

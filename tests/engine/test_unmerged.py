@@ -7,7 +7,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from hybrid import HybridEngine
-from tests.decoders.test_side_paths import with_two_adapters
+from tests.decoders.test_unmerged_lora import with_two_adapters
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
 from tests.marks import slow_but
 from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin, with_peft

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for a GPU that need not be there, and say what each needs of it.
+"""Compile every Triton kernel for a GPU architecture, which this machine may lack, and print its resource usage.
 
 python -m tests.kernels.compile_triton 90    # a line of JSON a kernel, for sm_90
 """
@@ -24,24 +24,24 @@ DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "c
 
 
 def compiling(arch: int):
-    """What stands in for a launch: compile what would have run, and print its name and needs.
+    """Replaces a launch: compiles the kernel and prints its name and resource usage.
 
-    As a launch does, it tells the compiler of numbers that are 1, and of those that 16 divides.
+    As a launch does, it specializes integers that are 1 and those divisible by 16.
     """
 
     def launch(kernel, *args, grid, warmup, num_warps=4, **constants):
         bound = inspect.signature(kernel.fn).bind(*args, **constants)
         signature, values, hints = {}, {}, {}
-        for place, (param, value) in enumerate(zip(kernel.params, bound.arguments.values(), strict=True)):
-            known = type(value) is int and not param.do_not_specialize
-            if param.is_constexpr or (known and value == 1):
-                signature[param.name], values[place,] = "constexpr", value
+        for index, (param, value) in enumerate(zip(kernel.params, bound.arguments.values(), strict=True)):
+            specialized = type(value) is int and not param.do_not_specialize
+            if param.is_constexpr or (specialized and value == 1):
+                signature[param.name], values[index,] = "constexpr", value
             elif isinstance(value, torch.Tensor):
-                signature[param.name], hints[place,] = f"*{TYPES[value.dtype]}", [["tt.divisibility", 16]]
+                signature[param.name], hints[index,] = f"*{TYPES[value.dtype]}", [["tt.divisibility", 16]]
             else:
                 signature[param.name] = "i32" if isinstance(value, int) else "fp32"
-                if known and value % 16 == 0:
-                    hints[place,] = [["tt.divisibility", 16]]
+                if specialized and value % 16 == 0:
+                    hints[index,] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, values, hints)
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -49,14 +49,18 @@ def compiling(arch: int):
             file.flush()
             usage = subprocess.run([DISASSEMBLER, "-res-usage", file.name], capture_output=True, text=True, check=True)
         registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
-        needs = {"registers": int(registers), "stack_bytes": int(stack), "shared_bytes": compiled.metadata.shared}
-        print(json.dumps({"kernel": kernel.fn.__name__, **needs}), flush=True)
+        usage_of_kernel = {
+            "registers": int(registers),
+            "stack_bytes": int(stack),
+            "shared_bytes": compiled.metadata.shared,
+        }
+        print(json.dumps({"kernel": kernel.fn.__name__, **usage_of_kernel}), flush=True)
 
     return launch
 
 
 def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
-    """Both attentions, plain and with everything."""
+    """Decode and prefill attention, plain and with all features."""
     q, blocks = torch.empty(4, 8, head_dim, dtype=dtype), torch.empty(4, 32, 2, head_dim, dtype=dtype)
     lengths, block_tables = torch.empty(4, dtype=torch.int32), torch.empty(4, 128, dtype=torch.int32)
     everything = {"softcap": 50.0, "window": 77, "bias": torch.empty(8, 4096), "rounded": True}
@@ -66,13 +70,13 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def launch_fused(dtype: torch.dtype) -> None:
-    """Rotations, norms, activations; head_dim 80 has columns to mask."""
+    """Rope, norms, activations; head_dim 80 needs masked columns."""
     q, kv, blocks = (torch.empty(4, heads, 80, dtype=dtype) for heads in (32, 2, 2))
     table, slot_mapping = torch.empty(99, 40, dtype=dtype), torch.empty(4, dtype=torch.int64)
     norm = triton_fused.HeadNorm(torch.empty(80, dtype=dtype), torch.empty(80, dtype=dtype), 1e-6)
-    for interleaved, own in ((False, None), (True, norm)):
+    for interleaved, head_norm in ((False, None), (True, norm)):
         triton_fused.rope_and_write(
-            q, kv, kv, table, table, slot_mapping, slot_mapping, blocks, blocks, interleaved, own
+            q, kv, kv, table, table, slot_mapping, slot_mapping, blocks, blocks, interleaved, head_norm
         )
     triton_fused.rope_and_write(q, kv, kv, None, None, slot_mapping, slot_mapping, blocks, blocks)
     x = torch.empty(4, 4096, dtype=dtype)
@@ -84,7 +88,7 @@ def launch_fused(dtype: torch.dtype) -> None:
 
 
 def launch_experts(dtype: torch.dtype) -> None:
-    """Few items an expert, and many."""
+    """Few tokens per expert, and many."""
     x, weight = torch.empty(1000, 2048, dtype=dtype), torch.empty(8, 1408, 2048, dtype=dtype)
     for items in (16, 1000):
         order, cu_seqlens = torch.empty(items, dtype=torch.int32), torch.empty(9, dtype=torch.int32)

@@ -1,6 +1,6 @@
-"""The builds of the CPU kernels that there are, whatever machine this is: vectors of 8 and of 16 lanes, products of
-bfloat16 in pairs and in tiles. Instructions that the machine lacks are emulated, so what is tested is the code around
-them; what the instructions themselves do is Intel's word."""
+"""Every build of the CPU kernels, on any machine: vectors of 8 and of 16 lanes, bfloat16 products in pairs and in
+tiles. Instructions that the machine lacks are emulated, so these tests cover the code around them, not the
+instructions."""
 
 import platform
 import shutil
@@ -19,7 +19,7 @@ from tests.tiny_models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
 
-# Rows of products that are no multiple of a tile, and depths with a rest behind the last whole block.
+# Rows that are no multiple of a tile, and depths with a remainder after the last whole block.
 SHAPE = {"hidden_size": 72, "intermediate_size": 100, "head_dim": 24}
 
 
@@ -45,7 +45,7 @@ def logits_of(library, model, sequences: list[torch.Tensor]) -> torch.Tensor:
 PORTABLE = tuple(flag for flag in FLAGS if not flag.startswith("-march"))
 X86 = platform.machine() == "x86_64"
 AVX2 = (*PORTABLE, "-march=x86-64-v3") if X86 else PORTABLE
-# What is compiled for which machine, so that any machine runs it: 16 lanes are split into what it has.
+# Builds by machine, in a form that any machine runs: 16 lanes are split into the vectors that it has.
 BUILDS = {
     "8 lanes without AVX": (*PORTABLE, "-DLANES=8"),
     "AVX2": (*AVX2, "-DLANES=8"),
@@ -53,7 +53,7 @@ BUILDS = {
     "AVX-512 with bfloat16": (*AVX2, "-DLANES=16", "-DEMULATE_BF16=1"),
     "AMX": (*AVX2, "-DLANES=16", "-DEMULATE_BF16=2"),
 }
-# The same as a compiler sees them for the machines themselves, and AMX's processor with 8 lanes, as below.
+# Compiler flags of the machines themselves, and AMX's processor with 8 lanes, see below.
 MACHINES = {
     "AVX2": ("-march=haswell",),
     "AVX-512": ("-march=skylake-avx512",),
@@ -65,9 +65,9 @@ MACHINES = {
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.skipif(not X86, reason="a compiler for x86-64 is needed")
-def test_every_machines_build_compiles(machine):
-    """With the real instructions, though this machine may have none of them. Tiles are made of pairs: AMX's processor
-    computed nonsense in vectors of 8 lanes, where it had tiles alone."""
+def test_the_build_for_every_machine_compiles(machine):
+    """With the real instructions, which this machine may lack. Tiles need pairs: with tiles alone, AMX's processor
+    computed wrong results in vectors of 8 lanes."""
     compiler = "g++" if shutil.which("g++") else "c++"
     require_compiles(compiler, *MACHINES[machine])
     command = [compiler, "-std=c++20", *MACHINES[machine], "-dM", "-E", str(SOURCES / "decoder.cpp")]
@@ -77,12 +77,12 @@ def test_every_machines_build_compiles(machine):
 
 
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="no compiler for aarch64 here")
-def test_aarch64s_build_compiles():
+def test_the_build_for_aarch64_compiles():
     require_compiles("aarch64-linux-gnu-g++")
 
 
 def require_compiles(compiler: str, *flags: str) -> None:
-    """Fails with what the compiler says; nothing is written."""
+    """Fails with the compiler's output; writes no file."""
     flags = (*(flag for flag in PORTABLE if "param" not in flag), *flags)
     ran = subprocess.run(
         [compiler, *flags, "-fsyntax-only", str(SOURCES / "decoder.cpp")], capture_output=True, text=True
@@ -92,7 +92,7 @@ def require_compiles(compiler: str, *flags: str) -> None:
 
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize(("family", "dtype"), [("gemma3_text", torch.float32), ("qwen3", torch.bfloat16)])
-def test_every_build_computes_what_hugging_face_does(family, dtype, build):
+def test_every_build_matches_hugging_face(family, dtype, build):
     library = opened(built(BUILDS[build]))
     assert library.lanes() == (8 if "8 lanes" in build or build == "AVX2" else 16)
     model = tiny_model(family).eval()
@@ -100,12 +100,12 @@ def test_every_build_computes_what_hugging_face_does(family, dtype, build):
     model = model.to(dtype)
     decoder = CpuDecoder(read_decoder(model), own_weights, dtype, library)
     decoder.bind()
-    ours = CpuRun(decoder, sequences()).every_logit()
+    actual = CpuRun(decoder, sequences()).every_logit()
     if dtype == torch.float32:
-        assert distance(ours, exact) < 2e-6  # as in test_cpu_decoder.py
+        assert distance(actual, exact) < 2e-6  # as in test_cpu_decoder.py
     else:
-        theirs = hugging_face(model)
-        assert average(ours, theirs) < average(theirs, exact)
+        expected = hugging_face(model)
+        assert average(actual, expected) < average(expected, exact)
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -121,16 +121,16 @@ def test_a_large_negative_gate_is_zero(build):
 
 @pytest.mark.parametrize("level", [1, 2], ids=["pairs", "tiles"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
-def test_emulated_products_equal_vectors_own(family, level):
+def test_emulated_bfloat16_products_match_plain_vectors(family, level):
     library = opened(built(BUILDS["AVX-512 with bfloat16" if level == 1 else "AMX"]))
     model = tiny_model(family, dtype=torch.bfloat16, **(SHAPE if family == "llama" else {})).eval()
     generator = torch.Generator().manual_seed(0)
-    # More rows than tiles are made for at once, and fewer than one tile.
+    # More rows than tiles of one pass, and fewer than one tile.
     sequences = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (70, 9, 1)]
-    found, expected = (logits_of(one, model, sequences) for one in (library, cpu_library()))
+    actual, expected = (logits_of(build, model, sequences) for build in (library, cpu_library()))
     # The same products, summed in another order and rounded to bfloat16 at every operation; a mixture may send a token
     # to another expert where two are nearly as likely.
-    different = ((found - expected).abs() > 0.02 * expected.abs().max()).any(dim=1)
+    different = ((actual - expected).abs() > 0.02 * expected.abs().max()).any(dim=1)
     assert different.sum() <= (2 if family == "mixtral" else 0)
-    alone = logits_of(library, model, sequences[1:2])
-    assert torch.equal(alone, found[70:79]), "a row depends on the batch around it"
+    single = logits_of(library, model, sequences[1:2])
+    assert torch.equal(single, actual[70:79]), "a row depends on the batch around it"

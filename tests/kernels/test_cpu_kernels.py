@@ -1,4 +1,4 @@
-"""The CPU kernels: draws and judgements against float64 and Hugging Face's warpers; compiling, and doing without."""
+"""The CPU kernels: sampling and logprobs against float64 and Hugging Face's warpers; compiling, and the fallback."""
 
 import os
 import stat
@@ -64,7 +64,7 @@ def random_logits(rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
 
 
 def warped(logits: torch.Tensor, how: Draw) -> torch.Tensor:
-    """What Hugging Face's warpers, in the order in which `generate` applies them, leave.  float64 [rows, vocab]"""
+    """Logits after Hugging Face's warpers, in `generate`'s order.  float64 [rows, vocab]"""
     steps = [TemperatureLogitsWarper(float(how.temperature))]
     steps += [TopKLogitsWarper(how.top_k)] if how.top_k else []
     steps += [TopPLogitsWarper(how.top_p)] if how.top_p < 1 else []
@@ -80,7 +80,7 @@ def keys_of(u: torch.Tensor, position: int) -> torch.Tensor:
 
     splitmix64's finalizer run backwards, in unbounded integers.
     """
-    mask, found = 2**64 - 1, []
+    mask, keys = 2**64 - 1, []
     for share in u.tolist():
         x = int(share * 2**53) << 11
         x ^= (x >> 31) ^ (x >> 62)
@@ -89,11 +89,11 @@ def keys_of(u: torch.Tensor, position: int) -> torch.Tensor:
         x = x * pow(0xBF58476D1CE4E5B9, -1, 2**64) & mask
         x ^= (x >> 30) ^ (x >> 60)
         x = (x - 0x9E3779B97F4A7C15 * (position + 1)) & mask
-        found.append(x - 2**64 if x >= 2**63 else x)
-    return torch.tensor(found)
+        keys.append(x - 2**64 if x >= 2**63 else x)
+    return torch.tensor(keys)
 
 
-def test_keys_of_chosen_numbers():
+def test_keys_of_invert_the_generator():
     u = torch.tensor([0.0, 0.5, 1 - 2**-53, 0.1234], dtype=torch.float64)
     for position in (0, 3, 511):
         assert torch.equal(uniform(keys_of(u, position), position), (u * 2**53).floor() / 2**53)
@@ -102,8 +102,8 @@ def test_keys_of_chosen_numbers():
 @pytest.mark.parametrize("drawer", DRAWERS)
 @pytest.mark.parametrize("vocabulary", [97, 1000, 5003])
 @pytest.mark.parametrize("how", DRAWS)
-def test_draws_are_the_inverse_cdf_of_what_hugging_face_keeps(how, vocabulary, drawer):
-    """What Hugging Face keeps is drawn and nothing else, each token where the cumulative softmax says."""
+def test_draws_are_the_inverse_cdf_over_the_tokens_hugging_face_keeps(how, vocabulary, drawer):
+    """Only tokens that Hugging Face keeps are drawn, each at its place in the cumulative softmax."""
     how, logits = DRAWS[how], random_logits(3, vocabulary)
     generator = torch.Generator().manual_seed(1)
     for row in logits:
@@ -114,7 +114,7 @@ def test_draws_are_the_inverse_cdf_of_what_hugging_face_keeps(how, vocabulary, d
             kept = warped(row[None], how)[0]
         cdf = kept.softmax(0).cumsum(0)
         before = torch.cat([cdf.new_zeros(1), cdf[:-1]])
-        # The middle of the tokens' shares, and numbers anywhere.
+        # The middles of the tokens' intervals, and random numbers.
         middles = ((before + cdf) / 2)[kept > -torch.inf]
         middles = middles[torch.randperm(len(middles), generator=generator)[:300]]
         u = torch.cat([middles, torch.rand(200, generator=generator).double()])
@@ -122,27 +122,29 @@ def test_draws_are_the_inverse_cdf_of_what_hugging_face_keeps(how, vocabulary, d
         u = u[edges > 1e-5]  # float32 sums of thousands
         expected = torch.searchsorted(cdf, u, right=True)
         positions = torch.full((len(u),), 5)
-        many = row.expand(len(u), -1)
-        found = DRAWERS[drawer](many, keys_of(u, 5), positions, how)
-        assert torch.equal(found.tokens, expected)
+        repeated = row.expand(len(u), -1)
+        actual = DRAWERS[drawer](repeated, keys_of(u, 5), positions, how)
+        assert torch.equal(actual.tokens, expected)
         temperature = how.temperature or 1.0
-        at = found.tokens[:, None]
+        at = actual.tokens[:, None]
         drawn_from = kept if how.temperature else row  # a greedy token's logprob is not 0
         distributions = (drawn_from, row.double() / temperature, row.double())
-        for logps, scores in zip((found.sampling_logps, found.old_logps, found.raw_logps), distributions, strict=True):
+        for logps, scores in zip(
+            (actual.sampling_logps, actual.old_logps, actual.raw_logps), distributions, strict=True
+        ):
             exact = scores.double().log_softmax(0)[at[:, 0]]
             torch.testing.assert_close(logps.double(), exact, atol=1e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize("drawer", DRAWERS)
-def test_a_tie_at_the_edge_of_top_k_is_kept_whole(drawer):
-    """As Hugging Face's, which compares with the k-th largest logit; min_p keeps what has just its share."""
+def test_all_tokens_tied_at_the_top_k_threshold_are_kept(drawer):
+    """As in Hugging Face, which compares with the k-th largest logit; min_p keeps tokens exactly at its threshold."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0, -1.0] * 40])
     u = (torch.arange(4000) + 0.5).double() / 4000
     for how in (Draw(top_k=41), Draw(top_k=40), Draw(top_k=41, min_p=0.36)):
-        found = DRAWERS[drawer](logits.expand(len(u), -1), keys_of(u, 0), torch.zeros(4000, dtype=torch.long), how)
+        actual = DRAWERS[drawer](logits.expand(len(u), -1), keys_of(u, 0), torch.zeros(4000, dtype=torch.long), how)
         kept = warped(logits, how)[0] > -torch.inf
-        assert set(found.tokens.tolist()) == set(kept.nonzero().flatten().tolist()), how
+        assert set(actual.tokens.tolist()) == set(kept.nonzero().flatten().tolist()), how
 
 
 def test_the_largest_of_equal_logits_is_the_first():
@@ -154,76 +156,76 @@ def test_the_largest_of_equal_logits_is_the_first():
 
 
 @pytest.mark.parametrize("bits", [3, 9, 12])
-def test_the_kernels_noise_is_pythons(bits):
-    """Over 2^k equal tokens the token is the first k bits of the number: exact in every arithmetic."""
+def test_the_kernels_uniform_numbers_match_python(bits):
+    """Over 2^k equal logits the token is the first k bits of the uniform number, which is exact in any arithmetic."""
     keys = stream_keys(-7, torch.arange(3000), torch.arange(3000) % 5)
     positions = torch.arange(3000) * 7
     tokens = draw_tokens(torch.zeros(3000, 2**bits), keys, positions, Draw()).tokens
     assert torch.equal(tokens, (uniform(keys, positions) * 2**bits).long())
 
 
-def test_both_draw_alike():
+def test_kernels_and_torch_draw_the_same_tokens():
     logits = random_logits(64, 5003)
     keys, positions = stream_keys(3, torch.arange(64), torch.zeros(64, dtype=torch.long)), torch.arange(64)
     for name, how in DRAWS.items():
-        ours, theirs = (draw(logits, keys, positions, how) for draw in DRAWERS.values())
-        assert torch.equal(ours.tokens, theirs.tokens), name
+        actual, expected = (draw(logits, keys, positions, how) for draw in DRAWERS.values())
+        assert torch.equal(actual.tokens, expected.tokens), name
         for kind in ("sampling_logps", "old_logps", "raw_logps"):
-            torch.testing.assert_close(getattr(ours, kind), getattr(theirs, kind), atol=1e-5, rtol=1e-6)
+            torch.testing.assert_close(getattr(actual, kind), getattr(expected, kind), atol=1e-5, rtol=1e-6)
 
 
-def test_a_draw_does_not_depend_on_its_batch_bit_for_bit():
+def test_a_draw_is_bit_identical_in_every_batch():
     logits = random_logits(19, 1000)
     keys, positions = torch.arange(19) * 12345, torch.arange(19)
     for how in DRAWS.values():
-        together = draw_tokens(logits, keys, positions, how)
+        batch = draw_tokens(logits, keys, positions, how)
         for row in range(19):
-            one = slice(row, row + 1)
-            alone = draw_tokens(logits[one], keys[one], positions[one], how)
-            assert all(torch.equal(vars(alone)[name], vars(together)[name][one]) for name in vars(alone))
+            rows = slice(row, row + 1)
+            single = draw_tokens(logits[rows], keys[rows], positions[rows], how)
+            assert all(torch.equal(vars(single)[name], vars(batch)[name][rows]) for name in vars(single))
 
 
 @pytest.mark.parametrize("how", DRAWS)
-def test_logits_that_are_no_numbers_harm_nobody(how):
-    """A policy that has diverged: tokens stay within the vocabulary, other rows are what they were."""
+def test_nan_logits_do_not_affect_other_rows(how):
+    """A policy that has diverged: tokens stay within the vocabulary, and other rows are unchanged."""
     logits = random_logits(5, 1000)
     keys, positions = torch.arange(5) * 999, torch.zeros(5, dtype=torch.long)
     expected = draw_tokens(logits, keys, positions, DRAWS[how])
     broken = logits.clone()
     broken[1], broken[3, ::7] = torch.nan, torch.nan
-    found = draw_tokens(broken, keys, positions, DRAWS[how])
-    assert ((found.tokens >= 0) & (found.tokens < 1000)).all()
-    assert found.sampling_logps[1].isnan()
-    assert found.old_logps[1].isnan()
+    actual = draw_tokens(broken, keys, positions, DRAWS[how])
+    assert ((actual.tokens >= 0) & (actual.tokens < 1000)).all()
+    assert actual.sampling_logps[1].isnan()
+    assert actual.old_logps[1].isnan()
     for row in (0, 2, 4):
-        assert found.tokens[row] == expected.tokens[row]
+        assert actual.tokens[row] == expected.tokens[row]
 
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
 @pytest.mark.parametrize("vocabulary", [97, 1000, 5003])
-def test_judgements_against_float64(vocabulary, temperature):
+def test_logprobs_and_entropies_match_float64(vocabulary, temperature):
     logits = random_logits(12, vocabulary)
     targets = torch.randint(vocabulary, (12,), generator=torch.Generator().manual_seed(2))
     exact = (logits.double() / temperature).log_softmax(-1)
     expected = exact.gather(1, targets[:, None])[:, 0]
     entropies = torch.special.entr(exact.exp()).sum(-1)
     scaled = logits / temperature
-    for logps, spread in (
+    for logps, entropies_of_kernel in (
         score_tokens(logits, targets, temperature),
         (selective_log_softmax(scaled, targets), entropy(scaled)),
     ):
         torch.testing.assert_close(logps.double(), expected, atol=1e-5, rtol=1e-6)
-        torch.testing.assert_close(spread.double(), entropies, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(entropies_of_kernel.double(), entropies, atol=1e-5, rtol=1e-5)
 
 
-# Which of Hugging Face's processors a draw stands for
+# Hugging Face's processors as a Draw
 
 
-class Own(TemperatureLogitsWarper):
-    """A warper of one's own, which may do anything."""
+class OwnWarper(TemperatureLogitsWarper):
+    """A custom warper, which may do anything."""
 
 
-def test_warpers_that_end_the_list_are_the_draw():
+def test_trailing_warpers_become_the_draw():
     penalty, shortest = RepetitionPenaltyLogitsProcessor(1.2), MinLengthLogitsProcessor(5, torch.tensor([2]))
     temperature, top_k, top_p, min_p = (
         TemperatureLogitsWarper(0.7),
@@ -239,11 +241,11 @@ def test_warpers_that_end_the_list_are_the_draw():
         (temperature, penalty, top_p): ((temperature, penalty), Draw(top_p=0.8)),
     }
     for processors, (before, draw) in cases.items():
-        found = split_warpers(LogitsProcessorList(processors), do_sample=True)
-        assert (tuple(found[0]), found[1]) == (before, draw)
+        actual = split_warpers(LogitsProcessorList(processors), do_sample=True)
+        assert (tuple(actual[0]), actual[1]) == (before, draw)
 
 
-def test_warpers_that_a_draw_cannot_say_stay_processors():
+def test_other_warpers_stay_processors():
     temperature, top_k, top_p = TemperatureLogitsWarper(0.7), TopKLogitsWarper(9), TopPLogitsWarper(0.8)
     for processors in (
         [top_p, top_k],
@@ -255,7 +257,7 @@ def test_warpers_that_a_draw_cannot_say_stay_processors():
     ):
         before, draw = split_warpers(LogitsProcessorList(processors), do_sample=True)
         assert (list(before), draw) == (processors, None)
-    before, draw = split_warpers(LogitsProcessorList([Own(0.7)]), do_sample=True)
+    before, draw = split_warpers(LogitsProcessorList([OwnWarper(0.7)]), do_sample=True)
     assert (len(before), draw) == (1, Draw())
     before, draw = split_warpers(LogitsProcessorList([top_k]), do_sample=False)
     assert (list(before), draw) == ([top_k], Draw(temperature=0)), "greedy search does not leave processors out"
@@ -273,7 +275,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def compiled(monkeypatch) -> list[Path]:
-    """What was compiled, where compiling is only writing a file."""
+    """Records the compiled paths; compiling only writes a file."""
     paths: list[Path] = []
 
     def write(path: Path, compiler: str, flags: tuple[str, ...]) -> None:
@@ -296,7 +298,7 @@ def test_without_anything_on_the_path_torch_is_used(cache, monkeypatch):
         assert kernels.cpu_library.__wrapped__() is None
 
 
-def test_what_the_compiler_says_is_in_the_warning(cache, tmp_path, monkeypatch):
+def test_the_compilers_output_is_in_the_warning(cache, tmp_path, monkeypatch):
     compiler = tmp_path / "broken-compiler"
     compiler.write_text("#!/bin/sh\necho 'vector.h: it does not know this' >&2\nexit 1\n")
     compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
@@ -306,7 +308,7 @@ def test_what_the_compiler_says_is_in_the_warning(cache, tmp_path, monkeypatch):
     assert [path.suffix for path in cache.iterdir()] == [".lock"], "a failed compilation leaves something behind"
 
 
-def test_a_library_is_compiled_once_for_each_set_of_flags(cache, compiled):
+def test_a_library_is_compiled_once_per_flags(cache, compiled):
     first = kernels.built(("-O1",))
     assert kernels.built(("-O1",)) == first
     second = kernels.built(("-O1", "-g"))
@@ -315,7 +317,7 @@ def test_a_library_is_compiled_once_for_each_set_of_flags(cache, compiled):
     assert {first, second} < set(cache.iterdir())
 
 
-def test_other_sources_are_another_library(cache, compiled, tmp_path, monkeypatch):
+def test_changed_sources_make_another_library(cache, compiled, tmp_path, monkeypatch):
     first = kernels.built(())
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "decoder.cpp").write_text("int changed;")
@@ -323,7 +325,7 @@ def test_other_sources_are_another_library(cache, compiled, tmp_path, monkeypatc
     assert kernels.built(()) != first
 
 
-def test_who_comes_while_it_is_compiled_waits_for_it(cache, monkeypatch):
+def test_concurrent_builds_wait_for_the_first(cache, monkeypatch):
     started, go_on, count = threading.Event(), threading.Event(), []
 
     def slowly(path: Path, compiler: str, flags: tuple[str, ...]) -> None:
@@ -333,24 +335,24 @@ def test_who_comes_while_it_is_compiled_waits_for_it(cache, monkeypatch):
         path.write_text("")
 
     monkeypatch.setattr(kernels, "compile_into", slowly)
-    found: list[Path] = []
-    builders = [threading.Thread(target=lambda: found.append(kernels.built(()))) for _ in range(4)]
+    paths: list[Path] = []
+    builders = [threading.Thread(target=lambda: paths.append(kernels.built(()))) for _ in range(4)]
     for builder in builders:
         builder.start()
     assert started.wait(20)
-    assert found == []
+    assert paths == []
     go_on.set()
     for builder in builders:
         builder.join()
     assert len(count) == 1
-    assert len(set(found)) == 1
+    assert len(set(paths)) == 1
 
 
-def test_where_the_cache_cannot_be_written_it_is_in_the_temporary_directory(compiled, tmp_path, monkeypatch):
+def test_an_unwritable_cache_falls_back_to_the_temporary_directory(compiled, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     (tmp_path / "file").write_text("")
-    # A parent that is no directory, and a directory in which nobody can make a file.
+    # A parent that is no directory, and a directory in which no file can be created.
     (tmp_path / "closed").mkdir()
     (tmp_path / "closed" / "hybrid-engine").symlink_to("/proc/self", target_is_directory=True)
     for home in ("file", "closed"):
@@ -361,7 +363,7 @@ def test_where_the_cache_cannot_be_written_it_is_in_the_temporary_directory(comp
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700, "others may put libraries there"
 
 
-def test_a_temporary_directory_of_somebody_else_is_not_used(compiled, tmp_path, monkeypatch):
+def test_a_temporary_directory_that_others_can_write_is_not_used(compiled, tmp_path, monkeypatch):
     """Its libraries would be loaded into this process."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
@@ -372,8 +374,8 @@ def test_a_temporary_directory_of_somebody_else_is_not_used(compiled, tmp_path, 
         assert kernels.cpu_library.__wrapped__() is None
 
 
-def test_a_real_build_leaves_only_the_library(cache):
-    """Small, so that it is quick: what is compiled is a file of its own."""
+def test_a_build_leaves_only_the_library(cache):
+    """Compiles a small file, which is quick."""
     cache.mkdir(parents=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

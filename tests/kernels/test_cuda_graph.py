@@ -1,6 +1,6 @@
-"""A graphed step equals the step, for any number of sequences; tested here with a capture that only remembers the run.
+"""A graphed step equals the step for any number of sequences; tested here with a capture that only stores the function.
 
-As a CUDA graph's, its replay sees nothing but the tensors that the run had. The real capture: tests/gpu.
+Like a CUDA graph's, its replay reads only the tensors of the captured run. tests/gpu tests the real capture.
 """
 
 import pytest
@@ -12,7 +12,7 @@ MAX_NUM_SEQS = 20
 
 
 class Recorder:
-    """A capture that notes what it is asked for, and the sequences that are seen as it captures."""
+    """A capture that records its pools."""
 
     def __init__(self):
         self.pools = []
@@ -24,14 +24,14 @@ class Recorder:
 
 
 class Adder:
-    """A step that reads `weight`, and notes what it was given."""
+    """A step that reads `weight`, and records its inputs."""
 
     def __init__(self):
         self.weight = torch.tensor(10.0)
-        self.seen = []
+        self.inputs = []
 
     def __call__(self, inputs):
-        self.seen.append({name: tensor.clone() for name, tensor in inputs.items()})
+        self.inputs.append({name: tensor.clone() for name, tensor in inputs.items()})
         return inputs["lengths"] + self.weight, inputs["block_tables"].sum(1)
 
 
@@ -52,7 +52,7 @@ def inputs_of(count: int, width: int = 6) -> dict[str, torch.Tensor]:
     }
 
 
-def test_capture_sizes_are_close_and_end_at_the_largest():
+def test_capture_sizes_end_at_max_num_seqs():
     assert capture_sizes(1) == [1]
     assert capture_sizes(3) == [1, 2, 3]
     assert capture_sizes(8) == [1, 2, 4, 8]
@@ -60,49 +60,49 @@ def test_capture_sizes_are_close_and_end_at_the_largest():
 
 
 @pytest.mark.parametrize("count", range(1, MAX_NUM_SEQS + 1))
-def test_outputs_are_those_of_the_step(graphed, count):
-    """In every captured size, full and not, after one with more sequences."""
+def test_a_replay_equals_the_step(graphed, count):
+    """For every captured size, full and not, after a batch with more sequences."""
     graphed.replay(inputs_of(MAX_NUM_SEQS))
-    for ours, theirs in zip(graphed.replay(inputs_of(count)), Adder()(inputs_of(count)), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(graphed.replay(inputs_of(count)), Adder()(inputs_of(count)), strict=True):
+        assert torch.equal(actual, expected)
 
 
-def test_a_table_may_be_narrower_than_the_graphs(graphed):
+def test_block_tables_may_be_narrower_than_captured(graphed):
     graphed.replay(inputs_of(5, width=3))
-    seen = graphed.step.seen[-1]["block_tables"]
-    assert seen.shape == (8, 6)
-    assert torch.equal(seen[:5, :3], inputs_of(5, width=3)["block_tables"])
+    inputs = graphed.step.inputs[-1]["block_tables"]
+    assert inputs.shape == (8, 6)
+    assert torch.equal(inputs[:5, :3], inputs_of(5, width=3)["block_tables"])
 
 
-def test_padding_sequences_are_blank_after_any_call_before(graphed):
+def test_padding_sequences_are_blank_after_larger_batches(graphed):
     graphed.replay(inputs_of(16))
     graphed.replay(inputs_of(9))
-    seen = graphed.step.seen[-1]
-    assert len(seen["lengths"]) == 16
-    assert (seen["lengths"][9:] == 1).all() and (seen["block_tables"][9:] == 0).all()
-    assert torch.equal(seen["block_tables"][:9], inputs_of(9)["block_tables"])
+    inputs = graphed.step.inputs[-1]
+    assert len(inputs["lengths"]) == 16
+    assert (inputs["lengths"][9:] == 1).all() and (inputs["block_tables"][9:] == 0).all()
+    assert torch.equal(inputs["block_tables"][:9], inputs_of(9)["block_tables"])
 
 
 def test_only_padding_sequences_are_captured(graphed):
     """Warm-up runs must not touch the blocks of real sequences."""
     graphed.replay(inputs_of(16))
-    before = len(graphed.step.seen)
+    before = len(graphed.step.inputs)
     graphed.replay(inputs_of(7))
-    captured, replayed = graphed.step.seen[before:]
+    captured, replayed = graphed.step.inputs[before:]
     assert (captured["lengths"] == 1).all() and (captured["block_tables"] == 0).all()
     assert torch.equal(replayed["lengths"][:7], inputs_of(7)["lengths"])
 
 
-def test_a_bucket_is_captured_once_and_all_share_a_pool(graphed):
+def test_each_size_is_captured_once_and_graphs_share_a_pool(graphed):
     for count in (3, 4, 3, 11, 16, 2):
         graphed.replay(inputs_of(count))
     assert list(graphed.graphs) == [4, 16, 2]
-    first, *others = graphed.capture.pools
-    assert first is None and len(others) == 2
-    assert {id(pool) for pool in others} == {id(graph.pool) for graph in graphed.graphs.values()}
+    first, *other_pools = graphed.capture.pools
+    assert first is None and len(other_pools) == 2
+    assert {id(pool) for pool in other_pools} == {id(graph.pool) for graph in graphed.graphs.values()}
 
 
-def test_after_a_reset_everything_is_captured_anew(graphed):
+def test_a_reset_captures_again(graphed):
     graphed.replay(inputs_of(4))
     graphed.step.weight = torch.tensor(20.0)
     graphed.reset()
@@ -119,7 +119,7 @@ def test_graphs_are_bounded():
 
 
 @pytest.mark.parametrize(
-    ("inputs", "words"),
+    ("inputs", "message"),
     [
         ({"lengths": torch.ones(2, dtype=torch.int32)}, "takes \\['block_tables', 'lengths'\\]"),
         (
@@ -132,12 +132,12 @@ def test_graphs_are_bounded():
         (inputs_of(0), r"\[0\] sequences"),
     ],
 )
-def test_what_graphs_cannot_hold_is_refused_in_words(graphed, inputs, words):
-    with pytest.raises(ValueError, match=words):
+def test_inputs_that_do_not_fit_raise_value_error(graphed, inputs, message):
+    with pytest.raises(ValueError, match=message):
         graphed.replay(inputs)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_cuda_device_capturing_is_refused_in_words(graphed):
+def test_capture_without_a_cuda_device_raises_not_implemented(graphed):
     with pytest.raises(NotImplementedError, match="CUDA graphs need a CUDA device"):
         GraphedStep(Adder(), graphed.blank).replay(inputs_of(2))

@@ -1,4 +1,4 @@
-"""Each Triton kernel equals the formula that it stands for.
+"""Each Triton kernel equals its formula.
 
 Without a GPU the kernels run in Triton's interpreter, on CPU tensors; with one, compiled, on the device. The oracles
 are float64 formulas, torch's functions and Hugging Face's layers.
@@ -36,7 +36,7 @@ TOLERANCE = {
     torch.float16: {"rtol": 2**-10, "atol": 2**-11},
     torch.bfloat16: {"rtol": 2**-7, "atol": 2**-9},
 }
-# The interpreter truncates to bfloat16 where a device rounds, and its tl.dot takes the bits for integers (3.7.1).
+# The interpreter truncates to bfloat16 where a device rounds, and its tl.dot reads the bits as integers (3.7.1).
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 
@@ -45,17 +45,17 @@ def seeded():
     torch.manual_seed(0)
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor, slack: float = 1.0) -> None:
+def close(actual: torch.Tensor, expected: torch.Tensor, slack: float = 1.0) -> None:
     """Equal to within the rounding of our dtype, `slack` times."""
-    tolerance = {name: slack * value for name, value in TOLERANCE[ours.dtype].items()}
-    torch.testing.assert_close(ours.cpu(), theirs.cpu().to(ours.dtype), **tolerance)
+    tolerance = {name: slack * value for name, value in TOLERANCE[actual.dtype].items()}
+    torch.testing.assert_close(actual.cpu(), expected.cpu().to(actual.dtype), **tolerance)
 
 
-def close_and_rounded_alike(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Close, and in half precision mostly equal: a rounding more or less would change every fourth number or so."""
-    close(ours, theirs)
-    if ours.dtype == HALF:
-        assert (ours == theirs).float().mean() > 0.97, "rounded elsewhere than Hugging Face rounds"
+def close_with_the_same_rounding(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Close, and in half precision mostly equal: one rounding more or less would change about every fourth number."""
+    close(actual, expected)
+    if actual.dtype == HALF:
+        assert (actual == expected).float().mean() > 0.97, "rounds at another step than Hugging Face"
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -66,7 +66,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 class Cache:
-    """Blocks in a shuffled order, whose unused places hold what must never be read.
+    """KV blocks in a shuffled order, with NaN at unused positions.
 
     lengths: of the sequences.  keys, values [blocks, BLOCK_SIZE, kv_heads, head_dim]; tables int32 [sequences,
         max_blocks].
@@ -93,7 +93,7 @@ class Cache:
         return torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE)
 
     def attention(self, row: int, q: torch.Tensor, scale, softcap=0.0, window=0, bias=None) -> torch.Tensor:
-        """The oracle, in float64: softmax over what each of the row's last queries sees.  q [queries, heads, dim]"""
+        """The oracle, in float64: attention of the row's last queries.  q [queries, heads, dim]"""
         k, v = (x[row].double().repeat_interleave(q.shape[1] // x[row].shape[1], dim=1) for x in (self.k, self.v))
         length = len(k)
         position = torch.arange(length - len(q), length, device=DEVICE)[:, None]
@@ -132,25 +132,25 @@ def choices(features: dict, heads: int) -> dict:
 
 
 @pytest.mark.parametrize(("feature", "shape", "dtype"), CASES, ids=str)
-def test_decode_attention(feature, shape, dtype):
+def test_decode_attention_matches_float64(feature, shape, dtype):
     heads, kv_heads, head_dim = shape
     cache = Cache([1, 300, 32, 65, 513], kv_heads, head_dim, dtype)
     features = choices(FEATURES[feature], heads)
-    # Queries are a part of a wider matrix, as after one matmul for q, k and v.
+    # Queries are a slice of a wider matrix, as after one matmul for q, k and v.
     q = random(5, heads + 3, head_dim, dtype=dtype)[:, :heads]
-    ours = attention.decode_attention(
+    actual = attention.decode_attention(
         q, cache.keys, cache.values, cache.lengths_tensor, cache.block_tables, head_dim**-0.5, **features
     )
     for row in range(5):
         close(
-            ours[row : row + 1],
+            actual[row : row + 1],
             cache.attention(row, q[row : row + 1], head_dim**-0.5, **features),
             SLACK.get(feature, 1.0),
         )
 
 
 @pytest.mark.parametrize(("feature", "shape", "dtype"), CASES, ids=str)
-def test_prefill_attention(feature, shape, dtype):
+def test_prefill_attention_matches_float64(feature, shape, dtype):
     """Whole prompts, one token after a long prefix, several tokens after a prefix, more than a block of them."""
     heads, kv_heads, head_dim = shape
     lengths, new = [40, 65, 33, 1, 75], [40, 1, 5, 1, 35]
@@ -158,52 +158,52 @@ def test_prefill_attention(feature, shape, dtype):
     features = choices(FEATURES[feature], heads)
     cu_seqlens = torch.tensor([0, *new], device=DEVICE).cumsum(0).int()
     q = random(sum(new), heads + 3, head_dim, dtype=dtype)[:, :heads]
-    ours = attention.prefill_attention(
+    actual = attention.prefill_attention(
         q, cache.keys, cache.values, cu_seqlens, cache.lengths_tensor, cache.block_tables, head_dim**-0.5, **features
     )
-    for row, own in enumerate(zip(q.split(new), ours.split(new), strict=True)):
-        close(own[1], cache.attention(row, own[0], head_dim**-0.5, **features), SLACK.get(feature, 1.0))
+    for row, rows in enumerate(zip(q.split(new), actual.split(new), strict=True)):
+        close(rows[1], cache.attention(row, rows[0], head_dim**-0.5, **features), SLACK.get(feature, 1.0))
 
 
 @pytest.mark.parametrize("feature", ["soft cap", "bias"])
-def test_rounded_scores_are_those_of_eager_attention(feature):
-    """Scores in the hundreds, of which half precision keeps a tenth: rounded alike, we are where Hugging Face is."""
+def test_rounded_scores_match_eager_attention(feature):
+    """Scores in the hundreds, where half precision is coarse: with the same rounding we match Hugging Face."""
     cache = Cache([70], 2, 16, HALF)
     q = random(70, 2, 16, dtype=HALF) * 16
     k, v = (x[0].transpose(0, 1)[None] for x in (cache.k, cache.v))  # [1, heads, tokens, head_dim]
     mask = torch.full((70, 70), torch.finfo(HALF).min, dtype=HALF, device=DEVICE).triu(1)
     if feature == "soft cap":
         choice, module = {"softcap": 30.0}, SimpleNamespace(num_key_value_groups=1, training=False)
-        theirs, _ = gemma2_eager(module, q.transpose(0, 1)[None], k, v, mask, scaling=1.0, softcap=30.0)
-        theirs = theirs[0]
+        eager, _ = gemma2_eager(module, q.transpose(0, 1)[None], k, v, mask, scaling=1.0, softcap=30.0)
+        eager = eager[0]
     else:  # BLOOM's
         choice = {"bias": (torch.tensor([[2.0], [0.3]], device=DEVICE) * torch.arange(96, device=DEVICE)).to(HALF)}
         scores = choice["bias"][:, None, :70].baddbmm(q.transpose(0, 1), k[0].transpose(1, 2), beta=1.0, alpha=1.0)
         weights = (scores + mask).softmax(-1, dtype=torch.float32).to(HALF)
-        theirs = (weights @ v[0]).transpose(0, 1)
+        eager = (weights @ v[0]).transpose(0, 1)
     cu_seqlens = torch.tensor([0, 70], dtype=torch.int32, device=DEVICE)
     last, blocks = (q[-1:], cache.keys, cache.values), (cache.lengths_tensor, cache.block_tables)
-    for ours, expected in (
-        (attention.prefill_attention(q, *last[1:], cu_seqlens, *blocks, 1.0, **choice, rounded=True), theirs),
-        (attention.decode_attention(*last, *blocks, 1.0, **choice, rounded=True), theirs[-1:]),
+    for actual, expected in (
+        (attention.prefill_attention(q, *last[1:], cu_seqlens, *blocks, 1.0, **choice, rounded=True), eager),
+        (attention.decode_attention(*last, *blocks, 1.0, **choice, rounded=True), eager[-1:]),
     ):
-        close(ours, expected, slack=4)  # our weights are rounded before they are divided by their sum
+        close(actual, expected, slack=4)  # our weights are rounded before they are divided by their sum
     unrounded = attention.prefill_attention(q, *last[1:], cu_seqlens, *blocks, 1.0, **choice)
-    assert (unrounded - theirs).abs().max() > 20 * TOLERANCE[HALF]["atol"], "rounding makes no difference here"
+    assert (unrounded - eager).abs().max() > 20 * TOLERANCE[HALF]["atol"], "rounding makes no difference here"
 
 
-def test_a_row_of_decode_does_not_depend_on_the_batch_around_it():
-    """Bit for bit: alone with a short table, and beside others with a table three times as long."""
-    alone = Cache([300], 2, 16, torch.float32)
+def test_a_row_of_decode_attention_is_bit_identical_in_every_batch():
+    """Bit-identical alone with a short block table, and in a batch with a table three times as long."""
+    cache = Cache([300], 2, 16, torch.float32)
     q = random(3, 4, 16)
-    wide = torch.zeros(3, 40, dtype=torch.int32, device=DEVICE)
-    wide[:, : alone.block_tables.shape[1]] = alone.block_tables
-    one = attention.decode_attention(
-        q[:1], alone.keys, alone.values, alone.lengths_tensor, alone.block_tables, 0.25, window=290
+    wide_tables = torch.zeros(3, 40, dtype=torch.int32, device=DEVICE)
+    wide_tables[:, : cache.block_tables.shape[1]] = cache.block_tables
+    single = attention.decode_attention(
+        q[:1], cache.keys, cache.values, cache.lengths_tensor, cache.block_tables, 0.25, window=290
     )
     lengths = torch.tensor([300, 7, 299], dtype=torch.int32, device=DEVICE)
-    many = attention.decode_attention(q, alone.keys, alone.values, lengths, wide, 0.25, window=290)
-    assert torch.equal(one[0], many[0])
+    batch = attention.decode_attention(q, cache.keys, cache.values, lengths, wide_tables, 0.25, window=290)
+    assert torch.equal(single[0], batch[0])
 
 
 # ------------------------------------------------------------------------------------------------------ norms and MLP
@@ -211,8 +211,8 @@ def test_a_row_of_decode_does_not_depend_on_the_batch_around_it():
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("norm", [LlamaRMSNorm, Gemma2RMSNorm, Olmo2RMSNorm], ids=lambda norm: norm.__name__)
-def test_add_rms_norm(norm, dtype):
-    """As the family's own layer after its own addition; the sum to the bit."""
+def test_add_rms_norm_matches_the_familys_layer(norm, dtype):
+    """Equals the family's own layer after its own addition; the sum is bit-identical."""
     layer = norm(48, eps=1e-5).to(DEVICE, dtype)
     layer.weight.data = random(48, dtype=dtype)
     choice = {"offset": 1.0, "float32_weight": True} if norm is Gemma2RMSNorm else {}
@@ -220,37 +220,41 @@ def test_add_rms_norm(norm, dtype):
     x, residual = random(5, 60, dtype=dtype)[:, :48], random(5, 48, dtype=dtype)
     normed, total = fused.add_rms_norm(x, residual, layer.weight, 1e-5, **choice, multiplier=0.3)
     assert torch.equal(total, residual + x * 0.3)
-    close_and_rounded_alike(normed, layer(total))
+    close_with_the_same_rounding(normed, layer(total))
     normed, total = fused.add_rms_norm(x, None, layer.weight, 1e-5, **choice)
     assert total is x
-    close_and_rounded_alike(normed, layer(x))
+    close_with_the_same_rounding(normed, layer(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_add_layer_norm(bias, dtype):
+def test_add_layer_norm_matches_torch(bias, dtype):
     x, residual, weight = random(3, 48, dtype=dtype) + 3, random(3, 48, dtype=dtype), random(48, dtype=dtype)
     bias = random(48, dtype=dtype) if bias else None
     normed, total = fused.add_layer_norm(x, residual, weight, bias, 1e-5)
     assert torch.equal(total, x + residual)
-    close_and_rounded_alike(normed, F.layer_norm((x + residual), (48,), weight, bias, 1e-5))
+    close_with_the_same_rounding(normed, F.layer_norm((x + residual), (48,), weight, bias, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("activation", fused.ACTIVATIONS)
-def test_gated_activation(activation, dtype):
-    theirs = {
+def test_gated_activation_matches_torch(activation, dtype):
+    reference = {
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "relu": F.relu,
     }[activation]
-    gate_up = random(3, 2 * 1100, dtype=dtype)  # far out, 1 + erf(x) is rounding, and not the same everywhere
-    close_and_rounded_alike(fused.gated_activation(gate_up, activation), theirs(gate_up[:, :1100]) * gate_up[:, 1100:])
+    gate_up = random(
+        3, 2 * 1100, dtype=dtype
+    )  # for large |x|, 1 + erf(x) is all rounding, and differs between platforms
+    close_with_the_same_rounding(
+        fused.gated_activation(gate_up, activation), reference(gate_up[:, :1100]) * gate_up[:, 1100:]
+    )
 
 
 def gated_experts(family: str) -> torch.nn.Module:
-    """Hugging Face's mixture of experts, 5 of them and 2 a token, of odd sizes."""
+    """Hugging Face's mixture of 5 experts, 2 per token, of odd sizes."""
     sizes = {"hidden_size": 48, "num_experts_per_tok": 2}
     if family == "mixtral":
         module = MixtralSparseMoeBlock(MixtralConfig(**sizes, intermediate_size=72, num_local_experts=5))
@@ -265,14 +269,14 @@ def gated_experts(family: str) -> torch.nn.Module:
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_mixture(tokens, family):
-    """Experts that get none of the tokens, and experts that get more than a block of them."""
+def test_mixture_matches_hugging_face(tokens, family):
+    """Some experts get no tokens, others more than a block."""
     module, x = gated_experts(family), random(tokens, 48)
     x[1:] += 2 * x[:1]  # most go to the same experts
-    theirs = module(x[None])
-    theirs = (theirs[0] if isinstance(theirs, tuple) else theirs)[0]
+    expected = module(x[None])
+    expected = (expected[0] if isinstance(expected, tuple) else expected)[0]
     router, experts = module.gate.weight, module.experts
-    ours = mixture(
+    actual = mixture(
         x,
         router,
         experts.gate_up_proj,
@@ -282,14 +286,14 @@ def test_mixture(tokens, family):
         float32=family == "mixtral",
         gated=lambda gate_up: fused.gated_activation(gate_up, "silu"),
     )
-    close(ours, theirs, slack=4)  # sums of 72 products of the size of 1
+    close(actual, expected, slack=4)  # sums of 72 products of the size of 1
 
 
 # ------------------------------------------------------------------------------------------------------ rope and write
 
 
 def written(blocks: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
-    """What is in the blocks at `slot_mapping`.  [tokens, kv_heads, head_dim]"""
+    """The contents of the blocks at `slot_mapping`.  [tokens, kv_heads, head_dim]"""
     return blocks.flatten(0, 1)[slot_mapping]
 
 
@@ -297,11 +301,11 @@ def written(blocks: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("normed", ["", "llama", "gemma"])
 @pytest.mark.parametrize("rotary", [0, 8, 20])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_and_write(interleaved, rotary, normed, dtype, block_tables):
-    """Ten query heads (more than one program takes) and two KV heads of size 20, of which `rotary` elements turn.
+def test_rope_and_write_matches_hugging_face(interleaved, rotary, normed, dtype, block_tables):
+    """Ten query heads (more than one program takes) and two KV heads of size 20, of which `rotary` elements are
+    rotated.
 
-    tables: the dtype of cos and sin, to which products are rounded: float32 is OLMo2's way.
-    """
+    tables: the dtype of cos and sin, to which products are rounded: float32 is OLMo2's way."""
     qkv = random(5, 14, 20, dtype=dtype)
     q, k, v = qkv.split([10, 2, 2], dim=1)
     positions = torch.tensor([0, 31, 32, 7, 90], device=DEVICE)
@@ -316,7 +320,7 @@ def test_rope_and_write(interleaved, rotary, normed, dtype, block_tables):
             layer.weight.data = random(20, dtype=dtype)
         norm = fused.HeadNorm(*(layer.weight for layer in layers), 1e-5, float(normed == "gemma"), normed == "gemma")
 
-    turned = fused.rope_and_write(
+    rotated = fused.rope_and_write(
         q,
         k,
         v,
@@ -331,27 +335,27 @@ def test_rope_and_write(interleaved, rotary, normed, dtype, block_tables):
     )
     q, k = layers[0](q), layers[1](k)
     if rotary:
-        q, k = (turn(x, cos[positions], sin[positions], interleaved) for x in (q, k))
-    for ours, theirs in ((turned, q), (written(keys, slot_mapping), k)):
+        q, k = (rotated_by_hugging_face(x, cos[positions], sin[positions], interleaved) for x in (q, k))
+    for actual, expected in ((rotated, q), (written(keys, slot_mapping), k)):
         if dtype == HALF and not normed:
-            assert torch.equal(ours, theirs), "rounded elsewhere than Hugging Face rounds"
-        close(ours, theirs)
+            assert torch.equal(actual, expected), "rounds at another step than Hugging Face"
+        close(actual, expected)
     assert torch.equal(written(values, slot_mapping), v)
     assert torch.isnan(keys).sum() == keys.numel() - k.numel(), "keys were written outside the slot mapping"
     assert torch.isnan(values).sum() == values.numel() - v.numel(), "values were written outside the slot mapping"
 
 
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def rotated_by_hugging_face(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Hugging Face's rotation of the leading elements.  x [tokens, heads, head_dim], cos, sin [tokens, rotary / 2]"""
     rotary = 2 * cos.shape[1]
     head, rest = x[None, ..., :rotary], x[..., rotary:]
     if interleaved:
-        turned = gptj_rotary(head, sin[None], cos[None])
+        rotated = gptj_rotary(head, sin[None], cos[None])
     else:
-        turned, _ = llama_rotary(
+        rotated, _ = llama_rotary(
             head, head, torch.cat([cos, cos], -1)[None], torch.cat([sin, sin], -1)[None], unsqueeze_dim=2
         )
-    return torch.cat([turned[0].to(x.dtype), rest], dim=-1)
+    return torch.cat([rotated[0].to(x.dtype), rest], dim=-1)
 
 
 # ------------------------------------------------------------------------------------------------------------ sampling
@@ -365,7 +369,7 @@ def drawn(logits: torch.Tensor, keys: torch.Tensor, steps: torch.Tensor, tempera
 
 @pytest.mark.parametrize("vocab", [11, CHUNK, CHUNK + 1, 3 * CHUNK + 77])
 @pytest.mark.parametrize(("temperature", "min_p"), [(1.0, 0.0), (0.7, 0.0), (1.3, 0.05)])
-def test_a_token_is_where_the_cumulative_softmax_passes_u(vocab, temperature, min_p):
+def test_the_sampled_token_is_where_the_cumulative_softmax_passes_u(vocab, temperature, min_p):
     logits = random(8, vocab) * 3
     logits[:, ::3] = -math.inf  # as processors leave them
     keys = stream_keys(5, torch.arange(8), torch.zeros(8, dtype=torch.long)).to(DEVICE)
@@ -386,7 +390,7 @@ def test_a_token_is_where_the_cumulative_softmax_passes_u(vocab, temperature, mi
         close(raw, logits.double().log_softmax(-1).gather(1, at)[:, 0])
 
 
-def test_the_uniform_numbers_are_those_of_the_host():
+def test_uniform_numbers_match_the_host():
     """With equal logits the token is floor(u * vocab), for keys with and without the highest bit."""
     vocab = 2048  # a power of two: the cumulative sums are exact
     keys = stream_keys(-3, torch.arange(64), torch.arange(64)).to(DEVICE)
@@ -397,7 +401,7 @@ def test_the_uniform_numbers_are_those_of_the_host():
     assert torch.equal(tokens, (u * vocab).long())
 
 
-def test_temperature_zero_takes_the_first_of_the_highest_logits():
+def test_temperature_zero_takes_the_first_of_equal_maxima():
     logits = random(4, CHUNK + 500)
     logits[0, [5, CHUNK + 3]] = 9.0
     logits[1, [CHUNK + 7, CHUNK + 9]] = 9.0
@@ -409,10 +413,10 @@ def test_temperature_zero_takes_the_first_of_the_highest_logits():
     close(raw, logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0])
 
 
-def test_a_row_of_sampling_does_not_depend_on_the_rows_around_it():
+def test_a_row_of_sampling_is_identical_in_every_batch():
     logits = random(6, 2 * CHUNK + 1)
     keys = stream_keys(1, torch.arange(6), torch.zeros(6, dtype=torch.long)).to(DEVICE)
     steps = torch.arange(6, device=DEVICE).int()
     order = torch.tensor([3, 0, 5], device=DEVICE)
-    for whole, part in zip(drawn(logits, keys, steps), drawn(logits[order], keys[order], steps[order]), strict=True):
-        assert torch.equal(whole[order], part)
+    for all_rows, part in zip(drawn(logits, keys, steps), drawn(logits[order], keys[order], steps[order]), strict=True):
+        assert torch.equal(all_rows[order], part)

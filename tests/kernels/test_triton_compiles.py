@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for the GPUs that it is meant for, on a machine without one, and fits."""
+"""Every Triton kernel compiles for its target GPUs, on a machine without one, and fits their registers and memory."""
 
 import json
 import os
@@ -21,14 +21,14 @@ KERNELS = {
     "_masses_kernel",
     "_pick_kernel",
 }
-SPILLED = 64  # bytes a thread: a few registers, not a matrix
+SPILLED = 64  # bytes per thread: a few registers, not a matrix
 SHARED = 99 * 1024  # bytes that a program may have on the smallest of them (sm_86, sm_89)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 def test_kernels_compile_without_spilling_registers(arch, tmp_path):
-    """In a process of its own, where Triton compiles and does not interpret."""
+    """In a separate process, in which Triton compiles instead of interpreting."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.kernels.compile_triton", str(arch)]
     run = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -1,5 +1,4 @@
-"""Adapters beside the weights, in every decoder, against PEFT's own forward; rows against themselves in other
-batches."""
+"""Unmerged LoRA in every decoder against PEFT's own forward; rows are bit-identical in other batches."""
 
 import peft
 import pytest
@@ -13,23 +12,24 @@ from hybrid.models.model_info import ModelInfo
 from hybrid.models.reader import read_decoder
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.snapshot import Snapshot
-from tests.decoders.test_cpu_decoder import RAGGED, Alone, CpuRun, threads
+from tests.decoders.test_cpu_decoder import RAGGED, CpuRun, SegmentedForward, threads
 from tests.decoders.test_torch_decoder import Run, average, distance, hugging_face, sequences
 from tests.tiny_models import ADAPTERS, ALL_FAMILIES, VOCABULARY, tiny_model, with_chat_lora, with_peft
 
 KINDS = {TorchDecoder: Run, CpuDecoder: CpuRun}
-# What all-linear adapts that has no side path: routers and experts, which PEFT wraps as parameters.
-WHOLLY_BESIDE = [family for family in ALL_FAMILIES if family not in ("mixtral", "qwen3_moe")]
+# Without families whose routers and experts are adapted by all-linear: PEFT wraps these as parameters, which are
+# merged.
+WHOLLY_UNMERGED = [family for family in ALL_FAMILIES if family not in ("mixtral", "qwen3_moe")]
 
-# Of PEFT's distance from float32 in bfloat16, our distance from it, as in the decoders' own tests: 0.0 to 0.13 is seen
-# in torch's operations and 0.46 to 0.82 on the CPU kernels (0.84 to 1.07 where adapters are merged); 0.64 to 0.91
-# in the families of which a step is not rounded as Hugging Face rounds it.
-ROUNDED_OTHERWISE = {TorchDecoder: ("opt", "falcon", "gptj", "bloom"), CpuDecoder: ("gemma2", "falcon", "bloom")}
+# Our distance from PEFT in bfloat16, as a share of PEFT's distance from float32: 0.0 to 0.13 measured in torch's
+# operations and 0.46 to 0.82 on the CPU kernels (0.84 to 1.07 if adapters are merged); 0.64 to 0.91 in families with a
+# step that rounds differently from Hugging Face.
+OTHER_ROUNDINGS = {TorchDecoder: ("opt", "falcon", "gptj", "bloom"), CpuDecoder: ("gemma2", "falcon", "bloom")}
 SHARES = {TorchDecoder: (0.4, 1.2), CpuDecoder: (0.9, 1.2)}
 
 
 def with_two_adapters(model: torch.nn.Module, **settings) -> torch.nn.Module:
-    """Two active adapters of unlike ranks and scales, the second on some of the modules."""
+    """Two active adapters of different ranks and scales, the second on some of the modules."""
     adapted = with_peft(model, **settings)
     targets = [name for name, module in adapted.named_modules() if isinstance(module, peft.tuners.lora.Linear)][::2]
     second = {"r": 3, "lora_alpha": 2, "target_modules": [name.removeprefix("base_model.model.") for name in targets]}
@@ -39,7 +39,7 @@ def with_two_adapters(model: torch.nn.Module, **settings) -> torch.nn.Module:
 
 
 def fused_of(model: torch.nn.Module) -> FusedModel:
-    """What an engine with `rollout.lora: unmerged` has, of a model that is whole."""
+    """The fused model of an engine with `rollout.lora: unmerged` over unpartitioned weights."""
     info = ModelInfo(model)
     snapshot = Snapshot(model, info.structure, read_adapters(model), layers_per_group=2, unmerged=True)
     snapshot.refresh(lambda name: torch.no_grad(), adapters=True)
@@ -47,7 +47,7 @@ def fused_of(model: torch.nn.Module) -> FusedModel:
 
 
 def decoder_of(kind: type, model: torch.nn.Module, adapters: bool = True) -> TorchDecoder | CpuDecoder:
-    """A bound decoder over the weights and what is beside them."""
+    """A bound decoder over the weights and the LoRA deltas."""
     fused = fused_of(model)
     refs = [lambda ref, read=read: read(ref, adapters) for read in (fused.tensor, fused.lora_deltas)]
     library = {"library": cpu_library()} if kind is CpuDecoder else {}
@@ -59,7 +59,7 @@ def decoder_of(kind: type, model: torch.nn.Module, adapters: bool = True) -> Tor
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_logits_equal_pefts_forward(kind, family):
+def test_logits_match_peft(kind, family):
     model = with_two_adapters(tiny_model(family)).eval()
     expected = hugging_face(model)
     assert distance(KINDS[kind](decoder_of(kind, model), sequences()).every_logit(), expected) < 2e-6
@@ -70,26 +70,26 @@ def test_logits_equal_pefts_forward(kind, family):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", WHOLLY_BESIDE)
-def test_bfloat16_rounds_where_peft_does(kind, family):
+@pytest.mark.parametrize("family", WHOLLY_UNMERGED)
+def test_bfloat16_logits_round_as_peft(kind, family):
     model = with_two_adapters(tiny_model(family)).eval()
     exact = hugging_face(model)
     model = model.bfloat16()
-    theirs = hugging_face(model)
-    ours = KINDS[kind](decoder_of(kind, model), sequences()).every_logit()
-    share = SHARES[kind][family in ROUNDED_OTHERWISE[kind]]
-    assert average(ours, theirs) < share * average(theirs, exact)
+    expected = hugging_face(model)
+    actual = KINDS[kind](decoder_of(kind, model), sequences()).every_logit()
+    share = SHARES[kind][family in OTHER_ROUNDINGS[kind]]
+    assert average(actual, expected) < share * average(expected, exact)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_of_deepspeed_chat_run_beside_the_weights(kind):
+def test_deepspeed_chats_adapters_run_unmerged(kind):
     model = with_chat_lora(tiny_model("llama")).eval()
     assert distance(KINDS[kind](decoder_of(kind, model), sequences()).every_logit(), hugging_face(model)) < 2e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_has_no_side_path_is_merged(kind):
-    """DoRA, a bias that an adapter brings, an embedding: beside what has one."""
+def test_adapters_that_cannot_run_unmerged_are_merged(kind):
+    """DoRA, lora_bias and embeddings are merged; other modules of the same model run unmerged."""
     for family, settings in (
         ("llama", {"use_dora": True}),
         ("opt", {"lora_bias": True, "target_modules": ["fc1", "q_proj"]}),
@@ -98,41 +98,41 @@ def test_what_has_no_side_path_is_merged(kind):
         model = with_peft(tiny_model(family), **settings).eval()
         assert distance(KINDS[kind](decoder_of(kind, model), sequences()).every_logit(), hugging_face(model)) < 2e-6
     snapshot = fused_of(model).snapshot
-    assert [one.name.rpartition(".")[2] for one in snapshot.merged] == ["embed_tokens"]
+    assert [adapted.name.rpartition(".")[2] for adapted in snapshot.merged] == ["embed_tokens"]
     assert snapshot.words(model) == "adapters unmerged in 4 of 5 modules, merged in the others"
 
 
 def test_factors_of_another_dtype_are_merged():
     """PEFT keeps the factors of a bfloat16 model in float32, and computes with them in float32."""
     model = with_peft(tiny_model("llama").bfloat16()).eval()
-    assert not any(one.has_side_path() for one in read_adapters(model))
+    assert not any(adapted.has_side_path() for adapted in read_adapters(model))
     exact = hugging_face(with_peft(tiny_model("llama").bfloat16().float()).eval())
-    ours = CpuRun(decoder_of(CpuDecoder, model), sequences()).every_logit()
-    theirs = hugging_face(model)
-    assert average(ours, theirs) < 1.5 * average(theirs, exact)  # weights are rounded once more, after merging
+    actual = CpuRun(decoder_of(CpuDecoder, model), sequences()).every_logit()
+    expected = hugging_face(model)
+    assert average(actual, expected) < 1.5 * average(expected, exact)  # merged weights are rounded once more
 
 
 @pytest.mark.parametrize("adapter", ["peft", "chat"])
-def test_nothing_whole_is_copied(adapter):
+def test_unmerged_adapters_copy_no_base_weights(adapter):
     model = ADAPTERS[adapter](tiny_model("llama")).eval()
     fused = fused_of(model)
     assert fused.snapshot.nbytes() == 0
-    factors = sum(param.nbytes for one in read_adapters(model) for param in one.adapter_params())
-    # DeepSpeed-Chat's are stored the other way round.
+    factors = sum(param.nbytes for adapted in read_adapters(model) for param in adapted.adapter_params())
+    # DeepSpeed-Chat's factors are transposed.
     assert decoder_of(CpuDecoder, model).nbytes() == (0 if adapter == "peft" else factors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", RAGGED)
-def test_a_row_does_not_depend_on_its_batch_bit_for_bit(family, dtype):
+def test_a_row_is_bit_identical_in_every_batch_and_split(family, dtype):
     model = with_two_adapters(tiny_model(family, **RAGGED[family]), r=17).to(dtype).eval()
     decoder = decoder_of(CpuDecoder, model)
     generator = torch.Generator().manual_seed(0)
-    several = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in (37, 5, 41, 1, 33, 12, 64, 20)]
+    batch = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in (37, 5, 41, 1, 33, 12, 64, 20)]
     with threads(1):
-        expected = [Alone(decoder, [ids]).run([])[0] for ids in several]
+        expected = [SegmentedForward(decoder, [ids]).run([])[0] for ids in batch]
     for count, cuts in ((1, []), (2, []), (2, [1, 2, 3, 4, 31, 32, 33, 50]), (1, list(range(1, 64)))):
         with threads(count):
-            found = Alone(decoder, several).run(cuts)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert all(map(torch.equal, ours, theirs)), f"{count} threads, cut at {cuts}"
+            actual = SegmentedForward(decoder, batch).run(cuts)
+        for outputs, expected_outputs in zip(actual, expected, strict=True):
+            assert all(map(torch.equal, outputs, expected_outputs)), f"{count} threads, cut at {cuts}"
