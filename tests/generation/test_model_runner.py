@@ -1,4 +1,4 @@
-"""Block tables that are written in place: what rows hold, however they grow and leave; and how little is written."""
+"""Block tables, updated in place: correct as rows grow and finish, with only new blocks written."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hybrid.generation.model_runner import BlockTables, ModelRunner
 
 
 class TableReader:
-    """A decoder that keeps the last batch that it was given."""
+    """A decoder that stores its last batch."""
 
     device = torch.device("cpu")
 
@@ -22,7 +22,7 @@ class TableReader:
         return torch.zeros(len(batch.ids), 3)
 
 
-def rows_of(lengths: list[int], longest: int) -> tuple[ModelRunner, TableReader, BlockPool]:
+def runner_of(lengths: list[int], longest: int) -> tuple[ModelRunner, TableReader, BlockPool]:
     decoder, block_pool = TableReader(), BlockPool(BLOCK_SIZE)
     block_pool.begin_call(decoder.kv)
     block_pool.reserve_call(len(lengths) * blocks_for(longest))
@@ -31,29 +31,29 @@ def rows_of(lengths: list[int], longest: int) -> tuple[ModelRunner, TableReader,
     return made, decoder, block_pool
 
 
-def require_table(made: ModelRunner, decoder: TableReader, lengths: list[int]) -> None:
-    """The table that the decoder was given is the lists of blocks, with room for every token."""
+def require_block_table(runner: ModelRunner, decoder: TableReader, lengths: list[int]) -> None:
+    """The decoder's block table equals the rows' lists of blocks, which have room for every token."""
     block_tables = decoder.batch.block_tables
     assert block_tables.is_contiguous()
     assert block_tables.dtype == torch.int32
     assert decoder.batch.lengths.tolist() == lengths
-    for table, own, length in zip(block_tables.tolist(), made.blocks, lengths, strict=True):
-        assert table[: len(own)] == own
-        assert len(own) * BLOCK_SIZE >= length
-    assert len({block for own in made.blocks for block in own}) == sum(map(len, made.blocks))
+    for table, blocks, length in zip(block_tables.tolist(), runner.blocks, lengths, strict=True):
+        assert table[: len(blocks)] == blocks
+        assert len(blocks) * BLOCK_SIZE >= length
+    assert len({block for blocks in runner.blocks for block in blocks}) == sum(map(len, runner.blocks))
 
 
 @pytest.mark.parametrize("stride", [1, 3])
-def test_tables_are_the_rows_blocks(stride):
+def test_block_tables_list_each_rows_blocks(stride):
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 90, (9,), generator=generator).tolist()
-    made, decoder, block_pool = rows_of(lengths, 1000)
+    made, decoder, block_pool = runner_of(lengths, 1000)
     for turn in range(60):
         made.make_room(stride)
         for _ in range(stride):
             made.step(torch.zeros(len(made), dtype=torch.int64))
             lengths = [length + 1 for length in lengths]
-            require_table(made, decoder, lengths)
+            require_block_table(made, decoder, lengths)
         if turn % 7 == 3:
             stay = torch.rand(len(lengths), generator=generator) > 0.3
             made.leave(stay)
@@ -63,26 +63,26 @@ def test_tables_are_the_rows_blocks(stride):
             lengths += more
 
 
-def test_a_step_writes_the_blocks_that_it_adds(monkeypatch):
-    """256 rows of up to 32k tokens at different places of their blocks: a table is not made again for a step."""
+def test_a_step_writes_only_new_blocks_to_the_table(monkeypatch):
+    """256 rows of up to 32k tokens at different offsets in their blocks: a step does not rebuild the table."""
     lengths = [31_000 + row for row in range(256)]
-    made, _, _ = rows_of(lengths, 32_768)
-    monkeypatch.setattr(rows, "table_of", lambda *_: pytest.fail("the whole table was made"))
+    runner, _, _ = runner_of(lengths, 32_768)
+    monkeypatch.setattr(rows, "table_of", lambda *_: pytest.fail("the whole table was rebuilt"))
     written = []
     write = BlockTables.write
     monkeypatch.setattr(
         BlockTables, "write", lambda self, entries: (written.append(len(entries)), write(self, entries))
     )
-    memory = made.table.memory.data_ptr()
+    memory = runner.table.memory.data_ptr()
     tokens = torch.zeros(256, dtype=torch.int64)
     for _ in range(BLOCK_SIZE):
-        made.make_room(1)
-        made.step(tokens)
+        runner.make_room(1)
+        runner.step(tokens)
     assert sum(written) == 256, "a row crosses the end of a block once in BLOCK_SIZE steps"
     assert len(written) == BLOCK_SIZE, "some row does at every step"
-    assert made.table.memory.data_ptr() != memory, "the table was as wide as could be from the start"
-    memory = made.table.memory.data_ptr()
+    assert runner.table.memory.data_ptr() != memory, "the table had its largest width from the start"
+    memory = runner.table.memory.data_ptr()
     for _ in range(BLOCK_SIZE):
-        made.make_room(1)
-        made.step(tokens)
-    assert made.table.memory.data_ptr() == memory
+        runner.make_room(1)
+        runner.step(tokens)
+    assert runner.table.memory.data_ptr() == memory

@@ -1,4 +1,4 @@
-"""Scores by a model's own forward: those of Hugging Face's whole logits, which never exist."""
+"""Scores by a model's own forward equal those from Hugging Face's full logits, without holding full logits."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def sequences() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def expected(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropies of Hugging Face's logits of each row alone, without padding, by torch in float64."""
+    """Logprobs and entropies in float64 from Hugging Face's logits of each row alone, without padding."""
     logps, entropies = torch.zeros(2, *ids[:, 1:].shape)
     for row, kept in enumerate(mask.bool()):
         at = kept.nonzero()[:, 0]
@@ -35,17 +35,17 @@ def expected(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> tuple[t
 
 
 def require_scores(model: nn.Module, tolerance: float = 1e-4, rows: int = 4, **options) -> None:
-    """float32 sums over other batch shapes are what `tolerance` is for."""
+    """Scores equal `expected`; `tolerance` covers float32 sums over other batch shapes."""
     ids, mask = sequences()
     with torch.no_grad():
-        found = score_natively(model, ids, mask, TEMPERATURE, rows, **options)
+        actual = score_natively(model, ids, mask, TEMPERATURE, rows, **options)
         logps, entropies = expected(model, ids, mask)
-    torch.testing.assert_close(found.per_token_logps, logps, atol=tolerance, rtol=1e-4)
-    torch.testing.assert_close(found.entropies, entropies, atol=tolerance, rtol=1e-4)
+    torch.testing.assert_close(actual.per_token_logps, logps, atol=tolerance, rtol=1e-4)
+    torch.testing.assert_close(actual.entropies, entropies, atol=tolerance, rtol=1e-4)
 
 
-class Forwards:
-    """How often modules have run."""
+class ForwardCounts:
+    """Counts the forwards of modules."""
 
     def __init__(self, *modules: nn.Module):
         self.counts = [0] * len(modules)
@@ -57,11 +57,11 @@ class Forwards:
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_every_familys_scores_are_hugging_faces(family, monkeypatch):
-    monkeypatch.setattr(native_scoring, "LOGIT_ROWS", 9)  # several parts of each forward
+def test_scores_of_every_family_match_hugging_face(family, monkeypatch):
+    monkeypatch.setattr(native_scoring, "LOGIT_ROWS", 9)  # several chunks of each forward
     model = tiny_model(family).eval()
     layer = next(module for module in model.modules() if isinstance(module, nn.ModuleList))[0]
-    forwards = Forwards(layer, model.get_output_embeddings())
+    forwards = ForwardCounts(layer, model.get_output_embeddings())
     ids, mask = sequences()
     with torch.no_grad():
         score_natively(model, ids, mask, TEMPERATURE, 4)
@@ -70,26 +70,26 @@ def test_every_familys_scores_are_hugging_faces(family, monkeypatch):
     require_scores(model)
 
 
-def test_an_adapter_is_in_them(monkeypatch):
+def test_scores_with_an_adapter_match_peft(monkeypatch):
     monkeypatch.setattr(native_scoring, "LOGIT_ROWS", 9)
     require_scores(with_peft(tiny_model("llama")).eval())
 
 
-def test_temperature_and_holes_in_the_mask():
-    """A hole changes positions and what is attended to: the same as in one padded forward."""
+def test_scores_with_temperature_and_holes_in_the_mask():
+    """A hole changes positions and attention as in one padded forward."""
     model = tiny_model("qwen2").eval()
     ids, mask = sequences()
     mask[4, 6:9] = mask[0, 12] = 0
     with torch.no_grad():
-        found = score_natively(model, ids, mask, 1.3, 2)
+        actual = score_natively(model, ids, mask, 1.3, 2)
         distribution = (hybrid.padded_forward(model)(ids, mask).logits[:, :-1] / 1.3).log_softmax(-1)
-    judged = mask[:, 1:] * mask[:, :-1]
-    logps = distribution.gather(-1, ids[:, 1:, None])[..., 0] * judged
-    torch.testing.assert_close(found.per_token_logps, logps, atol=1e-4, rtol=1e-4)
+    scored_mask = mask[:, 1:] * mask[:, :-1]
+    logps = distribution.gather(-1, ids[:, 1:, None])[..., 0] * scored_mask
+    torch.testing.assert_close(actual.per_token_logps, logps, atol=1e-4, rtol=1e-4)
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation makes, in elements: of all, and of those over the vocabulary."""
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes, and of the largest over the vocabulary."""
 
     def __init__(self, vocabulary: int):
         super().__init__()
@@ -106,12 +106,12 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_of_a_batch_never_exist(dtype):
-    """Of 12 rows of 700 tokens over 5003 words, 42 million logits: 256 tokens' exist at once, and no other tensor is
-    larger than attention's masks."""
+def test_logits_of_a_whole_batch_are_never_in_memory(dtype):
+    """12 rows of 700 tokens with a vocabulary of 5003 are 42 million logits: those of 256 tokens are in memory at once,
+    and no other tensor is larger than attention's masks."""
     model = tiny_model("llama", vocab_size=5003, max_position_embeddings=1024, dtype=dtype).eval()
     ids = torch.randint(3, 5003, (12, 700))
-    with torch.no_grad(), Largest(5003) as largest:
+    with torch.no_grad(), LargestTensor(5003) as largest:
         score_natively(model, ids, torch.ones_like(ids), 1.0, 16)
     assert largest.logits == LOGIT_ROWS * 5003
     assert largest.elements <= max(largest.logits, 5 * 700 * 700)
@@ -119,7 +119,7 @@ def test_logits_of_a_batch_never_exist(dtype):
 
 
 class WithoutLogitsToKeep(nn.Module):
-    """A model as old ones of the hub are: all logits, whatever is asked for."""
+    """A model like old ones on the hub, which always returns all logits."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -130,7 +130,7 @@ class WithoutLogitsToKeep(nn.Module):
 
 
 class DecoderElsewhere(WithoutLogitsToKeep):
-    """A model that takes `logits_to_keep`, and does not call what it says its decoder is."""
+    """A model with `logits_to_keep` that does not call its `base_model`."""
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
@@ -142,17 +142,17 @@ class DecoderElsewhere(WithoutLogitsToKeep):
 
 
 @pytest.mark.parametrize("wrapper", [WithoutLogitsToKeep, DecoderElsewhere])
-def test_a_model_that_gives_all_logits_is_scored_too(wrapper, monkeypatch):
+def test_models_without_logits_to_keep_are_scored(wrapper, monkeypatch):
     monkeypatch.setattr(native_scoring, "LOGIT_ROWS", 9)
     model = wrapper(tiny_model("llama").eval())
     require_scores(model)
     require_scores(tiny_model("llama").eval(), in_parts=False)
-    forwards = Forwards(model.inner.model)
+    forwards = ForwardCounts(model.inner.model)
     with torch.no_grad():
         score_natively(model, *sequences(), TEMPERATURE, 4)
-    assert forwards.counts[0] == (4 if wrapper is DecoderElsewhere else 2), "every part runs the whole model"
+    assert forwards.counts[0] == (4 if wrapper is DecoderElsewhere else 2), "each chunk runs the whole model"
 
 
-def test_forwards_are_of_rows_of_similar_length():
+def test_forwards_batch_rows_of_similar_length():
     assert similar([3, 100, 5, 90, 4, 2000, 1], most_rows=3, most_tokens=250) == [[5], [1, 3], [2, 4, 0], [6]]
     assert similar([8], 16, 4) == [[0]]

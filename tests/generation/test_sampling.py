@@ -34,17 +34,17 @@ def expected_uniform(seed: int, row: int, sample: int, position: int) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, -5, 123456789])
-def test_uniform_is_the_published_function(seed):
+def test_uniform_matches_splitmix64(seed):
     rows, samples = torch.tensor([0, 1, 2**40 + 3]), torch.tensor([0, 7, 1])
     keys = stream_keys(seed, rows, samples)
     for position in (0, 1, 511):
-        ours = uniform(keys, position).tolist()
-        assert ours == [
+        actual = uniform(keys, position).tolist()
+        assert actual == [
             expected_uniform(seed, r, s, position) for r, s in zip(rows.tolist(), samples.tolist(), strict=True)
         ]
 
 
-def test_uniform_is_uniform_and_its_streams_do_not_correlate():
+def test_uniform_is_uniform_and_streams_are_uncorrelated():
     keys = stream_keys(3, torch.arange(2000), torch.zeros(2000, dtype=torch.long))
     draws = torch.stack([uniform(keys, position) for position in range(50)], dim=1)  # [rows, positions]
     histogram = torch.histc(draws.float(), bins=20, min=0, max=1) / draws.numel()
@@ -54,7 +54,7 @@ def test_uniform_is_uniform_and_its_streams_do_not_correlate():
         assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.1  # 2000 pairs: standard deviation 0.022
 
 
-def test_inverse_cdf_has_the_distribution_of_the_softmax():
+def test_inverse_cdf_follows_the_softmax():
     torch.manual_seed(0)
     scores = torch.randn(1, 30) * 2
     scores[0, 5:9] = -torch.inf
@@ -64,14 +64,14 @@ def test_inverse_cdf_has_the_distribution_of_the_softmax():
     torch.testing.assert_close(shares, torch.softmax(scores[0], 0), atol=2e-5, rtol=0)
 
 
-def test_a_token_without_probability_is_never_chosen():
+def test_tokens_of_probability_zero_are_never_sampled():
     scores = torch.full((4, 9), -torch.inf)
     scores[:, 4] = 0.0
     edges = torch.tensor([0.0, 0.5, 1 - 2**-53, 1 - 2**-24], dtype=torch.float64)
     assert inverse_cdf(scores, edges).tolist() == [4] * 4
 
 
-def test_a_row_does_not_depend_on_the_batch_around_it():
+def test_a_sampled_row_does_not_depend_on_its_batch():
     torch.manual_seed(0)
     scores = torch.randn(64, 500)
     rows = torch.arange(64)
@@ -83,7 +83,7 @@ def test_a_row_does_not_depend_on_the_batch_around_it():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_and_entropy_against_float64(dtype):
+def test_logprobs_and_entropy_match_float64(dtype):
     torch.manual_seed(0)
     logits = (torch.randn(3, 5, 40) * 4).to(dtype)
     ids = torch.randint(0, 40, (3, 5))
@@ -95,16 +95,16 @@ def test_logprobs_and_entropy_against_float64(dtype):
     torch.testing.assert_close(entropy(logits).double(), -(exact.exp() * exact).sum(-1), atol=1e-5, rtol=1e-5)
 
 
-def test_what_cannot_be_drawn_has_no_part_in_the_entropy():
-    """Processors put -inf where a token must not come; 0 · -inf would be no number."""
+def test_tokens_of_probability_zero_add_nothing_to_the_entropy():
+    """Processors set forbidden tokens to -inf; 0 · -inf would be NaN."""
     logits = torch.randn(3, 40)
     expected = entropy(logits[:, :25])
     logits[:, 25:] = -torch.inf
     torch.testing.assert_close(entropy(logits), expected)
-    one = torch.full((1, 40), -torch.inf)
-    one[0, 7] = 3.0
-    assert entropy(one).item() == 0
-    assert selective_log_softmax(one, torch.tensor([7])).item() == 0
+    certain = torch.full((1, 40), -torch.inf)
+    certain[0, 7] = 3.0
+    assert entropy(certain).item() == 0
+    assert selective_log_softmax(certain, torch.tensor([7])).item() == 0
 
 
 @pytest.mark.parametrize(
@@ -117,16 +117,16 @@ def test_what_cannot_be_drawn_has_no_part_in_the_entropy():
         (Draw(top_p=0.5), ["TopP"]),
     ],
 )
-def test_a_draws_warpers_are_those_that_say_it(how, names):
-    """What is on, in Hugging Face's order, and read back as the same draw."""
+def test_a_draw_converts_to_warpers_and_back(how, names):
+    """Active settings in Hugging Face's order, read back as the same Draw."""
     warpers = how.warpers()
     assert [type(warper).__name__.removesuffix("LogitsWarper") for warper in warpers] == names
     if how.temperature:
         assert split_warpers(warpers, do_sample=True) == ([], how)
 
 
-def test_a_draw_of_hugging_faces_own_generation_config_is_read():
-    """What `generate` makes of its arguments, and not our idea of it."""
+def test_generate_arguments_are_read_as_a_draw():
+    """The processors that Hugging Face's `generate` builds from its arguments."""
     model = tiny_model("llama")
     cases = {
         Draw(0.6, 11, 0.7, 0.2): {"temperature": 0.6, "top_k": 11, "top_p": 0.7, "min_p": 0.2},
@@ -135,11 +135,11 @@ def test_a_draw_of_hugging_faces_own_generation_config_is_read():
         Draw(1.5, 0, 0.4): {"temperature": 1.5, "top_k": 0, "top_p": 0.4},
     }
     for how, settings in cases.items():
-        found = []
+        draws = []
 
-        def read(model, input_ids, logits_processor, *args, _found=found, **kwargs):
-            _found.append(split_warpers(logits_processor, do_sample=True))
+        def read(model, input_ids, logits_processor, *args, _draws=draws, **kwargs):
+            _draws.append(split_warpers(logits_processor, do_sample=True))
             return input_ids
 
         model.generate(torch.tensor([[5, 6]]), do_sample=True, custom_generate=read, max_new_tokens=1, **settings)
-        assert found == [([], how)]
+        assert draws == [([], how)]

@@ -1,4 +1,4 @@
-"""Slots and their queue, over a decoder that reads every sequence back from its blocks: a wrong block shows as a wrong
+"""The scheduler over a decoder that reads every sequence back from its blocks, so that a wrong block gives a wrong
 token. The oracle decodes each row alone, from a list of its tokens."""
 
 import contextlib
@@ -25,17 +25,17 @@ ENDS = (2, 7)
 
 
 def digests(ids: torch.Tensor) -> torch.Tensor:
-    """A number for each prefix of a sequence, of its tokens and their places.  int64 [n] to int64 [n]"""
+    """A hash of each prefix of a sequence, from its tokens and positions.  int64 [n] to int64 [n]"""
     return mixed(ids * 1_000_003 + torch.arange(len(ids)) * 7919 + 1).cumsum(0)
 
 
 def logits_of(digest: torch.Tensor) -> torch.Tensor:
-    """Logits between 0 and 4 that are a function of what was read.  int64 [n] to float32 [n, vocab]"""
+    """Logits between 0 and 4, as a function of the hash.  int64 [n] to float32 [n, vocab]"""
     return shifted(mixed(digest[:, None] * VOCABULARY + torch.arange(VOCABULARY)), 40).float() / 2**22
 
 
 class PagedMock:
-    """A decoder whose blocks hold token ids, and whose logits are a function of the sequence that they hold."""
+    """A decoder whose blocks hold token ids, and whose logits are a function of the stored sequence."""
 
     device = torch.device("cpu")
 
@@ -44,10 +44,10 @@ class PagedMock:
         self.forwards: list[int] = []  # tokens of each prefill
         self.steps: list[int] = []  # rows of each decode step
         self.reserved = 0
-        self.made: list[int] = []  # blocks, each time that some were asked for
+        self.kv_sizes: list[int] = []  # blocks of each allocation
 
     def kv(self, num_blocks: int) -> PagedKV:
-        self.made.append(num_blocks)
+        self.kv_sizes.append(num_blocks)
         return PagedKV([torch.full((num_blocks, BLOCK_SIZE), 10**6)], [torch.full((num_blocks, BLOCK_SIZE), -1)])
 
     def reserve(self, tokens: int) -> None:
@@ -77,27 +77,27 @@ class PagedMock:
         )
         for start, stop, table in spans:
             position = batch.positions[start:stop].long()
-            assert (table[position // BLOCK_SIZE] != 0).all(), "block 0 belongs to nobody"
+            assert (table[position // BLOCK_SIZE] != 0).all(), "block 0 is in use"
             kv.keys[0][table[position // BLOCK_SIZE], position % BLOCK_SIZE] = batch.ids[start:stop]
-        found = []
+        digests_read = []
         for (start, stop, table), length in zip(spans, batch.lengths.tolist(), strict=True):
             position = torch.arange(length)
             assert length <= self.reserved
             assert torch.equal(batch.positions[start:stop].long(), position[length - (stop - start) :])
-            found.append(
+            digests_read.append(
                 digests(kv.keys[0][table[position // BLOCK_SIZE], position % BLOCK_SIZE])[length - (stop - start) :]
             )
-        return torch.cat(found)[:, None]
+        return torch.cat(digests_read)[:, None]
 
 
-class WatchedPool(BlockPool):
-    """Notes the most blocks that were held at once."""
+class RecordingPool(BlockPool):
+    """Records the most blocks in use at once."""
 
     most = 0
 
     def allocate(self, num_blocks: int) -> list[int]:
         blocks = super().allocate(num_blocks)
-        self.most = max(self.most, self.num_used)
+        self.max_used = max(self.max_used, self.num_used)
         return blocks
 
 
@@ -125,22 +125,24 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(8, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
-def run(
+def run_scheduler(
     request: Request, max_num_seqs: int = 100, stride: int = 1, limit: int | None = None, step: int = BLOCK_SIZE
-) -> tuple[Completions, PagedMock, WatchedPool]:
-    """The completions, and who made them; limit: blocks that may be held."""
+) -> tuple[Completions, PagedMock, RecordingPool]:
+    """The completions, their decoder and block pool; limit: the most blocks in use."""
     decoder = PagedMock()
-    block_pool = WatchedPool(step, None if limit is None else (limit + 1) * 2 * BLOCK_SIZE * 8)
+    block_pool = RecordingPool(step, None if limit is None else (limit + 1) * 2 * BLOCK_SIZE * 8)
     block_pool.begin_call(decoder.kv)
     done = complete(request, decoder, block_pool, max_num_seqs, stride, lambda name: contextlib.nullcontext())
     assert block_pool.num_used == 0, "blocks are still held when everything is done"
-    assert len(decoder.made) == 2, "storage has grown: only the block that tells its kind comes before what is reserved"
+    assert len(decoder.kv_sizes) == 2, (
+        "storage has grown: only the block that tells its kind comes before what is reserved"
+    )
     return done, decoder, block_pool
 
 
 def expected(request: Request) -> Completions:
     """Every row alone: no blocks, no batch."""
-    rows_of = [alone(request, row) for row in range(len(request.padded))]
+    rows_of = [decode_alone(request, row) for row in range(len(request.padded))]
     tokens = torch.full((len(rows_of), request.max_new_tokens), request.pad)
     sampling, old, raw = torch.zeros(3, *tokens.shape)
     greedy = request.draw.temperature == 0
@@ -154,7 +156,7 @@ def expected(request: Request) -> Completions:
     return Completions(tokens, torch.tensor([len(made) for made in rows_of]), sampling, old, raw)
 
 
-def alone(request: Request, row: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+def decode_alone(request: Request, row: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     """A row's tokens, the logits of each, float32 [vocab], and its scores after processors, [1, vocab]."""
     ids = request.padded[row].tolist()
     made: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -171,33 +173,46 @@ def alone(request: Request, row: int) -> list[tuple[int, torch.Tensor, torch.Ten
     return made
 
 
-def require_same(found: Completions, wanted: Completions) -> None:
-    assert torch.equal(found.tokens, wanted.tokens)
-    assert torch.equal(found.lengths, wanted.lengths)
+def require_same(actual: Completions, expected: Completions) -> None:
+    assert torch.equal(actual.tokens, expected.tokens)
+    assert torch.equal(actual.lengths, expected.lengths)
     # float32 logprobs, by the kernels and by torch
-    torch.testing.assert_close(found.sampling_logps, wanted.sampling_logps, atol=2e-6, rtol=0)
-    torch.testing.assert_close(found.old_logps, wanted.old_logps, atol=2e-6, rtol=0)
-    torch.testing.assert_close(found.raw_logps, wanted.raw_logps, atol=2e-6, rtol=0)
+    torch.testing.assert_close(actual.sampling_logps, expected.sampling_logps, atol=2e-6, rtol=0)
+    torch.testing.assert_close(actual.old_logps, expected.old_logps, atol=2e-6, rtol=0)
+    torch.testing.assert_close(actual.raw_logps, expected.raw_logps, atol=2e-6, rtol=0)
 
 
-# A block exactly, a token, two blocks, over a block; groups of equal prompts, also apart from each other.
-ONE, OTHER, TWO, LONG, WHOLE = prompts_of(1, BLOCK_SIZE, 2 * BLOCK_SIZE, BLOCK_SIZE + 9, 5)
-MIXTURE = [ONE, LONG, LONG, LONG, OTHER, OTHER, TWO, WHOLE, LONG, TWO, ONE]
+# Prompts of one token, exactly a block, two blocks, more than a block, and five tokens.
+# MIXTURE: groups of equal prompts, also separated.
+BLOCK, TOKEN, TWO_BLOCKS, OVER_A_BLOCK, SHORT = prompts_of(1, BLOCK_SIZE, 2 * BLOCK_SIZE, BLOCK_SIZE + 9, 5)
+MIXTURE = [
+    BLOCK,
+    OVER_A_BLOCK,
+    OVER_A_BLOCK,
+    OVER_A_BLOCK,
+    TOKEN,
+    TOKEN,
+    TWO_BLOCKS,
+    SHORT,
+    OVER_A_BLOCK,
+    TWO_BLOCKS,
+    BLOCK,
+]
 
 
 @pytest.mark.parametrize("stride", [1, 5, 8])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 100])
 def test_completions_do_not_depend_on_max_num_seqs(max_num_seqs, stride):
     request = request_of(MIXTURE)
-    found, decoder, _ = run(request, max_num_seqs, stride)
-    require_same(found, expected(request))
+    actual, decoder, _ = run_scheduler(request, max_num_seqs, stride)
+    require_same(actual, expected(request))
     assert max(decoder.steps) <= max_num_seqs
-    lengths = set(found.lengths.tolist())
-    assert min(lengths) < 5 < max(lengths), "lengths do not differ, and nothing was tested"
+    lengths = set(actual.lengths.tolist())
+    assert min(lengths) < 5 < max(lengths), "all lengths are equal: the test is vacuous"
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_mixture(seed):
+def test_random_requests_match_decoding_each_row_alone(seed):
     """Random prompts, groups, max_num_seqs, strides, budgets and lengths."""
     generator = torch.Generator().manual_seed(seed)
     number = lambda low, high: int(torch.randint(low, high, (), generator=generator))  # noqa: E731
@@ -206,136 +221,138 @@ def test_any_mixture(seed):
     request = request_of(prompts, seed, max_new_tokens=number(1, 60), ends=torch.tensor([2]))
     smallest = max(blocks_for(length + request.max_new_tokens) for length in request.lengths)
     limit = smallest + number(0, 12)
-    found, _, block_pool = run(request, number(1, 9), number(1, 9), limit, step=number(1, 100))
-    require_same(found, expected(request))
-    assert block_pool.most <= limit
+    actual, _, block_pool = run_scheduler(request, number(1, 9), number(1, 9), limit, step=number(1, 100))
+    require_same(actual, expected(request))
+    assert block_pool.max_used <= limit
 
 
-def test_rows_leave_at_once():
-    """A step computes just the rows that need its token."""
+def test_finished_rows_leave_the_batch_at_once():
+    """A decode step computes only unfinished rows."""
     request = request_of(MIXTURE)
-    found, decoder, _ = run(request)
-    needed = [(found.lengths > step).sum().item() for step in range(1, int(found.lengths.max()))]
+    actual, decoder, _ = run_scheduler(request)
+    needed = [(actual.lengths > step).sum().item() for step in range(1, int(actual.lengths.max()))]
     assert decoder.steps == needed
     assert len(set(needed)) > 3
 
 
-def test_free_slots_are_taken_by_those_that_wait():
+def test_waiting_rows_are_admitted_as_others_finish():
     request = request_of(MIXTURE)
     shortest = MinNewTokensLengthLogitsProcessor(request.padded.shape[1], 2, list(ENDS))
     request = replace(request, processors=lambda ids, scores, rows: shortest(ids, scores))
-    found, decoder, _ = run(request, max_num_seqs=3)
-    assert sum(decoder.steps) == (found.lengths - 1).sum()
-    assert decoder.steps == sorted(decoder.steps, reverse=True), "a sequence less is decoded while rows wait"
+    actual, decoder, _ = run_scheduler(request, max_num_seqs=3)
+    assert sum(decoder.steps) == (actual.lengths - 1).sum()
+    assert decoder.steps == sorted(decoder.steps, reverse=True), (
+        "fewer sequences than allowed are decoded while rows wait"
+    )
     assert decoder.steps.count(3) > len(decoder.steps) // 2
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 100])
 def test_equal_prompts_are_prefilled_once(max_num_seqs):
-    _, decoder, _ = run(request_of(MIXTURE), max_num_seqs)
-    assert decoder.prefilled == sum(map(len, (ONE, OTHER, TWO, LONG, WHOLE)))
+    _, decoder, _ = run_scheduler(request_of(MIXTURE), max_num_seqs)
+    assert decoder.prefilled == sum(map(len, (BLOCK, TOKEN, TWO_BLOCKS, OVER_A_BLOCK, SHORT)))
 
 
-def test_a_prompt_that_begins_like_another_is_another():
-    """Padding is not part of it, and what is behind it neither."""
-    prompts = [LONG, LONG[1:], LONG[:-1], torch.cat([ONE * 0 + PAD, LONG])]
+def test_prompts_with_a_common_prefix_are_prefilled_separately():
+    """Prompts differ by a first token, a last token or padding."""
+    prompts = [OVER_A_BLOCK, OVER_A_BLOCK[1:], OVER_A_BLOCK[:-1], torch.cat([BLOCK * 0 + PAD, OVER_A_BLOCK])]
     request = request_of(prompts)
-    found, decoder, _ = run(request)
-    require_same(found, expected(request))
+    actual, decoder, _ = run_scheduler(request)
+    require_same(actual, expected(request))
     assert decoder.prefilled == sum(map(len, prompts))
 
 
 @pytest.mark.parametrize("at_once", [7, 16, BLOCK_SIZE])
-def test_prompts_longer_than_a_forward_are_split(monkeypatch, at_once):
+def test_prefill_is_split_into_chunks(monkeypatch, at_once):
     monkeypatch.setattr(rows, "PREFILL_TOKENS", at_once)
     request = request_of(MIXTURE)
-    found, decoder, _ = run(request)
-    require_same(found, expected(request))
+    actual, decoder, _ = run_scheduler(request)
+    require_same(actual, expected(request))
     assert max(decoder.forwards) == at_once
     assert len(decoder.forwards) == -(-decoder.prefilled // at_once)
 
 
 @pytest.mark.parametrize("max_num_seqs", [2, 100])
 @pytest.mark.parametrize("stride", [1, 5])
-def test_the_budget_is_kept(max_num_seqs, stride):
-    """From a single row's blocks on; every row is done, and more blocks let more rows run together."""
+def test_the_kv_cache_limit_is_kept(max_num_seqs, stride):
+    """From one row's blocks upwards; all rows finish, and more blocks allow larger batches."""
     request = request_of(MIXTURE)
-    wanted = expected(request)
+    expected_completions = expected(request)
     smallest = blocks_for(2 * BLOCK_SIZE + request.max_new_tokens)
-    together = []
+    batch_sizes = []
     for limit in range(smallest, smallest + 25, 3):
-        found, decoder, block_pool = run(request, max_num_seqs, stride, limit)
-        require_same(found, wanted)
-        assert block_pool.most <= limit
+        actual, decoder, block_pool = run_scheduler(request, max_num_seqs, stride, limit)
+        require_same(actual, expected_completions)
+        assert block_pool.max_used <= limit
         assert block_pool.capacity <= limit + 1
         assert block_pool.nbytes() <= block_pool.limit_bytes
-        together.append(max(decoder.steps))
-    assert together == sorted(together)
-    assert together[0] < together[-1]
+        batch_sizes.append(max(decoder.steps))
+    assert batch_sizes == sorted(batch_sizes)
+    assert batch_sizes[0] < batch_sizes[-1]
 
 
-def test_what_a_group_shares_counts_until_its_last_row_has_left():
-    """Two whole blocks that three rows share, then two, then one."""
-    prompts = [TWO, TWO, TWO, OTHER, OTHER, OTHER]
+def test_shared_blocks_are_held_until_the_groups_last_row_finishes():
+    """Two full blocks shared by three rows, then two, then one."""
+    prompts = [TWO_BLOCKS, TWO_BLOCKS, TWO_BLOCKS, TOKEN, TOKEN, TOKEN]
     request = request_of(prompts, max_new_tokens=BLOCK_SIZE)
-    found, decoder, block_pool = run(request, limit=2 + 3)  # TWO's blocks and one more each
-    require_same(found, expected(request))
-    assert block_pool.most == 5
-    assert decoder.prefilled == len(TWO) + len(OTHER)
+    actual, decoder, block_pool = run_scheduler(request, limit=2 + 3)  # TWO_BLOCKS' blocks and one more each
+    require_same(actual, expected(request))
+    assert block_pool.max_used == 5
+    assert decoder.prefilled == len(TWO_BLOCKS) + len(TOKEN)
 
 
-def test_a_group_whose_prompt_leaves_no_room_beside_a_row_is_prefilled_for_each():
-    request = request_of([LONG] * 3, max_new_tokens=10)
-    found, decoder, block_pool = run(request, limit=blocks_for(len(LONG) + 10))
-    require_same(found, expected(request))
+def test_a_group_without_room_to_share_its_prompt_is_prefilled_per_row():
+    request = request_of([OVER_A_BLOCK] * 3, max_new_tokens=10)
+    actual, decoder, block_pool = run_scheduler(request, limit=blocks_for(len(OVER_A_BLOCK) + 10))
+    require_same(actual, expected(request))
     assert decoder.steps == [1] * len(decoder.steps)
-    assert decoder.prefilled == 3 * len(LONG)
-    assert block_pool.most == block_pool.limit
+    assert decoder.prefilled == 3 * len(OVER_A_BLOCK)
+    assert block_pool.max_used == block_pool.limit
 
 
-def test_rows_of_one_prompt_draw_by_their_own_noise():
+def test_rows_of_one_prompt_have_their_own_sampling_keys():
     keys = stream_keys(5, torch.zeros(6, dtype=torch.long), torch.tensor([0, 1, 2, 3, 1, 0]))
-    found, decoder, _ = run(request_of([LONG] * 6, keys=keys), max_num_seqs=4)
-    assert decoder.prefilled == len(LONG)
-    assert torch.equal(found.tokens[4], found.tokens[1])
-    assert torch.equal(found.tokens[5], found.tokens[0])
-    assert len({str(row.tolist()) for row in found.tokens}) == 4
+    actual, decoder, _ = run_scheduler(request_of([OVER_A_BLOCK] * 6, keys=keys), max_num_seqs=4)
+    assert decoder.prefilled == len(OVER_A_BLOCK)
+    assert torch.equal(actual.tokens[4], actual.tokens[1])
+    assert torch.equal(actual.tokens[5], actual.tokens[0])
+    assert len({str(row.tolist()) for row in actual.tokens}) == 4
 
 
-def test_greedy_rows_of_one_prompt_are_alike():
-    request = request_of([LONG, WHOLE] * 3, draw=Draw(temperature=0), logprob_temperature=1.0)
-    found, _, _ = run(request, max_num_seqs=4, stride=5)
-    require_same(found, expected(request))
-    assert torch.equal(found.tokens[::2], found.tokens[:1].expand(3, -1))
+def test_greedy_rows_of_one_prompt_are_equal():
+    request = request_of([OVER_A_BLOCK, SHORT] * 3, draw=Draw(temperature=0), logprob_temperature=1.0)
+    actual, _, _ = run_scheduler(request, max_num_seqs=4, stride=5)
+    require_same(actual, expected(request))
+    assert torch.equal(actual.tokens[::2], actual.tokens[:1].expand(3, -1))
 
 
 @pytest.mark.parametrize("ends", [(), (2,), (2, 7, 11, 22), tuple(range(VOCABULARY))])
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 33])
-def test_ends(ends, max_new_tokens):
+def test_rows_end_at_any_end_token_or_max_new_tokens(ends, max_new_tokens):
     """None, one, several, and every token: then the first token is the last."""
     request = request_of(MIXTURE, ends=torch.tensor(ends, dtype=torch.long), max_new_tokens=max_new_tokens)
     for stride in (1, 8):
-        found, decoder, _ = run(request, max_num_seqs=4, stride=stride)
-        require_same(found, expected(request))
+        actual, decoder, _ = run_scheduler(request, max_num_seqs=4, stride=stride)
+        require_same(actual, expected(request))
     if not ends:
-        assert (found.lengths == max_new_tokens).all()
+        assert (actual.lengths == max_new_tokens).all()
     if len(ends) == VOCABULARY:
-        assert (found.lengths == 1).all()
+        assert (actual.lengths == 1).all()
         assert decoder.steps == []
 
 
-def test_the_padding_token_may_be_an_end():
+def test_the_padding_token_may_be_an_end_token():
     request = request_of(MIXTURE, ends=torch.tensor([PAD]), max_new_tokens=30)
     for stride in (1, 5):
-        require_same(run(request, 3, stride)[0], expected(request))
+        require_same(run_scheduler(request, 3, stride)[0], expected(request))
 
 
-class Watched:
-    """Hugging Face's processors, and what they were shown."""
+class RecordingProcessors:
+    """Hugging Face's processors, recording the ids that they get."""
 
     def __init__(self, padded: torch.Tensor):
         self.padded = padded
-        self.shown: list[torch.Tensor] = []
+        self.seen_ids: list[torch.Tensor] = []
         self.processors = LogitsProcessorList(
             [
                 RepetitionPenaltyLogitsProcessor(1.4),
@@ -347,33 +364,33 @@ class Watched:
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         assert len(ids) == len(scores) == len(rows)
-        assert torch.equal(ids[:, : self.padded.shape[1]], self.padded[rows]), "rows are not those that are said"
-        self.shown.append(ids.clone())
+        assert torch.equal(ids[:, : self.padded.shape[1]], self.padded[rows]), "ids do not match `rows`"
+        self.seen_ids.append(ids.clone())
         return self.processors(ids, scores)
 
 
 @pytest.mark.parametrize("max_num_seqs", [2, 3, 100])
-def test_processors_see_rows_of_one_length_as_hugging_face_shows_them(max_num_seqs):
+def test_processors_get_rows_of_one_length_as_in_hugging_face(max_num_seqs):
     request = request_of(MIXTURE)
-    request = replace(request, processors=Watched(request.padded))
-    wanted = expected(request)
-    alone_shown = {str(ids.tolist()) for shown in request.processors.shown for ids in shown}
+    request = replace(request, processors=RecordingProcessors(request.padded))
+    expected_completions = expected(request)
+    expected_ids = {str(ids.tolist()) for shown in request.processors.seen_ids for ids in shown}
     for stride in (1, 5):
-        request.processors.shown.clear()
-        found, _, _ = run(request, max_num_seqs, stride)
-        require_same(found, wanted)
-        seen = {str(ids.tolist()) for shown in request.processors.shown for ids in shown}
-        assert seen >= alone_shown
-        assert seen == alone_shown or stride > 1, "something that no row has was shown"
-    assert found.lengths.min() >= 7
+        request.processors.seen_ids.clear()
+        actual, _, _ = run_scheduler(request, max_num_seqs, stride)
+        require_same(actual, expected_completions)
+        actual_ids = {str(ids.tolist()) for shown in request.processors.seen_ids for ids in shown}
+        assert actual_ids >= expected_ids
+        assert actual_ids == expected_ids or stride > 1, "a processor got ids that no row has"
+    assert actual.lengths.min() >= 7
 
 
-def test_logits_are_not_changed_by_processors_that_write_into_them():
+def test_processors_that_write_in_place_do_not_change_raw_logprobs():
     def in_place(ids: torch.Tensor, scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         scores[:, 3:] = -torch.inf
         return scores
 
-    request = request_of([LONG, WHOLE], processors=in_place, max_new_tokens=5)
-    found, _, _ = run(request)
-    require_same(found, expected(request))
-    assert (found.tokens < 3).all()
+    request = request_of([OVER_A_BLOCK, SHORT], processors=in_place, max_new_tokens=5)
+    actual, _, _ = run_scheduler(request)
+    require_same(actual, expected(request))
+    assert (actual.tokens < 3).all()

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: graphs, eager runs and the CPU agree, in bfloat16 too, and the host never waits.
+"""Tests that need a CUDA device: graphs, eager runs and the CPU agree, also in bfloat16, and the host never waits.
 
 None of this has run yet: no device was at hand when it was written. On a device, `pytest -m gpu` runs, besides these,
 the tests of kernels and decoder that run elsewhere in Triton's interpreter.
@@ -19,11 +19,11 @@ from tests.engines import engine_of, settings
 from tests.tiny_models import ALL_FAMILIES, tiny_model
 
 pytestmark = pytest.mark.gpu
-LENGTHS = (50, 7, 33, 40)  # of whole sequences: four, which fill a bucket
+LENGTHS = (50, 7, 33, 40)  # of whole sequences: four, which fill a captured size
 PROMPTS = (44, 1, 27, 34)
 
 
-def on_the_cpu(family: str) -> list[torch.Tensor]:
+def cpu_logits(family: str) -> list[torch.Tensor]:
     """The logits of TorchDecoder on the CPU, in float32."""
     model = small(family).cpu()
     decoder = TorchDecoder(read_decoder(model), own_weights, torch.float32)
@@ -34,8 +34,8 @@ def on_the_cpu(family: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_graphs_eager_runs_and_the_cpu_agree_in_float32(family):
-    """TF32 is off unless somebody asks for it, and our kernels never use it: the order of sums is all that differs."""
-    cpu = on_the_cpu(family)
+    """TF32 is off by default, and our kernels never use it: only the order of sums differs."""
+    cpu = cpu_logits(family)
     eager, graphs = (
         [
             logits.cpu()
@@ -47,25 +47,25 @@ def test_graphs_eager_runs_and_the_cpu_agree_in_float32(family):
     )
     assert distance(eager, cpu) < 1e-5
     assert distance(graphs, cpu) < 1e-5
-    # The same kernels on as many rows, but libraries may choose others where they are captured.
+    # The same kernels on as many rows, but libraries may choose other ones during capture.
     assert distance(graphs, eager) < 1e-6
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_bfloat16_rounds_where_hugging_face_does(family):
-    """Two roundings that know nothing of each other would be √2 times as far apart."""
+def test_bfloat16_logits_round_as_hugging_face(family):
+    """Independent roundings would be √2 times as far apart."""
     ids = sequences(LENGTHS)
     exact = hugging_face(small(family), ids)
     model = small(family).bfloat16()
-    theirs = hugging_face(model, ids)
+    expected = hugging_face(model, ids)
     for max_capture_size in (0, 8):
-        ours = Decoding(cuda_decoder(model, max_capture_size), ids).every_logit(PROMPTS)
-        assert average(ours, theirs) < 1.2 * average(theirs, exact)
+        actual = Decoding(cuda_decoder(model, max_capture_size), ids).every_logit(PROMPTS)
+        assert average(actual, expected) < 1.2 * average(expected, exact)
 
 
 @pytest.fixture
-def no_waiting():
-    """Within this, whatever makes the host wait for the device raises."""
+def sync_raises():
+    """While it is on, a synchronization of host and device raises."""
 
     def switch(on: bool) -> None:
         torch.cuda.set_sync_debug_mode("error" if on else "default")
@@ -75,8 +75,8 @@ def no_waiting():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_host_never_waits(variant, no_waiting):
-    """Neither in prefill nor in a decode step, replayed or eager, once tables and graphs are there."""
+def test_prefill_and_decode_never_synchronize_with_the_host(variant, sync_raises):
+    """In prefill and decode steps, replayed and eager, once tables and graphs exist."""
     ids = sequences(LENGTHS)
     for max_capture_size in (0, 8):
         decoding = Decoding(cuda_decoder(small(variant), max_capture_size), ids)
@@ -84,25 +84,25 @@ def test_the_host_never_waits(variant, no_waiting):
         step = decoding.batch([(length, length + 1) for length in PROMPTS])
         with torch.no_grad():
             for on in (False, True):
-                no_waiting(on)
+                sync_raises(on)
                 decoding.decoder.forward(prefill, decoding.kv)
                 decoding.decoder.decode(step, decoding.kv)
-            no_waiting(False)
+            sync_raises(False)
 
 
-def test_every_bucket_gives_what_the_step_gives():
-    """1 to 13 max_capture_size, in an order in which each graph's results lie where another's did."""
+def test_every_captured_size_matches_the_eager_step():
+    """1 to 13 sequences, in an order in which each graph's outputs overwrite another's."""
     model = small("qwen3")
     graphs, eager = cuda_decoder(model, 13), cuda_decoder(model)
     for count in (13, 1, 9, 2, 8, 3, 5, 13, 4):
-        ours, theirs = (Decoding(decoder, sequences((6,) * count)) for decoder in (graphs, eager))
-        for decoding in (ours, theirs):
+        graphed, eager_decoding = (Decoding(decoder, sequences((6,) * count)) for decoder in (graphs, eager))
+        for decoding in (graphed, eager_decoding):
             decoding.run([0] * count, [5] * count)
-        assert distance([ours.decode([5] * count)], [theirs.decode([5] * count)]) < 1e-6
+        assert distance([graphed.decode([5] * count)], [eager_decoding.decode([5] * count)]) < 1e-6
 
 
-def test_graphs_share_their_memory():
-    """Eight graphs need little more than one: what they compute in between lies in one pool."""
+def test_graphs_share_one_memory_pool():
+    """Eight graphs need little more memory than one: intermediates are in one pool."""
     decoder = cuda_decoder(small("llama"), 32)
     decoding = Decoding(decoder, sequences((6,) * 32))
     decoding.run([0] * 32, [5] * 32)
@@ -123,23 +123,23 @@ def test_graphs_share_their_memory():
 
 
 @pytest.mark.parametrize(("temperature", "min_p"), [(1.0, 0.0), (0.6, 0.1), (0.0, 0.0)])
-def test_tokens_are_those_of_torch_on_the_cpu(temperature, min_p):
-    """But where u falls within rounding of a boundary: fewer than one in a thousand, of which none is likely here."""
+def test_sampled_tokens_match_torch_on_the_cpu(temperature, min_p):
+    """Except where u is within rounding of a boundary: fewer than one token in a thousand."""
     logits = torch.randn(256, 50_000, generator=torch.Generator().manual_seed(0)) * 3
     keys, steps = stream_keys(3, torch.arange(256), torch.zeros(256, dtype=torch.long)), torch.arange(256)
-    theirs = draw_tokens_in_torch(logits, keys, steps, Draw(temperature, min_p=min_p))
+    reference = draw_tokens_in_torch(logits, keys, steps, Draw(temperature, min_p=min_p))
     ones = torch.ones(256)
     inputs = (logits, keys, steps.int(), ones * temperature, ones * min_p)
     tokens, *logps = (out.cpu() for out in sample(*(tensor.cuda() for tensor in inputs)))
-    same = tokens == theirs.tokens
+    same = tokens == reference.tokens
     assert (~same).sum() <= 1
-    expected = (theirs.sampling_logps, theirs.old_logps, theirs.raw_logps)
-    for ours, on_the_cpu in zip(logps, expected, strict=True):
-        torch.testing.assert_close(ours[same], on_the_cpu[same], rtol=1e-5, atol=1e-5)
+    expected = (reference.sampling_logps, reference.old_logps, reference.raw_logps)
+    for actual, expected_logps in zip(logps, expected, strict=True):
+        torch.testing.assert_close(actual[same], expected_logps[same], rtol=1e-5, atol=1e-5)
 
 
 def check_switch_on_a_device() -> None:
-    """As tests/engine/test_memory_modes.py counts it, by the device's own account."""
+    """Like tests/engine/test_memory_modes.py, measured by the device's allocator."""
     for block in ({}, {"inference_tp_size": 2}):
         model = tiny_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8)
         block = {"tp_gather_partition_size": 1, **block}
@@ -156,5 +156,5 @@ def check_switch_on_a_device() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks need two devices")
-def test_a_switch_holds_the_snapshot_and_one_group(ranks):
+def test_peak_memory_of_a_refresh_is_the_snapshot_and_one_group(ranks):
     ranks.run(check_switch_on_a_device)

@@ -1,4 +1,4 @@
-"""Every family is read, whole, whatever wraps it; what no family covers is refused in words."""
+"""Models of every family are read completely, through any adapter; unsupported ones raise with the reason."""
 
 import peft
 import pytest
@@ -14,13 +14,13 @@ NAMES = {"gemma3_text": "gemma3"}  # where the configuration's name is not the f
 
 
 def refs(layout: DecoderLayout) -> list[ParamRef]:
-    """Every place of a reading."""
+    """Every ParamRef of a layout."""
     return [ref for roles in (layout.outer, *layout.layers) for ref in roles.values()]
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_every_family_is_read(family, adapter):
+def test_every_family_is_recognized(family, adapter):
     layout = read_decoder(ADAPTERS[adapter](tiny_model(family)))
     assert layout.family == NAMES.get(family, family)
     assert layout.spec == read_decoder(tiny_model(family)).spec
@@ -31,27 +31,27 @@ def test_every_family_is_read(family, adapter):
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_element_has_one_role(family):
-    """Elements are numbered, and the roles' tensors hold each number once."""
+    """Elements are numbered, and the roles' tensors contain each number once."""
     model = tiny_model(family, tie_word_embeddings=False)
-    held: dict[nn.Parameter, list[torch.Tensor]] = {param: [] for param in model.parameters()}
+    elements: dict[nn.Parameter, list[torch.Tensor]] = {param: [] for param in model.parameters()}
     for ref in refs(read_decoder(model)):
         param = parameter_at(ref)
         if param is not None:
-            whole = torch.arange(param.numel()).view(param.shape)
-            held[param].append((whole if ref.select is None else ref.select(whole)).flatten())
-    for param, pieces in held.items():
+            indices = torch.arange(param.numel()).view(param.shape)
+            elements[param].append((indices if ref.select is None else ref.select(indices)).flatten())
+    for param, pieces in elements.items():
         assert torch.equal(torch.cat(pieces).sort().values, torch.arange(param.numel()))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
-def test_rows_are_views(family):
+def test_selected_rows_are_views(family):
     for ref in refs(read_decoder(tiny_model(family))):
         param = parameter_at(ref)
         if param is not None and ref.select is not None:
             assert ref.select(param).untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
 
 
-def test_a_place_is_the_wrapper_where_one_sits():
+def test_refs_name_the_adapters_wrapper():
     model = with_peft(tiny_model("llama"))
     layer = model.get_base_model().model.layers[1]
     roles = read_decoder(model).layers[1]
@@ -63,7 +63,7 @@ def test_a_place_is_the_wrapper_where_one_sits():
     assert hasattr(fused, "lora_left_weight")
 
 
-def test_a_bias_that_only_an_adapter_brings_has_a_place():
+def test_a_bias_added_by_an_adapter_has_a_ref():
     roles = read_decoder(with_peft(tiny_model("llama"))).layers[0]
     for role in ("q", "k", "v", "o", "gate", "up", "down"):
         assert parameter_at(roles[f"{role}.bias"]) is None
@@ -82,12 +82,12 @@ def test_a_bias_that_only_an_adapter_brings_has_a_place():
     ],
     ids=["modules_to_save", "tokens", "embeddings", "dora", "experts"],
 )
-def test_every_kind_of_adapter_is_read_through(settings):
+def test_models_with_every_kind_of_adapter_are_read(settings):
     assert read_decoder(with_peft(tiny_model("mixtral"), **settings)).family == "mixtral"
 
 
-def test_partitioned_parameters_are_measured_whole():
-    """Under ZeRO-3 a parameter's own shape is empty and `ds_shape` holds the whole one."""
+def test_partitioned_parameters_use_ds_shape():
+    """Under ZeRO-3 a parameter's own shape is empty, and `ds_shape` is its full shape."""
     model = tiny_model("phi3")
     for param in model.parameters():
         param.ds_shape = param.shape
@@ -100,8 +100,8 @@ def test_partitioned_parameters_are_measured_whole():
         read_decoder(model)
 
 
-REFUSED = {
-    "norms behind": ("opt", {"do_layer_norm_before": False}, "opt: do_layer_norm_before=False"),
+UNSUPPORTED = {
+    "norms after": ("opt", {"do_layer_norm_before": False}, "opt: do_layer_norm_before=False"),
     "norms without weights": ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
     "bloom's residual": (
         "bloom",
@@ -116,7 +116,7 @@ REFUSED = {
     ),
     "cross attention": ("gpt2", {"add_cross_attention": True}, "nearest is gpt2: transformer.h.0.crossattention"),
     "scale by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "gpt2: scale_attn_by_inverse_layer_idx"),
-    "looks ahead": ("gemma3_text", {"use_bidirectional_attention": True}, "gemma3: use_bidirectional_attention"),
+    "bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}, "gemma3: use_bidirectional_attention"),
     "not causal": ("llama", {"is_causal": False}, "llama: config.is_causal=False"),
     "a window that llama ignores": ("llama", {"sliding_window": 4}, "sliding_window=4 is a setting that it does not"),
     "types that mistral ignores": (
@@ -129,7 +129,7 @@ REFUSED = {
         {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
         "smollm3: layer_types with sliding layers",
     ),
-    "turns more than there is": ("gptj", {"rotary_dim": 16}, "gptj: tables turn 16 elements of heads of 8"),
+    "rope on more than a head": ("gptj", {"rotary_dim": 16}, "gptj: tables turn 16 elements of heads of 8"),
     "queries scaled by position": (
         "llama",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}},
@@ -138,20 +138,20 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_choice_that_is_not_covered_is_refused(case):
-    family, changes, words = REFUSED[case]
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_settings_raise(case):
+    family, changes, message = UNSUPPORTED[case]
     model = tiny_model(family)  # some of these settings cannot be built, or are validated away
     try:
         model = tiny_model(family, **changes)
     except (TypeError, ValueError):
         for name, value in changes.items():
             setattr(model.config, name, value)
-    with pytest.raises(UnsupportedModel, match=words):
+    with pytest.raises(UnsupportedModel, match=message):
         read_decoder(model)
 
 
-def test_what_has_no_role_is_refused():
+def test_a_parameter_without_a_role_raises():
     model = tiny_model("llama")
     model.score = nn.Linear(32, 1)
     with pytest.raises(UnsupportedModel, match=r"llama: score.weight, score.bias \(2 in all\) has no role"):
@@ -165,7 +165,7 @@ def test_what_has_no_role_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("family", "setting", "value", "words"),
+    ("family", "setting", "value", "message"),
     [
         (
             "llama",
@@ -181,14 +181,14 @@ def test_what_has_no_role_is_refused():
         ("mixtral", "num_local_experts", 8, r"mixtral: layer 0 router.weight is \[4, 32\]"),
     ],
 )
-def test_sizes_are_the_configurations(family, setting, value, words):
+def test_sizes_that_contradict_the_config_raise(family, setting, value, message):
     model = tiny_model(family)
     setattr(model.config, setting, value)
-    with pytest.raises(UnsupportedModel, match=words):
+    with pytest.raises(UnsupportedModel, match=message):
         read_decoder(model)
 
 
-def test_norms_of_two_epsilons_are_refused():
+def test_norms_with_different_epsilons_raise():
     model = tiny_model("llama")
     model.model.layers[1].input_layernorm.variance_epsilon = 0.5
     with pytest.raises(UnsupportedModel, match="epsilons"):
@@ -196,7 +196,7 @@ def test_norms_of_two_epsilons_are_refused():
 
 
 @pytest.mark.parametrize("family", ["gemma", "stablelm", "cohere", "olmo", "arcee", "gpt_bigcode"])
-def test_what_only_looks_like_a_family_is_refused(family):
+def test_models_that_only_resemble_a_family_raise(family):
     """Scaled embeddings, layer norms, a factor at the logits, norms without weights, no gate, one key head."""
     with pytest.raises(UnsupportedModel):
         read_decoder(unlisted_model(family))
@@ -207,8 +207,8 @@ def unlisted_model(family: str) -> nn.Module:
     return tiny_model(family, sizes={**SIZES, "n_embd": 32, "n_layer": 3, "n_head": 4})
 
 
-def test_neighbours_are_told_from_halves():
-    """No setting of Helium's or ERNIE's says that neighbours turn together; their own code is asked."""
+def test_interleaved_rope_is_detected_from_the_models_code():
+    """No setting of Helium's or ERNIE's says that their rope is interleaved; it is read from their own code."""
     assert read_decoder(unlisted_model("helium")).spec.rotary_interleaved
     assert read_decoder(unlisted_model("ernie4_5")).spec.rotary_interleaved
     assert not read_decoder(unlisted_model("seed_oss")).spec.rotary_interleaved
@@ -219,7 +219,7 @@ def rope(rope_type: str, **parameters) -> dict:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}}
 
 
-def test_positions_end_where_tables_would_change():
+def test_max_positions_end_where_rope_tables_would_change():
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     longrope = {**rope("longrope", **factors), "original_max_position_embeddings": 40}
     assert read_decoder(tiny_model("llama")).spec.max_positions == 0
@@ -230,7 +230,7 @@ def test_positions_end_where_tables_would_change():
     assert read_decoder(tiny_model("opt")).spec.max_positions == 96
 
 
-def test_a_longer_call_leaves_no_trace_in_the_tables():
+def test_rope_tables_do_not_depend_on_earlier_longer_calls():
     """Dynamic scaling keeps the frequencies of the longest call; the training forward may have made one."""
     model = tiny_model("llama", **rope("dynamic", factor=2.0))
     table = read_decoder(model).rotary["rope"]
@@ -242,13 +242,13 @@ def test_a_longer_call_leaves_no_trace_in_the_tables():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tables_are_the_models_own(dtype):
+def test_rope_tables_match_the_models(dtype):
     scaling = rope("yarn", factor=6.0, original_max_position_embeddings=16)
     model = tiny_model("llama", **scaling)
     positions = torch.tensor([0, 5, 95])
     cos, sin = read_decoder(model).rotary["rope"](positions, dtype)
-    theirs = model.model.rotary_emb(torch.empty(0, dtype=dtype), positions[None])
-    for ours, own in zip((cos, sin), theirs, strict=True):
-        assert ours.dtype == torch.float32
-        assert torch.equal(torch.cat((ours, ours), -1), own[0].float())
+    expected = model.model.rotary_emb(torch.empty(0, dtype=dtype), positions[None])
+    for actual, expected_table in zip((cos, sin), expected, strict=True):
+        assert actual.dtype == torch.float32
+        assert torch.equal(torch.cat((actual, actual), -1), expected_table[0].float())
     assert cos[0, 0] > 1.1  # yarn's attention factor, which plain tables do not have

@@ -1,4 +1,4 @@
-"""Hugging Face's tensor parallel plans, as they are read: what is cut fits together, what does not fit stays whole."""
+"""Reading Hugging Face's tp_plan: sliced layers are consistent, and layers that do not fit are replicated."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ EXPERTS = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediat
 
 
 def cuts_by_name(model: nn.Module) -> dict[str, str]:
-    """How each parameter is cut, by the name of its module in the model without adapters."""
+    """How each parameter is sliced, by the name of its module in the model without adapters."""
     names = {module: name.removeprefix("base_model.model.") for name, module in model.named_modules()}
     return {
         f"{names[share.module]}.{leaf}": cut
@@ -25,20 +25,20 @@ def cuts_by_name(model: nn.Module) -> dict[str, str]:
     }
 
 
-def test_every_style_that_transformers_has_for_inference_is_known():
-    """Those that are missing are for training in parallel, for experts elsewhere, or of one model alone."""
-    unknown = set(ALL_PARALLEL_STYLES.keys()) - STYLES.keys()
+def test_every_inference_style_of_transformers_is_supported():
+    """Unsupported styles are for training, for expert parallelism, or of a single model."""
+    unsupported = set(ALL_PARALLEL_STYLES.keys()) - STYLES.keys()
     assert {"colwise", "rowwise", "packed_colwise"} <= STYLES.keys()
-    assert {name for name in unknown if not name.startswith("ep_")} <= {
+    assert {name for name in unsupported if not name.startswith("ep_")} <= {
         "all_reduce",
         "grouped_gemm",
         "moe_identity_expert",
         "packed_rowwise",
         "sequence_parallel",
-    }, unknown
+    }, unsupported
 
 
-def test_a_plan_and_what_is_cut_by_it():
+def test_a_plan_slices_the_named_layers():
     cuts = cuts_by_name(tiny_model("starcoder2", sizes=SIZES))
     layer = {name.removeprefix("model.layers.1."): cut for name, cut in cuts.items() if ".layers.1." in name}
     assert layer == {
@@ -58,40 +58,40 @@ def test_a_plan_and_what_is_cut_by_it():
     assert cuts["model.embed_tokens.weight"] == cuts["lm_head.weight"] == "rows"
 
 
-def test_adapters_change_nothing_of_a_plan():
+def test_a_plan_is_the_same_with_adapters():
     bare, tuned = (cuts_by_name(wrap(tiny_model("glm", sizes=SIZES))) for wrap in (lambda model: model, with_peft))
     assert bare == tuned
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("family", "sizes"), [("glm", SIZES), ("starcoder2", SIZES), ("olmoe", EXPERTS)])
-def test_parts_are_the_whole(family, sizes, size):
-    """Each rank's part, put beside the others': rows above rows, columns beside columns, gates above ups."""
+def test_slices_cover_every_parameter_once(family, sizes, size):
+    """The ranks' slices, concatenated along their dimension, equal the parameter."""
     plan = read_tp_plan(tiny_model(family, sizes=sizes))
     ranks = [planned_slices(plan, Shard(size, index)) for index in range(size)]
     for share in plan.shares:
         for leaf, cut in share.cuts.items():
-            whole = share.module._parameters.get(leaf)
-            if whole is None:
+            parameter = share.module._parameters.get(leaf)
+            if parameter is None:
                 continue
             ref = ParamRef(share.module, leaf)
-            parts, rows = [slices[ref].of(whole) for slices in ranks], max(whole.dim() - 2, 0)
+            parts, rows = [slices[ref].of(parameter) for slices in ranks], max(parameter.dim() - 2, 0)
             if cut == "once":
-                assert parts[0] is whole
+                assert parts[0] is parameter
                 assert parts[1:] == [None] * (size - 1)
                 continue
             if cut == "halves":
                 halves = zip(*(part.chunk(2, dim=rows) for part in parts), strict=True)
-                found = torch.cat([torch.cat(half, dim=rows) for half in halves], dim=rows)
+                joined = torch.cat([torch.cat(half, dim=rows) for half in halves], dim=rows)
             elif cut == "kv":
-                found = torch.cat(parts[:: max(size // share.kv_heads, 1)])
+                joined = torch.cat(parts[:: max(size // share.kv_heads, 1)])
             else:
-                found = torch.cat(parts, dim=rows if cut == "rows" else whole.dim() - 1)
-            assert torch.equal(found.narrow(rows, 0, whole.shape[rows]), whole), (leaf, cut)
+                joined = torch.cat(parts, dim=rows if cut == "rows" else parameter.dim() - 1)
+            assert torch.equal(joined.narrow(rows, 0, parameter.shape[rows]), parameter), (leaf, cut)
 
 
-def test_siblings_are_cut_together_or_not_at_all():
-    """A layer that is not a matrix, or is missing in the plan, leaves the layers that it works with whole."""
+def test_related_layers_are_sliced_together_or_not_at_all():
+    """If a layer is no matrix, or is missing in the plan, the layers that depend on it are replicated."""
     model = tiny_model("olmo", sizes=SIZES)
     model.model.layers[0].mlp.up_proj = nn.Sequential(model.model.layers[0].mlp.up_proj)
     cuts = cuts_by_name(model)
@@ -103,7 +103,7 @@ def test_siblings_are_cut_together_or_not_at_all():
     assert not [name for name in cuts_by_name(model) if "self_attn" in name]
 
 
-def test_a_tied_parameter_is_cut_in_one_way():
+def test_a_tied_parameter_with_two_styles_raises():
     model = tiny_model("cohere", sizes=SIZES)
     del model.tp_plan["model.embed_tokens"]
     with pytest.raises(UnsupportedModel, match="lm_head.weight is tied to a parameter that the tp_plan cuts otherwise"):

@@ -1,4 +1,4 @@
-"""What an engine saves is what was trained, in Hugging Face's own form, at world size 2."""
+"""`save_pretrained` writes the trained weights in Hugging Face's format, at world size 2."""
 
 import json
 from pathlib import Path
@@ -21,15 +21,15 @@ LINEAR = ("q_proj", "down_proj")
 
 def tensors_in(directory: str | Path) -> dict[str, torch.Tensor]:
     """Every tensor of a directory, by its name in the files."""
-    found = {}
+    tensors = {}
     for path in Path(directory).glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    return found
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    return tensors
 
 
-def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict, by DeepSpeed's gathering."""
+def gathered_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict, gathered by DeepSpeed."""
     from deepspeed import zero
 
     with zero.GatheredParameters(list(model.parameters())):
@@ -57,17 +57,17 @@ def adapted(kind: str, model: PreTrainedModel) -> nn.Module:
     return with_peft(model, **more)
 
 
-def unadapted(kind: str, model: nn.Module, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state dict of a model of `whole`'s tensors whose adapters PEFT, or DeepSpeed-Chat's formula, has merged."""
+def merged_state_dict(kind: str, model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state dict of a model with `weights`, its adapters merged by PEFT or by DeepSpeed-Chat's formula."""
     if kind != "chat":
-        model.load_state_dict(whole)
+        model.load_state_dict(weights)
         return (model.merge_and_unload() if isinstance(model, peft.PeftModel) else model).state_dict()
-    found = {name: tensor for name, tensor in whole.items() if "lora_" not in name}
-    for name in [name for name in whole if name.endswith("lora_right_weight")]:
+    merged = {name: tensor for name, tensor in weights.items() if "lora_" not in name}
+    for name in [name for name in weights if name.endswith("lora_right_weight")]:
         path = name.removesuffix("lora_right_weight")
-        delta = (whole[name] @ whole[f"{path}lora_left_weight"]).T
-        found[f"{path}weight"] = found[f"{path}weight"] + 1.5 / 4 * delta
-    return found
+        delta = (weights[name] @ weights[f"{path}lora_left_weight"]).T
+        merged[f"{path}weight"] = merged[f"{path}weight"] + 1.5 / 4 * delta
+    return merged
 
 
 def check_saved(folder: str, family: str, kind: str, stage: int, dtype: torch.dtype, changes: dict) -> None:
@@ -81,15 +81,15 @@ def check_saved(folder: str, family: str, kind: str, stage: int, dtype: torch.dt
     before = storage_digest(engine)
     engine.save_pretrained(f"{folder}/saved", max_shard_bytes=30_000)
     assert storage_digest(engine) == before
-    whole = whole_weights(engine.module)
+    weights = gathered_weights(engine.module)
     dist.barrier()
     files = tensors_in(f"{folder}/saved")
-    assert len(list(Path(folder, "saved").glob("*"))) > 4, "one file: nothing is written in parts"
-    expected = unadapted(kind, make().to(dtype).float() if kind else make().to(dtype), whole)
+    assert len(list(Path(folder, "saved").glob("*"))) > 4, "one file: nothing was sharded"
+    expected = merged_state_dict(kind, make().to(dtype).float() if kind else make().to(dtype), weights)
     loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/saved")
     assert loaded.dtype == dtype
     for name, tensor in loaded.state_dict().items():
-        if kind:  # PEFT and we sum in other orders
+        if kind:  # PEFT sums in another order
             torch.testing.assert_close(
                 tensor, expected[name].to(dtype), atol=1e-6, rtol=2**-7 if dtype != torch.float32 else 1e-5
             )
@@ -97,11 +97,13 @@ def check_saved(folder: str, family: str, kind: str, stage: int, dtype: torch.dt
             assert torch.equal(tensor, expected[name]), name
     if dist.get_rank() == 0:
         tiny_model(family, **changes).to(dtype).save_pretrained(f"{folder}/theirs")
-        theirs = tensors_in(f"{folder}/theirs")
-        ours = {name: tensor.shape for name, tensor in files.items()}
-        assert ours == {name: tensor.shape for name, tensor in theirs.items()}, "other names than Hugging Face's"
+        expected_tensors = tensors_in(f"{folder}/theirs")
+        shapes = {name: tensor.shape for name, tensor in files.items()}
+        assert shapes == {name: tensor.shape for name, tensor in expected_tensors.items()}, (
+            "names differ from Hugging Face's"
+        )
         index = json.loads(Path(folder, "saved", "model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in theirs.values())
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected_tensors.values())
     dist.barrier()
     train_step(engine, 3)
 
@@ -124,7 +126,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_saved_is_what_was_trained(ranks, tmp_path, case):
+def test_save_pretrained_writes_the_trained_weights(ranks, tmp_path, case):
     ranks.run(check_saved, str(tmp_path), *CASES[case])
 
 
@@ -137,35 +139,35 @@ def check_adapter(folder: str, kind: str) -> None:
     engine = engine_of(model, settings(3))
     train_step(engine)
     engine.save_pretrained(f"{folder}/adapter", merged=False)
-    whole = whole_weights(engine.module)
+    weights = gathered_weights(engine.module)
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(f"{folder}/base"), f"{folder}/adapter")
     trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     assert trained
     for name, tensor in loaded.state_dict().items():
-        torch.testing.assert_close(tensor, whole[name], atol=0, rtol=0)
+        torch.testing.assert_close(tensor, weights[name], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["lora", "modules_to_save", "trainable tokens"])
-def test_an_adapter_is_saved_alone(ranks, tmp_path, kind):
+def test_save_pretrained_unmerged_writes_only_the_adapter(ranks, tmp_path, kind):
     ranks.run(check_adapter, str(tmp_path), kind)
 
 
 def check_instead(folder: str) -> None:
-    """Float32 values in the places of trained parameters: the merged weights are theirs, unrounded."""
+    """Float32 values that replace trained parameters: merged weights are computed from them, unrounded."""
     engine = engine_of(adapted("lora", tiny_model("llama")), settings(3, dtype=torch.bfloat16))
     generator = torch.Generator().manual_seed(0)
     values = {p: torch.randn(p.ds_shape, generator=generator) for p in engine.module.parameters() if p.requires_grad}
     names = {name: values[p] for name, p in engine.module.named_parameters() if p in values}
     engine.save_pretrained(f"{folder}/saved", instead=values.get)
-    whole = {name: tensor.float() for name, tensor in whole_weights(engine.module).items()} | names
-    expected = unadapted("lora", adapted("lora", tiny_model("llama")), whole)
+    weights = {name: tensor.float() for name, tensor in gathered_weights(engine.module).items()} | names
+    expected = merged_state_dict("lora", adapted("lora", tiny_model("llama")), weights)
     loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/saved")
     assert loaded.dtype == torch.float32
     for name, tensor in loaded.state_dict().items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-5)
 
 
-def test_other_values_are_saved_in_parameters_places(ranks, tmp_path):
+def test_save_pretrained_with_replacement_values(ranks, tmp_path):
     ranks.run(check_instead, str(tmp_path))
 
 
@@ -178,16 +180,16 @@ class Wrapper(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def failing(*_: object) -> None:
+def raise_in_add(*_: object) -> None:
     raise ArithmeticError("in the midst")
 
 
-def check_refusals(folder: str) -> None:
+def check_errors(folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        refuses(folder, patch)
+        require_errors(folder, patch)
 
 
-def refuses(folder: str, patch: pytest.MonkeyPatch) -> None:
+def require_errors(folder: str, patch: pytest.MonkeyPatch) -> None:
     engine = engine_of(Wrapper(tiny_model("llama")), settings(3))
     with pytest.raises(ValueError, match="a Wrapper given, which Hugging Face cannot load"):
         engine.save_pretrained(f"{folder}/a")
@@ -198,12 +200,12 @@ def refuses(folder: str, patch: pytest.MonkeyPatch) -> None:
     if dist.get_rank() == 0:
         Path(folder, "file").write_text("")
     dist.barrier()
-    # What goes wrong while the first rank writes is heard on all, and nobody waits for anybody.
+    # An error while the first rank writes is raised on all ranks, and none hangs.
     with pytest.raises(OSError if dist.get_rank() == 0 else RuntimeError, match="file"):
         engine.save_pretrained(f"{folder}/file", part=engine.module.inner)
     engine.save_pretrained(f"{folder}/a", part=engine.module.inner)
     if dist.get_rank() == 0:
-        patch.setattr(Shards, "add", failing)
+        patch.setattr(Shards, "add", raise_in_add)
     with pytest.raises(ArithmeticError if dist.get_rank() == 0 else RuntimeError, match="in the midst"):
         engine.save_pretrained(f"{folder}/a", part=engine.module.inner)
     engine.train()
@@ -213,12 +215,12 @@ def refuses(folder: str, patch: pytest.MonkeyPatch) -> None:
         tokens.save_pretrained(f"{folder}/b")
 
 
-def test_what_cannot_be_saved_is_refused(ranks, tmp_path):
-    ranks.run(check_refusals, str(tmp_path))
+def test_save_pretrained_errors_are_raised_on_all_ranks(ranks, tmp_path):
+    ranks.run(check_errors, str(tmp_path))
 
 
 def check_generates(folder: str) -> None:
-    """A model that is saved in eval mode generates, loaded plainly, what the engine does."""
+    """A model saved in eval mode and loaded by transformers generates the engine's tokens."""
     engine = engine_of(adapted("lora", tiny_model("llama")), settings(3))
     train_step(engine)
     ids, mask = prompts(2, 7, padded=True, seed=0)
@@ -230,5 +232,5 @@ def check_generates(folder: str) -> None:
     assert isinstance(engine, hybrid.HybridEngine)
 
 
-def test_in_eval_mode_the_same_is_saved(ranks, tmp_path):
+def test_save_pretrained_in_eval_mode_writes_the_training_weights(ranks, tmp_path):
     ranks.run(check_generates, str(tmp_path))

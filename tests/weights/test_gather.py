@@ -1,4 +1,4 @@
-"""Parameters brought together in memory of ours: what GatheredParameters gives, and the model's own are as before."""
+"""Gathering parameters into our own buffers equals GatheredParameters and leaves the model's partitions unchanged."""
 
 import types
 
@@ -15,7 +15,7 @@ from tests.tiny_models import tiny_model
 
 
 class Odd(nn.Module):
-    """Sizes that two ranks cannot share evenly."""
+    """Parameters whose sizes two ranks cannot partition evenly."""
 
     def __init__(self):
         super().__init__()
@@ -39,21 +39,21 @@ def check_fetch(threshold: int, dtype: torch.dtype) -> None:
         with CollectiveCount() as collectives:
             fetch = Fetch(storage)
             fetch.wait()
-        whole = all(one == ZeroParamStatus.AVAILABLE for one in status)
-        assert (collectives.count == 0) == whole
-        assert fetch.nbytes == (0 if whole else sum(param.ds_numel * dtype.itemsize for param in params))
+        available = all(state == ZeroParamStatus.AVAILABLE for state in status)
+        assert (collectives.count == 0) == available
+        assert fetch.nbytes == (0 if available else sum(param.ds_numel * dtype.itemsize for param in params))
         assert [param.ds_status for param in params] == status
         assert storage_digest(engine) == before
         with deepspeed.zero.GatheredParameters(params):
             for param in params:
                 assert torch.equal(whole_in(storage[param], param), param)
-        # What the caller has gathered already is read as it is.
+        # Parameters that the caller has gathered are read directly.
         with deepspeed.zero.GatheredParameters(params[:2]), CollectiveCount() as collectives:
-            again = {param: torch.zeros_like(memory) for param, memory in storage.items()}
-            Fetch(again).wait()
+            second_storage = {param: torch.zeros_like(memory) for param, memory in storage.items()}
+            Fetch(second_storage).wait()
             dist.barrier()
-        assert all(torch.equal(whole_in(again[p], p), whole_in(storage[p], p)) for p in params)
-        # Memory that ranks share: the parts that others have written are there.
+        assert all(torch.equal(whole_in(second_storage[p], p), whole_in(storage[p], p)) for p in params)
+        # Memory shared by ranks: partitions written by the other rank are visible.
         host = HostMemory.shared_by(params[0].ds_process_group)
         shared = {param: storage_for(param, host).fill_(0) for param in params}
         host.settle()
@@ -64,14 +64,14 @@ def check_fetch(threshold: int, dtype: torch.dtype) -> None:
         engine.destroy()
 
 
-def test_a_fetch_is_what_gathered_parameters_gives(ranks):
+def test_a_fetch_equals_gathered_parameters(ranks):
     for threshold in (0, 50, LARGE):
         ranks.run(check_fetch, threshold, torch.float32)
     ranks.run(check_fetch, 0, torch.bfloat16)
 
 
 class Partitioned:
-    """As a parameter of ZeRO-3 to a Fetch; counts how often it is looked up."""
+    """Stands in for a ZeRO-3 parameter in a Fetch; counts how often it is hashed."""
 
     ds_id, ds_status, ds_shape, ds_process_group = 0, ZeroParamStatus.NOT_AVAILABLE, torch.Size([4]), None
     ds_tensor = types.SimpleNamespace(final_location=None)

@@ -1,4 +1,4 @@
-"""Memory that ranks of one host share: what one writes the others read; where they cannot, they all know."""
+"""Memory shared by the ranks of one host; where it cannot be shared, all ranks fall back together."""
 
 import os
 
@@ -22,32 +22,33 @@ def check_writing() -> None:
     for tensor in tensors:
         assert [part.unique().tolist() for part in tensor.chunk(2)] == [[1], [2]]
     host.settle()
-    assert len(os.listdir("/proc/self/fd")) == files  # nothing stays open
+    assert len(os.listdir("/proc/self/fd")) == files  # no file stays open
 
 
-def test_ranks_read_what_others_write(ranks):
+def test_ranks_read_each_others_writes(ranks):
     ranks.run(check_writing)
 
 
-def check_elsewhere(how: str) -> None:
-    """One rank is on another host, or may not open what the first one has: nobody shares, and streaming is as ever."""
+def check_not_shared(how: str) -> None:
+    """One rank is on another host, or cannot open the first one's file: no rank shares, and streaming gives the same
+    bits."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             if how == "another host":
                 patch.setattr(host_memory, "home", lambda: ("elsewhere",))
             else:
-                patch.setattr(torch, "from_file", refused)
+                patch.setattr(torch, "from_file", raise_permission_error)
         assert HostMemory.shared_by(dist.group.WORLD) is None
         streamed = engine_of(tiny_model("llama"), settings(3, 0, hybrid_engine={"pin_parameters": False}))
         pinned = engine_of(tiny_model("llama"), settings(3, 0))
         require_same_rollouts(pinned, streamed, 37, False, tolerance=0)
 
 
-def refused(*_args, **_kwargs) -> None:
-    """torch.from_file where a file may not be opened."""
+def raise_permission_error(*_args, **_kwargs) -> None:
+    """torch.from_file without permission to open the file."""
     raise RuntimeError("unable to open file: Permission denied (13)")
 
 
 @pytest.mark.parametrize("how", ["another host", "no permission"])
-def test_ranks_that_cannot_share_send(ranks, how):
-    ranks.run(check_elsewhere, how)
+def test_streaming_without_shared_memory_is_bit_identical(ranks, how):
+    ranks.run(check_not_shared, how)

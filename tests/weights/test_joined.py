@@ -1,4 +1,4 @@
-"""What a decoder reads as one matrix is gathered and merged as one: nothing is copied a second time."""
+"""Joined matrices (q, k, v; gate, up) are gathered and merged into one buffer, without a second copy."""
 
 from unittest import mock
 
@@ -22,7 +22,7 @@ from tests.weights.test_lora import shake
 TARGETS = {"none": None, "some": ["q_proj", "v_proj", "up_proj"], "all": "all-linear"}
 
 
-def made(targets: str, family: str = "llama") -> torch.nn.Module:
+def adapted_model(targets: str, family: str = "llama") -> torch.nn.Module:
     model = tiny_model(family, num_key_value_heads=2)
     return model if TARGETS[targets] is None else shake(with_peft(model, target_modules=TARGETS[targets]))
 
@@ -35,59 +35,61 @@ def with_weights_of(engine, fresh: torch.nn.Module) -> torch.nn.Module:
     return copy
 
 
-def whole_bytes(engine, *names: str) -> int:
-    """Of layers' parameters whose names end so."""
+def parameter_bytes(engine, *names: str) -> int:
+    """Bytes of parameters whose names end in one of `names`."""
     params = dict(engine.module.named_parameters()).items()
     return sum(param.ds_numel * 4 for name, param in params if name.endswith(names))
 
 
 def check_torch_decoder(targets: str, size: int, family: str) -> None:
-    """Tokens are Hugging Face's, with and without adapters, and the snapshot is all that is held of the weights."""
+    """Tokens equal Hugging Face's with and without adapters, and the snapshot is the only copy of the weights."""
     block = {"tp_gather_partition_size": 1, "inference_tp_size": size}
     with mock.patch("hybrid.decoders.fused_model.cpu_library", lambda: None):
-        engine = engine_of(made(targets, family), settings(hybrid_engine=block, rollout={"containers": "fused"}))
+        engine = engine_of(
+            adapted_model(targets, family), settings(hybrid_engine=block, rollout={"containers": "fused"})
+        )
         ids, mask = prompts(3, 9, padded=True, seed=dist.get_rank())
         request = {"attention_mask": mask, "max_new_tokens": 6}
         base = tiny_model(family, num_key_value_heads=2).eval()
         for step in range(2):
-            expected = with_weights_of(engine, made(targets, family)).generate(ids, **request)
+            expected = with_weights_of(engine, adapted_model(targets, family)).generate(ids, **request)
             assert torch.equal(engine.generate(ids, **request), expected)
-            held = engine.stats()["snapshot_bytes"]
+            snapshot_bytes = engine.stats()["snapshot_bytes"]
             if targets != "none":
                 assert torch.equal(engine.generate(ids, adapters=False, **request), base.generate(ids, **request))
                 assert torch.equal(engine.generate(ids, **request), expected)
             stats = engine.stats()
-            assert stats["snapshot_bytes"] == held, "base and merged weights are not held once each"
-            assert stats["container_bytes"] == 0, "a decoder copied what it reads"
+            assert stats["snapshot_bytes"] == snapshot_bytes, "base or merged weights are held twice"
+            assert stats["container_bytes"] == 0, "a decoder copied weights"
             plan = engine.memory_plan(3, 9, 6)
-            assert (plan.needs[plan.in_use].snapshot, plan.needs[plan.in_use].containers) == (held, 0)
+            assert (plan.needs[plan.in_use].snapshot, plan.needs[plan.in_use].containers) == (snapshot_bytes, 0)
             train_step(engine, step)
         assert {row["container"] for row in engine.coverage()} == {"fused"}
         if size == 1:
-            carried = sum(param.ds_numel * 4 for n, param in engine.module.named_parameters() if "lora_" not in n)
-            adapted = [one.sources["weight"] for one in read_adapters(engine.module)]
-            merged = sum(param.ds_numel * 4 for param in adapted)
-            # k among q and v, gate among up.
-            fills = whole_bytes(engine, "k_proj.weight", "gate_proj.weight") if targets == "some" else 0
-            fills += whole_bytes(engine, "k_proj.bias") * 0
-            assert held == carried + merged + fills
+            base_bytes = sum(param.ds_numel * 4 for n, param in engine.module.named_parameters() if "lora_" not in n)
+            adapted = [adapter.sources["weight"] for adapter in read_adapters(engine.module)]
+            merged_bytes = sum(param.ds_numel * 4 for param in adapted)
+            # k is joined with the merged q and v, gate with the merged up.
+            copied_bytes = parameter_bytes(engine, "k_proj.weight", "gate_proj.weight") if targets == "some" else 0
+            copied_bytes += parameter_bytes(engine, "k_proj.bias") * 0
+            assert snapshot_bytes == base_bytes + merged_bytes + copied_bytes
         engine.destroy()
 
 
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("size", [1, 2])
-def test_joined_matrices_are_read_where_they_were_gathered(ranks, targets, size):
+def test_joined_matrices_are_read_in_the_gathered_buffers(ranks, targets, size):
     ranks.run(check_torch_decoder, targets, size, "llama")
 
 
-def test_joined_biases_are_too(ranks):
+def test_joined_biases_are_read_in_the_gathered_buffers(ranks):
     ranks.run(check_torch_decoder, "some", 1, "qwen2")
 
 
 def check_change() -> None:
-    """Which of a joined matrix' parts are merged changes from call to call, and back."""
+    """The merged parts of a joined matrix change between calls."""
     with mock.patch("hybrid.decoders.fused_model.cpu_library", lambda: None):
-        model = made("some")
+        model = adapted_model("some")
         more = peft.LoraConfig(r=2, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
         model.add_adapter("second", more)
         reference = with_peft(tiny_model("llama", num_key_value_heads=2), target_modules=TARGETS["some"])
@@ -97,18 +99,19 @@ def check_change() -> None:
         ids, mask = prompts(3, 9, padded=True, seed=dist.get_rank())
         request = {"attention_mask": mask, "max_new_tokens": 6}
         for active in (["default"], ["second"], ["default", "second"], ["default"], ["second"]):
-            for one in (model, reference.eval()):
-                one.base_model.set_adapter(active)
+            for module in (model, reference.eval()):
+                module.base_model.set_adapter(active)
             assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request)), active
             assert engine.stats()["container_bytes"] == 0
 
 
-def test_adapters_of_other_parts_take_turns(ranks):
+def test_switching_adapters_on_parts_of_a_joined_matrix(ranks):
     ranks.run(check_change)
 
 
 def check_staging() -> None:
-    """An all-gather writes padding behind the last part; it must not reach what lies behind in a joined buffer."""
+    """An all-gather writes padding after the last partition, which must not overwrite the next part of a joined
+    buffer."""
     engine = engine_of(Odd(), settings(3))
     params = [param for param in engine.module.parameters() if len(param.ds_shape) == 2 or param.ds_numel == 5]
     memory = torch.full((sum(param.ds_numel for param in params) + 1,), 7.0)
@@ -125,11 +128,11 @@ def check_staging() -> None:
     engine.destroy()
 
 
-def test_padding_does_not_reach_what_lies_behind(ranks):
+def test_all_gather_padding_does_not_overwrite_joined_buffers(ranks):
     ranks.run(check_staging)
 
 
-def test_as_one():
+def test_as_one_joins_adjacent_views():
     parts = one_above_another([torch.empty(3, 4, device="meta"), torch.empty(2, 4, device="meta")], torch.device("cpu"))
     joined = as_one(parts)
     assert joined.shape == (5, 4)
@@ -137,17 +140,17 @@ def test_as_one():
     assert as_one(parts[::-1]) is None
     assert as_one([parts[0], torch.empty(2, 4)]) is None
     assert as_one([parts[0][:2], parts[1]]) is None
-    turned = torch.randn(4, 6)  # a Conv1D's
-    assert torch.equal(as_one([turned.T[:2], turned.T[2:]]), turned.T)
-    assert as_one([turned[:2].T, turned[2:].T]) is None
+    transposed = torch.randn(4, 6)  # as in a Conv1D
+    assert torch.equal(as_one([transposed.T[:2], transposed.T[2:]]), transposed.T)
+    assert as_one([transposed[:2].T, transposed[2:].T]) is None
 
 
 def own_weights(ref):
     return getattr(ref.module, ref.parameter)
 
 
-def test_decoders_share_what_they_copy():
-    """GPT-NeoX' interleaved queries, keys and values have to be copied: once for decoders of the same weights."""
+def test_decoders_of_the_same_weights_share_copies():
+    """GPT-NeoX's interleaved queries, keys and values are copied, once for all decoders of the same weights."""
     model = tiny_model("gpt_neox").eval()
     other = tiny_model("gpt_neox", seed=4).eval()
     first = TorchDecoder(read_decoder(model), own_weights, torch.float32)
@@ -161,14 +164,14 @@ def test_decoders_share_what_they_copy():
         copies=first.copies,
     )
     first.bind()
-    held = first.nbytes()
+    copied_bytes = first.nbytes()
     second.bind()
-    assert second.nbytes() == held > 0
+    assert second.nbytes() == copied_bytes > 0
     assert second.blocks[0]["qkv.weight"] is first.blocks[0]["qkv.weight"]
     third.bind()
-    assert third.nbytes() == held + moved.nbytes, "one matrix differs"
+    assert third.nbytes() == copied_bytes + moved.nbytes, "one matrix differs"
     del second, third
-    assert first.nbytes() == held
+    assert first.nbytes() == copied_bytes
     kept = first.blocks[0]["qkv.weight"].data_ptr()
     model.load_state_dict(other.state_dict())
     first.bind()
@@ -179,35 +182,35 @@ def test_decoders_share_what_they_copy():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_merging_in_blocks_of_rows_gives_the_same_bits(dtype, monkeypatch):
+def test_merging_in_row_blocks_is_bit_identical(dtype, monkeypatch):
     torch.manual_seed(0)
     weight, a, b = torch.randn(300, 200).to(dtype), torch.randn(8, 200).to(dtype), torch.randn(300, 8).to(dtype)
-    whole = merged_weight(weight, a, b, 0.5).to(dtype)
+    expected = merged_weight(weight, a, b, 0.5).to(dtype)
     exact = (weight.double() + 0.5 * (b.double() @ a.double())).to(dtype)
     monkeypatch.setattr(lora, "MERGE_ELEMENTS", 200 * 48)
     into = torch.full((300, 200), torch.nan, dtype=dtype)
     lora.merge_low_rank(weight, [lora.LowRank(a, b, 0.5)], into)
-    assert torch.equal(into, whole)
+    assert torch.equal(into, expected)
     torch.testing.assert_close(into, exact, atol=0 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
 
 
-class Peak(torch.utils._python_dispatch.TorchDispatchMode):
-    """Bytes of the largest storage that is made in the block; views of `given` are not."""
+class PeakStorage(torch.utils._python_dispatch.TorchDispatchMode):
+    """Bytes of the largest storage allocated inside the block, without those of `excluded`."""
 
-    def __init__(self, given):
+    def __init__(self, excluded):
         super().__init__()
-        self.largest, self.given = 0, {tensor.untyped_storage()._cdata for tensor in given}
+        self.largest, self.excluded = 0, {tensor.untyped_storage()._cdata for tensor in excluded}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in self.given:
+        if isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in self.excluded:
             self.largest = max(self.largest, out.untyped_storage().nbytes())
         return out
 
 
 @pytest.mark.parametrize("kind", ["linear", "transposed", "dora", "embedding", "experts", "chat"])
-def test_merging_takes_a_block_of_float32(kind, monkeypatch):
-    """Whatever the adapter, no temporary is larger than a block, and blocks change nothing."""
+def test_merging_allocates_at_most_one_float32_block(kind, monkeypatch):
+    """For every adapter, no temporary is larger than a block, and the results are equal."""
     family = {"transposed": "gpt2", "experts": "mixtral"}.get(kind, "llama")
     model = tiny_model(family)
     if kind == "chat":
@@ -219,16 +222,16 @@ def test_merging_takes_a_block_of_float32(kind, monkeypatch):
     else:
         targets = {"target_modules": ["embed_tokens", "q_proj"]} if kind == "embedding" else {}
         model = with_peft(model, use_dora=kind == "dora", fan_in_fan_out=kind == "transposed", **targets)
-    for one in read_adapters(shake(model)):
-        base = {name: param.detach() for name, param in one.sources.items()}
+    for adapter in read_adapters(shake(model)):
+        base = {name: param.detach() for name, param in adapter.sources.items()}
         with torch.no_grad():
-            whole = one.merged(base)
+            expected = adapter.merged(base)
             with monkeypatch.context() as patch:
                 patch.setattr(lora, "MERGE_ELEMENTS", 256)
-                into = {name: torch.empty_like(tensor) for name, tensor in whole.items()}
-                with Peak([*base.values(), *into.values(), *model.parameters()]) as peak:
-                    one.merge(base, into)
-                row = max(max(tensor.shape[-2:]) for tensor in whole.values())
-                assert 0 < peak.largest <= max(256, row) * 4 < max(tensor.nbytes for tensor in whole.values())
-        for name, tensor in whole.items():
+                into = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+                with PeakStorage([*base.values(), *into.values(), *model.parameters()]) as peak:
+                    adapter.merge(base, into)
+                row = max(max(tensor.shape[-2:]) for tensor in expected.values())
+                assert 0 < peak.largest <= max(256, row) * 4 < max(tensor.nbytes for tensor in expected.values())
+        for name, tensor in expected.items():
             torch.testing.assert_close(into[name], tensor, atol=2e-6, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Lending gives everything back: hooks in their order, flags as they were, the model's own parameters."""
+"""After lending, hooks, flags and the model's own parameters are restored."""
 
 from contextlib import nullcontext
 
@@ -18,29 +18,29 @@ from hybrid.weights.snapshot import Snapshot
 from tests.tiny_models import prompts, tiny_model, with_chat_lora, with_peft
 
 
-def test_hooks_come_back_in_their_order_and_others_stay():
+def test_unhooked_restores_hooks_in_order_and_keeps_others():
     module, calls = nn.Linear(2, 2), []
 
     def hook(name):
         return module.register_forward_hook(lambda *args: calls.append(name))
 
-    first, ours, middle, also_ours, last = map(hook, ("first", "ours", "middle", "also ours", "last"))
+    first, engine_hook, middle, second_engine_hook, last = map(hook, ("first", "ours", "middle", "also ours", "last"))
     order = list(module._forward_hooks)
-    with unhooked([ours, also_ours]):
+    with unhooked([engine_hook, second_engine_hook]):
         module(torch.zeros(1, 2))
         assert calls == ["first", "middle", "last"]
         middle.remove()
         new = hook("new")
     assert list(module._forward_hooks) == [key for key in order if key != middle.id] + [new.id]
-    with unhooked([ours]), unhooked([ours, first, last]), unhooked([]):
-        assert list(module._forward_hooks) == [also_ours.id, new.id]
-    assert list(module._forward_hooks) == [first.id, ours.id, also_ours.id, last.id, new.id]
-    with pytest.raises(KeyError), unhooked([ours]):
+    with unhooked([engine_hook]), unhooked([engine_hook, first, last]), unhooked([]):
+        assert list(module._forward_hooks) == [second_engine_hook.id, new.id]
+    assert list(module._forward_hooks) == [first.id, engine_hook.id, second_engine_hook.id, last.id, new.id]
+    with pytest.raises(KeyError), unhooked([engine_hook]):
         raise KeyError
-    assert ours.id in module._forward_hooks
+    assert engine_hook.id in module._forward_hooks
 
 
-def test_disabling_adapters_does_not_touch_what_learns():
+def test_disabling_adapters_keeps_requires_grad():
     model = with_peft(tiny_model("llama"), modules_to_save=["lm_head"])
     learns = [parameter.requires_grad for parameter in model.parameters()]
     layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
@@ -63,7 +63,7 @@ def window_of(model: nn.Module) -> Window:
 
 
 @pytest.mark.parametrize("make", [with_peft, with_chat_lora])
-def test_the_tree_is_the_models_own_again(make):
+def test_a_window_restores_modules_and_parameters(make):
     model = make(tiny_model("llama")).eval()
     tree = [(name, id(module)) for name, module in model.named_modules()]
     parameters = [(name, id(parameter)) for name, parameter in model.named_parameters()]
@@ -74,7 +74,7 @@ def test_the_tree_is_the_models_own_again(make):
         torch.testing.assert_close(model(ids).logits, expected, atol=1e-3, rtol=1e-4)
         with window.opened(adapters=False):
             assert torch.equal(model(ids).logits, base)
-            with window.opened():  # None: as the window around it
+            with window.opened():  # None: as in the outer window
                 assert torch.equal(model(ids).logits, base)
         torch.testing.assert_close(model(ids).logits, expected, atol=1e-3, rtol=1e-4)
         assert not any("lora" in name for name, _ in model.named_parameters())
@@ -85,7 +85,7 @@ def test_the_tree_is_the_models_own_again(make):
     assert torch.equal(model(ids).logits, expected)
 
 
-def test_a_container_keeps_a_forward_that_was_already_replaced():
+def test_a_container_restores_a_forward_that_was_already_replaced():
     model = tiny_model("llama").eval()
     own = model.forward
     model.forward = lambda *args, **kwargs: own(*args, **kwargs)  # as accelerate does

@@ -1,4 +1,4 @@
-"""Merging, as a property: the plain module with merged weights computes what the adapted module computes."""
+"""Merging LoRA: the plain module with merged weights gives the adapted module's outputs."""
 
 import copy
 import itertools
@@ -25,7 +25,7 @@ SETTINGS = {
 
 
 def shake(model: nn.Module) -> nn.Module:
-    """Move every adapter parameter, so that nothing is at an initial value that hides a mistake."""
+    """Perturb every adapter parameter, so that no initial value hides a mistake."""
     torch.manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -38,12 +38,12 @@ def logits_when_merged(model: nn.Module) -> torch.Tensor:
     """Logits of the model with every adapted module replaced by its plain one with merged weights."""
     model = copy.deepcopy(model)
     with torch.no_grad():
-        for one in read_adapters(model):
-            base = {name: param.detach() for name, param in one.sources.items()}
-            weights = {**base, **(one.merged(base) if one.state() else {})}
+        for adapter in read_adapters(model):
+            base = {name: param.detach() for name, param in adapter.sources.items()}
+            weights = {**base, **(adapter.merged(base) if adapter.state() else {})}
             for name, tensor in weights.items():
-                one.plain._parameters[name] = nn.Parameter(tensor.to(torch.float32))
-            one.parent._modules[one.child] = one.plain
+                adapter.plain._parameters[name] = nn.Parameter(tensor.to(torch.float32))
+            adapter.parent._modules[adapter.child] = adapter.plain
         return model(prompts(2, 7, padded=False)[0]).logits
 
 
@@ -56,8 +56,8 @@ def assert_merge_equals(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_merged_equals_adapted(name):
-    family = "opt" if name == "lora bias" else "llama"  # the one with biases to add to
+def test_merged_weights_match_the_adapted_model(name):
+    family = "opt" if name == "lora bias" else "llama"  # a family with biases
     base = tiny_model(family)
     model = shake(with_peft(copy.deepcopy(base), **SETTINGS[name]))
     assert_merge_equals(model)
@@ -66,27 +66,27 @@ def test_merged_equals_adapted(name):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_fan_in_fan_out(dora):
+def test_fan_in_fan_out_merges(dora):
     assert_merge_equals(shake(with_peft(tiny_model("gpt2"), use_dora=dora, fan_in_fan_out=True)))
 
 
-def test_scaled_embedding():
+def test_lora_on_a_scaled_embedding_merges():
     assert_merge_equals(shake(with_peft(tiny_model("gemma3_text"), target_modules=["embed_tokens", "v_proj"])))
 
 
-def test_expert_parameters():
+def test_lora_on_expert_parameters_merges():
     model = tiny_model("mixtral")
     names = [name for name, _ in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
     assert names, "the experts' parameters have other names now"
     parameters = sorted({".".join(name.split(".")[-2:]) for name in names})
     adapted = shake(with_peft(model, target_modules=["q_proj"], target_parameters=parameters))
-    kinds = {type(one).__name__ for one in read_adapters(adapted)}
+    kinds = {type(adapter).__name__ for adapter in read_adapters(adapted)}
     assert kinds == {"PeftLinear", "PeftExperts"}
     assert_merge_equals(adapted)
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_several_adapters_of_which_some_are_active(dora):
+def test_several_active_adapters_merge(dora):
     model = with_peft(tiny_model("llama"), use_dora=dora)
     for name, rank in (("second", 2), ("third", 6)):
         lora = peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False, use_dora=dora)
@@ -100,26 +100,26 @@ def test_several_adapters_of_which_some_are_active(dora):
     assert all((a - b).abs().max() > 1e-2 for a, b in itertools.pairwise(outputs))
     with model.disable_adapter():
         assert_merge_equals(model)
-        assert all(one.state() == () for one in read_adapters(model))
+        assert all(adapter.state() == () for adapter in read_adapters(model))
 
 
-def test_an_adapter_that_was_merged_by_hand():
+def test_an_adapter_merged_by_the_user_is_not_merged_twice():
     model = shake(with_peft(tiny_model("llama")))
     model.merge_adapter()
     assert_merge_equals(model)
 
 
-def test_chat_convention():
+def test_deepspeed_chats_lora_merges():
     torch.manual_seed(0)
     model = nn.ModuleDict({"layer": ChatLoRA(nn.Linear(6, 4))})
-    (one,) = read_adapters(model)
+    (adapter,) = read_adapters(model)
     x = torch.randn(3, 6)
-    weights = one.merged({name: param.detach() for name, param in one.sources.items()})
+    weights = adapter.merged({name: param.detach() for name, param in adapter.sources.items()})
     torch.testing.assert_close(nn.functional.linear(x, weights["weight"], model["layer"].bias), model["layer"](x))
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         (peft.IA3Config(target_modules=["v_proj"], feedforward_modules=[]), r"layers\.0\.self_attn\.v_proj.*cannot be"),
         (peft.LoHaConfig(target_modules=["q_proj"], r=2), r"layers\.0\.self_attn\.q_proj.*cannot be merged"),
@@ -130,15 +130,15 @@ def test_chat_convention():
         (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING and cannot be merged"),
     ],
 )
-def test_what_cannot_be_merged_is_named(config, words):
-    with pytest.raises(NotImplementedError, match=words):
+def test_adapters_that_cannot_be_merged_raise(config, message):
+    with pytest.raises(NotImplementedError, match=message):
         read_adapters(peft.get_peft_model(tiny_model("llama"), config))
 
 
-def test_bf16_is_rounded_once():
+def test_merging_rounds_to_bf16_once():
     torch.manual_seed(0)
     weight = torch.randn(64, 32).bfloat16()
     a, b = torch.randn(4, 32).bfloat16(), torch.randn(64, 4).bfloat16()
     exact = weight.double() + 0.5 * (b.double() @ a.double())
-    ours = merged_weight(weight, a, b, 0.5).bfloat16()
-    assert torch.equal(ours, exact.bfloat16())
+    actual = merged_weight(weight, a, b, 0.5).bfloat16()
+    assert torch.equal(actual, exact.bfloat16())

@@ -1,4 +1,4 @@
-"""A model's hooks and training modes, changed in one pass: afterwards everything is as it was."""
+"""A model's hooks and training modes are changed in one pass, and restored."""
 
 from contextlib import nullcontext
 
@@ -28,14 +28,14 @@ def hooks_of(model: nn.Module, handles: list) -> EngineHooks:
     return EngineHooks(model.modules, lambda: handles)
 
 
-def test_hooks_are_off_inside_and_back_in_their_order():
+def test_engine_hooks_are_off_inside_and_restored_in_order():
     model, calls = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Calls()
-    ours = [calls.hook(model[0], "a"), calls.hook(model[0], "b", pre=True), calls.hook(model, "c")]
+    engine_hooks = [calls.hook(model[0], "a"), calls.hook(model[0], "b", pre=True), calls.hook(model, "c")]
     other = calls.hook(model[1], "other")
-    among = [calls.hook(model[1], "ours, behind")]
+    interleaved = [calls.hook(model[1], "ours, behind")]
     last = calls.hook(model[1], "last")
     before = calls.of(model)
-    engine = hooks_of(model, [*ours, *among])
+    engine = hooks_of(model, [*engine_hooks, *interleaved])
     tables = [module._forward_hooks for module in model.modules()]
     for _ in range(3):
         with engine.off():
@@ -52,41 +52,41 @@ def test_hooks_are_off_inside_and_back_in_their_order():
     last.remove()
     with engine.off():
         assert calls.of(model) == []
-    # A hook that comes on a table that was the engine's alone is seen by the next one.
+    # A hook added to a table that had only engine hooks is kept by the next block.
     more = calls.hook(model[0], "more")
     with engine.off():
         assert calls.of(model) == ["more"]
     more.remove()
-    for handle in (*ours, *among):
+    for handle in (*engine_hooks, *interleaved):
         handle.remove()
     with engine.off():
         pass
     assert calls.of(model) == []
 
 
-def test_hooks_that_come_inside_can_be_removed_at_any_time():
+def test_hooks_added_inside_can_be_removed_at_any_time():
     model, calls = nn.Linear(2, 2), Calls()
-    ours = [calls.hook(model, "ours"), calls.hook(model, "ours too")]
-    engine = hooks_of(model, ours)
+    engine_hooks = [calls.hook(model, "ours"), calls.hook(model, "ours too")]
+    engine = hooks_of(model, engine_hooks)
     with engine.off():
-        come, gone = calls.hook(model, "come"), calls.hook(model, "gone")
+        added, removed = calls.hook(model, "come"), calls.hook(model, "gone")
         assert calls.of(model) == ["come", "gone"]
-        gone.remove()
+        removed.remove()
     assert calls.of(model) == ["ours", "ours too", "come"]
     with engine.off():
         assert calls.of(model) == ["come"]
-    come.remove()
+    added.remove()
     assert calls.of(model) == ["ours", "ours too"]
-    ours[0].remove()
+    engine_hooks[0].remove()
     assert calls.of(model) == ["ours too"]
     with engine.off():
         assert calls.of(model) == []
     assert calls.of(model) == ["ours too"]
-    ours[1].remove()
+    engine_hooks[1].remove()
     assert calls.of(model) == []
 
 
-def test_training_modes_are_as_they_were():
+def test_training_modes_are_restored():
     model = with_peft(tiny_model("llama")).train()
     frozen = model.base_model.model.model.layers[1].mlp
     frozen.eval()
@@ -108,25 +108,25 @@ def test_training_modes_are_as_they_were():
     assert model.late.training
 
 
-class Noting(nn.Module):
+class RecordingTrain(nn.Module):
     """A module whose `train` does more than set a flag."""
 
     asked = None
 
     def train(self, mode: bool = True) -> nn.Module:
-        self.asked = mode
+        self.requested_mode = mode
         return super().train(mode)
 
 
-def test_a_train_of_its_own_is_called():
-    model = nn.Sequential(nn.Linear(2, 2), Noting()).train()
+def test_an_overridden_train_is_called():
+    model = nn.Sequential(nn.Linear(2, 2), RecordingTrain()).train()
     with ModuleTree(model).evaluating():
-        assert model[1].asked is False
+        assert model[1].requested_mode is False
         assert not model[0].training
 
 
-def test_a_pass_is_made_of_what_was_listed_once(monkeypatch):
-    """What a window costs in Python's own loop does not grow with the model."""
+def test_modules_are_listed_only_once(monkeypatch):
+    """The cost of a window in Python does not grow with the model."""
     model, calls = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50))), Calls()
     handles = [calls.hook(module, "ours", pre) for module in model for pre in (True, False)]
     looked = []
@@ -150,7 +150,7 @@ def test_a_pass_is_made_of_what_was_listed_once(monkeypatch):
         lambda model: model._modules.update({"0": nn.Linear(2, 2)}),
     ],
 )
-def test_other_modules_and_parameters_are_seen(change):
+def test_changed_modules_and_parameters_are_detected(change):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     tree = ModuleTree(model)
     assert not tree.changed()

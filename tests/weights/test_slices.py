@@ -1,4 +1,4 @@
-"""Slices of every family's weights: the ranks' parts are the whole, and sizes that cannot be shared out are refused."""
+"""Slices of every family's weights cover each parameter once; sizes that do not divide the heads raise."""
 
 import pytest
 import torch
@@ -10,49 +10,49 @@ from hybrid.weights.slices import Shard, chunk, require_divisible, shard_spec, s
 from tests.tiny_models import ALL_FAMILIES, tiny_model
 
 
-def parts(layout: DecoderLayout, ref: ParamRef, size: int) -> list[torch.Tensor | None]:
-    """The ranks' parts of a place."""
-    whole = ref.module._parameters[ref.parameter]
-    return [slices_of(layout, Shard(size, index))[ref].of(whole) for index in range(size)]
+def slices_by_rank(layout: DecoderLayout, ref: ParamRef, size: int) -> list[torch.Tensor | None]:
+    """The ranks' slices of a parameter."""
+    parameter = ref.module._parameters[ref.parameter]
+    return [slices_of(layout, Shard(size, index))[ref].of(parameter) for index in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_parts_are_the_whole(family, size):
-    """Rows, columns and heads of every role, once each; what is no matrix of heads, MLP or vocabulary is whole."""
+def test_slices_cover_every_parameter_once(family, size):
+    """Rows, columns and heads of every role, once each; other parameters are replicated."""
     layout = read_decoder(tiny_model(family))
     spec = layout.spec
     for layer in (layout.outer, *layout.layers):
         for role, ref in layer.items():
-            whole = ref.module._parameters[ref.parameter]
-            if whole is None:
+            parameter = ref.module._parameters[ref.parameter]
+            if parameter is None:
                 continue
-            selected = whole if ref.select is None else ref.select(whole)
-            found = parts(layout, ref, size)
+            selected = parameter if ref.select is None else ref.select(parameter)
+            slices = slices_by_rank(layout, ref, size)
             name, _, kind = role.partition(".")
             if name in ("q", "gate", "up", "embedding", "head"):
-                assert torch.equal(torch.cat(found)[: len(selected)], selected), role
-                assert not torch.cat(found)[len(selected) :].any(), role
+                assert torch.equal(torch.cat(slices)[: len(selected)], selected), role
+                assert not torch.cat(slices)[len(selected) :].any(), role
             elif name in ("k", "v"):
                 copies = max(size // spec.num_kv_heads, 1)
-                assert torch.equal(torch.cat(found[::copies]), selected), role
+                assert torch.equal(torch.cat(slices[::copies]), selected), role
             elif name in ("o", "down") and kind == "weight":
-                assert torch.equal(torch.cat(found, dim=1)[:, : selected.shape[1]], selected), role
+                assert torch.equal(torch.cat(slices, dim=1)[:, : selected.shape[1]], selected), role
             elif name in ("o", "down"):
-                assert torch.equal(found[0], selected), role
-                assert found[1:] == [None] * (size - 1), role
+                assert torch.equal(slices[0], selected), role
+                assert slices[1:] == [None] * (size - 1), role
             elif name == "experts_down":
-                assert torch.equal(torch.cat(found, dim=2), selected), role
+                assert torch.equal(torch.cat(slices, dim=2), selected), role
             elif name == "experts_gate_up":
                 halves = [
-                    torch.cat(half, dim=1) for half in zip(*(part.chunk(2, dim=1) for part in found), strict=True)
+                    torch.cat(half, dim=1) for half in zip(*(part.chunk(2, dim=1) for part in slices), strict=True)
                 ]
                 assert torch.equal(torch.cat(halves, dim=1), selected), role
             elif not (name in ("q_norm", "k_norm") and spec.qk_norm == "row"):
-                assert all(torch.equal(part, selected) for part in found), role
+                assert all(torch.equal(part, selected) for part in slices), role
 
 
-def test_units_that_do_not_divide_end_in_zeros():
+def test_units_that_do_not_divide_are_padded_with_zeros():
     tensor = torch.arange(1.0, 11).view(5, 2)
     assert [chunk(tensor, 0, Shard(3, index)).tolist() for index in range(3)] == [
         [[1, 2], [3, 4]],
@@ -65,7 +65,7 @@ def test_units_that_do_not_divide_end_in_zeros():
     assert all(act(zero) == 0 for act in (F.silu, F.gelu, F.relu))
 
 
-def test_heads_of_a_rank():
+def test_heads_by_rank():
     spec = read_decoder(tiny_model("bloom")).spec
     assert [shard_spec(spec, Shard(2, index)).alibi for index in range(2)] == [spec.alibi[:2], spec.alibi[2:]]
     spec = read_decoder(tiny_model("llama")).spec  # 4 heads, 2 key heads
@@ -76,7 +76,7 @@ def test_heads_of_a_rank():
 
 
 @pytest.mark.parametrize("size", [3, 8])
-def test_heads_that_cannot_be_shared_out_are_refused(size):
+def test_heads_that_tp_size_does_not_divide_raise(size):
     spec = read_decoder(tiny_model("llama")).spec
     with pytest.raises(ValueError, match=rf"inference_tp_size: {size} given; .*4 attention heads.*by 1, 2, 4"):
         require_divisible(spec.num_heads, spec.num_kv_heads, size)
