@@ -93,7 +93,7 @@ class PagedMock:
 class RecordingPool(BlockPool):
     """Records the most blocks in use at once."""
 
-    most = 0
+    max_used = 0
 
     def allocate(self, num_blocks: int) -> list[int]:
         blocks = super().allocate(num_blocks)

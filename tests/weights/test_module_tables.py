@@ -111,7 +111,7 @@ def test_training_modes_are_restored():
 class RecordingTrain(nn.Module):
     """A module whose `train` does more than set a flag."""
 
-    asked = None
+    requested_mode = None
 
     def train(self, mode: bool = True) -> nn.Module:
         self.requested_mode = mode
