@@ -1,4 +1,4 @@
-"""Tokenizers of bytes with the special tokens and chat templates of known families, and a tiny model for one."""
+"""Byte-level tokenizers with the special tokens and chat templates of model families, and a tiny model for one."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tokenizers.decoders import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-# Family → its special tokens, of which the first is the tokenizer's start and the second its end, and what ends a turn.
+# Family → its special tokens (the first is the tokenizer's bos, the second its eos), and the token that ends a turn.
 FAMILIES = {
     "qwen2_5": (("", "<|im_end|>", "<|im_start|>", "<|endoftext|>"), "<|im_end|>"),
     "qwen3": (("", "<|im_end|>", "<|im_start|>", "<|endoftext|>"), "<|im_end|>"),
@@ -28,15 +28,15 @@ FAMILIES = {
 
 
 def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes with a family's special tokens, and its own chat template as TRL keeps it."""
+    """A byte-level tokenizer with a family's special tokens and its chat template, from TRL."""
     special, _ = FAMILIES[family]
     inner = Tokenizer(models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), ByteLevel()
     inner.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special if text])
     ends = {"eos_token": special[1], "pad_token": special[1], **({"bos_token": special[0]} if special[0] else {})}
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
-    made.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
-    return made
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
+    tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
+    return tokenizer
 
 
 def chat_model(directory: Path) -> str:
@@ -45,7 +45,7 @@ def chat_model(directory: Path) -> str:
     torch.manual_seed(0)
     tokenizer = tokenizer_of("gemma")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    large = {"initializer_range": 0.2, "attention_dropout": 0.5}  # logits of some size, which dropout then moves
+    large = {"initializer_range": 0.2, "attention_dropout": 0.5}  # logits that are large enough for dropout to change
     config = LlamaConfig(**sizes, **large, vocab_size=len(tokenizer), tie_word_embeddings=True)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     LlamaForCausalLM(config).save_pretrained(directory)

@@ -24,14 +24,14 @@ KINDS += [ChatArguments]
 
 
 @pytest.mark.parametrize("path", sorted({*CONFIGS} - {*PIPELINES}), ids=lambda path: path.name)
-def test_every_other_config_is_ppos(path):
+def test_every_other_config_is_a_deepspeed_config(path):
     args = parse_arguments(PPOArguments, [str(path)])
     for name, value in read_yaml(path).items():
         assert getattr(args, name) in (value, [value])
 
 
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.name)
-def test_every_config_is_a_pipeline(path):
+def test_every_config_parses_as_a_pipeline(path):
     settings = read_yaml(path)
     args = parse(read_yaml(path), ["--output_dir", "runs/elsewhere"])
     for name, own in settings["steps"].items():
@@ -39,8 +39,8 @@ def test_every_config_is_a_pipeline(path):
         for key, value in own.items():
             if key != "script" and "step:" not in str(value):
                 assert getattr(of_step, key) in (value, [value])
-    known = {key for name in args.steps for key in vars(arguments_of_step(name, args))}
-    assert settings.get("common", {}).keys() <= known, "a common setting that no step knows"
+    keys = {key for name in args.steps for key in vars(arguments_of_step(name, args))}
+    assert settings.get("common", {}).keys() <= keys, "a common setting that no step has"
 
 
 def test_flags_override_the_file(tmp_path):
@@ -52,29 +52,29 @@ def test_flags_override_the_file(tmp_path):
     assert (args.stop_token_ids, args.adap_kl_ctrl, args.enable_hybrid_engine) == ([1, 2], True, False)
 
 
-def test_a_table_in_the_file_is_json_in_a_flag(tmp_path):
+def test_a_mapping_in_the_file_is_json_in_a_flag(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("chat_template_kwargs: {enable_thinking: false}\n")
-    of_file = parse_arguments(SFTArguments, [str(path)])
-    assert of_file == parse_arguments(SFTArguments, ["--chat_template_kwargs", '{"enable_thinking": false}'])
+    from_file = parse_arguments(SFTArguments, [str(path)])
+    assert from_file == parse_arguments(SFTArguments, ["--chat_template_kwargs", '{"enable_thinking": false}'])
     path.write_text("seed: {a: 1}\n")
     with pytest.raises(ValueError, match=r"seed: .* given; it must be int"):
         parse_arguments(SFTArguments, [str(path)])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_without_arguments_there_are_defaults(kind):
+def test_no_arguments_give_the_defaults(kind):
     assert parse_arguments(kind, []) == kind()
     assert parse_arguments(kind, ["--local_rank=1"]) == kind()  # DeepSpeed's launcher
 
 
-def test_deepspeed_chats_constants():
+def test_defaults_match_deepspeed_chat():
     args = PPOArguments()
     hard_coded = {"kl_ctl": 0.1, "clip_reward": 5.0, "cliprange": 0.2, "cliprange_value": 0.2, "gamma": 1, "lam": 0.95}
     assert {name: getattr(args, name) for name in hard_coded} == hard_coded
 
 
-def test_an_unknown_key_is_named_with_the_nearest(tmp_path):
+def test_an_unknown_key_raises_with_the_nearest_key(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("kl_coeff: 3\nkl_ctrl: 1\n")
     with pytest.raises(ValueError, match="unknown key 'kl_coeff'; the nearest known key is '"):
@@ -89,7 +89,7 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "words"),
+    ("kind", "changes", "message"),
     [
         (SFTArguments, {"dtype": "float8"}, "dtype: 'float8' given; allowed: float32, bfloat16"),
         (SFTArguments, {"zero_stage": 4}, "zero_stage: 4 given; allowed: 0, 1, 2, 3"),
@@ -114,12 +114,12 @@ def test_an_unknown_key_is_named_with_the_nearest(tmp_path):
         (GRPOArguments, {"num_generations": 1}, "num_generations: 1 given; it must be at least 2"),
     ],
 )
-def test_what_does_not_fit_is_named(kind, changes, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_values_raise_with_the_key(kind, changes, message):
+    with pytest.raises(ValueError, match=message):
         kind(**changes)
 
 
-def test_a_pipelines_mistakes_are_found_before_it_begins():
+def test_pipeline_errors_raise_before_the_first_step():
     good = {"steps": {"sft": {}, "ppo": {"actor_model_name_or_path": "step:sft/model"}}}
     args = parse({**good, "output_dir": "here"}, [])
     assert arguments_of_step("ppo", args).actor_model_name_or_path == "here/sft/model"
@@ -135,17 +135,17 @@ def test_a_pipelines_mistakes_are_found_before_it_begins():
         "steps: none given": {},
         "unknown key 'stepz'; the nearest known key is": {**good, "stepz": {}},
     }
-    for words, settings in wrong.items():
-        with pytest.raises(ValueError, match=words):
+    for message, settings in wrong.items():
+        with pytest.raises(ValueError, match=message):
             parse(settings, [])
 
 
 @pytest.mark.parametrize(
-    ("given", "flags", "seed"), [({}, [], 0), ({"seed": 4}, [], 4), ({"seed": 4}, ["--seed", "5"], 5)]
+    ("seed_setting", "flags", "seed"), [({}, [], 0), ({"seed": 4}, [], 4), ({"seed": 4}, ["--seed", "5"], 5)]
 )
 @pytest.mark.parametrize("where", ["common", "pipeline"])
-def test_the_seed_reaches_every_step(given, flags, seed, where):
+def test_the_seed_reaches_every_step(seed_setting, flags, seed, where):
     steps = {name: {} for name in SCRIPTS} | {"own": {"script": "sft", "seed": 9}}
-    settings = {"steps": steps, **(given if where == "pipeline" else {"common": given})}
+    settings = {"steps": steps, **(seed_setting if where == "pipeline" else {"common": seed_setting})}
     args = parse(settings, flags)
     assert {name: arguments_of_step(name, args).seed for name in steps} == dict.fromkeys(SCRIPTS, seed) | {"own": 9}

@@ -1,4 +1,4 @@
-"""`attn_implementation`: every model of a script has it, what is learned does not depend on it, rollouts stay fused."""
+"""`attn_implementation` reaches every model of a script; training does not depend on it; rollouts stay fused."""
 
 import pytest
 from transformers import AutoConfig, LlamaConfig
@@ -33,8 +33,8 @@ def small(tmp_path_factory):
     return small_directory(tmp_path_factory.mktemp("small"))
 
 
-def run_counted(script: str, settings: dict, refuse: str) -> int:
-    """A script, in which the other attention raises; gives how many of eager's attentions were computed."""
+def run_counting_eager(script: str, settings: dict, refuse: str) -> int:
+    """Run a script in which the attention `refuse` raises; returns the number of eager attention calls."""
     own, eager = ALL_ATTENTION_FUNCTIONS["sdpa"], modeling_llama.eager_attention_forward
     count = 0
 
@@ -51,14 +51,14 @@ def run_counted(script: str, settings: dict, refuse: str) -> int:
     modeling_llama.eager_attention_forward = counting
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
     try:
-        with watched() as found:
+        with watched() as coverages:
             run_here(script, settings)
     finally:
         modeling_llama.eager_attention_forward = eager
         ALL_ATTENTION_FUNCTIONS["sdpa"] = own
-    for one in found:
-        if one.containers:  # DPO's and supervised tuning's engines generate nothing
-            assert (one.containers, one.native_reason) == FUSED, one
+    for coverage in coverages:
+        if coverage.containers:  # DPO's and SFT's engines generate nothing
+            assert (coverage.containers, coverage.native_reason) == FUSED, coverage
     return count
 
 
@@ -66,7 +66,7 @@ def require_the_same_curves(script: str, ranks, small, tmp_path, **changes) -> N
     settings = {**(models_of(script, small) if script != "sft" else {}), **SHORT[script], **changes}
     for name, refuse in (("eager", "sdpa"), ("sdpa", "eager")):
         of_run = {"attn_implementation": name, "output_dir": str(tmp_path / name)}
-        (count, *_) = ranks.run(run_counted, script, {**settings, **of_run}, refuse)
+        (count, *_) = ranks.run(run_counting_eager, script, {**settings, **of_run}, refuse)
         assert (count > 0) == (name == "eager")
     rows = [logged(tmp_path / name) for name in ("eager", "sdpa")]
     assert [len(of_run) for of_run in rows] == [3, 3]
@@ -77,22 +77,22 @@ def require_the_same_curves(script: str, ranks, small, tmp_path, **changes) -> N
                 assert sdpa[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
 
 
-def test_sft_with_packing_learns_the_same(ranks, small, tmp_path):
+def test_sft_with_packing_trains_alike_with_every_attention(ranks, small, tmp_path):
     require_the_same_curves("sft", ranks, small, tmp_path)
 
 
-def test_ppo_learns_the_same(ranks, small, tmp_path):
-    judge = {"reward": [str(small / "reward_model")]}
-    require_the_same_curves("ppo", ranks, small, tmp_path, **judge)
+def test_ppo_trains_alike_with_every_attention(ranks, small, tmp_path):
+    reward = {"reward": [str(small / "reward_model")]}
+    require_the_same_curves("ppo", ranks, small, tmp_path, **reward)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["reward_model", "dpo", "grpo"])
-def test_the_others_learn_the_same(script, ranks, small, tmp_path):
+def test_other_scripts_train_alike_with_every_attention(script, ranks, small, tmp_path):
     require_the_same_curves(script, ranks, small, tmp_path)
 
 
-def test_every_script_that_loads_a_model_has_the_flag():
+def test_every_script_has_attn_implementation():
     kinds = [kind for _, kind in SCRIPTS.values()]
     kinds += [EvaluateArguments, PairsArguments, ThroughputArguments, ChatArguments]
     for kind in kinds:
@@ -113,24 +113,24 @@ def test_every_script_that_loads_a_model_has_the_flag():
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_transformers_refuses_is_refused_before_the_records(script, kind, model, small, tmp_path):
+def test_an_unsupported_attention_raises_before_records_are_read(script, kind, model, small, tmp_path):
     name = str(small / "model")
-    of_script = {model: [name] if kind is EvaluateArguments else name} if model else {}
+    model_settings = {model: [name] if kind is EvaluateArguments else name} if model else {}
     if not model:
-        of_script = {
+        model_settings = {
             key: str(small / "model")
             for key in ("model_name_or_path", "actor_model_name_or_path")
-            if hasattr(kind(), key) and kind is not SCRIPTS["sft"][1]  # its own small model
+            if hasattr(kind(), key) and kind is not SCRIPTS["sft"][1]  # SFT builds its own small model
         }
     output = {"output_dir": str(tmp_path / "run")} if issubclass(kind, RunArguments) else {}
-    args = kind(**of_script, **output, attn_implementation="flash")
+    args = kind(**model_settings, **output, attn_implementation="flash")
     allowed = r"attn_implementation: 'flash' given; allowed for this model, here: eager, sdpa, .*flex_attention \("
     with pytest.raises(ValueError, match=allowed):
         script.run(args)
     assert not (tmp_path / "run").exists()
 
 
-def test_what_a_family_lacks_is_refused(small):
+def test_an_attention_that_a_family_lacks_raises(small):
     config = AutoConfig.for_model("bloom", hidden_size=16, n_layer=1, n_head=2, vocab_size=16)
     with pytest.raises(ValueError, match=r"'sdpa' given; allowed for this model, here: eager \(BloomModel"):
         require_attention(config, "sdpa")

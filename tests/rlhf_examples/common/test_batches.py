@@ -1,4 +1,4 @@
-"""Micro batches even in tokens, rows without padding, logits in chunks: the same numbers as the plain way."""
+"""Token-balanced micro batches, packed rows and chunked logits give the numbers of plain padded batches."""
 
 import copy
 import functools
@@ -26,9 +26,9 @@ from rlhf_examples.common.losses import language_model_loss, loss_denominator
 from tests.engines import CollectiveCount, engine_of, settings
 from tests.tiny_models import ALL_FAMILIES, SIZES, prompts, tiny_model, twin, with_chat_lora, with_peft
 
-# ZeRO-3 that lets go of a parameter as soon as its module has run, which it puts off in models as small as these, and
-# gathers none ahead; and no clipping, which is at 1 where nothing is said (deepspeed 0.19.8).
-FORGETFUL = {
+# ZeRO-3 that releases each parameter as soon as its module has run (deferred in models this small) and prefetches none;
+# no clipping, whose default is 1 (deepspeed 0.19.8).
+RELEASE_AT_ONCE = {
     "zero_optimization": {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
@@ -38,11 +38,11 @@ FORGETFUL = {
     },
     "gradient_clipping": 0.0,
 }
-MIXES_ROWS = {"bloom", "falcon", "opt"}  # transformers 5.23 tells their attention nothing of where packed rows begin
+MIXES_ROWS = {"bloom", "falcon", "opt"}  # transformers 5.23 does not pass cu_seqlens of packed rows to their attention
 
 
-def test_balanced_batches_by_hand():
-    """9 | 5, 4 | then 3 to the one with fewer rows, then 2 and 1 where fewer tokens are."""
+def test_balanced_batches_match_an_example():
+    """9 | 5, 4 | then 3 to the batch with fewer rows, then 2 and 1 to the one with fewer tokens."""
     assert balanced([3, 9, 5, 4, 1, 2], 2) == [[0, 1], [2, 3, 4, 5]]
     assert balanced(torch.tensor([5, 0, 0]), 3) == [[0], [1], [2]], "a batch without a row"
     with pytest.raises(ValueError, match="num_batches: 3 given for 2 rows; a batch needs a row"):
@@ -50,8 +50,8 @@ def test_balanced_batches_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_balanced_batches_are_near_the_best_there_are(seed):
-    """Longest first is within 4/3 - 1/(3m) of the best (Graham 1969), which all assignments are tried for."""
+def test_balanced_batches_are_within_grahams_bound(seed):
+    """Longest first is within 4/3 - 1/(3m) of the optimum (Graham 1969), found by trying all assignments."""
     generator = torch.Generator().manual_seed(seed)
     rows, number = 4 + seed % 5, 2 + seed % 2
     lengths = torch.randint(1, 100, (rows,), generator=generator).tolist()
@@ -66,26 +66,26 @@ def test_balanced_batches_are_near_the_best_there_are(seed):
 
 
 def on_two_ranks(lengths: tuple[torch.Tensor, torch.Tensor], max_tokens: int) -> list:
-    """What `token_budget_batches` gives, or raises, on each of two ranks."""
-    asked, answers = [], []
-    for own in (*lengths, *lengths):  # what each rank asks, then, the maximum known, what it is given
+    """The batches, or the error, of `token_budget_batches` on each of two ranks."""
+    requests, results = [], []
+    for own in (*lengths, *lengths):  # first each rank's own request, then its result with the maximum over ranks
 
         def over_ranks_max(values):
-            asked.append(values)
-            return values if len(asked) <= 2 else torch.maximum(asked[0], asked[1])
+            requests.append(values)
+            return values if len(requests) <= 2 else torch.maximum(requests[0], requests[1])
 
         try:
-            answers.append(token_budget_batches(own, max_tokens, over_ranks_max))
+            results.append(token_budget_batches(own, max_tokens, over_ranks_max))
         except ValueError as error:
-            answers.append(str(error))
-    assert len(asked) == 4, "a rank that does not ask leaves the other waiting"
-    return answers[2:]
+            results.append(str(error))
+    assert len(requests) == 4, "a rank skipped the collective, so the other would hang"
+    return results[2:]
 
 
-def test_a_budget_of_tokens_gives_every_rank_as_many_batches():
+def test_token_budget_batches_are_as_many_on_every_rank():
     lengths = torch.tensor([30, 2, 30, 15, 30, 3]), torch.tensor([8, 9, 10, 7, 6, 5])
     needy, other = on_two_ranks(lengths, 40)
-    assert len(needy) == len(other) == 4  # 110 tokens, but 15 go with none of 30; the other rank's 45 would fit 2
+    assert len(needy) == len(other) == 4  # 110 tokens, but 15 fits with none of 30; the other rank's 45 would fit in 2
     for own, batches in zip(lengths, (needy, other), strict=True):
         assert sorted(row for batch in batches for row in batch) == list(range(6))
         assert all(own[batch].sum() <= 40 for batch in batches)
@@ -93,24 +93,24 @@ def test_a_budget_of_tokens_gives_every_rank_as_many_batches():
     assert on_two_ranks(lengths, 1000) == [[[0, 1, 2, 3, 4, 5]]] * 2
 
 
-def test_what_one_rank_cannot_do_all_refuse():
+def test_a_token_budget_that_fails_on_one_rank_raises_on_all():
     short, long = torch.tensor([3, 4]), torch.tensor([3, 41])
     for pair in ((short, long), (long, short)):
         assert on_two_ranks(pair, 40) == ["max_tokens: 40 given; the longest row has 41 tokens"] * 2
-    few, many = torch.tensor([30]), torch.tensor([30, 30])
-    words = "max_tokens: 40 given; a rank needs 2 batches, and one has 1 rows"
-    assert on_two_ranks((few, many), 40) == [words] * 2
+    few_rows, many_rows = torch.tensor([30]), torch.tensor([30, 30])
+    message = "max_tokens: 40 given; a rank needs 2 batches, and one has 1 rows"
+    assert on_two_ranks((few_rows, many_rows), 40) == [message] * 2
 
 
 def padded_rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Prompts padded on the left, completions on the right: ids, mask, and which tokens are completions."""
+    """Left-padded prompts with right-padded completions: ids, mask, completion mask."""
     ids, mask = prompts(4, 12, padded=True, seed=3)
     completion = (torch.arange(12) >= 6).long().expand(4, 12)
     mask[:, 6:] = (torch.arange(6) < torch.tensor([6, 1, 4, 0])[:, None]).long()
     return ids * mask, mask, completion
 
 
-def test_packing_and_back():
+def test_packing_and_unpacking_round_trip():
     sequences = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 0, 0, 0], [0, 4, 3, 2, 0]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 1, 1, 0]])
     ids, positions = packed(sequences, mask)
@@ -124,7 +124,7 @@ def test_packing_and_back():
 
 
 def plain_logps(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, temperature: float) -> tuple:
-    """Logprobs of tokens 1, 2, … and entropies, each row alone and without padding, by the model's own logits."""
+    """Logprobs of tokens 1, 2, … and entropies from the model's own logits of each row alone, without padding."""
     logps, entropies = [torch.zeros(ids.shape) for _ in range(2)]
     for row in range(len(ids)):
         kept = mask[row].bool()
@@ -141,8 +141,8 @@ def plain_logps(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, tempera
 
 @pytest.mark.parametrize("padding_free", [False, True])
 @pytest.mark.parametrize("family", [*sorted(ALL_FAMILIES), "cohere"])
-def test_logprobs_are_those_of_each_row_alone(family, padding_free):
-    """With logits in chunks, and rows padded or packed, or a refusal in words; logits have caps and scales."""
+def test_batched_logprobs_match_each_row_alone(family, padding_free):
+    """With chunked logits and padded or packed rows, or a ValueError; families include capped and scaled logits."""
     model = tiny_model(family, sizes=SIZES if family == "cohere" else None).train()
     if padding_free and family in MIXES_ROWS:
         for dtype in (torch.bfloat16, torch.float32):
@@ -156,29 +156,29 @@ def test_logprobs_are_those_of_each_row_alone(family, padding_free):
     with torch.no_grad():
         expected = plain_logps(model, ids, mask, 0.7)
         request = {"temperature": 0.7, "chunk_size": 3, "padding_free": padding_free}
-        ours = per_token_logps_and_entropies(model, ids, mask, completion, **request)
-    for found, values in zip(ours, expected, strict=True):
-        # Float32 forwards of another shape, whose logits are up to 30.
-        torch.testing.assert_close(found, values * completion * mask, atol=1e-5, rtol=1e-5)
+        logps_and_entropies = per_token_logps_and_entropies(model, ids, mask, completion, **request)
+    for actual, values in zip(logps_and_entropies, expected, strict=True):
+        # Float32 forwards of other shapes, with logits up to 30.
+        torch.testing.assert_close(actual, values * completion * mask, atol=1e-5, rtol=1e-5)
 
 
-def test_gradients_of_packed_rows_are_those_of_padded_ones():
+def test_gradients_of_packed_and_padded_rows_are_equal():
     model = tiny_model("llama", dtype=torch.float64).train()
     ids, mask, _ = padded_rows()
     first = (mask.cumsum(dim=1) == 1) & mask.bool()
     weights = torch.randn(2, *ids.shape, dtype=torch.float64)
     gradients = []
     for padding_free in (False, True):
-        found = per_token_logps_and_entropies(model, ids, mask, mask, chunk_size=4, padding_free=padding_free)
-        for values in found:
-            assert torch.equal(values != 0, mask.bool() & ~first), "a row's first token has none before it"
-        loss = sum((values * weight).sum() for values, weight in zip(found, weights, strict=True))
+        actual = per_token_logps_and_entropies(model, ids, mask, mask, chunk_size=4, padding_free=padding_free)
+        for values in actual:
+            assert torch.equal(values != 0, mask.bool() & ~first), "a row's first token has a logprob"
+        loss = sum((values * weight).sum() for values, weight in zip(actual, weights, strict=True))
         gradients.append(torch.autograd.grad(loss, list(model.parameters())))
     for padded, unpadded in zip(*gradients, strict=True):
         torch.testing.assert_close(unpadded, padded, atol=1e-10, rtol=1e-9)
 
 
-def test_logits_that_a_model_changes_in_a_way_of_its_own_are_refused():
+def test_a_model_that_changes_its_logits_raises_with_chunked_logits():
     model = tiny_model("llama")
     forward = model.forward
 
@@ -195,7 +195,7 @@ def test_logits_that_a_model_changes_in_a_way_of_its_own_are_refused():
 
 
 class Head(nn.Linear):
-    """A head that says how many rows it was given at once."""
+    """A head that records the most rows of a forward."""
 
     largest = 0
 
@@ -210,7 +210,7 @@ def capped(logits: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("after_head", [None, capped], ids=str)
 @pytest.mark.parametrize(("rows", "chunk_size"), [(13, 4), (12, 4), (13, 1), (3, 50), (0, 4)])
-def test_chunks_change_no_value_and_no_gradient(rows, chunk_size, after_head):
+def test_chunked_logprobs_have_equal_values_and_gradients(rows, chunk_size, after_head):
     torch.manual_seed(0)
     head, hidden = Head(5, 11).double(), torch.randn(rows, 5, dtype=torch.float64, requires_grad=True)
     ids = torch.randint(11, (rows,))
@@ -218,18 +218,18 @@ def test_chunks_change_no_value_and_no_gradient(rows, chunk_size, after_head):
     logits = nn.functional.linear(hidden, head.weight, head.bias)
     distribution = torch.log_softmax((capped(logits) if after_head else logits) / 0.7, dim=-1)
     expected = distribution[range(rows), ids], -(distribution.exp() * distribution).sum(dim=-1)
-    ours = chunked_logps(hidden, head, ids, 0.7, chunk_size, after_head)
-    assert "forward" not in vars(head), "its forward is its own again"
+    chunked = chunked_logps(hidden, head, ids, 0.7, chunk_size, after_head)
+    assert "forward" not in vars(head), "the head's forward was not restored"
     gradients = []
-    for values in (expected, ours):
+    for values in (expected, chunked):
         loss = (torch.stack(values) * weights).sum()
         gradients.append(torch.autograd.grad(loss, (hidden, head.weight, head.bias)))
-    for found, value in zip((*ours, *gradients[1]), (*expected, *gradients[0]), strict=True):
-        torch.testing.assert_close(found, value, atol=1e-12, rtol=1e-12)
+    for actual, value in zip((*chunked, *gradients[1]), (*expected, *gradients[0]), strict=True):
+        torch.testing.assert_close(actual, value, atol=1e-12, rtol=1e-12)
     assert head.largest == min(rows, chunk_size)
 
 
-def test_a_head_that_fails_has_its_own_forward_back():
+def test_a_failing_heads_forward_is_restored():
     head, own = nn.Linear(5, 11), lambda hidden: hidden @ torch.zeros(4, 4)
     head.forward = own
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -238,10 +238,10 @@ def test_a_head_that_fails_has_its_own_forward_back():
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes of tensors made inside the block that were alive at once, in forward and backward."""
+    """Peak bytes of live tensors allocated inside the block, in forward and backward."""
 
     def __enter__(self):
-        self.peak, self.living = 0, {}
+        self.peak, self.live = 0, {}
         return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -249,14 +249,15 @@ class PeakBytes(TorchDispatchMode):
         for tensor in torch.utils._pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                self.living.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self.living = {key: kept for key, kept in self.living.items() if not kept[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.living.values()))
+                self.live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.live = {key: kept for key, kept in self.live.items() if not kept[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
         return result
 
 
-def test_only_a_chunks_logits_live_at_a_time():
-    """Forward and backward of 256 tokens over 2000: the peak follows the chunk, not the tokens."""
+def test_only_one_chunk_of_logits_is_in_memory():
+    """Forward and backward of 256 tokens with a vocabulary of 2000: the peak depends on the chunk, not on the
+    tokens."""
     torch.manual_seed(0)
     head, hidden, ids = nn.Linear(4, 2000), torch.randn(256, 4, requires_grad=True), torch.randint(2000, (256,))
     peaks = {}
@@ -267,58 +268,61 @@ def test_only_a_chunks_logits_live_at_a_time():
         peaks[chunk_size] = made.peak / (2000 * 4)  # in rows of logits
         head.weight.grad = hidden.grad = head.bias.grad = None
     assert peaks[256] > 3 * 256, "logits, log_softmax and their gradients: the measure sees them"
-    rest = 4 * 5 + 30  # gradients of the head, four of them at once, and what is small
+    rest = 4 * 5 + 30  # four gradients of the head at once, and small tensors
     assert peaks[64] < peaks[256] / 4 + rest and peaks[16] < peaks[256] / 16 + rest, peaks
 
 
 def rank_rows(rank: int, step: int, width: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a rank learns from in a step: ids, mask and wanted tokens; ranks differ in rows, lengths and wanted tokens.
+    """A rank's training rows of a step: ids, mask and completion mask, which differ between ranks.
 
-    In step 1 rank 1 has no wanted token at all.
+    In step 1 rank 1 has no completion token.
     """
     rows = 2 + 2 * rank
     ids, mask = prompts(rows, width + rank, padded=True, seed=10 * step + rank)
     mask[-1, -2:] = 0
-    wanted = (torch.arange(width + rank) >= 3).long().expand(rows, -1)
-    return ids, mask, wanted * (0 if (rank, step) == (1, 1) else 1)
+    completion_mask = (torch.arange(width + rank) >= 3).long().expand(rows, -1)
+    return ids, mask, completion_mask * (0 if (rank, step) == (1, 1) else 1)
 
 
-def weighted_loss(logps: torch.Tensor, entropies: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Something that every wanted token has another weight in."""
-    weights = torch.linspace(-1, 1, wanted.numel()).view(wanted.shape) * wanted
+def weighted_loss(logps: torch.Tensor, entropies: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:
+    """A loss in which every completion token has a different weight."""
+    weights = torch.linspace(-1, 1, completion_mask.numel()).view(completion_mask.shape) * completion_mask
     return (weights * logps).sum() + 0.3 * (weights * entropies).sum()
 
 
 def check_gradients(kind: str, padding_free: bool) -> None:
-    """Under ZeRO-3: gradients of the chunked loss after engine.backward are those of the plain one, step after step."""
+    """Under ZeRO-3, gradients of the chunked loss after engine.backward equal those of the plain loss, in every
+    step."""
     changes = {"tie_word_embeddings": True} if kind == "tied" else {}
     model = tiny_model("llama", **changes)
     model = {"peft": with_peft, "chat": with_chat_lora}.get(kind, lambda model: model)(model)
     plain = twin(model)
-    engine = engine_of(model, settings(**FORGETFUL, gradient_accumulation_steps=2))
+    engine = engine_of(model, settings(**RELEASE_AT_ONCE, gradient_accumulation_steps=2))
     if kind == "checkpointing":
         engine.module.gradient_checkpointing_enable()
     engine.train()
     request = {"temperature": 0.7, "chunk_size": 3, "padding_free": padding_free}
     for start in (0, 2):  # the second time with updated weights
         for step in (start, start + 1):
-            ids, mask, wanted = rank_rows(dist.get_rank(), step)
-            found = per_token_logps_and_entropies(engine, ids, mask, wanted, **request)
-            engine.backward(weighted_loss(*found, wanted))
+            ids, mask, completion_mask = rank_rows(dist.get_rank(), step)
+            actual = per_token_logps_and_entropies(engine, ids, mask, completion_mask, **request)
+            engine.backward(weighted_loss(*actual, completion_mask))
             if step % 2:
                 names = [name for name, parameter in plain.named_parameters() if parameter.requires_grad]
                 parameters = dict(engine.module.named_parameters())
-                ours = {name: deepspeed.utils.safe_get_full_grad(parameters[name]) for name in names}
+                grads = {name: deepspeed.utils.safe_get_full_grad(parameters[name]) for name in names}
             engine.step()
         plain.zero_grad()
         for rank, step in itertools.product(range(2), (start, start + 1)):
-            ids, mask, wanted = rank_rows(rank, step)
-            (weighted_loss(*plain_logps(plain, ids, mask, 0.7), wanted * mask) / 4).backward()  # ranks · accumulation
+            ids, mask, completion_mask = rank_rows(rank, step)
+            (
+                weighted_loss(*plain_logps(plain, ids, mask, 0.7), completion_mask * mask) / 4
+            ).backward()  # ranks · accumulation
         expected = dict(plain.named_parameters())
         for name in names:
             scale = expected[name].grad.abs().max()
             assert scale > 1e-3
-            torch.testing.assert_close(ours[name] / scale, expected[name].grad / scale, atol=2e-5, rtol=0)
+            torch.testing.assert_close(grads[name] / scale, expected[name].grad / scale, atol=2e-5, rtol=0)
         for name, parameter in expected.items():
             with deepspeed.zero.GatheredParameters([parameters[name]] if name in parameters else []):
                 parameter.data.copy_(parameters[name].data)
@@ -328,28 +332,28 @@ def check_gradients(kind: str, padding_free: bool) -> None:
     ("kind", "padding_free"),
     [("whole", False), ("whole", True), ("tied", False), ("checkpointing", True), ("peft", True), ("chat", False)],
 )
-def test_chunks_under_zero_3(ranks, kind, padding_free):
+def test_gradients_of_chunked_logprobs_under_zero_3(ranks, kind, padding_free):
     ranks.run(check_gradients, kind, padding_free)
 
 
 def count_gathers() -> list[int]:
-    """Collectives of a forward and backward with one chunk, many and some, after two that DeepSpeed learns from."""
-    engine = engine_of(tiny_model("llama"), settings(**FORGETFUL))
+    """Collectives of a forward and backward with one chunk, many and some, after two for DeepSpeed's trace."""
+    engine = engine_of(tiny_model("llama"), settings(**RELEASE_AT_ONCE))
     engine.train()
-    ids, mask, wanted = rank_rows(0, 0)
+    ids, mask, completion_mask = rank_rows(0, 0)
     counts = []
     for chunk_size in (1000, 1000, 1000, 1, 4):
         with CollectiveCount() as collectives:
-            found = per_token_logps_and_entropies(engine, ids, mask, wanted, chunk_size=chunk_size)
-            engine.backward(weighted_loss(*found, wanted))
+            actual = per_token_logps_and_entropies(engine, ids, mask, completion_mask, chunk_size=chunk_size)
+            engine.backward(weighted_loss(*actual, completion_mask))
         counts.append(collectives.count)
         engine.step()
     return counts[2:]
 
 
-def test_the_head_is_gathered_as_often_however_many_chunks(ranks):
-    (whole, many, some), _ = ranks.run(count_gathers)
-    assert whole == many == some > 0
+def test_the_number_of_gathers_does_not_depend_on_chunks(ranks):
+    (one_chunk, many_chunks, some_chunks), _ = ranks.run(count_gathers)
+    assert one_chunk == many_chunks == some_chunks > 0
 
 
 def check_require_exact() -> None:
@@ -368,7 +372,7 @@ def test_require_exact_under_zero_3(ranks):
 
 
 def check_budget_steps(stage: int) -> None:
-    """Steps of a changing number of backwards, as `token_budget_batches` says how, are SGD's on the whole batch."""
+    """Steps with a varying number of backwards, by `token_budget_batches`, equal SGD on the whole batch."""
     model = tiny_model("llama")
     plain = twin(model)
     config = {
@@ -382,7 +386,7 @@ def check_budget_steps(stage: int) -> None:
     numbers = []
     for step, max_tokens in enumerate((20, 40, 12)):
         ranks_rows = [prompts(4, 9 + 2 * rank, padded=True, seed=step) for rank in range(2)]
-        tokens = sum(int(mask.sum()) - len(mask) for _, mask in ranks_rows)  # the first of a row is not judged
+        tokens = sum(int(mask.sum()) - len(mask) for _, mask in ranks_rows)  # a row's first token has no logprob
         ids, mask = ranks_rows[dist.get_rank()]
         batches = token_budget_batches(mask.sum(dim=1), max_tokens, over_both_max)
         numbers.append(len(batches))
@@ -412,5 +416,5 @@ def over_both_max(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_budget_of_tokens_under_zero(ranks, stage):
+def test_token_budget_steps_match_sgd_on_the_whole_batch(ranks, stage):
     ranks.run(check_budget_steps, stage)

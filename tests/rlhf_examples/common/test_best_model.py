@@ -1,4 +1,4 @@
-"""The best checkpoint by a metric: kept, exported where asked for, and training ends where no better one comes."""
+"""The best checkpoint by a metric is kept, and exported with load_best_model_at_end; early stopping ends training."""
 
 import json
 import math
@@ -18,7 +18,14 @@ from rlhf_examples.common.checkpoint import Checkpoints
 from tests.rank_pool import RankFailure, RankPool
 from tests.rlhf_examples.scripts import logged, models_of, run_here, small_directory
 
-VALUES = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5, 5: 0.5, 6: 0.25}  # of a loss, by iteration: the best of the first four is 2's
+VALUES = {
+    1: 3.0,
+    2: 1.0,
+    3: 2.0,
+    4: 1.5,
+    5: 0.5,
+    6: 0.25,
+}  # a loss by iteration: the best of the first four is iteration 2's
 BEST = {"eval_every": 1, "lr_scheduler_type": "constant"}
 STOPPING = {**BEST, "early_stopping_patience": 2, "load_best_model_at_end": True}
 METRIC = {"sft": "loss", "grpo": "eval_number_of_words", "ppo": "eval_reward_model"}
@@ -32,32 +39,32 @@ def small(tmp_path_factory):
 
 @pytest.mark.parametrize("greater", [True, False])
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
-def test_it_stops_where_transformers_callback_does(alone, tmp_path, greater, threshold):
+def test_early_stopping_matches_transformers_callback(alone, tmp_path, greater, threshold):
     generator = torch.Generator().manual_seed(1)
     for patience in (1, 2, 3):
         values = torch.randn(40, generator=generator, dtype=torch.float64).tolist()
         args = TrainingArguments(str(tmp_path), metric_for_best_model="x", greater_is_better=greater)
         callback, state, control = EarlyStoppingCallback(patience, threshold), TrainerState(), TrainerControl()
-        ours = BestModel("eval_x", greater, patience, threshold)
+        best = BestModel("eval_x", greater, patience, threshold)
         for iteration, value in enumerate(values, start=1):
             callback.on_evaluate(args, state, control, {"eval_x": value})
             is_best = state.best_metric is None or (value > state.best_metric) == greater
             state.best_metric = value if is_best else state.best_metric  # as Trainer._determine_best_metric
-            assert ours.update({"eval_x": value}, iteration) == is_best
-            assert (ours.value, ours.ends_training) == (state.best_metric, control.should_training_stop)
-            if ours.ends_training:
+            assert best.update({"eval_x": value}, iteration) == is_best
+            assert (best.value, best.ends_training) == (state.best_metric, control.should_training_stop)
+            if best.ends_training:
                 break
         assert 1 < iteration < 40
 
 
-def test_what_is_nan_is_never_the_best(alone):
+def test_nan_is_never_the_best(alone):
     best = BestModel("eval_x", patience=3)
     assert [best.update({"eval_x": value}, 1 + i) for i, value in enumerate((math.nan, 1.0, math.nan))] == [0, 1, 0]
     assert (best.value, best.iteration, best.waited) == (1.0, 2, 1)
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"load_best_model_at_end": True}, "load_best_model_at_end: True given without metric_for_best_model"),
         ({"early_stopping_patience": 1}, "early_stopping_patience: 1 given without metric_for_best_model"),
@@ -70,12 +77,12 @@ def test_what_is_nan_is_never_the_best(alone):
         ({"greater_is_better": [True]}, "greater_is_better: .* given; it must be bool"),
     ],
 )
-def test_settings_that_do_not_fit(settings, words):
-    with pytest.raises(ValueError, match=words):
+def test_contradicting_settings_raise(settings, message):
+    with pytest.raises(ValueError, match=message):
         arguments_of(SFTArguments, settings)
 
 
-def test_names_and_directions_are_transformers(tmp_path):
+def test_metric_names_and_directions_match_transformers(tmp_path):
     of = {"--metric_for_best_model": "loss", "--eval_every": "1"}
     flags = [text for pair in of.items() for text in pair]
     best = BestModel.from_args(parse_arguments(SFTArguments, flags))
@@ -108,7 +115,7 @@ def test_the_best_checkpoint_is_not_pruned(tmp_path):
 
 
 def run_scripted(script: str, settings: dict) -> dict[str, float]:
-    """A script whose evaluations find VALUES, after as many updates, on the first rank, and others on the second."""
+    """Run a script whose evaluations give VALUES by iteration on the first rank, and other values on the second."""
     count, sign = settings.pop("evaluated", 0), 1 if dist.get_rank() == 0 else -1
     name = settings["metric_for_best_model"].removeprefix("eval_")
     evaluate, call = training.evaluate, Evaluation.__call__
@@ -116,7 +123,7 @@ def run_scripted(script: str, settings: dict) -> dict[str, float]:
     def value_of() -> float:
         nonlocal count
         count += 1
-        return sign * VALUES.get(count - 1, 9.0)  # the first is before training
+        return sign * VALUES.get(count - 1, 9.0)  # the first evaluation is before training
 
     training.evaluate = lambda *args: {**evaluate(*args), f"eval_{name}": value_of()}
 
@@ -142,7 +149,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def require_the_best(script: str, ranks, small, tmp_path) -> None:
-    """Six iterations, of which the fourth is the last: the second was the best, and is what is exported."""
+    """Of six iterations training ends after the fourth; the second was the best, and is exported."""
     stopped, short = tmp_path / "stopped", tmp_path / "short"
     ranks.run(run_scripted, script, settings_of(script, small, stopped))
     assert [row["iteration"] for row in logged(stopped)] == [1, 2, 3, 4]
@@ -153,7 +160,7 @@ def require_the_best(script: str, ranks, small, tmp_path) -> None:
     ranks.run(run_here, script, {**plain, STEPS[script]: 2})
     best, expected = weights(stopped), weights(short)
     assert best.keys() == expected.keys() and all(torch.equal(best[name], expected[name]) for name in best)
-    # The same, ended after the third iteration and gone on: the patience is not begun again.
+    # The same, ended after the third iteration and resumed: the patience counter is restored.
     again = tmp_path / "again"
     saving = {"save_every": 1, "keep_last": 1}
     ranks.run(run_scripted, script, settings_of(script, small, again, **{STEPS[script]: 3}, **saving))
@@ -179,17 +186,17 @@ def test_ppo_exports_the_best_and_ends_early(ranks, small, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["dpo", "grpo"])
-def test_a_metric_that_is_none_is_named_with_those_there_are(script, ranks, small, tmp_path):
+def test_an_unknown_metric_raises_with_the_available_ones(script, ranks, small, tmp_path):
     settings = {**models_of(script, small), "metric_for_best_model": "accuracy", "eval_every": 1}
-    there = {"dpo": "eval_loss, eval_rewards/accuracies, .*", "grpo": "eval_number_of_words"}[script]
-    with pytest.raises(RankFailure, match=f"'eval_accuracy' given; an evaluation of this run has: {there}"):
+    available = {"dpo": "eval_loss, eval_rewards/accuracies, .*", "grpo": "eval_number_of_words"}[script]
+    with pytest.raises(RankFailure, match=f"'eval_accuracy' given; an evaluation of this run has: {available}"):
         ranks.run(run_here, script, {**settings, "output_dir": str(tmp_path)})
-    assert not logged(tmp_path), "it was trained"
+    assert not logged(tmp_path), "training began"
     assert json.loads((tmp_path / "before.json").read_text())
 
 
-def test_the_best_of_other_ranks_is_exported(ranks, small, tmp_path):
-    """The best checkpoint is of two ranks, and one rank goes on and ends: it loads those weights at the end."""
+def test_the_best_checkpoint_of_another_world_size_is_exported(ranks, small, tmp_path):
+    """The best checkpoint was saved by two ranks; one rank resumes, ends, and loads those weights."""
     saving = {"save_every": 1, "enable_ema": True, "load_best_model_at_end": True}
     ranks.run(run_scripted, "sft", settings_of("sft", small, tmp_path, max_steps=3, **saving))
     best = {name: load_file(tmp_path / name / "model.safetensors") for name in ("model", "model_ema")}
@@ -199,5 +206,5 @@ def test_the_best_of_other_ranks_is_exported(ranks, small, tmp_path):
     alone.close()
     assert [row["iteration"] for row in logged(tmp_path)] == [1, 2, 3, 4]
     for name, expected in best.items():
-        found = load_file(tmp_path / name / "model.safetensors")
-        assert all(torch.equal(found[key], expected[key]) for key in expected), name
+        actual = load_file(tmp_path / name / "model.safetensors")
+        assert all(torch.equal(actual[key], expected[key]) for key in expected), name

@@ -1,4 +1,4 @@
-"""What was given and does not fit: one line, status 2, no traceback, before any engine."""
+"""Invalid input ends a script with a one-line error and status 2, without a traceback, before any engine is built."""
 
 import importlib
 import logging
@@ -47,7 +47,7 @@ CASES = {
 
 
 class Ended(Exception):
-    """In the place of the process' end."""
+    """Raised instead of ending the process."""
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_does_not_fit_is_one_line(case, folder, tmp_path_factory, monkeypatch, capsys):
-    script, argv, words = CASES[case]
+def test_invalid_input_is_a_one_line_error(case, folder, tmp_path_factory, monkeypatch, capsys):
+    script, argv, message = CASES[case]
     datasets.disable_progress_bars()  # as `start_ranks` does
     model = small_directory(tmp_path_factory.mktemp("small")) / "model" if MODEL in argv else ""
     filled = [text.format(folder=folder, model=model) for text in argv]
@@ -74,8 +74,8 @@ def test_what_does_not_fit_is_one_line(case, folder, tmp_path_factory, monkeypat
 
     monkeypatch.setattr(sys, "argv", [script, *filled])
     monkeypatch.setattr(command_line.os, "_exit", end)
-    for one in (command_line, module):
-        monkeypatch.setattr(one, "start_ranks", lambda: None, raising=False)
+    for target in (command_line, module):
+        monkeypatch.setattr(target, "start_ranks", lambda: None, raising=False)
     for name, value in (("get_rank", 0), ("get_world_size", 1)):
         monkeypatch.setattr(ranks.dist, name, lambda *_, value=value: value)
     capsys.readouterr()
@@ -86,16 +86,16 @@ def test_what_does_not_fit_is_one_line(case, folder, tmp_path_factory, monkeypat
     assert err.count("\n") == 1, err
     line = err.strip()
     assert line.startswith("error: ")
-    assert words.replace("{folder}", str(folder)) in line
+    assert message.replace("{folder}", str(folder)) in line
 
 
-def test_an_error_once_there_is_an_engine_keeps_its_traceback(caplog):
+def test_an_error_after_an_engine_is_built_keeps_its_traceback(caplog):
     with pytest.raises(ValueError, match="inside"), command_line.input_errors_reported():
         ranks.end_preparation()
         raise ValueError("inside")
 
 
-def test_a_later_step_is_prepared_anew(monkeypatch, capsys, caplog):
+def test_input_errors_of_a_later_step_are_one_line(monkeypatch, capsys, caplog):
     monkeypatch.setattr(command_line.os, "_exit", lambda status: None)
     with caplog.at_level(logging.DEBUG, "rlhf_examples"), command_line.input_errors_reported():
         with ranks.preparing():
@@ -106,10 +106,10 @@ def test_a_later_step_is_prepared_anew(monkeypatch, capsys, caplog):
     assert "Traceback" in caplog.text
 
 
-def test_ranks_say_it_once():
+def test_only_one_rank_prints_the_error():
     done = run_script(["-m", "rlhf_examples.grpo", "--reward", "x", "--temprature", "1"], 2, timeout_s=120)
     lines = [line for line in done.stdout.splitlines() if line.startswith("error")]
     assert lines == ["error: unknown key 'temprature'; the nearest known key is 'temperature'"]
-    assert done.stdout.count("Traceback") <= 1, "the launcher's"
+    assert done.stdout.count("Traceback") <= 1, "more than the launcher's traceback"
     assert "rlhf_examples/" not in done.stdout
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""Policies that are compared have no dropout: training forwards repeat, and losses begin where they should."""
+"""Scripts that compare policies disable dropout: training forwards repeat, and first losses have their known values."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ from rlhf_examples.data.synthetic import synthetic_tokenizer
 from tests.rlhf_examples.scripts import SCRIPTS, models_of, run_here
 from tests.tiny_models import ALL_FAMILIES
 
-# What the families call it; a configuration takes those that it knows.
+# The families' names of dropout settings; a configuration uses those that it has.
 NAMES = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "hidden_dropout", "layerdrop")
 NAMES += ("embd_dropout", "activation_dropout", "router_jitter_noise")
 
@@ -26,18 +26,18 @@ def config_with_dropout(family: str, **changes):
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_no_family_has_noise_in_training(family):
-    """Modules, functions, whole layers that are left out, and what Mixtral's router multiplies its inputs by."""
+def test_without_dropout_training_forwards_repeat(family):
+    """Dropout modules and functions, layerdrop, and Mixtral's router jitter."""
     torch.manual_seed(0)
     ids = torch.randint(3, 90, (2, 9))
     noisy = AutoModelForCausalLM.from_config(config_with_dropout(family)).train()
-    assert (noisy(ids).logits - noisy(ids).logits).abs().max() > 1e-3, "there is nothing to switch off"
+    assert (noisy(ids).logits - noisy(ids).logits).abs().max() > 1e-3, "the model has no dropout: the test is vacuous"
     model = AutoModelForCausalLM.from_config(without_dropout(config_with_dropout(family)))
     assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
 
 
 def directory_with_dropout(family: str, directory: Path) -> Path:
-    """As `small_directory`, of a family with dropout."""
+    """Like `small_directory`, of a family with dropout."""
     torch.manual_seed(0)
     tokenizer = synthetic_tokenizer()
     config = config_with_dropout(family, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
@@ -53,19 +53,19 @@ def directory_with_dropout(family: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize(("script", "family"), [("dpo", "gpt2"), ("ppo", "opt"), ("grpo", "gpt2")])
-def test_the_first_loss_is_of_equal_policies(script, family, ranks, tmp_path):
-    """DPO's is log 2, and the first ratio of PPO and GRPO is 1, to the roundings of float32."""
+def test_the_first_loss_is_that_of_equal_policies(script, family, ranks, tmp_path):
+    """DPO's first loss is log 2, and the first ratio of PPO and GRPO is 1, within float32 rounding."""
     models = models_of(script, directory_with_dropout(family, tmp_path))
     first = {"max_steps": 1} if script == "dpo" else {"num_iterations": 1, "num_mini_batches": 1}
     if script == "ppo":
         first["ppo_epochs"] = 1
-    found = ranks.run(run_here, script, {**first, **models, "output_dir": str(tmp_path / "run")})[0]
+    metrics = ranks.run(run_here, script, {**first, **models, "output_dir": str(tmp_path / "run")})[0]
     if script == "dpo":
-        assert found["loss"] == pytest.approx(math.log(2), abs=1e-5)
+        assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
     else:
-        assert found["val/first_ratio_error"] < 1e-3
+        assert metrics["val/first_ratio_error"] < 1e-3
 
 
-def test_supervised_tuning_keeps_the_models_own():
-    """As TRL's: there is nothing that is compared."""
+def test_sft_keeps_the_models_dropout():
+    """As in TRL: SFT compares no policies."""
     assert [name for name, (_, kind) in SCRIPTS.items() if not hasattr(kind(), "disable_dropout")] == ["sft"]

@@ -1,5 +1,5 @@
-"""Models are loaded into ZeRO-3's partitions: training is what it is from a whole float32 model on every rank, and no
-rank ever holds one."""
+"""Models are loaded straight into ZeRO-3's partitions: training is bit-identical to that from a full float32 model on
+every rank, and no rank holds a full model."""
 
 import json
 from dataclasses import replace
@@ -52,7 +52,7 @@ def training(stage: int, lora: LoRA = NO_LORA) -> Training:
 
 
 def saved(directory: str, make, form: str = "one file", dtype: torch.dtype = torch.float32) -> str:
-    """A checkpoint on disk, made by the first rank, in one of the forms that Hugging Face reads."""
+    """A checkpoint on disk, written by the first rank, in a format that Hugging Face reads."""
     if dist.get_rank() == 0:
         model = make().to(dtype)
         shard = "20KB" if "sharded" in form else "5GB"
@@ -64,7 +64,7 @@ def saved(directory: str, make, form: str = "one file", dtype: torch.dtype = tor
 
 
 def as_pickles(directory: Path) -> None:
-    """Replace safetensors files by what torch saves."""
+    """Replace safetensors files by pickles of torch.save."""
     for path in directory.glob("*.safetensors"):
         name = path.name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin")
         torch.save(load_file(path), directory / name)
@@ -76,7 +76,7 @@ def as_pickles(directory: Path) -> None:
         index.unlink()
 
 
-def whole_policy(base: str, lora: LoRA) -> nn.Module:
+def unpartitioned_policy(base: str, lora: LoRA) -> nn.Module:
     """A float32 model on every rank, which DeepSpeed casts and partitions."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if not lora.rank:
@@ -85,7 +85,7 @@ def whole_policy(base: str, lora: LoRA) -> nn.Module:
     return peft.get_peft_model(model, config)
 
 
-def whole_value_model(base: str, lora: LoRA, new_head: bool) -> nn.Module:
+def unpartitioned_value_model(base: str, lora: LoRA, new_head: bool) -> nn.Module:
     config = AutoConfig.from_pretrained(base, num_labels=1)
     model = AutoModelForSequenceClassification.from_pretrained(base, config=config, dtype=torch.float32)
     if new_head:
@@ -96,13 +96,13 @@ def whole_value_model(base: str, lora: LoRA, new_head: bool) -> nn.Module:
     return ValueModel(peft.get_peft_model(model, adapter))
 
 
-def trains_alike(one: hybrid.HybridEngine, other: hybrid.HybridEngine, step) -> None:
-    """Storage and losses of two engines are equal to the bit, over steps."""
-    assert storage_digest(one) == storage_digest(other), "other weights"
+def require_equal_training(first: hybrid.HybridEngine, second: hybrid.HybridEngine, step) -> None:
+    """Storage and losses of two engines are bit-identical over steps."""
+    assert storage_digest(first) == storage_digest(second), "weights differ"
     for number in range(3):
-        losses = [step(engine, number) for engine in (one, other)]
+        losses = [step(engine, number) for engine in (first, second)]
         assert torch.equal(*losses), f"step {number}: {losses}"
-    assert storage_digest(one) == storage_digest(other), "trained to other weights"
+    assert storage_digest(first) == storage_digest(second), "trained weights differ"
 
 
 def value_step(engine: hybrid.HybridEngine, number: int) -> torch.Tensor:
@@ -117,23 +117,23 @@ def check_policy(folder: str, family: str, stage: int, dtype: str, lora: LoRA, f
     args, settings = SFTArguments(dtype=dtype), training(stage, lora)
     base = saved(f"{folder}/base", partial(tiny_model, family, **changes), form)
     engines = []
-    for load in (lambda: whole_policy(base, lora), lambda: load_policy(base, settings.config(args), lora)):
+    for load in (lambda: unpartitioned_policy(base, lora), lambda: load_policy(base, settings.config(args), lora)):
         seed_everything(7)
         engines.append(make_engine(load(), args, settings))
     buffers = [dict(engine.module.named_buffers()) for engine in engines]
     assert buffers[0].keys() == buffers[1].keys()
-    for name, buffer in buffers[1].items():  # Gemma casts its float32 scale before use; it may have been made in bf16
+    for name, buffer in buffers[1].items():  # Gemma casts its float32 scale before use; the buffer may be bf16
         assert torch.equal(buffer, buffers[0][name].to(buffer.dtype)), name
         assert "inv_freq" not in name or buffer.dtype == torch.float32
     if stage == 3:
         world = dist.get_world_size()
         for name, parameter in engines[1].module.named_parameters():
             assert parameter.ds_tensor.numel() == -(-parameter.ds_numel // world), f"{name} is not partitioned"
-    trains_alike(*engines, train_step)
+    require_equal_training(*engines, train_step)
     with engines[0].inference(), engines[1].inference():
         ids, mask = prompts(2, 7, padded=True, seed=dist.get_rank())
-        found = [engine.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False) for engine in engines]
-        assert torch.equal(*found)
+        tokens = [engine.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False) for engine in engines]
+        assert torch.equal(*tokens)
 
 
 TIED = {"tie_word_embeddings": True}
@@ -151,7 +151,7 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("case", POLICIES)
-def test_a_policy_trains_to_the_bits_that_a_whole_one_does(ranks, tmp_path, case):
+def test_a_partitioned_policy_trains_bit_identically_to_an_unpartitioned_one(ranks, tmp_path, case):
     *settings, changes = POLICIES[case]
     ranks.run(check_policy, str(tmp_path), *settings, **changes)
 
@@ -171,12 +171,12 @@ def check_value_model(folder: str, lora: LoRA, has_head: bool, dtype: str) -> No
     args, settings = SFTArguments(dtype=dtype), training(3, lora)
     base, engines = saved(f"{folder}/base", make), []
     for load in (
-        lambda: whole_value_model(base, lora, not has_head),
+        lambda: unpartitioned_value_model(base, lora, not has_head),
         lambda: load_value_model(base, settings.config(args), lora),
     ):
         seed_everything(7)
         engines.append(make_engine(load(), args, settings))
-    trains_alike(*engines, value_step)
+    require_equal_training(*engines, value_step)
 
 
 @pytest.mark.parametrize(
@@ -186,13 +186,15 @@ def check_value_model(folder: str, lora: LoRA, has_head: bool, dtype: str) -> No
         (WITH_LORA, True, "bfloat16"),  # a reward model, or a critic, from a reward model
     ],
 )
-def test_a_value_model_trains_to_the_bits_that_a_whole_one_does(ranks, tmp_path, lora, has_head, dtype):
+def test_a_partitioned_value_model_trains_bit_identically_to_an_unpartitioned_one(
+    ranks, tmp_path, lora, has_head, dtype
+):
     ranks.run(check_value_model, str(tmp_path), lora, has_head, dtype)
 
 
 def with_adapters(folder: str) -> dict[str, nn.Module]:
-    """A language model in base/, an adapter over it in policy/, and one in reward/, with a head that was trained beside
-    it; gives the adapted two, by PEFT."""
+    """A language model in base/, its adapter in policy/, and a classifier's adapter with a trained head in reward/.
+    Returns the two adapted models, loaded by PEFT."""
     base = saved(f"{folder}/base", partial(tiny_model, "llama"), "sharded")
     kinds = {"policy": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
     if dist.get_rank() == 0:
@@ -212,8 +214,8 @@ def with_adapters(folder: str) -> dict[str, nn.Module]:
 
 
 def check_begins_from_adapter(folder: str, stage: int, lora: LoRA) -> None:
-    """A policy that is loaded from an adapter's directory is the adapted model, in training and under a LoRA of its
-    own; the critic and the reward model are the adapted classifier, or the adapted language model under a new head."""
+    """A policy loaded from an adapter's directory is the adapted model, in full training and under a new LoRA; critic
+    and reward model are the adapted classifier, or the adapted language model with a new head."""
     expected = with_adapters(folder)
     args, settings = SFTArguments(), training(stage, lora)
     ids, mask = prompts(2, 7, padded=False, seed=dist.get_rank())
@@ -225,67 +227,67 @@ def check_begins_from_adapter(folder: str, stage: int, lora: LoRA) -> None:
     torch.testing.assert_close(policy(ids, attention_mask=mask).logits.detach(), logits, atol=1e-4, rtol=1e-4)
     for number in range(2):
         train_step(policy, number)
-    now = policy(ids, attention_mask=mask).logits.detach()
-    assert (now - logits).abs().max() > 1e-2, "nothing was trained"
+    trained_logits = policy(ids, attention_mask=mask).logits.detach()
+    assert (trained_logits - logits).abs().max() > 1e-2, "nothing was trained"
     if lora.rank:
         scores = policy.score(ids, mask, adapters=False).per_token_logps
-        of_reference = logits[:, :-1].log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
-        torch.testing.assert_close(scores, of_reference, atol=1e-4, rtol=1e-4)
+        expected_scores = logits[:, :-1].log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
+        torch.testing.assert_close(scores, expected_scores, atol=1e-4, rtol=1e-4)
         policy.train()
     else:
         assert all(parameter.requires_grad for parameter in policy.module.parameters())
     export(policy, synthetic_tokenizer(), f"{folder}/out")
     with torch.no_grad():
         written = AutoModelForCausalLM.from_pretrained(f"{folder}/out")(ids, attention_mask=mask).logits
-    torch.testing.assert_close(written, now, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(written, trained_logits, atol=1e-3, rtol=1e-4)
     critic = make_engine(load_value_model(f"{folder}/reward", settings.config(args), lora), args, settings)
-    judging = load_frozen_model(load_value_model, f"{folder}/reward", "float32", offload=stage == 3)
-    for engine in (critic, judging):
+    reward_model = load_frozen_model(load_value_model, f"{folder}/reward", "float32", offload=stage == 3)
+    for engine in (critic, reward_model):
         with torch.no_grad():
-            found = engine(input_ids=ids, attention_mask=mask).logits
-        torch.testing.assert_close(found, values, atol=1e-4, rtol=1e-4)
+            actual = engine(input_ids=ids, attention_mask=mask).logits
+        torch.testing.assert_close(actual, values, atol=1e-4, rtol=1e-4)
     headless = load_value_model(f"{folder}/policy", settings.config(args))
     assert all((p.ds_tensor if stage == 3 else p).abs().sum() == 0 for p in headless.classifier.score.parameters())
 
 
 @pytest.mark.parametrize(("stage", "lora"), [(0, WITH_LORA), (3, WITH_LORA), (3, NO_LORA)])
-def test_training_begins_from_an_adapters_directory(ranks, tmp_path, stage, lora):
+def test_training_starts_from_an_adapter_directory(ranks, tmp_path, stage, lora):
     ranks.run(check_begins_from_adapter, str(tmp_path), stage, lora)
 
 
 def check_adapters_kinds(folder: str) -> None:
     with_adapters(folder)
     assert is_reward_model(f"{folder}/reward") and not is_reward_model(f"{folder}/policy")
-    alone = replace(WITH_LORA, alone=True)
+    adapter_only = replace(WITH_LORA, alone=True)
     with pytest.raises(ValueError, match=r"lora_export: adapter given, and '.*policy' is an adapter itself"):
-        load_policy(f"{folder}/policy", training(3, alone).config(SFTArguments()), alone)
+        load_policy(f"{folder}/policy", training(3, adapter_only).config(SFTArguments()), adapter_only)
     with pytest.raises(ValueError, match=r"'.*policy' is no adapter of a LlamaForCausalLM: it has .*layers.2"):
         with_adapter(tiny_model("llama", num_hidden_layers=2), f"{folder}/policy")
 
 
-def test_what_an_adapter_is_good_for(ranks, tmp_path):
+def test_adapter_directories_of_the_wrong_kind_raise(ranks, tmp_path):
     ranks.run(check_adapters_kinds, str(tmp_path))
 
 
-def test_a_reward_model_may_have_a_hub_name(monkeypatch):
-    """Of what transformers finds under a name, wherever that is."""
-    known = {"somebody/rewarding": "LlamaForSequenceClassification", "somebody/talking": "LlamaForCausalLM"}
+def test_is_reward_model_accepts_hub_names(monkeypatch):
+    """The configuration that transformers loads by name decides."""
+    architectures = {"org/reward-model": "LlamaForSequenceClassification", "org/chat-model": "LlamaForCausalLM"}
 
-    def found(name: str):
-        if name not in known:
+    def load_config(name: str):
+        if name not in architectures:
             raise OSError(f"{name} is not a local folder and is not a valid model identifier")
-        return SimpleNamespace(architectures=[known[name]])
+        return SimpleNamespace(architectures=[architectures[name]])
 
     monkeypatch.setattr(models, "find_adapter_config_file", lambda name: None)
-    monkeypatch.setattr(models.AutoConfig, "from_pretrained", found)
-    assert is_reward_model("somebody/rewarding")
-    assert not is_reward_model("somebody/talking") and not is_reward_model("rlhf_examples.rewards:exact_match")
+    monkeypatch.setattr(models.AutoConfig, "from_pretrained", load_config)
+    assert is_reward_model("org/reward-model")
+    assert not is_reward_model("org/chat-model") and not is_reward_model("rlhf_examples.rewards:exact_match")
     with pytest.raises(ValueError, match="'exact_match' given; it must be module:function, the address of a"):
         is_reward_model("exact_match")
 
 
 def check_frozen(folder: str, offload: bool) -> None:
-    """A reference's logits, and those of an adapter's directory, are Hugging Face's."""
+    """Logits of a reference, and of an adapter's directory, equal Hugging Face's."""
     base = saved(f"{folder}/base", partial(tiny_model, "llama"), "sharded")
     if dist.get_rank() == 0:
         torch.manual_seed(3)
@@ -304,19 +306,19 @@ def check_frozen(folder: str, offload: bool) -> None:
             expected = model(ids, attention_mask=mask).logits
         context = engine.inference() if isinstance(engine, hybrid.HybridEngine) else torch.no_grad()
         with context:
-            found = engine(ids, attention_mask=mask).logits
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            actual = engine(ids, attention_mask=mask).logits
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
         if offload:
-            held = sum(parameter.ds_tensor.numel() for parameter in engine.module.parameters())
-            assert held <= 0.55 * sum(parameter.numel() for parameter in model.parameters())
+            local_elements = sum(parameter.ds_tensor.numel() for parameter in engine.module.parameters())
+            assert local_elements <= 0.55 * sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_frozen_models_are_hugging_faces(ranks, tmp_path, offload):
+def test_frozen_models_match_hugging_face(ranks, tmp_path, offload):
     ranks.run(check_frozen, str(tmp_path), offload)
 
 
-def refused(load, base: str, stage: int) -> str:
+def error_of(load, base: str, stage: int) -> str:
     try:
         load(base, deepspeed_config("float32", stage))
     except ValueError as error:
@@ -324,8 +326,8 @@ def refused(load, base: str, stage: int) -> str:
     raise AssertionError("nothing was raised")
 
 
-def check_refusals(folder: str, stage: int) -> list[str]:
-    """What is raised on this rank for checkpoints that do not fit."""
+def check_bad_checkpoints(folder: str, stage: int) -> list[str]:
+    """The errors of this rank for bad checkpoints."""
     other = saved(f"{folder}/other", partial(tiny_model, "llama"))
     cut = saved(f"{folder}/cut", partial(tiny_model, "llama"))
     headless = saved(f"{folder}/headless", random_reward_model)
@@ -335,15 +337,15 @@ def check_refusals(folder: str, stage: int) -> list[str]:
         weights = Path(cut, "model.safetensors")
         weights.write_bytes(weights.read_bytes()[:-1000])
     dist.barrier()
-    found = [refused(load_policy, base, stage) for base in (other, cut, headless, f"{folder}/nothing")]
+    errors = [error_of(load_policy, base, stage) for base in (other, cut, headless, f"{folder}/nothing")]
     assert torch.get_default_dtype() == torch.float32
-    nn.Linear(3, 3)  # no part of a context of DeepSpeed's is left
-    return found
+    nn.Linear(3, 3)  # no context of DeepSpeed's is left open
+    return errors
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_cannot_be_loaded_is_refused_on_every_rank(ranks, tmp_path, stage):
-    for size, cut, missing, absent in ranks.run(check_refusals, str(tmp_path), stage):
+def test_bad_checkpoints_raise_on_every_rank(ranks, tmp_path, stage):
+    for size, cut, missing, absent in ranks.run(check_bad_checkpoints, str(tmp_path), stage):
         assert "other' cannot be loaded" in size
         assert "cut' cannot be loaded" in cut
         assert "headless' cannot be loaded: it has no lm_head.weight; give the checkpoint of a Llama" in missing
@@ -359,7 +361,7 @@ SIZES = {  # hidden size, intermediate size, layers, vocabulary
 
 
 def make_checkpoint(directory: str, size: str) -> int:
-    """A random bfloat16 Llama in files of a few matrices; gives its bytes."""
+    """A random bfloat16 Llama in files of a few matrices; returns its bytes."""
     hidden, intermediate, layers, vocabulary = SIZES[size]
     config = LlamaConfig(
         hidden_size=hidden,
@@ -381,7 +383,7 @@ def make_checkpoint(directory: str, size: str) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def memory_of_a_life(directory: str, size: str, max_shard_bytes: int) -> tuple[int, dict[str, int], dict[str, int]]:
+def peak_memory(directory: str, size: str, max_shard_bytes: int) -> tuple[int, dict[str, int], dict[str, int]]:
     """The model's bytes; this rank's peaks from files to an engine that generates, and from that to files."""
     with returning_memory():
         nbytes = make_checkpoint(directory, size)
@@ -407,37 +409,37 @@ def memory_of_a_life(directory: str, size: str, max_shard_bytes: int) -> tuple[i
     return nbytes, loading.figures(), saving.figures()
 
 
-def require_bounded(found: list[tuple], max_shard_bytes: int, size: str) -> None:
-    """Of the ranks together. What a process allocates itself (anonymous) while it loads is the partitions and what is
-    whole for a moment, some two of the largest parameter on a rank (on a GPU they are not in host memory): under 1.3
-    models. With pages of the files, which the kernel may drop and which count once for all who map them: under 1.3
-    models and the partitions. Saving: a file and a layer, and of others a parameter."""
-    (nbytes, *_), ranks = found[0], len(found)
-    loading, saving = ([figures[i] for figures in found] for i in (1, 2))
+def require_bounded(measurements: list[tuple], max_shard_bytes: int, size: str) -> None:
+    """Memory of all ranks together. Loading: anonymous memory is the partitions and about two full parameters per rank
+    (on a GPU those are not in host memory), under 1.3 models; with mapped pages of the files, which the kernel may drop
+    and which count once, under 1.3 models and the partitions. Saving: a file and a layer on the first rank, a parameter
+    on others."""
+    (nbytes, *_), ranks = measurements[0], len(measurements)
+    loading, saving = ([figures[i] for figures in measurements] for i in (1, 2))
     for what, figures in (("loading", loading), ("saving", saving)):
-        print(f"{what} {nbytes / MIB:.0f} MiB", [{k: round(v / MIB) for k, v in one.items()} for one in figures])
+        print(f"{what} {nbytes / MIB:.0f} MiB", [{k: round(v / MIB) for k, v in figure.items()} for figure in figures])
     total = summed(loading)
     assert total["anonymous"] < 1.3 * nbytes
     assert total["proportional"] < (1.3 + 1) * nbytes
-    assert max(one["anonymous"] for one in loading) < nbytes / ranks + 0.3 * nbytes
+    assert max(figure["anonymous"] for figure in loading) < nbytes / ranks + 0.3 * nbytes
     hidden, intermediate, _, vocabulary = SIZES[size]
     parameter = 2 * hidden * max(intermediate, vocabulary)
     layer = 2 * (4 * hidden * hidden + 3 * hidden * intermediate)
-    slack = 4 * parameter + 8 * MIB  # whole, as a collective's input and output, and the copy that is written
+    slack = 4 * parameter + 8 * MIB  # full, as input and output of a collective, and the copy that is written
     assert saving[0]["anonymous"] < max_shard_bytes + layer + slack
-    assert all(one["anonymous"] < slack for one in saving[1:])
+    assert all(figure["anonymous"] < slack for figure in saving[1:])
 
 
-def test_120_mib_are_loaded_and_saved_in_little_more(ranks, tmp_path):
+def test_loading_and_saving_120_mib_is_bounded_in_memory(ranks, tmp_path):
     shard = 10 * MIB
-    require_bounded(ranks.run(memory_of_a_life, str(tmp_path / "model"), "120 MiB", shard), shard, "120 MiB")
+    require_bounded(ranks.run(peak_memory, str(tmp_path / "model"), "120 MiB", shard), shard, "120 MiB")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_1_gib_is_loaded_and_saved_in_little_more(tmp_path, world_size):
+def test_loading_and_saving_1_gib_is_bounded_in_memory(tmp_path, world_size):
     pool, shard = RankPool(world_size, timeout_s=600), 150 * MIB
     try:
-        require_bounded(pool.run(memory_of_a_life, str(tmp_path / "model"), "1 GiB", shard), shard, "1 GiB")
+        require_bounded(pool.run(peak_memory, str(tmp_path / "model"), "1 GiB", shard), shard, "1 GiB")
     finally:
         pool.close()

@@ -1,4 +1,4 @@
-"""Every option of losses.py is set by a flag, and from the flag on it is what the loss is computed with."""
+"""Every option of losses.py is set by a flag, and the loss is computed with the flag's value."""
 
 import ast
 import inspect
@@ -22,55 +22,55 @@ from rlhf_examples.data.texts import RecordFormat
 from tests.rlhf_examples.scripts import logged, models_of, run_here, small_directory
 
 SCRIPTS = Path(losses.__file__).parents[1]
-# PPO's rewards keep their mean, its advantages do not: both are what `masked_whiten` is for.
-SETTLED = {("masked_whiten", "shift_mean")}
-DATA = ("Tensor", "Callable", "Loss")  # what a loss is computed of
+# Constant in the scripts: PPO's rewards keep their mean, its advantages do not.
+CONSTANT = {("masked_whiten", "shift_mean")}
+DATA = ("Tensor", "Callable", "Loss")  # types of a loss's inputs
 
 
 def options() -> set[tuple[str, str]]:
-    """The public functions and classes of losses.py, with each parameter that is a number, a name or a switch."""
-    found = set()
+    """(function or class of losses.py, option) for every parameter that is a number, a name or a switch."""
+    parameters = set()
     for name, of in vars(losses).items():
         if name.startswith("_") or name == "Loss" or getattr(of, "__module__", "") != losses.__name__:
             continue
         for parameter in inspect.signature(of).parameters.values():
             if parameter.name != "denominator" and not any(word in str(parameter.annotation) for word in DATA):
-                found.add((name, parameter.name))
-    return found
+                parameters.add((name, parameter.name))
+    return parameters
 
 
 def set_by_scripts() -> set[tuple[str, str]]:
-    """The parameters of functions of losses.py that a call in a script sets by anything but a constant."""
-    found = set()
+    """(function of losses.py, parameter) that a call in a script sets to anything but a constant."""
+    parameters_set = set()
     for path in SCRIPTS.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             of = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and vars(losses).get(call.func.id)
             if not callable(of) or getattr(of, "__module__", "") != losses.__name__ or path.name == "losses.py":
                 continue
-            names, given = list(inspect.signature(of).parameters), dict(enumerate(call.args))
+            names, positional = list(inspect.signature(of).parameters), dict(enumerate(call.args))
             starred = any(isinstance(value, ast.Starred) for value in call.args)
-            by_place = {} if starred else {names[place]: value for place, value in given.items()}
+            by_place = {} if starred else {names[place]: value for place, value in positional.items()}
             by_name = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
             settings = {
                 name: value for name, value in (by_place | by_name).items() if not isinstance(value, ast.Constant)
             }
-            found |= {(call.func.id, name) for name in settings}
-    return found
+            parameters_set |= {(call.func.id, name) for name in settings}
+    return parameters_set
 
 
-# Arithmetic inside of a loss or a controller, and what depends on the batch alone.
+# Arithmetic inside a loss or a controller, and parameters that depend on the batch only.
 INNER = {"mean_metrics", "require_one_of", "pairs_loss", "FixedKLController", "in_groups"}
 
 
 def test_every_option_is_set_by_a_script():
-    known = {(name, option) for name, option in options() if name not in INNER}
-    assert {("grpo_loss", "delta"), ("importance_sampling_weights", "mode"), ("dpo_loss", "beta")} <= known
-    missing = sorted(known - set_by_scripts() - SETTLED)
+    loss_options = {(name, option) for name, option in options() if name not in INNER}
+    assert {("grpo_loss", "delta"), ("importance_sampling_weights", "mode"), ("dpo_loss", "beta")} <= loss_options
+    missing = sorted(loss_options - set_by_scripts() - CONSTANT)
     assert not missing, f"options of losses.py that no script sets: {missing}"
 
 
 @pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
-def test_importance_sampling_is_as_its_flags_say(alone, mode):
+def test_importance_sampling_follows_its_flags(alone, mode):
     torch.manual_seed(0)
     flags = ["--importance_sampling_correction", "true", "--importance_sampling_mode", mode]
     flags += ["--importance_sampling_clip_max", "1.5", "--importance_sampling_clip_min", "0.7"]
@@ -81,24 +81,24 @@ def test_importance_sampling_is_as_its_flags_say(alone, mode):
     for row, kept in enumerate(mask.bool().tolist()):
         tokens = [token for token, is_kept in enumerate(kept) if is_kept]
         ratios = {token: math.exp(old[row, token] - sampled[row, token]) for token in tokens}
-        whole = math.prod(ratios.values())
+        product = math.prod(ratios.values())
         for token in tokens:
-            ratio = whole if mode.startswith("sequence") else ratios[token]
-            held = min(max(ratio, 0.7), 1.5)
-            bounds.append(held != ratio)
-            expected = held if held == ratio or mode.endswith("truncate") else 0.0
+            ratio = product if mode.startswith("sequence") else ratios[token]
+            clipped = min(max(ratio, 0.7), 1.5)
+            bounds.append(clipped != ratio)
+            expected = clipped if clipped == ratio or mode.endswith("truncate") else 0.0
             assert weights[row, token].item() == pytest.approx(expected, rel=1e-9)
     assert 0 < sum(bounds) < len(bounds)
 
 
 def stepped_loss(monkeypatch, *flags: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss that GRPO's update steps on by these flags, and what it is of: tensors [rows, tokens]."""
+    """The loss of GRPO's update with these flags, and its inputs: tensors [rows, tokens]."""
     torch.manual_seed(0)
     rows, width = 4, 5
     args = parse_arguments(GRPOArguments, ["--num_generations", "2", "--numerics_control_rows", "0", *flags])
     old, new, reference, entropies = (0.8 * torch.randn(rows, width) for _ in range(4))
     entropies, advantages, ones = entropies.abs(), torch.tensor([1.0, -1.0, 0.5, -0.5]), torch.ones(rows, width)
-    number = torch.arange(rows)[:, None].expand(rows, width + 1)  # what a row is found again by
+    number = torch.arange(rows)[:, None].expand(rows, width + 1)  # identifies each row
     experience = Experience(
         sequences=number,
         attention_mask=torch.ones_like(number),
@@ -109,13 +109,13 @@ def stepped_loss(monkeypatch, *flags: str) -> tuple[float, dict[str, torch.Tenso
         advantages=advantages,
         ref_logps=reference,
     )
-    stepped = []
+    losses_of_steps = []
 
     def token_logps(policy, sequences, *_) -> tuple[torch.Tensor, torch.Tensor]:
         return new[sequences[:, 0]], entropies[sequences[:, 0]]
 
     def backward_and_step(engine, loss: torch.Tensor, *_) -> list[float]:
-        stepped.append(loss.item())
+        losses_of_steps.append(loss.item())
         return [0.0]
 
     class Numerics:
@@ -129,17 +129,17 @@ def stepped_loss(monkeypatch, *flags: str) -> tuple[float, dict[str, torch.Tenso
     for name, own in {"token_logps": token_logps, "backward_and_step": backward_and_step, "Numerics": Numerics}.items():
         monkeypatch.setattr(grpo, name, own)
     grpo.update(SimpleNamespace(policy=None, update_average=lambda: None), experience, 1, args)
-    (loss,) = stepped
+    (loss,) = losses_of_steps
     ratio, kl = (new - old).exp(), (reference - new).exp() - (reference - new) - 1
     return loss, {"ratio": ratio, "kl": kl, "entropies": entropies, "advantages": advantages[:, None]}
 
 
 def surrogate(ratio: torch.Tensor, advantages: torch.Tensor, delta: float = math.inf) -> torch.Tensor:
-    """TRL's (GRPOTrainer 1.16), clipped at 0.2."""
+    """The surrogate of TRL's GRPOTrainer (1.16), clipped at 0.2."""
     return -torch.min(ratio.clamp(max=delta) * advantages, ratio.clamp(0.8, 1.2) * advantages)
 
 
-def test_grpos_loss_is_as_its_flags_say(alone, monkeypatch):
+def test_grpo_loss_follows_its_flags(alone, monkeypatch):
     plain, of = stepped_loss(monkeypatch)
     assert plain == pytest.approx(surrogate(of["ratio"], of["advantages"]).mean().item(), rel=1e-5)
     bounded, _ = stepped_loss(monkeypatch, "--delta", "1.4")
@@ -163,18 +163,18 @@ def pairs_file(directory: Path, margins: list[float]) -> Path:
     return path
 
 
-def test_a_margin_is_read_by_its_column(tmp_path):
+def test_margins_are_read_from_margin_column(tmp_path):
     records = load_records([str(pairs_file(tmp_path, [0.5, 2, None, "much", True]))])
     tokenizer, settings = synthetic_tokenizer(), {"cache_dir": str(tmp_path)}
     by = RecordFormat(margin_column="by")
-    found = tokenize_records(records, tokenizer, "preference", 0, record_format=by, **settings)
-    assert collate_preference(list(found.rows), 0)["margin"].tolist() == [0.5, 2.0, 0.0]
-    assert found.left_out.counts == {"by is no finite number": 2}
+    examples = tokenize_records(records, tokenizer, "preference", 0, record_format=by, **settings)
+    assert collate_preference(list(examples.rows), 0)["margin"].tolist() == [0.5, 2.0, 0.0]
+    assert examples.left_out.counts == {"by is no finite number": 2}
     unnamed = tokenize_records(records, tokenizer, "preference", 0, **settings)
     assert collate_preference(list(unnamed.rows), 0)["margin"].tolist() == [0.0] * 5
 
 
-def test_a_margin_reaches_the_reward_models_loss(ranks, tmp_path):
+def test_margins_enter_the_reward_models_loss(ranks, tmp_path):
     """A head of zeros gives every completion 0: the first loss is -log σ(-margin)."""
     settings = models_of("reward_model", small_directory(tmp_path / "small"))
     settings |= {"data_path": [str(pairs_file(tmp_path, [0.5] * 16))], "eval_fraction": 0.0, "max_steps": 1}

@@ -1,4 +1,4 @@
-"""The losses against plain Python loops in float64; padding and the split over ranks change nothing."""
+"""The losses against plain Python loops in float64, for any padding and split over ranks."""
 
 import json
 import math
@@ -52,24 +52,24 @@ def example(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torc
 
 
 def cells(x: dict) -> list[tuple[int, int]]:
-    """Unmasked places."""
+    """(row, column) of unmasked tokens."""
     return [(b, t) for b in range(ROWS) for t in range(LENGTHS[b])]
 
 
-def test_shaped_rewards():
+def test_shaped_rewards_match_a_loop():
     x = example()
-    ours = shaped_rewards(x["scores"], x["logps"], x["ref_logps"], x["mask"], 0.3)
+    actual = shaped_rewards(x["scores"], x["logps"], x["ref_logps"], x["mask"], 0.3)
     for b in range(ROWS):
         for t in range(WIDTH):
             expected = 0.0
             if t < LENGTHS[b]:
                 expected = -0.3 * (x["logps"][b, t].item() - x["ref_logps"][b, t].item())
                 expected += x["scores"][b].item() if t == LENGTHS[b] - 1 else 0.0
-            assert ours[b, t].item() == pytest.approx(expected, abs=1e-12)
+            assert actual[b, t].item() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.5, 0.0)])
-def test_advantages_are_the_sums_of_the_paper(gamma, lam):
+def test_gae_matches_the_papers_sum(gamma, lam):
     x = example()
     advantages, returns = advantages_and_returns(x["rewards"], x["values"], x["mask"], gamma, lam)
     for b in range(ROWS):
@@ -77,17 +77,17 @@ def test_advantages_are_the_sums_of_the_paper(gamma, lam):
         value = [x["values"][b, t].item() for t in range(n)] + [0.0]
         delta = [x["rewards"][b, t].item() + gamma * value[t + 1] - value[t] for t in range(n)]
         for t in range(WIDTH):
-            # arXiv:1506.02438, eq. 16: the discounted sum of the residuals ahead, not a recursion.
+            # arXiv:1506.02438, eq. 16: the discounted sum of the later residuals, not a recursion.
             expected = sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) if t < n else 0.0
             assert advantages[b, t].item() == pytest.approx(expected, abs=1e-12)
             assert returns[b, t].item() == pytest.approx(expected + value[t] if t < n else 0.0, abs=1e-12)
 
 
-def test_policy_loss_and_its_gradient():
+def test_policy_loss_and_gradient_match_a_loop():
     x = example()
     logps = x["logps"].requires_grad_()
-    ours = policy_loss(logps, x["old_logps"], x["advantages"], x["mask"], 0.2, 11.0)
-    ours.loss.backward()
+    actual = policy_loss(logps, x["old_logps"], x["advantages"], x["mask"], 0.2, 11.0)
+    actual.loss.backward()
     total, kl, clipped, ratios, squares = 0.0, 0.0, 0, 0.0, 0.0
     gradient = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
     for b, t in cells(x):
@@ -101,13 +101,13 @@ def test_policy_loss_and_its_gradient():
         squares += ratio**2
         gradient[b, t] = plain / 11.0 if plain >= bounded else 0.0
     assert clipped > 2, "the example clips nothing"
-    assert ours.loss.item() == pytest.approx(total / 11.0, rel=1e-12)
+    assert actual.loss.item() == pytest.approx(total / 11.0, rel=1e-12)
     expected = {"loss": total, "approxkl": kl, "clipfrac": clipped, "ratio": ratios, "squared_ratio": squares}
-    assert {name: value.item() for name, value in ours.sums.items()} == pytest.approx(expected, rel=1e-12)
+    assert {name: value.item() for name, value in actual.sums.items()} == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(logps.grad, gradient, atol=1e-12, rtol=1e-12)
 
 
-def test_importance_sampling_weights():
+def test_importance_sampling_weights_match_a_loop():
     x = example()
     sampling = x["old_logps"] + 0.8 * torch.randn(ROWS, WIDTH, dtype=torch.float64)
     sampling[x["mask"] == 0] = math.nan
@@ -121,30 +121,30 @@ def test_importance_sampling_weights():
     assert (weights[x["mask"] == 0] == 1).all()
 
 
-def test_weights_multiply_each_tokens_clipped_loss_and_its_gradient():
-    """And leave the figures about the ratio alone; weights of 1 are the loss without any, bit for bit."""
+def test_weights_multiply_each_tokens_clipped_loss_and_gradient():
+    """Metrics of the ratio do not change; weights of 1 give the unweighted loss bit for bit."""
     x = example()
     weights = torch.rand(ROWS, WIDTH, dtype=torch.float64) * 2
     logps = x["logps"].requires_grad_()
     request = (logps, x["old_logps"], x["advantages"], x["mask"], 0.2, 11.0)
-    ours, plain = policy_loss(*request, weights), policy_loss(*request)
-    (gradient,) = torch.autograd.grad(ours.loss, logps)
+    weighted, plain = policy_loss(*request, weights), policy_loss(*request)
+    (gradient,) = torch.autograd.grad(weighted.loss, logps)
     (plain_gradient,) = torch.autograd.grad(plain.loss, logps)
     total = 0.0
     for b, t in cells(x):
         ratio, advantage = math.exp(logps[b, t].item() - x["old_logps"][b, t].item()), x["advantages"][b, t].item()
         total += weights[b, t].item() * max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
-    assert ours.loss.item() == pytest.approx(total / 11.0, rel=1e-12)
+    assert weighted.loss.item() == pytest.approx(total / 11.0, rel=1e-12)
     torch.testing.assert_close(gradient, weights * plain_gradient, atol=1e-14, rtol=1e-12)
-    assert {**ours.sums, "loss": 0} == {**plain.sums, "loss": 0}
+    assert {**weighted.sums, "loss": 0} == {**plain.sums, "loss": 0}
     assert torch.equal(policy_loss(*request, torch.ones_like(weights)).loss, plain.loss)
 
 
-def test_value_loss_and_its_gradient():
+def test_value_loss_and_gradient_match_a_loop():
     x = example()
     values = x["values"].requires_grad_()
-    ours = value_loss(values, x["old_values"], x["returns"], x["mask"], 0.4, 3.0)
-    ours.loss.backward()
+    actual = value_loss(values, x["old_values"], x["returns"], x["mask"], 0.4, 3.0)
+    actual.loss.backward()
     total, clipped = 0.0, 0
     gradient = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
     for b, t in cells(x):
@@ -155,29 +155,29 @@ def test_value_loss_and_its_gradient():
         clipped += bounded_error > plain_error
         gradient[b, t] = (value - target) / 3.0 if plain_error >= bounded_error or abs(value - old) < 0.4 else 0.0
     assert clipped > 2
-    assert ours.loss.item() == pytest.approx(total / 3.0, rel=1e-12)
-    assert ours.sums["clipfrac"].item() == clipped
+    assert actual.loss.item() == pytest.approx(total / 3.0, rel=1e-12)
+    assert actual.sums["clipfrac"].item() == clipped
     torch.testing.assert_close(values.grad, gradient, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("shift_mean", [True, False])
-def test_whitening(shift_mean):
+def test_whitening_matches_the_formula(shift_mean):
     x = example()
-    ours = masked_whiten(x["values"], x["mask"], shift_mean)
+    actual = masked_whiten(x["values"], x["mask"], shift_mean)
     kept = [x["values"][b, t].item() for b, t in cells(x)]
     mean = sum(kept) / len(kept)
     variance = sum((value - mean) ** 2 for value in kept) / len(kept)
     for b, t in cells(x):
         expected = (x["values"][b, t].item() - mean) / math.sqrt(variance + 1e-8) + (0.0 if shift_mean else mean)
-        assert ours[b, t].item() == pytest.approx(expected, abs=1e-12)
-    assert (ours[x["mask"] == 0] == 0).all()
+        assert actual[b, t].item() == pytest.approx(expected, abs=1e-12)
+    assert (actual[x["mask"] == 0] == 0).all()
 
 
 def test_whitening_does_not_depend_on_the_split_over_ranks():
     x = example()
-    whole = masked_whiten(x["values"], x["mask"])
+    expected = masked_whiten(x["values"], x["mask"])
     parts = [slice(0, 2), slice(2, ROWS)]
-    rounds = []  # what each rank would give to all_reduce, first the counts and sums, then the squares
+    rounds = []  # each rank's inputs to all_reduce: first counts and sums, then squares
 
     def rank(part, answers):
         calls = iter(answers)
@@ -197,10 +197,10 @@ def test_whitening_does_not_depend_on_the_split_over_ranks():
         rank(part, [first])
     second = rounds[0][1] + rounds[1][1]
     split = torch.cat([rank(part, [first, second]) for part in parts])
-    torch.testing.assert_close(split, whole, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(split, expected, atol=1e-12, rtol=1e-12)
 
 
-def test_padding_and_what_is_in_it_change_nothing():
+def test_losses_do_not_depend_on_padding():
     x, wide = example(), example()
     for name, tensor in x.items():
         if tensor.dim() == 2:
@@ -235,45 +235,45 @@ def sigmoid(x: float) -> float:
 
 
 @pytest.mark.parametrize("with_margin", [False, True])
-def test_pairwise_reward_loss_and_its_gradient(with_margin):
+def test_pairwise_reward_loss_and_gradient_match_a_loop(with_margin):
     torch.manual_seed(1)
     chosen, rejected, margin = torch.randn(3, PAIRS, dtype=torch.float64)
     mask = torch.tensor([1, 1, 0, 1, 1, 1])
     for filler in (chosen, rejected, margin):
         filler[2] = math.nan
     chosen.requires_grad_()
-    ours = pairwise_reward_loss(chosen, rejected, denominator=2.5, margin=margin if with_margin else None, mask=mask)
-    (gradient,) = torch.autograd.grad(ours.loss, chosen)
+    actual = pairwise_reward_loss(chosen, rejected, denominator=2.5, margin=margin if with_margin else None, mask=mask)
+    (gradient,) = torch.autograd.grad(actual.loss, chosen)
     kept = [pair for pair in range(PAIRS) if mask[pair]]
     difference = {pair: chosen[pair].item() - rejected[pair].item() for pair in kept}
     needed = {pair: difference[pair] - (margin[pair].item() if with_margin else 0.0) for pair in kept}
     total = sum(nll(needed[pair]) for pair in kept)
-    assert ours.loss.item() == pytest.approx(total / 2.5, rel=1e-12)
+    assert actual.loss.item() == pytest.approx(total / 2.5, rel=1e-12)
     for pair in range(PAIRS):
         expected = -sigmoid(-needed[pair]) / 2.5 if pair in kept else 0.0
         assert gradient[pair].item() == pytest.approx(expected, abs=1e-14)
     accuracy = sum(difference[pair] > 0 for pair in kept)
     assert 0 < accuracy < len(kept)
     means = {"accuracy": accuracy / 5, "loss": total / 5, "margin": sum(difference.values()) / 5}
-    assert mean_metrics([ours]) == pytest.approx(means, rel=1e-12)
+    assert mean_metrics([actual]) == pytest.approx(means, rel=1e-12)
 
 
-def test_tokenwise_reward_loss_and_its_gradient():
-    """DeepSpeed-Chat's loop over pairs, with ends where the sequences end; 0 is its padding id."""
+def test_tokenwise_reward_loss_and_gradient_match_deepspeed_chats_loop():
+    """DeepSpeed-Chat's loop over pairs, with ends at the sequences' ends; 0 is its padding id."""
     pairs = [
-        ([5, 0, 7, 1, 2], [5, 0, 7, 3, 3, 2]),  # the padding id in front of the first difference
-        ([5, 6, 7], [5, 6, 7, 0, 0]),  # one goes on, with the padding id, where the other has ended
+        ([5, 0, 7, 1, 2], [5, 0, 7, 3, 3, 2]),  # the padding id before the first difference
+        ([5, 6, 7], [5, 6, 7, 0, 0]),  # one continues, with the padding id, after the other has ended
         ([4, 4, 8, 8, 8, 8, 8], [4, 4, 9]),
         ([3, 5, 6], [4, 5, 6]),  # different from the first token on
         ([5, 6, 7, 0], [5, 6, 7, 0]),  # no difference
     ]
     x, width = {}, 8
     torch.manual_seed(2)
-    for number, side in enumerate(("chosen", "rejected")):
+    for number, kind in enumerate(("chosen", "rejected")):
         rows = [pair[number] for pair in pairs]
-        x[f"{side}_ids"] = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        x[f"{side}_mask"] = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-        x[f"{side}_values"] = torch.randn(len(pairs), width, dtype=torch.float64)
+        x[f"{kind}_ids"] = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        x[f"{kind}_mask"] = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+        x[f"{kind}_values"] = torch.randn(len(pairs), width, dtype=torch.float64)
     gradient = torch.zeros(len(pairs), width, dtype=torch.float64)
     total, correct, margins = 0.0, 0, 0.0
     for b, (chosen, rejected) in enumerate(pairs):
@@ -284,25 +284,25 @@ def test_tokenwise_reward_loss_and_its_gradient():
             total += nll(difference) / (end - first)
             gradient[b, t] = -sigmoid(-difference) / (end - first) / 3.0
         if first < end:
-            scores = [x[f"{side}_values"][b, x[f"{side}_mask"][b].sum() - 1].item() for side in ("chosen", "rejected")]
+            scores = [x[f"{kind}_values"][b, x[f"{kind}_mask"][b].sum() - 1].item() for kind in ("chosen", "rejected")]
             correct, margins = correct + (scores[0] > scores[1]), margins + scores[0] - scores[1]
         x["chosen_values"][b, end:] = x["rejected_values"][b, end:] = math.nan
     x["chosen_values"].requires_grad_()
-    ours = tokenwise_pairwise_reward_loss(**x, denominator=3.0)
-    ours.loss.backward()
-    assert ours.loss.item() == pytest.approx(total / 3.0, rel=1e-12)
+    actual = tokenwise_pairwise_reward_loss(**x, denominator=3.0)
+    actual.loss.backward()
+    assert actual.loss.item() == pytest.approx(total / 3.0, rel=1e-12)
     torch.testing.assert_close(x["chosen_values"].grad, gradient, atol=1e-14, rtol=1e-12)
     assert 0 < correct < 4
     means = {"loss": total / 4, "accuracy": correct / 4, "margin": margins / 4}
-    assert mean_metrics([ours]) == pytest.approx(means, rel=1e-12)
-    # Two columns of padding on the left, which differ, change nothing.
+    assert mean_metrics([actual]) == pytest.approx(means, rel=1e-12)
+    # Two different columns of left padding change nothing.
     wide = {name: torch.cat([torch.full((len(pairs), 2), number), x[name]], dim=1) for number, name in enumerate(x)}
-    for side in ("chosen", "rejected"):
-        wide[f"{side}_mask"][:, :2] = 0
-    torch.testing.assert_close(tokenwise_pairwise_reward_loss(**wide, denominator=3.0).loss, ours.loss)
+    for kind in ("chosen", "rejected"):
+        wide[f"{kind}_mask"][:, :2] = 0
+    torch.testing.assert_close(tokenwise_pairwise_reward_loss(**wide, denominator=3.0).loss, actual.loss)
 
 
-def test_last_token_values():
+def test_last_token_values_are_at_the_last_unmasked_token():
     values = torch.arange(15.0, dtype=torch.float64).view(3, 5).requires_grad_()
     mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]])
     last = last_token_values(values, mask)
@@ -314,17 +314,17 @@ def test_last_token_values():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_dpo_loss_and_its_gradient(smoothing):
+def test_dpo_loss_and_gradient_match_a_loop(smoothing):
     torch.manual_seed(3)
     logps = torch.randn(4, PAIRS, dtype=torch.float64) * 5
     mask = torch.tensor([1, 1, 1, 1, 0, 1])
     logps[:, 4] = math.nan
     chosen, rejected, ref_chosen, ref_rejected = logps
     chosen.requires_grad_(), rejected.requires_grad_()
-    ours = dpo_loss(
+    actual = dpo_loss(
         chosen, rejected, ref_chosen, ref_rejected, beta=0.3, denominator=4.0, label_smoothing=smoothing, mask=mask
     )
-    gradients = torch.autograd.grad(ours.loss, (chosen, rejected))
+    gradients = torch.autograd.grad(actual.loss, (chosen, rejected))
     total, rewards = 0.0, []
     for pair in range(PAIRS):
         slope = 0.0
@@ -336,7 +336,7 @@ def test_dpo_loss_and_its_gradient(smoothing):
             rewards.append((better, worse))
         for gradient, sign in zip(gradients, (1, -1), strict=True):
             assert gradient[pair].item() == pytest.approx(sign * 0.3 * slope / 4.0, abs=1e-14)
-    assert ours.loss.item() == pytest.approx(total / 4.0, rel=1e-12)
+    assert actual.loss.item() == pytest.approx(total / 4.0, rel=1e-12)
     accuracy = sum(better > worse for better, worse in rewards) / 5
     assert 0 < accuracy < 1
     means = {
@@ -346,20 +346,20 @@ def test_dpo_loss_and_its_gradient(smoothing):
         "rewards/accuracies": accuracy,
         "rewards/margins": sum(better - worse for better, worse in rewards) / 5,
     }
-    assert mean_metrics([ours]) == pytest.approx(means, rel=1e-12)
+    assert mean_metrics([actual]) == pytest.approx(means, rel=1e-12)
 
 
 def test_half_precision_is_summed_in_float32():
-    """bfloat16 differences of scores about 20 would be whole eighths, and their loss with them."""
+    """In bfloat16, differences of scores near 20 would be multiples of 1/8."""
     chosen, rejected = torch.tensor([20.125, 19.0]).bfloat16(), torch.tensor([20.0, 19.0625]).bfloat16()
     expected = sum(nll(c - r) for c, r in zip(chosen.double().tolist(), rejected.double().tolist(), strict=True))
-    ours = pairwise_reward_loss(chosen, rejected, denominator=1.0)
-    assert ours.loss.item() == pytest.approx(expected, rel=1e-6)
+    actual = pairwise_reward_loss(chosen, rejected, denominator=1.0)
+    assert actual.loss.item() == pytest.approx(expected, rel=1e-6)
     logits = torch.randn(3, 50).bfloat16() * 4
     torch.testing.assert_close(entropy_from_logits(logits).double(), entropy_from_logits(logits.double()))
 
 
-def test_the_adaptive_controller_is_that_of_ziegler():
+def test_the_adaptive_controller_matches_ziegler_et_al():
     controller = AdaptiveKLController(0.15, target=6.0, horizon=10_000)
     value = 0.15
     for kl, completions in ((6.0, 256), (9.0, 256), (6.3, 512), (100.0, 256), (5.4, 256), (-1.0, 1024)):
@@ -369,8 +369,8 @@ def test_the_adaptive_controller_is_that_of_ziegler():
         assert controller.value == pytest.approx(value, rel=1e-12)
     resumed = AdaptiveKLController(0.15, target=6.0, horizon=10_000)
     resumed.load_state_dict(json.loads(json.dumps(controller.state_dict())))
-    for one in (controller, resumed):
-        one.update(7.0, 64)
+    for either in (controller, resumed):
+        either.update(7.0, 64)
     assert resumed.value == controller.value != value
     with pytest.raises(ValueError, match="NaN"):
         controller.update(math.nan, 1)
@@ -379,7 +379,7 @@ def test_the_adaptive_controller_is_that_of_ziegler():
             AdaptiveKLController(0.1, **wrong)
 
 
-def test_the_fixed_controller_stays():
+def test_the_fixed_controller_keeps_its_value():
     controller = FixedKLController(0.1)
     controller.update(100.0, 256)
     assert controller.value == 0.1
@@ -388,38 +388,38 @@ def test_the_fixed_controller_stays():
     assert other.value == 0.1
 
 
-def test_entropy_from_logits_and_its_gradient():
+def test_entropy_from_logits_and_gradient_match_a_loop():
     torch.manual_seed(4)
     logits = torch.randn(3, 4, 9, dtype=torch.float64) * 3
-    ours = entropy_from_logits(logits)
-    assert ours.shape == (3, 4)
-    for row, found in zip(logits.view(-1, 9).tolist(), ours.flatten().tolist(), strict=True):
+    actual = entropy_from_logits(logits)
+    assert actual.shape == (3, 4)
+    for row, actual_entropy in zip(logits.view(-1, 9).tolist(), actual.flatten().tolist(), strict=True):
         weights = [math.exp(logit) for logit in row]
         shares = [weight / sum(weights) for weight in weights]
-        assert found == pytest.approx(-sum(share * math.log(share) for share in shares), rel=1e-12)
+        assert actual_entropy == pytest.approx(-sum(share * math.log(share) for share in shares), rel=1e-12)
     assert torch.autograd.gradcheck(entropy_from_logits, logits.requires_grad_())
-    # A token that cannot be is as one that is not there, also to the gradient.
+    # A token with logit -inf is as one outside the vocabulary, also in the gradient.
     barred = torch.cat([logits.detach(), torch.full((3, 4, 1), -math.inf)], dim=-1).requires_grad_()
-    torch.testing.assert_close(entropy_from_logits(barred), ours, atol=1e-14, rtol=1e-14)
+    torch.testing.assert_close(entropy_from_logits(barred), actual, atol=1e-14, rtol=1e-14)
     (gradient,) = torch.autograd.grad(entropy_from_logits(barred).sum(), barred)
     (expected,) = torch.autograd.grad(entropy_from_logits(logits).sum(), logits)
     torch.testing.assert_close(gradient[..., :9], expected, atol=1e-14, rtol=1e-12)
 
 
-def test_entropy_and_pretraining_are_mixed_in():
+def test_mixed_loss_adds_entropy_and_pretraining():
     x = example()
     logps, entropies, text = (x[name].clone().requires_grad_() for name in ("logps", "values", "returns"))
     policy = policy_loss(logps, x["old_logps"], x["advantages"], x["mask"], 0.2, 11.0)
     entropy = entropy_bonus(entropies, x["mask"], 7.0)
     ptx = language_model_loss(text, x["mask"], 5.0)
-    ours = mixed_loss(policy, entropy=entropy, entropy_coef=0.3, ptx=ptx, unsup_coef=2.0)
+    mixed = mixed_loss(policy, entropy=entropy, entropy_coef=0.3, ptx=ptx, unsup_coef=2.0)
     total = sum(entropies[b, t].item() for b, t in cells(x))
     supervised = -sum(text[b, t].item() for b, t in cells(x))
-    assert ours.loss.item() == pytest.approx(policy.loss.item() - 0.3 * total / 7 + 2 * supervised / 5, rel=1e-12)
-    gradients = torch.autograd.grad(ours.loss, (entropies, text))
+    assert mixed.loss.item() == pytest.approx(policy.loss.item() - 0.3 * total / 7 + 2 * supervised / 5, rel=1e-12)
+    gradients = torch.autograd.grad(mixed.loss, (entropies, text))
     for gradient, slope in zip(gradients, (-0.3 / 7, -2 / 5), strict=True):
         torch.testing.assert_close(gradient, slope * x["mask"].double(), atol=1e-15, rtol=1e-12)
-    figures = mean_metrics([ours])
+    figures = mean_metrics([mixed])
     count = len(cells(x))
     assert figures["entropy"] == pytest.approx(total / count) and figures["ptx/loss"] == pytest.approx(
         supervised / count
@@ -428,13 +428,13 @@ def test_entropy_and_pretraining_are_mixed_in():
     assert mixed_loss(policy).loss is policy.loss
 
 
-# What a dropped sample leaves: a row without a token.
+# A dropped sample is a row without tokens.
 GRPO_LENGTHS = [7, 0, 4, 3, 1, 6]
 GRPO_ROWS = len(GRPO_LENGTHS)
 
 
 def grpo_example(filler: float = math.nan) -> dict[str, torch.Tensor]:
-    """As `example`, with a dropped row, and `filler` in whatever is masked, the dropped row's advantage included."""
+    """Like `example`, with a dropped row, and `filler` in masked values and the dropped row's advantage."""
     torch.manual_seed(5)
     mask = (torch.arange(WIDTH) < torch.tensor(GRPO_LENGTHS)[:, None]).long()
     x = {name: torch.randn(GRPO_ROWS, WIDTH, dtype=torch.float64) for name in ("logps", "entropies", "values")}
@@ -458,9 +458,9 @@ GRPO_OPTIONS = [
 
 
 def trl_grpo(x: dict, rows, loss_type: str, level: str, max_length: int, options: dict) -> tuple:
-    """TRL 1.16's GRPOTrainer._compute_loss of one micro batch on one rank, a token at a time; the loss and the metrics.
+    """TRL 1.16's GRPOTrainer._compute_loss of one micro batch on one rank, token by token; the loss and the metrics.
 
-    Rows without a token stay in its means over rows. Only torch's scalars are used, so that the gradient is torch's.
+    Rows without tokens count in its means over rows. Only torch scalars are used, so that torch gives the gradient.
     """
     epsilon, beta, delta = options.get("epsilon", 0.2), options.get("beta", 0.0), options.get("delta")
     epsilon_high = options.get("epsilon_high") or epsilon
@@ -508,7 +508,7 @@ def trl_grpo(x: dict, rows, loss_type: str, level: str, max_length: int, options
     return total, metrics
 
 
-def ours_of(x: dict, rows: list[int], denominator: float, loss_type: str, level: str, options: dict) -> Loss:
+def grpo_loss_of(x: dict, rows: list[int], denominator: float, loss_type: str, level: str, options: dict) -> Loss:
     """`grpo_loss` of some rows, as wide as their longest."""
     width = max(GRPO_LENGTHS[b] for b in rows)
     part = {name: tensor[rows, :width] if tensor.dim() == 2 else tensor[rows] for name, tensor in x.items()}
@@ -533,26 +533,26 @@ def ours_of(x: dict, rows: list[int], denominator: float, loss_type: str, level:
 @pytest.mark.parametrize("options", GRPO_OPTIONS, ids=str)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_grpo_loss_is_trls(loss_type, level, options):
+def test_grpo_loss_matches_trl(loss_type, level, options):
     x = grpo_example()
     x["logps"].requires_grad_()
     rows = list(range(GRPO_ROWS))
     denominator = loss_denominator(
         loss_type, sequences=GRPO_ROWS, tokens=sum(GRPO_LENGTHS), max_completion_length=9, micro_batches=1
     )
-    ours = ours_of(x, rows, denominator, loss_type, level, options)
-    (gradient,) = torch.autograd.grad(ours.loss, x["logps"])
-    theirs, metrics = trl_grpo(x, rows, loss_type, level, 9, options)
-    (expected,) = torch.autograd.grad(theirs, x["logps"])
-    assert ours.loss.item() == pytest.approx(theirs.item(), rel=1e-12)
+    actual = grpo_loss_of(x, rows, denominator, loss_type, level, options)
+    (gradient,) = torch.autograd.grad(actual.loss, x["logps"])
+    expected_loss, metrics = trl_grpo(x, rows, loss_type, level, 9, options)
+    (expected,) = torch.autograd.grad(expected_loss, x["logps"])
+    assert actual.loss.item() == pytest.approx(expected_loss.item(), rel=1e-12)
     torch.testing.assert_close(gradient, expected, atol=1e-14, rtol=1e-11)
     assert (gradient[x["mask"] == 0] == 0).all() and gradient.abs().max() > 1e-3
-    assert mean_metrics([ours]) == pytest.approx(metrics, rel=1e-12)
+    assert mean_metrics([actual]) == pytest.approx(metrics, rel=1e-12)
     if level == "token":
         assert metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0, "nothing was clipped"
 
 
-SPLITS = [  # what each micro batch of each rank has, of rows; ranks · accumulated backwards in number
+SPLITS = [  # the rows of each micro batch of each rank: ranks · accumulation steps lists
     [[0, 1, 2, 3, 4, 5]],
     [[0, 1, 2], [3, 4, 5]],
     [[5, 2], [1], [0], [4, 3]],
@@ -564,33 +564,33 @@ SPLITS = [  # what each micro batch of each rank has, of rows; ranks · accumula
 @pytest.mark.parametrize("split", SPLITS[1:], ids=str)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_the_split_over_ranks_and_micro_batches_changes_nothing(loss_type, level, split):
-    """DeepSpeed's gradient is the mean over ranks and accumulated backwards, as is this loss; one part has no token."""
+def test_grpo_loss_does_not_depend_on_ranks_and_micro_batches(loss_type, level, split):
+    """DeepSpeed's gradient is the mean over ranks and accumulation steps, as is this loss; one part has no token."""
 
-    def whole(parts: list[list[int]]) -> tuple:
+    def total_of(parts: list[list[int]]) -> tuple:
         x = grpo_example()
         x["logps"].requires_grad_()
         counts = {"sequences": GRPO_ROWS, "tokens": sum(GRPO_LENGTHS), "max_completion_length": 9}
         denominator = loss_denominator(loss_type, **counts, micro_batches=len(parts))
         options = {"beta": 0.1, "weighted": True}
-        losses = [ours_of(x, rows, denominator, loss_type, level, options) for rows in parts]
+        losses = [grpo_loss_of(x, rows, denominator, loss_type, level, options) for rows in parts]
         total = sum(loss.loss for loss in losses) / len(parts)
         (gradient,) = torch.autograd.grad(total, x["logps"])
         return total, gradient, mean_metrics(losses)
 
-    total, gradient, figures = whole(split)
-    expected_total, expected_gradient, expected_figures = whole(SPLITS[0])
+    total, gradient, figures = total_of(split)
+    expected_total, expected_gradient, expected_figures = total_of(SPLITS[0])
     assert total.item() == pytest.approx(expected_total.item(), rel=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-14, rtol=1e-12)
     assert figures == pytest.approx(expected_figures, rel=1e-12)
-    assert figures["loss"] == pytest.approx(total.item(), rel=1e-12), "the figure is the loss of the whole step"
+    assert figures["loss"] == pytest.approx(total.item(), rel=1e-12), "the metric is not the loss of the whole step"
 
 
 @pytest.mark.parametrize("split", SPLITS[1:], ids=str)
-def test_the_split_changes_no_loss_of_ppo(split):
-    """Means over tokens: policy, value, entropy and text, mixed; and over pairs."""
+def test_ppo_losses_do_not_depend_on_ranks_and_micro_batches(split):
+    """Means over tokens (policy, value, entropy and pretraining loss, mixed) and over pairs."""
 
-    def whole(parts: list[list[int]]) -> tuple:
+    def total_of(parts: list[list[int]]) -> tuple:
         x = grpo_example()
         names = ("logps", "values", "entropies", "old_logps")
         leaves = [x[name].requires_grad_() for name in names]
@@ -611,16 +611,16 @@ def test_the_split_changes_no_loss_of_ppo(split):
         total = total / len(parts)
         return total, torch.autograd.grad(total, leaves)
 
-    (total, gradients), (expected, expected_gradients) = whole(split), whole(SPLITS[0])
+    (total, gradients), (expected, expected_gradients) = total_of(split), total_of(SPLITS[0])
     assert total.item() == pytest.approx(expected.item(), rel=1e-12)
-    for found, gradient in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(found, gradient, atol=1e-14, rtol=1e-12)
+    for actual, gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(actual, gradient, atol=1e-14, rtol=1e-12)
 
 
-def test_figures_are_means_over_ranks():
-    """A rank's sums and counts meet the other's in one call."""
+def test_metrics_are_means_over_ranks():
+    """Sums and counts of all ranks are reduced in one call."""
     x = grpo_example()
-    parts = [ours_of(x, rows, 1.0, "dapo", "token", {}) for rows in ([0, 3], [1], [2, 4, 5])]
+    parts = [grpo_loss_of(x, rows, 1.0, "dapo", "token", {}) for rows in ([0, 3], [1], [2, 4, 5])]
     calls = []
 
     def over_ranks(totals):
@@ -634,8 +634,8 @@ def test_figures_are_means_over_ranks():
     assert len(calls) == 2
 
 
-def test_a_step_of_dropped_samples_alone_is_zero():
-    """Also with nothing kept on any rank: nothing is divided by 0, and nothing moves."""
+def test_a_step_of_dropped_samples_only_has_zero_loss():
+    """Also if every rank drops all samples: no division by 0, and zero gradients."""
     x = grpo_example()
     x["mask"] = torch.zeros_like(x["mask"])
     for loss_type in LOSS_TYPES:
@@ -643,14 +643,14 @@ def test_a_step_of_dropped_samples_alone_is_zero():
         for level in ("token", "sequence"):
             for width in (0, WIDTH):
                 logps = x["logps"][:, :width].clone().requires_grad_()
-                given = (logps, x["old_logps"][:, :width], x["advantages"], x["mask"][:, :width])
+                inputs = (logps, x["old_logps"][:, :width], x["advantages"], x["mask"][:, :width])
                 kl = {"beta": 0.1, "ref_logps": x["ref_logps"][:, :width]}
-                ours = grpo_loss(
-                    *given, denominator=denominator, loss_type=loss_type, importance_sampling_level=level, **kl
+                actual = grpo_loss(
+                    *inputs, denominator=denominator, loss_type=loss_type, importance_sampling_level=level, **kl
                 )
-                ours.loss.backward()
-                assert ours.loss.item() == 0 and (logps.grad == 0).all()
-                assert mean_metrics([ours])["kl"] == 0
+                actual.loss.backward()
+                assert actual.loss.item() == 0 and (logps.grad == 0).all()
+                assert mean_metrics([actual])["kl"] == 0
     nothing = torch.full((2, WIDTH), math.nan, dtype=torch.float64)
     mask, scores = torch.zeros(2, WIDTH, dtype=torch.long), torch.tensor([1.0, math.nan], dtype=torch.float64)
     assert (shaped_rewards(scores, nothing, nothing, mask, 0.1) == 0).all()
@@ -662,8 +662,8 @@ def test_a_step_of_dropped_samples_alone_is_zero():
     assert (values.grad == 0).all()
 
 
-def test_a_dropped_row_changes_no_other():
-    """Its score is written nowhere, and the others' rewards, advantages and losses are as without it."""
+def test_a_dropped_row_does_not_change_others():
+    """A dropped row gets no reward, and other rows' rewards, advantages and losses are as without it."""
     x = grpo_example()
     scores = torch.arange(1.0, GRPO_ROWS + 1, dtype=torch.float64)
     kept = [b for b in range(GRPO_ROWS) if GRPO_LENGTHS[b]]
@@ -684,7 +684,7 @@ REWARDS = [0.5, 2.0, 2.0, 3.5, 1.0, 1.0, 1.0, 1.0, math.nan, 0.0, 4.0, 5.0, math
 
 
 def scale_of(rewards: list[float], group: list[float], scale_rewards: str) -> float:
-    """What TRL divides by."""
+    """The divisor of TRL's advantages."""
     if scale_rewards == "none":
         return 1.0
     kept = [reward for reward in (group if scale_rewards == "group" else rewards) if not math.isnan(reward)]
@@ -692,13 +692,13 @@ def scale_of(rewards: list[float], group: list[float], scale_rewards: str) -> fl
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_group_advantages(scale_rewards):
-    """Groups of four: ordinary, all equal, one that could not be scored, only one that could."""
-    ours = group_advantages(torch.tensor(REWARDS, dtype=torch.float64), 4, scale_rewards)
+def test_group_advantages_match_the_formula(scale_rewards):
+    """Groups of four: ordinary, all equal, one unscored, only one scored."""
+    advantages = group_advantages(torch.tensor(REWARDS, dtype=torch.float64), 4, scale_rewards)
     for start in range(0, len(REWARDS), 4):
         group = REWARDS[start : start + 4]
         kept = [reward for reward in group if not math.isnan(reward)]
-        for reward, advantage in zip(group, ours[start : start + 4].tolist(), strict=True):
+        for reward, advantage in zip(group, advantages[start : start + 4].tolist(), strict=True):
             expected = 0.0
             if not math.isnan(reward):
                 expected = (reward - sum(kept) / len(kept)) / scale_of(REWARDS, group, scale_rewards)
@@ -714,12 +714,12 @@ def test_batch_scaling_does_not_depend_on_the_split_over_ranks():
     sums = []
 
     def rank(part, answers):
-        """A rank's advantages where all ranks' sums are `answers`; what it gave to them is noted."""
-        given, calls = [], iter(answers)
-        sums.append(given)
+        """A rank's advantages if the sums over ranks are `answers`; records its own sums."""
+        local_sums, calls = [], iter(answers)
+        sums.append(local_sums)
 
         def over_ranks(values):
-            given.append(values)
+            local_sums.append(values)
             return next(calls, values)
 
         return group_advantages(part, 4, "batch", over_ranks)
@@ -734,38 +734,40 @@ def test_batch_scaling_does_not_depend_on_the_split_over_ranks():
     torch.testing.assert_close(split, group_advantages(rewards, 4, "batch"), atol=1e-12, rtol=1e-12)
 
 
-def test_rloo_advantages():
-    ours = rloo_advantages(torch.tensor(REWARDS, dtype=torch.float64), 4).tolist()
-    for number, (reward, advantage) in enumerate(zip(REWARDS, ours, strict=True)):
+def test_rloo_advantages_match_the_formula():
+    advantages = rloo_advantages(torch.tensor(REWARDS, dtype=torch.float64), 4).tolist()
+    for number, (reward, advantage) in enumerate(zip(REWARDS, advantages, strict=True)):
         start = number - number % 4
-        others = [REWARDS[other] for other in range(start, start + 4) if other != number]
-        others = [other for other in others if not math.isnan(other)]
-        known = bool(others) and not math.isnan(reward)
-        assert advantage == pytest.approx(reward - sum(others) / len(others) if known else 0.0, abs=1e-12)
+        other_rewards = [REWARDS[other] for other in range(start, start + 4) if other != number]
+        other_rewards = [other for other in other_rewards if not math.isnan(other)]
+        defined = bool(other_rewards) and not math.isnan(reward)
+        assert advantage == pytest.approx(
+            reward - sum(other_rewards) / len(other_rewards) if defined else 0.0, abs=1e-12
+        )
 
 
-def test_alone_in_its_group_a_reward_has_no_advantage():
+def test_the_only_score_of_a_group_has_no_advantage():
     rewards = torch.tensor([3.0, 4.0])
     for scale_rewards in ("group", "batch", "none"):
         assert group_advantages(rewards, 1, scale_rewards).tolist() == [0.0, 0.0]
     assert rloo_advantages(rewards, 1).tolist() == [0.0, 0.0]
 
 
-def test_kl_k3():
-    """Never below 0; its mean under the policy is the KL, here of two distributions over five tokens."""
+def test_kl_k3_is_nonnegative_and_estimates_the_kl():
+    """The mean under the policy is the KL, here of two distributions over five tokens."""
     torch.manual_seed(6)
     logps, ref_logps = torch.log_softmax(torch.randn(2, 5, dtype=torch.float64), dim=-1)
     estimates = kl_k3(logps, ref_logps)
-    for ours, policy, reference in zip(estimates.tolist(), logps.tolist(), ref_logps.tolist(), strict=True):
+    for estimate, policy, reference in zip(estimates.tolist(), logps.tolist(), ref_logps.tolist(), strict=True):
         ratio = math.exp(reference - policy)
-        assert ours == pytest.approx(ratio - math.log(ratio) - 1, rel=1e-12) and ours >= 0
+        assert estimate == pytest.approx(ratio - math.log(ratio) - 1, rel=1e-12) and estimate >= 0
     expected = sum(math.exp(p) * (p - q) for p, q in zip(logps.tolist(), ref_logps.tolist(), strict=True))
     assert (logps.exp() * estimates).sum().item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
-def test_importance_sampling_modes(mode):
-    """TRL 1.16's four, between 0.6 and 1.5; a row without tokens has no ratio."""
+def test_importance_sampling_modes_match_trl(mode):
+    """TRL 1.16's four modes, between 0.6 and 1.5; a row without tokens has no ratio."""
     x = grpo_example()
     sampling = x["old_logps"] + 0.4 * torch.randn(GRPO_ROWS, WIDTH, dtype=torch.float64)
     weights = importance_sampling_weights(x["old_logps"], sampling, x["mask"], 1.5, mode, floor=0.6)
@@ -782,9 +784,9 @@ def test_importance_sampling_modes(mode):
     assert (weights[x["mask"] == 0] == 1).all()
 
 
-def test_what_is_refused():
+def test_invalid_options_raise():
     logps, mask = torch.zeros(2, 3), torch.ones(2, 3)
-    refused = {
+    invalid_calls = {
         "loss_type: 'ppo' given; allowed: grpo, dr_grpo, dapo, bnpo": lambda: grpo_loss(
             logps, logps, torch.zeros(2), mask, denominator=1.0, loss_type="ppo"
         ),
@@ -803,16 +805,16 @@ def test_what_is_refused():
             logps, logps, mask, 2.0, "cut"
         ),
     }
-    for words, call in refused.items():
-        with pytest.raises(ValueError, match=re.escape(words)):
+    for message, call in invalid_calls.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
             call()
 
 
 @pytest.mark.parametrize("cache", [1, 4, 10])
-def test_overlong_shaping_is_trls(cache):
+def test_soft_overlong_punishment_matches_trl(cache):
     trl_rewards = pytest.importorskip("trl.rewards", reason="trl is compared with where it is installed")
     lengths = [0, 1, 5, 6, 7, 8, 9, 10]
     expected = trl_rewards.get_soft_overlong_punishment(10, cache)([[1] * length for length in lengths])
-    found = soft_overlong_punishment(torch.tensor(lengths), 10, cache)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32))
-    assert found.min() == -1 and found.max() == 0
+    actual = soft_overlong_punishment(torch.tensor(lengths), 10, cache)
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32))
+    assert actual.min() == -1 and actual.max() == 0

@@ -1,4 +1,4 @@
-"""What a run measures of itself is what it says."""
+"""A run's measures: explained variance, FLOPs, phases, tokens, scores by source, gradient norm."""
 
 import math
 from pathlib import Path
@@ -30,7 +30,7 @@ from tests.tiny_models import prompts, tiny_model, with_peft
 alone = pytest.mark.usefixtures("alone")
 
 
-def test_explained_variance_is_the_formula():
+def test_explained_variance_matches_the_formula():
     generator = torch.Generator().manual_seed(0)
     values, returns = torch.randn(2, 3, 5, generator=generator).double()
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
@@ -44,22 +44,22 @@ def test_explained_variance_is_the_formula():
 
 
 def counted(model, ids: torch.Tensor) -> float:
-    """Operations of a forward and backward, by torch's counter."""
+    """FLOPs of a forward and backward by torch's counter."""
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids).logits.sum().backward()
     return counter.get_total_flops()
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("gpt2", True)])
-def test_flops_are_torchs(family, tied):
-    """Matrices' to the operation: norms and biases are counted as weights here, and attention in full."""
+def test_flops_match_torchs_counter(family, tied):
+    """Matrix products are exact; norms and biases count as weights, and attention without the causal mask."""
     model = tiny_model(family, tie_word_embeddings=tied)
     model.set_attn_implementation("eager")
     flops, ids = TrainingFlops.of(model), prompts(2, 16, padded=False)[0]
     assert flops([16, 16]) == pytest.approx(counted(model, ids), rel=0.05)
 
 
-def test_frozen_weights_have_no_gradient_to_compute():
+def test_flops_exclude_gradients_of_frozen_weights():
     base = TrainingFlops.of(tiny_model("llama"))
     adapted = TrainingFlops.of(with_peft(tiny_model("llama")))
     assert 4 / 6 < adapted.per_token / base.per_token < 0.9
@@ -70,15 +70,15 @@ def test_frozen_weights_have_no_gradient_to_compute():
 
 
 @alone
-def test_utilisation_is_a_share_of_the_peak():
-    found = flops_metrics(3e12, seconds=2.0, peak_tflops=6.0)
-    assert found == {"time/tflops_per_s": 1.5, "time/mfu": 0.25}
+def test_mfu_is_a_share_of_the_peak():
+    metrics = flops_metrics(3e12, seconds=2.0, peak_tflops=6.0)
+    assert metrics == {"time/tflops_per_s": 1.5, "time/mfu": 0.25}
     if not torch.cuda.is_available():
-        assert "time/mfu" not in flops_metrics(3e12, 2.0, 0.0), "a peak that nobody knows"
+        assert "time/mfu" not in flops_metrics(3e12, 2.0, 0.0), "MFU without a known peak"
 
 
 @alone
-def test_tokens_are_counted_over_runs_that_go_on():
+def test_token_counts_continue_in_resumed_runs():
     count = TokenCount()
     assert [count.add(tokens)["num_tokens"] for tokens in (3, torch.tensor(4))] == [3, 7]
     resumed = TokenCount()
@@ -86,7 +86,7 @@ def test_tokens_are_counted_over_runs_that_go_on():
     assert resumed.add(1) == {"num_tokens": 8}
 
 
-def test_phases_are_one_behind_the_other(monkeypatch):
+def test_phases_are_consecutive(monkeypatch):
     times = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
     monkeypatch.setattr("rlhf_examples.common.measures.time.perf_counter", lambda: next(times))
     phases = Phases()
@@ -98,50 +98,51 @@ def test_phases_are_one_behind_the_other(monkeypatch):
 
 
 @alone
-def test_a_mean_score_of_every_set():
+def test_scores_are_averaged_by_source():
     sets = ["data/one.jsonl", "data", "org/set@train"]
     sources = ["data/one.jsonl", "data/two/x.parquet", "org/set@train", "org/set@train"]
     assert [data_source(source, sets) for source in sources] == ["data/one.jsonl", "data", *["org/set@train"] * 2]
     rows = [{"source": source} for source in sources]
-    found = scores_by_source(rows, torch.tensor([1.0, math.nan, 2.0, 4.0]), sets)
-    assert found == {"rewards_by_source/data/one.jsonl": 1.0, "rewards_by_source/org/set@train": 3.0}
+    means = scores_by_source(rows, torch.tensor([1.0, math.nan, 2.0, 4.0]), sets)
+    assert means == {"rewards_by_source/data/one.jsonl": 1.0, "rewards_by_source/org/set@train": 3.0}
     assert scores_by_source(rows, torch.zeros(4), sets[:1]) == {}
 
 
 @alone
-def test_least_and_most_of_every_reward_and_of_their_sum():
+def test_minimum_and_maximum_of_every_reward_and_of_their_sum():
     scored = {"a": [1.0, 3.0, None], "b": [0.5, -1.0, None]}
     scorers = [Scorer(name, function=lambda *_, name=name, **__: scored[name]) for name in scored]
     rewards, rows = Rewards(scorers, [1.0, 10.0]), [{"prompt": "", "columns": "{}"}] * 3
     rewards.by_name(None, rows, [""] * 3)
-    found = rewards.metrics()
-    edges = {name: (found[f"rewards/{name}/min"], found[f"rewards/{name}/max"]) for name in ("a", "b", "reward")}
+    metrics = rewards.metrics()
+    edges = {name: (metrics[f"rewards/{name}/min"], metrics[f"rewards/{name}/max"]) for name in ("a", "b", "reward")}
     assert edges == {"a": (1.0, 3.0), "b": (-1.0, 0.5), "reward": (-7.0, 6.0)}
-    assert found["rewards/reward/mean"] == -0.5 and found["rewards/a/std"] == pytest.approx(2**0.5)
+    assert metrics["rewards/reward/mean"] == -0.5 and metrics["rewards/a/std"] == pytest.approx(2**0.5)
     scored |= {"a": [None] * 3, "b": [None] * 3}
     rewards.by_name(None, rows, [""] * 3)
     assert rewards.metrics() == {}
 
 
 def check_gradient_norm(folder: str, stage: int, dtype: str) -> None:
-    """Of one step over the rows of both ranks, in two backwards: as the whole model has it in one process."""
+    """The norm of a step over both ranks' rows, in two backwards, equals that of an unpartitioned model in one
+    process."""
     on_first_rank(lambda: tiny_model("llama").save_pretrained(f"{folder}/base"))
     args, settings = SFTArguments(dtype=dtype), training(stage)
     engine = make_engine(load_policy(f"{folder}/base", settings.config(args), LoRA(0, 16, "")), args, settings)
     ids = torch.cat([prompts(2, 8, padded=False, seed=rank)[0] for rank in range(dist.get_world_size())])
-    own, norms = ids[2 * dist.get_rank() :][:2], []
+    own_ids, norms = ids[2 * dist.get_rank() :][:2], []
     for number in range(2):
-        row = own[number : number + 1]
+        row = own_ids[number : number + 1]
         norms += backward_and_step(engine, engine(input_ids=row, labels=row).loss, number, 2)
-    whole = tiny_model("llama")
-    whole(input_ids=ids, labels=ids).loss.backward()
-    expected = torch.cat([p.grad.flatten() for p in whole.parameters()]).norm().item()
+    model = tiny_model("llama")
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
     assert norms == pytest.approx([expected], rel=1e-4 if dtype == "float32" else 0.05)
-    assert expected > 1.5, "it would not be clipped"
+    assert expected > 1.5, "clipping would have no effect"
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (0, "bfloat16"), (2, "float32"), (3, "float32")])
-def test_the_gradients_norm_is_of_all_ranks_before_clipping(ranks, tmp_path, stage, dtype):
+def test_grad_norm_is_over_all_ranks_before_clipping(ranks, tmp_path, stage, dtype):
     ranks.run(check_gradient_norm, str(tmp_path), stage, dtype)
 
 
@@ -159,7 +160,7 @@ def run_and_read(script: str, folder: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("script", ["ppo", "sft"])
-def test_a_run_logs_what_it_measures(ranks, tmp_path, script):
+def test_a_run_logs_its_measures(ranks, tmp_path, script):
     (rows, _) = ranks.run(run_and_read, script, str(tmp_path))
     names = EVERYWHERE | (OF_PPO if script == "ppo" else set())
     assert names <= rows[-1].keys(), names - rows[-1].keys()

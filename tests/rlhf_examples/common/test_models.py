@@ -1,4 +1,4 @@
-"""What is exported is what was trained; values, references and averages are what they should be."""
+"""Exported models, values, references and moving averages equal their oracles."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def on_first_rank(make) -> None:
     dist.barrier()
 
 
-def check_export(folder: str, stage: int, lora_rank: int, merged: bool) -> None:
+def check_export(folder: str, stage: int, lora_rank: int, merge: bool) -> None:
     base, out, settings = f"{folder}/base", f"{folder}/policy", training(stage, lora_rank)
     on_first_rank(lambda: tiny_model("llama").save_pretrained(base))
     engine = make_engine(load_policy(base, settings.config(SFTArguments()), settings.lora), SFTArguments(), settings)
@@ -44,25 +44,25 @@ def check_export(folder: str, stage: int, lora_rank: int, merged: bool) -> None:
     untrained = engine(ids, attention_mask=mask).logits.detach()
     for step in range(2):
         train_step(engine, step)
-    export(engine, synthetic_tokenizer(), out, merged)
+    export(engine, synthetic_tokenizer(), out, merge)
     with engine.inference():
         expected = engine(ids, attention_mask=mask).logits
-    assert (expected - untrained).abs().max() > 1e-2, "nothing was trained"
-    if merged or not lora_rank:
+    assert (expected - untrained).abs().max() > 1e-2, "training changed nothing"
+    if merge or not lora_rank:
         loaded = AutoModelForCausalLM.from_pretrained(out)
     else:
         loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
         assert not (Path(out) / "model.safetensors").exists()
     for model in (loaded, merged_adapter(load_exported(out, deepspeed_config("float32", 0)))):
         with torch.no_grad():
-            # Of a LoRA the engine has merged what PEFT adds on the side.
+            # The engine merges the LoRA that PEFT adds unmerged.
             torch.testing.assert_close(model.eval()(ids).logits, expected, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("stage", "lora_rank", "merged"), [(0, 0, True), (2, 4, True), (3, 0, True), (3, 4, True), (3, 4, False)]
 )
-def test_the_exported_policy_is_the_trained_one(ranks, tmp_path, stage, lora_rank, merged):
+def test_an_exported_policy_equals_the_trained_one(ranks, tmp_path, stage, lora_rank, merged):
     ranks.run(check_export, str(tmp_path), stage, lora_rank, merged)
 
 
@@ -83,43 +83,45 @@ def check_values(folder: str, family: str, lora_rank: int) -> None:
     torch.testing.assert_close(values[:, -5:-1], token_values(critic, ids, mask, 4).detach(), atol=1e-5, rtol=1e-5)
     assert values[mask.bool()].abs().max() > 1e-2
     require_exact_values(critic)
-    apart, packed = (token_values(critic, ids, mask, 4, packs).detach() for packs in (False, True))
-    before = mask[:, -5:-1].bool()  # the value is of the state before a token
-    torch.testing.assert_close(packed[before], apart[before], atol=1e-5, rtol=1e-5)
+    padded, packed = (token_values(critic, ids, mask, 4, packs).detach() for packs in (False, True))
+    before = mask[:, -5:-1].bool()  # a value is of the state before its token
+    torch.testing.assert_close(packed[before], padded[before], atol=1e-5, rtol=1e-5)
     assert (packed[~before] == 0).all()
     export(critic, synthetic_tokenizer(), out)
-    # Hugging Face's own classifier judges the last token that is not padding: rows of real tokens alone.
+    # Hugging Face's classifier scores the last unpadded token: rows without padding.
     classifier = AutoModelForSequenceClassification.from_pretrained(out, num_labels=1).eval()
     engine = load_frozen_model(load_value_model, out, "float32")
-    again = last_token_values(frozen_values(engine, ids, mask, 2), mask)
-    for row, kept, value, judged in zip(ids, mask.bool(), last_token_values(values, mask), again, strict=True):
+    reward_scores = last_token_values(frozen_values(engine, ids, mask, 2), mask)
+    for row, kept, value, reward_score in zip(
+        ids, mask.bool(), last_token_values(values, mask), reward_scores, strict=True
+    ):
         with torch.no_grad():
             expected = classifier(row[kept][None]).logits[0, 0]
         torch.testing.assert_close(value, expected, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(judged, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(reward_score, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "lora_rank"), [("llama", 0), ("qwen2", 4), ("gpt2", 0)])
-def test_critic_and_reward_model_are_hugging_faces_classifier(ranks, tmp_path, family, lora_rank):
+def test_critic_and_reward_model_match_hugging_faces_classifier(ranks, tmp_path, family, lora_rank):
     ranks.run(check_values, str(tmp_path), family, lora_rank)
 
 
 @pytest.mark.parametrize("family", ["bloom", "opt"])
-def test_packed_rows_that_mix_are_refused(family):
+def test_padding_free_raises_for_families_that_mix_packed_rows(family):
     config = tiny_model(family).config
     config.num_labels = 1
     with pytest.raises(ValueError, match=r"padding_free: true given; .* mixes packed rows.* use padded ones"):
         require_exact_values(ValueModel(AutoModelForSequenceClassification.from_config(config)))
 
 
-def test_what_cannot_be_a_value_model_is_refused():
+def test_models_without_a_classifier_raise_as_value_models():
     two_labels = AutoModelForSequenceClassification.from_config(tiny_model("llama").config)
     with pytest.raises(ValueError, match="has 2 labels; it must have 1"):
         ValueModel(two_labels)
 
 
 def check_reference(folder: str, lora_rank: int, offload: bool) -> None:
-    """The reference's logprobs, after the policy was trained, are the base model's by Hugging Face."""
+    """After the policy is trained, the reference's logprobs still equal Hugging Face's with the base model."""
     base = f"{folder}/base"
     on_first_rank(lambda: tiny_model("llama").save_pretrained(base))
     args = PPOArguments(
@@ -137,9 +139,9 @@ def check_reference(folder: str, lora_rank: int, offload: bool) -> None:
     tokenizer = synthetic_tokenizer()
     rows = [{"prompt_ids": [5, 6, 7 + i, 9][: 4 - i]} for i in range(2)]
     batch = roll_out(actor.policy, tokenizer, rows, rank_row_ids(2), sampling(args, 3))
-    found, own = actor.reference_logps(batch), actor.old_logps(batch)
+    actual, policy_logps = actor.reference_logps(batch), actor.old_logps(batch)
     model = AutoModelForCausalLM.from_pretrained(base).eval()
-    expected = torch.zeros_like(found)
+    expected = torch.zeros_like(actual)
     for row in range(2):
         kept = batch.attention_mask[row].bool()
         ids, length = batch.sequences[row][kept], int(batch.completion_mask[row].sum())
@@ -147,8 +149,8 @@ def check_reference(folder: str, lora_rank: int, offload: bool) -> None:
             logps = (model(ids[None]).logits[0, :-1] / 0.7).log_softmax(dim=-1)
         expected[row, :length] = logps.gather(1, ids[1:, None])[-length:, 0]
     kept = batch.completion_mask.bool()
-    torch.testing.assert_close(found[kept], expected[kept], atol=1e-4, rtol=1e-4)
-    assert (own - expected)[kept].abs().max() > 1e-2, "the policy is still the base"
+    torch.testing.assert_close(actual[kept], expected[kept], atol=1e-4, rtol=1e-4)
+    assert (policy_logps - expected)[kept].abs().max() > 1e-2, "the policy is still the base"
 
 
 @pytest.mark.parametrize(("lora_rank", "offload"), [(0, False), (0, True), (4, False)])
@@ -156,18 +158,18 @@ def test_the_reference_is_the_model_before_training(ranks, tmp_path, lora_rank, 
     ranks.run(check_reference, str(tmp_path), lora_rank, offload)
 
 
-def whole(average: MovingAverage, engine) -> dict[str, torch.Tensor]:
+def gathered_average(average: MovingAverage, engine) -> dict[str, torch.Tensor]:
     return {name: average.whole(parameter).clone() for name, parameter in engine.module.named_parameters()}
 
 
 def check_average(folder: str, stage: int, family: str, tied: bool) -> None:
-    """Against float64, over weights that were read whole after every step."""
+    """Against float64, over the weights gathered after every step."""
     base, out, settings, beta = f"{folder}/base", f"{folder}/average", training(stage), 0.75
     on_first_rank(lambda: tiny_model(family, tie_word_embeddings=tied).save_pretrained(base))
     engine = make_engine(load_policy(base, settings.config(SFTArguments())), SFTArguments(), settings)
     average = MovingAverage(engine, beta)
     shadow = MovingAverage(engine, 0.0)  # the weights themselves
-    expected = {name: values.double() for name, values in whole(shadow, engine).items()}
+    expected = {name: values.double() for name, values in gathered_average(shadow, engine).items()}
     model = AutoModelForCausalLM.from_pretrained(base)
     for name, values in expected.items():
         assert torch.equal(values, model.get_parameter(name).double())
@@ -175,43 +177,43 @@ def check_average(folder: str, stage: int, family: str, tied: bool) -> None:
         train_step(engine, step)
         average.update()
         shadow.update()
-        weights = whole(shadow, engine)
+        weights = gathered_average(shadow, engine)
         expected = {name: beta * old + (1 - beta) * weights[name].double() for name, old in expected.items()}
-    for name, values in whole(average, engine).items():
+    for name, values in gathered_average(average, engine).items():
         torch.testing.assert_close(values.double(), expected[name], atol=1e-6, rtol=1e-6)
     assert max((weights[name] - values).abs().max() for name, values in expected.items()) > 1e-3
-    if stage == 3:  # a rank keeps its partitions alone
+    if stage == 3:  # a rank keeps only its partitions
         kept = sum(part.numel() for part in average.parts.values())
         assert kept <= 0.6 * sum(values.numel() for values in expected.values())
     export(engine, synthetic_tokenizer(), out, average=average)
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     for name, values in expected.items():
         torch.testing.assert_close(loaded.get_parameter(name).double(), values, atol=1e-6, rtol=1e-6)
-    with safe_open(f"{out}/model.safetensors", "pt") as file:  # a head there would be read as such
+    with safe_open(f"{out}/model.safetensors", "pt") as file:  # a head in the file would be loaded as one
         heads = [file.get_tensor(name) for name in file.keys() if name.startswith("lm_head")]  # noqa: SIM118
     assert len(heads) == (not tied)
     head = average.whole(engine.module.get_output_embeddings().weight)
     for written in (*heads, loaded.get_output_embeddings().weight):
         assert torch.equal(written, head)
-    other = MovingAverage(engine, beta)
-    other.load_state_dict(average.state_dict())
-    assert all(torch.equal(other.parts[name], part) for name, part in average.parts.items())
+    restored = MovingAverage(engine, beta)
+    restored.load_state_dict(average.state_dict())
+    assert all(torch.equal(restored.parts[name], part) for name, part in average.parts.items())
 
 
 @pytest.mark.parametrize(
     ("stage", "family", "tied"),
     [(0, "qwen2", True), (2, "llama", False), (2, "llama", True), (3, "llama", False), (3, "gpt2", True)],
 )
-def test_the_moving_average_is_the_formula(ranks, tmp_path, stage, family, tied):
+def test_the_moving_average_matches_float64(ranks, tmp_path, stage, family, tied):
     ranks.run(check_average, str(tmp_path), stage, family, tied)
 
 
-def test_grpos_reward_model_is_offloaded_where_it_is_asked_for(ranks, tmp_path):
+def test_offload_reference_model_partitions_reward_models(ranks, tmp_path):
     ranks.run(check_offloaded_scorers, str(tmp_path))
 
 
 def check_offloaded_scorers(folder: str) -> None:
-    """Those that GRPO and its evaluation build: partitioned on the host, or whole on every rank."""
+    """Scorers of GRPO and its evaluation: partitioned on the host, or full on every rank."""
     if dist.get_rank() == 0:
         small_directory(Path(folder))
     dist.barrier()
@@ -232,7 +234,7 @@ def check_offloaded_scorers(folder: str) -> None:
     assert [type(scorer.model).__name__ for scorer in built] == ["InferenceEngine"] * 2 + ["HybridEngine"] * 2
 
 
-def test_a_lora_drops_what_it_is_told_to():
+def test_lora_dropout_is_set_by_its_flag():
     model = LoRA(2, 4, "all-linear", dropout=0.25).on(tiny_model("llama"), "CAUSAL_LM")
     rates = {module.p for name, module in model.named_modules() if name.endswith("lora_dropout.default")}
     assert rates == {0.25}

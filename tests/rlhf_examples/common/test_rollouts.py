@@ -1,4 +1,4 @@
-"""An iteration's experience: one gather, whatever is asked of the policy in the window; every rank learns its part."""
+"""An iteration's experience: one gather of the policy per window, and each rank trains on its share of rows."""
 
 from dataclasses import replace
 from itertools import chain
@@ -47,7 +47,7 @@ def small(tmp_path_factory) -> Path:
 
 
 def arguments(directory: Path, **changes) -> PPOArguments:
-    """Of a run of two optimizer steps an iteration."""
+    """Arguments of a run with two optimizer steps per iteration."""
     few = {"per_device_generation_batch_size": 4, "per_device_training_batch_size": 2, "max_answer_seq_len": 6}
     few |= {"num_mini_batches": 2, "reward": [REWARD], "critic_model_name_or_path": str(directory / "reward_model")}
     return PPOArguments(actor_model_name_or_path=str(directory / "model"), **few, **changes)
@@ -58,7 +58,7 @@ def rows_of(tokenizer) -> list[dict]:
 
 
 def check_bytes(directory: Path, lora_dim: int, logprob_mode: str) -> None:
-    """What a whole PPO iteration gathers of the policy outside training: each parameter once, or only the adapters."""
+    """Bytes of the policy that a PPO iteration gathers outside training: each parameter once, or only the adapters."""
     args = arguments(directory, actor_lora_dim=lora_dim, logprob_mode=logprob_mode)
     models, tokenizer = Models.load(args), load_tokenizer(args.actor_model_name_or_path)
     policy = models.actor.policy
@@ -81,7 +81,7 @@ def test_an_iteration_gathers_the_policy_once(ranks, small, lora_dim, logprob_mo
 
 
 def check_unscored(directory: Path, zero_stage: int) -> None:
-    """A completion without a score trains nothing: the others train as if it had not been there."""
+    """A completion without a score contributes nothing: the others train as without it."""
     reward = "tests.rlhf_examples.scripts:words_but_of_the_first"
     args = arguments(directory, actor_zero_stage=zero_stage, critic_zero_stage=zero_stage)
     models = Models.load(replace(args, reward=[reward], whiten_rewards=True))
@@ -90,13 +90,13 @@ def check_unscored(directory: Path, zero_stage: int) -> None:
     with policy.inference():
         batch = roll_out(policy, tokenizer, rows, rank_row_ids(4), sampling(args, 1))
         logps = models.actor.old_logps(batch), models.actor.reference_logps(batch)
-    own, metrics = make_experience(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
+    experience, metrics = make_experience(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
     scores = number_of_words([""] * 4, decode_completions(tokenizer, batch))
     scored = sum(chain(*gather_objects(scores[1:]))) / (3 * dist.get_world_size())
-    assert own.mask[0].sum() == 0 and torch.equal(own.mask[1:], batch.completion_mask[1:])
-    learned = own.mask.bool()
-    assert own.advantages.isfinite().all() and (own.advantages[~learned] == 0).all()
-    assert over_ranks(own.advantages[learned].sum()) / over_ranks(learned.sum()) == pytest.approx(0, abs=1e-5)
+    assert experience.mask[0].sum() == 0 and torch.equal(experience.mask[1:], batch.completion_mask[1:])
+    learned = experience.mask.bool()
+    assert experience.advantages.isfinite().all() and (experience.advantages[~learned] == 0).all()
+    assert over_ranks(experience.advantages[learned].sum()) / over_ranks(learned.sum()) == pytest.approx(0, abs=1e-5)
     assert metrics["objective/scores"] == pytest.approx(scored) and metrics["completions/learned"] == 0.75
     policy.eval()
     metrics = ppo_iteration(models, tokenizer, rows, None, FixedKLController(0.1), 1, args)
@@ -108,12 +108,12 @@ def check_unscored(directory: Path, zero_stage: int) -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_completion_without_a_score_trains_nothing(ranks, small, zero_stage):
+def test_an_unscored_completion_is_dropped(ranks, small, zero_stage):
     ranks.run(check_unscored, small, zero_stage)
 
 
-class Doubling(FixedKLController):
-    """A weight that every update doubles."""
+class DoublingKLController(FixedKLController):
+    """A KL coefficient that every update doubles."""
 
     def update(self, current: float, n_steps: int) -> None:
         self.value *= 2
@@ -121,7 +121,11 @@ class Doubling(FixedKLController):
 
 def check_kl_coef(directory: Path) -> None:
     args = arguments(directory, actor_lora_dim=2)
-    models, tokenizer, controller = Models.load(args), load_tokenizer(args.actor_model_name_or_path), Doubling(0.1)
+    models, tokenizer, controller = (
+        Models.load(args),
+        load_tokenizer(args.actor_model_name_or_path),
+        DoublingKLController(0.1),
+    )
     for iteration, used in ((1, 0.1), (2, 0.2)):
         models.actor.policy.eval()
         metrics = ppo_iteration(models, tokenizer, rows_of(tokenizer), None, controller, iteration, args)
@@ -129,40 +133,48 @@ def check_kl_coef(directory: Path) -> None:
         assert metrics["objective/non_score_reward"] == pytest.approx(-used * metrics["objective/kl"])
 
 
-def test_the_weight_of_the_kl_is_the_one_that_was_used(ranks, small):
+def test_the_logged_kl_coef_is_the_one_used(ranks, small):
     ranks.run(check_kl_coef, small)
 
 
 def count_scores(directory: Path) -> None:
-    """Old logprobs are made once: by the trainer for the correction, else by the sampler; the reference's once."""
+    """Old logprobs are computed once: by the trainer for importance sampling, else by the sampler; the reference's
+    once."""
     for correction, lora_dim, expected in ((True, 0, 0), (False, 0, 1), (True, 4, 1), (False, 4, 2)):
         args = arguments(directory, actor_lora_dim=lora_dim, importance_sampling_correction=correction)
         args = replace(args, max_tokens_per_batch=40, padding_free=True)
         models, tokenizer = Models.load(args), load_tokenizer(args.actor_model_name_or_path)
         policy, calls, widest = models.actor.policy, [], []
-        score, judge = policy.score, models.critic.module.forward
+        score, critic_forward = policy.score, models.critic.module.forward
 
-        def counted(*values, score=score, calls=calls, **settings):
+        def counting_score(*values, score=score, calls=calls, **settings):
             calls.append(settings)
             return score(*values, **settings)
 
-        def measured(input_ids, attention_mask, judge=judge, widest=widest, critic=models.critic.module, **settings):
+        def measuring_forward(
+            input_ids,
+            attention_mask,
+            critic_forward=critic_forward,
+            widest=widest,
+            critic=models.critic.module,
+            **settings,
+        ):
             packs = settings.get("padding_free") and critic.training
             widest.append(int(attention_mask.sum()) if packs else input_ids.numel())
-            return judge(input_ids=input_ids, attention_mask=attention_mask, **settings)
+            return critic_forward(input_ids=input_ids, attention_mask=attention_mask, **settings)
 
-        policy.score, models.critic.module.forward = counted, measured
+        policy.score, models.critic.module.forward = counting_score, measuring_forward
         ppo_iteration(models, tokenizer, rows_of(tokenizer), None, FixedKLController(0.1), 1, args)
         assert len(calls) == expected
         assert 0 < max(widest) <= 40, "the critic has no budget"
 
 
-def test_logprobs_are_made_once_and_the_critic_keeps_the_budget(ranks, small):
+def test_logprobs_are_scored_once_and_the_critic_keeps_the_token_budget(ranks, small):
     ranks.run(count_scores, small)
 
 
 def count_collectives(directory: Path, zero_stage: int, lora_dim: int) -> list[int]:
-    """Collectives of rollout, old and reference logprobs and all that is judged, in two iterations by equal weights."""
+    """Collectives of rollout, old and reference logprobs and all scores, in two iterations with equal weights."""
     args = arguments(directory, actor_zero_stage=zero_stage, critic_zero_stage=zero_stage, actor_lora_dim=lora_dim)
     models, tokenizer = Models.load(args), load_tokenizer(args.actor_model_name_or_path)
     rows, policy, counts = rows_of(tokenizer), models.actor.policy, []
@@ -179,10 +191,11 @@ def count_collectives(directory: Path, zero_stage: int, lora_dim: int) -> list[i
 
 @pytest.mark.parametrize("lora_dim", [0, 4])
 def test_a_second_window_gathers_nothing(ranks, small, lora_dim):
-    """Counted at torch.distributed: with the weights gathered, partitioned ones need what whole ones do, reductions."""
-    first, again = ranks.run(count_collectives, small, 3, lora_dim)[0]
-    assert ranks.run(count_collectives, small, 0, lora_dim)[0] == [again, again]
-    assert first > again
+    """Counted in torch.distributed: with gathered weights ZeRO-3 runs the collectives of ZeRO-0, which are
+    reductions."""
+    first, second = ranks.run(count_collectives, small, 3, lora_dim)[0]
+    assert ranks.run(count_collectives, small, 0, lora_dim)[0] == [second, second]
+    assert first > second
 
 
 def check_rows_alone() -> None:
@@ -191,17 +204,17 @@ def check_rows_alone() -> None:
     lengths = torch.tensor([5, 1, 3, 4])
     mask[:, 4:] = (torch.arange(5) < lengths[:, None]).long()  # completions, right padded
     batch = token_logps(engine, ids, mask, 5, 0.7)[0].detach()
-    alone = token_logps_row_by_row(engine, ids, mask, 5, 0.7)
-    torch.testing.assert_close(alone, batch, atol=1e-5, rtol=1e-5)  # sums in another order
-    assert (alone[mask[:, 4:] == 0] == 0).all()
+    row_by_row = token_logps_row_by_row(engine, ids, mask, 5, 0.7)
+    torch.testing.assert_close(row_by_row, batch, atol=1e-5, rtol=1e-5)  # sums in another order
+    assert (row_by_row[mask[:, 4:] == 0] == 0).all()
     assert token_logps_row_by_row(engine, ids[:0], mask[:0], 5, 0.7).shape == (0, 5)
     for chunk, padding_free in ((3, False), (3, True)):
-        found, entropies = token_logps(engine, ids, mask, 5, 0.7, chunk, padding_free)
-        torch.testing.assert_close(found.detach(), batch, atol=1e-5, rtol=1e-5)
+        logps, entropies = token_logps(engine, ids, mask, 5, 0.7, chunk, padding_free)
+        torch.testing.assert_close(logps.detach(), batch, atol=1e-5, rtol=1e-5)
         assert ((entropies == 0) == (mask[:, 4:] == 0)).all()
 
 
-def test_rows_alone_have_the_batchs_logprobs(ranks):
+def test_row_by_row_logprobs_match_the_batch(ranks):
     ranks.run(check_rows_alone)
 
 
@@ -219,12 +232,12 @@ def check_order() -> None:
     assert int(widths) == 2 * batch.completion_ids.shape[1], "ranks have other widths"
 
 
-def test_rows_of_all_ranks_are_in_order_and_of_one_width(ranks):
+def test_all_gathered_rows_are_in_order_and_of_one_width(ranks):
     ranks.run(check_order)
 
 
 def experience_of(lengths: list[int]) -> Experience:
-    """Rows whose values say where they come from; prompts of 3 tokens, the first of them padding in odd rows."""
+    """Rows whose values are their row numbers; prompts of 3 tokens, the first of them padding in odd rows."""
     rows, width = len(lengths), max(lengths)
     mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     prompt = torch.ones(rows, 3, dtype=torch.int64)
@@ -234,21 +247,21 @@ def experience_of(lengths: list[int]) -> Experience:
     return Experience(ids, torch.cat([prompt, mask], dim=1), mask, values, values, values, torch.arange(rows))
 
 
-def test_what_is_taken_is_all_but_padding():
-    whole = experience_of([2, 5, 1, 3])
-    part = whole.take(torch.tensor([1, 3]))
-    assert part.sequences.tolist() == whole.sequences[[1, 3], 1:].tolist()
-    assert part.mask.tolist() == whole.mask[[1, 3]].tolist() and part.advantages.tolist() == [1, 3]
-    part = whole.take(torch.tensor([2, 0]))
-    assert part.sequences.tolist() == whole.sequences[[2, 0], :5].tolist()
-    assert part.old_logps.tolist() == whole.old_logps[[2, 0], :2].tolist() and part.returns is None
+def test_take_drops_common_padding():
+    experience = experience_of([2, 5, 1, 3])
+    part = experience.take(torch.tensor([1, 3]))
+    assert part.sequences.tolist() == experience.sequences[[1, 3], 1:].tolist()
+    assert part.mask.tolist() == experience.mask[[1, 3]].tolist() and part.advantages.tolist() == [1, 3]
+    part = experience.take(torch.tensor([2, 0]))
+    assert part.sequences.tolist() == experience.sequences[[2, 0], :5].tolist()
+    assert part.old_logps.tolist() == experience.old_logps[[2, 0], :2].tolist() and part.returns is None
 
 
 @pytest.mark.parametrize(
     ("rows", "size", "budget"), [(8, 2, 0), (8, 2, 20), (7, 1, 0), (7, 2, 0), (7, 2, 8), (2, 1, 0)]
 )
-def test_ranks_share_a_step_between_them_whatever_their_number(monkeypatch, rows, size, budget):
-    """Also where rows do not go round: some rank then learns nothing from its last micro batch."""
+def test_optimizer_steps_cover_all_rows_at_any_world_size(monkeypatch, rows, size, budget):
+    """Also if rows do not divide evenly: some rank's last micro batch is then empty."""
     experience = experience_of([2, 5, 1, 3, 4, 4, 1, 2][:rows])
     args = RolloutArguments(per_device_training_batch_size=size, num_mini_batches=2, max_tokens_per_batch=budget)
     lengths, of_all = experience.attention_mask.sum(dim=1), []
@@ -275,21 +288,21 @@ def test_ranks_share_a_step_between_them_whatever_their_number(monkeypatch, rows
     assert of_all[0] != [step.rows.tolist() for step in optimizer_steps(experience, 3, 8, args)]
 
 
-def test_a_sequence_that_does_not_fit_is_refused(monkeypatch):
+def test_a_sequence_over_max_tokens_per_batch_raises(monkeypatch):
     monkeypatch.setattr(rollouts, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 2))
-    refused = {
+    cases = {
         "max_tokens_per_batch: 6 given; a sequence has 7 tokens": {"max_tokens_per_batch": 6},
         "num_mini_batches: 5 given; an iteration has 4 completions": {"num_mini_batches": 5},
     }
-    for words, changes in refused.items():
-        with pytest.raises(ValueError, match=words):
+    for message, changes in cases.items():
+        with pytest.raises(ValueError, match=message):
             optimizer_steps(experience_of([2, 5, 1, 3]), 1, 1, RolloutArguments(**changes))
     (step,) = optimizer_steps(experience_of([5, 5, 5]), 1, 1, RolloutArguments(max_tokens_per_batch=9))
     assert [len(places) for places in step.micro_batch_rows] == [1, 1]
 
 
-def test_group_statistics_are_of_scored_completions():
-    """One NaN took its group's deviation out of the sum, and not out of the number of groups."""
+def test_group_statistics_use_scored_completions_only():
+    """A NaN excludes only its completion, not its group, from the sum and the number of groups."""
     nan = float("nan")
     rewards = torch.tensor([1.0, 3.0, nan, 0.1, 0.1, 0.1, 0.2, nan, nan, nan, 0.7, 0.7])
     statistics = {name: value.item() for name, value in grpo.group_statistics(rewards, 3).items()}
@@ -298,8 +311,8 @@ def test_group_statistics_are_of_scored_completions():
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
-def test_what_a_step_divides_by_is_trls(monkeypatch, loss_type):
-    """Rows of which nothing is learned are sequences, and their tokens are none (GRPOTrainer 1.16, `_compute_loss`)."""
+def test_the_loss_denominator_matches_trl(monkeypatch, loss_type):
+    """Dropped rows count as sequences, but not their tokens (GRPOTrainer 1.16, `_compute_loss`)."""
     losses = []
     monkeypatch.setattr(grpo, "token_logps", lambda policy, ids, mask, width, *_: [torch.zeros(len(ids), width)] * 2)
     monkeypatch.setattr(grpo, "Numerics", lambda *_: SimpleNamespace(add=lambda logps: None, metrics=dict))
@@ -322,7 +335,7 @@ def test_what_a_step_divides_by_is_trls(monkeypatch, loss_type):
 
 
 @pytest.mark.usefixtures("alone")
-def test_runs_of_different_seeds_share_no_noise():
+def test_runs_with_different_seeds_share_no_sampling_seed_or_order():
     draws = [sampling_seed(seed, draw) for seed in range(3) for draw in range(5000)]
     assert len(set(draws)) == len(draws)
     assert sampling_seed(0, 7) == 7
@@ -334,7 +347,8 @@ def test_runs_of_different_seeds_share_no_noise():
 
 
 def check_truncated(directory: Path) -> None:
-    """Old logprobs are the policy's, in both modes; importance sampling divides by what the tokens were drawn with."""
+    """Old logprobs are the policy's in both modes; importance sampling divides by the sampling distribution's
+    probability."""
     engine, tokenizer = engine_of(tiny_model("llama"), settings(3)), synthetic_tokenizer()
     args = RolloutArguments(
         actor_model_name_or_path=str(directory / "model"),
@@ -357,12 +371,12 @@ def check_truncated(directory: Path) -> None:
     torch.testing.assert_close(sampled * mask, recomputed * mask, atol=1e-5, rtol=1e-5)
     trained = training_logps(engine, batch, args)
     weights, metrics = loss_weights(trained, batch.sampling_per_token_logps, mask, args)
-    # Of the policy's mass a draw among five keeps a part, which is each token's weight.
+    # Top-5 sampling keeps a part of the policy's mass, which is each token's weight.
     expected = (trained - batch.sampling_per_token_logps).double().exp()
     torch.testing.assert_close(weights[mask.bool()].double(), expected[mask.bool()], atol=1e-5, rtol=1e-5)
     assert (weights <= 1 + 1e-4).all()
     assert metrics["sampling/importance_sampling_ratio/mean"] < 0.99
 
 
-def test_importance_sampling_knows_of_truncation(ranks, small):
+def test_importance_sampling_accounts_for_truncated_sampling(ranks, small):
     ranks.run(check_truncated, small)

@@ -1,4 +1,4 @@
-"""A run neither deletes another's results without being told to, nor its own checkpoints."""
+"""A run never deletes another run's results without `overwrite`, nor its own latest checkpoints."""
 
 import json
 from dataclasses import asdict
@@ -22,7 +22,7 @@ alone = pytest.mark.usefixtures("alone")
 
 
 class Counter:
-    """A part of a run that can be saved."""
+    """A part of a run with a state."""
 
     value = 0
 
@@ -44,8 +44,8 @@ def names(directory: Path) -> list[str]:
 
 @alone
 @pytest.mark.parametrize("keep_last", [1, 2])
-def test_a_run_behind_a_longer_one_keeps_its_own_checkpoints(tmp_path, keep_last):
-    """As a run that goes on from an earlier iteration than others have come to."""
+def test_a_run_prunes_only_its_own_checkpoints(tmp_path, keep_last):
+    """A run resumed from an earlier iteration than that of other checkpoints in the directory."""
     directory = tmp_path / "checkpoints"
     longer, counter = checkpoints_of(directory)
     for iteration in (100, 200):
@@ -54,14 +54,14 @@ def test_a_run_behind_a_longer_one_keeps_its_own_checkpoints(tmp_path, keep_last
     for iteration in (1, 2, 3):
         counter.value = iteration
         shorter.save(iteration)
-        fresh, found = checkpoints_of(directory)
-        assert fresh.load_latest() == found.value == iteration
+        fresh, restored = checkpoints_of(directory)
+        assert fresh.load_latest() == restored.value == iteration
     kept = [f"iteration-{iteration:06d}" for iteration in (*range(4 - keep_last, 4), 100, 200)]
     assert names(directory) == [*kept, "latest"]
 
 
 @alone
-def test_checkpoints_are_in_the_order_of_their_iterations(tmp_path):
+def test_checkpoints_are_ordered_by_iteration(tmp_path):
     checkpoints, _ = checkpoints_of(tmp_path / "checkpoints")
     for iteration in (999_998, 999_999, 1_000_000, 1_000_001):
         checkpoints.save(iteration)
@@ -70,7 +70,7 @@ def test_checkpoints_are_in_the_order_of_their_iterations(tmp_path):
 
 
 def with_a_run(directory: Path) -> Path:
-    """A directory in which a run and its user have left something."""
+    """A directory with files of a run and of its user."""
     (directory / "model").mkdir(parents=True)
     (directory / "metrics.jsonl").write_text('{"iteration": 1}\n')
     (directory / "notes.txt").write_text("mine")
@@ -79,7 +79,7 @@ def with_a_run(directory: Path) -> Path:
 
 @alone
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_directory_that_holds_another_run_is_refused(script, tmp_path):
+def test_a_directory_with_another_run_raises(script, tmp_path):
     directory = with_a_run(tmp_path / "run")
     settings = {**models_of(script, small_directory(tmp_path / "small")), "output_dir": str(directory)}
     with pytest.raises(ValueError, match=r"output_dir: .*run' holds another run .*model.*--resume.*--overwrite"):
@@ -88,7 +88,7 @@ def test_a_directory_that_holds_another_run_is_refused(script, tmp_path):
 
 
 @alone
-def test_what_does_not_fit_is_refused_before_a_directory_is_cleared(tmp_path):
+def test_invalid_arguments_raise_before_a_directory_is_cleared(tmp_path):
     directory = with_a_run(tmp_path / "run")
     with pytest.raises(ValueError, match="actor_model_name_or_path"):
         run_here("grpo", {"output_dir": str(directory), "overwrite": True, "actor_model_name_or_path": "/none"})
@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_refused_before_a_directory_is_cleared(tmp_path):
 
 @alone
 @pytest.mark.parametrize("left", ["checkpoints/iteration-000004", "model", "metrics.jsonl"])
-def test_each_thing_that_a_run_leaves_is_one(left, tmp_path):
+def test_any_result_of_a_run_counts_as_a_run(left, tmp_path):
     path = tmp_path / "run" / left
     path.parent.mkdir(parents=True)
     path.write_text("{}\n") if left.endswith("jsonl") else path.mkdir()
@@ -108,19 +108,19 @@ def test_each_thing_that_a_run_leaves_is_one(left, tmp_path):
 
 
 @alone
-def test_only_what_a_run_writes_is_overwritten(tmp_path):
+def test_overwrite_removes_only_files_of_a_run(tmp_path):
     directory = with_a_run(tmp_path / "run")
     begin_run(SFTArguments(output_dir=str(directory), resume=True))
     assert names(directory) == ["metrics.jsonl", "model", "notes.txt"]
     begin_run(SFTArguments(output_dir=str(directory), overwrite=True))
     assert names(directory) == ["notes.txt"]
-    begin_run(SFTArguments(output_dir=str(directory)))  # nothing that another run would miss
+    begin_run(SFTArguments(output_dir=str(directory)))  # no results of another run
     with pytest.raises(ValueError, match="overwrite: true given with resume: true"):
         SFTArguments(resume=True, overwrite=True)
 
 
 @alone
-def test_a_pipeline_does_not_delete_the_steps_of_another(tmp_path, monkeypatch):
+def test_a_pipeline_does_not_delete_another_pipelines_steps(tmp_path, monkeypatch):
     monkeypatch.setitem(pipeline.SCRIPTS, "pairs", (PairsArguments, lambda args: {"pairs": 1}))
     sft = with_a_run(tmp_path / "run" / "sft")
     settings = {"output_dir": str(tmp_path / "run"), "steps": {"sft": {"script": "pairs"}, "pairs": {}}}
@@ -132,7 +132,7 @@ def test_a_pipeline_does_not_delete_the_steps_of_another(tmp_path, monkeypatch):
 
 
 @alone
-def test_a_resumed_pipeline_refuses_other_settings_of_a_finished_step(tmp_path, monkeypatch):
+def test_resuming_a_pipeline_with_changed_settings_of_a_finished_step_raises(tmp_path, monkeypatch):
     ran = []
     monkeypatch.setitem(pipeline.SCRIPTS, "pairs", (PairsArguments, lambda args: ran.append(args.rounds) or {"n": 1}))
 
@@ -142,8 +142,8 @@ def test_a_resumed_pipeline_refuses_other_settings_of_a_finished_step(tmp_path, 
 
     run(2)
     (tmp_path / "run" / "pairs" / "done.json").unlink()  # the run was killed in its second step
-    words = r"resume: the step in '.*run/one' is finished, .* settings: rounds was 2 and is 3; .*--overwrite true"
-    with pytest.raises(ValueError, match=words):
+    message = r"resume: the step in '.*run/one' is finished, .* settings: rounds was 2 and is 3; .*--overwrite true"
+    with pytest.raises(ValueError, match=message):
         run(3, "--resume", "true")
     with pytest.raises(ValueError, match="seed was 0 and is 5"):
         run(2, "--resume", "true", "--seed", "5")
@@ -155,7 +155,7 @@ def test_a_resumed_pipeline_refuses_other_settings_of_a_finished_step(tmp_path, 
 
 
 @alone
-def test_settings_without_effect_may_change(tmp_path):
+def test_settings_without_effect_on_results_may_change(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(asdict(SFTArguments())))
     same = SFTArguments(output_dir="other", resume=True, print_every=3, report_to=[], keep_last=9, save_every=4)
     require_same_settings({str(tmp_path): same})
@@ -166,11 +166,13 @@ def test_settings_without_effect_may_change(tmp_path):
 
 
 def check_frozen_left_out(folder: str, stage: int) -> None:
-    """A LoRA's checkpoint has no tensor of the base, and a run that goes on from it trains to the same bits."""
+    """A LoRA checkpoint has no tensor of the base, and a run resumed from it trains to the same bits."""
     base, settings, args = f"{folder}/base", training(stage, 4), SFTArguments()
-    on_first_rank(lambda: tiny_model("llama", tie_word_embeddings=True).save_pretrained(base))  # a head of two names
+    on_first_rank(
+        lambda: tiny_model("llama", tie_word_embeddings=True).save_pretrained(base)
+    )  # a tied head with two names
     engines = []
-    for seed in range(2):  # other factors, which are loaded over
+    for seed in range(2):  # different factors, replaced by the checkpoint's
         torch.manual_seed(seed)
         engines.append(make_engine(load_policy(base, settings.config(args), settings.lora), args, settings))
     first, second = engines
@@ -191,5 +193,5 @@ def check_frozen_left_out(folder: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_checkpoint_leaves_the_frozen_base_out(ranks, tmp_path, stage):
+def test_a_lora_checkpoint_excludes_the_frozen_base(ranks, tmp_path, stage):
     ranks.run(check_frozen_left_out, str(tmp_path), stage)

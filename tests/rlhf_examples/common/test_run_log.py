@@ -1,4 +1,4 @@
-"""The log of a run: what is kept, what a resumed run goes on from, who else is told."""
+"""The log of a run: its files, resuming, and trackers."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from rlhf_examples.common import files
 from rlhf_examples.common.run_log import RunLog, read_completions, read_metrics, short
 from rlhf_examples.common.trackers import LOGP_DIFFERENCE_EDGES, Histogram, check_report_to
 
-# A module that stands for Trackio and for W&B: both have these calls.
+# A stand-in for Trackio and W&B, which both have these calls.
 SERVICE = """
 calls = []
 class Histogram:
@@ -42,7 +42,7 @@ def run_log(directory, total=4, **options) -> RunLog:
 
 @pytest.fixture
 def service(tmp_path, monkeypatch, request):
-    """A fake of the package whose name the test gives, installed; gives its calls."""
+    """Installs a fake of the package that the test names; returns its name and calls."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / f"{request.param}.py").write_text(SERVICE)
     monkeypatch.syspath_prepend(tmp_path / "site")
@@ -51,13 +51,13 @@ def service(tmp_path, monkeypatch, request):
     sys.modules.pop(request.param, None)
 
 
-def test_a_resumed_log_drops_what_was_after_and_what_was_cut(tmp_path):
+def test_a_resumed_log_drops_later_and_truncated_lines(tmp_path):
     log = run_log(tmp_path)
     for iteration in (1, 2, 3):
         log.add(iteration, {"loss": float(iteration)})
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"iteration": 4, "lo')  # the kill came here
+        file.write('{"iteration": 4, "lo')  # killed while writing
     assert [row["iteration"] for row in read_metrics(tmp_path)] == [1, 2, 3]
     log = run_log(tmp_path, start=2)
     log.add(3, {"loss": 30.0})
@@ -70,7 +70,7 @@ def test_a_resumed_log_drops_what_was_after_and_what_was_cut(tmp_path):
     ]
 
 
-def test_a_log_that_begins_anew_forgets(tmp_path):
+def test_a_new_log_starts_empty(tmp_path):
     run_log(tmp_path).add(1, {"loss": 1.0})
     run_log(tmp_path)
     assert read_metrics(tmp_path) == []
@@ -95,7 +95,7 @@ def test_a_line_that_is_not_json_is_named(tmp_path):
         read_metrics(tmp_path)
 
 
-def test_what_is_not_finite_is_null_and_told_once(tmp_path):
+def test_values_that_are_not_finite_are_null_and_warned_of_once(tmp_path):
     log = run_log(tmp_path)
     with pytest.warns(UserWarning, match="iteration 1: loss is nan, grad_norm is inf") as warned:
         log.add(1, {"loss": math.nan, "grad_norm": math.inf, "reward": 1.0})
@@ -108,8 +108,8 @@ def test_what_is_not_finite_is_null_and_told_once(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(lines[0], parse_constant=no_constant)
     assert row == {"iteration": 1, "loss": None, "grad_norm": None, "reward": 1.0}
-    assert math.isnan(read_metrics(tmp_path)[0]["loss"]), "a number stays a number to who reads it"
-    log = run_log(tmp_path, start=2)  # what was read is written again
+    assert math.isnan(read_metrics(tmp_path)[0]["loss"]), "a value that is not finite was not read as a number"
+    log = run_log(tmp_path, start=2)  # the read lines are written again
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines
 
 
@@ -121,19 +121,19 @@ def test_tensors_and_numpy_are_numbers(tmp_path):
 def test_histograms_count_as_numpy_does(tmp_path):
     edges = (0.0, 0.5, 1.0, 4.0)
     values = torch.tensor([[0.0, 0.5, 0.75], [4.0, 1.0, 0.49]])
-    ours = Histogram.of(values, edges)
-    assert list(ours.counts) == np.histogram(values.numpy(), edges)[0].tolist()
+    histogram = Histogram.of(values, edges)
+    assert list(histogram.counts) == np.histogram(values.numpy(), edges)[0].tolist()
     outside = Histogram.of(torch.tensor([-1.0, 9.0, math.inf, math.nan]), edges)
     assert outside.counts == (1, 0, 2)
     summed = Histogram.of(values, edges, over_ranks=lambda counts: counts * 2)
-    assert summed.counts == tuple(2 * count for count in ours.counts)
+    assert summed.counts == tuple(2 * count for count in histogram.counts)
     assert Histogram.of(torch.empty(0), edges).counts == (0, 0, 0)
-    run_log(tmp_path).add(1, {"difference": ours})
-    assert read_metrics(tmp_path) == [{"iteration": 1, "difference": ours}]
+    run_log(tmp_path).add(1, {"difference": histogram})
+    assert read_metrics(tmp_path) == [{"iteration": 1, "difference": histogram}]
     assert list(LOGP_DIFFERENCE_EDGES) == sorted(set(LOGP_DIFFERENCE_EDGES))
 
 
-def test_the_bar_and_the_tables_show_what_was_asked_for(tmp_path, capfd, monkeypatch):
+def test_the_bar_and_the_tables_show_the_selected_metrics(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True, raising=False)
     log = run_log(
         tmp_path, print_every=2, description="GRPO", bar_metrics={"KL": "kl", "reward": "score", "eval": "eval"}
@@ -149,7 +149,7 @@ def test_the_bar_and_the_tables_show_what_was_asked_for(tmp_path, capfd, monkeyp
     assert "│ loss" in out and "histogram" not in out
 
 
-def test_samples_are_kept_and_shown_as_they_are(tmp_path, capfd):
+def test_samples_are_saved_and_printed_verbatim(tmp_path, capfd):
     log = run_log(tmp_path)
     after = "[/red] \ud83d \x1b[2J <b> 🙂"
     log.show_samples(["p"], ["b"], [after], rewards_before=[math.nan], rewards_after=[2.0])
@@ -164,12 +164,12 @@ def test_samples_are_kept_and_shown_as_they_are(tmp_path, capfd):
         log.show_samples(["p", "q"], ["b"], ["a", "d"])
 
 
-def test_settings_are_kept(tmp_path):
+def test_settings_are_saved(tmp_path):
     run_log(tmp_path, settings={"lr": 1e-4, "model": tmp_path})
     assert json.loads((tmp_path / "settings.json").read_text()) == {"lr": 1e-4, "model": str(tmp_path)}
 
 
-def test_tensorboard_reads_it_and_a_resumed_run_shows_no_lost_iterations(tmp_path):
+def test_tensorboard_events_of_a_resumed_run(tmp_path):
     for start, value in ((0, 1.0), (2, 5.0)):
         log = run_log(tmp_path, report_to=["tensorboard"], start=start)
         for iteration in range(start + 1, 5):
@@ -185,7 +185,7 @@ def test_tensorboard_reads_it_and_a_resumed_run_shows_no_lost_iterations(tmp_pat
 
 
 @pytest.mark.parametrize("service", ["trackio", "wandb"], indirect=True)
-def test_services_are_told_everything(tmp_path, service):
+def test_trackers_get_metrics_settings_and_resumed_iterations(tmp_path, service):
     name, calls = service
     run = tmp_path / "my-run"
     log = run_log(run, report_to=[name], project="words", settings={"lr": 1e-4})
@@ -201,21 +201,21 @@ def test_services_are_told_everything(tmp_path, service):
     run_log(run, report_to=[name], start=1, run_name="mine").add(2, {"loss": 20.0})
     assert calls()[0][1]["name"] == "mine-from-2"
     steps = [(call[1], call[2]["loss"]) for call in calls()[1:]]
-    assert steps == [(1, 1.0), (2, 20.0)], "a resumed run is told of what it goes on from"
+    assert steps == [(1, 1.0), (2, 20.0)], "a resumed run did not send earlier iterations"
 
 
-def test_trackers_that_are_unknown_or_missing_are_refused(tmp_path, monkeypatch):
+def test_unknown_or_missing_trackers_raise(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="report_to: 'mlflow' given; allowed: tensorboard, trackio, wandb"):
         run_log(tmp_path / "a", report_to=["mlflow"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="'wandb' given, and it is not installed; try: pip install wandb"):
         run_log(tmp_path / "a", report_to=["wandb"])
-    assert not (tmp_path / "a").exists(), "refused before anything was written"
+    assert not (tmp_path / "a").exists(), "files were written before the error"
     check_report_to([])
 
 
 def log_on_a_rank(directory: str) -> None:
-    """A whole run of the log, in a directory of the rank's own."""
+    """A complete log in a directory per rank."""
     log = run_log(f"{directory}/{dist.get_rank()}")
     log.add(1, {"loss": 1.0})
     with log.bar_cleared():
@@ -224,7 +224,7 @@ def log_on_a_rank(directory: str) -> None:
     log.close()
 
 
-def test_one_rank_logs(ranks, tmp_path):
+def test_only_the_first_rank_logs(ranks, tmp_path):
     ranks.run(log_on_a_rank, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
     assert sorted(path.name for path in (tmp_path / "0").iterdir()) == ["metrics.jsonl", "samples.json"]
@@ -235,8 +235,8 @@ def test_short_numbers():
     assert [short(x) for x in figures] == "– 0 0 0.0123 1 1,000 12,346 -1,000,000 nan inf".split()
 
 
-def test_progress_in_a_file_is_a_line_every_few_seconds(tmp_path, monkeypatch, capsys):
-    """Without a terminal no bar is drawn again and again, and DeepSpeed's line comes as often as the progress."""
+def test_progress_without_a_terminal_is_a_line_every_few_seconds(tmp_path, monkeypatch, capsys):
+    """Without a terminal no bar is redrawn, and DeepSpeed's line comes as often as the progress."""
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     log = RunLog(tmp_path, total=40, bar_metrics={"reward": "reward"}, description="PPO", print_every=0, report_to=[])
@@ -254,7 +254,7 @@ def test_progress_in_a_file_is_a_line_every_few_seconds(tmp_path, monkeypatch, c
     assert [line for line in out.splitlines() if line.startswith("|E2E")] == [f"|E2E latency={n}" for n in (2, 12, 22)]
 
 
-def test_a_terminal_has_a_bar(tmp_path, monkeypatch):
+def test_progress_in_a_terminal_is_a_bar(tmp_path, monkeypatch):
     monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True, raising=False)
     log = RunLog(tmp_path, total=2, report_to=[])
     assert isinstance(log.bar, module.tqdm)
@@ -265,7 +265,7 @@ COLUMNS = {"prompt": ["one |", "<two>"], "completion": ["a\nb", "[bold]c[/bold]"
 
 
 @pytest.mark.parametrize("service", ["trackio", "wandb"], indirect=True)
-def test_completions_of_evaluations_are_kept_and_told(tmp_path, service, capfd):
+def test_completions_of_evaluations_are_saved_and_sent_to_trackers(tmp_path, service, capfd):
     name, calls = service
     run = tmp_path / "run"
     log = run_log(run, report_to=["tensorboard", name], print_every=1)
@@ -273,11 +273,11 @@ def test_completions_of_evaluations_are_kept_and_told(tmp_path, service, capfd):
         log.add_completions(iteration, COLUMNS, shown=1)
     log.close()
     out = capfd.readouterr().out
-    assert "iteration 2" in out and "one |" in out and "<two>" not in out, "as many as are to be shown"
-    found = read_completions(run)
-    assert found["iteration"].tolist() == [0, 0, 2, 2, 4, 4]
-    assert found["completion"].tolist()[:2] == COLUMNS["completion"]
-    assert found["cheerful"].tolist()[0] == 0.5 and math.isnan(found["cheerful"][1])
+    assert "iteration 2" in out and "one |" in out and "<two>" not in out, "more completions are printed than `shown`"
+    completions = read_completions(run)
+    assert completions["iteration"].tolist() == [0, 0, 2, 2, 4, 4]
+    assert completions["completion"].tolist()[:2] == COLUMNS["completion"]
+    assert completions["cheerful"].tolist()[0] == 0.5 and math.isnan(completions["cheerful"][1])
     tables = [call[2]["completions"].dataframe for call in calls() if call[0] == "log"]
     assert [table["prompt"].tolist() for table in tables] == [COLUMNS["prompt"]] * 3
     events = EventAccumulator(str(run / "tensorboard"))
@@ -289,9 +289,11 @@ def test_completions_of_evaluations_are_kept_and_told(tmp_path, service, capfd):
 
     calls().clear()
     run_log(run, report_to=[name], start=2)
-    assert read_completions(run)["iteration"].tolist() == [0, 0, 2, 2], "of iterations that are run again"
+    assert read_completions(run)["iteration"].tolist() == [0, 0, 2, 2], (
+        "completions of iterations that run again were kept"
+    )
     assert [call[1] for call in calls() if call[0] == "log"] == [0, 2]
     run_log(run, start=2).add_completions(2, COLUMNS, shown=0)
-    assert read_completions(run)["iteration"].tolist() == [0, 0, 2, 2], "an iteration's are logged once"
+    assert read_completions(run)["iteration"].tolist() == [0, 0, 2, 2], "an iteration's completions are logged twice"
     run_log(run)
     assert read_completions(run).empty

@@ -1,4 +1,4 @@
-"""Several rewards and their sum; functions that are awaited, and servers."""
+"""Several rewards and their weighted sum, async reward functions, and reward servers."""
 
 import asyncio
 import json
@@ -45,30 +45,30 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr(rewards, "FIRST_PAUSE_S", 0.001)
 
 
-def test_awaited_functions_run_together_and_beside_others():
-    """Each waits for the other, and for the plain function, to have begun."""
+def test_async_rewards_run_concurrently_with_plain_ones():
+    """Each function waits until all have started."""
     begun = {name: threading.Event() for name in ("one", "other", "plain")}
 
-    def meets(name: str) -> None:
+    def wait_for_all(name: str) -> None:
         begun[name].set()
         assert all(event.wait(20) for event in begun.values())
 
     def awaited(name: str):
         async def reward(prompts, completions, **columns):
             assert columns == {"answer": [1, 2, 3]}
-            await asyncio.to_thread(meets, name)
+            await asyncio.to_thread(wait_for_all, name)
             return [1.0] * len(completions)
 
         return reward
 
     def plain(prompts, completions, **columns):
-        meets("plain")
+        wait_for_all("plain")
         return [2.0] * len(completions)
 
     functions = {"one": awaited("one"), "plain": plain, "other": awaited("other")}
-    found = score_all(functions, PROMPTS, COMPLETIONS, {"answer": [1, 2, 3]})
-    assert found == {"one": [1.0] * 3, "plain": [2.0] * 3, "other": [1.0] * 3}
-    assert list(found) == list(functions)
+    scores = score_all(functions, PROMPTS, COMPLETIONS, {"answer": [1, 2, 3]})
+    assert scores == {"one": [1.0] * 3, "plain": [2.0] * 3, "other": [1.0] * 3}
+    assert list(scores) == list(functions)
 
     async def within_a_loop():
         return score_all({"later": later}, PROMPTS, COMPLETIONS, {})
@@ -76,7 +76,7 @@ def test_awaited_functions_run_together_and_beside_others():
     assert asyncio.run(within_a_loop()) == {"later": [0.5] * 3}
 
 
-def test_an_attempt_that_fails_or_lasts_is_made_again():
+def test_failed_and_slow_rewards_are_retried():
     calls = []
 
     async def shaky(prompts, completions, **columns):
@@ -107,12 +107,12 @@ def test_an_attempt_that_fails_or_lasts_is_made_again():
         score_all({"slow": slow}, PROMPTS, COMPLETIONS, {}, timeout_s=0.1, retries=0)
     with pytest.raises(ValueError, match="wrong must give a list of 3 numbers"):
         score_all({"wrong": wrong}, PROMPTS, COMPLETIONS, {})
-    assert calls.count("wrong") == 1, "asked again, it would say the same"
+    assert calls.count("wrong") == 1, "a wrong result was retried"
 
 
 @contextmanager
 def served(server: ThreadingHTTPServer):
-    """Its address."""
+    """Serves until the block ends; gives the address."""
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -121,29 +121,29 @@ def served(server: ThreadingHTTPServer):
     thread.join()
 
 
-def test_a_server_gives_what_its_function_gives():
+def test_a_reward_server_gives_its_functions_scores():
     with served(make_server("rlhf_examples.rewards:exact_match", "127.0.0.1", 0)) as address:
         name = f"{address}/exact_match"
-        ask = {reward_name(name): load_reward(name)}
-        found = score_all(ask, PROMPTS, COMPLETIONS, {"answer": ["one", "two", "three  three three"]})
-        assert found == {"exact_match": [1.0, 0.0, 1.0]}
+        rewards = {reward_name(name): load_reward(name)}
+        scores = score_all(rewards, PROMPTS, COMPLETIONS, {"answer": ["one", "two", "three  three three"]})
+        assert scores == {"exact_match": [1.0, 0.0, 1.0]}
         with pytest.raises(ValueError, match="refuses: 400, .*compares with the records"):
-            score_all(ask, PROMPTS, COMPLETIONS, {})
+            score_all(rewards, PROMPTS, COMPLETIONS, {})
     with served(make_server(f"{HERE}:only_long", "127.0.0.1", 0)) as address:
-        (found,) = score_all({"s": load_reward(address)}, PROMPTS, COMPLETIONS, {}).values()
-        assert math.isnan(found[0]) and found[1:] == [10.0, 10.0]
+        (scores,) = score_all({"s": load_reward(address)}, PROMPTS, COMPLETIONS, {}).values()
+        assert math.isnan(scores[0]) and scores[1:] == [10.0, 10.0]
     assert reward_name("http://host:1/a/helpful/") == "helpful"
     assert reward_name("https://host") == "reward_server"
 
 
-def test_a_server_that_is_not_well(tmp_path):
+def test_errors_of_a_reward_server_are_retried_or_raised(tmp_path):
     answers = [(503, b"busy"), (200, b'{"rewards": [1, null, 2.5]}'), (200, b"<html>"), (500, b""), (500, b"")]
-    asked = []
+    requests = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            status, body = answers[len(asked) - 1]
+            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            status, body = answers[len(requests) - 1]
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body)
@@ -152,61 +152,61 @@ def test_a_server_that_is_not_well(tmp_path):
             pass
 
     with served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as address:
-        ask = {"s": load_reward(address)}
-        found = score_all(ask, PROMPTS, COMPLETIONS, {"x": [1, 2, 3]})["s"]
-        assert found[0] == 1 and math.isnan(found[1]) and found[2] == 2.5
-        assert asked[1] == {"prompts": PROMPTS, "completions": COMPLETIONS, "columns": {"x": [1, 2, 3]}}
+        rewards = {"s": load_reward(address)}
+        scores = score_all(rewards, PROMPTS, COMPLETIONS, {"x": [1, 2, 3]})["s"]
+        assert scores[0] == 1 and math.isnan(scores[1]) and scores[2] == 2.5
+        assert requests[1] == {"prompts": PROMPTS, "completions": COMPLETIONS, "columns": {"x": [1, 2, 3]}}
         with pytest.raises(ValueError, match=r'must give \{"rewards": \[...\]\}; it gave b\'<html>\''):
-            score_all(ask, PROMPTS, COMPLETIONS, {})
+            score_all(rewards, PROMPTS, COMPLETIONS, {})
         with pytest.raises(RuntimeError, match="reward: s failed .*500"):
-            score_all(ask, PROMPTS, COMPLETIONS, {}, retries=1)
+            score_all(rewards, PROMPTS, COMPLETIONS, {}, retries=1)
     with pytest.raises(RuntimeError, match="reward: s failed .*URLError"):
-        score_all(ask, PROMPTS, COMPLETIONS, {}, retries=0)
+        score_all(rewards, PROMPTS, COMPLETIONS, {}, retries=0)
 
 
 @pytest.mark.parametrize(
-    ("scores", "weights", "total"),
+    ("scores_by_reward", "weights", "total"),
     [
         ([[1.0, 2.0, NAN]], [1.0], [1.0, 2.0, NAN]),
         ([[1.0, 2.0, NAN]], [3.0], [3.0, 6.0, NAN]),
         ([[1.0, 2.0, NAN, NAN], [10.0, NAN, 20.0, NAN]], [1.0, 0.5], [6.0, 2.0, 10.0, NAN]),
     ],
 )
-def test_the_sum_is_of_what_is_known(scores, weights, total):
-    found = weighted_sum([torch.tensor(one) for one in scores], weights)
-    torch.testing.assert_close(found, torch.tensor(total), equal_nan=True)
+def test_the_weighted_sum_ignores_missing_scores(scores_by_reward, weights, total):
+    actual = weighted_sum([torch.tensor(values) for values in scores_by_reward], weights)
+    torch.testing.assert_close(actual, torch.tensor(total), equal_nan=True)
 
 
 def check_sums_and_metrics() -> None:
-    """What GRPO gets of several rewards, and their metrics over ranks."""
+    """The scores of several rewards as GRPO gets them, and their metrics over ranks."""
     names = [f"{HERE}:words", f"{HERE}:only_long", f"{HERE}:later"]
-    several = Rewards.load(names, "float32", rows=2, weights=[1.0, 0.1, 2.0])
+    rewards = Rewards.load(names, "float32", rows=2, weights=[1.0, 0.1, 2.0])
     texts = COMPLETIONS if dist.get_rank() == 0 else ["x", "y", "z z"]
     rows = [{"prompt": prompt, "columns": "{}"} for prompt in PROMPTS]
-    found = several.by_name(SimpleNamespace(), rows, texts)
-    assert list(found) == ["reward", "words", "only_long", "later"]
+    scores = rewards.by_name(SimpleNamespace(), rows, texts)
+    assert list(scores) == ["reward", "words", "only_long", "later"]
     expected = [[2.0, 4.0, 5.0], [2.0, 2.0, 3.0]][dist.get_rank()]
-    torch.testing.assert_close(found["reward"], torch.tensor(expected))
-    metrics = several.metrics()
+    torch.testing.assert_close(scores["reward"], torch.tensor(expected))
+    metrics = rewards.metrics()
     everything = torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0, 2.0])
     assert metrics["rewards/words/mean"] == pytest.approx(everything.mean().item())
     assert metrics["rewards/words/std"] == pytest.approx(everything.std().item())
     assert (metrics["rewards/only_long/mean"], metrics["rewards/only_long/std"]) == (10.0, 0.0)
-    one = Rewards.load(names[:1], "float32", rows=2)
-    assert list(one.by_name(SimpleNamespace(), rows, texts)) == ["words"]
+    single = Rewards.load(names[:1], "float32", rows=2)
+    assert list(single.by_name(SimpleNamespace(), rows, texts)) == ["words"]
     weighted = Rewards.load(names[:1], "float32", rows=2, weights=[3.0])
-    found = weighted.by_name(SimpleNamespace(), rows, texts)
-    torch.testing.assert_close(found, {"reward": 3 * found["words"], "words": found["words"]})
-    torch.testing.assert_close(weighted(SimpleNamespace(), rows, texts), 3 * found["words"])
+    scores = weighted.by_name(SimpleNamespace(), rows, texts)
+    torch.testing.assert_close(scores, {"reward": 3 * scores["words"], "words": scores["words"]})
+    torch.testing.assert_close(weighted(SimpleNamespace(), rows, texts), 3 * scores["words"])
     metrics = weighted.metrics()
     assert metrics["rewards/reward/mean"] == pytest.approx(3 * metrics["rewards/words/mean"])
 
 
-def test_sums_and_metrics(ranks):
+def test_weighted_sums_and_metrics_over_ranks(ranks):
     ranks.run(check_sums_and_metrics)
 
 
-def test_what_arguments_take():
+def test_reward_arguments():
     assert arguments_of(GRPOArguments, {"reward": "a:f"}).reward == ["a:f"]
     args = arguments_of(GRPOArguments, {}, ["--reward", "a:f", "http://h/x", "--reward_weights", "1", "0.5"])
     assert (args.reward, args.reward_weights) == (["a:f", "http://h/x"], [1.0, 0.5])
@@ -214,14 +214,14 @@ def test_what_arguments_take():
         GRPOArguments(reward=["a:f", "b:g"], reward_weights=[1.0])
 
 
-def test_two_rewards_of_one_name_are_told_apart():
-    several = Rewards.load([f"{HERE}:words", f"{HERE}:words"], "float32", rows=2)
-    assert [scorer.name for scorer in several.scorers] == ["words", "words_2"]
-    assert sys.modules[HERE].words is several.scorers[1].function
+def test_rewards_with_equal_names_are_numbered():
+    rewards = Rewards.load([f"{HERE}:words", f"{HERE}:words"], "float32", rows=2)
+    assert [scorer.name for scorer in rewards.scorers] == ["words", "words_2"]
+    assert sys.modules[HERE].words is rewards.scorers[1].function
     Scorer.check(f"{HERE}:words", "http://127.0.0.1:1/not-asked")
 
 
-def test_a_number_behind_a_name_makes_no_two_alike_and_none_like_the_sum():
+def test_numbered_reward_names_are_unique():
     server = "http://127.0.0.1:1/"
     names = [f"{server}score_2", f"{server}score", f"{server}score", f"{server}reward"]
     several = Rewards.load(names, "float32", rows=2)
@@ -229,13 +229,13 @@ def test_a_number_behind_a_name_makes_no_two_alike_and_none_like_the_sum():
 
 
 def check_overlong(directory: str) -> None:
-    """GRPO learns from the reward less what its completions' lengths cost."""
+    """GRPO's reward is the function's less the punishment of overlong completions."""
     few = {"num_iterations": 1, "soft_punish_cache": 8, "output_dir": f"{directory}/run"}
     metrics = run_here("grpo", {**models_of("grpo", Path(directory)), **few})
     lengths = metrics["completions/mean_length"] / 8
     assert metrics["reward"] == pytest.approx(metrics["rewards/number_of_words/mean"] - lengths, abs=1e-5)
 
 
-def test_overlong_completions_cost(ranks, tmp_path):
+def test_overlong_completions_reduce_the_reward(ranks, tmp_path):
     small_directory(Path(tmp_path))
     ranks.run(check_overlong, str(tmp_path))

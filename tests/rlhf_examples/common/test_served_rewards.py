@@ -1,4 +1,4 @@
-"""Reward servers that a pipeline starts: their scores are the function's, and they end with it."""
+"""Reward servers started by a pipeline give their functions' scores, and end with it."""
 
 import os
 import signal
@@ -22,17 +22,17 @@ REWARD = "tests.rlhf_examples.scripts:number_of_words"
 SUMS = "rlhf_examples.rewards:exact_match"
 
 
-def is_there(address: str) -> bool:
+def responds(address: str) -> bool:
     try:
         with urlopen(address, timeout=5):
             return True
-    except OSError:  # refused, or reset
+    except OSError:  # connection refused or reset
         return False
 
 
 def require_ended(address: str) -> None:
     deadline = time.monotonic() + 10
-    while is_there(address):
+    while responds(address):
         assert time.monotonic() < deadline, "the server is still there"
         time.sleep(0.1)
 
@@ -42,28 +42,28 @@ def check_grpo(directory: str) -> None:
     steps = {"here": {**settings, "reward": REWARD}, "asked": {**settings, "reward": "server:words"}}
     servers = {"words": {"reward": REWARD}}
     pipeline.run(pipeline.parse({"output_dir": f"{directory}/run", "steps": steps, "servers": servers}, []))
-    here, asked = (logged(Path(directory) / "run" / name) for name in steps)
-    assert len(here) == 2 and here == asked, "of rewards the same metrics, by the same names"
+    local, served = (logged(Path(directory) / "run" / name) for name in steps)
+    assert len(local) == 2 and local == served, "metrics differ between local and served rewards"
     assert SERVERS not in os.environ
 
 
-def test_grpo_learns_the_same_from_a_server(ranks, tmp_path):
+def test_grpo_trains_alike_with_a_served_reward(ranks, tmp_path):
     small_directory(tmp_path)
     ranks.run(check_grpo, str(tmp_path))
 
 
-def check_life() -> None:
-    """Of one host's ranks the first starts a server, that all may ask; it ends with the block, on an exception too."""
+def check_lifetime() -> None:
+    """The first rank of a host starts a server for all its ranks; it ends with the block, also after an exception."""
     with pytest.raises(KeyError, match="mine"), served_rewards({"sums": RewardServerArguments(SUMS, port=0)}):
         address = address_of("server:sums")
-        assert len(set(gather_objects(address))) == 1 and is_there(address)
+        assert len(set(gather_objects(address))) == 1 and responds(address)
         assert reward_name("server:sums") == "exact_match"
         with pytest.raises(ValueError, match="'server:other' given; servers that a pipeline has .* run: server:sums"):
             load_reward("server:other")
         dist.barrier()
         raise KeyError("mine")
     dist.barrier()
-    assert not is_there(address)
+    assert not responds(address)
     with (
         pytest.raises(ValueError, match="servers.sums: the server of 'nowhere:f' did not start"),
         served_rewards({"sums": RewardServerArguments("nowhere:f", port=0)}),
@@ -71,8 +71,8 @@ def check_life() -> None:
         raise AssertionError("the block was entered")
 
 
-def test_a_server_lives_as_long_as_the_block(ranks):
-    ranks.run(check_life)
+def test_a_reward_server_runs_until_its_block_ends(ranks):
+    ranks.run(check_lifetime)
 
 
 HOLDING = f"""
@@ -88,11 +88,11 @@ with served_rewards({{"sums": RewardServerArguments({SUMS!r}, port=0)}}):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_server_ends_with_the_process_that_started_it(number):
+def test_a_reward_server_ends_with_its_parent_process(number):
     holder = subprocess.Popen([sys.executable, "-c", HOLDING], stdout=subprocess.PIPE, text=True)
     try:
         address = next(line.strip() for line in holder.stdout if line.startswith("http"))
-        assert is_there(address)
+        assert responds(address)
         holder.send_signal(number)
         assert holder.wait(20) == -number
         require_ended(address)
@@ -102,7 +102,7 @@ def test_a_server_ends_with_the_process_that_started_it(number):
         holder.stdout.close()
 
 
-def test_servers_that_do_not_fit_are_refused_before_anything_begins():
+def test_invalid_server_settings_raise_before_the_pipeline_starts():
     steps = {"grpo": {"reward": "server:sum"}}
     with pytest.raises(ValueError, match="steps.grpo: 'server:sum' given, and there are no servers"):
         pipeline.parse({"steps": steps}, [])
