@@ -263,7 +263,7 @@ def show(engine: hybrid.HybridEngine, reports: list[Report], args: argparse.Name
         "tokens"
     )
     containers = sorted({row["container"] for row in engine.coverage()})
-    print(f"coverage: {', '.join(containers)}; native_reason: {first.stats['native_reason'] or 'none'}")
+    print(f"coverage: {', '.join(containers)}; fallback_reason: {first.stats['fallback_reason'] or 'none'}")
     print(f"coverage of the model: {engine.coverage()[0]['why']}")
     tokens = sum(report.tokens for report in reports)
     print(f"tokens/s of the rollout: {tokens / first.seconds['rollout']:.1f}; loss {first.loss:.4f}")

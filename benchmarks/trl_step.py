@@ -130,7 +130,7 @@ def train(contender: Contender, model: torch.nn.Module, args: argparse.Namespace
 def coverage_of(engine: hybrid.HybridEngine) -> str:
     """The containers that an engine's parts run in, and why its latest native request was one."""
     containers = sorted({row["container"] for row in engine.coverage()})
-    return ", ".join([*containers, *filter(None, [engine.stats()["native_reason"]])])
+    return ", ".join([*containers, *filter(None, [engine.stats()["fallback_reason"]])])
 
 
 class StepTimes(transformers.TrainerCallback):

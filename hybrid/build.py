@@ -1,15 +1,15 @@
 """Builds what an engine runs on: a snapshot and a decoder, by its model's ModelInfo and its settings."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hybrid.config import HybridEngineConfig, RolloutConfig
-from hybrid.decoders.fallback import NativeReasons
-from hybrid.decoders.fused_model import FusedModel, kernels_of
-from hybrid.memory_plan import Mode
+from hybrid.decoders.fallback import FallbackReasons
+from hybrid.decoders.fused_model import FusedModel
+from hybrid.decoders.selection import CPU_KERNELS, kernels_for
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import ParamRef, UnsupportedModel
 from hybrid.parallel import InferenceGroup, world_size
@@ -20,6 +20,19 @@ from hybrid.weights.sliced_snapshot import LentSlices, SlicedSnapshot
 from hybrid.weights.slices import Shard, planned_slices, sizes_that_fit, slices_of
 from hybrid.weights.snapshot import Snapshot, WeightVersion, active_adapters
 from hybrid.weights.streaming import StreamedSnapshot
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to hold weights: whole on every rank, sliced over `tp_size` ranks, or streamed layer by layer."""
+
+    tp_size: int = 1
+    streaming: bool = False
+
+    def __str__(self) -> str:
+        if self.streaming:
+            return "streaming"
+        return "pinned" if self.tp_size == 1 else f"tensor parallel {self.tp_size}"
 
 
 class Builder:
@@ -41,7 +54,7 @@ class Builder:
     ):
         self.settings, self.rollout, self.stage = settings, rollout, stage
         self.phase, self.count, self.own_hooks = phase, count, own_hooks
-        self.native_reasons = NativeReasons()  # shared by all decoders that the engine makes
+        self.fallback_reasons = FallbackReasons()  # shared by all decoders that the engine makes
         self.version = WeightVersion()
         self.read(model)
 
@@ -55,7 +68,7 @@ class Builder:
         self.version.adapters = active_adapters(self.adapted)
         # The arguments of every kind of snapshot.
         unmerged, layers_per_group = self.rollout.lora == "unmerged", self.settings.tp_gather_partition_size
-        self.kept = (model, self.info.structure, self.adapted, layers_per_group, unmerged, self.version)
+        self.snapshot_args = (model, self.info.structure, self.adapted, layers_per_group, unmerged, self.version)
 
     @property
     def native_by_choice(self) -> bool:
@@ -80,12 +93,12 @@ class Builder:
         """A mode's snapshot and decoder. Without a decoder for the model, the snapshot is of whole weights."""
         layout, native = self.info.layout, "rollout.containers=native" * self.native_by_choice
         if native or layout is None or mode == Mode():
-            snapshot = Snapshot(*self.kept, joined=self._joined(mode))
+            snapshot = Snapshot(*self.snapshot_args, joined=self._joined(mode))
         elif mode.streaming:
-            snapshot = StreamedSnapshot(*self.kept, phase=self.phase, count=self.count)
+            snapshot = StreamedSnapshot(*self.snapshot_args, phase=self.phase, count=self.count)
         else:
             slices = slices_of(layout, Shard(group.size, group.index))
-            snapshot = SlicedSnapshot(*self.kept, slices=slices, joined=self._joined(mode))
+            snapshot = SlicedSnapshot(*self.snapshot_args, slices=slices, joined=self._joined(mode))
         fused = self.fused(snapshot, native, group if mode.tp_size > 1 else None)
         if fused.fallback_reason and mode.streaming:
             fused.fallback_reason = layer_by_layer(fused.fallback_reason)
@@ -102,23 +115,27 @@ class Builder:
     def module_slices(self, group: InferenceGroup) -> LentSlices:
         """The snapshot for the model's own modules in tensor parallel. Raises UnsupportedModel without a `tp_plan`."""
         if self.info.tp_plan is None:
-            raise UnsupportedModel(self.info.no_tp_plan)
-        return LentSlices(*self.kept, slices=planned_slices(self.info.tp_plan, Shard(group.size, group.index)))
+            raise UnsupportedModel(self.info.reasons["tp_plan"])
+        return LentSlices(*self.snapshot_args, slices=planned_slices(self.info.tp_plan, Shard(group.size, group.index)))
 
     def fused(self, snapshot: Snapshot, fallback_reason: str = "", group: InferenceGroup | None = None) -> FusedModel:
         """The decoder over a snapshot.  fallback_reason: why the model's own layers must run; "" to use the decoder."""
         max_capture_size = self.rollout.max_num_seqs if self.settings.enable_cuda_graph else 0
-        fused = FusedModel(self.info, snapshot, max_capture_size, group, self.own_hooks, self.native_reasons)
-        fused.fallback_reason = fallback_reason or fused.fallback_reason
-        fused.warns = fused.warns and not self.native_by_choice
-        return fused
+        return FusedModel(
+            self.info,
+            snapshot,
+            max_capture_size,
+            group,
+            self.own_hooks,
+            self.fallback_reasons,
+            fallback_reason,
+            warns=not self.native_by_choice,
+        )
 
     def _joined(self, mode: Mode) -> list[tuple[ParamRef, ...]]:
         """Matrices that the mode's decoder reads as one (q, k, v; gate, up). None for the CPU kernels, which read each
         matrix in its own place."""
-        first = next(self.info.model.parameters())
-        on_cpu_kernels = kernels_of(first.device) == "CPU kernels" and first.dtype in (torch.float32, torch.bfloat16)
-        reads_parts = mode.tp_size == 1 and on_cpu_kernels
+        reads_parts = mode.tp_size == 1 and kernels_for(next(self.info.model.parameters())) == CPU_KERNELS
         if self.info.layout is None or self.native_by_choice or reads_parts:
             return []
         return joined_refs(self.info.layout)

@@ -17,14 +17,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
-from hybrid.build import Builder, layer_by_layer
+from hybrid.build import Builder, Mode, layer_by_layer
 from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.decoders.batch import is_packable
 from hybrid.decoders.calls import Calls, SharedCalls
 from hybrid.decoders.collective_forwards import ExpertForwards, LayerwiseForwards
+from hybrid.decoders.containers import containers_of, parts_of
+from hybrid.decoders.coverage import coverage_of
 from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
-from hybrid.decoders.fused_model import FusedModel, containers_of, coverage_of, parts_of
+from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.tp_modules import SharedModules, first_output
 from hybrid.deepspeed_api import DeepSpeedSurface
 from hybrid.generation.block_pool import BlockPool
@@ -43,7 +45,7 @@ from hybrid.generation.native_scoring import score_natively
 from hybrid.generation.sampling import Seeds
 from hybrid.generation.scoring import Scores, score_packed
 from hybrid.inputs import as_ids, as_mask, as_model_inputs
-from hybrid.memory_plan import MemoryPlan, MemoryPlanner, Mode, free_bytes
+from hybrid.memory_plan import MemoryPlan, MemoryPlanner, free_bytes
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import generating_part
@@ -107,7 +109,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._profiler.gathered,
             self._training_hooks,
         )
-        self._planner = MemoryPlanner(self._builder.modes, self._builder.planned, *blocks)
+        self._planner = MemoryPlanner(self._builder)
         self._kv_cache = KVCache(self._rollout_settings.kv_step)
         self._version = self._builder.version
         self._watch, self._outdated = WeightWatch(self._policy), False
@@ -144,21 +146,21 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         why: reason for not using our decoder.
         """
         try:
-            snapshot, plan = self._builder.module_slices(self._group), self._builder.info.tp_plan
+            snapshot, info = self._builder.module_slices(self._group), self._builder.info
             with autocast_if_enabled(self):
-                expected = first_output(self._policy, self.device)
-            shared = SharedModules(self._policy, plan, snapshot.adapted, self._group, self.device, self._empty_cache)
+                expected = first_output(info, self.device)
+            shared = SharedModules(info, snapshot.adapted, self._group, self.device, self._empty_cache)
             self._arrange(snapshot, self._builder.fused(snapshot, why), streams=False, shared=shared)
             with autocast_if_enabled(self), self._window.opened():
                 shared.require_same(expected)
             self._snapshot.release()
         except UnsupportedModel as reason:
-            snapshot = Snapshot(*self._builder.kept)
+            snapshot = Snapshot(*self._builder.snapshot_args)
             self._arrange(snapshot, self._builder.fused(snapshot, layer_by_layer(f"{why}; {reason}")), streams=True)
 
     def _empty_cache(self) -> DynamicCache:
         """A cache like those of the model's `generate()`, with its own storage."""
-        cache = DynamicCache(config=self._builder.info.base.config.get_text_config(decoder=True))
+        cache = DynamicCache(config=self._builder.info.config.get_text_config(decoder=True))
         KVCache(self._rollout_settings.kv_step).adopt(cache)
         return cache
 
@@ -239,7 +241,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         """
         if not self._window.is_open:
             self._profiler.next_iteration()
-            self._builder.native_reasons.reset()
+            self._builder.fallback_reasons.reset()
             self._renew()
         self._install()
         self._in_eval = True
@@ -620,7 +622,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         NotImplementedError for an encoder-decoder and for `model_inputs`.
         """
         refuse_model_inputs(model_inputs, "rollout")
-        require_decoder(self._policy, "rollout")
+        require_decoder(self._builder.info, "rollout")
         with self._call(adapters):
             return self._rollout(prompt_ids, prompt_mask, sampling, num_generations, adapters, row_ids)
 
@@ -644,7 +646,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             one = prompt_ids.new_zeros(1, prompt_ids.shape[1])
             once = replace(sampling, max_new_tokens=1, min_new_tokens=0)
             return self._rollout(one, torch.ones_like(one), once, 1, adapters, None).first_rows(0)
-        require_generate(self._policy)
+        require_generate(self._builder.info)
         version, before = self.weight_version, self._profiler.stats()
         log = TokenLog(sampling.temperature or 1.0)
         sequences = self._generate(
@@ -693,7 +695,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         cannot hold; NotImplementedError for an encoder-decoder and for `model_inputs`.
         """
         refuse_model_inputs(model_inputs, "score")
-        require_decoder(self._policy, "score")
+        require_decoder(self._builder.info, "score")
         with self._call(adapters):
             return self._score(sequences, attention_mask, adapters, temperature, rows_per_forward)
 
@@ -716,8 +718,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         longest = int(attention_mask.sum(dim=1).max()) if is_packable(attention_mask) else None
         if longest is not None:
             self._block_pool.require_room([longest], self._fused.block_bytes())
-        why_native = "score: attention_mask has zeros between a row's ones (pad on either side)"
-        request = self._calls.request(adapters, longest, why_native)
+        fallback_reason = "score: attention_mask has zeros between a row's ones (pad on either side)"
+        request = self._calls.request(adapters, longest, fallback_reason)
         with self._profiler.phase("prefill"), torch.no_grad(), request as decoder:
             if decoder is not None:
                 scores = score_packed(
@@ -743,14 +745,14 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         log: TokenLog | None = None,
     ) -> Any:
         """Hugging Face's `generate` with our decode loop.  noise: number of prompts to their sampling keys."""
-        if self._streams and getattr(getattr(self._policy, "config", None), "is_encoder_decoder", False):
+        if self._streams and self._builder.info.is_encoder_decoder:
             raise NotImplementedError(
                 "generate: an encoder-decoder model with hybrid_engine.pin_parameters=false, or with inference_tp_size "
                 "above 1, is not available; use true, and 1"
             )
         decoding = Decoding(
             phase=self._profiler.phase,
-            request=lambda tokens, why_native: self._calls.request(adapters, tokens, why_native),
+            request=lambda tokens, fallback_reason: self._calls.request(adapters, tokens, fallback_reason),
             cache=self._kv_cache,
             block_pool=self._block_pool,
             block_bytes=self._fused.block_bytes,
@@ -845,7 +847,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         `decode_s`, `wait_s`, `release_s`, `train_s`, `elapsed_s`), `tokens` generated, `tokens_per_s` of prefill,
         decode and wait together, and `gathered_bytes`. Memory held now: `snapshot_bytes`, `container_bytes` (copies
         that fused containers made in addition) and `kv_bytes`. `peak_bytes`: the sum of the peaks of the snapshot with
-        one gathered group, the containers, the KV cache and the fused decoder's largest forward. `native_reason`: why
+        one gathered group, the containers, the KV cache and the fused decoder's largest forward. `fallback_reason`: why
         the latest request that could not run fused ran in the model's own layers, and the remedy; "" if every request
         ran fused."""
         others = 0 if self._meetings is None else self._meetings.nbytes()
@@ -859,7 +861,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             + self._kv_cache.peak_bytes
             + self._block_pool.peak_bytes
             + self._fused.peak_activation_bytes(),
-            "native_reason": self._builder.native_reasons.last,
+            "fallback_reason": self._builder.fallback_reasons.last,
+            "native_reason": self._builder.fallback_reasons.last,  # its name in 0.2, for a release
         }
 
 

@@ -8,7 +8,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
 
-from hybrid.config import HybridEngineConfig, RolloutConfig
+from hybrid.build import Builder, Mode
+from hybrid.config import RolloutConfig
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.self_check import checked_lengths
@@ -19,19 +20,6 @@ from hybrid.models.model_info import ModelInfo
 from hybrid.parallel import lowest, world_size
 from hybrid.weights.gather import is_partitioned
 from hybrid.weights.snapshot import Snapshot
-
-
-@dataclass(frozen=True)
-class Mode:
-    """A way to hold weights: whole on every rank, sliced over `tp_size` ranks, or streamed layer by layer."""
-
-    tp_size: int = 1
-    streaming: bool = False
-
-    def __str__(self) -> str:
-        if self.streaming:
-            return "streaming"
-        return "pinned" if self.tp_size == 1 else f"tensor parallel {self.tp_size}"
 
 
 @dataclass(frozen=True)
@@ -92,31 +80,23 @@ NeedOf = Callable[[int, int], Need]  # of the number of sequences decoded at onc
 
 
 class MemoryPlanner:
-    """Plans the memory of each mode, and chooses the mode where settings are "auto".
+    """Plans the memory of each mode that a builder can build, and chooses the mode where settings are "auto".
 
-    modes: gives the modes that the engine could run in, the fastest first.
-    planned: gives a mode's snapshot and decoder, which need not be connected to other ranks.
     Attributes: `in_use` is the mode that the settings name or "auto" chose; `limit`, the bytes that inference may add,
         is None without a limit.
     Choosing is a collective. Raises ValueError, with the memory plan, if not one sequence fits in an allowed mode.
     """
 
-    def __init__(
-        self,
-        modes: Callable[[], list[Mode]],
-        planned: Callable[[Mode], tuple[Snapshot, FusedModel]],
-        settings: HybridEngineConfig,
-        rollout: RolloutConfig,
-    ):
-        self.modes, self.planned, self.settings, self.rollout = modes, planned, settings, rollout
-        self.limit = rollout.memory_limit
-        size, pinned = settings.inference_tp_size, settings.pin_parameters
+    def __init__(self, builder: Builder):
+        self.builder, self.settings, self.rollout = builder, builder.settings, builder.rollout
+        self.limit = self.rollout.memory_limit
+        size, pinned = self.settings.inference_tp_size, self.settings.pin_parameters
         automatic = "auto" in (size, pinned)
         self.in_use = self._chosen() if automatic else Mode(tp_size=size) if pinned else Mode(streaming=True)
 
     def plan(self, rows: int, tokens: int) -> MemoryPlan:
         """The plan for `rows` sequences of `tokens` tokens each, all decoded at once."""
-        needs = {mode: self._need(mode)(rows, tokens) for mode in self.modes()}
+        needs = {mode: self._need(mode)(rows, tokens) for mode in self.builder.modes()}
         return MemoryPlan(needs, self.in_use, self.limit)
 
     def fits(self, rows: int, tokens: int) -> bool:
@@ -128,13 +108,13 @@ class MemoryPlanner:
         return None if self.limit is None else max(self.limit - self._need(self.in_use)(0, 0).total, 0)
 
     def _need(self, mode: Mode) -> NeedOf:
-        return need_of(mode, *self.planned(mode), self.rollout)
+        return need_of(mode, *self.builder.planned(mode), self.rollout)
 
     def _chosen(self) -> Mode:
         """The fastest allowed mode in which `max_num_seqs` sequences of `max_out_tokens` tokens fit at once; if there
         is none, the mode in which the most fit."""
         size, pinned = self.settings.inference_tp_size, self.settings.pin_parameters
-        allowed = [mode for mode in self.modes() if mode.streaming is not pinned]
+        allowed = [mode for mode in self.builder.modes() if mode.streaming is not pinned]
         allowed = [mode for mode in allowed if size == "auto" or mode.tp_size == size]
         device = torch.device(get_accelerator().current_device_name())
         if self.limit is None:
@@ -170,7 +150,7 @@ def need_of(mode: Mode, snapshot: Snapshot, fused: FusedModel, rollout: RolloutC
     if mode.streaming:  # one layer's copies at a time
         copies, gather_bytes = 0, gather_bytes + copies // max(len(info.layers), 1)
     at_rest = sum(map(bytes_at_rest, info.model.parameters()))
-    vocabulary = getattr(info.config, "vocab_size", 0)
+    vocabulary = getattr(info.text_config, "vocab_size", 0)
 
     def need(rows: int, tokens: int) -> Need:
         kv = kv_bytes(fused, rollout.kv_step, rows, tokens) if rows else 0
@@ -200,7 +180,7 @@ def logit_rows(decoder: object, rows: int, tokens: int) -> int:
 def native_activation_bytes(info: ModelInfo, tokens: int) -> int:
     """Approximate activation bytes of the model's own layers over `tokens` tokens: four times the hidden size (the
     residual stream, its norm, the attention output, a float32 copy) and three times the MLP's inner size."""
-    hidden, inner = (getattr(info.config, name, 0) or 0 for name in ("hidden_size", "intermediate_size"))
+    hidden, inner = (getattr(info.text_config, name, 0) or 0 for name in ("hidden_size", "intermediate_size"))
     return tokens * (4 * hidden + 3 * (inner or 4 * hidden)) * next(info.model.parameters()).element_size()
 
 
@@ -212,7 +192,7 @@ def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
     if not fused.fallback_reason:
         steps = blocks_for(step)
         return -(-(1 + rows * blocks_for(tokens)) // steps) * steps * fused.block_bytes()
-    config = fused.info.config
+    config = fused.info.text_config
     heads = getattr(config, "num_attention_heads", 0)
     head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -31,8 +31,7 @@ from hybrid.config import (
     TensorParallelConfig,
     WeightQuantConfig,
 )
-from hybrid.models.families.llama import LLAMA
-from hybrid.models.families.olmo2 import OLMO2
+from hybrid.models.families.llama import LLAMA, OLMO2
 from rlhf_examples.common.arguments import PPOArguments
 from tests.compat.test_install import no_accelerator, quietly
 from tests.tiny_models import prompts, tiny_model, with_peft

@@ -13,37 +13,10 @@ import torch
 import torch.distributed as dist
 
 from hybrid.call_lock import CallLock
+from hybrid.decoders.fused_model import AnyDecoder, FusedModel
 from hybrid.parallel import LostRankError, all_objects, is_lost_rank, lost_rank_reported
 from hybrid.profiling import Phase
 from hybrid.weights.lend import Window
-
-
-class Fused(Protocol):
-    """What a request needs of the FusedModel."""
-
-    def decoder(self, adapters: bool, tokens: int) -> Any:
-        """The decoder for sequences of up to `tokens` tokens, checked by this rank alone; None if there is none."""
-
-    def bound_decoder(self, adapters: bool) -> Any:
-        """The decoder, bound to the current weights; it must have been checked."""
-
-    def fallback_reason_for(self, tokens: int) -> str:
-        """Why the decoder cannot run sequences of up to `tokens` tokens now; "" if it can."""
-
-    def needs_check(self) -> bool:
-        """Whether the decoder must be compared with the model's own layers before it runs."""
-
-    def check(self, adapters: bool) -> str:
-        """Compare the decoder with the model's own layers; returns what differs, "" if nothing does."""
-
-    def refuse(self, reason: str) -> None:
-        """Disable the decoder for good."""
-
-    def note_native(self, reason: str) -> None:
-        """Record that a request runs natively, and why."""
-
-    def has_foreign_hooks(self) -> bool:
-        """Whether user code runs within the model's forwards, where it may raise."""
 
 
 class Steps(Protocol):
@@ -72,7 +45,7 @@ class Calls:
     """
 
     def __init__(
-        self, window: Window, fused: Fused, join_refresh: Callable[[bool], None], lock: CallLock | None = None
+        self, window: Window, fused: FusedModel, join_refresh: Callable[[bool], None], lock: CallLock | None = None
     ):
         self.window, self.fused, self.join_refresh = window, fused, join_refresh
         self.lock = CallLock() if lock is None else lock
@@ -103,27 +76,27 @@ class Calls:
 
     @contextmanager
     def request(
-        self, adapters: bool | None = None, tokens: int | None = None, why_native: str = "", module: str = ""
-    ) -> Iterator[Any]:
+        self, adapters: bool | None = None, tokens: int | None = None, fallback_reason: str = "", module: str = ""
+    ) -> Iterator[AnyDecoder | None]:
         """Inside the block the window is open. Gives the fused decoder for sequences of up to `tokens` tokens, or None
         if the model's own modules must run.
 
-        tokens: None if the request cannot run fused.  why_native: the reason for that; "" for no warning.
+        tokens: None if the request cannot run fused.  fallback_reason: the reason for that; "" for no warning.
         module: name of the submodule that is called directly; "" for the model.
         """
         self.has_begun = True
         with self.window.opened(adapters), self._inside():
-            yield self._own_decoder(tokens, why_native)
+            yield self._own_decoder(tokens, fallback_reason)
 
     def native(self, module: torch.nn.Module, forward: Callable) -> Any:
         """The output of a forward of the model's own, inside a request."""
         return forward()
 
-    def _own_decoder(self, tokens: int | None, why_native: str) -> Any:
+    def _own_decoder(self, tokens: int | None, fallback_reason: str) -> AnyDecoder | None:
         if tokens is not None:
             return self.fused.decoder(self.window.uses_adapters, tokens)
-        if why_native:
-            self.fused.note_native(why_native)
+        if fallback_reason:
+            self.fused.note_fallback(fallback_reason)
         return None
 
     @contextmanager
@@ -146,7 +119,7 @@ class Note:
     adapters: of the window.
     wants: False if the rank's own request failed and it only joins with dummy steps.
     module: name of the submodule that is called directly; "" for the model.
-    native, why_native: whether the request cannot run fused, and why.
+    native, fallback_reason: whether the request cannot run fused, and why.
     needs_check: whether the rank's decoder must be checked first.
     hooked: whether the rank's forwards may fail midway, in user code.
     """
@@ -156,7 +129,7 @@ class Note:
     wants: bool = True
     module: str = ""
     native: bool = False
-    why_native: str = ""
+    fallback_reason: str = ""
     needs_check: bool = False
     hooked: bool = False
 
@@ -182,7 +155,7 @@ class SharedCalls(Calls):
     def __init__(
         self,
         window: Window,
-        fused: Fused,
+        fused: FusedModel,
         join_refresh: Callable[[bool], None],
         lock: CallLock | None,
         group: dist.ProcessGroup | None,
@@ -192,7 +165,7 @@ class SharedCalls(Calls):
         super().__init__(window, fused, join_refresh, lock)
         self.group, self.native_steps, self.phase = group, native, phase
         self.steps: Steps | None = None  # of the running request
-        self.decoder: Any = None
+        self.decoder: AnyDecoder | None = None
         self.lost = False  # a rank has ended: no further exchange is possible
 
     @contextmanager
@@ -217,8 +190,8 @@ class SharedCalls(Calls):
 
     @contextmanager
     def request(
-        self, adapters: bool | None = None, tokens: int | None = None, why_native: str = "", module: str = ""
-    ) -> Iterator[Any]:
+        self, adapters: bool | None = None, tokens: int | None = None, fallback_reason: str = "", module: str = ""
+    ) -> Iterator[AnyDecoder | None]:
         """As `Calls.request`. Runs fused if the decoder can run every rank's request, natively otherwise; ends when
         every rank's request has ended.
 
@@ -227,14 +200,16 @@ class SharedCalls(Calls):
         """
         adapters = self.window.resolved(adapters)
         if tokens is not None:
-            why_native = self.fused.fallback_reason_for(tokens)
+            fallback_reason = self.fused.fallback_reason_for(tokens)
         if self.inside:
-            yield self._nested(adapters, tokens, why_native)
+            yield self._nested(adapters, tokens, fallback_reason)
             return
         self.has_begun = True
-        native = tokens is None or why_native != ""
+        native = tokens is None or fallback_reason != ""
         needs_check = not native and self.fused.needs_check()
-        own = Note("request", adapters, True, module, native, why_native, needs_check, self.fused.has_foreign_hooks())
+        own = Note(
+            "request", adapters, True, module, native, fallback_reason, needs_check, self.fused.has_foreign_hooks()
+        )
         notes = self._exchange(own)
         self._require_same(notes)
         with self._running(own, notes) as decoder:
@@ -265,11 +240,11 @@ class SharedCalls(Calls):
             with self.window.opened(wanted[0].adapters):
                 self._leave()
             return
-        with self._running(replace(wanted[0], native=False, why_native="", needs_check=False), notes):
+        with self._running(replace(wanted[0], native=False, fallback_reason="", needs_check=False), notes):
             pass
 
     @contextmanager
-    def _running(self, own: Note, notes: list[Note]) -> Iterator[Any]:
+    def _running(self, own: Note, notes: list[Note]) -> Iterator[AnyDecoder | None]:
         """Run what the ranks have agreed on, and dummy steps until every rank is done. Gives the decoder, or None."""
         try:
             with (
@@ -300,8 +275,8 @@ class SharedCalls(Calls):
     def _forwards(self, guarded: bool = False) -> AbstractContextManager:
         return nullcontext() if self.native_steps is None else self.native_steps.opened(guarded)
 
-    def _agreed_decoder(self, own: Note, notes: list[Note]) -> Any:
-        reasons = {rank: note.why_native for rank, note in enumerate(notes) if note.native}
+    def _agreed_decoder(self, own: Note, notes: list[Note]) -> AnyDecoder | None:
+        reasons = {rank: note.fallback_reason for rank, note in enumerate(notes) if note.native}
         if not reasons and any(note.needs_check for note in notes):
             with self._forwards():
                 differs = self.fused.check(own.adapters)
@@ -313,17 +288,18 @@ class SharedCalls(Calls):
             return self.fused.bound_decoder(own.adapters)
         if not own.native:
             rank, reason = next(iter(reasons.items()))
-            self.fused.note_native(f"a request of rank {rank}, which runs with this one's: {reason or 'it asks so'}")
-        elif own.why_native:
-            self.fused.note_native(own.why_native)
+            self.fused.note_fallback(f"a request of rank {rank}, which runs with this one's: {reason or 'it asks so'}")
+        elif own.fallback_reason:
+            self.fused.note_fallback(own.fallback_reason)
         return None
 
-    def _nested(self, adapters: bool, tokens: int | None, why_native: str) -> Any:
+    def _nested(self, adapters: bool, tokens: int | None, fallback_reason: str) -> AnyDecoder | None:
         """The decoder for a request that is made inside another one."""
         self._require_same_adapters(adapters)
-        if self.decoder is not None and (tokens is None or why_native):
+        if self.decoder is not None and (tokens is None or fallback_reason):
             raise NotImplementedError(
-                f"a request inside another one, whose decoder ranks run together, cannot run natively: {why_native}"
+                "a request inside another one, whose decoder ranks run together, cannot run natively: "
+                f"{fallback_reason}"
             )
         return self.decoder
 
@@ -352,8 +328,8 @@ class SharedCalls(Calls):
         wanted = [note for note in notes if note.step != "leave" and note.wants]
         with_part = any(note.module for note in wanted)
         if len({note.key for note in wanted}) > 1 or (with_part and len(wanted) < len(notes)):
-            said = "; ".join(f"rank {rank} {note}" for rank, note in enumerate(notes))
+            calls = "; ".join(f"rank {rank} {note}" for rank, note in enumerate(notes))
             raise RuntimeError(
-                f"ranks make different calls: {said}. With inference_tp_size above 1, pin_parameters=false or expert "
+                f"ranks make different calls: {calls}. With inference_tp_size above 1, pin_parameters=false or expert "
                 "parallelism, every rank must make the same calls in the same order"
             )

@@ -29,22 +29,22 @@ OF_SIZE = 1 / 32  # share of a channel's size added to the spread, for channels 
 
 def difference(
     what: str,
-    found: torch.Tensor,
+    actual: torch.Tensor,
     expected: torch.Tensor,
     dtype: torch.dtype,
-    given: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     experts: bool = False,
 ) -> str:
-    """Why a layer's output `found` differs from `expected`; "" if it is within the tolerance.
+    """Why a layer's output `actual` differs from `expected`; "" if it is within the tolerance.
 
-    found, expected, given: float32 [tokens, n].  given: the layer's input, which it adds to; None: zeros.
+    actual, expected, residual: float32 [tokens, n].  residual: the layer's input, which it adds to; None: zeros.
     experts: the layer is a mixture of experts. Half precision may route a token to other experts if two are nearly as
         likely, so a tenth of the tokens may differ.
     """
-    given = torch.zeros_like(expected) if given is None else given
-    added, error = (expected - given).abs(), (found - expected).abs()
+    residual = torch.zeros_like(expected) if residual is None else residual
+    added, error = (expected - residual).abs(), (actual - expected).abs()
     added = RELATIVE[dtype] * (added.median(dim=1, keepdim=True).values + added)
-    ulp = unit_in_the_last_place(torch.maximum(given.abs(), expected.abs()), dtype)
+    ulp = unit_in_the_last_place(torch.maximum(residual.abs(), expected.abs()), dtype)
     units = error / (added + ulp)
     typical, worst = units.median(dim=1).values, units.amax(dim=1)
     wrong = ~((typical <= TYPICAL) & (worst <= WORST))
@@ -68,20 +68,20 @@ def unit_in_the_last_place(size: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 def output_difference(
     what: str,
-    found: torch.Tensor,
+    actual: torch.Tensor,
     expected: torch.Tensor,
     dtype: torch.dtype,
     excused: int = 0,
     limit: float = torch.inf,
 ) -> str:
-    """Why a model's outputs `found`, logits or hidden states, differ from `expected`; "" if they are within the
+    """Why a model's outputs `actual`, logits or hidden states, differ from `expected`; "" if they are within the
     tolerance. [tokens, n] each.
 
     dtype: the dtype of the computation; int8 if the weights are int8.
     excused: number of tokens that may differ in half precision or int8.
     limit: of the mean over channels of `spread_apart`, clamped to between an eighth of OF_SPREAD and OF_SPREAD.
     """
-    apart = spread_apart(found, expected)
+    apart = spread_apart(actual, expected)
     allowed = max(min(limit, OF_SPREAD[dtype]), OF_SPREAD[dtype] / 8)
     mean, worst = apart.clamp(max=CLIPPED).mean(dim=1), apart.amax(dim=1)
     wrong = int((~((mean <= allowed) & (worst <= WORST_OF_SPREAD * OF_SPREAD[dtype]))).sum())
@@ -93,12 +93,12 @@ def output_difference(
     )
 
 
-def spread_apart(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def spread_apart(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """The outputs' difference in each channel, in units of the spread over the token's channels.  [tokens, n]
 
     Each token's median over channels is subtracted first: a constant added to logits does not change their meaning.
     """
-    found, expected = found.float(), expected.float()
-    found, centred = (x - x.median(dim=-1, keepdim=True).values for x in (found, expected))
+    actual, expected = actual.float(), expected.float()
+    actual, centred = (x - x.median(dim=-1, keepdim=True).values for x in (actual, expected))
     spread = centred.abs().median(dim=-1, keepdim=True).values
-    return (found - centred).abs() / (spread + OF_SIZE * expected.abs())
+    return (actual - centred).abs() / (spread + OF_SIZE * expected.abs())

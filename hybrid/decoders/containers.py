@@ -1,4 +1,6 @@
-"""The native container: runs the Hugging Face module itself over the snapshot's tensors."""
+"""Containers replace modules' forwards in eval mode: the native one runs the Hugging Face module itself over the
+snapshot's tensors, the fused one a whole decoder.
+"""
 
 import functools
 from collections.abc import Callable
@@ -6,9 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hybrid.decoders.batch import is_packable
 from hybrid.decoders.calls import Calls
+from hybrid.decoders.fused_model import AnyDecoder
+from hybrid.decoders.self_check import own_blocks_batch
 from hybrid.inputs import as_model_inputs
+from hybrid.models.model_info import ModelInfo
 from hybrid.models.structure import Part
 
 
@@ -86,3 +93,88 @@ class NativeContainer:
         else:
             self.part.module.forward = self.own_forward
         self.own_forward, self.installed = None, False
+
+
+class FusedContainer(NativeContainer):
+    """Replaces the whole model's forward: calls for logits alone run through the fused decoder, others through the
+    model.
+    """
+
+    kind = "fused"
+
+    def request(self, original: Callable, args: tuple, kwargs: dict):
+        """Logits by the fused decoder if the call asks for nothing else; otherwise the model's own output."""
+        more = wants_more_than_logits(self.part.module)
+        call = None if more else plain_call(args, kwargs)
+        by_default = more or kwargs.get("use_cache") is None
+        warns = call is None and by_default and plain_call(args, {**kwargs, "use_cache": False}) is not None
+        fallback_reason = (
+            "a forward gives more than logits back, such as a cache (pass use_cache=False; leave "
+            "output_hidden_states, output_attentions and output_router_logits of the model's configuration off)"
+        )
+        tokens = None if call is None else call[0].shape[1]
+        with self.calls.request(tokens=tokens, fallback_reason=fallback_reason if warns else "") as decoder:
+            if decoder is None:
+                return self.run(original, args, kwargs)
+            return CausalLMOutputWithPast(logits=padded_logits(decoder, *call))
+
+
+def parts_of(info: ModelInfo, inner: bool = False) -> list[Part]:
+    """The whole model and each of its parts, once each.
+
+    inner: include the Hugging Face model inside an adapted model, which `generate()` calls.
+    """
+    model, structure = info.model, info.structure
+    parts = [part for part in (*structure.outer, *structure.layers) if part.module is not model]
+    if inner and info.base is not model:
+        name = next(name for name, module in model.named_modules() if module is info.base)
+        parts.append(Part(name, info.base, "model"))
+    return [Part("", model, "model"), *{part.module: part for part in parts}.values()]
+
+
+def containers_of(parts: list[Part], calls: Calls) -> list[NativeContainer]:
+    """A container for each of `parts_of`'s parts."""
+    return [FusedContainer(parts[0], calls), *(NativeContainer(part, calls) for part in parts[1:])]
+
+
+def wants_more_than_logits(model: nn.Module) -> bool:
+    """Whether the model's configuration makes every forward return more than logits."""
+    config = getattr(model, "config", None)
+    return any(
+        getattr(config, name, False) for name in ("output_hidden_states", "output_attentions", "output_router_logits")
+    )
+
+
+def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Ids and mask, int64 [rows, tokens], of a call that asks for the logits of whole sequences without a cache; else
+    None.
+
+    Padding may be on either side of a sequence but not inside it; positions must count from its first token.
+    """
+    options = {name: value for name, value in kwargs.items() if value is not None}
+    ids = args[0] if len(args) == 1 else options.pop("input_ids", None)
+    mask, positions = options.pop("attention_mask", None), options.pop("position_ids", None)
+    plain = options.pop("use_cache", True) is False and options.pop("return_dict", True) is True
+    plain = plain and all(isinstance(value, int) and not value for value in options.values())  # other options are off
+    if not plain or len(args) > 1 or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return None
+    mask = torch.ones_like(ids) if mask is None else mask.long()
+    if mask.shape != ids.shape or ids.numel() == 0:
+        return None
+    expected = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
+    fits = ((mask.cumsum(dim=1) - 1 == expected) | (mask == 0)).all()
+    return (ids, mask) if bool(fits) and is_packable(mask) else None
+
+
+def padded_logits(decoder: AnyDecoder, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Logits [rows, tokens, vocab] in the decoder's dtype, 0 at masked tokens.  ids: int64 [rows, tokens].  mask:
+    the same shape.
+    """
+    real = mask.bool()
+    batch = own_blocks_batch([row[kept] for row, kept in zip(ids, real, strict=True)], decoder.device)
+    decoder.reserve(ids.shape[1])
+    hidden = decoder.forward(batch, decoder.kv(1 + batch.block_tables.numel()))
+    logits = decoder.logits(hidden)
+    padded = torch.zeros(*ids.shape, logits.shape[1], dtype=decoder.dtype, device=decoder.device)
+    padded[real] = logits.to(decoder.dtype)
+    return padded

@@ -155,7 +155,7 @@ class CpuDecoder:
         for key, table in self.layout.rotary.items():
             if key in self.rope and len(self.rope[key][0]) >= tokens:
                 continue
-            assert tokens <= (self.spec.max_positions or tokens), "more positions would turn the others otherwise"
+            assert tokens <= (self.spec.max_positions or tokens), "more positions would rescale the others"
             self.rope[key] = tuple(part.contiguous() for part in table(torch.arange(tokens), rounding))
             for record, layer in zip(self.layer_records, self.spec.layers, strict=True):
                 if layer.rotary == key:

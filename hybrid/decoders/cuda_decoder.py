@@ -10,7 +10,6 @@ import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_lora_deltas
-from hybrid.kernels import torch_ops
 from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
 from hybrid.kernels.triton_attention import SPLIT, decode_attention, prefill_attention
 from hybrid.kernels.triton_experts import mixture
@@ -57,7 +56,7 @@ class CudaDecoder(TorchDecoder):
         self.max_capture_size = max_capture_size
         self.capture = capture
         self.positions = 0  # positions in the rope tables and ALiBi's bias
-        self.turns: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
+        self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.bias: torch.Tensor | None = None  # ALiBi's, [heads, positions]
         self.graphed: GraphedStep | None = None
         self.addresses: tuple[float, ...] = ()  # of the weights and LoRA factors, and LoRA's scales
@@ -85,17 +84,13 @@ class CudaDecoder(TorchDecoder):
             return
         self.positions = blocks * BLOCK_SIZE
         self.graphed = None
-        spec, device = self.spec, self.device
         # Positions beyond max_positions do not exist; computing one would rescale the others (longrope, dynamic).
-        positions = torch.arange(min(self.positions, spec.max_positions or self.positions), device=device)
-        rounded = torch.float32 if spec.rotary_float32 else self.dtype
-        for key, table in self.layout.rotary.items():
-            cos, sin = table(positions, self.dtype)
-            self.turns[key] = cos.to(rounded).contiguous(), sin.to(rounded).contiguous()
-        if spec.alibi is not None:
-            scale = spec.attention_scale if spec.alibi_bfloat16 else 0.0
-            slopes = torch.tensor(spec.alibi, device=device)
-            self.bias = torch_ops.alibi_bias(slopes, self.positions, self.dtype, scale).contiguous()
+        positions = torch.arange(min(self.positions, self.spec.max_positions or self.positions), device=self.device)
+        for key in self.layout.rotary:
+            cos, sin = self._rope(key, positions)
+            self.rope[key] = cos.contiguous(), sin.contiguous()
+        bias = self._alibi_bias(self.positions)
+        self.bias = None if bias is None else bias.contiguous()
 
     def layers(
         self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int = 0, last: int | None = None
@@ -177,23 +172,20 @@ class CudaDecoder(TorchDecoder):
         added to it.
         """
         block = self.blocks[index]
-        read, hidden = self._added_and_normed(block, "attention_norm", hidden, pending)
-        attended = self._norm(block, "attention_post_norm", self._attention(index, read, step, kv))
+        x, hidden = self._added_and_normed(block, "attention_norm", hidden, pending)
+        attended = self._norm(block, "attention_post_norm", self._attention(index, x, step, kv))
         if self.spec.parallel:
-            read = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else read
-            return hidden, self._norm(block, "mlp_post_norm", self._mlp(index, read)) + attended
-        read, hidden = self._added_and_normed(block, "mlp_norm", hidden, attended)
-        return hidden, self._norm(block, "mlp_post_norm", self._mlp(index, read))
+            x = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else x
+            return hidden, self._norm(block, "mlp_post_norm", self._mlp(index, x)) + attended
+        x, hidden = self._added_and_normed(block, "mlp_norm", hidden, attended)
+        return hidden, self._norm(block, "mlp_post_norm", self._mlp(index, x))
 
-    def _attention(self, index: int, read: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
-        block, spec, kind = self.blocks[index], self.spec, self.spec.layers[index]
-        keys, values, batch = kv.keys[index], kv.values[index], step.batch
-        sizes = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-        q, k, v = self._linear(block, "qkv", read).split(sizes, dim=-1)
-        if spec.qk_norm == "row":
-            q, k = self._norm(block, "q_norm", q), self._norm(block, "k_norm", k)
-        q, k, v = (rows.unflatten(-1, (-1, spec.head_dim)) for rows in (q, k, v))  # [tokens, heads, head_dim]
-        cos, sin = self.turns[kind.rotary] if kind.rotary else (None, None)
+    def _attended(
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, kv: PagedKV
+    ) -> torch.Tensor:
+        spec, layer, batch = self.spec, self.spec.layers[index], step.batch
+        keys, values = kv.keys[index], kv.values[index]
+        cos, sin = self.rope[layer.rotary] if layer.rotary else (None, None)
         q = rope_and_write(
             q,
             k,
@@ -205,21 +197,19 @@ class CudaDecoder(TorchDecoder):
             keys,
             values,
             spec.rotary_interleaved,
-            self._head_norm(block),
+            self._head_norm(self.blocks[index]),
         )
         features = (
             spec.attention_scale,
             spec.attention_softcap,
-            kind.window,
+            layer.window,
             self.bias,
             # Hugging Face's eager attention, which models with soft caps and BLOOM use, rounds the scores.
             spec.attention_softcap > 0 or (spec.alibi is not None and not spec.alibi_bfloat16),
         )
         if step.decoding:
-            out = decode_attention(q, keys, values, batch.lengths, batch.block_tables, *features)
-        else:
-            out = prefill_attention(q, keys, values, batch.cu_seqlens, batch.lengths, batch.block_tables, *features)
-        return self._linear(block, "o", out.flatten(1))
+            return decode_attention(q, keys, values, batch.lengths, batch.block_tables, *features)
+        return prefill_attention(q, keys, values, batch.cu_seqlens, batch.lengths, batch.block_tables, *features)
 
     def _head_norm(self, block: dict[str, torch.Tensor]) -> HeadNorm | None:
         """The norm of each head's queries and keys; None if the model has none."""
@@ -230,14 +220,14 @@ class CudaDecoder(TorchDecoder):
         weights = block["q_norm.weight"], block["k_norm.weight"]
         return HeadNorm(*weights, spec.norm_eps, spec.norm_offset, spec.norm_float32)
 
-    def _mlp(self, index: int, read: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, index: int, x: torch.Tensor) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec
         if not spec.gated:
-            return super()._mlp(index, read)
+            return super()._mlp(index, x)
         if not spec.layers[index].experts:
-            return self._linear(block, "down", self._gated(self._linear(block, "gate_up", read)))
+            return self._linear(block, "down", self._gated(self._linear(block, "gate_up", x)))
         return mixture(
-            read,
+            x,
             block["router.weight"],
             block["experts_gate_up.weight"],
             block["experts_down.weight"],

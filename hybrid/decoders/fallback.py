@@ -6,9 +6,12 @@ import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import torch
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hybrid.models.model_info import ModelInfo
 from hybrid.parallel import rank
 
 # Frameworks' hooks that do not change what a fused decoder computes, by the module that defines them (deepspeed 0.19.8,
@@ -25,6 +28,7 @@ KNOWN_MODULES = (
 )
 # The hook that makes an embedding's output require gradients: transformers' and PEFT's names, which tutorials copy.
 INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+DECODER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NO_WARNING = "rollout.containers=native, or replace_with_kernel_inject=false, runs so without this warning"
 
 
@@ -51,27 +55,45 @@ class ForeignHooks:
 
     def __init__(self, model: nn.Module, own_hooks: Callable[[], Iterable[RemovableHandle]]):
         self.modules, self.own_hooks = list(model.named_modules()), own_hooks
-        self.known: set[int] = set()  # numbers of hooks that do not prevent the fused decoder
+        self.harmless: set[int] = set()  # numbers of hooks that do not prevent the fused decoder
 
     def first(self) -> str:
         """A description of the first foreign hook; "" if there is none."""
-        looked_up = False
         for name, module in self.modules:
-            for table in (module._forward_hooks, module._forward_pre_hooks):
-                for number, hook in table.items():
-                    if number in self.known:
-                        continue
-                    if not looked_up:
-                        self.known.update(handle.id for handle in self.own_hooks())
-                        looked_up = True
-                    if number in self.known or is_known_hook(hook):
-                        self.known.add(number)
-                        continue
-                    return f"{getattr(hook, '__qualname__', type(hook).__name__)} on {name or 'the model'}"
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for number, hook in hooks.items():
+                    if number not in self.harmless and not self._is_harmless(number, hook):
+                        return f"{getattr(hook, '__qualname__', type(hook).__name__)} on {name or 'the model'}"
         return ""
 
+    def _is_harmless(self, number: int, hook: Callable) -> bool:
+        if is_known_hook(hook) or number in {handle.id for handle in self.own_hooks()}:
+            self.harmless.add(number)
+        return number in self.harmless
 
-class NativeReasons:
+
+def no_decoder_reason(info: ModelInfo, embedding: Callable[[], torch.Tensor]) -> str:
+    """Why no fused decoder can run a model, and what the user can do about it; "" if one may.
+
+    embedding: gives the embedding weight of a model with a layout.
+    """
+    if info.layout is None:
+        return f"{info.reasons['layout']} (hybrid/models/README.md shows how a family is added; {NO_WARNING})"
+    for module in info.model.modules():
+        if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper):
+            return (
+                f"a {type(module).__name__} changes a module as it runs (train the whole module, by PEFT's "
+                f"modules_to_save; {NO_WARNING})"
+            )
+    if (dtype := embedding().dtype) not in DECODER_DTYPES:
+        return (
+            f"its weights are {dtype}, and decoders compute in float32, bfloat16 and float16 (cast the model to "
+            f"one of these; {NO_WARNING})"
+        )
+    return ""
+
+
+class FallbackReasons:
     """Reasons why requests of one engine ran natively. Each reason is warned about once, on rank 0.
 
     last: the latest reason since `reset()`; "" if no request ran natively.

@@ -9,58 +9,24 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV, packed
 from hybrid.decoders.comparison import difference, output_difference, spread_apart
+from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.streamed_decoder import Passes
+from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.models.model_info import ModelInfo
-from hybrid.models.spec import DecoderLayout, DecoderSpec, UnsupportedModel
+from hybrid.models.spec import UnsupportedModel
 
 STEPS = 3  # decode steps of each sequence
 # In tokens: the first one's decode steps cross the end of a block, the second one's prefill is one token.
 SHORT = (BLOCK_SIZE + 2, STEPS + 1)
 
 DIFFERS = "of the fused container differs from the model's own"
-
-
-class Checked(Protocol):
-    """What the self-check needs of a decoder; of one that ranks share, its lockstep form."""
-
-    spec: DecoderSpec
-    layout: DecoderLayout
-    dtype: torch.dtype
-    device: torch.device
-    context_block: int  # tokens of context that one program, or pass, of decode attention reads
-
-    def reserve(self, tokens: int) -> None:
-        """Prepare for sequences of up to `tokens` tokens."""
-
-    def kv(self, num_blocks: int) -> PagedKV:
-        """Allocate blocks."""
-
-    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The first layer's input."""
-
-    def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
-        """Run layers `first` to `last` (exclusive)."""
-
-    def decode_layers(
-        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int
-    ) -> torch.Tensor:
-        """The same for one new token of each sequence, as `decode` runs them."""
-
-    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The last layer's output."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the last layer's output."""
-
-    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Logits after one new token for each sequence."""
+CheckedDecoder = CpuDecoder | TorchDecoder | Passes  # of a decoder that ranks share, its lockstep form
 
 
 @dataclass(frozen=True)
@@ -106,7 +72,7 @@ class Sequences:
 
 
 @dataclass
-class Seen:
+class NativeOutputs:
     """The model's own layers' inputs and outputs, and its logits after the last STEPS tokens of each sequence.
 
     inputs, outputs: [tokens, hidden] of each layer.  logits: float32 [STEPS, sequences, vocabulary].
@@ -117,21 +83,21 @@ class Seen:
     logits: torch.Tensor
 
 
-def require_equal(decoder: Checked, info: ModelInfo) -> None:
+def require_equal(decoder: CheckedDecoder, info: ModelInfo) -> None:
     """Raise UnsupportedModel if the embedding, a layer, the head or a whole step of `decoder` differs from the model's.
 
     Everything runs even after a difference, so that ranks that run a decoder together make the same collectives.
     """
     sequences = Sequences(checked_lengths(decoder), decoder.spec.vocab_size, decoder.device)
-    seen = native_run(info, sequences)
+    native = native_run(info, sequences)
     decoder.reserve(max(sequences.lengths))
     kv = decoder.kv(1 + sequences.whole.batch.block_tables.numel())
-    reasons = [*layer_differences(decoder, sequences, seen, kv), *step_differences(decoder, sequences, seen, kv)]
+    reasons = [*layer_differences(decoder, sequences, native, kv), *step_differences(decoder, sequences, native, kv)]
     if any(reasons):
         raise UnsupportedModel(next(filter(None, reasons)))
 
 
-def checked_lengths(decoder: Checked) -> list[int]:
+def checked_lengths(decoder: CheckedDecoder) -> list[int]:
     """Tokens of the check's sequences. The first is longer than a block and a context block by more than a block,
     unless the model's positions end before.
     """
@@ -140,33 +106,38 @@ def checked_lengths(decoder: Checked) -> list[int]:
     return [min(length, limit) for length in (longest, *SHORT)]
 
 
-def layer_differences(decoder: Checked, sequences: Sequences, seen: Seen, kv: PagedKV) -> Iterator[str]:
+def layer_differences(
+    decoder: CheckedDecoder, sequences: Sequences, native: NativeOutputs, kv: PagedKV
+) -> Iterator[str]:
     """Yields what differs in the embedding, in each layer and in the head; "" if nothing does."""
     dtype, whole = decoder.dtype, sequences.whole.batch
-    prefilled, steps = (torch.cat([one.rows for one in part]) for part in (sequences.prefills, sequences.steps))
-    found = decoder.embed(whole.ids, whole.positions).float()
-    yield difference(f"the embedding {DIFFERS}", found, seen.inputs[0].float(), dtype)
+    prefilled, decoded = (
+        torch.cat([forward.rows for forward in part]) for part in (sequences.prefills, sequences.steps)
+    )
+    embedded = decoder.embed(whole.ids, whole.positions).float()
+    yield difference(f"the embedding {DIFFERS}", embedded, native.inputs[0].float(), dtype)
     for index, layer in enumerate(decoder.spec.layers):
-        given, expected = seen.inputs[index].float(), seen.outputs[index].float()
-        found = layer_run(decoder, index, given.to(dtype), sequences, kv)
-        for what, rows in ((f"layer {index}", prefilled), (f"layer {index}, in decode steps,", steps)):
-            yield difference(f"{what} {DIFFERS}", found[rows], expected[rows], dtype, given[rows], layer.experts)
-    found = decoder.logits(seen.outputs[-1][steps].to(dtype))
-    yield difference(f"the head {DIFFERS}", found, seen.logits.flatten(0, 1), dtype)
+        inputs, expected = native.inputs[index].float(), native.outputs[index].float()
+        outputs = layer_run(decoder, index, inputs.to(dtype), sequences, kv)
+        for what, rows in ((f"layer {index}", prefilled), (f"layer {index}, in decode steps,", decoded)):
+            yield difference(f"{what} {DIFFERS}", outputs[rows], expected[rows], dtype, inputs[rows], layer.experts)
+    logits = decoder.logits(native.outputs[-1][decoded].to(dtype))
+    yield difference(f"the head {DIFFERS}", logits, native.logits.flatten(0, 1), dtype)
 
 
-def layer_run(decoder: Checked, index: int, given: torch.Tensor, sequences: Sequences, kv: PagedKV) -> torch.Tensor:
-    """A layer's output for `given` [tokens, hidden], by prefills and then decode steps, float32. Streamed weights
+def layer_run(
+    decoder: CheckedDecoder, index: int, inputs: torch.Tensor, sequences: Sequences, kv: PagedKV
+) -> torch.Tensor:
+    """A layer's output for `inputs` [tokens, hidden], by prefills and then decode steps, float32. Streamed weights
     are gathered once for all of them.
     """
 
     def run(layers: Callable, decode_layers: Callable) -> torch.Tensor:
-        found = torch.full_like(given, torch.nan, dtype=torch.float32)
-        for one in sequences.prefills:
-            found[one.rows] = layers(given[one.rows], one.batch, kv, index, index + 1).float()
-        for one in sequences.steps:
-            found[one.rows] = decode_layers(given[one.rows], one.batch, kv, index, index + 1).float()
-        return found
+        outputs = torch.full_like(inputs, torch.nan, dtype=torch.float32)
+        for run_layers, forwards in ((layers, sequences.prefills), (decode_layers, sequences.steps)):
+            for forward in forwards:
+                outputs[forward.rows] = run_layers(inputs[forward.rows], forward.batch, kv, index, index + 1).float()
+        return outputs
 
     if isinstance(decoder, Passes):  # a streamed decoder's decode steps run `layers`
         layers = decoder.inner.layers
@@ -174,32 +145,34 @@ def layer_run(decoder: Checked, index: int, given: torch.Tensor, sequences: Sequ
     return run(decoder.layers, decoder.decode_layers)
 
 
-def step_differences(decoder: Checked, sequences: Sequences, seen: Seen, kv: PagedKV) -> Iterator[str]:
+def step_differences(
+    decoder: CheckedDecoder, sequences: Sequences, native: NativeOutputs, kv: PagedKV
+) -> Iterator[str]:
     """Yields what differs in the logits of whole forwards, over the keys and values that `layer_differences` wrote;
     "" if nothing does.
     """
     dtype, experts = decoder.dtype, any(layer.experts for layer in decoder.spec.layers)
     max_capture_size = getattr(decoder, "max_capture_size", 0)
 
-    def compared(what: str, found: torch.Tensor, expected: torch.Tensor, limit: float = torch.inf) -> str:
+    def compared(what: str, logits: torch.Tensor, expected: torch.Tensor, limit: float = torch.inf) -> str:
         excused = len(expected) // 5 if experts else 0  # tokens that may be routed to other experts
-        return output_difference(f"{what} {DIFFERS}", found, expected, dtype, excused, limit)
+        return output_difference(f"{what} {DIFFERS}", logits, expected, dtype, excused, limit)
 
     decode = decoder.eager_decode if max_capture_size else decoder.decode
     eager = torch.cat([decode(step.batch, kv).clone() for step in sequences.steps])
-    expected = seen.logits.flatten(0, 1)
+    expected = native.logits.flatten(0, 1)
     yield compared("a decode step", eager, expected)
     if max_capture_size:
         count = min(max_capture_size, len(sequences.lengths))
         graphed = torch.cat([decoder.decode(first_of(step.batch, count), kv).clone() for step in sequences.steps])
         # The graph rounds as the eager step does: allow twice the eager step's distance from the model's own.
         limit = 2 * float(spread_apart(eager, expected).mean(dim=1).max())
-        yield compared("a decode step from a graph", graphed, seen.logits[:, :count].flatten(0, 1), limit)
+        yield compared("a decode step from a graph", graphed, native.logits[:, :count].flatten(0, 1), limit)
     # Run the short sequences again, unsplit, from the embedding through all layers.
     again = sequences.forward([(index, 0, sequences.lengths[index]) for index in (1, 2)])
     hidden = decoder.forward(again.batch, kv)
     ends = again.batch.cu_seqlens[1:].long() - 1
-    yield compared("a forward", decoder.logits(hidden[ends]), seen.logits[-1, 1:])
+    yield compared("a forward", decoder.logits(hidden[ends]), native.logits[-1, 1:])
 
 
 def first_of(batch: PackedBatch, count: int) -> PackedBatch:
@@ -208,7 +181,7 @@ def first_of(batch: PackedBatch, count: int) -> PackedBatch:
     return PackedBatch(*rows, batch.cu_seqlens[: count + 1], batch.lengths[:count], batch.block_tables[:count])
 
 
-def native_run(info: ModelInfo, sequences: Sequences) -> Seen:
+def native_run(info: ModelInfo, sequences: Sequences) -> NativeOutputs:
     """The model's own forward over the sequences, padded on the right."""
     lengths, device = sequences.lengths, sequences.device
     ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
@@ -217,9 +190,9 @@ def native_run(info: ModelInfo, sequences: Sequences) -> Seen:
         ids[row, : len(sequence)], mask[row, : len(sequence)] = sequence, 1
     real, inputs, outputs = mask.bool().to(device), [], []
 
-    def note(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-        given = (args[0] if args else kwargs["hidden_states"])[real]
-        inputs.append(outputs[-1] if outputs and torch.equal(outputs[-1], given) else given)
+    def record(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        hidden = (args[0] if args else kwargs["hidden_states"])[real]
+        inputs.append(outputs[-1] if outputs and torch.equal(outputs[-1], hidden) else hidden)
         outputs.append((output[0] if isinstance(output, tuple) else output)[real])
 
     # Logits of a few positions only: all of them would be [tokens, vocabulary], gigabytes for a real model.
@@ -231,11 +204,11 @@ def native_run(info: ModelInfo, sequences: Sequences) -> Seen:
         arguments["logits_to_keep"] = kept.to(device)
     with ExitStack() as hooks:
         for layer in info.layers:
-            handle = layer.register_forward_hook(note, with_kwargs=True)
+            handle = layer.register_forward_hook(record, with_kwargs=True)
             hooks.callback(handle.remove)
         logits = info.model(**arguments).logits
     rows = torch.arange(len(lengths)).expand_as(positions)
-    return Seen(inputs, outputs, logits[rows, columns if keeps else positions].float())
+    return NativeOutputs(inputs, outputs, logits[rows, columns if keeps else positions].float())
 
 
 def own_blocks_batch(

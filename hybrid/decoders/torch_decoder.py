@@ -24,13 +24,13 @@ class Step:
 
     slot_mapping: int64 [tokens]: the cache position of each new token's key and value.
     groups: the sequences, as `torch_ops.paged_attention` takes them.
-    turns: rope's cos and sin for each key of `DecoderLayout.rotary`, [tokens, rotary_dim / 2].
+    rope: cos and sin for each key of `DecoderLayout.rotary`, [tokens, rotary_dim / 2].
     bias: ALiBi's, [heads, positions]; None without ALiBi.
     """
 
     slot_mapping: torch.Tensor
     groups: tuple[torch_ops.Group, ...]
-    turns: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    rope: dict[str, tuple[torch.Tensor, torch.Tensor]]
     bias: torch.Tensor | None
 
 
@@ -119,25 +119,26 @@ class TorchDecoder:
 
     def _bound(self, refs: Mapping[str, ParamRef]) -> Tensors:
         """The tensors of these ParamRefs by role; joined ones replace their parts."""
-        read = {role: found for role, ref in refs.items() if (found := self._read(ref)) is not None}
-        bound = Tensors(self._lora_deltas(refs, {role: len(tensor) for role, tensor in read.items()}))
+        tensors = {role: self._read(ref) for role, ref in refs.items()}
+        tensors = {role: tensor for role, tensor in tensors.items() if tensor is not None}
+        bound = Tensors(self._lora_deltas(refs, {role: len(tensor) for role, tensor in tensors.items()}))
         for name, roles in JOINED.items():
-            if f"{roles[0]}.weight" not in read:
+            if f"{roles[0]}.weight" not in tensors:
                 continue
-            weights = [read.pop(f"{role}.weight") for role in roles]
-            biases = [read.pop(f"{role}.bias", None) for role in roles]
+            weights = [tensors.pop(f"{role}.weight") for role in roles]
+            biases = [tensors.pop(f"{role}.bias", None) for role in roles]
             bound[f"{name}.weight"] = self._joined([refs[f"{role}.weight"] for role in roles], weights)
             if any(bias is not None for bias in biases):
                 pairs = zip(biases, weights, strict=True)
                 biases = [weight.new_zeros(len(weight)) if bias is None else bias for bias, weight in pairs]
                 bound[f"{name}.bias"] = self._joined([refs.get(f"{role}.bias") for role in roles], biases)
-        for role, tensor in read.items():
+        for role, tensor in tensors.items():
             bound[role] = self._joined([refs[role]], [tensor])
         return bound
 
     def _lora_deltas(self, refs: Mapping[str, ParamRef], rows: Mapping[str, int]) -> dict[str, list[LoraDelta]]:
         """The unmerged LoRA deltas of these ParamRefs' products.  rows: of each role's tensor."""
-        found: dict[str, list[LoraDelta]] = {}
+        deltas: dict[str, list[LoraDelta]] = {}
         joined = {role: name for name, roles in JOINED.items() for role in roles if f"{roles[0]}.weight" in rows}
         for key, ref in refs.items():
             role, _, kind = key.partition(".")
@@ -145,10 +146,10 @@ class TorchDecoder:
                 continue
             name = joined.get(role, role)
             before = JOINED[name][: JOINED[name].index(role)] if name != role else ()
-            first = sum(rows[f"{one}.weight"] for one in before)
+            first = sum(rows[f"{part}.weight"] for part in before)
             for a, b, scale in self.lora_deltas(ref):
-                found.setdefault(name, []).append(LoraDelta(a.to(self.dtype), b.to(self.dtype), scale, first))
-        return found
+                deltas.setdefault(name, []).append(LoraDelta(a.to(self.dtype), b.to(self.dtype), scale, first))
+        return deltas
 
     def _read(self, ref: ParamRef) -> torch.Tensor | None:
         """The role's tensor, [out, in]."""
@@ -159,8 +160,8 @@ class TorchDecoder:
         """The tensors of these ParamRefs stacked by rows: in place if they are adjacent in memory, else a copy; an
         existing copy is refreshed.
         """
-        if pieces[0].dtype == self.dtype and (where_they_lie := as_one(pieces)) is not None:
-            return where_they_lie
+        if pieces[0].dtype == self.dtype and (in_place := as_one(pieces)) is not None:
+            return in_place
         sources = (None if ref is None else self.weights(ref) for ref in refs)
         addresses = (0 if source is None else source.data_ptr() for source in sources)
         key = (self.dtype, *zip(refs, addresses, strict=True))
@@ -176,11 +177,8 @@ class TorchDecoder:
     def kv(self, num_blocks: int) -> PagedKV:
         """Allocate blocks: keys and values [blocks, BLOCK_SIZE, kv_heads, head_dim] for each layer."""
         shape = (num_blocks, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
-
-        def empty() -> list[torch.Tensor]:
-            return [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in self.blocks]
-
-        return PagedKV(keys=empty(), values=empty())
+        tensors = ([torch.empty(shape, dtype=self.dtype, device=self.device) for _ in self.blocks] for _ in range(2))
+        return PagedKV(*tensors)
 
     @property
     def device(self) -> torch.device:
@@ -279,65 +277,75 @@ class TorchDecoder:
         counts = batch.cu_seqlens.diff().long()
         owner = torch.arange(len(counts), device=positions.device).repeat_interleave(counts)
         slot_mapping = batch.block_tables[owner, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-        rounded = torch.float32 if self.spec.rotary_float32 else self.dtype
-        turns = {}
-        for key in keys:
-            cos, sin = self.layout.rotary[key](positions, self.dtype)
-            turns[key] = cos.to(rounded), sin.to(rounded)
-        return Step(slot_mapping, groups, turns, self._bias(groups))
+        rope = {key: self._rope(key, positions) for key in keys}
+        longest = max(group.slot_mapping.shape[1] for group in groups)
+        return Step(slot_mapping, groups, rope, self._alibi_bias(longest))
 
-    def _bias(self, groups: tuple[torch_ops.Group, ...]) -> torch.Tensor | None:
-        """ALiBi's bias up to the longest sequence; None without ALiBi."""
+    def _rope(self, key: str, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, [tokens, rotary_dim / 2] each, in the dtype that rope computes in.  positions: int64 [tokens]"""
+        cos, sin = self.layout.rotary[key](positions, self.dtype)
+        dtype = torch.float32 if self.spec.rotary_float32 else self.dtype
+        return cos.to(dtype), sin.to(dtype)
+
+    def _alibi_bias(self, positions: int) -> torch.Tensor | None:
+        """ALiBi's bias, [heads, positions]; None without ALiBi."""
         if self.spec.alibi is None:
             return None
         slopes = torch.tensor(self.spec.alibi, device=self.device)
-        longest = max(group.slot_mapping.shape[1] for group in groups)
         product_scale = self.spec.attention_scale if self.spec.alibi_bfloat16 else 0.0
-        return torch_ops.alibi_bias(slopes, longest, self.dtype, product_scale)
+        return torch_ops.alibi_bias(slopes, positions, self.dtype, product_scale)
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
         block = self.blocks[index]
-        read = self._norm(block, "attention_norm", hidden)
-        attended = self._norm(block, "attention_post_norm", self._attention(index, read, step, kv))
+        x = self._norm(block, "attention_norm", hidden)
+        attended = self._norm(block, "attention_post_norm", self._attention(index, x, step, kv))
         if self.spec.parallel:
-            read = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else read
-            return self._norm(block, "mlp_post_norm", self._mlp(index, read)) + attended + hidden
+            x = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else x
+            return self._norm(block, "mlp_post_norm", self._mlp(index, x)) + attended + hidden
         hidden = self._added(hidden, attended)
-        made = self._mlp(index, self._norm(block, "mlp_norm", hidden))
-        return self._added(hidden, self._norm(block, "mlp_post_norm", made))
+        output = self._mlp(index, self._norm(block, "mlp_norm", hidden))
+        return self._added(hidden, self._norm(block, "mlp_post_norm", output))
 
-    def _attention(self, index: int, read: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
-        block, spec, kind = self.blocks[index], self.spec, self.spec.layers[index]
+    def _attention(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
+        block, spec = self.blocks[index], self.spec
         sizes = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-        q, k, v = self._linear(block, "qkv", read).split(sizes, dim=-1)
+        q, k, v = self._linear(block, "qkv", x).split(sizes, dim=-1)
         if spec.qk_norm == "row":
             q, k = self._norm(block, "q_norm", q), self._norm(block, "k_norm", k)
-        q, k, v = (rows.unflatten(-1, (-1, spec.head_dim)) for rows in (q, k, v))  # [tokens, heads, head_dim]
+        q, k, v = (rows.unflatten(-1, (-1, spec.head_dim)) for rows in (q, k, v))
+        return self._linear(block, "o", self._attended(index, q, k, v, step, kv).flatten(1))
+
+    def _attended(
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, kv: PagedKV
+    ) -> torch.Tensor:
+        """The attention's output before its projection, after the norm of each head and rope. Writes keys and values
+        to `kv`.  q, k, v, output: [tokens, heads, head_dim]
+        """
+        block, spec, layer = self.blocks[index], self.spec, self.spec.layers[index]
         if spec.qk_norm == "head":
             q, k = self._norm(block, "q_norm", q), self._norm(block, "k_norm", k)
-        if kind.rotary:
-            q, k = (torch_ops.rotated(x, *step.turns[kind.rotary], spec.rotary_interleaved) for x in (q, k))
+        if layer.rotary:
+            q, k = (torch_ops.rotated(x, *step.rope[layer.rotary], spec.rotary_interleaved) for x in (q, k))
         keys, values = kv.keys[index], kv.values[index]
         keys.view(-1, *k.shape[1:])[step.slot_mapping] = k
         values.view(-1, *v.shape[1:])[step.slot_mapping] = v
-        out = torch_ops.paged_attention(
+        return torch_ops.paged_attention(
             q,
             keys,
             values,
             step.groups,
             spec.attention_scale,
             spec.attention_softcap,
-            kind.window,
+            layer.window,
             step.bias,
             eager=spec.alibi is not None and not spec.alibi_bfloat16,  # BLOOM rounds attention scores
         )
-        return self._linear(block, "o", out.flatten(1))
 
-    def _mlp(self, index: int, read: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, index: int, x: torch.Tensor) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec
         if spec.layers[index].experts:
             return torch_ops.mixture(
-                read,
+                x,
                 block["router.weight"],
                 range(self.first_expert, self.first_expert + len(block["experts_down.weight"])),
                 lambda role, expert: self._expert(block, role, expert - self.first_expert),
@@ -347,18 +355,18 @@ class TorchDecoder:
                 self.activation,
             )
         if spec.gated:
-            gate, up = self._linear(block, "gate_up", read).chunk(2, dim=-1)
+            gate, up = self._linear(block, "gate_up", x).chunk(2, dim=-1)
             return self._linear(block, "down", self.activation(gate) * up)
-        return self._linear(block, "down", self.activation(self._linear(block, "up", read)))
+        return self._linear(block, "down", self.activation(self._linear(block, "up", x)))
 
     def _expert(self, block: Tensors, role: str, expert: int) -> torch.Tensor:
         """The matrix of an expert, by its index among this rank's.  [out, in]"""
         return block[f"{role}.weight"][expert]
 
-    def _added(self, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        """The residual stream with `made` added, scaled by the model's residual multiplier."""
+    def _added(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """The residual stream with `output` added, scaled by the model's residual multiplier."""
         multiplier = self.spec.residual_multiplier
-        return hidden + (made if multiplier == 1.0 else made * multiplier)
+        return hidden + (output if multiplier == 1.0 else output * multiplier)
 
     def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
         """x normed by `role`; unchanged if there is no such norm."""

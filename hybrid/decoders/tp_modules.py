@@ -15,10 +15,10 @@ from hybrid.decoders.calls import Calls
 from hybrid.decoders.comparison import output_difference
 from hybrid.decoders.containers import NativeContainer
 from hybrid.decoders.tp_forwards import Meetings
-from hybrid.models.modules import hugging_face_model
+from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import Part
-from hybrid.models.tp_plan import Share, TensorPlan
+from hybrid.models.tp_plan import Share
 from hybrid.parallel import InferenceGroup, all_ranks
 from hybrid.weights.lora import Adapted
 from hybrid.weights.module_tables import ModuleTree
@@ -31,20 +31,19 @@ KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 class SharedModules:
     """Makes a model's modules, run on slices, compute what they compute on whole weights.
 
-    plan: the model's tensor-parallel plan.  adapted: its adapted modules.
+    info: of the model, which has a tensor-parallel plan.  adapted: its adapted modules.
     new_cache: makes an empty cache of the kind that the model's `generate()` makes.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        plan: TensorPlan,
+        info: ModelInfo,
         adapted: list[Adapted],
         group: InferenceGroup,
         device: torch.device,
         new_cache: Callable[[], Cache],
     ):
-        self.model, self.plan, self.group, self.device = model, plan, group, device
+        self.info, self.plan, self.group, self.device = info, info.tp_plan, group, device
         self.meetings = Meetings(group, device, new_cache)
         self.shard = Shard(group.size, group.index)
         self.plain = {one.wrapper: one.plain for one in adapted}
@@ -62,7 +61,7 @@ class SharedModules:
         """
         try:
             with self.meetings.together():
-                reason = whole_difference(first_output(self.model, self.device), expected)
+                reason = whole_difference(first_output(self.info, self.device), expected)
         except UnsupportedModel as error:
             reason = str(error)
         if not all_ranks(not reason, self.device):
@@ -175,31 +174,29 @@ def attribute(owner: object, name: str, value: object) -> Iterator[None]:
 CHECKED_TOKENS = 16
 
 
-def first_output(model: nn.Module, device: torch.device) -> torch.Tensor:
+def first_output(info: ModelInfo, device: torch.device) -> torch.Tensor:
     """The model's output for a few random tokens: logits or hidden states.  [tokens, n]
 
     Raises UnsupportedModel if it is not a Hugging Face model, or does not run: it needs other inputs, or slices do not
     fit.
     """
-    config = getattr(hugging_face_model(model), "config", None)
-    if config is None:
-        raise UnsupportedModel(f"{type(model).__name__} is no Hugging Face model")
-    ids = torch.randint(
-        config.get_text_config().vocab_size, (1, CHECKED_TOKENS), generator=torch.Generator().manual_seed(0)
-    ).to(device)
-    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
+    if info.config is None:
+        raise UnsupportedModel(f"{type(info.model).__name__} is no Hugging Face model")
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(info.text_config.vocab_size, (1, CHECKED_TOKENS), generator=generator).to(device)
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if info.is_encoder_decoder else {})
     try:
-        with ModuleTree(model).evaluating(), torch.no_grad():
-            return model(**inputs)[0].flatten(0, -2)
+        with ModuleTree(info.model).evaluating(), torch.no_grad():
+            return info.model(**inputs)[0].flatten(0, -2)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"it does not run on {CHECKED_TOKENS} token ids: {error}") from error
 
 
-def whole_difference(found: torch.Tensor, expected: torch.Tensor, weights: torch.dtype | None = None) -> str:
-    """Why `found` differs from `expected`, the output with whole weights; "" if it does not. [tokens, n] each.
+def whole_difference(actual: torch.Tensor, expected: torch.Tensor, weights: torch.dtype | None = None) -> str:
+    """Why `actual` differs from `expected`, the output with whole weights; "" if it does not. [tokens, n] each.
 
     weights: the weights' dtype, if it is not `expected`'s. In half precision and int8, a quarter of the tokens may
         differ: they may be routed to other experts.
     """
-    dtype = weights or expected.dtype
-    return output_difference("the model differs from the whole one", found, expected, dtype, excused=len(expected) // 4)
+    what, excused = "the model differs from the whole one", len(expected) // 4
+    return output_difference(what, actual, expected, weights or expected.dtype, excused)

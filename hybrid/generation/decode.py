@@ -274,15 +274,15 @@ def decode(
         keys = noise.keys(len(input_ids), input_ids.device)
 
     asked = (input_ids, logits_processor, stopping_criteria, generation_config, decoding, keys)
-    why_native = native_request(model, input_ids, generation_config, model_kwargs)
-    lengths = None if why_native else prompt_lengths(input_ids, model_kwargs.get("attention_mask"))
+    fallback_reason = native_request(model, input_ids, generation_config, model_kwargs)
+    lengths = None if fallback_reason else prompt_lengths(input_ids, model_kwargs.get("attention_mask"))
     request = None if lengths is None else request_for(lengths, *asked)
     if lengths is not None:
         ends = [length + new_tokens for length in lengths]
         decoding.block_pool.require_room(ends if request is None else [max(ends)], decoding.block_bytes())
     if lengths is None or not decoding.block_bytes():
         decoding.require_memory(len(input_ids), prompt_len + new_tokens)
-    with decoding.request(None if lengths is None else max(ends), why_native) as decoder:
+    with decoding.request(None if lengths is None else max(ends), fallback_reason) as decoder:
         if decoder is None:
             forward = NativeForward(model, generation_config, model_kwargs, decoding, keep=wanted.as_dict)
             return in_lockstep(forward, *asked, wanted)

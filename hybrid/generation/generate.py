@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from hybrid.decoders.batch import PackedBatch, PagedKV
 from hybrid.generation.decode import MODES, Decoding, require_room, with_stop_strings
 from hybrid.generation.model_runner import Decoder
-from hybrid.models.structure import can_generate
+from hybrid.models.model_info import ModelInfo
 from hybrid.profiling import ModelTimes
 from hybrid.rollout import check_prompts
 
@@ -41,21 +41,21 @@ def prompts_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.T
     return prompts
 
 
-def require_generate(model: nn.Module) -> None:
+def require_generate(info: ModelInfo) -> None:
     """Raise ValueError if the model has no `generate`."""
-    if not can_generate(model):
+    if not info.can_generate:
         raise ValueError(
-            f"{type(model).__name__} has no generate(): generation needs a Hugging Face model with a "
+            f"{type(info.model).__name__} has no generate(): generation needs a Hugging Face model with a "
             "language-modelling head. eval(), train() and forward work with any model."
         )
 
 
-def require_decoder(model: nn.Module, call: str) -> None:
+def require_decoder(info: ModelInfo, call: str) -> None:
     """Raise NotImplementedError if the model is an encoder-decoder: its prompt and completion are not one sequence."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if info.is_encoder_decoder:
         raise NotImplementedError(
-            f"{call}: {type(model).__name__} is an encoder-decoder; {call} takes decoders, whose prompt and completion "
-            "are one sequence. engine.generate() and forwards in eval mode run with encoder-decoders"
+            f"{call}: {type(info.model).__name__} is an encoder-decoder; {call} takes decoders, whose prompt and "
+            "completion are one sequence. engine.generate() and forwards in eval mode run with encoder-decoders"
         )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from hybrid.generation.sampling import score_tokens
 from hybrid.generation.scoring import LOGIT_ROWS, Scores, padded_forward
+from hybrid.models.modules import hugging_face_model
 
 FORWARD_TOKENS = 4096  # tokens of a forward, padding included; a longer row gets its own forward
 WHOLE_LOGIT_TOKENS = 1024  # the same, for forwards that compute the logits of all their tokens
@@ -88,7 +89,7 @@ def logits_of(model: nn.Module, batch: PaddedBatch, in_parts: bool) -> Iterator[
 
 def takes_few_logits(model: nn.Module) -> bool:
     """Whether the model's forward can compute the logits of selected tokens alone, by `logits_to_keep`."""
-    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    owner = hugging_face_model(model)
     return "logits_to_keep" in inspect.signature(owner.forward).parameters and bool(decoders(owner))
 
 
@@ -108,7 +109,7 @@ def decoder_once(model: nn.Module) -> Iterator[list]:
     Gives a list that is empty until the decoder has run. The model's own forward computes the logits each time, so
     scaling and soft caps around the head apply.
     """
-    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    owner = hugging_face_model(model)
     ran: list = []
     with ExitStack() as stack:
         for decoder in decoders(owner):

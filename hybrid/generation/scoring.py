@@ -11,6 +11,7 @@ from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.model_runner import Decoder, hidden_states
 from hybrid.generation.sampling import score_tokens
 from hybrid.inputs import as_ids, as_mask
+from hybrid.models.modules import hugging_face_model
 
 LOGIT_ROWS = 256  # tokens whose logits are in memory at once
 
@@ -93,7 +94,7 @@ def padded_forward(model: nn.Module, call: Callable | None = None) -> Callable:
     is given none.
     """
     call = model if call is None else call
-    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    owner = hugging_face_model(model)
     takes_positions = "position_ids" in inspect.signature(owner.forward).parameters
 
     def forward(ids: torch.Tensor, mask: torch.Tensor):

@@ -26,9 +26,9 @@ from hybrid.inference.injection_policy import (
     slice_modules,
     width_of,
 )
+from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
-from hybrid.models.structure import read_structure
-from hybrid.models.tp_plan import TensorPlan, read_tp_plan
+from hybrid.models.tp_plan import TensorPlan
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.int8 import WeightLoader, is_linear
 from hybrid.weights.slices import Slice, planned_slices, require_divisible
@@ -49,27 +49,25 @@ class AutoTP:
     the heads. Warns if no layer can be sliced.
     """
 
-    def __init__(self, model: nn.Module, size: int, policy: Policy | None = None):
-        self.model, self.undo = model, ExitStack()
+    def __init__(self, info: ModelInfo, size: int, policy: Policy | None = None):
+        self.info, self.model, self.undo = info, info.model, ExitStack()
         self.plan: TensorPlan | None = None
         self.slices: dict[str, ModuleSlice] = {}  # by module name, without a plan
         if policy:
             self.source = "the injection policy"
-            self.slices = read_policy(model, policy)
+            self.slices = read_policy(self.model, policy)
+        elif info.tp_plan is not None:
+            self.plan, self.source = info.tp_plan, "the model's tp_plan"
         else:
-            try:
-                self.plan, self.source = read_tp_plan(model), "the model's tp_plan"
-            except UnsupportedModel as reason:
-                self._read_names(reason)
-        require_divisible_heads(model, self.slices, size)
+            self._read_names()
+        require_divisible_heads(self.model, self.slices, size)
         for attention in self.plan.attentions if self.plan else ():
             require_divisible(attention.heads, attention.kv_heads, size, "tensor_parallel.tp_size")
 
-    def _read_names(self, reason: UnsupportedModel) -> None:
-        layers = [part.module for part in read_structure(self.model).layers]
-        if not layers:
-            raise UnsupportedModel(f"{reason}, and no stack of layers is found") from reason
-        if policy := policy_by_names(layers):
+    def _read_names(self) -> None:
+        if not self.info.layers:
+            raise UnsupportedModel(f"{self.info.reasons['tp_plan']}, and no list of layers is found")
+        if policy := policy_by_names(self.info.layers):
             self.source = "the names of its layers' projections"
             self.slices = read_policy(self.model, policy)
             return
@@ -91,7 +89,7 @@ class AutoTP:
         """
         if self.plan is None:
             return {**int8, **slice_modules(self.model, self.slices, group)}
-        shared = SharedModules(self.model, self.plan, [], group, torch.device("cpu"), DynamicCache)
+        shared = SharedModules(self.info, [], group, torch.device("cpu"), DynamicCache)
         self.undo.enter_context(shared.lent())
         self.undo.enter_context(shared.meetings.together())  # every call is made by all ranks
         slices: dict[str, list[Slice]] = {}  # a tied parameter has several, all sliced alike

@@ -32,7 +32,6 @@ from hybrid.inference.loader import (
 from hybrid.inference.validation import why_no_fused_slices
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
-from hybrid.models.structure import read_structure
 from hybrid.parallel import InferenceGroup, first_to
 from hybrid.weights.int8 import WeightLoader, in_int8
 from hybrid.weights.lora import read_adapters
@@ -48,14 +47,14 @@ class LoadedModel:
     group: the ranks whose slices, in `snapshot`, a fused decoder runs on; None: the model's own modules hold the
         weights.
     close: undoes what was changed in the model's forwards.
-    native_reason: why no fused container may run; "" if one may.
+    fallback_reason: why no fused container may run; "" if one may.
     """
 
     info: ModelInfo
     snapshot: Snapshot
     group: InferenceGroup | None = None
     close: Callable[[], None] = lambda: None
-    native_reason: str = ""
+    fallback_reason: str = ""
 
 
 def load_model(
@@ -82,18 +81,18 @@ def load_model(
             return load_sliced_modules(model, config, group, device, read, reason)
         return LoadedModel(info, LoadedSlices(info, group, read), group)
     if checkpoint is not None or int8:
-        expected = output_of(model, next(model.parameters()).device) if checkpoint is None else None
+        expected = output_of(info, next(model.parameters()).device) if checkpoint is None else None
         load(model, state_tensors(model), read, quantizers(model, config))
         if expected is not None:  # fails if a module reads a linear layer's weight directly, which is int8 now
-            require_same_output(model, expected, config, group, device, "dtype: int8 given; {}; use another dtype")
+            require_same_output(info, expected, config, group, device, "dtype: int8 given; {}; use another dtype")
     return loaded(model, "" if config.replace_with_kernel_inject else "replace_with_kernel_inject=false")
 
 
-def loaded(model: nn.Module, native_reason: str, close: Callable[[], None] = lambda: None) -> LoadedModel:
+def loaded(model: nn.Module, fallback_reason: str, close: Callable[[], None] = lambda: None) -> LoadedModel:
     """The loaded model whose own modules hold the weights."""
     info = ModelInfo(model)
     snapshot = Snapshot(model, info.structure, read_adapters(model), LAYERS_PER_GROUP)
-    return LoadedModel(info, snapshot, close=close, native_reason=native_reason)
+    return LoadedModel(info, snapshot, close=close, fallback_reason=fallback_reason)
 
 
 def load_sliced_modules(
@@ -102,12 +101,12 @@ def load_sliced_modules(
     group: InferenceGroup,
     device: torch.device,
     read: ReadTensor,
-    native_reason: str,
+    fallback_reason: str,
 ) -> LoadedModel:
     """Put this rank's slices into the model's own modules, and compare their output with the full weights'.
 
-    native_reason: why no fused decoder runs on the slices. Raises NotImplementedError if the outputs differ, or if the
-    model does not run on token ids alone and there is no injection policy.
+    fallback_reason: why no fused decoder runs on the slices. Raises NotImplementedError if the outputs differ, or if
+    the model does not run on token ids alone and there is no injection policy.
     """
     tensors = state_tensors(model)
     names = {tensor: name for name, tensor in tensors.items()}
@@ -115,10 +114,11 @@ def load_sliced_modules(
         if not isinstance(tensor, nn.Parameter):
             set_tensor(model, name, tensor, read(name))
     int8 = quantizers(model, config)
-    structure = read_structure(model)
-    auto_tp = AutoTP(model, group.size, config.injection_policy)
-    with loaded_while_running([part.module for part in (*structure.outer, *structure.layers)], names, read):
-        expected = output_of(model, device)
+    info = ModelInfo(model)  # its linear layers may be int8 layers now
+    auto_tp = AutoTP(info, group.size, config.injection_policy)
+    parts = [part.module for part in (*info.structure.outer, *info.structure.layers)]
+    with loaded_while_running(parts, names, read):
+        expected = output_of(info, device)
     if expected is None and config.injection_policy is None:
         raise NotImplementedError(
             f"tensor_parallel: {type(model).__name__} does not run on token ids alone; give injection_policy"
@@ -126,8 +126,8 @@ def load_sliced_modules(
     load(model, tensors, read, auto_tp.weight_loaders(group, names, int8))
     if expected is not None:  # else the model takes other inputs, and the user's policy is trusted unchecked
         message = f"tensor_parallel: {{}}; sliced by {auto_tp.source}. Give another injection_policy, or use tp_size=1"
-        require_same_output(model, expected, config, group, device, message)
-    return loaded(model, f"sharded over {group.size} ranks by {auto_tp.source}; {native_reason}", auto_tp.undo.close)
+        require_same_output(info, expected, config, group, device, message)
+    return loaded(model, f"sharded over {group.size} ranks by {auto_tp.source}; {fallback_reason}", auto_tp.undo.close)
 
 
 def open_weights(model: nn.Module, config: InferenceConfig, moe_layers: dict[str, MoE]) -> CheckpointWeights:
@@ -174,16 +174,16 @@ def save(
         save_mp_checkpoint(path, state_tensors(model), read, group.size, group.index)
 
 
-def output_of(model: nn.Module, device: torch.device) -> torch.Tensor | None:
+def output_of(info: ModelInfo, device: torch.device) -> torch.Tensor | None:
     """The output of a model on `device` for a few tokens; None if it does not run on token ids alone.  [tokens, n]"""
     try:
-        return first_output(model, device)
+        return first_output(info, device)
     except UnsupportedModel:
         return None
 
 
 def require_same_output(
-    model: nn.Module,
+    info: ModelInfo,
     expected: torch.Tensor,
     config: InferenceConfig,
     group: InferenceGroup,
@@ -195,7 +195,7 @@ def require_same_output(
     message: of the error, with {} for the difference.
     """
     try:
-        difference = whole_difference(first_output(model, device), expected.to(device), config.dtype)
+        difference = whole_difference(first_output(info, device), expected.to(device), config.dtype)
     except UnsupportedModel as reason:
         difference = str(reason)
     if group.sum(torch.tensor(int(bool(difference)), device=device)):

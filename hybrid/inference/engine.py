@@ -17,8 +17,10 @@ from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import InferenceConfig, RolloutConfig, read_inference_config
 from hybrid.decoders.calls import Calls, SharedCalls
 from hybrid.decoders.collective_forwards import ExpertForwards, SliceForwards
+from hybrid.decoders.containers import containers_of, parts_of
+from hybrid.decoders.coverage import coverage_of
 from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
-from hybrid.decoders.fused_model import FusedModel, containers_of, coverage_of, parts_of
+from hybrid.decoders.fused_model import FusedModel
 from hybrid.extension_lock import extension_lock_reported
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.decode import Decoding, SamplingKeys, TooManyTokensError
@@ -116,9 +118,15 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
             device=self._device,
         )
         max_capture_size = self._max_num_seqs if self._config.enable_cuda_graph else 0
-        self._fused = FusedModel(loaded.info, loaded.snapshot, max_capture_size, loaded.group, lambda: self._own_hooks)
-        self._fused.fallback_reason = loaded.native_reason or self._fused.fallback_reason
-        self._fused.warns &= self._config.replace_with_kernel_inject or loaded.group is not None
+        self._fused = FusedModel(
+            loaded.info,
+            loaded.snapshot,
+            max_capture_size,
+            loaded.group,
+            lambda: self._own_hooks,
+            fallback_reason=loaded.fallback_reason,
+            warns=self._config.replace_with_kernel_inject or loaded.group is not None,
+        )
         self._calls = self._make_calls(loaded)
         self._containers = containers_of(parts_of(loaded.info), self._calls)
         for container in self._containers:
@@ -139,7 +147,7 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
 
     def _note_gathering(self) -> None:
         if self._fused.checked:  # else this is the self-check
-            self._fused.note_native(
+            self._fused.note_fallback(
                 f"its layers are gathered from {self._group.size} ranks' slices at every forward (ask for logits "
                 "alone: leave out labels, output_hidden_states, use_cache and return_dict_in_generate, and give "
                 "position_ids where rows are padded on the left; hybrid.padded_forward makes them)"
@@ -222,8 +230,8 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
         return int(self._group.share(torch.tensor(wrapped(seed), device=self._device)))
 
     @contextmanager
-    def _request(self, tokens: int | None, why_native: str) -> Iterator[Decoder | None]:
-        with self._calls.request(None, tokens, why_native) as decoder:
+    def _request(self, tokens: int | None, fallback_reason: str) -> Iterator[Decoder | None]:
+        with self._calls.request(None, tokens, fallback_reason) as decoder:
             yield TimedDecoder(decoder, self._times) if decoder is not None and self._times.enabled else decoder
 
     def train(self, mode: bool = True) -> "InferenceEngine":

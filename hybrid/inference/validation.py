@@ -189,7 +189,7 @@ def sharing_rows(info: ModelInfo, config: InferenceConfig, size: int) -> Iterato
     yield unsupported(bool(read_adapters(model)), "tensor_parallel", size, merge)
     if reason := why_no_fused_slices(info, config):
         try:
-            AutoTP(model, size)
+            AutoTP(info, size)
         except UnsupportedModel as error:
             instead = f"{type(model).__name__} cannot be sliced ({error}; {reason}); give injection_policy, or use 1"
             yield unsupported(True, "tensor_parallel.tp_size", size, instead)
@@ -205,7 +205,7 @@ def why_no_fused_slices(info: ModelInfo, config: InferenceConfig) -> str:
     if config.dtype == torch.int8:
         return "fused slices are not in int8"
     if info.layout is None:
-        return f"no fused container: {info.no_layout}"
+        return f"no fused container: {info.reasons['layout']}"
     # The model's own modules would keep all experts.
     if config.replace_with_kernel_inject or expert_parallel_size(config.moe) > 1:
         return ""

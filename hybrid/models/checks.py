@@ -1,5 +1,6 @@
 """Checks of a `DecoderLayout` before it is used: every parameter has a role, every shape agrees with the spec."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -11,11 +12,11 @@ from hybrid.models.spec import DecoderLayout, DecoderSpec, ParamRef, Unsupported
 
 def require_covered(model: nn.Module, layout: DecoderLayout) -> None:
     """Raise UnsupportedModel if a parameter of `model` has no role and does not belong to an adapter."""
-    every = [ref for roles in (layout.outer, *layout.layers) for ref in roles.values()]
-    covered = {param for param in map(parameter_at, every) if param is not None} | adapter_parameters(model)
-    left = [name for name, param in model.named_parameters() if param not in covered]
-    if left:
-        raise UnsupportedModel(f"{layout.family}: {', '.join(left[:3])} ({len(left)} in all) has no role in it")
+    refs = [ref for roles in (layout.outer, *layout.layers) for ref in roles.values()]
+    covered = adapter_parameters(model).union(map(parameter_at, refs))
+    names = [name for name, param in model.named_parameters() if param not in covered]
+    if names:
+        raise UnsupportedModel(f"{layout.family}: {', '.join(names[:3])} ({len(names)} in all) has no role in it")
 
 
 def require_sizes(layout: DecoderLayout) -> None:
@@ -23,19 +24,20 @@ def require_sizes(layout: DecoderLayout) -> None:
     the rotary tables are wider than a head."""
     if layout.spec.rotary_dim > layout.spec.head_dim:
         raise UnsupportedModel(
-            f"{layout.family}: tables turn {layout.spec.rotary_dim} elements of heads of {layout.spec.head_dim}"
+            f"{layout.family}: rotary_dim {layout.spec.rotary_dim} is larger than head_dim {layout.spec.head_dim}"
         )
     groups = [("", layout.outer)] + [(f"layer {index} ", roles) for index, roles in enumerate(layout.layers)]
     for where, roles in groups:
-        picked = {role: picked_shape(ref) for role, ref in roles.items() if parameter_at(ref) is not None}
-        expected = shapes(layout.spec, inner_size(picked))
-        for role, shape in picked.items():
-            want = expected[role.removesuffix(".weight")] if role.endswith(".weight") else expected[role[:-5]][:1]
-            if shape != want:
+        shapes = {role: picked_shape(ref) for role, ref in roles.items() if parameter_at(ref) is not None}
+        weights = weight_shapes(layout.spec, intermediate_size(shapes))
+        for role, shape in shapes.items():
+            name, _, kind = role.partition(".")
+            expected = weights[name] if kind == "weight" else weights[name][:1]
+            if shape != expected:
                 raise UnsupportedModel(
-                    f"{layout.family}: {where}{role} is {list(shape)}, and by the configuration {list(want)}"
+                    f"{layout.family}: {where}{role} is {list(shape)}, and by the configuration {list(expected)}"
                 )
-        require_whole(layout.family, where, [ref for role, ref in roles.items() if role in picked])
+        require_whole(layout.family, where, [roles[role] for role in shapes])
 
 
 def picked_shape(ref: ParamRef) -> torch.Size:
@@ -47,28 +49,26 @@ def picked_shape(ref: ParamRef) -> torch.Size:
         return whole.shape
 
 
-def require_whole(family: str, where: str, together: Iterable[ParamRef]) -> None:
+def require_whole(family: str, where: str, refs: Iterable[ParamRef]) -> None:
     """Raise UnsupportedModel if the roles of a fused parameter do not cover all of it."""
-    taken: dict[nn.Parameter, int] = {}
-    wholes: dict[nn.Parameter, int] = {}
-    for ref in together:
-        param = parameter_at(ref)
-        taken[param] = taken.get(param, 0) + picked_shape(ref).numel()
-        wholes[param] = whole_shape(ref).numel()
-    for param, whole in wholes.items():
-        if taken[param] % whole:
+    picked: Counter[nn.Parameter] = Counter()
+    sizes: dict[nn.Parameter, int] = {}
+    for ref in refs:
+        picked[parameter_at(ref)] += picked_shape(ref).numel()
+        sizes[parameter_at(ref)] = whole_shape(ref).numel()
+    for param, size in sizes.items():
+        if picked[param] % size:
             raise UnsupportedModel(
-                f"{family}: {where}has a fused parameter of {whole} elements; its roles take {taken[param]}"
+                f"{family}: {where}has a fused parameter of {size} elements; its roles take {picked[param]}"
             )
 
 
-def inner_size(picked: Mapping[str, torch.Size]) -> int:
+def intermediate_size(shapes: Mapping[str, torch.Size]) -> int:
     """The MLP's inner size, taken from the inputs of its down projection; 0 without one."""
-    back = picked.get("down.weight", picked.get("experts_down.weight", (0,)))
-    return back[-1]
+    return shapes.get("down.weight", shapes.get("experts_down.weight", (0,)))[-1]
 
 
-def shapes(spec: DecoderSpec, inner: int) -> dict[str, tuple[int, ...]]:
+def weight_shapes(spec: DecoderSpec, inner: int) -> dict[str, tuple[int, ...]]:
     """The expected shape of each role's weight.  inner: the MLP's inner size."""
     hidden, experts = spec.hidden_size, spec.num_experts
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim

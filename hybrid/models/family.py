@@ -5,7 +5,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -119,44 +118,33 @@ def windows_by_type(config: PretrainedConfig) -> list[int]:
     window = {"full_attention": 0, "sliding_attention": config.sliding_window or 0}
     unknown = set(config.layer_types) - window.keys()
     if unknown:
-        raise UnsupportedModel(f"config.layer_types has {sorted(unknown)}; known are {sorted(window)}")
+        raise UnsupportedModel(f"config.layer_types has {sorted(unknown)}; supported are {sorted(window)}")
     return [window[kind] for kind in config.layer_types]
 
 
 # How the rows of a fused weight are divided among roles.
 
 
-def block(rows: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Rows `start` to `stop`, a view."""
-    return rows[start:stop]
-
-
 def stacked(spec: DecoderSpec) -> tuple[Pick, ...]:
-    """Picks for rows in the order: all queries, all keys, all values."""
+    """Picks for rows in the order: all queries, all keys, all values. They give views."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return tuple(partial(block, start=a, stop=b) for a, b in ((0, q), (q, q + kv), (q + kv, q + 2 * kv)))
-
-
-def group_part(rows: torch.Tensor, groups: int, head_dim: int, start: int, stop: int | None) -> torch.Tensor:
-    """Heads `start` to `stop` of every group.  rows: [groups · heads · head_dim, …]; a view for one group."""
-    return rows.view(groups, -1, head_dim, *rows.shape[1:])[:, start:stop].flatten(0, 2)
+    return (lambda rows: rows[:q], lambda rows: rows[q : q + kv], lambda rows: rows[q + kv : q + 2 * kv])
 
 
 def grouped(spec: DecoderSpec) -> tuple[Pick, ...]:
     """Picks for rows grouped by key head: its queries, the key, the value. With one query per key head this is
-    GPT-NeoX's interleaving by head."""
-    part = partial(group_part, groups=spec.num_kv_heads, head_dim=spec.head_dim)
-    return (partial(part, start=0, stop=-2), partial(part, start=-2, stop=-1), partial(part, start=-1, stop=None))
+    GPT-NeoX's interleaving by head. They give views for one group."""
 
+    def heads(start: int | None, stop: int | None) -> Pick:
+        grouped_by = (spec.num_kv_heads, -1, spec.head_dim)
+        return lambda rows: rows.view(*grouped_by, *rows.shape[1:])[:, start:stop].flatten(0, 2)
 
-def half(rows: torch.Tensor, index: int) -> torch.Tensor:
-    """The first (0) or second (1) half of the rows, a view."""
-    return rows.view(2, -1, *rows.shape[1:])[index]
+    return heads(None, -2), heads(-2, -1), heads(-1, None)
 
 
 def halves(spec: DecoderSpec) -> tuple[Pick, ...]:
-    """Picks for rows in the order: gate, up."""
-    return (partial(half, index=0), partial(half, index=1))
+    """Picks for rows in the order: gate, up. They give views."""
+    return tuple(lambda rows, index=index: rows.view(2, -1, *rows.shape[1:])[index] for index in (0, 1))
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -182,8 +170,8 @@ def rope_table(module: nn.Module, layer_type: str) -> Table:
     rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else rope_type
     # Called on the module's own device: its forward moves the frequencies to the device of the input.
     device = next(module.buffers()).device
-    one = torch.ones(1, 1, dtype=torch.long, device=device)
-    first, second = module.forward(torch.empty(0, device=device), one, **kind)[0].chunk(2, dim=-1)
+    position = torch.ones(1, 1, dtype=torch.long, device=device)
+    first, second = module.forward(torch.empty(0, device=device), position, **kind)[0].chunk(2, dim=-1)
     if not torch.equal(first, second):
         raise UnsupportedModel(f"{type(module).__name__}: the second half of its table does not repeat the first")
 
@@ -213,21 +201,19 @@ def rope_end(config: PretrainedConfig) -> int:
 
     Raises UnsupportedModel for unknown rope types or parameters.
     """
-    parameters = config.rope_parameters or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict) and "rope_type" in value]
-    return min((end for end in map(partial(one_rope_end, config), nested or [parameters]) if end), default=0)
-
-
-def one_rope_end(config: PretrainedConfig, parameters: dict) -> int:
-    """`rope_end` for one set of rope parameters. Raises UnsupportedModel for unknown ones."""
-    unknown = {name for name, value in parameters.items() if value} - set(ROPE_PARAMETERS)
-    if unknown:
-        raise UnsupportedModel(f"rope_parameters has {sorted(unknown)}, of which attention may make its own use")
-    kind = parameters.get("rope_type", "default")
-    if kind in FIXED_ROPES:
-        return 0
-    if kind == "dynamic":
-        return config.max_position_embeddings
-    if kind == "longrope":
-        return parameters["original_max_position_embeddings"]
-    raise UnsupportedModel(f"rope_type={kind!r}; known are {', '.join((*FIXED_ROPES, 'dynamic', 'longrope'))}")
+    by_type = config.rope_parameters or {}
+    nested = [value for value in by_type.values() if isinstance(value, dict) and "rope_type" in value]
+    limits = []
+    for parameters in nested or [by_type]:
+        unknown = {name for name, value in parameters.items() if value} - set(ROPE_PARAMETERS)
+        if unknown:
+            raise UnsupportedModel(f"rope_parameters has {sorted(unknown)}, of which attention may make its own use")
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type == "dynamic":
+            limits.append(config.max_position_embeddings)
+        elif rope_type == "longrope":
+            limits.append(parameters["original_max_position_embeddings"])
+        elif rope_type not in FIXED_ROPES:
+            supported = ", ".join((*FIXED_ROPES, "dynamic", "longrope"))
+            raise UnsupportedModel(f"rope_type={rope_type!r}; supported are {supported}")
+    return min(filter(None, limits), default=0)

@@ -1,7 +1,7 @@
 """What inference reads of a model: read once, on first use, and passed down as one record."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
@@ -17,14 +17,16 @@ from hybrid.models.tp_plan import TensorPlan, read_tp_plan
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelInfo:
     """A model, PEFT's wrapper included, and what is read of it. Each property is read on first use and kept.
 
+    reasons: why `layout` or `tp_plan` is None, by name, once it has been read.
     Read the model again, into a new record, once its modules, its adapters or the dtype of its weights have changed.
     """
 
     model: nn.Module
+    reasons: dict[str, str] = field(default_factory=dict, repr=False)
 
     @cached_property
     def base(self) -> nn.Module:
@@ -33,9 +35,18 @@ class ModelInfo:
 
     @cached_property
     def config(self) -> PretrainedConfig | None:
-        """The Hugging Face configuration of the part that generates text; None if the model has none."""
-        config = getattr(self.base, "config", None)
-        return config.get_text_config() if hasattr(config, "get_text_config") else config
+        """The Hugging Face configuration; None if the model has none."""
+        return getattr(self.base, "config", None)
+
+    @cached_property
+    def text_config(self) -> PretrainedConfig | None:
+        """The configuration of the part that generates text."""
+        return self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the model's prompt and completion are two sequences."""
+        return getattr(self.config, "is_encoder_decoder", False)
 
     @cached_property
     def can_generate(self) -> bool:
@@ -52,38 +63,19 @@ class ModelInfo:
         """The transformer layers, in order."""
         return [part.module for part in self.structure.layers]
 
-    @property
+    @cached_property
     def layout(self) -> DecoderLayout | None:
-        """The model as its family describes it; None if no family does."""
-        return self._layout[0]
+        """The model as its family describes it; None, with the reason in `reasons`, if no family does."""
+        return self._read("layout", read_decoder)
 
-    @property
-    def no_layout(self) -> str:
-        """Why there is no `layout`; "" if there is one."""
-        return self._layout[1]
-
-    @property
+    @cached_property
     def tp_plan(self) -> TensorPlan | None:
-        """Hugging Face's plan for tensor parallelism; None if there is none that can be followed."""
-        return self._tp_plan[0]
+        """Hugging Face's plan for tensor parallelism; None, with the reason in `reasons`, if it cannot be followed."""
+        return self._read("tp_plan", read_tp_plan)
 
-    @property
-    def no_tp_plan(self) -> str:
-        """Why there is no `tp_plan`; "" if there is one."""
-        return self._tp_plan[1]
-
-    @cached_property
-    def _layout(self) -> tuple[DecoderLayout | None, str]:
-        return value_or_reason(read_decoder, self.model)
-
-    @cached_property
-    def _tp_plan(self) -> tuple[TensorPlan | None, str]:
-        return value_or_reason(read_tp_plan, self.model)
-
-
-def value_or_reason(read: Callable[[nn.Module], Value], model: nn.Module) -> tuple[Value | None, str]:
-    """What `read` gives for the model and "", or None and the message of its UnsupportedModel."""
-    try:
-        return read(model), ""
-    except UnsupportedModel as reason:
-        return None, str(reason)
+    def _read(self, name: str, read: Callable[[nn.Module], Value]) -> Value | None:
+        try:
+            return read(self.model)
+        except UnsupportedModel as reason:
+            self.reasons[name] = str(reason)
+            return None

@@ -44,13 +44,13 @@ def plain(module: nn.Module) -> nn.Module:
 
 def adapter_parameters(root: nn.Module) -> set[nn.Parameter]:
     """The adapters' own parameters under `root`: PEFT's, and DeepSpeed-Chat's."""
-    found: set[nn.Parameter] = set()
+    params: set[nn.Parameter] = set()
     for module in root.modules():
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            found |= set(module.parameters()) - set(plain(module).parameters())
+            params |= set(module.parameters()) - set(plain(module).parameters())
         elif hasattr(module, "lora_left_weight") and hasattr(module, "lora_right_weight"):
-            found |= {module.lora_left_weight, module.lora_right_weight}
-    return found
+            params |= {module.lora_left_weight, module.lora_right_weight}
+    return params
 
 
 def parameter_at(ref: ParamRef) -> nn.Parameter | None:

@@ -34,13 +34,13 @@ def generating_part(model: nn.Module) -> nn.Module:
     that also has a value model. `model` if there is none or more than one."""
     if can_generate(model):
         return model
-    found: list[nn.Module] = []
+    generating: list[nn.Module] = []
     within: set[nn.Module] = set()  # an adapter's wrapper can generate, and so can its base: the outermost counts
     for module in model.modules():
         if module not in within and can_generate(module):
-            found.append(module)
+            generating.append(module)
             within.update(module.modules())
-    return found[0] if len(found) == 1 else model
+    return generating[0] if len(generating) == 1 else model
 
 
 def read_structure(model: nn.Module) -> Structure:
@@ -76,8 +76,6 @@ def is_layer_stack(model: nn.Module, module: nn.Module) -> bool:
 def layer_counts(model: nn.Module) -> set[int]:
     """The numbers of layers in the model's configuration, for decoder and encoder."""
     config = getattr(model, "config", None)
-    if config is None:
-        return set()
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     names = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
     return {getattr(source, name) for source in (config, text) for name in names if hasattr(source, name)}

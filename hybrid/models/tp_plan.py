@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
+from transformers import PretrainedConfig
 
 from hybrid.models.modules import hugging_face_model, plain, whole_shape
 from hybrid.models.spec import ParamRef, UnsupportedModel
@@ -24,16 +25,6 @@ class Style:
     cut: str = ""
     before: str = ""
     after: str = ""
-
-    @property
-    def gives_parts(self) -> bool:
-        """Whether the output is a rank's slice of the full output (column-parallel)."""
-        return self.cut in ("rows", "halves") and not self.after
-
-    @property
-    def takes_parts(self) -> bool:
-        """Whether the input must be a rank's slice of the full input (row-parallel)."""
-        return self.cut == "columns" and self.after == "sum" and not self.before
 
 
 # The names in transformers 5.23. A model whose plan has another name is not tensor-parallel.
@@ -73,6 +64,20 @@ class Share:
     width: int = 0
     kv_heads: int = 0
 
+    @property
+    def outputs_slice(self) -> bool:
+        """Whether the output is a rank's slice of the full output (column-parallel)."""
+        if not self.style.cut:  # the module's own forward combines its parameters (experts, attention sinks)
+            return not {"rows", "halves"}.isdisjoint(self.cuts.values())
+        return self.style.cut in ("rows", "halves") and not self.style.after
+
+    @property
+    def takes_slice(self) -> bool:
+        """Whether the input must be a rank's slice of the full input (row-parallel)."""
+        if not self.style.cut:
+            return "columns" in self.cuts.values()
+        return self.style.cut == "columns" and self.style.after == "sum" and not self.style.before
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -105,7 +110,7 @@ def read_tp_plan(model: nn.Module) -> TensorPlan:
         raise UnsupportedModel(f"{type(model).__name__} has no tp_plan for a decoder")
     unknown = sorted(set(plan.values()) - STYLES.keys())
     if unknown:
-        raise UnsupportedModel(f"the tp_plan of {type(model).__name__} has {', '.join(unknown)}, which is not known")
+        raise UnsupportedModel(f"the tp_plan of {type(model).__name__} has {', '.join(unknown)}: not supported")
     blocks: dict[str, dict[str, Share | None]] = {}  # by the siblings' parent, then by name
     for name, module in model.named_modules():
         style, named = planned(plan, name, module)
@@ -114,16 +119,20 @@ def read_tp_plan(model: nn.Module) -> TensorPlan:
             blocks.setdefault(parent, {})[leaf] = share_of(module, style or Style(), named)
     shares, attentions = [], []
     for parent, block in blocks.items():
-        if None in block.values() or gives_parts(block) != takes_parts(block):
+        if None in block.values():
             continue
-        attention = attention_of(model.get_submodule(parent), block, model.config.get_text_config())
-        if attention is not None:
-            attentions.append(attention)
-            block = {leaf: with_kv_heads(leaf, share, attention) for leaf, share in block.items()}
+        outputs_slice = any(share.outputs_slice for share in block.values())
+        if outputs_slice != any(share.takes_slice for share in block.values()):
+            continue
+        if outputs_slice:
+            attention = attention_of(model.get_submodule(parent), block, model.config.get_text_config())
+            if attention is not None:
+                attentions.append(attention)
+                block = {leaf: with_kv_heads(leaf, share, attention) for leaf, share in block.items()}
         shares += block.values()
     if not any(share.style.after == "sum" and share.style.before != "lookup" for share in shares):
         raise UnsupportedModel(f"the tp_plan of {type(model).__name__} slices no layer")
-    require_cut_alike(model, shares)
+    require_tied_alike(model, shares)
     return TensorPlan(tuple(shares), tuple(attentions))
 
 
@@ -138,7 +147,7 @@ def planned(plan: dict[str, str], name: str, module: nn.Module) -> tuple[Style |
 def share_of(module: nn.Module, style: Style, named: dict[str, Style]) -> Share | None:
     """How ranks share a module; None if it is not a layer that can be sliced."""
     if named:
-        return Share(module, {leaf: one.cut for leaf, one in named.items()}, style)
+        return Share(module, {leaf: own.cut for leaf, own in named.items()}, style)
     if not style.cut:
         return Share(module, {}, style)
     wrapped = isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper)
@@ -153,25 +162,10 @@ def share_of(module: nn.Module, style: Style, named: dict[str, Style]) -> Share 
     return Share(module, cuts, style, width=columns if style.cut == "columns" else rows)
 
 
-def gives_parts(block: dict[str, Share]) -> bool:
-    """Whether a module of the block outputs a slice, by its style or by its parameters' slices."""
-    return any(share.style.gives_parts or {"rows", "halves"} & bare_cuts(share) for share in block.values())
-
-
-def takes_parts(block: dict[str, Share]) -> bool:
-    """Whether a module of the block expects a slice as input, by its style or by its parameters' slices."""
-    return any(share.style.takes_parts or "columns" in bare_cuts(share) for share in block.values())
-
-
-def bare_cuts(share: Share) -> set[str]:
-    """The cuts of parameters that the module's own forward combines (experts, attention sinks)."""
-    return set() if share.style.cut else set(share.cuts.values())
-
-
-def attention_of(module: nn.Module, block: dict[str, Share], config) -> Attention | None:
-    """The heads of an attention block; None for other blocks, or if the heads are not divided over the ranks."""
+def attention_of(module: nn.Module, block: dict[str, Share], config: PretrainedConfig) -> Attention | None:
+    """The heads of a block that outputs slices, if it is an attention block; None for other blocks."""
     size = next((getattr(module, name) for name in HEAD_SIZES if hasattr(module, name)), 0)
-    if not size or not gives_parts(block):
+    if not size:
         return None
     if "k_proj" not in block or not block["k_proj"].cuts:
         return Attention(module, config.num_attention_heads, config.num_attention_heads)
@@ -187,7 +181,7 @@ def with_kv_heads(leaf: str, share: Share, attention: Attention) -> Share:
     return replace(share, cuts=dict.fromkeys(share.cuts, "kv"), kv_heads=attention.kv_heads)
 
 
-def require_cut_alike(model: nn.Module, shares: list[Share]) -> None:
+def require_tied_alike(model: nn.Module, shares: list[Share]) -> None:
     """Raise UnsupportedModel if a parameter that two modules share would be sliced in two ways."""
     by_module = {plain(share.module): share.cuts for share in shares}
     cuts: dict[nn.Parameter, str] = {}
@@ -195,4 +189,4 @@ def require_cut_alike(model: nn.Module, shares: list[Share]) -> None:
         for leaf, param in module._parameters.items():
             cut = by_module.get(module, {}).get(leaf, "")
             if param is not None and cuts.setdefault(param, cut) != cut:
-                raise UnsupportedModel(f"{name}.{leaf} is tied to a parameter that the tp_plan cuts otherwise")
+                raise UnsupportedModel(f"{name}.{leaf} is tied to a parameter that the tp_plan slices differently")

@@ -21,7 +21,7 @@ def test_a_step_is_measured(containers):
     done = run_script(["-m", "benchmarks.real_size", *flags.split()], 2, timeout_s=300, env=path)
     assert done.returncode == 0, done.stdout[-4000:]
     reason = "none" if containers == "fused" else "rollout.containers=native"
-    assert f"coverage: {containers}; native_reason: {reason}" in done.stdout
+    assert f"coverage: {containers}; fallback_reason: {reason}" in done.stdout
     assert float(re.search(r"tokens/s of the rollout: ([\d.]+); loss -?\d+\.\d+$", done.stdout, re.M)[1]) > 0
     seconds = dict(re.findall(r"^\| ([^|]+) \| (\d+\.\d) \|$", done.stdout, re.M))
     assert set(PHASES) <= set(seconds)

@@ -152,7 +152,7 @@ def require_reason(engine: hybrid.HybridEngine, caught: list, beams: bool) -> No
     if os.environ.get(CONTAINERS):
         return
     native = [str(one.message) for one in caught if "runs in native containers" in str(one.message)]
-    reason = engine.stats()["native_reason"]
+    reason = engine.stats()["fallback_reason"]
     if not beams:
         assert reason == ""
         return

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch
+from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.cuda_decoder import CudaDecoder
 from hybrid.kernels.cuda_graph import Captured
 from hybrid.kernels.triton_attention import SPLIT, decode_attention
@@ -140,8 +141,9 @@ def test_unmerged_lora_matches_peft(variant):
     ids = sequences(tuple(length + NEW + 1 for length in PROMPTS))
     fused = fused_of(model)
     capture = {} if DEVICE == "cuda" else {"capture": eager_capture}
-    weights, lora_deltas = (partial(read, adapters=True) for read in (fused.tensor, fused.lora_deltas))
-    decoder = CudaDecoder(read_decoder(model), weights, torch.float32, 4, **capture, lora_deltas=lora_deltas)
+    weights = BoundWeights(fused.layout, fused.snapshot, adapters=True)
+    reads = {"lora_deltas": weights.lora_deltas, **capture}
+    decoder = CudaDecoder(read_decoder(model), weights.tensor, torch.float32, 4, **reads)
     for change in ("none", "step", "scale"):
         with torch.no_grad():
             for name, param in model.named_parameters():

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from transformers.integrations.neftune import activate_neftune
 
 from hybrid.decoders.calls import Calls as Requests
+from hybrid.decoders.containers import FusedContainer, plain_call
 from hybrid.decoders.cpu_decoder import CpuDecoder
-from hybrid.decoders.fused_model import FusedContainer, FusedModel, plain_call
+from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.self_check import STEPS, require_equal
 from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.generation.block_pool import BlockPool
@@ -60,7 +61,7 @@ class SmallEngine:
         """Hugging Face's `generate` with our decoding."""
         decoding = Decoding(
             phase=no_phase,
-            request=lambda tokens, why_native: self.requests.request(adapters, tokens, why_native),
+            request=lambda tokens, fallback_reason: self.requests.request(adapters, tokens, fallback_reason),
             cache=KVCache(32),
             block_pool=BlockPool(32),
             block_bytes=self.fused.block_bytes,

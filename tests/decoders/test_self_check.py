@@ -211,7 +211,7 @@ def zeros(q, keys, values, groups, *args, **kwargs):
 
 def other_sequences_blocks(q, keys, values, groups, *args, **kwargs):
     """Attention over the blocks of another sequence."""
-    flipped = tuple(dataclasses.replace(group, slots=group.slots.flip(0)) for group in groups)
+    flipped = tuple(dataclasses.replace(group, slot_mapping=group.slot_mapping.flip(0)) for group in groups)
     return torch_ops.paged_attention(q, keys, values, flipped, *args, **kwargs)
 
 

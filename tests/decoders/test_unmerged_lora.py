@@ -4,6 +4,7 @@ import peft
 import pytest
 import torch
 
+from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.torch_decoder import TorchDecoder
@@ -49,10 +50,10 @@ def fused_of(model: torch.nn.Module) -> FusedModel:
 def decoder_of(kind: type, model: torch.nn.Module, adapters: bool = True) -> TorchDecoder | CpuDecoder:
     """A bound decoder over the weights and the LoRA deltas."""
     fused = fused_of(model)
-    refs = [lambda ref, read=read: read(ref, adapters) for read in (fused.tensor, fused.lora_deltas)]
+    weights = BoundWeights(fused.layout, fused.snapshot, adapters)
     library = {"library": cpu_library()} if kind is CpuDecoder else {}
     dtype = next(model.parameters()).dtype
-    decoder = kind(read_decoder(model), refs[0], dtype, lora_deltas=refs[1], **library)
+    decoder = kind(read_decoder(model), weights.tensor, dtype, lora_deltas=weights.lora_deltas, **library)
     decoder.bind()
     return decoder
 

@@ -53,7 +53,7 @@ def check_methods(stage: int, tp_size: int, pinned: bool) -> None:
         ids = IDS[:1] if name in ("prompt lookup", "an assistant") else IDS
         expected = reference.generate(input_ids=ids, **request)
         assert torch.equal(engine.generate(input_ids=ids, **request), expected), name
-        assert "by Hugging Face's own loop" in engine.stats()["native_reason"], name
+        assert "by Hugging Face's own loop" in engine.stats()["fallback_reason"], name
     sampled = [engine.generate(IDS, **{**REQUEST, "num_beams": 2, "do_sample": True}, seed=5) for _ in range(2)]
     assert torch.equal(*sampled)
     assert torch.equal(torch.get_rng_state(), state)

@@ -50,7 +50,7 @@ def check_plan(family: str, adapter: str, stage: int, lanes: int | None = None) 
     with pytest.MonkeyPatch.context() as patch:
         if lanes is not None:
             library = opened(built((*PORTABLE, f"-DLANES={lanes}")))
-            patch.setattr("hybrid.decoders.fused_model.cpu_library", lambda: library)
+            patch.setattr("hybrid.decoders.selection.cpu_library", lambda: library)
         require_plan(family, adapter, stage)
 
 

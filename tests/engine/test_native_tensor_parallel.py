@@ -384,7 +384,7 @@ def check_fallback() -> None:
     require_layer_by_layer(tiny_model("stablelm", sizes=SIZES), "StableLmForCausalLM has no tp_plan")
     unknown_style = tiny_model("olmo", sizes=SIZES)
     unknown_style.tp_plan["model.layers.*.mlp"] = "all_reduce"
-    require_layer_by_layer(unknown_style, "has all_reduce, which is not known")
+    require_layer_by_layer(unknown_style, "has all_reduce: not supported")
     wrong = tiny_model("olmo", sizes=SIZES)
     wrong.tp_plan["model.layers.*.self_attn.k_proj"] = "replicate"
     require_layer_by_layer(wrong, "the model differs from the whole one")

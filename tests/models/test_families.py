@@ -112,24 +112,24 @@ UNSUPPORTED = {
     "unknown activation": (
         "llama",
         {"hidden_act": "mish"},
-        "config.hidden_act='mish' is not supported; known are",
+        "config.hidden_act='mish' is not supported; supported are",
     ),
     "cross attention": ("gpt2", {"add_cross_attention": True}, "nearest is gpt2: transformer.h.0.crossattention"),
     "scale by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "gpt2: scale_attn_by_inverse_layer_idx"),
     "bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}, "gemma3: use_bidirectional_attention"),
     "not causal": ("llama", {"is_causal": False}, "llama: config.is_causal=False"),
-    "a window that llama ignores": ("llama", {"sliding_window": 4}, "sliding_window=4 is a setting that it does not"),
+    "a window that llama ignores": ("llama", {"sliding_window": 4}, "sliding_window=4 is not supported"),
     "types that mistral ignores": (
         "mistral",
         {"layer_types": ["full_attention"] * 3},
-        "layer_types=.* is a setting that it does not know",
+        "layer_types=.* is not supported",
     ),
     "windows that smollm3 does not use": (
         "smollm3",
         {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
         "smollm3: layer_types with sliding layers",
     ),
-    "rope on more than a head": ("gptj", {"rotary_dim": 16}, "gptj: tables turn 16 elements of heads of 8"),
+    "rope on more than a head": ("gptj", {"rotary_dim": 16}, "gptj: rotary_dim 16 is larger than head_dim 8"),
     "queries scaled by position": (
         "llama",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}},

@@ -106,5 +106,5 @@ def test_related_layers_are_sliced_together_or_not_at_all():
 def test_a_tied_parameter_with_two_styles_raises():
     model = tiny_model("cohere", sizes=SIZES)
     del model.tp_plan["model.embed_tokens"]
-    with pytest.raises(UnsupportedModel, match="lm_head.weight is tied to a parameter that the tp_plan cuts otherwise"):
+    with pytest.raises(UnsupportedModel, match="lm_head.weight is tied to a parameter that the tp_plan slices diff"):
         read_tp_plan(model)

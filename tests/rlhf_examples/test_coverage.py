@@ -40,7 +40,7 @@ class Coverage:
 
     engine: str
     containers: set[str]
-    native_reason: str
+    fallback_reason: str
 
 
 FUSED = ({"fused"}, "")
@@ -48,13 +48,13 @@ FUSED = ({"fused"}, "")
 
 def coverage(engine: hybrid.HybridEngine | hybrid.InferenceEngine) -> Coverage:
     containers = {row["container"] for row in engine.coverage()}
-    reason = engine.stats()["native_reason"] if hasattr(engine, "stats") else engine._fused.reasons.last
+    reason = engine.stats()["fallback_reason"] if hasattr(engine, "stats") else engine._fused.reasons.last
     return Coverage(type(engine).__name__, containers, reason)
 
 
 def require_fused(engine: hybrid.HybridEngine | hybrid.InferenceEngine) -> None:
     found = coverage(engine)
-    assert (found.containers, found.native_reason) == FUSED, found
+    assert (found.containers, found.fallback_reason) == FUSED, found
 
 
 # The recipes
@@ -218,7 +218,7 @@ def check_script(script: str, folder: str) -> None:
         run_script(script, folder)
     assert found
     for one in found:
-        assert (one.containers, one.native_reason) == FUSED, one
+        assert (one.containers, one.fallback_reason) == FUSED, one
 
 
 SLOW = [pytest.param(script, marks=pytest.mark.slow) for script in ("grpo", "sft", "dpo", "pairs", "evaluate", "chat")]

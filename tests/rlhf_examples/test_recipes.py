@@ -90,9 +90,8 @@ def test_the_figures_are_the_plans(name, pretended_ranks):
     model = partitioned_model(args, world_size, *of_model)
     blocks = rollout_config(args)
     settings = HybridEngineConfig(**blocks["hybrid_engine"])
-    rollout = RolloutConfig(**blocks["rollout"])
-    builder = Builder(model, settings, rollout, 3, None, lambda nbytes: None, list)
-    plan = MemoryPlanner(builder.modes, builder.planned, settings, rollout).plan(rows, tokens)
+    builder = Builder(model, settings, RolloutConfig(**blocks["rollout"]), 3, None, lambda nbytes: None, list)
+    plan = MemoryPlanner(builder).plan(rows, tokens)
     expected = {line.split("  in use")[0].strip() for line in re.sub(" +", " ", str(plan)).splitlines()[1:]}
     expected = {line.removesuffix(" in use") for line in expected}
     told = [line for line in (CONFIGS / f"{name}.yaml").read_text().splitlines() if re.search(r"\d\.\d +\d+\.\d", line)]

@@ -44,7 +44,7 @@ def parameter_bytes(engine, *names: str) -> int:
 def check_torch_decoder(targets: str, size: int, family: str) -> None:
     """Tokens equal Hugging Face's with and without adapters, and the snapshot is the only copy of the weights."""
     block = {"tp_gather_partition_size": 1, "inference_tp_size": size}
-    with mock.patch("hybrid.decoders.fused_model.cpu_library", lambda: None):
+    with mock.patch("hybrid.decoders.selection.cpu_library", lambda: None):
         engine = engine_of(
             adapted_model(targets, family), settings(hybrid_engine=block, rollout={"containers": "fused"})
         )
@@ -88,7 +88,7 @@ def test_joined_biases_are_read_in_the_gathered_buffers(ranks):
 
 def check_change() -> None:
     """The merged parts of a joined matrix change between calls."""
-    with mock.patch("hybrid.decoders.fused_model.cpu_library", lambda: None):
+    with mock.patch("hybrid.decoders.selection.cpu_library", lambda: None):
         model = adapted_model("some")
         more = peft.LoraConfig(r=2, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
         model.add_adapter("second", more)

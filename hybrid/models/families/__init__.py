@@ -6,15 +6,10 @@ from hybrid.models.families.gemma import GEMMA2, GEMMA3
 from hybrid.models.families.gpt2 import GPT2
 from hybrid.models.families.gpt_neox import GPT_NEOX
 from hybrid.models.families.gptj import GPTJ
-from hybrid.models.families.granite import GRANITE
-from hybrid.models.families.llama import LLAMA
-from hybrid.models.families.mistral import MISTRAL
+from hybrid.models.families.llama import GRANITE, LLAMA, MISTRAL, OLMO2, PHI3
 from hybrid.models.families.moe import MIXTRAL, QWEN3_MOE
-from hybrid.models.families.olmo2 import OLMO2
 from hybrid.models.families.opt import OPT
-from hybrid.models.families.phi3 import PHI3
-from hybrid.models.families.qwen import QWEN2, QWEN3
-from hybrid.models.families.smollm3 import SMOLLM3
+from hybrid.models.families.qwen import QWEN2, QWEN3, SMOLLM3
 
 FAMILIES = (
     GEMMA3,

@@ -22,7 +22,7 @@ def alibi(model: nn.Module) -> tuple[float, ...] | None:
     return tuple(slope * config.head_dim**-0.5 for slope in alibi_slopes(config.num_attention_heads))
 
 
-def unwritten(config: PretrainedConfig) -> bool:
+def misses_a_norm(config: PretrainedConfig) -> bool:
     """Whether the settings make the model's own forward use a norm that it does not have (transformers 5.23)."""
     if config.new_decoder_architecture:
         return not config.parallel_attn
@@ -57,5 +57,5 @@ FALCON = Family(
     rotaries=lambda config: ["" if config.alibi else "rope"] * config.num_hidden_layers,
     declares=("new_decoder_architecture", "multi_query", "parallel_attn", "num_ln_in_parallel_attn", "alibi"),
     understands=("alibi", "parallel_attn"),
-    refuses={"this mixture of new_decoder_architecture, parallel_attn and num_ln_in_parallel_attn": unwritten},
+    refuses={"this mixture of new_decoder_architecture, parallel_attn and num_ln_in_parallel_attn": misses_a_norm},
 )

@@ -37,7 +37,7 @@ SPEC = {
     "attention_scale": lambda model: model.config.query_pre_attn_scalar**-0.5,
     "logits_softcap": key("final_logit_softcapping", 0.0),
 }
-LOOKS_BACK = {"use_bidirectional_attention": lambda config: bool(getattr(config, "use_bidirectional_attention", False))}
+NOT_CAUSAL = {"use_bidirectional_attention": lambda config: bool(getattr(config, "use_bidirectional_attention", False))}
 
 GEMMA2 = replace(
     QWEN2,
@@ -48,7 +48,7 @@ GEMMA2 = replace(
     spec={**SPEC, "attention_softcap": key("attn_logit_softcapping", 0.0)},
     declares=(*QWEN2.declares, "query_pre_attn_scalar"),
     understands=UNDERSTOOD,
-    refuses=LOOKS_BACK,
+    refuses=NOT_CAUSAL,
 )
 
 GEMMA3 = replace(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hybrid.models.families.mistral import MISTRAL
+from hybrid.models.families.llama import MISTRAL
 from hybrid.models.families.qwen import QWEN3
 from hybrid.models.family import key, one_window
 

@@ -58,7 +58,7 @@ def run_counting_eager(script: str, settings: dict, refuse: str) -> int:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = own
     for coverage in coverages:
         if coverage.containers:  # DPO's and SFT's engines generate nothing
-            assert (coverage.containers, coverage.native_reason) == FUSED, coverage
+            assert (coverage.containers, coverage.fallback_reason) == FUSED, coverage
     return count
 
 
