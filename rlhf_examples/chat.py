@@ -22,7 +22,7 @@ from rlhf_examples.common.ranks import device, end_preparation, seed_everything
 from rlhf_examples.data.conversations import turn_end_token
 
 Messages = list[dict[str, str]]
-HELP = "Write, and end with Enter. /new begins a new conversation, /quit (or Ctrl-D) ends."
+HELP = "Enter sends a message. /new starts a new conversation, /quit (or Ctrl-D) exits."
 
 
 def main() -> None:

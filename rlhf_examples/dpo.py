@@ -61,8 +61,15 @@ def run(args: DPOArguments) -> Metrics:
         logps, _ = token_logps(engine, ids, mask, width, 1.0, args.logit_chunk, args.padding_free)
         chosen, rejected = (logps * loss_mask).sum(dim=1).chunk(2)
         ref_chosen, ref_rejected = (ref_logps * loss_mask).sum(dim=1).chunk(2)
-        options = {"beta": args.beta, "label_smoothing": args.label_smoothing}
-        return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, denominator=denominator, **options)
+        return dpo_loss(
+            chosen,
+            rejected,
+            ref_chosen,
+            ref_rejected,
+            beta=args.beta,
+            denominator=denominator,
+            label_smoothing=args.label_smoothing,
+        )
 
     metrics = fit(engine, tokenizer, examples, held_out, loss_of, len, args, "DPO", BAR)
     engine.destroy()

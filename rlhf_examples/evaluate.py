@@ -21,7 +21,7 @@ from rlhf_examples.common.command_line import run_command
 from rlhf_examples.common.engines import load_rollout_engine
 from rlhf_examples.common.files import printable, write_atomically
 from rlhf_examples.common.models import load_exported, load_tokenizer, require_model
-from rlhf_examples.common.run_log import without_nan
+from rlhf_examples.common.run_log import to_json_value
 from rlhf_examples.common.scorers import Rewards
 from rlhf_examples.data.examples import tokenize_records
 from rlhf_examples.data.records import load_records
@@ -37,7 +37,7 @@ def report(args: EvaluateArguments, results: list[dict]) -> None:
     """Print the scores, and write them to `output_file` if it is given."""
     show(results, args.num_samples)
     if args.output_file:
-        write_atomically(Path(args.output_file), json.dumps(without_nan(results), indent=1))
+        write_atomically(Path(args.output_file), json.dumps(to_json_value(results), indent=1))
 
 
 def run(args: EvaluateArguments) -> list[dict]:

@@ -79,7 +79,7 @@ def run(args: GRPOArguments) -> Metrics:
     rewards = load_rewards(args.reward, args.reward_weights, args, args.offload_reference_model)
 
     prompts, best = RowStream(examples, args.seed), BestModel.from_args(args)
-    parts = {"prompts": prompts, "best": best, **actor.parts()}
+    parts = {"prompts": prompts, "best": best, **actor.checkpoint_parts()}
     checkpoints = Checkpoints(directory / CHECKPOINTS, {"policy": actor.policy}, parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(actor.policy, tokenizer, held_out, rewards, args)
@@ -133,7 +133,9 @@ def grpo_iteration(
         old_logps = training_logps(policy, batch, args)
         phases.end("old_logps")
     if not args.dynamic_sampling:
-        groups = replace(groups, scores=rewards.by_name(batch, groups.prompts, decode_completions(tokenizer, batch)))
+        groups = replace(
+            groups, scores=rewards.scores_by_name(batch, groups.prompts, decode_completions(tokenizer, batch))
+        )
     scores = groups.scores[rewards.name]
     phases.end("rewards")
     learned = ~scores.isnan()

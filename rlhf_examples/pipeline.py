@@ -73,7 +73,7 @@ def parse(settings: dict[str, Any], flags: list[str]) -> PipelineArguments:
     args = arguments_of(PipelineArguments, settings, flags)
     args.common, args.steps, args.summary, args.servers = tables.values()
     if not args.steps:
-        raise ValueError("steps: none given; name at least one, with its script and settings")
+        raise ValueError("steps: none given; give at least one, with its script and settings")
     for name in args.servers:
         arguments_of_server(name, args)
     for name in args.steps:
@@ -132,7 +132,9 @@ def resolve_paths(value: Any, args: PipelineArguments) -> Any:
 def require_server(reward: str, args: PipelineArguments) -> None:
     """Raises ValueError if `server:NAME` names an unknown server."""
     if not args.servers:
-        raise ValueError(f"{reward!r} given, and there are no servers; name it under `servers`, with its reward")
+        raise ValueError(
+            f"{reward!r} given, and the file defines no servers; define it under `servers`, with its reward"
+        )
     require_key(reward[len(SERVER) :], list(args.servers))
 
 

@@ -86,7 +86,7 @@ def run(args: PPOArguments) -> Metrics:
     kl_ctl = kl_controller(args)
 
     prompts, best = RowStream(examples, args.seed), BestModel.from_args(args)
-    parts = {"prompts": prompts, "kl_ctl": kl_ctl, "ptx": ptx, "best": best, **models.actor.parts()}
+    parts = {"prompts": prompts, "kl_ctl": kl_ctl, "ptx": ptx, "best": best, **models.actor.checkpoint_parts()}
     checkpoints = Checkpoints(directory / CHECKPOINTS, models.engines(), parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(models.actor.policy, tokenizer, held_out, models.rewards, args)

@@ -21,7 +21,7 @@ from rlhf_examples.common.command_line import input_errors_reported
 from rlhf_examples.common.files import write_atomically
 from rlhf_examples.rewards import Reward, load_reward, reward_name, score_all
 
-LOOK_S = 0.5  # between checks that the parent process is alive
+POLL_S = 0.5  # between checks that the parent process is alive
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
         args = parse_arguments(RewardServerArguments)
         server = make_server(args.reward, args.host, args.port)
     if args.parent_pid:
-        threading.Thread(target=end_with, args=(args.parent_pid,), daemon=True).start()
+        threading.Thread(target=exit_with_parent, args=(args.parent_pid,), daemon=True).start()
     address = f"http://{args.host}:{server.server_port}/{reward_name(args.reward)}"
     print(f"{args.reward} at {address}", flush=True)
     if args.address_file:
@@ -41,10 +41,10 @@ def main() -> None:
         server.server_close()
 
 
-def end_with(parent_pid: int) -> None:
+def exit_with_parent(parent_pid: int) -> None:
     """Exit when the parent process has ended, whatever ended it: a killed parent cannot stop its servers."""
     while os.getppid() == parent_pid:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     os._exit(0)
 
 

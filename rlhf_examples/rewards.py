@@ -26,7 +26,7 @@ Reward = Callable[..., list[float | None]]
 REWARDS_ALLOWED = "module:function, the address of a reward server, or the directory or hub name of a reward model"
 SERVER = "server:"  # prefix of the name of a server that the pipeline has started
 SERVERS = "RLHF_REWARD_SERVERS"  # environment variable: a JSON object of the servers' addresses by name
-FIRST_PAUSE_S = 0.5  # before the first retry; each further pause is twice as long
+FIRST_RETRY_DELAY_S = 0.5  # before the first retry; each further pause is twice as long
 
 HAPPY = set("laughed danced joy warm happy smiled loved wonderful fun".split())
 SAD = set("cried sad broken lost lonely gloomy angry afraid dark".split())
@@ -87,7 +87,7 @@ def format_reward(prompts: list[str], completions: list[str], **columns: list) -
 def required(name: str, column: list | None) -> list:
     """`column`, which every record must have. Raises ValueError if a record lacks it."""
     if column is None or None in column:
-        raise ValueError(f"the reward compares with the records' {name!r}, and some of them have none")
+        raise ValueError(f"the reward needs the column {name!r}, which some records lack")
     return column
 
 
@@ -112,7 +112,7 @@ def load_reward(name: str) -> Reward:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{invalid} ({error})") from error
     if not callable(reward):
-        raise ValueError(f"{invalid} ({function} is no function)")
+        raise ValueError(f"{invalid} ({function} is not a function)")
     return reward
 
 
@@ -123,7 +123,7 @@ def address_of(name: str) -> str:
     addresses = json.loads(os.environ.get(SERVERS, "{}"))
     if name[len(SERVER) :] not in addresses:
         available = ", ".join(SERVER + server for server in addresses) or "none"
-        raise ValueError(f"reward: {name!r} given; servers that a pipeline has started for this run: {available}")
+        raise ValueError(f"reward: {name!r} given; reward servers of this pipeline: {available}")
     return addresses[name[len(SERVER) :]]
 
 
@@ -152,7 +152,7 @@ async def ask_server(address: str, prompts: list[str], completions: list[str], *
     try:
         return json.loads(response)["rewards"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{address} must give {{"rewards": [...]}}; it gave {response[:200]!r}') from error
+        raise ValueError(f'{address} must return {{"rewards": [...]}}; it returned {response[:200]!r}') from error
 
 
 def answer_to(request: Request) -> bytes:
@@ -162,7 +162,9 @@ def answer_to(request: Request) -> bytes:
             return response.read()
     except HTTPError as error:
         if 400 <= error.code < 500:
-            raise ValueError(f"{request.full_url} refuses: {error.code}, {error.read()[:200]!r}") from error
+            raise ValueError(
+                f"{request.full_url} rejected the request: {error.code}, {error.read()[:200]!r}"
+            ) from error
         raise
 
 
@@ -210,8 +212,8 @@ async def with_retries(name: str, call: Callable, timeout_s: float, retries: int
             if attempt == retries:
                 reason = f"took longer than {timeout_s} s" if isinstance(error, TimeoutError) else f"failed ({error!r})"
                 raise RuntimeError(f"reward: {name} {reason}, after {retries} retries") from error
-            await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
-    raise AssertionError("the last attempt gives or raises")
+            await asyncio.sleep(FIRST_RETRY_DELAY_S * 2**attempt)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def as_numbers(scores: Any, name: str, count: int) -> list[float]:
@@ -220,13 +222,13 @@ def as_numbers(scores: Any, name: str, count: int) -> list[float]:
     name: the function's, for errors. Raises ValueError for any other return value.
     """
     scores = scores.tolist() if hasattr(scores, "tolist") else scores  # torch tensors, numpy arrays
-    expected = f"reward: {name} must give a list of {count} numbers, one for each completion, with None where "
-    expected += "one cannot be scored"
+    expected = f"reward: {name} must return a list of {count} numbers, one per completion, None for a "
+    expected += "completion that cannot be scored"
     if not isinstance(scores, list | tuple) or len(scores) != count:
         size = f" of {len(scores)}" if hasattr(scores, "__len__") else ""
-        raise ValueError(f"{expected}; it gave a {type(scores).__name__}{size}")
+        raise ValueError(f"{expected}; it returned a {type(scores).__name__}{size}")
     numbers = [score.item() if getattr(score, "shape", None) == () else score for score in scores]
     for score in numbers:
         if not (score is None or isinstance(score, Real)):
-            raise ValueError(f"{expected}; among them is {score!r}, a {type(score).__name__}")
+            raise ValueError(f"{expected}; it contains {score!r}, a {type(score).__name__}")
     return [float(score) if score is not None and math.isfinite(score) else math.nan for score in numbers]

@@ -87,7 +87,7 @@ class Actor:
         scores = self.policy.score(batch.sequences, batch.attention_mask, temperature=self.args.temperature)
         return scores.per_token_logps[:, -batch.completion_mask.shape[1] :]
 
-    def parts(self) -> dict[str, Stateful | None]:
+    def checkpoint_parts(self) -> dict[str, Stateful | None]:
         """What checkpoints save in addition to the policy."""
         return {"average": self.average, "tokens": self.tokens}
 
@@ -289,7 +289,7 @@ class Evaluation:
         completions = decode_completions(self.tokenizer, batch)
         columns, prompts = {"": completions}, [row for row in own for _ in range(n)]
         for rewards in self.rewards:
-            by_name = rewards.by_name(batch, prompts, completions)
+            by_name = rewards.scores_by_name(batch, prompts, completions)
             columns |= {f"eval_{name}" if name in columns else name: of.tolist() for name, of in by_name.items()}
         from_ranks = gather_objects({name: in_groups(column, n) for name, column in columns.items()})
         groups = {name: interleaved(of_rank[name] for of_rank in from_ranks)[:count] for name in columns}

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hybrid
-from rlhf_examples.common.losses import entropy_of, wide
+from rlhf_examples.common.losses import entropy_of, upcast
 
 CHUNK_SIZE = 1024  # tokens whose logits exist at once: 0.6 GB in float32 with a vocabulary of 150 thousand
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05  # nats, on average; 16 bits have 3 digits, of logits of 10 and more
 
 
-def balanced(lengths: Sequence[int] | torch.Tensor, num_batches: int) -> list[list[int]]:
+def balanced_batches(lengths: Sequence[int] | torch.Tensor, num_batches: int) -> list[list[int]]:
     """Row numbers in `num_batches` batches of about equally many tokens; no batch is empty.
 
     lengths: tokens of each row. The longest row left goes to the batch with the fewest tokens; ties go to the batch
@@ -29,7 +29,7 @@ def balanced(lengths: Sequence[int] | torch.Tensor, num_batches: int) -> list[li
     """
     lengths = torch.as_tensor(lengths).tolist()
     if len(lengths) < num_batches:
-        raise ValueError(f"num_batches: {num_batches} given for {len(lengths)} rows; a batch needs a row")
+        raise ValueError(f"num_batches: {num_batches} given for {len(lengths)} rows; every batch needs a row")
     batches, tokens = [[] for _ in range(num_batches)], [0] * num_batches
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         fewest = min(range(num_batches), key=lambda batch: (tokens[batch], len(batches[batch]), batch))
@@ -41,7 +41,7 @@ def balanced(lengths: Sequence[int] | torch.Tensor, num_batches: int) -> list[li
 def token_budget_batches(
     lengths: torch.Tensor, max_tokens: int, over_ranks_max: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[list[int]]:
-    """`balanced` batches of at most `max_tokens` tokens: equally many on every rank, and as few as possible.
+    """`balanced_batches` batches of at most `max_tokens` tokens: equally many on every rank, and as few as possible.
 
     lengths int64 [rows], this rank's. over_ranks_max: the maximum of a tensor over all ranks; called once on every
     rank, so that all ranks raise the same error.
@@ -53,17 +53,19 @@ def token_budget_batches(
     """
     own = lengths.tolist()
     needed = max(-(-sum(own) // max_tokens), 1)
-    while needed < len(own) and any(sum(own[row] for row in rows) > max_tokens for rows in balanced(own, needed)):
+    while needed < len(own) and any(
+        sum(own[row] for row in rows) > max_tokens for rows in balanced_batches(own, needed)
+    ):
         needed += 1
     needed, longest, fewest = over_ranks_max(lengths.new_tensor([needed, max(own, default=0), -len(own)])).tolist()
     if longest > max_tokens:
         raise ValueError(f"max_tokens: {max_tokens} given; the longest row has {longest} tokens")
     if needed > -fewest:
         raise ValueError(f"max_tokens: {max_tokens} given; a rank needs {needed} batches, and one has {-fewest} rows")
-    return balanced(own, needed)
+    return balanced_batches(own, needed)
 
 
-def packed(sequences: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_rows(sequences: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows' real tokens concatenated, and their positions, which start at 0 in each row.
 
     sequences, mask [B, T]; returns ids, position_ids int64 [1, total].
@@ -76,7 +78,7 @@ def packed(sequences: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, t
     return sequences[kept].unsqueeze(0), positions[kept].unsqueeze(0)
 
 
-def unpacked(per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def unpack_rows(per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Per-token values of packed rows, back in padded rows; differentiable.
 
     per_token [1, total, ...], mask [B, T]; returns [B, T, ...], 0 where masked.
@@ -105,7 +107,7 @@ def chunked_logps(
     head_forward = head.forward
 
     def score(part: torch.Tensor, part_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = wide(head_forward(part))
+        logits = upcast(head_forward(part))
         logits = logits if after_head is None else after_head(logits)
         log_probs = torch.log_softmax(logits / temperature, dim=-1)
         return log_probs.gather(-1, part_ids.unsqueeze(-1)).squeeze(-1), entropy_of(log_probs)
@@ -154,12 +156,12 @@ def logits_after_head(config) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def packed_forward(engine: nn.Module, sequences: torch.Tensor, mask: torch.Tensor, **kwargs):
-    """The output of a Hugging Face decoder for `packed` rows; its per-token tensors are [1, total, ...].
+    """The output of a Hugging Face decoder for `pack_rows` rows; its per-token tensors are [1, total, ...].
 
     engine: the model, or a DeepSpeed engine with it. sequences, mask [B, T]; kwargs: other arguments of the model's
         forward.
     """
-    ids, positions = packed(sequences, mask)
+    ids, positions = pack_rows(sequences, mask)
     return engine(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **kwargs)
 
 
@@ -183,7 +185,7 @@ def per_token_logps_and_entropies(
     model, kept = getattr(engine, "module", engine), mask.bool()
     options = {"output_hidden_states": True, "logits_to_keep": 1}
     if padding_free:
-        hidden = unpacked(packed_forward(engine, sequences, mask, **options).hidden_states[-1], mask)
+        hidden = unpack_rows(packed_forward(engine, sequences, mask, **options).hidden_states[-1], mask)
     else:
         call = functools.partial(engine, **options)
         hidden = hybrid.padded_forward(model, call)(sequences, mask).hidden_states[-1]  # [B, T, hidden size]
@@ -213,20 +215,18 @@ def require_exact(engine: nn.Module, padding_free: bool) -> None:
     try:
         logits = hybrid.padded_forward(model, engine)(ids, mask).logits[:, :-1]
         ours, _ = per_token_logps_and_entropies(engine, ids, mask, mask, padding_free=padding_free, chunk_size=4)
-        mixed = padding_free and rows_mix(engine, ids, mask, vocabulary)
+        mixed = padding_free and packed_rows_mix(engine, ids, mask, vocabulary)
     finally:
         model.train(was_training)
     compared = (mask[:, 1:] * mask[:, :-1]).bool()
     error = (hybrid.selective_log_softmax(logits, ids[:, 1:]) - ours[:, 1:])[compared].abs().mean().item()
     name = type(model).__name__
     if mixed:
-        raise ValueError(
-            f"padding_free: true given; {name} mixes packed rows: one changes with another; use padded ones"
-        )
+        raise ValueError(f"padding_free: true given; {name} mixes packed rows: one changes with another; give false")
     if not error < (HALF_TOLERANCE if logits.dtype.itemsize == 2 else TOLERANCE):
         raise ValueError(
-            f"padding_free: {padding_free} given; {name}'s logprobs with logits in chunks are {error:.2g} off its own, "
-            "on average; use its logits whole"
+            f"padding_free: {padding_free} given; {name}'s logprobs with logits in chunks differ from its own by "
+            f"{error:.2g} on average; give logit_chunk: 0"
         )
 
 
@@ -252,7 +252,7 @@ def require_exact_values(engine: nn.Module) -> None:
     if not error < (HALF_TOLERANCE if expected.dtype.itemsize == 2 else TOLERANCE):
         raise ValueError(
             f"padding_free: true given; {type(model.classifier).__name__} mixes packed rows: its hidden states are "
-            f"{error:.2g} of their size off those of padded rows; use padded ones"
+            f"{error:.2g} of their size off those of padded rows; give false"
         )
 
 
@@ -264,7 +264,7 @@ def padded_example(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def rows_mix(engine: nn.Module, ids: torch.Tensor, mask: torch.Tensor, vocabulary: int) -> bool:
+def packed_rows_mix(engine: nn.Module, ids: torch.Tensor, mask: torch.Tensor, vocabulary: int) -> bool:
     """Whether a change in the first packed row changes the others by more than a few roundings.  ids, mask [B, T]."""
     changed = torch.cat([(ids[:1] + 1) % vocabulary, ids[1:]])
     hidden, changed_hidden = (

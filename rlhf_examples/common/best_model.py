@@ -38,10 +38,11 @@ class BestModel:
     def check(self, metrics: Metrics) -> None:
         """Raises ValueError if the metrics of an evaluation lack the metric."""
         if self.metric and self.metric not in metrics:
-            available = ", ".join(sorted(metrics)) or "none, without held-out records (eval_fraction, eval_data_path)"
-            raise ValueError(
-                f"metric_for_best_model: {self.metric!r} given; an evaluation of this run has: {available}"
+            available = (
+                ", ".join(sorted(metrics))
+                or "none, because there are no held-out records (eval_fraction, eval_data_path)"
             )
+            raise ValueError(f"metric_for_best_model: {self.metric!r} given; evaluations of this run have: {available}")
 
     def update(self, metrics: Metrics, iteration: int) -> bool:
         """Record an evaluation after `iteration`; returns whether it is the best so far. Every rank takes part and uses
@@ -70,7 +71,7 @@ class BestModel:
     def reason(self) -> str:
         """Why training ended, for the log."""
         return (
-            f"training ends: {self.metric} was not better than {self.value:.4g} of iteration {self.iteration} in "
+            f"early stopping: {self.metric} has not improved on {self.value:.4g} of iteration {self.iteration} in "
             f"{self.waited} evaluations"
         )
 

@@ -101,7 +101,9 @@ class Checkpoints:
         """Restore the checkpoint of an iteration on every rank. Raises ValueError if it does not exist."""
         name = f"{PREFIX}{iteration:06d}"
         if not (self.directory / name).is_dir():
-            raise ValueError(f"checkpoint: there is no {self.directory / name}, which was kept; was it deleted?")
+            raise ValueError(
+                f"checkpoint: {self.directory / name}, which was kept, does not exist any more; was it deleted?"
+            )
         self._load(name)
 
     def _load(self, name: str) -> int:

@@ -17,24 +17,24 @@ class MovingAverage:
     def __init__(self, engine: hybrid.HybridEngine, beta: float):
         self.beta = beta
         self.names = {p: name for name, p in engine.module.named_parameters() if p.requires_grad}
-        self.parts = {name: part.clone() for name, part in self._own_parts().items()}
+        self.parts = {name: part.clone() for name, part in self._local_partitions().items()}
 
-    def _own_parts(self) -> dict[str, torch.Tensor]:
+    def _local_partitions(self) -> dict[str, torch.Tensor]:
         """This rank's float32 weights, flat, by parameter name."""
-        parts = {name: own_part(parameter) for parameter, name in self.names.items()}
+        parts = {name: local_partition(parameter) for parameter, name in self.names.items()}
         return {name: part.detach() for name, part in parts.items() if part is not None}
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average; call it after every optimizer step."""
-        for name, part in self._own_parts().items():
+        for name, part in self._local_partitions().items():
             self.parts[name].lerp_(part, 1 - self.beta)
 
     @torch.no_grad()
-    def whole(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    def full_tensor(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """A parameter's average, float32, in its shape; None if it is not trained. Every rank takes part."""
         name = self.names.get(parameter)
-        return None if name is None else whole_tensor(parameter, self.parts.get(name))
+        return None if name is None else gather_full_tensor(parameter, self.parts.get(name))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's part of the average."""
@@ -50,7 +50,7 @@ class MovingAverage:
         for parameter, name in self.names.items():
             if name in self.parts:
                 parts, part = [state[name] for state in states if name in state], self.parts[name]
-                own = torch.cat(parts)[: number_of_elements(parameter)][own_start(parameter) :][: len(part)]
+                own = torch.cat(parts)[: number_of_elements(parameter)][partition_start(parameter) :][: len(part)]
                 part.zero_()[: len(own)] = own
 
 
@@ -59,8 +59,8 @@ def number_of_elements(parameter: torch.nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
-def own_start(parameter: torch.nn.Parameter) -> int:
-    """The index of the first element of `own_part` in the flattened parameter."""
+def partition_start(parameter: torch.nn.Parameter) -> int:
+    """The index of the first element of `local_partition` in the flattened parameter."""
     if hasattr(parameter, "ds_tensor"):
         return dist.get_rank() * parameter.ds_tensor.numel()
     if getattr(parameter, "_hp_mapping", None) is not None:
@@ -68,7 +68,7 @@ def own_start(parameter: torch.nn.Parameter) -> int:
     return 0
 
 
-def own_part(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+def local_partition(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """This rank's float32 weights of a parameter, flat; None if this rank holds no part of it (ZeRO-1, ZeRO-2)."""
     if hasattr(parameter, "ds_tensor"):  # ZeRO-3
         return safe_get_local_fp32_param(parameter).flatten()
@@ -77,17 +77,17 @@ def own_part(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return parameter.detach().float().flatten()
 
 
-def whole_tensor(parameter: torch.nn.Parameter, part: torch.Tensor | None) -> torch.Tensor:
+def gather_full_tensor(parameter: torch.nn.Parameter, part: torch.Tensor | None) -> torch.Tensor:
     """All ranks' parts of a parameter put together, in its shape. Every rank takes part."""
     if hasattr(parameter, "ds_tensor"):
         parts = torch.empty(dist.get_world_size() * part.numel(), device=part.device)
         dist.all_gather_into_tensor(parts, part)
         return parts[: parameter.ds_numel].view(parameter.ds_shape)
     if hasattr(parameter, "_hp_mapping"):
-        whole = torch.zeros(parameter.numel(), device=parameter.device)
+        full_tensor = torch.zeros(parameter.numel(), device=parameter.device)
         if part is not None:
             address = parameter._hp_mapping.lp_fragment_address
-            whole[address.start : address.start + address.numel] = part
-        dist.all_reduce(whole)
-        return whole.view(parameter.shape)
+            full_tensor[address.start : address.start + address.numel] = part
+        dist.all_reduce(full_tensor)
+        return full_tensor.view(parameter.shape)
     return part.view(parameter.shape)

@@ -55,7 +55,7 @@ class Training:
                 args.lora_alpha,
                 getattr(args, f"{role}lora_module_name"),
                 args.lora_dropout,
-                alone=args.lora_export == "adapter" and role != "critic_",  # the critic is not exported
+                export_adapter=args.lora_export == "adapter" and role != "critic_",  # the critic is not exported
             ),
         )
 
@@ -134,15 +134,17 @@ def deepspeed_config(
     }
 
 
-def backward_and_step(engine: hybrid.HybridEngine, loss: torch.Tensor, number: int, micro_batches: int) -> list[float]:
-    """The backward of micro batch `number` of `micro_batches`, and after the last one the optimizer step.
+def backward_and_step(
+    engine: hybrid.HybridEngine, loss: torch.Tensor, index: int, num_micro_batches: int
+) -> list[float]:
+    """The backward of micro batch `index` of `num_micro_batches`, and after the last one the optimizer step.
 
     Gradients are averaged over micro batches and ranks. Returns the global gradient norm before clipping in a list
     after the last micro batch, else an empty list.
     """
-    last = number == micro_batches - 1
+    last = index == num_micro_batches - 1
     engine.set_gradient_accumulation_boundary(last)
-    engine.backward(loss / micro_batches)
+    engine.backward(loss / num_micro_batches)
     # Without ZeRO in float32 every rank has all gradients, and DeepSpeed reports no norm (0.19.8).
     whole = last and not hasattr(engine.optimizer, "_global_grad_norm")
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None] if whole else []
@@ -175,7 +177,7 @@ def export(
         unfinished,
         part=model.classifier if isinstance(model, ValueModel) else model,
         merged=merged,
-        instead=None if average is None else average.whole,
+        instead=None if average is None else average.full_tensor,
     )
     if dist.get_rank() == 0:
         tokenizer.save_pretrained(unfinished)

@@ -109,7 +109,7 @@ def dynamic_sampling_groups(
         own = next_groups(policy, tokenizer, next_prompts, num_sampled, iteration, args)
         phases.end("rollout")
         timings.update(own.batch.timings)
-        scores = rewards.by_name(own.batch, own.prompts, decode_completions(tokenizer, own.batch))
+        scores = rewards.scores_by_name(own.batch, own.prompts, decode_completions(tokenizer, own.batch))
         phases.end("rewards")
         groups = gather_groups(replace(own, scores=scores), next_prompts, num_generations)
         learned_scores = groups.scores[rewards.name]

@@ -93,7 +93,7 @@ def pairwise_reward_loss(
     Figures, by pair: loss, accuracy, margin.
     """
     kept = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
-    difference = torch.where(kept, wide(chosen) - wide(rejected), 0.0)
+    difference = torch.where(kept, upcast(chosen) - upcast(rejected), 0.0)
     required_margin = 0.0 if margin is None else torch.where(kept, margin, 0.0)
     total = masked_sum(-logsigmoid(difference - required_margin), kept)
     return pairs_loss(total, denominator, kept, {"accuracy": difference > 0, "margin": difference})
@@ -126,11 +126,11 @@ def tokenwise_pairwise_reward_loss(
     window = in_either & (differs.cumsum(dim=1) > 0)  # [B, T]
     width = window.sum(dim=1)
     losses = torch.where(
-        window, -logsigmoid(torch.where(window, wide(chosen_values) - wide(rejected_values), 0.0)), 0.0
+        window, -logsigmoid(torch.where(window, upcast(chosen_values) - upcast(rejected_values), 0.0)), 0.0
     )
     total = (losses.sum(dim=1) / width.clamp(min=1)).sum()
-    difference = last_token_values(wide(chosen_values), in_chosen) - last_token_values(
-        wide(rejected_values), in_rejected
+    difference = last_token_values(upcast(chosen_values), in_chosen) - last_token_values(
+        upcast(rejected_values), in_rejected
     )
     return pairs_loss(total, denominator, width > 0, {"accuracy": difference > 0, "margin": difference})
 
@@ -170,7 +170,7 @@ def pairs_loss(total: torch.Tensor, denominator: float, mask: torch.Tensor, figu
     return Loss(total / denominator, sums, dict.fromkeys(sums, mask.sum()))
 
 
-def wide(values: torch.Tensor) -> torch.Tensor:
+def upcast(values: torch.Tensor) -> torch.Tensor:
     """`values` in float32, or in float64 if they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
@@ -337,7 +337,7 @@ def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
 
     Half precision is summed in float32. A logit of -inf has probability 0 and contributes nothing.
     """
-    return entropy_of(torch.log_softmax(wide(logits), dim=-1))
+    return entropy_of(torch.log_softmax(upcast(logits), dim=-1))
 
 
 def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
@@ -424,7 +424,9 @@ class AdaptiveKLController(FixedKLController):
     def update(self, current: float, n_steps: int) -> None:
         """Update after `n_steps` completions of all ranks with mean KL `current`. Raises ValueError for NaN."""
         if math.isnan(current):
-            raise ValueError("kl: NaN; logprobs of policy or reference are broken, and so would the KL's weight be")
+            raise ValueError(
+                "kl: NaN, from the logprobs of the policy or the reference; the KL coefficient would become NaN too"
+            )
         error = min(max(current / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 
@@ -499,7 +501,9 @@ def in_groups(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
     Raises ValueError if N is no multiple of num_generations.
     """
     if len(rewards) % num_generations:
-        raise ValueError(f"rewards: {len(rewards)} given; that is no multiple of num_generations, {num_generations}")
+        raise ValueError(
+            f"rewards: {len(rewards)} given; the number must be a multiple of num_generations, {num_generations}"
+        )
     return rewards.view(-1, num_generations)
 
 

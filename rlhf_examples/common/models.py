@@ -28,7 +28,7 @@ from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.utils import find_adapter_config_file
 
 import hybrid
-from rlhf_examples.common.batches import packed_forward, unpacked
+from rlhf_examples.common.batches import packed_forward, unpack_rows
 from rlhf_examples.common.ranks import gather_objects
 from rlhf_examples.rewards import REWARDS_ALLOWED
 
@@ -52,16 +52,16 @@ def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBas
 class LoRA:
     """A PEFT LoRA.  rank: 0 for none.  modules: PEFT's `target_modules`, names separated by commas.  dropout: of its
     inputs.
-    alone: exported as an adapter, without its base model.
+    export_adapter: exported as an adapter, without its base model.
     """
 
     rank: int
     alpha: int
     modules: str
     dropout: float = 0.0
-    alone: bool = False
+    export_adapter: bool = False
 
-    def on(self, model: nn.Module, task: str) -> nn.Module:
+    def apply(self, model: nn.Module, task: str) -> nn.Module:
         """`model` with the adapter, its own weights frozen; `model` itself if the rank is 0.  task: PEFT's
         `task_type`.
         """
@@ -142,13 +142,13 @@ def load_merged(kind: type, name: str, engine: dict[str, Any], new: str = "", **
     """`load` of a whole model, or of a PEFT adapter that is merged into its base. Weights whose names begin with
     `new` are set to zero, unless the adapter has them.
     """
-    base = base_of(name)
+    base = base_model_of(name)
     model = load(kind, base, engine, new, **kwargs)
     zero_(model, new)
-    return model if base == name else with_adapter(model, name)
+    return model if base == name else merge_adapter_weights(model, name)
 
 
-def base_of(name: str) -> str:
+def base_model_of(name: str) -> str:
     """The base model of the adapter in a directory or of a hub name; `name` itself if it is no adapter."""
     try:
         if find_adapter_config_file(name) is None:
@@ -167,7 +167,7 @@ def zero_(model: PreTrainedModel, new: str) -> None:
 
 
 @torch.no_grad()
-def with_adapter(model: PreTrainedModel, name: str) -> PreTrainedModel:
+def merge_adapter_weights(model: PreTrainedModel, name: str) -> PreTrainedModel:
     """`model`, whole or partitioned, with an adapter merged into its weights, one module at a time; weights trained
     next to the adapter (`modules_to_save`) replace the model's own. Every rank takes part.
 
@@ -219,17 +219,17 @@ def load_policy(
     """A language model, or an adapter merged into one, from a directory or hub name, with a new LoRA if its rank is not
     0.
 
-    Raises ValueError for a LoRA over an adapter that is to be exported alone: its base would lack the first adapter.
+    Raises ValueError for a LoRA over an adapter, to be exported as an adapter: its base would lack the first adapter.
     """
-    if lora is not None and lora.rank and lora.alone and base_of(name) != name:
+    if lora is not None and lora.rank and lora.export_adapter and base_model_of(name) != name:
         raise ValueError(
-            f"lora_export: adapter given, and {name!r} is an adapter itself, over which the new one would stand; give "
-            "merged, or a whole model"
+            f"lora_export: adapter given, and {name!r} is an adapter itself, and the new one needs it; give merged, "
+            "or a whole model"
         )
     settings = {"disable_dropout": disable_dropout, "attn_implementation": attn_implementation}
     model = load_merged(AutoModelForCausalLM, name, engine, **settings)
     checkpoint_gradients(model, gradient_checkpointing)
-    return model if lora is None else lora.on(model, "CAUSAL_LM")
+    return model if lora is None else lora.apply(model, "CAUSAL_LM")
 
 
 class ValueModel(nn.Module):
@@ -271,7 +271,7 @@ class ValueModel(nn.Module):
         model = model.get_base_model() if isinstance(model, peft.PeftModel) else model
         if padding_free:
             hidden = packed_forward(model.base_model, input_ids, attention_mask).last_hidden_state
-            logits = unpacked(model.score(hidden), attention_mask)
+            logits = unpack_rows(model.score(hidden), attention_mask)
         else:
             hidden = hybrid.padded_forward(model.base_model)(input_ids, attention_mask).last_hidden_state
             logits = model.score(hidden)
@@ -289,13 +289,13 @@ def load_value_model(
     """A reward model, or an adapter of one merged, from a directory or hub name; or any language model, whose new
     value head is zero.
     """
-    config = AutoConfig.from_pretrained(base_of(name), num_labels=1)
+    config = AutoConfig.from_pretrained(base_model_of(name), num_labels=1)
     has_head = any("SequenceClassification" in kind for kind in config.architectures or [])
     settings = {"config": config, "disable_dropout": disable_dropout, "attn_implementation": attn_implementation}
     model = load_merged(AutoModelForSequenceClassification, name, engine, "" if has_head else "score.", **settings)
     value_model = ValueModel(model)
     checkpoint_gradients(model, gradient_checkpointing)
-    return value_model if lora is None else ValueModel(lora.on(model, "SEQ_CLS"))
+    return value_model if lora is None else ValueModel(lora.apply(model, "SEQ_CLS"))
 
 
 def checkpoint_gradients(model: PreTrainedModel, enabled: bool) -> None:
@@ -313,7 +313,7 @@ def is_reward_model(name: str) -> bool:
     if not name or ":" in name:
         return False
     try:
-        if base_of(name) != name:
+        if base_model_of(name) != name:
             return peft.PeftConfig.from_pretrained(name).task_type == "SEQ_CLS"
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -324,11 +324,11 @@ def is_reward_model(name: str) -> bool:
 def require_model(argument: str, name: str, attn_implementation: str = "") -> None:
     """Raises ValueError if `name` is empty or no model's, or if the model does not support the attention."""
     if not name:
-        raise ValueError(f"{argument}: nothing given; give the directory or hub name of a model")
+        raise ValueError(f"{argument}: none given; give the directory or hub name of a model")
     try:
-        config = AutoConfig.from_pretrained(base_of(name))
+        config = AutoConfig.from_pretrained(base_model_of(name))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{argument}: {name!r} given, and there is no model ({error})") from error
+        raise ValueError(f"{argument}: {name!r} given; there is no such model ({error})") from error
     require_attention(config, attn_implementation)
 
 
@@ -342,7 +342,8 @@ def require_attention(config: PretrainedConfig, attn_implementation: str) -> Non
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         allowed = ", ".join(supported_attentions(config))
         raise ValueError(
-            f"attn_implementation: {attn_implementation!r} given; allowed for this model, here: {allowed} ({error})"
+            f"attn_implementation: {attn_implementation!r} given; allowed for this model on this machine: {allowed} "
+            f"({error})"
         ) from error
 
 
@@ -363,8 +364,8 @@ def load_exported(name: str, engine: dict[str, Any], attn_implementation: str = 
 
     Does not use PEFT's own Auto classes, which also resize the embeddings to the directory's tokenizer (0.21).
     """
-    base = load(AutoModelForCausalLM, base_of(name), engine, attn_implementation=attn_implementation)
-    if base_of(name) == name:
+    base = load(AutoModelForCausalLM, base_model_of(name), engine, attn_implementation=attn_implementation)
+    if base_model_of(name) == name:
         return base
     return peft.PeftModel.from_pretrained(base, name, autocast_adapter_dtype=False)
 

@@ -65,7 +65,7 @@ class Partition:
     def of(cls, optimizer_state: dict[str, Any], pieces: list[Piece]) -> "Partition":
         """From the `optimizer_state_dict` of a rank's file."""
         flats = {"fp32": dict(enumerate(optimizer_state[weights_key(optimizer_state)]))}
-        for group, state in base_of(optimizer_state)["state"].items():
+        for group, state in torch_optimizer_state(optimizer_state)["state"].items():
             for key, value in state.items():
                 if value.dim():
                     flats.setdefault(key, {})[group] = value
@@ -77,7 +77,7 @@ def weights_key(optimizer_state: dict[str, Any]) -> str:
     return "fp32_flat_groups" if "fp32_flat_groups" in optimizer_state else "single_partition_of_fp32_groups"
 
 
-def base_of(optimizer_state: dict[str, Any]) -> dict[str, Any]:
+def torch_optimizer_state(optimizer_state: dict[str, Any]) -> dict[str, Any]:
     """The state of torch's optimizer within it."""
     return optimizer_state["optimizer_state_dict" if "fp32_flat_groups" in optimizer_state else "base_optimizer_state"]
 
@@ -120,8 +120,8 @@ def reshard(engine: hybrid.HybridEngine, tag: Path, old: list[list[Piece]], targ
     optimizer_state = dict(engine.optimizer.state_dict())  # keeps what belongs to this rank, such as its paddings
     flat_weights, base, template = (
         optimizer_state[weights_key(optimizer_state)],
-        base_of(optimizer_state),
-        base_of(states[0]),
+        torch_optimizer_state(optimizer_state),
+        torch_optimizer_state(states[0]),
     )
     paddings = optimizer_state.get("group_paddings", [0] * len(flat_weights))
     sizes = [flat.numel() + padding for flat, padding in zip(flat_weights, paddings, strict=True)]

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 import hybrid
 from rlhf_examples.common.arguments import EvaluateArguments, RolloutArguments
-from rlhf_examples.common.batches import balanced
+from rlhf_examples.common.batches import balanced_batches
 from rlhf_examples.common.forwards import token_logps, token_logps_row_by_row
 from rlhf_examples.common.losses import importance_sampling_weights, loss_denominator
 from rlhf_examples.common.ranks import over_ranks
@@ -223,8 +223,8 @@ def micro_batches(lengths: torch.Tensor, ranks: int, args: RolloutArguments) -> 
 
 
 def split_rows(lengths: torch.Tensor, num_batches: int) -> list[list[int]]:
-    """`balanced` rows in `num_batches` batches; the last ones are empty if there are fewer rows."""
-    batches = balanced(lengths, min(num_batches, len(lengths)))
+    """`balanced_batches` rows in `num_batches` batches; the last ones are empty if there are fewer rows."""
+    batches = balanced_batches(lengths, min(num_batches, len(lengths)))
     return batches + [[]] * (num_batches - len(batches))
 
 

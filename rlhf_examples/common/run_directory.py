@@ -45,8 +45,8 @@ def begin_run(args: RunArguments | PipelineArguments, steps: Iterable[str] = (""
     results = gather_objects(results)[0]
     if results and not args.overwrite:
         raise ValueError(
-            f"output_dir: {args.output_dir!r} holds another run ({', '.join(results[:4])}); give another directory, "
-            "--resume true to go on with that run, or --overwrite true to delete it"
+            f"output_dir: {args.output_dir!r} contains another run ({', '.join(results[:4])}); give another directory, "
+            "--resume true to continue that run, or --overwrite true to delete it"
         )
     if is_main_process():
         for directory in directories:
@@ -74,8 +74,8 @@ def different(directory: str, args: Any) -> str:
     names = [name for name in now if name in then and name not in WITHOUT_EFFECT and then[name] != now[name]]
     changed = "; ".join(f"{name} was {then[name]!r} and is {now[name]!r}" for name in names)
     return changed and (
-        f"resume: the step in {directory!r} is finished, and it ran with other settings: {changed}; give it those, "
-        "delete that directory to run the step again, give another output_dir, or --overwrite true to run all again"
+        f"resume: the finished step in {directory!r} ran with other settings: {changed}; restore them, delete that "
+        "directory to run the step again, give another output_dir, or --overwrite true to run every step again"
     )
 
 

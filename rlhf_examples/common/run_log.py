@@ -55,9 +55,9 @@ class RunLog:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         rows = [row for row in read_metrics(self.directory) if row["iteration"] <= start] if start else []
-        write_atomically(self.directory / METRICS, "".join(as_line(row) for row in rows))
+        write_atomically(self.directory / METRICS, "".join(to_json_line(row) for row in rows))
         if settings is not None:
-            write_atomically(self.directory / SETTINGS, json.dumps(without_nan(settings), indent=1, default=str))
+            write_atomically(self.directory / SETTINGS, json.dumps(to_json_value(settings), indent=1, default=str))
         self.not_finite: set[str] = set()  # metrics with a warning so far
         name = run_name or self.directory.name
         self.trackers = start_trackers(report_to, self.directory, start, project, name, settings or {})
@@ -83,10 +83,10 @@ class RunLog:
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, Histogram)}
         self._warn_not_finite(iteration, numbers)
         with (self.directory / METRICS).open("a") as file:
-            file.write(as_line({"iteration": iteration, **metrics}))
+            file.write(to_json_line({"iteration": iteration, **metrics}))
         for tracker in self.trackers:
             tracker.add(iteration, metrics)
-        shown = {label: short(numbers[name]) for label, name in self.bar_metrics.items() if name in numbers}
+        shown = {label: format_number(numbers[name]) for label, name in self.bar_metrics.items() if name in numbers}
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
         if self.print_every and (iteration == 1 or iteration % self.print_every == 0):
@@ -98,7 +98,7 @@ class RunLog:
         self.not_finite |= not_finite.keys()
         if new:
             with self.bar_cleared():
-                warnings.warn(f"iteration {iteration}: {new}; {METRICS} has null", stacklevel=3)
+                warnings.warn(f"iteration {iteration}: {new}; logged as null in {METRICS}", stacklevel=3)
 
     @contextmanager
     def bar_cleared(self) -> Iterator[None]:
@@ -143,7 +143,7 @@ class RunLog:
         kept = read_completions(self.directory)
         if len(kept):
             kept = kept[kept["iteration"] <= start]
-            write_atomically(path, as_lines(kept))
+            write_atomically(path, to_json_lines(kept))
         return kept
 
     def add_completions(self, iteration: int, columns: dict[str, list], shown: int) -> None:
@@ -157,7 +157,7 @@ class RunLog:
         self.evaluated.add(iteration)
         table = pd.DataFrame({"iteration": iteration, **columns})
         with (self.directory / COMPLETIONS).open("a") as file:
-            file.write(as_lines(table))
+            file.write(to_json_lines(table))
         for tracker in self.trackers:
             tracker.add_table(iteration, "completions", table)
         if self.print_every and shown:
@@ -182,14 +182,14 @@ class RunLog:
         columns |= {"reward_before": rewards_before} if rewards_before is not None else {}
         columns |= {"reward_after": rewards_after} if rewards_after is not None else {}
         samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        write_atomically(self.directory / SAMPLES, json.dumps(without_nan(samples), indent=1))
+        write_atomically(self.directory / SAMPLES, json.dumps(to_json_value(samples), indent=1))
         self._print_texts("samples", columns)
 
     def _print_texts(self, title: str, columns: dict[str, list]) -> None:
         table = Table(*(name.replace("_", " ") for name in columns), title=title, show_lines=True)
         for row in zip(*columns.values(), strict=True):
             # As Text, because rich would read "[...]" in a completion as markup.
-            table.add_row(*(Text(printable(v) if isinstance(v, str) else short(v)) for v in row))
+            table.add_row(*(Text(printable(v) if isinstance(v, str) else format_number(v)) for v in row))
         with self.bar_cleared():
             self.console.print(table)
 
@@ -265,27 +265,27 @@ def read_completions(directory: Path) -> pd.DataFrame:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The rows that `as_line` wrote into a file; empty without a file. Raises ValueError for invalid JSON."""
+    """The rows that `to_json_line` wrote into a file; empty without a file. Raises ValueError for invalid JSON."""
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [from_line(line, f"{path}:{i}") for i, line in enumerate(lines, start=1) if line.endswith("\n")]
+    return [parse_json_line(line, f"{path}:{i}") for i, line in enumerate(lines, start=1) if line.endswith("\n")]
 
 
-def as_lines(table: pd.DataFrame) -> str:
+def to_json_lines(table: pd.DataFrame) -> str:
     """The table as JSON lines, one for each row."""
-    return "".join(as_line(row) for row in table.to_dict("records"))
+    return "".join(to_json_line(row) for row in table.to_dict("records"))
 
 
-def as_line(row: dict) -> str:
+def to_json_line(row: dict) -> str:
     """A row of the log as a line of JSON: NaN and infinities become null, histograms objects."""
-    return json.dumps(without_nan(row), allow_nan=False) + "\n"
+    return json.dumps(to_json_value(row), allow_nan=False) + "\n"
 
 
-def from_line(line: str, where: str) -> dict:
-    """The row that `as_line` wrote.  where: file and line, for the error. Raises ValueError if the line is not JSON."""
+def parse_json_line(line: str, where: str) -> dict:
+    """The row in a line of `to_json_line`.  where: file and line, for the error. Raises ValueError for invalid JSON."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON ({error}); delete the line, or the file") from error
+        raise ValueError(f"{where} is not JSON ({error}); delete this line or the file") from error
     return {name: value_of(value) for name, value in row.items()}
 
 
@@ -296,18 +296,18 @@ def value_of(value) -> "float | Histogram":
     return math.nan if value is None else value
 
 
-def without_nan(value):
+def to_json_value(value):
     """`value` as JSON can express it: None for numbers that are not finite, objects for histograms."""
     if isinstance(value, Histogram):
         return {"edges": list(value.edges), "counts": list(value.counts)}
     if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
+        return {key: to_json_value(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [without_nan(inner) for inner in value]
+        return [to_json_value(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def short(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """A number for display: three significant digits, or all digits before the point."""
     if value is None:
         return "–"

@@ -107,9 +107,11 @@ class Rewards:
 
         prompts: one for each completion.
         """
-        return self.by_name(batch, prompts, completions)[self.name]
+        return self.scores_by_name(batch, prompts, completions)[self.name]
 
-    def by_name(self, batch: hybrid.RolloutBatch, prompts: list[Row], completions: list[str]) -> dict[str, Tensor]:
+    def scores_by_name(
+        self, batch: hybrid.RolloutBatch, prompts: list[Row], completions: list[str]
+    ) -> dict[str, Tensor]:
         """The result of `__call__` first, then each scorer's scores, by name; float32 [rows] each."""
         functions = {scorer.name: scorer.function for scorer in self.scorers if scorer.function is not None}
         texts, columns = [row["prompt"] for row in prompts], reward_columns(prompts)

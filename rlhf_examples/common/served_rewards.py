@@ -18,9 +18,9 @@ from rlhf_examples.common.arguments import RewardServerArguments
 from rlhf_examples.common.ranks import gather_objects
 from rlhf_examples.rewards import SERVERS
 
-LOOK_S = 0.1  # between checks whether a server has started
-START_S = 120.0  # limit for starting a server: a reward's imports may take long
-END_S = 10.0  # limit for ending a server, after which it is killed; also for its first response
+POLL_S = 0.1  # between checks whether a server has started
+START_TIMEOUT_S = 120.0  # limit for starting a server: a reward's imports may take long
+STOP_TIMEOUT_S = 10.0  # limit for ending a server, after which it is killed; also for its first response
 
 
 @contextmanager
@@ -71,24 +71,26 @@ def start_server(name: str, args: RewardServerArguments, processes: list[subproc
         command += [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         processes.append(process)
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not address_file.is_file() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         address = address_file.read_text() if address_file.is_file() else ""
     try:
         if not address:
-            raise URLError("it has ended" if process.poll() is not None else f"it took longer than {START_S:.0f} s")
-        with urlopen(address, timeout=END_S):
+            raise URLError(
+                "its process exited" if process.poll() is not None else f"no response after {START_TIMEOUT_S:.0f} s"
+            )
+        with urlopen(address, timeout=STOP_TIMEOUT_S):
             return address
     except OSError as error:
-        raise ValueError(f"servers.{name}: the server of {args.reward!r} did not start ({error})") from error
+        raise ValueError(f"servers.{name}: the server for {args.reward!r} did not start ({error})") from error
 
 
 def stop_server(process: subprocess.Popen) -> None:
     """Terminate a process, and kill it if it does not end in time."""
     process.terminate()
     try:
-        process.wait(END_S)
+        process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

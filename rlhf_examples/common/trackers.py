@@ -50,7 +50,7 @@ def check_report_to(names: list[str]) -> None:
         if name not in PACKAGES:
             raise ValueError(f"report_to: {name!r} given; allowed: {', '.join(PACKAGES)}")
         if importlib.util.find_spec(PACKAGES[name]) is None:
-            raise ValueError(f"report_to: {name!r} given, and it is not installed; try: pip install {PACKAGES[name]}")
+            raise ValueError(f"report_to: {name!r} given, which is not installed; run: pip install {PACKAGES[name]}")
 
 
 class Tracker:

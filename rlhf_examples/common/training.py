@@ -36,7 +36,9 @@ def total_steps(examples: Examples, args: TrainArguments) -> int:
     if args.max_steps:
         return args.max_steps
     if args.streaming:
-        raise ValueError("max_steps: 0 given with streaming, where nobody knows how many records there are; give it")
+        raise ValueError(
+            "max_steps: 0 given with streaming: true, where the number of records is unknown; give max_steps"
+        )
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * dist.get_world_size()
     return math.ceil(args.num_train_epochs * len(examples) / rows)
 
@@ -133,7 +135,7 @@ def evaluate(engine: hybrid.HybridEngine, rows: list[Row], loss_of: LossOf, args
     own, size = rank_share(rows), args.per_device_eval_batch_size
     forwards = -(-len(rows) // (size * dist.get_world_size()))  # equally many on each rank, for ZeRO-3's collectives
     losses = []
-    with evaluating(engine.module), torch.no_grad():
+    with eval_mode(engine.module), torch.no_grad():
         for first in range(0, forwards * size, size):
             batch = own[first : first + size]
             loss = loss_of(batch or rows[:1], 1.0)
@@ -142,7 +144,7 @@ def evaluate(engine: hybrid.HybridEngine, rows: list[Row], loss_of: LossOf, args
 
 
 @contextmanager
-def evaluating(module: torch.nn.Module) -> Iterator[None]:
+def eval_mode(module: torch.nn.Module) -> Iterator[None]:
     """Inside the block the module is in eval mode, without dropout; afterwards in train mode."""
     module.eval()
     try:

@@ -6,7 +6,7 @@ from itertools import takewhile
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_examples.data.texts import BadRecord, Texts, rendered, templated
+from rlhf_examples.data.texts import BadRecord, Texts, apply_chat_template, render
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the template's mark for the start of the assistant's text
 PROBE = [{"role": "user", "content": "question"}], [{"role": "assistant", "content": "answer"}]
@@ -40,10 +40,10 @@ def turn_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     if tokenizer.chat_template is None:
         return None
     try:
-        (completion,) = templated(PROBE[0], [PROBE[1]], tokenizer).completions
+        (completion,) = apply_chat_template(PROBE[0], [PROBE[1]], tokenizer).completions
     except BadRecord:
         return None
-    return cut_after_turn_end(tokens_of_text(completion, tokenizer), tokenizer)[-1]
+    return cut_after_turn_end(encode_text(completion, tokenizer), tokenizer)[-1]
 
 
 def stop_at_turn_end(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -71,10 +71,10 @@ def assistant_mask(texts: Texts, ids: list[int], tokenizer: PreTrainedTokenizerB
     mask = [0] * len(ids)
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = rendered(tokenizer, messages[:index], texts.settings, add_generation_prompt=True)
+            before = render(tokenizer, messages[:index], texts.settings, add_generation_prompt=True)
             if not whole.startswith(before):
-                raise BadRecord("the chat template writes the assistant's turns in another way where others follow")
-            begin = shared_length(ids, tokens_of_text(before, tokenizer))
+                raise BadRecord("the chat template renders the assistant's turns differently if other messages follow")
+            begin = shared_length(ids, encode_text(before, tokenizer))
             end = end_of_turn(texts, index, begin, ids, tokenizer)
             mask[begin:end] = [1] * (end - begin)
     return mask
@@ -99,7 +99,7 @@ def end_of_turn(texts: Texts, index: int, begin: int, ids: list[int], tokenizer:
     messages = texts.messages + texts.answers[0]
     if index == len(messages) - 1:
         return len(ids)
-    through_turn = tokens_of_text(rendered(tokenizer, messages[: index + 1], texts.settings), tokenizer)
+    through_turn = encode_text(render(tokenizer, messages[: index + 1], texts.settings), tokenizer)
     through_turn = cut_after_turn_end(through_turn, tokenizer)
     if ids[: len(through_turn)] == through_turn:
         return len(through_turn)
@@ -109,7 +109,7 @@ def end_of_turn(texts: Texts, index: int, begin: int, ids: list[int], tokenizer:
     return ids.index(end, begin) + 1
 
 
-def tokens_of_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens of a text that already contains its special tokens."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 

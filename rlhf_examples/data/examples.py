@@ -70,7 +70,7 @@ class Examples:
         """
         if isinstance(self.rows, IterableDataset):
             return islice(self._streamed(seed), position, None)
-        return (self.rows[number] for number in prompt_order(len(self.rows), seed, position))
+        return (self.rows[number] for number in shuffled_order(len(self.rows), seed, position))
 
     def _streamed(self, seed: int) -> Iterator[dict[str, Any]]:
         epoch = 0
@@ -132,7 +132,7 @@ class PackedExamples(Examples):
 
     def ordered(self, seed: int, position: int = 0) -> Iterator[list[dict[str, Any]]]:
         """An endless iterator over packs from position `position`, in the order of `Examples.ordered`."""
-        numbers = prompt_order(len(self.packs), seed, position)
+        numbers = shuffled_order(len(self.packs), seed, position)
         return ([self.rows[row] for row in self.packs[number]] for number in numbers)
 
 
@@ -177,7 +177,7 @@ def tokenize_records(
         raise ValueError(f"form: {form!r} given; allowed: {', '.join(FEATURES)}")
     map_arguments = {
         "function": partial(
-            example, form=form, tokenizer=tokenizer, max_length=max_length, record_format=record_format
+            tokenize_record, form=form, tokenizer=tokenizer, max_length=max_length, record_format=record_format
         ),
         "remove_columns": ["record", "problem"],
         "features": FEATURES[form],
@@ -224,23 +224,25 @@ def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
     return json.dumps(state, sort_keys=True, default=str)
 
 
-def example(
+def tokenize_record(
     row: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, max_length: int, record_format: RecordFormat
 ) -> dict[str, Any]:
     """A row of FEATURES from a raw row: with tokens, or with the reason why the record cannot be used."""
     names = [name for name in FEATURES[form] if name.endswith(("_ids", "_mask"))]
     try:
         record_texts = texts_of(row, form, tokenizer, record_format)
-        tokens = tokens_of(record_texts, tokenizer)
+        tokens = tokenize_texts(record_texts, tokenizer)
         if max_length and len(tokens[0]) + max(map(len, tokens[1:]), default=0) > max_length:
             raise BadRecord(f"longer than {max_length} tokens")
         if form == "preference" and tokens[1] == tokens[2]:
-            raise BadRecord("chosen and rejected are the same tokens")
+            raise BadRecord("chosen and rejected have the same tokens")
         margin = record_format.margin(json.loads(row["record"])) if form == "preference" else 0.0
         if form == "turns":
             ids = tokens[0] + tokens[1]
             tokens.append(
-                assistant_mask(record_texts, ids, tokenizer) if record_texts.templated else completion_mask_of(*tokens)
+                assistant_mask(record_texts, ids, tokenizer)
+                if record_texts.is_conversation
+                else completion_mask_of(*tokens)
             )
     except BadRecord as defect:
         record_texts, tokens, margin, reason = Texts("", ()), [[] for _ in names], 0.0, str(defect)
@@ -263,7 +265,7 @@ def example(
     return row_of_tokens
 
 
-def tokens_of(record_texts: Texts, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def tokenize_texts(record_texts: Texts, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The tokens of a prompt and of each of its completions.
 
     A start token is put before the prompt and an end token after a completion, if the tokenizer has them and neither a
@@ -277,12 +279,12 @@ def tokens_of(record_texts: Texts, tokenizer: PreTrainedTokenizerBase) -> list[l
 
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     prompt = encode(record_texts.prompt)
-    before = [] if record_texts.templated or start is None or prompt[:1] == [start] else [start]
+    before = [] if record_texts.is_conversation or start is None or prompt[:1] == [start] else [start]
     rows = [before + prompt]
     for completion in record_texts.completions:
         whole = encode(record_texts.prompt + completion)
         tokens = whole[len(prompt) :] if whole[: len(prompt)] == prompt else encode(completion)
-        if record_texts.templated:
+        if record_texts.is_conversation:
             tokens = cut_after_turn_end(tokens, tokenizer)
         elif end is not None and tokens[-1:] != [end]:
             tokens = [*tokens, end]
@@ -290,7 +292,7 @@ def tokens_of(record_texts: Texts, tokenizer: PreTrainedTokenizerBase) -> list[l
     return rows
 
 
-def prompt_order(count: int, seed: int, position: int = 0) -> Iterator[int]:
+def shuffled_order(count: int, seed: int, position: int = 0) -> Iterator[int]:
     """Endless numbers below `count` from position `position`: each pass has all, in its own order."""
     epoch, start = divmod(position, count)
     while True:

@@ -59,8 +59,8 @@ def held_out_share(records: Rows, args: RunArguments) -> tuple[Rows, Rows | None
         return tuple(share(records, weights, part, args.seed, purpose="held out ") for part in (0, 1))
     except ValueError as error:
         raise ValueError(
-            f"eval_fraction: {args.eval_fraction} of {len(records)} records leaves none to learn from, or none to be "
-            "evaluated on; give another, an eval_data_path, or 0 to hold none out"
+            f"eval_fraction: {args.eval_fraction} of {len(records)} records leaves none for training or none for "
+            "evaluation; give another fraction, an eval_data_path, or 0 to hold none out"
         ) from error
 
 

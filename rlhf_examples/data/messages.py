@@ -35,10 +35,10 @@ def plain_call(call: dict[str, Any]) -> dict[str, Any]:
     if "function" in call:
         return {**call, "function": plain_call(call["function"])}
     arguments = call.get("arguments")
-    return {**call, "arguments": {} if arguments in (None, "") else parsed(arguments) or arguments}
+    return {**call, "arguments": {} if arguments in (None, "") else parse_json(arguments) or arguments}
 
 
-def parsed(value: Any) -> Any:
+def parse_json(value: Any) -> Any:
     """A text parsed as JSON, None if it is no JSON; any other value unchanged."""
     if not isinstance(value, str):
         return value

@@ -40,7 +40,7 @@ def load_records(
     """
     names = [names] if isinstance(names, str) else list(names)
     if not names:
-        raise ValueError(f"no set is named; give files, directories, hub names, or {', '.join(SYNTHETIC)}")
+        raise ValueError(f"no data set given; give files, directories, hub names, or {', '.join(SYNTHETIC)}")
     sets = [load_set(name, split, streaming, None if cache_dir is None else str(cache_dir)) for name in names]
     if streaming and len(sets) > 1:
         return interleave_datasets(sets, stopping_strategy="all_exhausted_without_replacement")
@@ -55,7 +55,7 @@ def load_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> R
     if Path(base).exists():
         return local_set(Path(base), own_split, split, streaming, cache_dir)
     if Path(base).suffix in READERS or base.startswith((".", "/", "~")):
-        raise ValueError(f"{name!r}: there is no file or directory of that name")
+        raise ValueError(f"{name!r}: there is no such file or directory")
     return hub_set(base, own_split or split, streaming, cache_dir)
 
 
@@ -63,7 +63,7 @@ def synthetic_set(name: str, split: str, streaming: bool) -> Rows:
     """A synthetic set. Raises ValueError if there is no such set or split."""
     if name not in SYNTHETIC or split not in SIZES:
         available = f"{', '.join(SYNTHETIC)}, each with @{' and @'.join(SIZES)}"
-        raise ValueError(f"'{name}@{split}': there is no such set; there are {available}")
+        raise ValueError(f"'{name}@{split}': there is no such data set; allowed: {available}")
     records = SETS[name.removeprefix("synthetic:")](split)
     rows = [raw_row(f"{name}@{split}", number, as_json(record)) for number, record in enumerate(records, start=1)]
     dataset = Dataset.from_list(rows, features=RAW)
@@ -81,8 +81,8 @@ def hub_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Ro
     except (OSError, ValueError) as error:  # datasets raises these if the network, set, config or split is missing
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{name!r}: there is no such file or directory, and split {split!r} of a set of that name cannot be read "
-            f"from the Hugging Face hub: {reason}"
+            f"{name!r}: there is no such file or directory, and split {split!r} of a data set of that name cannot be "
+            f"read from the Hugging Face hub: {reason}"
         ) from error
     return dataset.map(
         lambda record, number: raw_row(f"{name}@{split}", number + 1, as_json(dict(record))),
@@ -122,14 +122,14 @@ def files_of(path: Path, own_split: str, split: str) -> list[Path]:
         if own_split:
             raise ValueError(f"'{path}@{own_split}': a file has no splits")
         if path.suffix not in READERS:
-            raise ValueError(f"'{path}': a file that ends in {kinds} is needed")
+            raise ValueError(f"'{path}': the file name must end in {kinds}")
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
     if not files:
-        raise ValueError(f"'{path}': no file in this directory ends in {kinds}")
+        raise ValueError(f"'{path}': the directory contains no file that ends in {kinds}")
     of_split = [file for file in files if str(file.relative_to(path)).startswith(own_split or split)]
     if own_split and not of_split:
-        raise ValueError(f"'{path}@{own_split}': no file in this directory has a name that begins with {own_split!r}")
+        raise ValueError(f"'{path}@{own_split}': the directory contains no file whose name begins with {own_split!r}")
     return of_split or files
 
 
@@ -209,7 +209,7 @@ def read_csv(path: str) -> Iterator[Read]:
     with open(path, newline="", encoding="utf-8-sig") as file:
         for number, record in enumerate(csv.DictReader(file, strict=True), start=1):
             surplus = record.pop(None, None)
-            yield number, as_json(record), "more fields than the header has names" if surplus else ""
+            yield number, as_json(record), "more fields than the header has" if surplus else ""
 
 
 def read_parquet(path: str) -> Iterator[Read]:
@@ -237,12 +237,12 @@ def share(records: Rows, data_split: str, step: int, seed: int = 0, purpose: str
     """
     weights = share_weights(data_split)
     if not 0 <= step < len(weights):
-        raise ValueError(f"data_split: {data_split!r} has {len(weights)} shares; there is none of step {step}")
+        raise ValueError(f"data_split: {data_split!r} has {len(weights)} shares, and step {step} needs one of its own")
     if isinstance(records, IterableDataset):
         return records.filter(lambda row: share_of(row["record"], weights, seed, purpose) == step)
     numbers = [i for i, record in enumerate(records["record"]) if share_of(record, weights, seed, purpose) == step]
     if not numbers:
-        raise ValueError(f"data_split: {data_split!r} leaves step {step} none of the {len(records)} records")
+        raise ValueError(f"data_split: {data_split!r} leaves no records for step {step}, of {len(records)}")
     return records.select(numbers)
 
 
@@ -253,7 +253,7 @@ def share_weights(data_split: str) -> list[float]:
     except ValueError:
         weights = []
     if not weights or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
-        raise ValueError(f"data_split: {data_split!r} given; allowed: weights between commas, such as '2,4,4'")
+        raise ValueError(f"data_split: {data_split!r} given; allowed: weights separated by commas, such as '2,4,4'")
     return weights
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_examples.data.messages import Messages, is_message, parsed, plain_message
+from rlhf_examples.data.messages import Messages, is_message, parse_json, plain_message
 
 Part = str | Messages
 NAMED = 3  # records that are listed for each reason
@@ -59,7 +59,7 @@ class RecordFormat:
     def __post_init__(self):
         if self.input_template and "{}" not in self.input_template:
             raise ValueError(f"input_template: {self.input_template!r} given; it must have {{}} for the prompt")
-        if self.chat_template_kwargs and not isinstance(parsed(self.chat_template_kwargs), dict):
+        if self.chat_template_kwargs and not isinstance(parse_json(self.chat_template_kwargs), dict):
             raise ValueError(
                 f"chat_template_kwargs: {self.chat_template_kwargs!r} given; it must be a JSON object, such as "
                 '{"enable_thinking": false}'
@@ -84,10 +84,10 @@ class RecordFormat:
         """
         value = record.get(self.margin_column)
         if isinstance(value, bool) or not isinstance(value, int | float | None) or not math.isfinite(value or 0):
-            raise BadRecord(f"{self.margin_column} is no finite number")
+            raise BadRecord(f"{self.margin_column} is not a finite number")
         return float(value or 0)
 
-    def templated(self, prompt: str) -> str:
+    def apply_input_template(self, prompt: str) -> str:
         """A text prompt inserted into `input_template`; an empty prompt stays empty."""
         return self.input_template.replace("{}", prompt) if self.input_template and prompt else prompt
 
@@ -96,11 +96,11 @@ class RecordFormat:
 
         Raises BadRecord if tools are no list or chat_template_kwargs no object.
         """
-        tools, record_kwargs = (parsed(template_columns(record).get(name)) or None for name in TEMPLATE_COLUMNS)
+        tools, record_kwargs = (parse_json(template_columns(record).get(name)) or None for name in TEMPLATE_COLUMNS)
         if not isinstance(tools, list | None) or not isinstance(record_kwargs, dict | None):
-            raise BadRecord("tools are no list, or chat_template_kwargs no object")
+            raise BadRecord("tools is not a list, or chat_template_kwargs not an object")
         return {
-            **(parsed(self.chat_template_kwargs or "{}")),
+            **(parse_json(self.chat_template_kwargs or "{}")),
             **(record_kwargs or {}),
             **({"tools": tools} if tools else {}),
         }
@@ -111,7 +111,7 @@ class RecordFormat:
         flags = ", ".join(f"--{name}_column" for name in names)
         lacking = f"none of {', '.join(others)} and {last}" if others else f"no {last}"
         columns = ", ".join(sorted(record)) or "(none)"
-        return BadRecord(f"{lacking} among the columns {columns}; {flags} can name another")
+        return BadRecord(f"{lacking} among the columns {columns}; name the column with {flags}")
 
 
 @dataclass
@@ -156,7 +156,7 @@ class Texts:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def templated(self) -> bool:
+    def is_conversation(self) -> bool:
         """Whether a chat template has made the texts."""
         return self.messages is not None
 
@@ -183,7 +183,7 @@ def texts_of(
     except ValueError:
         raise BadRecord("not JSON") from None
     if not isinstance(record, dict):
-        raise BadRecord("not an object with named fields")
+        raise BadRecord("not a JSON object")
     try:
         prompt, *completions = FORMS[form](record_format.named(record))
     except MissingColumn as error:
@@ -191,10 +191,10 @@ def texts_of(
     if len(completions) == 2 and completions[0] == completions[1]:
         raise BadRecord("chosen equals rejected")
     if all(isinstance(part, str) for part in (prompt, *completions)):
-        return Texts(record_format.templated(prompt), tuple(completions))
+        return Texts(record_format.apply_input_template(prompt), tuple(completions))
     if any(isinstance(part, str) for part in (prompt, *completions)):
-        raise BadRecord("one field is a text and another a conversation")
-    return templated(prompt, completions, tokenizer, record_format.template_settings(record))
+        raise BadRecord("one field is a text, another a conversation")
+    return apply_chat_template(prompt, completions, tokenizer, record_format.template_settings(record))
 
 
 def supervised(record: dict) -> list[Part]:
@@ -204,16 +204,20 @@ def supervised(record: dict) -> list[Part]:
     A pair's `chosen` is a completion too: DeepSpeed-Chat's first step learns from those. Raises BadRecord.
     """
     if "messages" in record:
-        messages = part(record, "messages")
+        messages = read_field(record, "messages")
         if messages[-1]["role"] != "assistant":
             raise BadRecord("the last message is not the assistant's")
-        return [not_empty(messages[:-1], "prompt"), messages[-1:]]
+        return [require_not_empty(messages[:-1], "prompt"), messages[-1:]]
     if "completion" in record:
-        return [part(record, "prompt"), part(record, "completion")]
+        return [read_field(record, "prompt"), read_field(record, "completion")]
     if "chosen" in record:
-        return preference(record)[:2] if "rejected" in record else [part(record, "prompt"), part(record, "chosen")]
+        return (
+            preference(record)[:2]
+            if "rejected" in record
+            else [read_field(record, "prompt"), read_field(record, "chosen")]
+        )
     if "text" in record:
-        return ["", part(record, "text")]
+        return ["", read_field(record, "text")]
     raise MissingColumn("completion", "chosen", "messages", "text")
 
 
@@ -222,18 +226,18 @@ def preference(record: dict) -> list[Part]:
 
     The prefix of texts ends with the last "Assistant:" if there is one, else between words. Raises BadRecord.
     """
-    chosen, rejected = part(record, "chosen"), part(record, "rejected")
+    chosen, rejected = read_field(record, "chosen"), read_field(record, "rejected")
     if "prompt" in record and not repeated_prompt(record, chosen):
-        return [part(record, "prompt"), chosen, rejected]
+        return [read_field(record, "prompt"), chosen, rejected]
     if type(chosen) is not type(rejected):
-        raise BadRecord("one field is a text and another a conversation")
+        raise BadRecord("one field is a text, another a conversation")
     if chosen == rejected:
         raise BadRecord("chosen equals rejected")
     shared = chosen[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))]
     if isinstance(shared, str):  # up to a space, which belongs to the next word
         shared = (LAST_TURN.match(shared) or re.match(r"(.*(?=\s))?", shared, re.DOTALL)).group()
-    not_empty(shared, "prompt")
-    return [shared, *(not_empty(whole[len(shared) :], "completion") for whole in (chosen, rejected))]
+    require_not_empty(shared, "prompt")
+    return [shared, *(require_not_empty(whole[len(shared) :], "completion") for whole in (chosen, rejected))]
 
 
 def repeated_prompt(record: dict, completion: Any) -> bool:
@@ -242,7 +246,7 @@ def repeated_prompt(record: dict, completion: Any) -> bool:
     return isinstance(record["prompt"], str) and bool(conversation) and completion[0]["role"] != "assistant"
 
 
-def prompted(record: dict) -> list[Part]:
+def prompt_only(record: dict) -> list[Part]:
     """The prompt: the column of that name, else `messages` without a final assistant message, else `text`, else that of
     a pair.
 
@@ -250,23 +254,23 @@ def prompted(record: dict) -> list[Part]:
     """
     for name in ("messages", "chosen"):
         if {"prompt", name} <= record.keys() and repeated_prompt(record, record[name]):
-            return prompted({key: value for key, value in record.items() if key not in ("prompt", "text")})
+            return prompt_only({key: value for key, value in record.items() if key not in ("prompt", "text")})
     if "prompt" in record:
-        return [part(record, "prompt")]
+        return [read_field(record, "prompt")]
     if "messages" in record:
-        messages = part(record, "messages")
-        return [not_empty(messages[:-1] if messages[-1]["role"] == "assistant" else messages, "prompt")]
+        messages = read_field(record, "messages")
+        return [require_not_empty(messages[:-1] if messages[-1]["role"] == "assistant" else messages, "prompt")]
     if "text" in record:
-        return [part(record, "text")]
+        return [read_field(record, "text")]
     if "chosen" in record:
         return preference(record)[:1]
     raise MissingColumn("prompt", "messages", "text")
 
 
-FORMS = {"supervised": supervised, "turns": supervised, "preference": preference, "prompt": prompted}
+FORMS = {"supervised": supervised, "turns": supervised, "preference": preference, "prompt": prompt_only}
 
 
-def part(record: dict, name: str) -> Part:
+def read_field(record: dict, name: str) -> Part:
     """A field that is a text or a conversation. Raises BadRecord if it is missing, empty or anything else."""
     if name not in record:
         raise MissingColumn(name)
@@ -274,15 +278,15 @@ def part(record: dict, name: str) -> Part:
     if isinstance(value, list) and all(map(is_message, value)):
         value = [plain_message(message) for message in value]
         for message in value:
-            encodable(json.dumps(message, ensure_ascii=False), name)
-        return not_empty(value, name)
+            require_unicode(json.dumps(message, ensure_ascii=False), name)
+        return require_not_empty(value, name)
     if not isinstance(value, str):
         raise BadRecord(f"{name} is neither a text nor a list of messages")
-    encodable(value, name)
-    return not_empty(value, name)
+    require_unicode(value, name)
+    return require_not_empty(value, name)
 
 
-def encodable(text: str, name: str) -> None:
+def require_unicode(text: str, name: str) -> None:
     """Raises BadRecord for an unpaired surrogate: JSON can contain one ("\\ud800"), tokenizers cannot encode it."""
     try:
         text.encode()
@@ -290,7 +294,7 @@ def encodable(text: str, name: str) -> None:
         raise BadRecord(f"{name} is not Unicode") from None
 
 
-def not_empty(value: Part, name: str) -> Part:
+def require_not_empty(value: Part, name: str) -> Part:
     """`value`. Raises BadRecord if it is only white space and has no tool calls."""
     whole = [value] if isinstance(value, str) else value
     texts = [
@@ -301,7 +305,7 @@ def not_empty(value: Part, name: str) -> Part:
     return value
 
 
-def templated(
+def apply_chat_template(
     prompt: Messages,
     answers: list[Messages],
     tokenizer: PreTrainedTokenizerBase,
@@ -314,16 +318,18 @@ def templated(
     the prompt differently with an answer.
     """
     if tokenizer.chat_template is None:
-        raise ValueError("the set is of conversations, and the tokenizer has no chat template; set one, or give texts")
+        raise ValueError(
+            "the records are conversations, and the tokenizer has no chat template; give chat_template, or text records"
+        )
     settings = settings or {}
-    start = rendered(tokenizer, prompt, settings, add_generation_prompt=True)
-    wholes = [rendered(tokenizer, prompt + answer, settings) for answer in answers]
+    start = render(tokenizer, prompt, settings, add_generation_prompt=True)
+    wholes = [render(tokenizer, prompt + answer, settings) for answer in answers]
     if not all(whole.startswith(start) for whole in wholes):
-        raise BadRecord("the chat template writes the prompt in another way where an answer follows")
+        raise BadRecord("the chat template renders the prompt differently with an answer")
     return Texts(start, tuple(whole[len(start) :] for whole in wholes), prompt, tuple(answers), settings)
 
 
-def rendered(
+def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Messages,
     settings: dict[str, Any],
@@ -335,4 +341,4 @@ def rendered(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **settings
         )
     except (jinja2.TemplateError, TypeError) as error:
-        raise BadRecord(f"the chat template refuses it: {error}") from error
+        raise BadRecord(f"the chat template rejects it: {error}") from error

@@ -34,7 +34,7 @@ VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {c: f"--series-{i
 # The phases of an iteration in the order of the stack, and the number of the series colour of each.
 PHASES = {"gather": 1, "merge": 8, "prefill": 7, "decode": 0, "score": 6, "wait": 5, "train": 4, "release": 3}
 OTHER = 9
-PHASES_TITLE = "Where an iteration's time went"
+PHASES_TITLE = "Time of an iteration by phase"
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def draw_histogram(title: str, unit: str, histograms: Iterable[Histogram]) -> Dr
     axes.set_xlim(edges[0], edges[-1])
     plain_ticks(axes)
     axes.set_xlabel(unit)
-    return Drawing(title, "% of tokens", as_svg(figure, title), (("all iterations", 0), ("the last one", 2)))
+    return Drawing(title, "% of tokens", as_svg(figure, title), (("all iterations", 0), ("last iteration", 2)))
 
 
 def sum_of(histograms: list[Histogram]) -> list[float]:

@@ -136,7 +136,7 @@ TEMPLATE = """<!DOCTYPE html>
 <header>
   <p class="muted">Training report</p>
   <h1>{{ name }}</h1>
-  <p class="muted">made {{ made }}</p>
+  <p class="muted">written {{ written }}</p>
   {%- if steps | length > 1 %}
   <nav>{% for step in steps %}<a href="#{{ step.key }}">{{ step.title }}</a>{% endfor %}</nav>
   {%- endif %}
@@ -166,7 +166,7 @@ TEMPLATE = """<!DOCTYPE html>
   <div class="card phases">
     {{ chart(step.phases) }}
     <div><table>
-      <tr><th>phase</th><th class="figure">seconds each</th><th class="figure">share</th></tr>
+      <tr><th>phase</th><th class="figure">seconds per iteration</th><th class="figure">share</th></tr>
       {%- for phase, color, seconds, share in step.phase_rows %}
       <tr><td><i class="swatch" style="background:var(--series-{{ color }})"></i>{{ phase }}</td>
       <td class="figure">{{ seconds }}</td><td class="figure">{{ share }}</td></tr>
@@ -179,7 +179,7 @@ TEMPLATE = """<!DOCTYPE html>
 {%- endif %}
 {{ charts("Sampler and trainer", step.numerics) }}
 {%- if step.samples %}
-<h3>The same prompts before and after</h3>
+<h3>Samples before and after training</h3>
 {%- for sample in step.samples %}
 <div class="card sample">
   <div class="prompt"><div class="tag">prompt</div><p class="text" dir="auto">{{ sample.prompt }}</p></div>
@@ -188,7 +188,7 @@ TEMPLATE = """<!DOCTYPE html>
     {%- set reward = sample["reward_" ~ side] %}
     <div class="side"><div class="tag">{{ side }}{% if reward %} · reward {{ reward }}{% endif %}</div>
     {%- if sample[side] %}<p class="text" dir="auto">{{ sample[side] }}</p>
-    {%- else %}<p class="muted">(nothing)</p>{% endif -%}
+    {%- else %}<p class="muted">(empty)</p>{% endif -%}
     </div>
     {%- endfor %}
   </div>
@@ -196,7 +196,7 @@ TEMPLATE = """<!DOCTYPE html>
 {%- endfor %}
 {%- endif %}
 {%- if step.completions %}
-<details><summary>Completions of held-out prompts while training</summary>
+<details><summary>Completions of held-out prompts during training</summary>
 {%- for prompt, rows in step.completions %}
 <div class="card scroll"><div class="tag">prompt</div><p class="text" dir="auto">{{ prompt }}</p><table>
 <tr><th>iteration</th><th>completion</th><th>reward</th></tr>
@@ -211,7 +211,7 @@ TEMPLATE = """<!DOCTYPE html>
 {%- if step.metrics %}
 <details><summary>All metrics</summary><div class="card scroll"><table>
 <tr><th>metric</th><th></th>
-{%- for name in ("first", "last", "least", "most") %}<th class="figure">{{ name }}</th>{% endfor %}</tr>
+{%- for name in ("first", "last", "minimum", "maximum") %}<th class="figure">{{ name }}</th>{% endfor %}</tr>
 {%- for row in step.metrics %}
 <tr><td class="name">{{ row.name }}</td><td>{{ row.spark | safe }}</td>
 {%- for figure in row.figures %}<td class="figure">{{ figure }}</td>{% endfor %}</tr>
@@ -220,9 +220,9 @@ TEMPLATE = """<!DOCTYPE html>
 {%- endif %}
 </section>
 {%- endfor %}
-<footer>Thin lines are single iterations, thick ones means of a tenth of the run around each.
-A stack of many iterations shows means of neighbours.
-Numbers with an arrow go from the mean of the first tenth to that of the last.</footer>
+<footer>Thin lines show single iterations, thick lines a centred moving average over a tenth of the run.
+The stacked chart of a long run shows means of adjacent iterations.
+A number with an arrow is the mean of the first tenth of the run, then that of the last tenth.</footer>
 </main>
 </body>
 </html>

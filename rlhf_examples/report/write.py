@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from rlhf_examples.common.files import METRICS, SAMPLES, SETTINGS, printable, write_atomically
-from rlhf_examples.common.run_log import read_completions, read_metrics, short
+from rlhf_examples.common.run_log import format_number, read_completions, read_metrics
 from rlhf_examples.common.trackers import Histogram
 from rlhf_examples.report.charts import (
     Chart,
@@ -43,15 +43,15 @@ STEP_TITLES = {
 
 # Metric names are TRL's. The charts of LEARNING come first.
 LEARNING = (
-    Chart("Reward", "score of a completion", {"objective/scores": "reward", "reward": "reward"}),
-    Chart("Reward less the KL penalty", "of a completion", {"objective/rlhf_reward": "reward"}),
-    Chart("KL to the reference", "nats a sequence", {"objective/kl": "KL"}),
-    Chart("KL to the reference, by token", "nats a token", {"kl": "KL"}),
-    Chart("Loss", "what training lowers", {"loss": "training", "eval_loss": "held out"}),
+    Chart("Reward", "score per completion", {"objective/scores": "reward", "reward": "reward"}),
+    Chart("Reward minus the KL penalty", "per completion", {"objective/rlhf_reward": "reward"}),
+    Chart("KL to the reference", "nats per sequence", {"objective/kl": "KL"}),
+    Chart("KL to the reference per token", "nats per token", {"kl": "KL"}),
+    Chart("Loss", "training objective", {"loss": "training", "eval_loss": "held out"}),
     Chart("Token accuracy", "share", {"mean_token_accuracy": "training", "eval_mean_token_accuracy": "held out"}),
     Chart(
-        "Pairs ranked right",
-        "share",
+        "Preference accuracy",
+        "share of pairs",
         {
             "accuracy": "training",
             "rewards/accuracies": "training",
@@ -60,8 +60,8 @@ LEARNING = (
         },
     ),
     Chart(
-        "Margin of the chosen over the rejected",
-        "reward",
+        "Reward margin",
+        "chosen minus rejected",
         {
             "margin": "training",
             "rewards/margins": "training",
@@ -69,9 +69,13 @@ LEARNING = (
             "eval_rewards/margins": "held out",
         },
     ),
-    Chart("Rewards of both", "log ratio × beta", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}),
-    Chart("Entropy", "nats a sequence", {"objective/entropy": "entropy"}),
-    Chart("Entropy, by token", "nats a token", {"entropy": "entropy"}),
+    Chart(
+        "Implicit rewards",
+        "beta × log ratio to the reference",
+        {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
+    ),
+    Chart("Entropy", "nats per sequence", {"objective/entropy": "entropy"}),
+    Chart("Entropy per token", "nats per token", {"entropy": "entropy"}),
     Chart(
         "Completion length",
         "tokens",
@@ -81,61 +85,61 @@ LEARNING = (
             "completions/max_length": "longest",
         },
     ),
-    Chart("Completions cut off at the limit", "share", {"completions/clipped_ratio": "cut off"}),
-    Chart("Spread of rewards", "standard deviation", {"reward_std": "spread"}),
-    Chart("Prompts whose completions all scored the same", "share", {"frac_reward_zero_std": "share"}),
+    Chart("Truncated completions", "share", {"completions/clipped_ratio": "truncated"}),
+    Chart("Standard deviation of rewards within groups", "mean over groups", {"reward_std": "deviation"}),
+    Chart("Groups with equal rewards", "share", {"frac_reward_zero_std": "share"}),
     Chart("Policy loss", "mean over tokens", {"loss/policy_avg": "loss"}),
     Chart("Value loss", "mean over tokens", {"loss/value_avg": "loss"}),
-    Chart("Ratio of new to old probability", "mean over tokens", {"val/ratio": "ratio"}),
-    Chart("KL of an update", "nats a token, approximate", {"policy/approxkl_avg": "KL"}),
+    Chart("Probability ratio of new to old policy", "mean over tokens", {"val/ratio": "ratio"}),
+    Chart("Approximate KL of the update", "nats per token", {"policy/approxkl_avg": "KL"}),
     Chart(
         "Clipped tokens",
         "share",
         {"policy/clipfrac_avg": "policy", "val/clipfrac_avg": "value", "clip_ratio/region_mean": "policy"},
     ),
     Chart("Gradient norm", "before clipping", {"grad_norm": "model", "val/grad_norm": "critic"}),
-    Chart("Returns that the critic explains", "share of their variance", {"val/var_explained": "explained"}),
-    Chart("Learning rate", "a step", {"learning_rate": "rate", "lr": "rate"}, smooth=False),
+    Chart("Explained variance of the critic", "share", {"val/var_explained": "explained"}),
+    Chart("Learning rate", "per optimizer step", {"learning_rate": "rate", "lr": "rate"}, smooth=False),
 )
 SPEED = (
-    Chart("Generation", "tokens a second", {"time/tokens_per_s": "tokens"}),
-    Chart("Training", "TFLOP/s of a rank", {"time/tflops_per_s": "TFLOP/s"}),
-    Chart("Model FLOPs utilisation in training", "share of the peak", {"time/mfu": "MFU"}),
+    Chart("Generation", "tokens per second", {"time/tokens_per_s": "tokens"}),
+    Chart("Training", "TFLOP/s per rank", {"time/tflops_per_s": "TFLOP/s"}),
+    Chart("Model FLOPs utilization in training", "share of the peak", {"time/mfu": "MFU"}),
 )
 NUMERICS = (
     Chart(
         "Logprob differences of sampler and trainer",
-        "nats a token",
+        "nats per token",
         {
             "sampling/sampling_logp_difference/mean": "mean",
             "sampling/sampling_logp_difference/max": "largest",
-            "control/sampling_logp_difference/mean": "trainer against itself, mean",
-            "control/sampling_logp_difference/max": "trainer against itself, largest",
+            "control/sampling_logp_difference/mean": "control: trainer against itself, mean",
+            "control/sampling_logp_difference/max": "control: trainer against itself, largest",
         },
         log_scale=True,
     ),
     Chart(
-        "Importance sampling weights",
+        "Importance sampling ratios",
         "ratio",
         {
             f"sampling/importance_sampling_ratio/{name}": label
-            for name, label in (("mean", "mean"), ("min", "least"), ("max", "most"))
+            for name, label in (("mean", "mean"), ("min", "minimum"), ("max", "maximum"))
         },
     ),
 )
 CHARTED = {name for chart in (*LEARNING, *SPEED, *NUMERICS) for name in chart.series}
-# The figures above a step's charts: from each row the first metric that the step has.
+# The figures above a step's charts: the first metric of each row that the step has logged.
 HEADLINES = (
     {"objective/scores": "Reward", "reward": "Reward", "eval_loss": "Loss, held out", "loss": "Loss"},
-    {"objective/kl": "KL, nats a sequence", "kl": "KL, nats a token"},
+    {"objective/kl": "KL, nats per sequence", "kl": "KL, nats per token"},
     {
-        "eval_accuracy": "Pairs ranked right, held out",
-        "eval_rewards/accuracies": "Pairs ranked right, held out",
-        "accuracy": "Pairs ranked right",
-        "rewards/accuracies": "Pairs ranked right",
+        "eval_accuracy": "Preference accuracy, held out",
+        "eval_rewards/accuracies": "Preference accuracy, held out",
+        "accuracy": "Preference accuracy",
+        "rewards/accuracies": "Preference accuracy",
     },
-    {"completions/mean_length": "Length, tokens"},
-    {"time/tokens_per_s": "Tokens a second"},
+    {"completions/mean_length": "Completion length, tokens"},
+    {"time/tokens_per_s": "Tokens per second"},
 )
 
 
@@ -176,13 +180,15 @@ def write_report(directory: Path) -> Path:
     directory = Path(directory)
     steps = [read_step(path) for path in step_directories(directory)]
     if not steps:
-        raise ValueError(f"no {METRICS} in {str(directory)!r} or in a directory of it; give the directory of a run")
+        raise ValueError(
+            f"there is no {METRICS} in {str(directory)!r} or in its subdirectories; give the directory of a run"
+        )
     page = PAGE.render(
         name=directory.resolve().name,
-        made=f"{datetime.now():%Y-%m-%d %H:%M}",
+        written=f"{datetime.now():%Y-%m-%d %H:%M}",
         summary=summary_figures(read_json(directory / SUMMARY, {})),
-        settings=[] if (directory / METRICS).is_file() else rows_of(read_json(directory / SETTINGS, {})),
-        steps=[section(step) for step in steps],
+        settings=[] if (directory / METRICS).is_file() else setting_rows(read_json(directory / SETTINGS, {})),
+        steps=[step_section(step) for step in steps],
     )
     write_atomically(directory / REPORT, page)
     return directory / REPORT
@@ -222,7 +228,7 @@ def read_step(directory: Path) -> Step:
     )
 
 
-def section(step: Step) -> dict:
+def step_section(step: Step) -> dict:
     """The template's values for a step."""
     log, seconds = step.log, phase_seconds(step.log)
     return {
@@ -231,20 +237,20 @@ def section(step: Step) -> dict:
         "iterations": len(log),
         "duration": duration(log["time/iteration_s"].sum()) if "time/iteration_s" in log else "",
         "figures": headline_figures(log),
-        "learning": drawn(log, (*LEARNING, *other_charts(log))),
+        "learning": draw_charts(log, (*LEARNING, *other_charts(log))),
         "phases": draw_phases(seconds),
         "phase_rows": phase_rows(seconds),
         "not_finite": not_finite(step),
-        "speed": [*drawn(log, SPEED), *draw_memory(log)],
-        "numerics": [*draw_histograms(step.histograms), *drawn(log, NUMERICS)],
+        "speed": [*draw_charts(log, SPEED), *draw_memory(log)],
+        "numerics": [*draw_histograms(step.histograms), *draw_charts(log, NUMERICS)],
         "samples": [sample_of(sample) for sample in step.samples],
         "completions": completions_by_prompt(step.completions, len(step.samples) or SHOWN_PROMPTS),
-        "settings": rows_of(step.settings),
+        "settings": setting_rows(step.settings),
         "metrics": metric_rows(log),
     }
 
 
-def drawn(log: pd.DataFrame, charts) -> list[Drawing]:
+def draw_charts(log: pd.DataFrame, charts) -> list[Drawing]:
     """The charts for which the log has data, rendered."""
     drawings = (draw_lines(log, chart) for chart in charts)
     return [drawing for drawing in drawings if drawing]
@@ -264,12 +270,14 @@ def draw_memory(log: pd.DataFrame) -> list[Drawing]:
     largest = log[names].max().max() if names else math.nan
     unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
     labels = {name: name.removeprefix("memory/").removesuffix("bytes").strip("_").replace("_", " ") for name in names}
-    return drawn(log / size, [Chart("Memory of a rank", unit, labels, smooth=False)])
+    return draw_charts(log / size, [Chart("Memory per rank", unit, labels, smooth=False)])
 
 
 def draw_histograms(histograms: dict[str, list[Histogram]]) -> list[Drawing]:
     """A chart for each histogram."""
-    titles = {name: "Logprob differences, token by token" for name in histograms if "logp_diff" in name}
+    titles = {
+        name: "Logprob differences of sampler and trainer, by token" for name in histograms if "logp_diff" in name
+    }
     drawings = (draw_histogram(titles.get(name, name), "nats", histograms[name]) for name in histograms)
     return [drawing for drawing in drawings if drawing]
 
@@ -280,8 +288,8 @@ def headline_figures(log: pd.DataFrame) -> list[Figure]:
     figures = []
     for label, column in [row[0] for row in columns_by_row if row]:
         tenth = max(1, len(column) // 10)
-        before = short(column[:tenth].mean()) if len(column) > 1 else ""
-        figures += [Figure(label, short(column[-tenth:].mean()), before)] if len(column) else []
+        before = format_number(column[:tenth].mean()) if len(column) > 1 else ""
+        figures += [Figure(label, format_number(column[-tenth:].mean()), before)] if len(column) else []
     return figures
 
 
@@ -290,7 +298,8 @@ def summary_figures(summary: dict) -> list[Figure]:
     standard error (`NAME_stderr`) is shown with it.
     """
     texts = {
-        name: short(value) if isinstance(value, int | float | None) else str(value) for name, value in summary.items()
+        name: format_number(value) if isinstance(value, int | float | None) else str(value)
+        for name, value in summary.items()
     }
     errors = {f"{name}_stderr" for name in texts} & texts.keys()
     remaining = {
@@ -299,13 +308,13 @@ def summary_figures(summary: dict) -> list[Figure]:
         if name not in errors
     }
     rate, hf_rate = summary.get("tokens_per_second"), summary.get("hf_tokens_per_second")
-    speedup = f"{rate / hf_rate:.1f} × Hugging Face's {short(hf_rate)}" if rate and hf_rate else ""
+    speedup = f"{rate / hf_rate:.1f} × Hugging Face's {format_number(hf_rate)}" if rate and hf_rate else ""
     labelled = [
-        ("Gold score", "gold_score_after", "gold_score_before", "never seen in training"),
+        ("Gold score", "gold_score_after", "gold_score_before", "not used in training"),
         ("KL to the reference", "kl", "", "nats"),
         ("GRPO, exact match", "grpo_exact_match_after", "grpo_exact_match_before", "held-out problems"),
-        ("Reward model", "reward_accuracy", "", "held-out pairs ranked right"),
-        ("Tokens a second", "tokens_per_second", "", speedup),
+        ("Reward model", "reward_accuracy", "", "accuracy on held-out pairs"),
+        ("Tokens per second", "tokens_per_second", "", speedup),
     ]
     figures = [
         Figure(label, remaining.pop(after), remaining.pop(before, ""), note)
@@ -340,14 +349,16 @@ def metric_rows(log: pd.DataFrame) -> list[dict[str, str]]:
     for name in sorted(log):
         column = log[name].dropna()
         figures = (column.iloc[0], column.iloc[-1], column.min(), column.max()) if len(column) else (None,) * 4
-        rows.append({"name": name, "spark": draw_spark(column), "figures": [short(figure) for figure in figures]})
+        rows.append(
+            {"name": name, "spark": draw_spark(column), "figures": [format_number(figure) for figure in figures]}
+        )
     return rows
 
 
 def sample_of(sample: dict) -> dict[str, str]:
     """A sample as text that HTML can hold."""
     texts = {name: printable(str(sample.get(name, ""))) for name in ("prompt", "before", "after")}
-    rewards = {name: short(sample[name]) for name in ("reward_before", "reward_after") if name in sample}
+    rewards = {name: format_number(sample[name]) for name in ("reward_before", "reward_after") if name in sample}
     return {"reward_before": "", "reward_after": "", **texts, **rewards}
 
 
@@ -358,12 +369,12 @@ def completions_by_prompt(completions: pd.DataFrame, num_prompts: int) -> list[t
     for _, rows in completions.groupby(completions.groupby("iteration").cumcount()):
         first_scores = rows[scores[0]] if scores else [None] * len(rows)
         texts = zip(rows["iteration"], rows["completion"], first_scores, strict=True)
-        by_iteration = [(iteration, printable(text), short(score)) for iteration, text, score in texts]
+        by_iteration = [(iteration, printable(text), format_number(score)) for iteration, text, score in texts]
         prompts.append((printable(rows["prompt"].iloc[0]), by_iteration))
     return prompts[:num_prompts]
 
 
-def rows_of(settings: dict) -> list[tuple[str, str]]:
+def setting_rows(settings: dict) -> list[tuple[str, str]]:
     """Settings as (name, text)."""
     return [(name, printable(v if isinstance(v, str) else json.dumps(v))) for name, v in settings.items()]
 

@@ -81,7 +81,7 @@ def test_the_format_is_all_or_nothing(completion, expected):
 @pytest.mark.parametrize("reward", [exact_match, number_match])
 def test_a_missing_answer_is_named(reward):
     for columns in ({}, {"answer": ["7", None]}, {"solution": ["7", "8"]}):
-        with pytest.raises(ValueError, match="compares with the records' 'answer', and some of them have none"):
+        with pytest.raises(ValueError, match="needs the column 'answer', which some records lack"):
             reward(["", ""], ["7", "8"], **columns)
 
 
@@ -111,16 +111,16 @@ def test_numbers_of_any_library_are_numbers():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([1.0], "it gave a list of 1"),
-        ([1.0, 2.0, 3.0], "it gave a list of 3"),
-        (1.0, "it gave a float"),
-        (None, "it gave a NoneType"),
-        ({"a": 1, "b": 2}, "it gave a dict of 2"),
-        ([1.0, "2"], "among them is '2', a str"),
-        ([[1.0], [2.0]], r"among them is \[1.0\], a list"),
-        (np.ones((2, 1)), r"among them is \[1.0\], a list"),
+        ([1.0], "it returned a list of 1"),
+        ([1.0, 2.0, 3.0], "it returned a list of 3"),
+        (1.0, "it returned a float"),
+        (None, "it returned a NoneType"),
+        ({"a": 1, "b": 2}, "it returned a dict of 2"),
+        ([1.0, "2"], "it contains '2', a str"),
+        ([[1.0], [2.0]], r"it contains \[1.0\], a list"),
+        (np.ones((2, 1)), r"it contains \[1.0\], a list"),
     ],
 )
 def test_what_is_no_list_of_scores_is_refused_by_name(given, words):
-    with pytest.raises(ValueError, match=f"reward: mine must give a list of 2 numbers, .*; {words}"):
+    with pytest.raises(ValueError, match=f"reward: mine must return a list of 2 numbers, .*; {words}"):
         as_numbers(given, "mine", 2)

@@ -124,7 +124,9 @@ def test_an_unsupported_attention_raises_before_records_are_read(script, kind, m
         }
     output = {"output_dir": str(tmp_path / "run")} if issubclass(kind, RunArguments) else {}
     args = kind(**model_settings, **output, attn_implementation="flash")
-    allowed = r"attn_implementation: 'flash' given; allowed for this model, here: eager, sdpa, .*flex_attention \("
+    allowed = (
+        r"attn_implementation: 'flash' given; allowed for this model on this machine: eager, sdpa, .*flex_attention \("
+    )
     with pytest.raises(ValueError, match=allowed):
         script.run(args)
     assert not (tmp_path / "run").exists()
@@ -132,7 +134,7 @@ def test_an_unsupported_attention_raises_before_records_are_read(script, kind, m
 
 def test_an_attention_that_a_family_lacks_raises(small):
     config = AutoConfig.for_model("bloom", hidden_size=16, n_layer=1, n_head=2, vocab_size=16)
-    with pytest.raises(ValueError, match=r"'sdpa' given; allowed for this model, here: eager \(BloomModel"):
+    with pytest.raises(ValueError, match=r"'sdpa' given; allowed for this model on this machine: eager \(BloomModel"):
         require_attention(config, "sdpa")
     require_attention(config, "eager")
     require_attention(LlamaConfig(num_hidden_layers=1), "flex_attention")

@@ -189,7 +189,7 @@ def test_ppo_exports_the_best_and_ends_early(ranks, small, tmp_path):
 def test_an_unknown_metric_raises_with_the_available_ones(script, ranks, small, tmp_path):
     settings = {**models_of(script, small), "metric_for_best_model": "accuracy", "eval_every": 1}
     available = {"dpo": "eval_loss, eval_rewards/accuracies, .*", "grpo": "eval_number_of_words"}[script]
-    with pytest.raises(RankFailure, match=f"'eval_accuracy' given; an evaluation of this run has: {available}"):
+    with pytest.raises(RankFailure, match=f"'eval_accuracy' given; evaluations of this run have: {available}"):
         ranks.run(run_here, script, {**settings, "output_dir": str(tmp_path)})
     assert not logged(tmp_path), "training began"
     assert json.loads((tmp_path / "before.json").read_text())

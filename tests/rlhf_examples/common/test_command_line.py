@@ -22,19 +22,19 @@ CASES = {
     "no file of settings": ("pipeline", ["{folder}/none.yaml"], "no file at"),
     "a step": ("pipeline", ["{folder}/steps.yaml"], "steps.sft: unknown key 'epochs'"),
     "a tracker": ("sft", ["--report_to", "papers"], "report_to: 'papers' given; allowed: tensorboard"),
-    "no model": ("reward_model", [], "model_name_or_path: nothing given"),
+    "no model": ("reward_model", [], "model_name_or_path: none given"),
     "another model": ("grpo", ["--actor_model_name_or_path", "{folder}/m"], "actor_model_name_or_path: '{folder}/m'"),
     "another critic": (
         "ppo",
         ["--actor_model_name_or_path", MODEL, "--critic_model_name_or_path", "{folder}/m"],
-        "critic_model_name_or_path: '{folder}/m' given, and there is no model",
+        "critic_model_name_or_path: '{folder}/m' given; there is no such model",
     ),
     "a reward": (
         "grpo",
         ["--actor_model_name_or_path", MODEL, "--reward", "nowhere:f"],
         "reward: 'nowhere:f' given; it must be module:function",
     ),
-    "records": ("sft", ["--data_path", "{folder}/none.jsonl"], "there is no file or directory of that name"),
+    "records": ("sft", ["--data_path", "{folder}/none.jsonl"], "there is no such file or directory"),
     "records' form": ("dpo", ["--model_name_or_path", MODEL, "--data_path", "{folder}/odd.jsonl"], "odd.jsonl"),
     "a template": (
         "sft",

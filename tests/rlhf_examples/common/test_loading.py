@@ -35,7 +35,7 @@ from rlhf_examples.common.models import (
     load_exported,
     load_policy,
     load_value_model,
-    with_adapter,
+    merge_adapter_weights,
 )
 from rlhf_examples.common.ranks import seed_everything
 from rlhf_examples.data.synthetic import synthetic_tokenizer
@@ -258,11 +258,11 @@ def test_training_starts_from_an_adapter_directory(ranks, tmp_path, stage, lora)
 def check_adapters_kinds(folder: str) -> None:
     with_adapters(folder)
     assert is_reward_model(f"{folder}/reward") and not is_reward_model(f"{folder}/policy")
-    adapter_only = replace(WITH_LORA, alone=True)
+    adapter_only = replace(WITH_LORA, export_adapter=True)
     with pytest.raises(ValueError, match=r"lora_export: adapter given, and '.*policy' is an adapter itself"):
         load_policy(f"{folder}/policy", training(3, adapter_only).config(SFTArguments()), adapter_only)
     with pytest.raises(ValueError, match=r"'.*policy' is no adapter of a LlamaForCausalLM: it has .*layers.2"):
-        with_adapter(tiny_model("llama", num_hidden_layers=2), f"{folder}/policy")
+        merge_adapter_weights(tiny_model("llama", num_hidden_layers=2), f"{folder}/policy")
 
 
 def test_adapter_directories_of_the_wrong_kind_raise(ranks, tmp_path):

@@ -169,7 +169,7 @@ def test_margins_are_read_from_margin_column(tmp_path):
     by = RecordFormat(margin_column="by")
     examples = tokenize_records(records, tokenizer, "preference", 0, record_format=by, **settings)
     assert collate_preference(list(examples.rows), 0)["margin"].tolist() == [0.5, 2.0, 0.0]
-    assert examples.left_out.counts == {"by is no finite number": 2}
+    assert examples.left_out.counts == {"by is not a finite number": 2}
     unnamed = tokenize_records(records, tokenizer, "preference", 0, **settings)
     assert collate_preference(list(unnamed.rows), 0)["margin"].tolist() == [0.0] * 5
 

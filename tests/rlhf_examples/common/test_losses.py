@@ -800,7 +800,9 @@ def test_invalid_options_raise():
             "x", sequences=1, tokens=1, max_completion_length=1, micro_batches=1
         ),
         "scale_rewards: 'std' given; allowed: group, batch, none": lambda: group_advantages(torch.zeros(4), 2, "std"),
-        "rewards: 5 given; that is no multiple of num_generations, 2": lambda: rloo_advantages(torch.zeros(5), 2),
+        "rewards: 5 given; the number must be a multiple of num_generations, 2": lambda: rloo_advantages(
+            torch.zeros(5), 2
+        ),
         "mode: 'cut' given; allowed: token_truncate": lambda: importance_sampling_weights(
             logps, logps, mask, 2.0, "cut"
         ),

@@ -113,13 +113,13 @@ def test_minimum_and_maximum_of_every_reward_and_of_their_sum():
     scored = {"a": [1.0, 3.0, None], "b": [0.5, -1.0, None]}
     scorers = [Scorer(name, function=lambda *_, name=name, **__: scored[name]) for name in scored]
     rewards, rows = Rewards(scorers, [1.0, 10.0]), [{"prompt": "", "columns": "{}"}] * 3
-    rewards.by_name(None, rows, [""] * 3)
+    rewards.scores_by_name(None, rows, [""] * 3)
     metrics = rewards.metrics()
     edges = {name: (metrics[f"rewards/{name}/min"], metrics[f"rewards/{name}/max"]) for name in ("a", "b", "reward")}
     assert edges == {"a": (1.0, 3.0), "b": (-1.0, 0.5), "reward": (-7.0, 6.0)}
     assert metrics["rewards/reward/mean"] == -0.5 and metrics["rewards/a/std"] == pytest.approx(2**0.5)
     scored |= {"a": [None] * 3, "b": [None] * 3}
-    rewards.by_name(None, rows, [""] * 3)
+    rewards.scores_by_name(None, rows, [""] * 3)
     assert rewards.metrics() == {}
 
 

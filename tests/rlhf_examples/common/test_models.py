@@ -110,7 +110,7 @@ def test_critic_and_reward_model_match_hugging_faces_classifier(ranks, tmp_path,
 def test_padding_free_raises_for_families_that_mix_packed_rows(family):
     config = tiny_model(family).config
     config.num_labels = 1
-    with pytest.raises(ValueError, match=r"padding_free: true given; .* mixes packed rows.* use padded ones"):
+    with pytest.raises(ValueError, match=r"padding_free: true given; .* mixes packed rows.* give false"):
         require_exact_values(ValueModel(AutoModelForSequenceClassification.from_config(config)))
 
 
@@ -159,7 +159,7 @@ def test_the_reference_is_the_model_before_training(ranks, tmp_path, lora_rank, 
 
 
 def gathered_average(average: MovingAverage, engine) -> dict[str, torch.Tensor]:
-    return {name: average.whole(parameter).clone() for name, parameter in engine.module.named_parameters()}
+    return {name: average.full_tensor(parameter).clone() for name, parameter in engine.module.named_parameters()}
 
 
 def check_average(folder: str, stage: int, family: str, tied: bool) -> None:
@@ -192,7 +192,7 @@ def check_average(folder: str, stage: int, family: str, tied: bool) -> None:
     with safe_open(f"{out}/model.safetensors", "pt") as file:  # a head in the file would be loaded as one
         heads = [file.get_tensor(name) for name in file.keys() if name.startswith("lm_head")]  # noqa: SIM118
     assert len(heads) == (not tied)
-    head = average.whole(engine.module.get_output_embeddings().weight)
+    head = average.full_tensor(engine.module.get_output_embeddings().weight)
     for written in (*heads, loaded.get_output_embeddings().weight):
         assert torch.equal(written, head)
     restored = MovingAverage(engine, beta)
@@ -235,7 +235,7 @@ def check_offloaded_scorers(folder: str) -> None:
 
 
 def test_lora_dropout_is_set_by_its_flag():
-    model = LoRA(2, 4, "all-linear", dropout=0.25).on(tiny_model("llama"), "CAUSAL_LM")
+    model = LoRA(2, 4, "all-linear", dropout=0.25).apply(tiny_model("llama"), "CAUSAL_LM")
     rates = {module.p for name, module in model.named_modules() if name.endswith("lora_dropout.default")}
     assert rates == {0.25}
     args = arguments_of(SFTArguments, {"lora_dim": 2, "lora_dropout": 0.1})

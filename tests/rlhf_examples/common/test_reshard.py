@@ -49,7 +49,7 @@ def checkpoints_of(folder: Path, stage: int, dtype: str, lora_rank: int):
     settings = Training(stage, 2, 1e-2, 0.0, "constant", 0, 10, False, LoRA(lora_rank, 16, "all-linear"))
     torch.manual_seed(dist.get_world_size())  # weights that the checkpoint must replace
     model = tiny_model("llama").to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-    model = settings.lora.on(model, "CAUSAL_LM")
+    model = settings.lora.apply(model, "CAUSAL_LM")
     engine = make_engine(model, args, settings)
     average = MovingAverage(engine, 0.5)
     return engine, average, Checkpoints(folder, {"model": engine}, {"average": average}, 1)
@@ -64,7 +64,7 @@ def gathered_state(engine, average) -> dict[str, torch.Tensor]:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
-            tensors[f"{name} average"] = average.whole(parameter).float().cpu().clone()
+            tensors[f"{name} average"] = average.full_tensor(parameter).float().cpu().clone()
             tensors[name] = safe_get_full_fp32_param(parameter).cpu().clone()
             tensors |= {f"{name} {key}": safe_get_full_optimizer_state(parameter, key).cpu().clone() for key in STATES}
     ids = torch.arange(12).view(2, 6)

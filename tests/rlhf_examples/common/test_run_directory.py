@@ -82,7 +82,7 @@ def with_a_run(directory: Path) -> Path:
 def test_a_directory_with_another_run_raises(script, tmp_path):
     directory = with_a_run(tmp_path / "run")
     settings = {**models_of(script, small_directory(tmp_path / "small")), "output_dir": str(directory)}
-    with pytest.raises(ValueError, match=r"output_dir: .*run' holds another run .*model.*--resume.*--overwrite"):
+    with pytest.raises(ValueError, match=r"output_dir: .*run' contains another run .*model.*--resume.*--overwrite"):
         run_here(script, settings)
     assert names(directory) == ["metrics.jsonl", "model", "notes.txt"]
 
@@ -102,7 +102,7 @@ def test_any_result_of_a_run_counts_as_a_run(left, tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text("{}\n") if left.endswith("jsonl") else path.mkdir()
     args = SFTArguments(output_dir=str(tmp_path / "run"))
-    with pytest.raises(ValueError, match="holds another run"):
+    with pytest.raises(ValueError, match="contains another run"):
         begin_run(args)
     assert path.exists()
 
@@ -124,7 +124,7 @@ def test_a_pipeline_does_not_delete_another_pipelines_steps(tmp_path, monkeypatc
     monkeypatch.setitem(pipeline.SCRIPTS, "pairs", (PairsArguments, lambda args: {"pairs": 1}))
     sft = with_a_run(tmp_path / "run" / "sft")
     settings = {"output_dir": str(tmp_path / "run"), "steps": {"sft": {"script": "pairs"}, "pairs": {}}}
-    with pytest.raises(ValueError, match="output_dir: .* holds another run"):
+    with pytest.raises(ValueError, match="output_dir: .* contains another run"):
         pipeline.run(pipeline.parse(dict(settings), []))
     assert names(tmp_path / "run") == ["sft"] and names(sft) == ["metrics.jsonl", "model", "notes.txt"]
     pipeline.run(pipeline.parse(dict(settings), ["--overwrite", "true"]))
@@ -142,7 +142,9 @@ def test_resuming_a_pipeline_with_changed_settings_of_a_finished_step_raises(tmp
 
     run(2)
     (tmp_path / "run" / "pairs" / "done.json").unlink()  # the run was killed in its second step
-    message = r"resume: the step in '.*run/one' is finished, .* settings: rounds was 2 and is 3; .*--overwrite true"
+    message = (
+        r"resume: the finished step in '.*run/one' ran with other settings: rounds was 2 and is 3; .*--overwrite true"
+    )
     with pytest.raises(ValueError, match=message):
         run(3, "--resume", "true")
     with pytest.raises(ValueError, match="seed was 0 and is 5"):
@@ -188,7 +190,7 @@ def check_frozen_left_out(folder: str, stage: int) -> None:
         train_step(engine, 1)
     assert storage_digest(first) == storage_digest(second)
     lacking = {name: values for name, values in second.module.state_dict().items() if "lora_A" in name}
-    with pytest.raises(ValueError, match=r"resume: the checkpoint is one of another model: .*lora_B"):
+    with pytest.raises(ValueError, match=r"resume: the checkpoint is of another model: .*lora_B"):
         load_trained(lacking, second.module)
 
 

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import rlhf_examples.common.run_log as module
 from rlhf_examples.common import files
-from rlhf_examples.common.run_log import RunLog, read_completions, read_metrics, short
+from rlhf_examples.common.run_log import RunLog, format_number, read_completions, read_metrics
 from rlhf_examples.common.trackers import LOGP_DIFFERENCE_EDGES, Histogram, check_report_to
 
 # A stand-in for Trackio and W&B, which both have these calls.
@@ -208,7 +208,7 @@ def test_unknown_or_missing_trackers_raise(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="report_to: 'mlflow' given; allowed: tensorboard, trackio, wandb"):
         run_log(tmp_path / "a", report_to=["mlflow"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="'wandb' given, and it is not installed; try: pip install wandb"):
+    with pytest.raises(ValueError, match="'wandb' given, which is not installed; run: pip install wandb"):
         run_log(tmp_path / "a", report_to=["wandb"])
     assert not (tmp_path / "a").exists(), "files were written before the error"
     check_report_to([])
@@ -232,7 +232,7 @@ def test_only_the_first_rank_logs(ranks, tmp_path):
 
 def test_short_numbers():
     figures = (None, 0.0, -0.0, 0.012345, 1.0, 999.9, 12345.6, -1e6, math.nan, math.inf)
-    assert [short(x) for x in figures] == "– 0 0 0.0123 1 1,000 12,346 -1,000,000 nan inf".split()
+    assert [format_number(x) for x in figures] == "– 0 0 0.0123 1 1,000 12,346 -1,000,000 nan inf".split()
 
 
 def test_progress_without_a_terminal_is_a_line_every_few_seconds(tmp_path, monkeypatch, capsys):

@@ -42,7 +42,7 @@ async def later(prompts, completions, **columns) -> list[float]:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(rewards, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(rewards, "FIRST_RETRY_DELAY_S", 0.001)
 
 
 def test_async_rewards_run_concurrently_with_plain_ones():
@@ -105,7 +105,7 @@ def test_failed_and_slow_rewards_are_retried():
         score_all({"broken": broken}, PROMPTS, COMPLETIONS, {}, retries=1)
     with pytest.raises(RuntimeError, match=r"reward: slow took longer than 0.1 s, after 0 retries"):
         score_all({"slow": slow}, PROMPTS, COMPLETIONS, {}, timeout_s=0.1, retries=0)
-    with pytest.raises(ValueError, match="wrong must give a list of 3 numbers"):
+    with pytest.raises(ValueError, match="wrong must return a list of 3 numbers"):
         score_all({"wrong": wrong}, PROMPTS, COMPLETIONS, {})
     assert calls.count("wrong") == 1, "a wrong result was retried"
 
@@ -127,7 +127,7 @@ def test_a_reward_server_gives_its_functions_scores():
         rewards = {reward_name(name): load_reward(name)}
         scores = score_all(rewards, PROMPTS, COMPLETIONS, {"answer": ["one", "two", "three  three three"]})
         assert scores == {"exact_match": [1.0, 0.0, 1.0]}
-        with pytest.raises(ValueError, match="refuses: 400, .*compares with the records"):
+        with pytest.raises(ValueError, match="rejected the request: 400, .*the reward needs the column"):
             score_all(rewards, PROMPTS, COMPLETIONS, {})
     with served(make_server(f"{HERE}:only_long", "127.0.0.1", 0)) as address:
         (scores,) = score_all({"s": load_reward(address)}, PROMPTS, COMPLETIONS, {}).values()
@@ -156,7 +156,7 @@ def test_errors_of_a_reward_server_are_retried_or_raised(tmp_path):
         scores = score_all(rewards, PROMPTS, COMPLETIONS, {"x": [1, 2, 3]})["s"]
         assert scores[0] == 1 and math.isnan(scores[1]) and scores[2] == 2.5
         assert requests[1] == {"prompts": PROMPTS, "completions": COMPLETIONS, "columns": {"x": [1, 2, 3]}}
-        with pytest.raises(ValueError, match=r'must give \{"rewards": \[...\]\}; it gave b\'<html>\''):
+        with pytest.raises(ValueError, match=r'must return \{"rewards": \[...\]\}; it returned b\'<html>\''):
             score_all(rewards, PROMPTS, COMPLETIONS, {})
         with pytest.raises(RuntimeError, match="reward: s failed .*500"):
             score_all(rewards, PROMPTS, COMPLETIONS, {}, retries=1)
@@ -183,7 +183,7 @@ def check_sums_and_metrics() -> None:
     rewards = Rewards.load(names, "float32", rows=2, weights=[1.0, 0.1, 2.0])
     texts = COMPLETIONS if dist.get_rank() == 0 else ["x", "y", "z z"]
     rows = [{"prompt": prompt, "columns": "{}"} for prompt in PROMPTS]
-    scores = rewards.by_name(SimpleNamespace(), rows, texts)
+    scores = rewards.scores_by_name(SimpleNamespace(), rows, texts)
     assert list(scores) == ["reward", "words", "only_long", "later"]
     expected = [[2.0, 4.0, 5.0], [2.0, 2.0, 3.0]][dist.get_rank()]
     torch.testing.assert_close(scores["reward"], torch.tensor(expected))
@@ -193,9 +193,9 @@ def check_sums_and_metrics() -> None:
     assert metrics["rewards/words/std"] == pytest.approx(everything.std().item())
     assert (metrics["rewards/only_long/mean"], metrics["rewards/only_long/std"]) == (10.0, 0.0)
     single = Rewards.load(names[:1], "float32", rows=2)
-    assert list(single.by_name(SimpleNamespace(), rows, texts)) == ["words"]
+    assert list(single.scores_by_name(SimpleNamespace(), rows, texts)) == ["words"]
     weighted = Rewards.load(names[:1], "float32", rows=2, weights=[3.0])
-    scores = weighted.by_name(SimpleNamespace(), rows, texts)
+    scores = weighted.scores_by_name(SimpleNamespace(), rows, texts)
     torch.testing.assert_close(scores, {"reward": 3 * scores["words"], "words": scores["words"]})
     torch.testing.assert_close(weighted(SimpleNamespace(), rows, texts), 3 * scores["words"])
     metrics = weighted.metrics()

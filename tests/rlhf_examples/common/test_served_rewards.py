@@ -65,7 +65,7 @@ def check_lifetime() -> None:
     dist.barrier()
     assert not responds(address)
     with (
-        pytest.raises(ValueError, match="servers.sums: the server of 'nowhere:f' did not start"),
+        pytest.raises(ValueError, match="servers.sums: the server for 'nowhere:f' did not start"),
         served_rewards({"sums": RewardServerArguments("nowhere:f", port=0)}),
     ):
         raise AssertionError("the block was entered")
@@ -104,7 +104,7 @@ def test_a_reward_server_ends_with_its_parent_process(number):
 
 def test_invalid_server_settings_raise_before_the_pipeline_starts():
     steps = {"grpo": {"reward": "server:sum"}}
-    with pytest.raises(ValueError, match="steps.grpo: 'server:sum' given, and there are no servers"):
+    with pytest.raises(ValueError, match="steps.grpo: 'server:sum' given, and the file defines no servers"):
         pipeline.parse({"steps": steps}, [])
     with pytest.raises(ValueError, match="steps.grpo: unknown key 'sum'; the nearest known key is 'sums'"):
         pipeline.parse({"steps": steps, "servers": {"sums": {"reward": SUMS}}}, [])

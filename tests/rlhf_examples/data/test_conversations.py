@@ -227,7 +227,7 @@ def test_a_template_that_hides_where_turns_begin_is_named(rows_of):
         "{% if messages | length == 1 %}New: {% endif %}"
         "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     )
-    with pytest.raises(ValueError, match="writes the assistant's turns in another way where others follow"):
+    with pytest.raises(ValueError, match="renders the assistant's turns differently if other messages follow"):
         rows_of({"messages": TURNS}, "turns", tokenizer)
 
 

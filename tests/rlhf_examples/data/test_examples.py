@@ -17,8 +17,8 @@ from rlhf_examples.data.examples import (
     collate_preference,
     collate_prompts,
     collate_supervised,
-    prompt_order,
     reward_columns,
+    shuffled_order,
     tokenize_records,
 )
 from rlhf_examples.data.records import load_records
@@ -118,11 +118,11 @@ def test_bad_records_are_counted_and_the_good_ones_used(streaming, examples):
     assert {row["number"] for row in rows} == {1, 6}
     assert made.left_out.total == 7, "every record once, however many passes"
     assert made.left_out.counts == {
-        "no chosen among the columns prompt; --chosen_column can name another": 1,
-        "not an object with named fields": 1,
+        "no chosen among the columns prompt; name the column with --chosen_column": 1,
+        "not a JSON object": 1,
         "chosen equals rejected": 1,
         "empty chosen": 1,
-        "chosen and rejected are the same tokens": 1,
+        "chosen and rejected have the same tokens": 1,
     }
 
 
@@ -139,11 +139,11 @@ def test_a_form_that_is_none(examples):
 
 @pytest.mark.parametrize("position", [0, 1, 9, 10, 11, 35])
 def test_an_order_goes_on_where_it_was_left(position):
-    whole = list(itertools.islice(prompt_order(10, seed=1), 60))
+    whole = list(itertools.islice(shuffled_order(10, seed=1), 60))
     assert [sorted(whole[i : i + 10]) for i in range(0, 60, 10)] == [list(range(10))] * 6
     assert len({tuple(whole[i : i + 10]) for i in range(0, 60, 10)}) == 6, "each pass has an order of its own"
-    assert list(itertools.islice(prompt_order(10, 1, position), 20)) == whole[position : position + 20]
-    assert whole[:10] != list(itertools.islice(prompt_order(10, seed=2), 10))
+    assert list(itertools.islice(shuffled_order(10, 1, position), 20)) == whole[position : position + 20]
+    assert whole[:10] != list(itertools.islice(shuffled_order(10, seed=2), 10))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -168,8 +168,8 @@ def test_one_record_is_a_set(examples):
 
 def count_calls(monkeypatch) -> list:
     """A list that grows with every record that is tokenised."""
-    calls, real = [], data.tokens_of
-    monkeypatch.setattr(data, "tokens_of", lambda *request: calls.append(1) or real(*request))
+    calls, real = [], data.tokenize_texts
+    monkeypatch.setattr(data, "tokenize_texts", lambda *request: calls.append(1) or real(*request))
     return calls
 
 
@@ -209,13 +209,13 @@ def test_several_processes_give_the_same_rows(examples):
 
 def tokenise_on_a_rank(path: str, cache: str) -> tuple[int, list]:
     """How many records this rank tokenised, and what it got; both ranks at the same time."""
-    calls, real = [], data.tokens_of
-    data.tokens_of = lambda *request: calls.append(1) or real(*request)
+    calls, real = [], data.tokenize_texts
+    data.tokenize_texts = lambda *request: calls.append(1) or real(*request)
     try:
         dist.barrier()
         made = tokenize_records(load_records(path, cache_dir=cache), synthetic_tokenizer(), "prompt", cache_dir=cache)
     finally:
-        data.tokens_of = real
+        data.tokenize_texts = real
     return len(calls), made.rows.to_list()
 
 

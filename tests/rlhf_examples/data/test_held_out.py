@@ -61,5 +61,5 @@ def test_nothing_need_be_held_out(records):
 def test_a_fraction_that_leaves_nothing_is_refused(records):
     with pytest.raises(ValueError, match="eval_fraction: 1 given, which leaves no records to train on"):
         SFTArguments(eval_fraction=1)
-    with pytest.raises(ValueError, match="eval_fraction: 1e-09 of 1200 records leaves none to learn from, or none"):
+    with pytest.raises(ValueError, match="eval_fraction: 1e-09 of 1200 records leaves none for training or none"):
         found("ppo", records, eval_fraction=1e-9)

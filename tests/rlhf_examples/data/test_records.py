@@ -90,7 +90,7 @@ def test_a_broken_line_does_not_hide_the_others(tmp_path):
 def test_a_csv_row_that_does_not_fit_its_header(tmp_path):
     (tmp_path / "x.csv").write_text("prompt,chosen\na,b,c\nd\n")
     long, short = found(tmp_path / "x.csv", tmp_path)
-    assert long["problem"] == "more fields than the header has names"
+    assert long["problem"] == "more fields than the header has"
     assert json.loads(short["record"]) == {"prompt": "d", "chosen": None}
 
 
@@ -137,21 +137,21 @@ def test_a_directory_is_its_files_or_those_of_the_split(tmp_path):
     assert texts("split", "test") == ["test"]
     assert texts("split", "validation") == ["test", "train-0", "train-1"]
     assert texts("whole", "train") == ["b", "a"]
-    with pytest.raises(ValueError, match="no file in this directory has a name that begins with 'validation'"):
+    with pytest.raises(ValueError, match="the directory contains no file whose name begins with 'validation'"):
         texts("split@validation", "train")
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nowhere.jsonl", "there is no file or directory of that name"),
-        ("./nowhere", "there is no file or directory of that name"),
+        ("nowhere.jsonl", "there is no such file or directory"),
+        ("./nowhere", "there is no such file or directory"),
         ("{}/x.jsonl@test", "a file has no splits"),
-        ("{}/x.doc", "a file that ends in .jsonl, .json, .csv, .txt, .parquet is needed"),
-        ("{}/empty", "no file in this directory ends in .jsonl, .json, .csv, .txt, .parquet"),
-        ("synthetic:songs", "there is no such set; there are synthetic:stories, synthetic:preferences, "),
+        ("{}/x.doc", "the file name must end in .jsonl, .json, .csv, .txt, .parquet"),
+        ("{}/empty", "the directory contains no file that ends in .jsonl, .json, .csv, .txt, .parquet"),
+        ("synthetic:songs", "there is no such data set; allowed: synthetic:stories, synthetic:preferences, "),
         ("synthetic:stories@validation", "each with @train and @test"),
-        ([], "no set is named"),
+        ([], "no data set given"),
     ],
 )
 def test_a_name_that_is_none(name, words, tmp_path):
@@ -167,7 +167,7 @@ def test_no_hub_is_an_error_in_words(streaming, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ValueError, match="no such file or directory, and split 'test' of a set of that name cannot be"
+        ValueError, match="no such file or directory, and split 'test' of a data set of that name cannot be"
     ) as e:
         load_records("nobody/nothing:main@test", streaming=streaming)
     assert "Hugging Face hub: " in str(e.value) and "nobody/nothing" in str(e.value)
@@ -261,14 +261,14 @@ def test_a_share_does_not_depend_on_order_duplicates_or_streaming(texts_file, tm
 @pytest.mark.parametrize(
     ("data_split", "step", "words"),
     [
-        ("2,4,4", 3, "has 3 shares; there is none of step 3"),
-        ("2,4,4", -1, "there is none of step -1"),
-        ("1,x", 0, "'1,x' given; allowed: weights between commas"),
-        ("", 0, "allowed: weights between commas"),
-        ("2,-1", 0, "allowed: weights between commas"),
-        ("0,0", 0, "allowed: weights between commas"),
-        ("nan,1", 0, "allowed: weights between commas"),
-        ("1,0", 1, "leaves step 1 none of the 3 records"),
+        ("2,4,4", 3, "has 3 shares, and step 3 needs one of its own"),
+        ("2,4,4", -1, "step -1 needs one of its own"),
+        ("1,x", 0, "'1,x' given; allowed: weights separated by commas"),
+        ("", 0, "allowed: weights separated by commas"),
+        ("2,-1", 0, "allowed: weights separated by commas"),
+        ("0,0", 0, "allowed: weights separated by commas"),
+        ("nan,1", 0, "allowed: weights separated by commas"),
+        ("1,0", 1, "leaves no records for step 1, of 3"),
     ],
 )
 def test_a_share_that_is_none(data_split, step, words, tmp_path):

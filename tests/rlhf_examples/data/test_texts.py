@@ -14,10 +14,10 @@ CHAT = (
 ASK = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "Grüß dich 🙂"}]
 GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("hello", "go"))
 NONE_OF_PROMPTS = (
-    "none of prompt, messages and text among the columns {}; --prompt_column, --messages_column, --text_column can "
-    "name another"
+    "none of prompt, messages and text among the columns {}; name the column with --prompt_column, "
+    "--messages_column, --text_column"
 )
-NO_OTHER = "no {0} among the columns {1}; --{0}_column can name another"
+NO_OTHER = "no {0} among the columns {1}; name the column with --{0}_column"
 DIALOGUE = "\n\nHuman: Is it so?\n\nAssistant: It is: Assistant: is me.\n\nHuman: And?\n\nAssistant:"
 
 
@@ -58,7 +58,7 @@ def raw(text: str, problem: str = "") -> dict:
 )
 def test_columns_of_text(form, record, prompt, completions, tokenizer):
     found = texts_of(row(record), form, tokenizer)
-    assert (found.prompt, found.completions, found.templated) == (prompt, completions, False)
+    assert (found.prompt, found.completions, found.is_conversation) == (prompt, completions, False)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_conversations_are_what_the_template_writes(form, record, wholes, tokeni
     """The oracle is the template itself, over the whole conversation."""
     found = texts_of(row(record), form, tokenizer)
     asked = (wholes or [ASK + GOOD])[0][:-1]
-    assert found.templated
+    assert found.is_conversation
     assert found.prompt == tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     expected = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in wholes]
     assert [found.prompt + completion for completion in found.completions] == expected
@@ -94,8 +94,8 @@ def test_conversations_are_what_the_template_writes(form, record, wholes, tokeni
         ("prompt", raw("{bad"), "not JSON"),
         ("prompt", raw(""), "not JSON"),
         ("prompt", raw("", "not UTF-8"), "not UTF-8"),
-        ("prompt", row([1]), "not an object with named fields"),
-        ("prompt", row("text"), "not an object with named fields"),
+        ("prompt", row([1]), "not a JSON object"),
+        ("prompt", row("text"), "not a JSON object"),
         ("prompt", row({}), NONE_OF_PROMPTS.format(r"\(none\)")),
         ("prompt", row({"prompt": None}), NONE_OF_PROMPTS.format("prompt")),
         ("prompt", row({"prompt": " \n"}), "empty prompt"),
@@ -111,22 +111,22 @@ def test_conversations_are_what_the_template_writes(form, record, wholes, tokeni
         ("prompt", row({"prompt": [{"role": "user", "content": " "}]}), "empty prompt"),
         ("prompt", row({"prompt": "half \ud83d"}), "prompt is not Unicode"),
         ("prompt", row({"prompt": [{"role": "user", "content": "\ud83d"}]}), "prompt is not Unicode"),
-        ("prompt", row({"prompt": [{"role": "tool", "content": "x"}]}), "the chat template refuses it: no tools"),
+        ("prompt", row({"prompt": [{"role": "tool", "content": "x"}]}), "the chat template rejects it: no tools"),
         ("prompt", row({"messages": GOOD}), "empty prompt"),
         ("prompt", row({"messages": []}), "empty messages"),
         (
             "supervised",
             row({"prompt": "p", "answer": "a"}),
-            "none of completion, chosen, messages and text among the columns answer, prompt; --completion_column, "
-            "--chosen_column, --messages_column, --text_column can name another",
+            "none of completion, chosen, messages and text among the columns answer, prompt; name the column "
+            "with --completion_column, --chosen_column, --messages_column, --text_column",
         ),
         (
             "supervised",
             row({"completion": "c"}),
-            "no prompt among the columns completion; --prompt_column can name another",
+            "no prompt among the columns completion; name the column with --prompt_column",
         ),
         ("supervised", row({"prompt": "p", "completion": ""}), "empty completion"),
-        ("supervised", row({"prompt": "p", "completion": GOOD}), "one field is a text and another a conversation"),
+        ("supervised", row({"prompt": "p", "completion": GOOD}), "one field is a text, another a conversation"),
         ("supervised", row({"messages": ASK}), "the last message is not the assistant's"),
         ("preference", row({"prompt": "p", "chosen": "c"}), NO_OTHER.format("rejected", "chosen, prompt")),
         ("preference", row({"prompt": "p", "rejected": "c"}), NO_OTHER.format("chosen", "prompt, rejected")),
@@ -134,7 +134,7 @@ def test_conversations_are_what_the_template_writes(form, record, wholes, tokeni
         ("preference", row({"chosen": "p c", "rejected": "p c"}), "chosen equals rejected"),
         ("preference", row({"chosen": "a", "rejected": "b"}), "empty prompt"),
         ("preference", row({"chosen": ASK, "rejected": ASK + BAD}), "empty completion"),
-        ("preference", row({"chosen": "a", "rejected": BAD}), "one field is a text and another a conversation"),
+        ("preference", row({"chosen": "a", "rejected": BAD}), "one field is a text, another a conversation"),
     ],
 )
 def test_a_defect_has_a_name(form, broken, reason, tokenizer):
@@ -160,7 +160,9 @@ def test_columns_of_other_names(form, columns, record, prompt, completions, toke
 
 
 def test_the_error_names_the_columns_and_the_flags_of_those_that_are_looked_for(tokenizer):
-    with pytest.raises(BadRecord, match="^no ask among the columns a, completion; --prompt_column can name another$"):
+    with pytest.raises(
+        BadRecord, match="^no ask among the columns a, completion; name the column with --prompt_column$"
+    ):
         texts_of(row({"completion": "c", "a": "b"}), "supervised", tokenizer, RecordFormat(prompt_column="ask"))
 
 
@@ -174,12 +176,12 @@ def test_a_text_prompt_stands_in_its_template(tokenizer):
 
 def test_a_template_that_changes_the_prompt_is_named(tokenizer):
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(BadRecord, match="the chat template writes the prompt in another way where an answer follows"):
+    with pytest.raises(BadRecord, match="the chat template renders the prompt differently with an answer"):
         texts_of(row({"prompt": ASK, "completion": GOOD}), "supervised", tokenizer)
 
 
 def test_a_conversation_without_a_template_is_an_error_of_the_run():
-    with pytest.raises(ValueError, match="the set is of conversations, and the tokenizer has no chat template"):
+    with pytest.raises(ValueError, match="the records are conversations, and the tokenizer has no chat template"):
         texts_of(row({"prompt": ASK}), "prompt", synthetic_tokenizer())
 
 

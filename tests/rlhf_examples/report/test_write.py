@@ -117,10 +117,10 @@ def test_every_step_has_a_section_in_the_order_of_the_pipeline(run, page, tmp_pa
         "Completion length",
         "Policy loss",
         "Value loss",
-        "Where an iteration&#x27;s time went",
+        "Time of an iteration by phase",
         "Generation",
-        "Memory of a rank",
-        "Logprob differences, token by token",
+        "Memory per rank",
+        "Logprob differences of sampler and trainer, by token",
         "Logprob differences of sampler and trainer",
     ]
     shutil.copytree(run, tmp_path / "run")
@@ -135,12 +135,12 @@ def test_the_figures_are_those_of_the_log(page):
     assert figures == {
         "Gold score": "0.48 → 0.91 ± 0.012",
         "KL to the reference": "3.25",
-        "Tokens a second": "1,500 → 1,500",  # the step's; the summary's has the same label
+        "Tokens per second": "1,500 → 1,500",  # the step's; the summary's has the same label
         "my own": "7",
         "Loss, held out": "0.35 → 0.117",
         "Reward": "1.5 → 19.5",  # means of 1, 2 and of 19, 20
-        "KL, nats a sequence": "0.15 → 1.95",
-        "Length, tokens": "30 → 30",
+        "KL, nats per sequence": "0.15 → 1.95",
+        "Completion length, tokens": "30 → 30",
     }
     assert "3.0 × Hugging Face's 500" in page.texts[".note"]
     rows = [" ".join(row.split()) for row in page.texts["tr"]]
@@ -313,7 +313,7 @@ def test_every_chart_is_seen_on_a_screen_and_on_a_phone(run, page, tmp_path, wid
 @needs_chromium
 def test_the_stack_has_the_shares_of_the_phases(run, tmp_path):
     sizes = measured(run, tmp_path, 1280)
-    ((_, *box),) = [chart for chart in sizes["charts"] if "time went" in chart[0]]
+    ((_, *box),) = [chart for chart in sizes["charts"] if "by phase" in chart[0]]
     x, y, wide, high = (round(number) for number in box)
     inside = (matplotlib.image.imread(tmp_path / "1280.png")[y : y + high, x : x + wide, :3] * 255).round()
     source = (run / "report.html").read_text().split("prefers-color-scheme")[0]
@@ -333,7 +333,7 @@ def test_completions_while_training_are_shown_by_prompt(tmp_path):
         log.add_completions(iteration, {**columns, "correct": [score, None]}, shown=0)
     log.close()
     page = write_report(tmp_path).read_text()
-    part = page[page.index("Completions of held-out prompts while training") :]
+    part = page[page.index("Completions of held-out prompts during training") :]
     assert "two &lt;b&gt;" in part
     assert part.index("a0") < part.index("0.25") < part.index("a1") < part.index("0.75") < part.index("b0")
 
