@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 @pytest.fixture
 def alone(tmp_path_factory):
-    """This process is the only rank."""
+    """A process group of which this process is the only rank."""
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     yield

@@ -1,4 +1,4 @@
-"""The scripts, run inside ranks of a pool, and a small model for them."""
+"""Runs scripts inside ranks of a pool, on small models."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ TIMES = ("time/", "memory/")
 
 
 def number_of_words(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
-    """A reward of which a random model gets some."""
+    """A reward that a random model gets some of."""
     return [len(set(completion.split())) / 4 for completion in completions]
 
 
@@ -62,8 +62,8 @@ def words_but_of_the_first(prompts: list[str], completions: list[str], **columns
     return [None, *number_of_words(prompts[1:], completions[1:])]
 
 
-def small_directory(directory: Path, seed: int = 0) -> Path:
-    """A random language model with its tokenizer, and a reward model beside it."""
+def make_small_models(directory: Path, seed: int = 0) -> Path:
+    """Save a random language model in model/ and a reward model in reward_model/, with their tokenizer."""
     torch.manual_seed(seed)
     tokenizer = synthetic_tokenizer()
     model = small_model(16, 2, tokenizer)
@@ -77,35 +77,35 @@ def small_directory(directory: Path, seed: int = 0) -> Path:
 
 
 def models_of(script: str, directory: Path) -> dict[str, str]:
-    """The settings that name the models of `small_directory`."""
+    """The settings that name the models of `make_small_models`."""
     if script in ("ppo", "grpo"):
         of_ppo = {"critic_model_name_or_path": str(directory / "reward_model")} if script == "ppo" else {}
         return {"actor_model_name_or_path": str(directory / "model"), **of_ppo}
     return {"model_name_or_path": str(directory / "model")}
 
 
-def run_here(script: str, settings: dict) -> dict[str, float]:
-    """A script in this rank; gives what it gives."""
+def run_in_this_rank(script: str, settings: dict) -> dict[str, float]:
+    """Run a script in this rank; returns its result."""
     module, kind = SCRIPTS[script]
     return module.run(arguments_of(kind, {**TINY[script], **settings}))
 
 
 def run_until(script: str, settings: dict, point: str) -> None:
-    """`run_here`, in which the last rank kills itself at a point."""
-    die_at(point)
-    run_here(script, settings)
+    """`run_in_this_rank`, in which the last rank kills itself at `point`."""
+    kill_last_rank_at(point)
+    run_in_this_rank(script, settings)
 
 
 def logged(directory: Path) -> list[dict[str, float]]:
-    """What a run has logged, but for times and memory."""
+    """A run's logged metrics without times and memory."""
     return [
         {name: value for name, value in row.items() if not name.startswith(TIMES)} for row in read_metrics(directory)
     ]
 
 
-# The functions that a kill comes from, and at which of their calls.
+# Point → the function that kills the rank, and at which of its calls.
 POINTS = {
-    "rollout": ("roll_out", 4),  # the first is of the evaluation
+    "rollout": ("roll_out", 4),  # the first call is the evaluation's
     "update": ("backward_and_step", 15),
     "before saving": ("save", 2),
     "while saving": ("save", 2),
@@ -113,7 +113,7 @@ POINTS = {
 }
 
 
-def die_at(point: str) -> None:
+def kill_last_rank_at(point: str) -> None:
     """Make the last rank kill itself at a point of POINTS."""
     name, calls = POINTS[point]
     if dist.get_rank() != dist.get_world_size() - 1:
@@ -128,15 +128,15 @@ def die_at(point: str) -> None:
             torch.save = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
         if count == calls and not point.startswith(("after", "while")):
             os.kill(os.getpid(), signal.SIGKILL)
-        found = own(*args, **kwargs)
+        result = own(*args, **kwargs)
         if count == calls:
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
+        return result
 
     for owner in owners:
         setattr(owner, name, dying)
 
 
-def whole_model(directory: Path) -> LlamaForCausalLM:
-    """What plain transformers loads."""
+def load_with_transformers(directory: Path) -> LlamaForCausalLM:
+    """The model as plain transformers loads it."""
     return LlamaForCausalLM.from_pretrained(directory).eval()

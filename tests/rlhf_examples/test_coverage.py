@@ -1,5 +1,5 @@
-"""Every recipe in configs/ and every script that generates runs fused with its own flags: adapters, checkpointing,
-dtype, the way weights are held. Models are tiny, of the recipe's architecture, and partitioned for real."""
+"""Every recipe in configs/ and every generating script runs fused with its own flags: adapters, checkpointing, dtype,
+the way weights are held. Models are tiny, of the recipe's architecture, and partitioned."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from rlhf_examples.common.engines import deepspeed_config, load_rollout_engine
 from rlhf_examples.common.models import load_exported
 from rlhf_examples.common.rollouts import sampling
 from tests.engines import engine_of, train_step
-from tests.rlhf_examples.scripts import run_here, small_directory
+from tests.rlhf_examples.scripts import make_small_models, run_in_this_rank
 from tests.rlhf_examples.test_recipes import CONFIGS, RECIPES
 from tests.tiny_models import prompts, tiny_model, with_peft
 
@@ -36,7 +36,7 @@ GENERATING = ("ppo", "grpo", "pairs", "throughput", "evaluate")
 
 @dataclass(frozen=True)
 class Coverage:
-    """What an engine's policy has run in, and why its latest native request was one."""
+    """Containers that an engine's policy ran in, and the reason of its latest native request."""
 
     engine: str
     containers: set[str]
@@ -53,15 +53,15 @@ def coverage(engine: hybrid.HybridEngine | hybrid.InferenceEngine) -> Coverage:
 
 
 def require_fused(engine: hybrid.HybridEngine | hybrid.InferenceEngine) -> None:
-    found = coverage(engine)
-    assert (found.containers, found.fallback_reason) == FUSED, found
+    actual = coverage(engine)
+    assert (actual.containers, actual.fallback_reason) == FUSED, actual
 
 
 # The recipes
 
 
 def steps_of(name: str) -> dict[str, object]:
-    """The arguments of a recipe's steps that generate."""
+    """The arguments of a recipe's generating steps."""
     settings = read_yaml(CONFIGS / f"{name}.yaml")
     if "steps" not in settings:
         return {"ppo": arguments_of(PPOArguments, settings)}
@@ -105,7 +105,7 @@ def check_actor(args: RolloutArguments, folder: str) -> None:
 
 
 def roll_out_and_score(engine: hybrid.HybridEngine, params: hybrid.SamplingParams, *scorings: Callable):
-    """A rollout and the scores of it, as an iteration of the scripts makes them."""
+    """A rollout and its scores, as in an iteration of the scripts."""
     ids, mask = prompts(2, 9, padded=True, seed=dist.get_rank())
     engine.eval()
     with engine.inference():
@@ -116,13 +116,13 @@ def roll_out_and_score(engine: hybrid.HybridEngine, params: hybrid.SamplingParam
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-def test_a_recipe_runs_fused(ranks, tmp_path, name):
+def test_every_recipe_runs_fused(ranks, tmp_path, name):
     assert steps_of(name), "nothing generates in it"
     ranks.run(check_recipe, name, str(tmp_path))
 
 
 def check_the_readmes_configuration() -> None:
-    """As README.md passes it, but for the threshold, which would keep a tiny model whole."""
+    """README.md's configuration with persistence threshold 0; its own would leave a tiny model unpartitioned."""
     config = json.loads((CONFIGS / "zero3_hybrid.json").read_text())
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     model = tiny_model("qwen2")
@@ -142,45 +142,45 @@ def test_the_readmes_configuration_runs_fused(ranks):
 
 
 @contextmanager
-def watched() -> Iterator[list[Coverage]]:
-    """Gives the coverage, at its end, of every engine that is built in the block over a model that can generate."""
-    found: list[Coverage] = []
-    alive: list = []
-    own = {name: getattr(hybrid, name) for name in ("initialize", "init_inference")}
+def recorded_coverage() -> Iterator[list[Coverage]]:
+    """Records the final coverage of every engine built in the block over a model that can generate."""
+    coverages: list[Coverage] = []
+    engines: list = []
+    originals = {name: getattr(hybrid, name) for name in ("initialize", "init_inference")}
 
     def watch(engine):
         if not hasattr(engine.module, "generate"):  # a critic, a reward model
             return
         destroy = engine.destroy
 
-        def noted() -> None:
-            found.append(coverage(engine))
-            alive.remove(engine)
+        def recording_destroy() -> None:
+            coverages.append(coverage(engine))
+            engines.remove(engine)
             destroy()
 
-        engine.destroy = noted
-        alive.append(engine)
+        engine.destroy = recording_destroy
+        engines.append(engine)
 
     def initialize(*args, **kwargs):
-        built = own["initialize"](*args, **kwargs)
+        built = originals["initialize"](*args, **kwargs)
         watch(built[0])
         return built
 
     def init_inference(*args, **kwargs):
-        engine = own["init_inference"](*args, **kwargs)
+        engine = originals["init_inference"](*args, **kwargs)
         watch(engine)
         return engine
 
     hybrid.initialize, hybrid.init_inference = initialize, init_inference
     try:
-        yield found
-        found += [coverage(engine) for engine in alive]
+        yield coverages
+        coverages += [coverage(engine) for engine in engines]
     finally:
-        hybrid.initialize, hybrid.init_inference = own["initialize"], own["init_inference"]
+        hybrid.initialize, hybrid.init_inference = originals["initialize"], originals["init_inference"]
 
 
 def run_script(script: str, folder: str) -> None:
-    """A script's `run`, with everything on that could be in the decoder's way."""
+    """A script's `run` with every option on that could disable the fused decoder."""
     model, rewarding, output = f"{folder}/model", f"{folder}/reward_model", f"{folder}/{script}"
     training = {"gradient_checkpointing": True, "lora_dim": 2, "max_steps": 1, "zero_stage": 3, "output_dir": output}
     actor = {
@@ -194,11 +194,11 @@ def run_script(script: str, folder: str) -> None:
     generating = {"max_answer_seq_len": 6}
     if script == "ppo":
         critic = {"critic_model_name_or_path": rewarding, "critic_gradient_checkpointing": True, "critic_lora_dim": 2}
-        run_here("ppo", {**actor, **critic})
+        run_in_this_rank("ppo", {**actor, **critic})
     elif script == "grpo":
-        run_here("grpo", {**actor, "beta": 0.1})
+        run_in_this_rank("grpo", {**actor, "beta": 0.1})
     elif script in ("sft", "dpo"):
-        run_here(script, {**training, "model_name_or_path": model})
+        run_in_this_rank(script, {**training, "model_name_or_path": model})
     elif script == "pairs":
         pairs.run(PairsArguments(model_name_or_path=model, output_dir=output, rounds=1, zero_stage=3, **generating))
     elif script == "evaluate":
@@ -214,16 +214,16 @@ def run_script(script: str, folder: str) -> None:
 
 
 def check_script(script: str, folder: str) -> None:
-    with watched() as found:
+    with recorded_coverage() as coverages:
         run_script(script, folder)
-    assert found
-    for one in found:
-        assert (one.containers, one.fallback_reason) == FUSED, one
+    assert coverages
+    for coverage in coverages:
+        assert (coverage.containers, coverage.fallback_reason) == FUSED, coverage
 
 
 SLOW = [pytest.param(script, marks=pytest.mark.slow) for script in ("grpo", "sft", "dpo", "pairs", "evaluate", "chat")]
 
 
 @pytest.mark.parametrize("script", ["ppo", "throughput", *SLOW])
-def test_a_script_runs_fused(ranks, tmp_path, script):
-    ranks.run(check_script, script, str(small_directory(Path(tmp_path))))
+def test_every_script_runs_fused(ranks, tmp_path, script):
+    ranks.run(check_script, script, str(make_small_models(Path(tmp_path))))

@@ -1,4 +1,4 @@
-"""Evaluations: several completions of a prompt, shares that pass, greedy ones; the same on any number of ranks."""
+"""Evaluations: several completions per prompt, pass@k, greedy completions; equal on any number of ranks."""
 
 import itertools
 import math
@@ -12,19 +12,19 @@ from rlhf_examples.common.engines import load_rollout_engine
 from rlhf_examples.common.models import load_exported, load_tokenizer
 from rlhf_examples.common.scorers import Rewards
 from tests.rank_pool import RankPool
-from tests.rlhf_examples.scripts import small_directory
+from tests.rlhf_examples.scripts import make_small_models
 
 HERE = "tests.rlhf_examples.test_evaluation"
 TEXTS = ["anna found", "ben", "in the garden", "the red ball", "a"]
 
 
 def short_words(prompts, completions, **columns) -> list[float | None]:
-    """1 where the first word is short; None where there is none."""
+    """1 if the first word is short; None for an empty completion."""
     return [float(len(text.split()[0]) < 5) if text.split() else None for text in completions]
 
 
 @pytest.mark.parametrize(("passed", "count"), [(0, 5), (1, 5), (3, 5), (5, 5), (2, 3)])
-def test_pass_at_k_is_what_all_choices_give(passed, count):
+def test_pass_at_k_matches_enumeration(passed, count):
     completions = [True] * passed + [False] * (count - passed)
     for k in range(1, count + 1):
         choices = list(itertools.combinations(completions, k))
@@ -32,18 +32,20 @@ def test_pass_at_k_is_what_all_choices_give(passed, count):
 
 
 def long_words(prompts, completions, **columns) -> list[float]:
-    """What `short_words` is not; the test gives it that name."""
+    """A different reward, which the test names `short_words`."""
     return [float(len(text)) for text in completions]
 
 
 def check_names(directory: str) -> None:
-    """What training goes by and what it never sees keep their own scores where both have one name."""
+    """Training and evaluation rewards with equal names keep separate scores."""
     tokenizer = load_tokenizer(f"{directory}/model")
     engine = load_rollout_engine(load_exported, f"{directory}/model", "float32", zero_stage=0)
-    rewards, others = (Rewards.load([f"{HERE}:{name}"], "float32", rows=4) for name in ("short_words", "long_words"))
-    others.scorers[0].name = "short_words"
+    rewards, other_rewards = (
+        Rewards.load([f"{HERE}:{name}"], "float32", rows=4) for name in ("short_words", "long_words")
+    )
+    other_rewards.scorers[0].name = "short_words"
     rows = [{"prompt": text, "columns": "{}", "prompt_ids": [1, *tokenizer(text)["input_ids"]]} for text in TEXTS]
-    evaluation = Evaluation(engine, tokenizer, rows, [rewards, others], GRPOArguments(max_answer_seq_len=4))
+    evaluation = Evaluation(engine, tokenizer, rows, [rewards, other_rewards], GRPOArguments(max_answer_seq_len=4))
     metrics, texts, scores = evaluation()
     assert list(scores) == ["short_words", "eval_short_words"]
     assert scores["eval_short_words"] == [float(len(text)) for text in texts] != scores["short_words"]
@@ -51,13 +53,13 @@ def check_names(directory: str) -> None:
     engine.destroy()
 
 
-def test_rewards_of_one_name_keep_their_own_scores(ranks, tmp_path):
-    small_directory(Path(tmp_path))
+def test_rewards_with_equal_names_keep_separate_scores(ranks, tmp_path):
+    make_small_models(Path(tmp_path))
     ranks.run(check_names, str(tmp_path))
 
 
 def check_evaluation(directory: str) -> dict:
-    """What ranks find, of the same prompts."""
+    """Evaluations of this rank, over the same prompts."""
     tokenizer = load_tokenizer(f"{directory}/model")
     engine = load_rollout_engine(load_exported, f"{directory}/model", "float32", zero_stage=3)
     rewards = Rewards.load([f"{HERE}:short_words"], "float32", rows=4)
@@ -67,35 +69,35 @@ def check_evaluation(directory: str) -> dict:
     of_prompts = [scores["short_words"][first : first + 4] for first in range(0, 20, 4)]
     assert 0 < metrics["eval_short_words_stderr"] == standard_error(of_prompts)
     assert metrics["eval_short_words/pass@1"] == pytest.approx(sum(map(sum, of_prompts)) / 20)
-    assert metrics["eval_short_words/pass@4"] == pytest.approx(sum(max(of) for of in of_prompts) / 5)
-    assert len({*texts}) > 5, "completions of a prompt are drawn apart"
-    alone = Evaluation(engine, tokenizer, rows, [rewards], args)()
-    greedy, again = (
+    assert metrics["eval_short_words/pass@4"] == pytest.approx(sum(max(completions) for completions in of_prompts) / 5)
+    assert len({*texts}) > 5, "completions of a prompt are equal"
+    single = Evaluation(engine, tokenizer, rows, [rewards], args)()
+    greedy, second_greedy = (
         Evaluation(engine, tokenizer, rows, [rewards], GRPOArguments(max_answer_seq_len=4, seed=seed), greedy=True)()
         for seed in (3, 4)
     )
-    assert greedy == again
-    assert greedy[1] != alone[1]
+    assert greedy == second_greedy
+    assert greedy[1] != single[1]
     engine.destroy()
-    return {"several": [metrics, texts, scores], "alone": alone, "greedy": greedy}
+    return {"several": [metrics, texts, scores], "alone": single, "greedy": greedy}
 
 
-def test_evaluation_is_the_same_on_any_number_of_ranks(ranks, tmp_path):
-    small_directory(Path(tmp_path))
-    one, other = ranks.run(check_evaluation, str(tmp_path))
-    assert one == other
-    assert len(one["several"][1]) == 20 and len(one["alone"][1]) == 5
+def test_evaluation_does_not_depend_on_the_number_of_ranks(ranks, tmp_path):
+    make_small_models(Path(tmp_path))
+    first, second = ranks.run(check_evaluation, str(tmp_path))
+    assert first == second
+    assert len(first["several"][1]) == 20 and len(first["alone"][1]) == 5
     pool = RankPool(1, timeout_s=120)
     try:
-        (alone,) = pool.run(check_evaluation, str(tmp_path))
+        (single_rank,) = pool.run(check_evaluation, str(tmp_path))
     finally:
         pool.close()
-    for name, (metrics, texts, scores) in one.items():
-        assert list(alone[name][1:]) == [texts, scores]
-        assert alone[name][0] == pytest.approx(metrics)
+    for name, (metrics, texts, scores) in first.items():
+        assert list(single_rank[name][1:]) == [texts, scores]
+        assert single_rank[name][0] == pytest.approx(metrics)
 
 
-def test_arguments_that_do_not_fit():
+def test_invalid_evaluation_arguments_raise():
     for kind in (GRPOArguments, EvaluateArguments):
         assert kind(eval_num_generations=4, pass_at_k=[1, 4]).pass_at_k == [1, 4]
         with pytest.raises(ValueError, match="pass_at_k: 5 given with eval_num_generations: 4; it must be from"):

@@ -1,4 +1,4 @@
-"""The recipes in configs/: their memory figures are what `memory_plan` says, and each runs, tiny."""
+"""The recipes in configs/: their memory figures match `memory_plan`, and each runs with tiny models."""
 
 import json
 import re
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS, README = ROOT / "configs", ROOT / "README.md"
 LLAMA = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
 QWEN = {"tie_word_embeddings": True, "vocab_size": 151936, "max_position_embeddings": 8192}
-# Recipe → ranks, sequences of a rank, tokens of a sequence, and the sizes that its figures are of.
+# Recipe → ranks, sequences per rank, tokens per sequence, and the model sizes of its figures.
 RECIPES = {
     "1gpu_1b": (1, 32, 768, "qwen2", (1536, 8960, 28, 12), {**QWEN, "num_key_value_heads": 2}),
     "8gpu_7b_lora": (8, 32, 1024, "llama", (4096, 14336, 32, 32), LLAMA),
@@ -47,8 +47,8 @@ SIZE_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_atte
 
 
 @pytest.fixture
-def pretended_ranks():
-    """A process group of as many ranks as a recipe has, of which this process is the first and only one."""
+def fake_process_group():
+    """A fake process group with a recipe's number of ranks, of which only this one exists."""
 
     def begin(world_size: int) -> None:
         dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
@@ -58,7 +58,7 @@ def pretended_ranks():
 
 
 def partitioned_model(args: PPOArguments, world_size: int, kind: str, sizes: tuple, more: dict):
-    """A policy whose parameters look as ZeRO-3 leaves them, without their memory."""
+    """A policy whose parameters have ZeRO-3's attributes, without memory."""
     config = AutoConfig.for_model(kind, **dict(zip(SIZE_NAMES, sizes, strict=True)), **more)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -66,7 +66,7 @@ def partitioned_model(args: PPOArguments, world_size: int, kind: str, sizes: tup
             lora = peft.LoraConfig(r=args.actor_lora_dim, target_modules="all-linear", task_type="CAUSAL_LM")
             model = peft.get_peft_model(model, lora, low_cpu_mem_usage=True).to(torch.bfloat16)
     inner = (model.get_base_model() if args.actor_lora_dim else model).model
-    inner.rotary_emb = type(inner.rotary_emb)(config)  # whose tables are read
+    inner.rotary_emb = type(inner.rotary_emb)(config)  # its tables are read
     for number, parameter in enumerate(model.parameters()):
         parameter.ds_id, parameter.ds_shape, parameter.ds_numel = number, parameter.shape, parameter.numel()
         parameter.ds_process_group, parameter.ds_status = dist.group.WORLD, ZeroParamStatus.NOT_AVAILABLE
@@ -81,12 +81,12 @@ def ppo_of(name: str) -> PPOArguments:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_figures_are_the_plans(name, pretended_ranks):
+def test_memory_figures_of_recipes_match_the_plan(name, fake_process_group):
     world_size, rows, tokens, *of_model = RECIPES[name]
     args = ppo_of(name)
     assert args.per_device_generation_batch_size == rows
     assert args.max_prompt_seq_len + args.max_answer_seq_len == tokens
-    pretended_ranks(world_size)
+    fake_process_group(world_size)
     model = partitioned_model(args, world_size, *of_model)
     blocks = rollout_config(args)
     settings = HybridEngineConfig(**blocks["hybrid_engine"])
@@ -94,11 +94,13 @@ def test_the_figures_are_the_plans(name, pretended_ranks):
     plan = MemoryPlanner(builder).plan(rows, tokens)
     expected = {line.split("  in use")[0].strip() for line in re.sub(" +", " ", str(plan)).splitlines()[1:]}
     expected = {line.removesuffix(" in use") for line in expected}
-    told = [line for line in (CONFIGS / f"{name}.yaml").read_text().splitlines() if re.search(r"\d\.\d +\d+\.\d", line)]
-    told = {re.sub(" +", " ", line.removeprefix("#")).strip() for line in told}
-    assert len(told) >= 2
-    assert told <= expected, told - expected
-    assert any(line.startswith(str(plan.in_use)) for line in told), "the mode that the recipe runs in is not told"
+    figures = [
+        line for line in (CONFIGS / f"{name}.yaml").read_text().splitlines() if re.search(r"\d\.\d +\d+\.\d", line)
+    ]
+    figures = {re.sub(" +", " ", line.removeprefix("#")).strip() for line in figures}
+    assert len(figures) >= 2
+    assert figures <= expected, figures - expected
+    assert any(line.startswith(str(plan.in_use)) for line in figures), "the recipe lacks the figures of its own mode"
 
 
 def meta_bytes(kind: type, sizes: tuple, **more) -> tuple[int, int, int]:
@@ -110,9 +112,10 @@ def meta_bytes(kind: type, sizes: tuple, **more) -> tuple[int, int, int]:
     return sum(parameter.nbytes for parameter in model.parameters()), sum(layer), max(layer)
 
 
-def test_the_70b_recipe_tells_its_host_memory():
-    """By what loading and saving hold, which `test_loading.py` measures: mapped files on the first rank and a module's
-    weights on the device under ZeRO-3; a whole model in the engine's dtype on each rank without; a file and a layer."""
+def test_host_memory_figures_of_the_70b_recipe():
+    """From the memory of loading and saving, measured in `test_loading.py`: under ZeRO-3 mapped files on the first rank
+    and a module's weights on the device; otherwise a full model in the engine's dtype per rank; saving, a file and a
+    layer."""
     settings = read_yaml(CONFIGS / "16gpu_70b_lora.yaml")
     assert settings["common"]["dtype"] == "bfloat16"
     assert not settings["common"].get("offload")
@@ -121,8 +124,8 @@ def test_the_70b_recipe_tells_its_host_memory():
     assert not args.offload_reference_model
     policy, layer, matrix = meta_bytes(AutoModelForCausalLM, RECIPES["16gpu_70b_lora"][4])
     value, *_ = meta_bytes(AutoModelForSequenceClassification, RECIPES["8gpu_7b_lora"][4], num_labels=1)
-    saving = 5 * 10**9 + layer + 2 * (2 * matrix)  # a matrix in float32, and its sum with the adapter's product
-    told = {
+    saving = 5 * 10**9 + layer + 2 * (2 * matrix)  # a matrix in float32, and its sum with the LoRA delta
+    figures = {
         f"policy {policy / 1e9:.1f}, critic {value / 1e9:.1f}:",
         f"on every rank was {2 * policy * ranks / 1e9:.1f}.",
         f"reward model {(ranks + 1) * value / 1e9:.1f}:",
@@ -130,22 +133,25 @@ def test_the_70b_recipe_tells_its_host_memory():
         f"written: {saving / 1e9:.1f} on the first rank",
     }
     text = (CONFIGS / "16gpu_70b_lora.yaml").read_text()
-    assert not [line for line in told if line not in text], told
+    assert not [line for line in figures if line not in text], figures
 
 
 def conversation(*texts: str) -> list[dict]:
-    """Texts of user and assistant in turns."""
+    """Alternating messages of user and assistant."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 def rows(make, count: int = 24) -> list[dict]:
-    """As many rows, each of another number."""
+    """`count` rows of `make`, each of a different number."""
     return [make(f"{number} red") for number in range(count)]
 
 
 POST = "SUBREDDIT: r/x\n\nTITLE: {0}\n\nPOST: {0}\n\nTL;DR:"
-ASKED = "\n\nHuman: What is {0}?\n\nAssistant: It is {0}.\n\nHuman: And?\n\nAssistant:"
-HH = [{"chosen": f"{ASKED.format(x)} A ball.", "rejected": f"{ASKED.format(x)} A boat."} for x in map(str, range(24))]
+DIALOGUE = "\n\nHuman: What is {0}?\n\nAssistant: It is {0}.\n\nHuman: And?\n\nAssistant:"
+HH = [
+    {"chosen": f"{DIALOGUE.format(x)} A ball.", "rejected": f"{DIALOGUE.format(x)} A boat."}
+    for x in map(str, range(24))
+]
 ULTRA = rows(
     lambda x: {
         "prompt": f"What is {x}?",
@@ -157,7 +163,7 @@ ULTRA = rows(
         "score_rejected": 7.0,
     }
 )
-# A recipe's sets → rows of the same columns.
+# Data set of a recipe → rows with the same columns.
 DATA = {
     "my-conversations.jsonl": rows(lambda x: {"messages": conversation(f"What is {x}?", "A ball.", "Well?", "No.")}),
     "my-pairs.jsonl": rows(
@@ -174,7 +180,7 @@ OF_SETS = ("hh_rlhf", "gsm8k", "ultrafeedback", "tldr")
 
 
 def tiny_recipe(name: str, model: str, folder: Path) -> dict:
-    """A recipe's own settings but for sizes: `model`, one iteration, rows of the columns of its sets."""
+    """A recipe's settings with small sizes: `model`, one iteration, and rows with its sets' columns."""
     settings = read_yaml(CONFIGS / f"{name}.yaml")
 
     def file_of(path: str) -> str:
@@ -199,7 +205,7 @@ def tiny_recipe(name: str, model: str, folder: Path) -> dict:
 
 
 def require_trained(settings: dict, directory: Path) -> None:
-    """Every step has logged its one iteration and left a model."""
+    """Every step has logged one iteration and saved a model."""
     for step in settings["steps"]:
         (row,) = read_metrics(directory / step)
         assert row.get("objective/scores", row.get("reward", row.get("loss"))) is not None
@@ -215,9 +221,9 @@ ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for na
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_recipe_runs_one_step_tiny(name, ranks, tmp_path):
-    """On rows of its sets' columns, two ranks; rollouts are compared with a training forward, and a model with dropout
-    would be far from itself."""
+def test_every_recipe_runs_a_tiny_step(name, ranks, tmp_path):
+    """On rows with its sets' columns and two ranks; rollout and training logprobs are compared, which dropout would
+    separate."""
     settings = tiny_recipe(name, chat_model(tmp_path / "small"), tmp_path)
     ranks.run(run_recipe, settings, str(tmp_path / "run"))
     require_trained(settings, tmp_path / "run")
@@ -230,8 +236,8 @@ def test_a_recipe_runs_one_step_tiny(name, ranks, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-def test_the_readmes_commands_run(tmp_path):
-    """As they are written, on two ranks, over files of the names that they give."""
+def test_the_commands_of_the_readme_run(tmp_path):
+    """Verbatim, on two ranks, with files of the names that they use."""
     _, block = re.findall(r"```bash\n(.*?)```", README.read_text(), re.S)
     commands = block.replace("\\\n", " ").replace("--nproc_per_node=8", "--nproc_per_node=2").splitlines()
     chat_model(tmp_path / "my-model")

@@ -1,14 +1,14 @@
-"""A run that is killed goes on as if it had not been: SIGKILL at five points of PPO, and of others."""
+"""A run killed by SIGKILL and resumed equals an uninterrupted one: five points of PPO and of other scripts."""
 
 import pytest
 
 from tests.rank_pool import RankFailure, RankPool
-from tests.rlhf_examples.scripts import POINTS, logged, models_of, run_here, run_until, small_directory
+from tests.rlhf_examples.scripts import POINTS, logged, make_small_models, models_of, run_in_this_rank, run_until
 
 
 @pytest.fixture(scope="module")
-def mortals():
-    """Ranks that are killed, and no others."""
+def mortal_ranks():
+    """A separate pool, whose ranks are killed."""
     pool = RankPool(2)
     yield pool
     pool.close()
@@ -16,21 +16,21 @@ def mortals():
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return small_directory(tmp_path_factory.mktemp("small"))
+    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="module")
-def whole(mortals, small, tmp_path_factory):
-    """For each script the metrics of a run that nobody kills, made once."""
-    found = {}
+def undisturbed(mortal_ranks, small, tmp_path_factory):
+    """Metrics of an uninterrupted run of each script, cached."""
+    metrics_by_run = {}
 
     def of(script: str, **changes) -> list[dict[str, float]]:
         key = script + repr(changes)
-        if key not in found:
+        if key not in metrics_by_run:
             directory = tmp_path_factory.mktemp("whole")
-            mortals.run(run_here, script, {**settings_of(script, small, directory), **changes})
-            found[key] = logged(directory)
-        return found[key]
+            mortal_ranks.run(run_in_this_rank, script, {**settings_of(script, small, directory), **changes})
+            metrics_by_run[key] = logged(directory)
+        return metrics_by_run[key]
 
     return of
 
@@ -39,30 +39,30 @@ def settings_of(script: str, small, directory) -> dict:
     return {**models_of(script, small), "output_dir": str(directory), "save_every": 1, "keep_last": 1}
 
 
-def require_the_same_after(point: str, script: str, mortals, small, whole, directory, **changes) -> None:
+def require_the_same_after(point: str, script: str, mortal_ranks, small, undisturbed, directory, **changes) -> None:
     settings = {**settings_of(script, small, directory), **changes}
     with pytest.raises(RankFailure, match="died with exit code -9"):
-        mortals.run(run_until, script, settings, point)
+        mortal_ranks.run(run_until, script, settings, point)
     survived = logged(directory)
-    mortals.run(run_here, script, {**settings, "resume": True})
-    expected = whole(script, **changes)
-    assert 0 < len(survived) < len(expected), "the run was not killed in its middle"
+    mortal_ranks.run(run_in_this_rank, script, {**settings, "resume": True})
+    expected = undisturbed(script, **changes)
+    assert 0 < len(survived) < len(expected), "the run was not interrupted"
     assert logged(directory) == expected
 
 
 PPO = {"adap_kl_ctrl": True, "kl_target": 0.01, "kl_horizon": 20, "enable_ema": True}
 
 
-def test_ppo_killed_while_saving_goes_on(mortals, small, whole, tmp_path):
-    require_the_same_after("while saving", "ppo", mortals, small, whole, tmp_path, **PPO)
+def test_ppo_killed_while_saving_resumes(mortal_ranks, small, undisturbed, tmp_path):
+    require_the_same_after("while saving", "ppo", mortal_ranks, small, undisturbed, tmp_path, **PPO)
     coefs = [row["objective/kl_coef"] for row in logged(tmp_path)]
-    assert len(set(coefs)) == len(coefs), "the controller stood still, and was not tested"
+    assert len(set(coefs)) == len(coefs), "the KL coefficient never changed: the test is vacuous"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", [point for point in POINTS if point != "while saving"])
-def test_ppo_killed_anywhere_goes_on(point, mortals, small, whole, tmp_path):
-    require_the_same_after(point, "ppo", mortals, small, whole, tmp_path, **PPO)
+def test_ppo_killed_at_any_point_resumes(point, mortal_ranks, small, undisturbed, tmp_path):
+    require_the_same_after(point, "ppo", mortal_ranks, small, undisturbed, tmp_path, **PPO)
 
 
 @pytest.mark.slow
@@ -77,5 +77,5 @@ def test_ppo_killed_anywhere_goes_on(point, mortals, small, whole, tmp_path):
         ("dpo", "while saving", {"lora_dim": 4}),
     ],
 )
-def test_other_scripts_go_on(script, point, changes, mortals, small, whole, tmp_path):
-    require_the_same_after(point, script, mortals, small, whole, tmp_path, **changes)
+def test_other_scripts_killed_at_any_point_resume(script, point, changes, mortal_ranks, small, undisturbed, tmp_path):
+    require_the_same_after(point, script, mortal_ranks, small, undisturbed, tmp_path, **changes)

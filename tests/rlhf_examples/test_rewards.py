@@ -1,4 +1,4 @@
-"""Rewards prefer what they should, and one that is not there is named."""
+"""The reward functions, and errors of loading and calling them."""
 
 import math
 
@@ -17,7 +17,7 @@ from rlhf_examples.rewards import (
 )
 
 
-def test_rewards_prefer_cheer_and_not_repetition():
+def test_the_stories_reward_prefers_cheerful_texts_without_repetition():
     good, bad, plain, mad = cheerful(
         [""] * 4,
         [
@@ -34,7 +34,7 @@ def test_rewards_prefer_cheer_and_not_repetition():
     assert joyful_story([""], [""]) == [0.0]
 
 
-def test_an_answer_matches_or_not():
+def test_exact_match():
     completions, answer = ["7", " 7 ", "17", "7 7", ""], ["7"] * 5
     assert exact_match([""] * 5, completions, answer=answer, source=["a"] * 5) == [1, 1, 0, 0, 0]
     assert exact_match([""], ["7"], answer=[7]) == [1], "a number in JSON"
@@ -57,7 +57,7 @@ def test_an_answer_matches_or_not():
         ("", "no number", 0),
     ],
 )
-def test_the_last_number_decides(completion, answer, expected):
+def test_number_match_compares_the_last_number(completion, answer, expected):
     assert number_match([""], [completion], answer=[answer]) == [expected]
 
 
@@ -74,18 +74,18 @@ def test_the_last_number_decides(completion, answer, expected):
         ("<think>a</think><answer>7</answer><answer>8</answer>", 0),
     ],
 )
-def test_the_format_is_all_or_nothing(completion, expected):
+def test_the_format_reward_is_0_or_1(completion, expected):
     assert format_reward([""], [completion]) == [expected]
 
 
 @pytest.mark.parametrize("reward", [exact_match, number_match])
-def test_a_missing_answer_is_named(reward):
+def test_a_missing_answer_column_raises(reward):
     for columns in ({}, {"answer": ["7", None]}, {"solution": ["7", "8"]}):
         with pytest.raises(ValueError, match="needs the column 'answer', which some records lack"):
             reward(["", ""], ["7", "8"], **columns)
 
 
-def test_a_reward_that_is_not_there():
+def test_an_unknown_reward_raises():
     for name in ("rlhf_examples.rewards:nothing", "rlhf_examples.rewards:HAPPY", "no.such.module:f", "nothing", ""):
         with pytest.raises(
             ValueError, match="it must be module:function, the address of a reward server, or the directory or hub"
@@ -95,21 +95,21 @@ def test_a_reward_that_is_not_there():
 
 
 @pytest.mark.parametrize(
-    "given",
+    "values",
     [[1, None, True, math.inf], (1.0, math.nan, 1.0, -math.inf), torch.tensor([1.0, math.nan, 1.0, math.inf])],
 )
-def test_what_cannot_be_judged_is_nan(given):
-    found = as_numbers(given, "f", 4)
-    assert found[0] == found[2] == 1.0 and math.isnan(found[1]) and math.isnan(found[3])
+def test_missing_scores_become_nan(values):
+    scores = as_numbers(values, "f", 4)
+    assert scores[0] == scores[2] == 1.0 and math.isnan(scores[1]) and math.isnan(scores[3])
 
 
-def test_numbers_of_any_library_are_numbers():
-    for given in (np.array([1, 2]), torch.tensor([1, 2]), [np.float32(1), torch.tensor(2.0)]):
-        assert as_numbers(given, "f", 2) == [1.0, 2.0]
+def test_scores_of_numpy_and_torch_are_accepted():
+    for values in (np.array([1, 2]), torch.tensor([1, 2]), [np.float32(1), torch.tensor(2.0)]):
+        assert as_numbers(values, "f", 2) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("values", "message"),
     [
         ([1.0], "it returned a list of 1"),
         ([1.0, 2.0, 3.0], "it returned a list of 3"),
@@ -121,6 +121,6 @@ def test_numbers_of_any_library_are_numbers():
         (np.ones((2, 1)), r"it contains \[1.0\], a list"),
     ],
 )
-def test_what_is_no_list_of_scores_is_refused_by_name(given, words):
-    with pytest.raises(ValueError, match=f"reward: mine must return a list of 2 numbers, .*; {words}"):
-        as_numbers(given, "mine", 2)
+def test_results_that_are_no_list_of_scores_raise(values, message):
+    with pytest.raises(ValueError, match=f"reward: mine must return a list of 2 numbers, .*; {message}"):
+        as_numbers(values, "mine", 2)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.rank_pool import RankPool
-from tests.rlhf_examples.scripts import TINY, logged, models_of, run_here, small_directory
+from tests.rlhf_examples.scripts import TINY, logged, make_small_models, models_of, run_in_this_rank
 
 TOLERANCE = 1e-4  # sums over ranks and micro batches in another order, in float32
 ALL_OF_A_RANK = (
@@ -24,47 +24,48 @@ def alone():
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return small_directory(tmp_path_factory.mktemp("small"))
+    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 def curves(pool: RankPool, script: str, zero_stage: int, small, directory, **changes) -> list[dict[str, float]]:
-    """The first three iterations, with the same records in each whatever the number of ranks."""
+    """The first three iterations, with the same records in each for any number of ranks."""
     each = {name: TINY[script][name] * 2 // pool.world_size for name in ALL_OF_A_RANK if name in TINY[script]}
     stages = ("actor_zero_stage", "critic_zero_stage") if script == "ppo" else ("zero_stage",)
     stages = ("actor_zero_stage",) if script == "grpo" else stages
     steps = {"num_iterations": 3} if script in ("ppo", "grpo") else {"max_steps": 3}
     settings = {**models_of(script, small), **dict.fromkeys(stages, zero_stage), **each, **steps, **changes}
-    pool.run(run_here, script, {**settings, "output_dir": str(directory)})
+    pool.run(run_in_this_rank, script, {**settings, "output_dir": str(directory)})
     return logged(directory)
 
 
-def require_equal(found: list[dict], expected: list[dict], except_for: tuple[str, ...] = ()) -> None:
-    assert len(found) == len(expected) == 3
-    for row, other in zip(found, expected, strict=True):
-        assert row.keys() == other.keys()
-        if abs(other.get("rewards/margins", 1.0)) < TOLERANCE:  # DPO's first step: policy and reference are one model
-            other = {name: value for name, value in other.items() if name != "rewards/accuracies"}
-        for name, value in other.items():
+def require_equal(actual: list[dict], expected: list[dict], except_for: tuple[str, ...] = ()) -> None:
+    assert len(actual) == len(expected) == 3
+    for row, expected_row in zip(actual, expected, strict=True):
+        assert row.keys() == expected_row.keys()
+        if (
+            abs(expected_row.get("rewards/margins", 1.0)) < TOLERANCE
+        ):  # DPO's first step: policy and reference are one model
+            expected_row = {name: value for name, value in expected_row.items() if name != "rewards/accuracies"}
+        for name, value in expected_row.items():
             if isinstance(value, float | int) and not name.startswith(except_for):
                 assert math.isclose(row[name], value, rel_tol=TOLERANCE, abs_tol=TOLERANCE), (name, row[name], value)
 
 
-# Of rounding itself: how far sampler and trainer are apart; and how many values are by a last bit further from their
-# target than clipped ones.
+# Metrics of rounding: the difference of sampler and trainer, and counts of values that a last bit decides.
 ROUNDING = ("sampling/", "control/", "val/first_ratio_error", "val/clipfrac_avg")
 
 
-def test_ppo_is_the_same_at_one_and_two_ranks(alone, ranks, small, tmp_path):
-    one = curves(alone, "ppo", 0, small, tmp_path / "one")
-    two = curves(ranks, "ppo", 3, small, tmp_path / "two")
-    require_equal(two, one, ROUNDING)
-    assert one[0]["completions/min_length"] < one[0]["completions/max_length"], "nothing is padded"
-    assert abs(one[2]["objective/kl"]) > 1e-2, "nothing was learned"
+def test_ppo_metrics_are_equal_at_one_and_two_ranks(alone, ranks, small, tmp_path):
+    single_rank = curves(alone, "ppo", 0, small, tmp_path / "one")
+    two_ranks = curves(ranks, "ppo", 3, small, tmp_path / "two")
+    require_equal(two_ranks, single_rank, ROUNDING)
+    assert single_rank[0]["completions/min_length"] < single_rank[0]["completions/max_length"], "nothing is padded"
+    assert abs(single_rank[2]["objective/kl"]) > 1e-2, "nothing was learned"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["sft", "reward_model", "dpo", "ppo", "grpo"])
-def test_every_script_is_the_same_anywhere(script, alone, ranks, small, tmp_path):
+def test_metrics_of_every_script_do_not_depend_on_ranks_and_zero_stage(script, alone, ranks, small, tmp_path):
     runs = [
         curves(pool, script, stage, small, tmp_path / f"{pool.world_size}-{stage}")
         for pool in (alone, ranks)
@@ -86,13 +87,15 @@ def test_every_script_is_the_same_anywhere(script, alone, ranks, small, tmp_path
         ("reward_model", {"loss_form": "tokenwise"}),
     ],
 )
-def test_settings_that_change_batches_are_the_same_anywhere(script, changes, alone, ranks, small, tmp_path):
-    one = curves(alone, script, 0, small, tmp_path / "one", **changes)
-    two = curves(ranks, script, 3, small, tmp_path / "two", **changes)
-    require_equal(two, one, ROUNDING)
+def test_metrics_with_batch_settings_do_not_depend_on_ranks_and_zero_stage(
+    script, changes, alone, ranks, small, tmp_path
+):
+    single_rank = curves(alone, script, 0, small, tmp_path / "one", **changes)
+    two_ranks = curves(ranks, script, 3, small, tmp_path / "two", **changes)
+    require_equal(two_ranks, single_rank, ROUNDING)
 
 
-def test_an_update_ends_early_on_kl(alone, small, tmp_path):
+def test_early_stop_kl_ends_an_update(alone, small, tmp_path):
     (first, *_) = curves(alone, "ppo", 0, small, tmp_path / "early", early_stop_kl=1e-9, actor_learning_rate=1e-2)
-    (whole, *_) = curves(alone, "ppo", 0, small, tmp_path / "whole", early_stop_kl=1e9, actor_learning_rate=1e-2)
-    assert first["policy/optimizer_steps"] < whole["policy/optimizer_steps"] == 4
+    (full, *_) = curves(alone, "ppo", 0, small, tmp_path / "whole", early_stop_kl=1e9, actor_learning_rate=1e-2)
+    assert first["policy/optimizer_steps"] < full["policy/optimizer_steps"] == 4

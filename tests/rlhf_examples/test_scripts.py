@@ -1,4 +1,4 @@
-"""Every script, tiny, on two ranks: steps of a pipeline that is ended and goes on, and what its models are good for."""
+"""Every script with tiny models on two ranks, as steps of a pipeline that is interrupted and resumed."""
 
 import gc
 import json
@@ -21,11 +21,11 @@ from tests.rlhf_examples.scripts import (
     TIMES,
     TINY,
     TRAINING,
+    load_with_transformers,
+    make_small_models,
     models_of,
     number_of_words,
-    run_here,
-    small_directory,
-    whole_model,
+    run_in_this_rank,
 )
 
 REWARD = "tests.rlhf_examples.scripts:number_of_words"
@@ -73,15 +73,19 @@ def settings_of(*steps: str) -> dict:
 
 
 def run_pipeline(settings: dict, flags: list[str]) -> dict[str, float]:
-    found = pipeline.run(pipeline.parse(settings, flags))
-    engines = [type(one) for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine | hybrid.InferenceEngine)]
-    assert not engines, "of steps that are done"
-    return found
+    summary = pipeline.run(pipeline.parse(settings, flags))
+    engines = [
+        type(object_)
+        for object_ in gc.get_objects()
+        if issubclass(type(object_), DeepSpeedEngine | hybrid.InferenceEngine)
+    ]
+    assert not engines, "engines of finished steps are still referenced"
+    return summary
 
 
 @pytest.fixture(scope="module")
 def done(ranks, tmp_path_factory):
-    """The directory of a pipeline that was ended after its second step, and went on."""
+    """The directory of a pipeline that was interrupted after its second step and resumed."""
     directory = tmp_path_factory.mktemp("pipeline")
     flags = ["--output_dir", str(directory)]
     ranks.run(run_pipeline, settings_of("sft", "pairs"), flags)
@@ -93,7 +97,7 @@ def done(ranks, tmp_path_factory):
     return directory
 
 
-def test_every_step_leaves_metrics_and_a_model(done):
+def test_every_step_saves_metrics_and_a_model(done):
     for name in ("sft", "reward_model", "ppo", "grpo", "dpo"):
         rows = read_metrics(done / name)
         assert len(rows) == STEPS[name].get("num_iterations", STEPS[name].get("max_steps"))
@@ -101,16 +105,16 @@ def test_every_step_leaves_metrics_and_a_model(done):
         assert (done / name / "model" / "config.json").is_file() == (name != "dpo")
     rows = read_metrics(done / "sft")
     assert rows[-1]["loss"] < rows[0]["loss"]
-    found = json.loads((done / "sft" / "done.json").read_text())
-    assert found["eval_loss"] < found["before_eval_loss"]
+    sft_metrics = json.loads((done / "sft" / "done.json").read_text())
+    assert sft_metrics["eval_loss"] < sft_metrics["before_eval_loss"]
     assert all("eval_reward_model" in row and "eval_gold_score" in row for row in read_metrics(done / "ppo"))
     samples = json.loads((done / "ppo" / "samples.json").read_text())
     assert len(samples) == 2 and samples[0]["prompt"].endswith(" .")
     summary = json.loads((done / "summary.json").read_text())
-    assert summary["loss"] == found["eval_loss"] and summary["speed"] > 0
+    assert summary["loss"] == sft_metrics["eval_loss"] and summary["speed"] > 0
 
 
-def test_before_the_first_update_the_ratio_is_one(done):
+def test_the_first_ratio_of_an_iteration_is_one(done):
     for name in ("ppo", "grpo"):
         for row in read_metrics(done / name):
             assert row["val/first_ratio_error"] < 1e-5
@@ -124,16 +128,18 @@ def test_plain_transformers_loads_every_model(done):
     tokenizer = AutoTokenizer.from_pretrained(done / "ppo" / "model")
     ids = tokenizer(OPENING, return_tensors="pt")["input_ids"]
     with torch.no_grad():
-        first = whole_model(done / "sft" / "model")(ids).logits
+        first = load_with_transformers(done / "sft" / "model")(ids).logits
         for name in ("sft/model_ema", "ppo/model", "grpo/model"):
-            assert (whole_model(done / name)(ids).logits - first).abs().max() > 1e-4, f"{name} is what it began as"
-        # PEFT's own integration in transformers: the base is named in the adapter's directory.
-        assert (whole_model(done / "dpo" / "model")(ids).logits - first).abs().max() > 1e-6
+            assert (load_with_transformers(done / name)(ids).logits - first).abs().max() > 1e-4, (
+                f"{name} is what it began as"
+            )
+        # transformers' PEFT integration: the adapter's directory names its base.
+        assert (load_with_transformers(done / "dpo" / "model")(ids).logits - first).abs().max() > 1e-6
         reward_model = AutoModelForSequenceClassification.from_pretrained(done / "reward_model" / "model")
         assert reward_model(ids).logits.shape == (1, 1)
 
 
-def test_pairs_prefer_what_the_function_does(done):
+def test_pairs_follow_the_reward_function(done):
     pairs = [json.loads(line) for line in (done / "pairs" / "pairs.jsonl").read_text().splitlines()]
     assert len(pairs) == json.loads((done / "pairs" / "done.json").read_text())["pairs"] > 20
     for pair in pairs:
@@ -147,24 +153,24 @@ def run_evaluate(models: list[str], reward: str) -> list[dict]:
 
 def test_evaluate_compares_models_on_the_same_prompts(ranks, done):
     models = [str(done / name / "model") for name in ("sft", "ppo", "sft", "dpo")]
-    found, other = ranks.run(run_evaluate, models, REWARD)
-    assert found == other
-    assert [len(of_model["samples"]) for of_model in found] == [5] * 4
-    assert found[0] == found[2] != found[1]
-    scores = [sample["score"] for sample in found[0]["samples"]]
-    assert found[0]["number_of_words"] == pytest.approx(sum(scores) / 5)
+    results, other_results = ranks.run(run_evaluate, models, REWARD)
+    assert results == other_results
+    assert [len(of_model["samples"]) for of_model in results] == [5] * 4
+    assert results[0] == results[2] != results[1]
+    scores = [sample["score"] for sample in results[0]["samples"]]
+    assert results[0]["number_of_words"] == pytest.approx(sum(scores) / 5)
     by_model, _ = ranks.run(run_evaluate, models[:1], str(done / "reward_model" / "model"))
-    assert by_model[0]["samples"][0]["completion"] == found[0]["samples"][0]["completion"]
-    assert by_model[0]["reward_model"] != found[0]["number_of_words"]
+    assert by_model[0]["samples"][0]["completion"] == results[0]["samples"][0]["completion"]
+    assert by_model[0]["reward_model"] != results[0]["number_of_words"]
 
 
-def run_chat(path: str, said: list[str], template: str) -> tuple[list, str, list]:
+def run_chat(path: str, inputs: list[str], template: str) -> tuple[list, str, list]:
     tokenizer = chat.load_tokenizer(path)
     tokenizer.chat_template = template or None
     engine = hybrid.init_inference(
         chat.load_exported(path, chat.deepspeed_config("float32", 0)), dtype="float32", replace_with_kernel_inject=True
     )
-    lines, args = iter(said), ChatArguments(path=path, temperature=0.0, max_new_tokens=6, system="be brief")
+    lines, args = iter(inputs), ChatArguments(path=path, temperature=0.0, max_new_tokens=6, system="be brief")
 
     def ask() -> str:
         try:
@@ -180,34 +186,36 @@ def run_chat(path: str, said: list[str], template: str) -> tuple[list, str, list
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
 
 
-def test_chat_answers_as_transformers_does(ranks, done, capfd):
+def test_chat_matches_transformers(ranks, done, capfd):
     path = str(done / "sft" / "model")
     (messages, prompt, ids), _ = ranks.run(run_chat, path, ["", "gone", "/new", OPENING], "")
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
-    expected = whole_model(done / "sft" / "model").generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)
+    expected = load_with_transformers(done / "sft" / "model").generate(
+        torch.tensor([ids]), max_new_tokens=6, do_sample=False
+    )
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert messages[-1]["content"] == tokenizer.decode(expected[0, len(ids) :], skip_special_tokens=True)
     (messages, prompt, _), _ = ranks.run(run_chat, path, ["anna", "ben", "/quit", "not heard"], TEMPLATE)
     assert [message["role"] for message in messages] == ["system"] + ["user", "assistant"] * 2
-    assert messages[2]["content"] in prompt, "an answer is not in the next prompt"
+    assert messages[2]["content"] in prompt, "an answer is missing in the next prompt"
 
 
 @pytest.mark.parametrize("script", ["sft", "grpo"])
-def test_a_stream_in_bfloat16(ranks, tmp_path, script):
-    """Records of a file that are read as they are needed, and a model that trains and generates in bfloat16."""
+def test_streamed_records_with_bfloat16(ranks, tmp_path, script):
+    """Records are streamed from a file, and the model trains and generates in bfloat16."""
     texts = ({"prompt": f"anna found {number} red balls .", "completion": "ben was happy ."} for number in range(40))
     path = tmp_path / "records.jsonl"
     path.write_text("\n".join(map(json.dumps, texts)))
     settings = {
-        **models_of(script, small_directory(tmp_path / "small")),
+        **models_of(script, make_small_models(tmp_path / "small")),
         "data_path": [str(path)],
         "streaming": True,
         "dtype": "bfloat16",
         "output_dir": str(tmp_path / "run"),
     }
     first, second = (
-        {name: value for name, value in found.items() if not name.startswith(TIMES)}
-        for found in ranks.run(run_here, script, settings)
+        {name: value for name, value in metrics.items() if not name.startswith(TIMES)}
+        for metrics in ranks.run(run_in_this_rank, script, settings)
     )
     assert first == second
     rows = read_metrics(tmp_path / "run")
@@ -217,13 +225,13 @@ def test_a_stream_in_bfloat16(ranks, tmp_path, script):
     assert model.dtype == torch.bfloat16
     if script == "grpo":
         differences = [row["sampling/sampling_logp_difference/mean"] for row in rows]
-        assert all(0 < difference < 0.1 for difference in differences), "not in bfloat16, or not the same policy"
+        assert all(0 < difference < 0.1 for difference in differences), "not bfloat16, or not the same policy"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["ppo", "evaluate"])
-def test_a_script_by_its_launcher(done, tmp_path, script):
-    """The others begin alike, and run above in ranks that are there already."""
+def test_scripts_run_with_their_launcher(done, tmp_path, script):
+    """Other scripts start alike, and run above in pooled ranks."""
     flags = {
         "ppo": {
             "actor_model_name_or_path": done / "sft" / "model",
@@ -249,8 +257,8 @@ def test_a_script_by_its_launcher(done, tmp_path, script):
 
 
 @pytest.mark.slow
-def test_a_pipelines_real_entry_point(done):
-    """Everything is done, so it only tells what there is, and writes the report. One rank, without a launcher."""
+def test_the_pipelines_command_line_reports_finished_steps(done):
+    """All steps are finished, so it only prints the summary and writes the report. One rank, without a launcher."""
     path = done / "again.yaml"
     path.write_text(json.dumps({**settings_of(*STEPS), "summary": SUMMARY, "output_dir": str(done), "resume": True}))
     finished = subprocess.run(

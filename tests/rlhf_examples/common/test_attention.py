@@ -14,8 +14,8 @@ from rlhf_examples.common.arguments import (
     ThroughputArguments,
 )
 from rlhf_examples.common.models import require_attention, require_model
-from tests.rlhf_examples.scripts import SCRIPTS, logged, models_of, run_here, small_directory
-from tests.rlhf_examples.test_coverage import FUSED, watched
+from tests.rlhf_examples.scripts import SCRIPTS, logged, make_small_models, models_of, run_in_this_rank
+from tests.rlhf_examples.test_coverage import FUSED, recorded_coverage
 
 TOLERANCE = 1e-4  # attention weights and sums in another order, in float32, over three updates
 ROUNDING = ("sampling/", "control/", "val/first_ratio_error", "val/clipfrac_avg")  # as test_same_curves
@@ -30,7 +30,7 @@ SHORT = {
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return small_directory(tmp_path_factory.mktemp("small"))
+    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 def run_counting_eager(script: str, settings: dict, refuse: str) -> int:
@@ -51,8 +51,8 @@ def run_counting_eager(script: str, settings: dict, refuse: str) -> int:
     modeling_llama.eager_attention_forward = counting
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
     try:
-        with watched() as coverages:
-            run_here(script, settings)
+        with recorded_coverage() as coverages:
+            run_in_this_rank(script, settings)
     finally:
         modeling_llama.eager_attention_forward = eager
         ALL_ATTENTION_FUNCTIONS["sdpa"] = own

@@ -16,7 +16,7 @@ from rlhf_examples.common.arguments import GRPOArguments, PPOArguments, SFTArgum
 from rlhf_examples.common.best_model import BestModel
 from rlhf_examples.common.checkpoint import Checkpoints
 from tests.rank_pool import RankFailure, RankPool
-from tests.rlhf_examples.scripts import logged, models_of, run_here, small_directory
+from tests.rlhf_examples.scripts import logged, make_small_models, models_of, run_in_this_rank
 
 VALUES = {
     1: 3.0,
@@ -34,7 +34,7 @@ STEPS = {"sft": "max_steps", "grpo": "num_iterations", "ppo": "num_iterations"}
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return small_directory(tmp_path_factory.mktemp("small"))
+    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 @pytest.mark.parametrize("greater", [True, False])
@@ -133,7 +133,7 @@ def run_scripted(script: str, settings: dict) -> dict[str, float]:
 
     Evaluation.__call__ = scripted
     try:
-        return run_here(script, settings)
+        return run_in_this_rank(script, settings)
     finally:
         training.evaluate, Evaluation.__call__ = evaluate, call
 
@@ -157,7 +157,7 @@ def require_the_best(script: str, ranks, small, tmp_path) -> None:
     assert checkpoints == ["iteration-000001", "iteration-000002"], "saved where they are the best so far"
     plain = settings_of(script, small, short, early_stopping_patience=0, load_best_model_at_end=False)
     plain = {name: value for name, value in plain.items() if name not in ("metric_for_best_model", "greater_is_better")}
-    ranks.run(run_here, script, {**plain, STEPS[script]: 2})
+    ranks.run(run_in_this_rank, script, {**plain, STEPS[script]: 2})
     best, expected = weights(stopped), weights(short)
     assert best.keys() == expected.keys() and all(torch.equal(best[name], expected[name]) for name in best)
     # The same, ended after the third iteration and resumed: the patience counter is restored.
@@ -190,7 +190,7 @@ def test_an_unknown_metric_raises_with_the_available_ones(script, ranks, small, 
     settings = {**models_of(script, small), "metric_for_best_model": "accuracy", "eval_every": 1}
     available = {"dpo": "eval_loss, eval_rewards/accuracies, .*", "grpo": "eval_number_of_words"}[script]
     with pytest.raises(RankFailure, match=f"'eval_accuracy' given; evaluations of this run have: {available}"):
-        ranks.run(run_here, script, {**settings, "output_dir": str(tmp_path)})
+        ranks.run(run_in_this_rank, script, {**settings, "output_dir": str(tmp_path)})
     assert not logged(tmp_path), "training began"
     assert json.loads((tmp_path / "before.json").read_text())
 

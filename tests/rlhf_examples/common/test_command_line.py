@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_examples.common import command_line, ranks
 from tests.rank_pool import run_script
-from tests.rlhf_examples.scripts import small_directory
+from tests.rlhf_examples.scripts import make_small_models
 
 MODEL = "{model}"
 CASES = {
@@ -65,7 +65,7 @@ def folder(tmp_path):
 def test_invalid_input_is_a_one_line_error(case, folder, tmp_path_factory, monkeypatch, capsys):
     script, argv, message = CASES[case]
     datasets.disable_progress_bars()  # as `start_ranks` does
-    model = small_directory(tmp_path_factory.mktemp("small")) / "model" if MODEL in argv else ""
+    model = make_small_models(tmp_path_factory.mktemp("small")) / "model" if MODEL in argv else ""
     filled = [text.format(folder=folder, model=model) for text in argv]
     module = importlib.import_module(f"rlhf_examples.{script}")
 

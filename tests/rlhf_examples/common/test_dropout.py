@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rlhf_examples.common.models import without_dropout
 from rlhf_examples.data.synthetic import synthetic_tokenizer
-from tests.rlhf_examples.scripts import SCRIPTS, models_of, run_here
+from tests.rlhf_examples.scripts import SCRIPTS, models_of, run_in_this_rank
 from tests.tiny_models import ALL_FAMILIES
 
 # The families' names of dropout settings; a configuration uses those that it has.
@@ -37,7 +37,7 @@ def test_without_dropout_training_forwards_repeat(family):
 
 
 def directory_with_dropout(family: str, directory: Path) -> Path:
-    """Like `small_directory`, of a family with dropout."""
+    """Like `make_small_models`, of a family with dropout."""
     torch.manual_seed(0)
     tokenizer = synthetic_tokenizer()
     config = config_with_dropout(family, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
@@ -59,7 +59,7 @@ def test_the_first_loss_is_that_of_equal_policies(script, family, ranks, tmp_pat
     first = {"max_steps": 1} if script == "dpo" else {"num_iterations": 1, "num_mini_batches": 1}
     if script == "ppo":
         first["ppo_epochs"] = 1
-    metrics = ranks.run(run_here, script, {**first, **models, "output_dir": str(tmp_path / "run")})[0]
+    metrics = ranks.run(run_in_this_rank, script, {**first, **models, "output_dir": str(tmp_path / "run")})[0]
     if script == "dpo":
         assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
     else:

@@ -17,7 +17,7 @@ from rlhf_examples.common.scorers import Rewards, Scorer
 from rlhf_examples.data.examples import Examples, RowStream, pad
 from rlhf_examples.data.texts import LeftOut
 from tests.rank_pool import RankPool
-from tests.rlhf_examples.scripts import logged, models_of, run_here, small_directory
+from tests.rlhf_examples.scripts import logged, make_small_models, models_of, run_in_this_rank
 from tests.rlhf_examples.test_same_curves import ROUNDING, TOLERANCE
 
 EACH, NAN = 2, math.nan
@@ -40,7 +40,7 @@ def equal_on_the_second_rank(prompts: list[str], completions: list[str], **colum
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return small_directory(tmp_path_factory.mktemp("small"))
+    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 def test_rewards_differ_by_group():
@@ -133,7 +133,7 @@ def one_rank():
 def run(pool: RankPool, small, directory, **changes) -> list[dict[str, float]]:
     each = 6 // pool.world_size
     settings = {**models_of("grpo", small), **DYNAMIC, "per_device_generation_batch_size": each, **changes}
-    pool.run(run_here, "grpo", {**settings, "output_dir": str(directory)})
+    pool.run(run_in_this_rank, "grpo", {**settings, "output_dir": str(directory)})
     return logged(directory)
 
 

@@ -19,7 +19,7 @@ from rlhf_examples.data.examples import collate_preference, tokenize_records
 from rlhf_examples.data.records import load_records
 from rlhf_examples.data.synthetic import synthetic_tokenizer
 from rlhf_examples.data.texts import RecordFormat
-from tests.rlhf_examples.scripts import logged, models_of, run_here, small_directory
+from tests.rlhf_examples.scripts import logged, make_small_models, models_of, run_in_this_rank
 
 SCRIPTS = Path(losses.__file__).parents[1]
 # Constant in the scripts: PPO's rewards keep their mean, its advantages do not.
@@ -176,9 +176,9 @@ def test_margins_are_read_from_margin_column(tmp_path):
 
 def test_margins_enter_the_reward_models_loss(ranks, tmp_path):
     """A head of zeros gives every completion 0: the first loss is -log σ(-margin)."""
-    settings = models_of("reward_model", small_directory(tmp_path / "small"))
+    settings = models_of("reward_model", make_small_models(tmp_path / "small"))
     settings |= {"data_path": [str(pairs_file(tmp_path, [0.5] * 16))], "eval_fraction": 0.0, "max_steps": 1}
     settings |= {"output_dir": str(tmp_path / "run"), "margin_column": "by"}
-    ranks.run(run_here, "reward_model", settings)
+    ranks.run(run_in_this_rank, "reward_model", settings)
     (row,) = logged(tmp_path / "run")
     assert row["loss"] == pytest.approx(math.log1p(math.exp(0.5)), rel=1e-4)

@@ -24,7 +24,7 @@ from rlhf_examples.common.models import LoRA, ValueModel, load_policy
 from rlhf_examples.common.run_log import read_metrics
 from rlhf_examples.common.scorers import Rewards, Scorer
 from tests.rlhf_examples.common.test_models import on_first_rank, training
-from tests.rlhf_examples.scripts import models_of, run_here, small_directory
+from tests.rlhf_examples.scripts import make_small_models, models_of, run_in_this_rank
 from tests.tiny_models import prompts, tiny_model, with_peft
 
 alone = pytest.mark.usefixtures("alone")
@@ -152,10 +152,10 @@ OF_PPO |= {f"time/{phase}_s" for phase in ("rollout", "old_logps", "ref_logps", 
 
 
 def run_and_read(script: str, folder: str) -> list[dict]:
-    on_first_rank(lambda: small_directory(Path(folder)))
+    on_first_rank(lambda: make_small_models(Path(folder)))
     more = {"num_iterations": 2, "reward": ["tests.rlhf_examples.scripts:number_of_words"]} if script == "ppo" else {}
     more |= {"output_dir": f"{folder}/run", "save_every": 1, "eval_every": 1, "peak_tflops": 1.0}
-    run_here(script, {**models_of(script, Path(folder)), **more})
+    run_in_this_rank(script, {**models_of(script, Path(folder)), **more})
     return read_metrics(Path(folder) / "run")
 
 

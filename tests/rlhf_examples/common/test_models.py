@@ -22,7 +22,7 @@ from rlhf_examples.common.rollouts import rank_row_ids, roll_out, sampling
 from rlhf_examples.common.scorers import Scorer
 from rlhf_examples.data.synthetic import synthetic_tokenizer
 from tests.engines import train_step
-from tests.rlhf_examples.scripts import models_of, run_here, small_directory
+from tests.rlhf_examples.scripts import make_small_models, models_of, run_in_this_rank
 from tests.tiny_models import prompts, tiny_model
 
 
@@ -215,7 +215,7 @@ def test_offload_reference_model_partitions_reward_models(ranks, tmp_path):
 def check_offloaded_scorers(folder: str) -> None:
     """Scorers of GRPO and its evaluation: partitioned on the host, or full on every rank."""
     if dist.get_rank() == 0:
-        small_directory(Path(folder))
+        make_small_models(Path(folder))
     dist.barrier()
     built, own = [], Scorer.load.__func__
 
@@ -228,7 +228,7 @@ def check_offloaded_scorers(folder: str) -> None:
     try:
         for offload in (False, True):
             more = {"output_dir": f"{folder}/run-{offload}", "num_iterations": 1, "offload_reference_model": offload}
-            run_here("grpo", {**models_of("grpo", Path(folder)), **reward, **more})
+            run_in_this_rank("grpo", {**models_of("grpo", Path(folder)), **reward, **more})
     finally:
         Scorer.load = classmethod(own)
     assert [type(scorer.model).__name__ for scorer in built] == ["InferenceEngine"] * 2 + ["HybridEngine"] * 2

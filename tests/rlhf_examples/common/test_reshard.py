@@ -18,7 +18,7 @@ from rlhf_examples.common.models import LoRA
 from rlhf_examples.common.reshard import Partition, Piece, repartition
 from tests.engines import train_step
 from tests.rank_pool import RankPool
-from tests.rlhf_examples.scripts import TINY, logged, models_of, run_here, small_directory
+from tests.rlhf_examples.scripts import TINY, logged, make_small_models, models_of, run_in_this_rank
 from tests.rlhf_examples.test_same_curves import ALL_OF_A_RANK, ROUNDING, TOLERANCE
 from tests.tiny_models import tiny_model
 
@@ -40,7 +40,7 @@ one_rank, four_ranks = pool_of(1), pool_of(4)
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return small_directory(tmp_path_factory.mktemp("small"))
+    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 def checkpoints_of(folder: Path, stage: int, dtype: str, lora_rank: int):
@@ -168,7 +168,7 @@ def run(pool: RankPool, script: str, stage: int, small, directory: Path, **chang
     stages = [f"{role}zero_stage" for role in roles]
     models = {} if script == "sft" else models_of(script, small)
     settings = {**models, **dict.fromkeys(stages, stage), **each, "lr_scheduler_type": "constant", "save_every": 2}
-    pool.run(run_here, script, {**settings, **changes, "output_dir": str(directory)})
+    pool.run(run_in_this_rank, script, {**settings, **changes, "output_dir": str(directory)})
 
 
 def require_the_same(script: str, stage: int, pools: tuple[RankPool, RankPool], small, tmp_path, **changes) -> None:

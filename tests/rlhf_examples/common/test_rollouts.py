@@ -34,7 +34,7 @@ from rlhf_examples.common.rollouts import (
 from rlhf_examples.data.synthetic import synthetic_tokenizer
 from rlhf_examples.ppo import Models, make_experience, ppo_iteration
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest
-from tests.rlhf_examples.scripts import number_of_words, small_directory
+from tests.rlhf_examples.scripts import make_small_models, number_of_words
 from tests.tiny_models import prompts, tiny_model
 
 REWARD = "tests.rlhf_examples.scripts:number_of_words"
@@ -43,7 +43,7 @@ TEXTS = ["anna found a red ball", "ben laughed", "the sun was warm and", "it was
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
-    return small_directory(tmp_path_factory.mktemp("small"))
+    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 def arguments(directory: Path, **changes) -> PPOArguments:

@@ -15,7 +15,7 @@ from rlhf_examples.common.models import load_policy
 from rlhf_examples.common.run_directory import begin_run, require_same_settings
 from tests.engines import storage_digest, train_step
 from tests.rlhf_examples.common.test_models import on_first_rank, training
-from tests.rlhf_examples.scripts import SCRIPTS, models_of, run_here, small_directory
+from tests.rlhf_examples.scripts import SCRIPTS, make_small_models, models_of, run_in_this_rank
 from tests.tiny_models import tiny_model
 
 alone = pytest.mark.usefixtures("alone")
@@ -81,9 +81,9 @@ def with_a_run(directory: Path) -> Path:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_directory_with_another_run_raises(script, tmp_path):
     directory = with_a_run(tmp_path / "run")
-    settings = {**models_of(script, small_directory(tmp_path / "small")), "output_dir": str(directory)}
+    settings = {**models_of(script, make_small_models(tmp_path / "small")), "output_dir": str(directory)}
     with pytest.raises(ValueError, match=r"output_dir: .*run' contains another run .*model.*--resume.*--overwrite"):
-        run_here(script, settings)
+        run_in_this_rank(script, settings)
     assert names(directory) == ["metrics.jsonl", "model", "notes.txt"]
 
 
@@ -91,7 +91,7 @@ def test_a_directory_with_another_run_raises(script, tmp_path):
 def test_invalid_arguments_raise_before_a_directory_is_cleared(tmp_path):
     directory = with_a_run(tmp_path / "run")
     with pytest.raises(ValueError, match="actor_model_name_or_path"):
-        run_here("grpo", {"output_dir": str(directory), "overwrite": True, "actor_model_name_or_path": "/none"})
+        run_in_this_rank("grpo", {"output_dir": str(directory), "overwrite": True, "actor_model_name_or_path": "/none"})
     assert names(directory) == ["metrics.jsonl", "model", "notes.txt"]
 
 

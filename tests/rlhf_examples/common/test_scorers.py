@@ -20,7 +20,7 @@ from rlhf_examples.common.arguments import GRPOArguments, arguments_of
 from rlhf_examples.common.scorers import Rewards, Scorer, weighted_sum
 from rlhf_examples.reward_server import make_server
 from rlhf_examples.rewards import load_reward, reward_name, score_all
-from tests.rlhf_examples.scripts import models_of, run_here, small_directory
+from tests.rlhf_examples.scripts import make_small_models, models_of, run_in_this_rank
 
 HERE = "tests.rlhf_examples.common.test_scorers"
 NAN = math.nan
@@ -231,11 +231,11 @@ def test_numbered_reward_names_are_unique():
 def check_overlong(directory: str) -> None:
     """GRPO's reward is the function's less the punishment of overlong completions."""
     few = {"num_iterations": 1, "soft_punish_cache": 8, "output_dir": f"{directory}/run"}
-    metrics = run_here("grpo", {**models_of("grpo", Path(directory)), **few})
+    metrics = run_in_this_rank("grpo", {**models_of("grpo", Path(directory)), **few})
     lengths = metrics["completions/mean_length"] / 8
     assert metrics["reward"] == pytest.approx(metrics["rewards/number_of_words/mean"] - lengths, abs=1e-5)
 
 
 def test_overlong_completions_reduce_the_reward(ranks, tmp_path):
-    small_directory(Path(tmp_path))
+    make_small_models(Path(tmp_path))
     ranks.run(check_overlong, str(tmp_path))

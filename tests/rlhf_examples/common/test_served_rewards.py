@@ -16,7 +16,7 @@ from rlhf_examples.common.arguments import RewardServerArguments
 from rlhf_examples.common.ranks import gather_objects
 from rlhf_examples.common.served_rewards import served_rewards
 from rlhf_examples.rewards import SERVERS, address_of, load_reward, reward_name
-from tests.rlhf_examples.scripts import TINY, logged, models_of, small_directory
+from tests.rlhf_examples.scripts import TINY, logged, make_small_models, models_of
 
 REWARD = "tests.rlhf_examples.scripts:number_of_words"
 SUMS = "rlhf_examples.rewards:exact_match"
@@ -48,7 +48,7 @@ def check_grpo(directory: str) -> None:
 
 
 def test_grpo_trains_alike_with_a_served_reward(ranks, tmp_path):
-    small_directory(tmp_path)
+    make_small_models(tmp_path)
     ranks.run(check_grpo, str(tmp_path))
 
 

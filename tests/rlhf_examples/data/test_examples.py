@@ -1,4 +1,4 @@
-"""Tokens are what a rollout sees, tokenised once, in an order that can be resumed, padded by lengths."""
+"""Examples: tokenized as rollouts see them, cached, in an order that can be resumed, and padded."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def tokenizer():
 
 @pytest.fixture
 def examples(tmp_path, tokenizer):
-    """`examples(records, form, ...)`: the records written as JSONL, and read and tokenised."""
+    """`examples(records, form, ...)`: the records, written as JSONL, read and tokenized."""
 
     def make(records: list, form: str, tokenizer=tokenizer, streaming: bool = False, **settings):
         path = tmp_path / "x.jsonl"
@@ -48,7 +48,7 @@ def examples(tmp_path, tokenizer):
 
 
 def texts(count: int) -> list[dict]:
-    """Records that can be told apart by their lengths."""
+    """Records of distinct lengths."""
     return [{"prompt": "anna " * (i + 1), "answer": i} for i in range(count)]
 
 
@@ -56,7 +56,7 @@ def number_of(row: dict) -> int:
     return json.loads(row["columns"])["answer"]
 
 
-def test_special_tokens_stand_around_the_text(examples, tokenizer):
+def test_bos_and_eos_are_added(examples, tokenizer):
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     (row,) = examples([PAIR], "preference").rows
     assert row["prompt_ids"] == [bos, *tokenizer(PAIR["prompt"])["input_ids"]]
@@ -70,12 +70,12 @@ def test_special_tokens_stand_around_the_text(examples, tokenizer):
     assert row["prompt_ids"] == [bos] and tokenizer.decode(row["completion_ids"]) == "anna found </s>"
 
 
-def test_a_conversation_has_the_tokens_of_its_template(examples, tokenizer):
+def test_conversations_are_tokenized_as_their_template(examples, tokenizer):
     tokenizer.chat_template = CHAT
     (row,) = examples([{"messages": ASK + GOOD}], "supervised").rows
-    whole = tokenizer.apply_chat_template(ASK + GOOD, tokenize=False)
-    assert row["prompt_ids"] + row["completion_ids"] == tokenizer(whole, add_special_tokens=False)["input_ids"]
-    assert tokenizer.bos_token_id not in row["prompt_ids"], "the template writes none"
+    expected = tokenizer.apply_chat_template(ASK + GOOD, tokenize=False)
+    assert row["prompt_ids"] + row["completion_ids"] == tokenizer(expected, add_special_tokens=False)["input_ids"]
+    assert tokenizer.bos_token_id not in row["prompt_ids"], "a bos token was added to a template without one"
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
@@ -86,7 +86,7 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-def test_a_prompt_is_as_a_rollout_sees_it_where_a_token_would_span_the_border(examples):
+def test_prompt_and_completion_are_tokenized_separately(examples):
     made = merging_tokenizer()
     assert made("ba" + "bb")["input_ids"] == [4, 5, 4], "b ab b: the merge spans the border"
     (row,) = examples([{"prompt": "ba", "completion": "bb"}], "supervised", made).rows
@@ -96,7 +96,7 @@ def test_a_prompt_is_as_a_rollout_sees_it_where_a_token_would_span_the_border(ex
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_record_that_is_too_long_is_left_out(streaming, examples):
+def test_records_that_are_too_long_are_left_out(streaming, examples):
     records = [PAIR, {**PAIR, "rejected": PAIR["rejected"] + " anna"}, {**PAIR, "chosen": " anna"}]
     longest = 1 + 5 + 4 + 1  # start, prompt, completion, end
     for max_length, kept in ((longest, [0, 2]), (longest + 1, [0, 1, 2]), (longest - 1, None), (0, [0, 1, 2])):
@@ -110,11 +110,11 @@ def test_a_record_that_is_too_long_is_left_out(streaming, examples):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_bad_records_are_counted_and_the_good_ones_used(streaming, examples):
+def test_bad_records_are_counted_and_skipped(streaming, examples):
     records = [PAIR, {"prompt": "anna"}, 7, {**PAIR, "rejected": PAIR["chosen"]}, {**PAIR, "chosen": ""}, PAIR]
-    unknown = {"prompt": "anna", "chosen": "zebra", "rejected": "yak"}  # both <unk>
-    made = examples([*records, unknown], "preference", streaming=streaming)
-    rows = list(itertools.islice(made.ordered(seed=0), 5))  # into the third pass of two
+    all_unknown = {"prompt": "anna", "chosen": "zebra", "rejected": "yak"}  # both <unk>
+    made = examples([*records, all_unknown], "preference", streaming=streaming)
+    rows = list(itertools.islice(made.ordered(seed=0), 5))  # into the third epoch of two rows
     assert {row["number"] for row in rows} == {1, 6}
     assert made.left_out.total == 7, "every record once, however many passes"
     assert made.left_out.counts == {
@@ -127,53 +127,53 @@ def test_bad_records_are_counted_and_the_good_ones_used(streaming, examples):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_set_of_bad_records_is_an_error_that_says_why(streaming, examples):
+def test_a_set_of_only_bad_records_raises_with_reasons(streaming, examples):
     with pytest.raises(ValueError, match=r"no record can be used: 2 of 2 records left out; 1 × .*x.jsonl, record 1"):
         next(examples([{"prompt": ""}, {"text": 3}], "prompt", streaming=streaming).ordered(0))
 
 
-def test_a_form_that_is_none(examples):
+def test_an_unknown_form_raises(examples):
     with pytest.raises(ValueError, match="form: 'sft' given; allowed: supervised, turns, preference, prompt"):
         examples([PAIR], "sft")
 
 
 @pytest.mark.parametrize("position", [0, 1, 9, 10, 11, 35])
-def test_an_order_goes_on_where_it_was_left(position):
-    whole = list(itertools.islice(shuffled_order(10, seed=1), 60))
-    assert [sorted(whole[i : i + 10]) for i in range(0, 60, 10)] == [list(range(10))] * 6
-    assert len({tuple(whole[i : i + 10]) for i in range(0, 60, 10)}) == 6, "each pass has an order of its own"
-    assert list(itertools.islice(shuffled_order(10, 1, position), 20)) == whole[position : position + 20]
-    assert whole[:10] != list(itertools.islice(shuffled_order(10, seed=2), 10))
+def test_prompt_order_resumes_at_any_position(position):
+    order = list(itertools.islice(shuffled_order(10, seed=1), 60))
+    assert [sorted(order[i : i + 10]) for i in range(0, 60, 10)] == [list(range(10))] * 6
+    assert len({tuple(order[i : i + 10]) for i in range(0, 60, 10)}) == 6, "epochs have the same order"
+    assert list(itertools.islice(shuffled_order(10, 1, position), 20)) == order[position : position + 20]
+    assert order[:10] != list(itertools.islice(shuffled_order(10, seed=2), 10))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_rows_go_on_where_they_were_left(streaming, examples):
-    made = examples(texts(7), "prompt", streaming=streaming)
-    whole = [number_of(row) for row in itertools.islice(made.ordered(seed=3), 42)]
-    assert [sorted(whole[i : i + 7]) for i in range(0, 42, 7)] == [list(range(7))] * 6
-    assert len({tuple(whole[i : i + 7]) for i in range(0, 42, 7)}) > 1
-    assert whole != [number_of(row) for row in itertools.islice(made.ordered(seed=4), 42)]
-    assert [number_of(row) for row in itertools.islice(made.ordered(3, 10), 20)] == whole[10:30]
-    stream = RowStream(made, seed=3)
-    assert [number_of(row) for count in (6, 0, 1, 5) for row in stream.next(count)] == whole[:12]
-    again = RowStream(made, seed=3)
-    again.load_state_dict(stream.state_dict())
-    assert [number_of(row) for row in again.next(20)] == whole[12:32]
+def test_a_row_stream_resumes(streaming, examples):
+    dataset = examples(texts(7), "prompt", streaming=streaming)
+    expected = [number_of(row) for row in itertools.islice(dataset.ordered(seed=3), 42)]
+    assert [sorted(expected[i : i + 7]) for i in range(0, 42, 7)] == [list(range(7))] * 6
+    assert len({tuple(expected[i : i + 7]) for i in range(0, 42, 7)}) > 1
+    assert expected != [number_of(row) for row in itertools.islice(dataset.ordered(seed=4), 42)]
+    assert [number_of(row) for row in itertools.islice(dataset.ordered(3, 10), 20)] == expected[10:30]
+    stream = RowStream(dataset, seed=3)
+    assert [number_of(row) for count in (6, 0, 1, 5) for row in stream.next(count)] == expected[:12]
+    resumed = RowStream(dataset, seed=3)
+    resumed.load_state_dict(stream.state_dict())
+    assert [number_of(row) for row in resumed.next(20)] == expected[12:32]
 
 
-def test_one_record_is_a_set(examples):
-    made = examples([PAIR], "prompt")
-    assert [row["number"] for row in itertools.islice(made.ordered(0), 3)] == [1, 1, 1]
+def test_a_set_of_one_record_repeats(examples):
+    dataset = examples([PAIR], "prompt")
+    assert [row["number"] for row in itertools.islice(dataset.ordered(0), 3)] == [1, 1, 1]
 
 
 def count_calls(monkeypatch) -> list:
-    """A list that grows with every record that is tokenised."""
+    """A list with an entry for every tokenized record."""
     calls, real = [], data.tokenize_texts
     monkeypatch.setattr(data, "tokenize_texts", lambda *request: calls.append(1) or real(*request))
     return calls
 
 
-def test_tokens_are_read_from_the_cache_until_something_changes(examples, tokenizer, tmp_path, monkeypatch):
+def test_tokens_are_cached_by_content(examples, tokenizer, tmp_path, monkeypatch):
     calls = count_calls(monkeypatch)
 
     def tokenised_now(changes=(), records=(PAIR,), **settings) -> int:
@@ -185,9 +185,9 @@ def test_tokens_are_read_from_the_cache_until_something_changes(examples, tokeni
     assert tokenised_now() == 1
     assert tokenised_now() == 0
     os.utime(tmp_path / "x.jsonl", ns=(1, 1))
-    assert tokenised_now() == 0, "a file's time is not its content"
+    assert tokenised_now() == 0, "a changed file time invalidated the cache"
     tokenizer(["anna", "anna found"], padding=True, truncation=True, max_length=1)
-    assert tokenised_now() == 0, "padding is a tokenizer's last call, not its tokens"
+    assert tokenised_now() == 0, "padding settings invalidated the cache"
     assert tokenised_now(records=(PAIR, {**PAIR, "chosen": " anna"})) == 2
     assert tokenised_now({"max_length": 50}) == 1
     assert tokenised_now({"form": "prompt"}) == 1
@@ -201,14 +201,14 @@ def test_tokens_are_read_from_the_cache_until_something_changes(examples, tokeni
     assert tokenised_now() == 0
 
 
-def test_several_processes_give_the_same_rows(examples):
+def test_tokenizing_in_several_processes_gives_the_same_rows(examples):
     alone = examples(texts(20), "prompt").rows.to_list()
     shared = examples(texts(21)[:20], "prompt", max_length=1000, num_proc=2).rows.to_list()
     assert shared == alone
 
 
 def tokenise_on_a_rank(path: str, cache: str) -> tuple[int, list]:
-    """How many records this rank tokenised, and what it got; both ranks at the same time."""
+    """The number of records that this rank tokenized, and its rows; both ranks run at the same time."""
     calls, real = [], data.tokenize_texts
     data.tokenize_texts = lambda *request: calls.append(1) or real(*request)
     try:
@@ -219,16 +219,16 @@ def tokenise_on_a_rank(path: str, cache: str) -> tuple[int, list]:
     return len(calls), made.rows.to_list()
 
 
-def test_of_two_ranks_one_tokenises(ranks, tmp_path):
+def test_only_one_rank_tokenizes(ranks, tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in texts(300)))
-    (first, rows), (second, others) = ranks.run(tokenise_on_a_rank, str(path), str(tmp_path / "cache"))
+    (first, rows), (second, second_rows) = ranks.run(tokenise_on_a_rank, str(path), str(tmp_path / "cache"))
     assert sorted((first, second)) == [0, 300]
-    assert rows == others and len(rows) == 300
+    assert rows == second_rows and len(rows) == 300
 
 
 def lengths_of(names: tuple[str, ...], *lengths: tuple[int, ...]) -> list[dict]:
-    """Rows of random tokens, 0 among them, which is the padding token too."""
+    """Rows of random tokens, including 0, which is also the padding token."""
     generator = torch.Generator().manual_seed(0)
     return [
         {name: torch.randint(0, 3, (n,), generator=generator).tolist() for name, n in zip(names, row, strict=True)}
@@ -241,7 +241,7 @@ def padded(rows: list[list[int]], value: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("completion_only_loss", [False, True])
-def test_supervised_tensors(completion_only_loss):
+def test_supervised_batches_are_padded_with_labels(completion_only_loss):
     rows = lengths_of(("prompt_ids", "completion_ids"), (3, 4), (1, 1), (6, 2))
     batch = collate_supervised(rows, 0, completion_only_loss)
     wholes = [row["prompt_ids"] + row["completion_ids"] for row in rows]
@@ -256,7 +256,7 @@ def test_supervised_tensors(completion_only_loss):
     assert torch.equal(batch["labels"], padded(labels, -100))
 
 
-def test_preference_tensors():
+def test_preference_batches_are_padded():
     rows = lengths_of(("prompt_ids", "chosen_ids", "rejected_ids"), (3, 4, 1), (1, 2, 6))
     rows = [{**row, "margin": number / 2} for number, row in enumerate(rows)]
     batch = collate_preference(rows, 0)
@@ -269,7 +269,7 @@ def test_preference_tensors():
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
 
 
-def test_prompt_tensors_are_left_padded():
+def test_prompt_batches_are_left_padded():
     rows = lengths_of(("prompt_ids",), (3,), (1,), (5,))
     batch = collate_prompts(rows, 0)
     assert torch.equal(batch["prompt_ids"], padded([row["prompt_ids"][::-1] for row in rows], 0).flip(1))
@@ -283,8 +283,8 @@ def test_columns_reach_a_reward_by_name(examples):
     assert [row["prompt"] for row in rows] == ["a", "b"]
 
 
-def test_a_column_that_is_mapped_reaches_a_reward_by_its_own_name(examples):
-    """As GSM8K's `answer` does, where one file of settings is SFT's and GRPO's."""
+def test_a_mapped_column_reaches_a_reward_under_its_own_name(examples):
+    """Like GSM8K's `answer`, with one settings file for SFT and GRPO."""
     record_format = RecordFormat(prompt_column="question", completion_column="answer")
     (row,) = examples([{"question": "a", "answer": 7}], "prompt", record_format=record_format).rows
     assert row["prompt"] == "a" and reward_columns([row]) == {"answer": [7]}

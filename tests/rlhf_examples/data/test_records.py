@@ -1,4 +1,4 @@
-"""Every source gives the same raw rows; what cannot be read is named; shares are disjoint and stable."""
+"""Every source gives the same raw rows; unreadable sources raise with their name; shares are disjoint and stable."""
 
 import csv
 import json
@@ -16,13 +16,13 @@ from rlhf_examples.data.records import load_records, share
 
 PAIRS = [
     {"prompt": "Wie heißt du?\n", "chosen": "Zoë 🙂", "rejected": 'say "no", twice'},
-    {"prompt": "NA", "chosen": "3", "rejected": "null"},  # not taken for a missing value or a number
+    {"prompt": "NA", "chosen": "3", "rejected": "null"},  # not read as a missing value or a number
     {"prompt": "x", "chosen": "y", "rejected": "z"},
 ]
 
 
 def write(path, rows: list[dict]):
-    """A file of its suffix's kind, by a library that is not ours."""
+    """A file in the format of its suffix, written by another library."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
@@ -38,7 +38,7 @@ def write(path, rows: list[dict]):
     return path
 
 
-def found(names, tmp_path, **settings) -> list[dict]:
+def raw_rows(names, tmp_path, **settings) -> list[dict]:
     """The raw rows as a list."""
     names = list(map(str, names)) if isinstance(names, list) else str(names)
     return list(load_records(names, cache_dir=tmp_path / "cache", **settings))
@@ -51,9 +51,9 @@ def contents(rows: list[dict]) -> list[dict]:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
-def test_every_kind_of_file_gives_the_same_records(suffix, streaming, tmp_path):
+def test_every_file_format_gives_the_same_records(suffix, streaming, tmp_path):
     path = write(tmp_path / f"pairs{suffix}", PAIRS)
-    rows = found(path, tmp_path, streaming=streaming)
+    rows = raw_rows(path, tmp_path, streaming=streaming)
     assert contents(rows) == PAIRS
     assert [(row["source"], row["number"]) for row in rows] == [(str(path), number) for number in (1, 2, 3)]
 
@@ -68,36 +68,36 @@ def test_every_kind_of_file_gives_the_same_records(suffix, streaming, tmp_path):
         ("[3]", [3]),
     ],
 )
-def test_json_in_its_forms(text, expected, tmp_path):
+def test_json_layouts(text, expected, tmp_path):
     (tmp_path / "x.json").write_text(text)
-    assert contents(found(tmp_path / "x.json", tmp_path)) == expected
+    assert contents(raw_rows(tmp_path / "x.json", tmp_path)) == expected
 
 
-def test_a_line_of_text_is_a_record(tmp_path):
+def test_lines_of_a_text_file_are_records(tmp_path):
     (tmp_path / "x.txt").write_bytes("\ufeffone\r\n\n  two \n{3}".encode())
-    rows = found(tmp_path / "x.txt", tmp_path)
+    rows = raw_rows(tmp_path / "x.txt", tmp_path)
     assert contents(rows) == [{"text": "one"}, {"text": "two"}, {"text": "{3}"}]
-    assert [row["number"] for row in rows] == [1, 3, 4], "a line's number"
+    assert [row["number"] for row in rows] == [1, 3, 4], "`number` is not the line number"
 
 
-def test_a_broken_line_does_not_hide_the_others(tmp_path):
+def test_broken_lines_are_reported_and_others_read(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "a"}\n{"text": \n\xff\xfe\n{"text": "b"}\n')
-    rows = found(tmp_path / "x.jsonl", tmp_path)
+    rows = raw_rows(tmp_path / "x.jsonl", tmp_path)
     assert [row["problem"] for row in rows] == ["", "", "not UTF-8", ""]
     assert rows[1]["record"] == '{"text":' and rows[3]["record"] == '{"text": "b"}'
 
 
-def test_a_csv_row_that_does_not_fit_its_header(tmp_path):
+def test_csv_rows_that_do_not_match_the_header(tmp_path):
     (tmp_path / "x.csv").write_text("prompt,chosen\na,b,c\nd\n")
-    long, short = found(tmp_path / "x.csv", tmp_path)
+    long, short = raw_rows(tmp_path / "x.csv", tmp_path)
     assert long["problem"] == "more fields than the header has"
     assert json.loads(short["record"]) == {"prompt": "d", "chosen": None}
 
 
-def test_what_json_has_no_form_for_is_not_taken_for_text(tmp_path):
+def test_values_that_json_cannot_represent_are_not_read_as_text(tmp_path):
     table = pyarrow.table({"prompt": pyarrow.array([b"bytes"]), "text": ["a"]})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-    assert contents(found(tmp_path / "x.parquet", tmp_path)) == [{"prompt": {"type": "bytes"}, "text": "a"}]
+    assert contents(raw_rows(tmp_path / "x.parquet", tmp_path)) == [{"prompt": {"type": "bytes"}, "text": "a"}]
 
 
 @pytest.mark.parametrize(
@@ -105,25 +105,25 @@ def test_what_json_has_no_form_for_is_not_taken_for_text(tmp_path):
     [("x.parquet", b"PAR1 no"), ("x.csv", b'prompt\n"never closed'), ("x.csv", b"prompt\n\xff"), ("x.parquet", b"")],
 )
 @pytest.mark.parametrize("good_first", [False, True])
-def test_a_file_that_cannot_be_read_on_is_named(name, content, good_first, tmp_path):
+def test_a_damaged_file_raises_with_its_name(name, content, good_first, tmp_path):
     (tmp_path / name).write_bytes(content)
-    if good_first:  # so that the defect shows while rows are being copied
+    if good_first:  # so that the error occurs while rows are copied
         write(tmp_path / f"a{(tmp_path / name).suffix}", PAIRS)
     with pytest.raises(ValueError, match=f"{name}' cannot be read: "):
-        found(tmp_path if good_first else tmp_path / name, tmp_path / "elsewhere")
+        raw_rows(tmp_path if good_first else tmp_path / name, tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [("x.jsonl", "\n\n"), ("x.json", "[]"), ("x.json", ""), ("x.csv", "prompt,chosen\n"), ("x.csv", ""), ("x.txt", "")],
 )
-def test_a_file_without_records_is_an_error(name, content, tmp_path):
+def test_a_file_without_records_raises(name, content, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=f"{name}' has no records"):
-        found(tmp_path / name, tmp_path)
+        raw_rows(tmp_path / name, tmp_path)
 
 
-def test_a_directory_is_its_files_or_those_of_the_split(tmp_path):
+def test_a_directory_gives_its_files_or_those_of_the_split(tmp_path):
     for name in ("train-1", "test", "train-0"):
         write(tmp_path / "split" / f"{name}.jsonl", [{"text": name}])
     write(tmp_path / "whole" / "b.jsonl", [{"text": "b"}])
@@ -131,7 +131,7 @@ def test_a_directory_is_its_files_or_those_of_the_split(tmp_path):
     (tmp_path / "whole" / "README.md").write_text("not data")
 
     def texts(name: str, split: str) -> list[str]:
-        return [record["text"] for record in contents(found(f"{tmp_path}/{name}", tmp_path, split=split))]
+        return [record["text"] for record in contents(raw_rows(f"{tmp_path}/{name}", tmp_path, split=split))]
 
     assert texts("split", "train") == texts("split@train", "test") == ["train-0", "train-1"]
     assert texts("split", "test") == ["test"]
@@ -142,7 +142,7 @@ def test_a_directory_is_its_files_or_those_of_the_split(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("nowhere.jsonl", "there is no such file or directory"),
         ("./nowhere", "there is no such file or directory"),
@@ -154,16 +154,16 @@ def test_a_directory_is_its_files_or_those_of_the_split(tmp_path):
         ([], "no data set given"),
     ],
 )
-def test_a_name_that_is_none(name, words, tmp_path):
+def test_invalid_set_names_raise(name, message, tmp_path):
     write(tmp_path / "x.jsonl", PAIRS)
     (tmp_path / "x.doc").write_text("x")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         load_records(name.format(tmp_path) if name else name)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_no_hub_is_an_error_in_words(streaming, monkeypatch):
+def test_an_unreachable_hub_raises_value_error(streaming, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
@@ -174,19 +174,19 @@ def test_no_hub_is_an_error_in_words(streaming, monkeypatch):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_hub_name_says_config_and_split(streaming, monkeypatch):
-    """The hub itself is not here: what it is asked for is recorded, and a set of ours stands in for its answer."""
-    asked = []
+def test_hub_names_with_config_and_split(streaming, monkeypatch):
+    """Stands in for the hub: records requests and returns a fixed set."""
+    requests = []
 
     def load_dataset(path, name, *, split, streaming, cache_dir):
-        asked.append((path, name, split))
+        requests.append((path, name, split))
         rows = Dataset.from_list([{**pair, "id": number} for number, pair in enumerate(PAIRS)])
         return rows.to_iterable_dataset() if streaming else rows
 
     monkeypatch.setattr(records, "load_dataset", load_dataset)
     rows = list(load_records("org/set:main@test[:3]", streaming=streaming))
     load_records(["org/set", "org/set@b", "org/set:c"], split="a", streaming=streaming)
-    assert asked == [
+    assert requests == [
         ("org/set", "main", "test[:3]"),
         ("org/set", None, "a"),
         ("org/set", None, "b"),
@@ -197,25 +197,27 @@ def test_a_hub_name_says_config_and_split(streaming, monkeypatch):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_sets_of_different_columns_mix_and_every_record_comes_once(streaming, tmp_path):
+def test_sets_with_different_columns_are_mixed(streaming, tmp_path):
     long = write(tmp_path / "long.jsonl", [{"text": str(i)} for i in range(20)])
     short = write(tmp_path / "short.parquet", PAIRS)
-    rows = found([long, short, "synthetic:openings@test"], tmp_path, streaming=streaming)
+    rows = raw_rows([long, short, "synthetic:openings@test"], tmp_path, streaming=streaming)
     counts = {source: [row["number"] for row in rows if row["source"] == source] for source in (str(long), str(short))}
     assert counts == {str(long): list(range(1, 21)), str(short): [1, 2, 3]}
     assert len(rows) == 23 + 24
     if streaming:
-        assert [row["source"] for row in rows[:3]] == [str(long), str(short), "synthetic:openings@test"], "in turns"
+        assert [row["source"] for row in rows[:3]] == [str(long), str(short), "synthetic:openings@test"], (
+            "streamed sets do not alternate"
+        )
 
 
-def test_a_changed_file_is_read_again_even_where_size_and_time_are_the_same(tmp_path):
+def test_a_changed_file_with_equal_size_and_time_is_read_again(tmp_path):
     path = write(tmp_path / "x.jsonl", [{"text": "a"}])
     before, times = path.stat(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
-    assert contents(found(path, tmp_path)) == [{"text": "a"}]
+    assert contents(raw_rows(path, tmp_path)) == [{"text": "a"}]
     write(path, [{"text": "b"}])
     os.utime(path, ns=times)
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert contents(found(path, tmp_path)) == [{"text": "b"}]
+    assert contents(raw_rows(path, tmp_path)) == [{"text": "b"}]
 
 
 def test_an_unchanged_file_is_not_copied_again(tmp_path):
@@ -233,19 +235,19 @@ def texts_of_share(rows, *request) -> list[str]:
 
 @pytest.fixture
 def texts_file(tmp_path):
-    """2000 different texts in a file."""
+    """A file of 2000 distinct texts."""
     return write(tmp_path / "x.jsonl", [{"text": f"text {i}"} for i in range(2000)])
 
 
-def test_shares_are_disjoint_and_of_the_sizes_that_were_asked_for(texts_file, tmp_path):
+def test_shares_are_disjoint_and_have_their_weights(texts_file, tmp_path):
     rows = load_records(str(texts_file), cache_dir=tmp_path / "cache")
     shares = [texts_of_share(rows, "2,4,4", step) for step in range(3)]
     assert sorted(chain(*shares)) == sorted(f"text {i}" for i in range(2000))
     for found_texts, weight in zip(shares, (0.2, 0.4, 0.4), strict=True):
         # The count is binomial; 5 sigma.
         assert len(found_texts) == pytest.approx(2000 * weight, abs=5 * (2000 * weight * (1 - weight)) ** 0.5)
-    assert texts_of_share(rows, "2,4,4", 0, 1) != shares[0], "another seed, another share"
-    assert texts_of_share(rows, "0.5,1,1", 2) == shares[2], "weights, not counts"
+    assert texts_of_share(rows, "2,4,4", 0, 1) != shares[0], "the share does not depend on the seed"
+    assert texts_of_share(rows, "0.5,1,1", 2) == shares[2], "weights are not relative"
 
 
 def test_a_share_does_not_depend_on_order_duplicates_or_streaming(texts_file, tmp_path):
@@ -259,7 +261,7 @@ def test_a_share_does_not_depend_on_order_duplicates_or_streaming(texts_file, tm
 
 
 @pytest.mark.parametrize(
-    ("data_split", "step", "words"),
+    ("data_split", "step", "message"),
     [
         ("2,4,4", 3, "has 3 shares, and step 3 needs one of its own"),
         ("2,4,4", -1, "step -1 needs one of its own"),
@@ -271,7 +273,7 @@ def test_a_share_does_not_depend_on_order_duplicates_or_streaming(texts_file, tm
         ("1,0", 1, "leaves no records for step 1, of 3"),
     ],
 )
-def test_a_share_that_is_none(data_split, step, words, tmp_path):
+def test_invalid_shares_raise(data_split, step, message, tmp_path):
     rows = load_records(str(write(tmp_path / "x.jsonl", PAIRS)), cache_dir=tmp_path / "cache")
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         share(rows, data_split, step)

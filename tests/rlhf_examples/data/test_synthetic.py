@@ -1,4 +1,4 @@
-"""The sets that the project makes itself are what they say, and the gold score is what a reader would say."""
+"""The synthetic sets and their gold score."""
 
 import re
 from statistics import mean
@@ -21,11 +21,11 @@ END = " that was the end ."
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_set_is_a_function_of_split_and_seed(name):
+def test_a_set_depends_only_on_split_and_seed(name):
     make = SETS[name]
     first = make("train", 4, 50)
     assert len(first) == 50 and first == make("train", 4, 50) != make("test", 4, 50)
-    if name != "openings":  # all of which there are
+    if name != "openings":  # a complete enumeration
         assert first != make("train", 5, 50)
         assert len(make("train")) == SIZES["train"]
     if name not in ("openings", "arithmetic"):
@@ -58,7 +58,7 @@ def test_the_tokenizer_knows_every_word(name):
         ("it was a wonderful day full of fun . later it rained for an hour ." + END, 0.75),
         (HAPPY, 0.5),  # no ending
         (HAPPY + " that was", 1 / 3),  # two of three sentences, no ending
-        (HAPPY + END + " anna", 0.25),  # two of four, and goes on behind the ending
+        (HAPPY + END + " anna", 0.25),  # two of four, and continues after the ending
         ("it was a wonderful day full of fun . " * 4 + END, 0.25),  # one of four is new
         ("the sun was along the felt happy ." + END, 0.0),  # no sentence of any mood
         ("happy joy fun laughed smiled wonderful", 0.0),
@@ -67,37 +67,37 @@ def test_the_tokenizer_knows_every_word(name):
         ("...", 0.0),
     ],
 )
-def test_the_gold_score_of_a_story(completion, expected):
+def test_gold_scores_of_stories(completion, expected):
     assert gold_score(["x"], [completion]) == [pytest.approx(expected)]
 
 
-def test_the_gold_score_is_chance_on_the_corpus_and_one_on_its_happy_stories():
+def test_gold_scores_of_the_corpus_average_one_half():
     texts = [record["completion"] for record in stories("train")]
     scores = gold_score(texts, texts)
     assert mean(scores) == pytest.approx(0.5, abs=0.03)  # three equally frequent moods, 4096 stories: 5 sigma
     assert set(scores) == {0.0, 0.5, 1.0}
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05, 0.5])
-def test_pairs_follow_the_gold_score_but_for_the_noise(noise):
-    pairs = preferences("train", label_noise=noise)
+@pytest.mark.parametrize("label_noise", [0.0, 0.05, 0.5])
+def test_pairs_follow_the_gold_score_except_for_label_noise(label_noise):
+    pairs = preferences("train", label_noise=label_noise)
     chosen, rejected = (gold_score([], [pair[name] for pair in pairs]) for name in ("chosen", "rejected"))
     wrong = mean(a < b for a, b in zip(chosen, rejected, strict=True))
-    assert wrong == pytest.approx(noise, abs=5 * (noise * (1 - noise) / len(pairs)) ** 0.5)
+    assert wrong == pytest.approx(label_noise, abs=5 * (label_noise * (1 - label_noise) / len(pairs)) ** 0.5)
     assert all(a != b for a, b in zip(chosen, rejected, strict=True))
-    clean = preferences("test", label_noise=noise)
+    clean = preferences("test", label_noise=label_noise)
     for pair in clean:
         assert gold_score([], [pair["chosen"]]) > gold_score([], [pair["rejected"]])
 
 
-def test_pairs_show_what_a_policy_may_do_wrong():
+def test_pairs_contain_a_policys_typical_errors():
     texts = [pair[name] for pair in preferences("train") for name in ("chosen", "rejected")]
     sentences = [re.findall(r"[^.]+\.", text) for text in texts]
     assert 0.1 < mean(not text.endswith("the end .") for text in texts) < 0.4
-    assert 0.1 < mean(len(set(found)) < len(found) for found in sentences) < 0.5
+    assert 0.1 < mean(len(set(sentences_of_text)) < len(sentences_of_text) for sentences_of_text in sentences) < 0.5
 
 
-def test_the_better_completion_is_chosen_and_equal_ones_are_no_pair():
+def test_pairs_choose_the_better_completion_and_drop_ties():
     pairs = preference_pairs(
         ["p", "q", "r"], ["aa", "b", "c"], ["a", "bbb", "d"], lambda prompts, completions: list(map(len, completions))
     )
@@ -111,7 +111,7 @@ def numbers_of(record: dict[str, str]) -> list[int]:
     return [*map(int, re.fullmatch(r"(\d) \+ (\d) \+ (\d) \+ (\d) =", record["prompt"]).groups())]
 
 
-def test_sums_are_right_and_supervised_answers_seldom():
+def test_sums_are_correct_and_supervised_answers_rarely():
     records = arithmetic("train")
     for record in records:
         answer = int(record["answer"])
@@ -122,14 +122,16 @@ def test_sums_are_right_and_supervised_answers_seldom():
     assert all(record["completion"] == record["answer"] for record in arithmetic("train", wrong=0.0))
 
 
-def test_held_out_sums_are_many_and_in_no_order_of_their_numbers_trained():
+def test_held_out_sums_are_disjoint_from_training():
     train, test = ([tuple(sorted(numbers_of(record))) for record in arithmetic(split)] for split in ("train", "test"))
     assert len(test) == len(set(test)) >= 200, "each is another measurement"
     assert not set(train) & set(test)
 
 
-def test_a_completion_that_could_not_be_judged_is_in_no_pair():
+def test_unscored_completions_are_in_no_pair():
     scores = {"good": 1.0, "bad": 0.0, "unknown": float("nan")}
-    sides = ["good", "unknown", "bad", "unknown"], ["unknown", "bad", "good", "unknown"]
-    pairs = preference_pairs(["a", "b", "c", "d"], *sides, lambda prompts, texts: [scores[text] for text in texts])
+    completions = ["good", "unknown", "bad", "unknown"], ["unknown", "bad", "good", "unknown"]
+    pairs = preference_pairs(
+        ["a", "b", "c", "d"], *completions, lambda prompts, texts: [scores[text] for text in texts]
+    )
     assert pairs == [{"prompt": "c", "chosen": "good", "rejected": "bad"}]

@@ -1,4 +1,4 @@
-"""A record's columns and conversations as texts, and every defect by its name."""
+"""A record's columns and conversations as texts, and the reason for every bad record."""
 
 import json
 
@@ -56,13 +56,13 @@ def raw(text: str, problem: str = "") -> dict:
         ("prompt", {"chosen": "say gold", "rejected": "say good"}, "say", ()),
     ],
 )
-def test_columns_of_text(form, record, prompt, completions, tokenizer):
-    found = texts_of(row(record), form, tokenizer)
-    assert (found.prompt, found.completions, found.is_conversation) == (prompt, completions, False)
+def test_prompt_and_completions_of_text_columns(form, record, prompt, completions, tokenizer):
+    texts = texts_of(row(record), form, tokenizer)
+    assert (texts.prompt, texts.completions, texts.is_conversation) == (prompt, completions, False)
 
 
 @pytest.mark.parametrize(
-    ("form", "record", "wholes"),
+    ("form", "record", "conversations"),
     [
         ("supervised", {"messages": ASK + GOOD}, [ASK + GOOD]),
         ("supervised", {"messages": ASK + BAD + ASK + GOOD}, [ASK + BAD + ASK + GOOD]),
@@ -78,14 +78,14 @@ def test_columns_of_text(form, record, prompt, completions, tokenizer):
         ("prompt", {"prompt": "Hi", "chosen": ASK + GOOD, "rejected": ASK + BAD}, []),
     ],
 )
-def test_conversations_are_what_the_template_writes(form, record, wholes, tokenizer):
+def test_conversations_are_rendered_by_the_template(form, record, conversations, tokenizer):
     """The oracle is the template itself, over the whole conversation."""
-    found = texts_of(row(record), form, tokenizer)
-    asked = (wholes or [ASK + GOOD])[0][:-1]
-    assert found.is_conversation
-    assert found.prompt == tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    expected = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in wholes]
-    assert [found.prompt + completion for completion in found.completions] == expected
+    texts = texts_of(row(record), form, tokenizer)
+    prompt_messages = (conversations or [ASK + GOOD])[0][:-1]
+    assert texts.is_conversation
+    assert texts.prompt == tokenizer.apply_chat_template(prompt_messages, tokenize=False, add_generation_prompt=True)
+    expected = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in conversations]
+    assert [texts.prompt + completion for completion in texts.completions] == expected
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_conversations_are_what_the_template_writes(form, record, wholes, tokeni
         ("preference", row({"chosen": "a", "rejected": BAD}), "one field is a text, another a conversation"),
     ],
 )
-def test_a_defect_has_a_name(form, broken, reason, tokenizer):
+def test_bad_records_raise_with_a_reason(form, broken, reason, tokenizer):
     with pytest.raises(BadRecord, match=f"^{reason}$"):
         texts_of(broken, form, tokenizer)
 
@@ -152,21 +152,21 @@ def test_a_defect_has_a_name(form, broken, reason, tokenizer):
         ("supervised", {"messages": "turns"}, {"turns": ASK + GOOD, "text": "t"}, None, ("hello</s>",)),
     ],
 )
-def test_columns_of_other_names(form, columns, record, prompt, completions, tokenizer):
+def test_renamed_columns(form, columns, record, prompt, completions, tokenizer):
     record_format = RecordFormat(**{f"{name}_column": other for name, other in columns.items()})
-    found = texts_of(row(record), form, tokenizer, record_format)
-    assert prompt is None or found.prompt == prompt
-    assert found.completions == completions
+    texts = texts_of(row(record), form, tokenizer, record_format)
+    assert prompt is None or texts.prompt == prompt
+    assert texts.completions == completions
 
 
-def test_the_error_names_the_columns_and_the_flags_of_those_that_are_looked_for(tokenizer):
+def test_the_error_names_the_columns_and_flags(tokenizer):
     with pytest.raises(
         BadRecord, match="^no ask among the columns a, completion; name the column with --prompt_column$"
     ):
         texts_of(row({"completion": "c", "a": "b"}), "supervised", tokenizer, RecordFormat(prompt_column="ask"))
 
 
-def test_a_text_prompt_stands_in_its_template(tokenizer):
+def test_input_template_wraps_text_prompts(tokenizer):
     record_format = RecordFormat(input_template="Q: {}\nA:")
     assert texts_of(row({"prompt": "{p}"}), "prompt", tokenizer, record_format).prompt == "Q: {p}\nA:"
     assert texts_of(row({"text": "t"}), "supervised", tokenizer, record_format).prompt == ""
@@ -174,18 +174,18 @@ def test_a_text_prompt_stands_in_its_template(tokenizer):
         RecordFormat(input_template="Q:")
 
 
-def test_a_template_that_changes_the_prompt_is_named(tokenizer):
+def test_a_template_that_changes_the_prompt_raises(tokenizer):
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(BadRecord, match="the chat template renders the prompt differently with an answer"):
         texts_of(row({"prompt": ASK, "completion": GOOD}), "supervised", tokenizer)
 
 
-def test_a_conversation_without_a_template_is_an_error_of_the_run():
+def test_conversations_without_a_template_raise():
     with pytest.raises(ValueError, match="the records are conversations, and the tokenizer has no chat template"):
         texts_of(row({"prompt": ASK}), "prompt", synthetic_tokenizer())
 
 
-def test_what_is_left_out_is_counted_and_the_first_are_named():
+def test_left_out_records_are_counted_and_the_first_named():
     left_out = LeftOut()
     reasons = ["", "empty prompt", "not JSON", "empty prompt", "", "empty prompt", "empty prompt"]
     usable = [left_out.usable("x.jsonl", number, reason) for number, reason in enumerate(reasons, start=1)]

@@ -1,4 +1,4 @@
-"""The report of a run: what it says is what was logged, it needs nothing else, and a browser shows all of it."""
+"""The report of a run: it shows the logged values, is self-contained, and renders in a browser."""
 
 import json
 import math
@@ -26,7 +26,7 @@ SECONDS = {"gather": 0.05, "merge": 0.02, "prefill": 0.1, "decode": 0.4, "score"
 
 
 class Page(HTMLParser):
-    """What a browser would see: elements, attributes, and the text of each by its tag, or by its class with a dot."""
+    """A parsed page: elements, attributes, and texts by tag, or by class with a dot."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -60,7 +60,7 @@ class Page(HTMLParser):
 
 
 def log_ppo(directory: Path, iterations: int = 20, **more) -> None:
-    """A PPO step whose reward, say, is the iteration."""
+    """Log a PPO step whose metrics are functions of the iteration."""
     log = RunLog(directory, total=iterations, print_every=0, report_to=[], settings={"seed": 3, "model": "<tiny>"})
     for i in range(1, iterations + 1):
         metrics = {
@@ -105,7 +105,7 @@ def page(run) -> Page:
     return Page(run / "report.html")
 
 
-def test_every_step_has_a_section_in_the_order_of_the_pipeline(run, page, tmp_path):
+def test_every_step_has_a_section_in_pipeline_order(run, page, tmp_path):
     assert page.texts["h1"] == ["demo"]
     assert page.texts["h2"] == ["Supervised fine-tuning", "PPO"]
     sft, ppo = page.source.split('<section id="ppo">')
@@ -130,12 +130,12 @@ def test_every_step_has_a_section_in_the_order_of_the_pipeline(run, page, tmp_pa
     assert Page(write_report(tmp_path / "run")).texts["h2"] == ["PPO", "Supervised fine-tuning"], "as they ended"
 
 
-def test_the_figures_are_those_of_the_log(page):
+def test_figures_match_the_log(page):
     figures = dict(zip(page.texts[".label"], page.texts[".value"], strict=True))
     assert figures == {
         "Gold score": "0.48 → 0.91 ± 0.012",
         "KL to the reference": "3.25",
-        "Tokens per second": "1,500 → 1,500",  # the step's; the summary's has the same label
+        "Tokens per second": "1,500 → 1,500",  # the step's value; the summary's has the same label
         "my own": "7",
         "Loss, held out": "0.35 → 0.117",
         "Reward": "1.5 → 19.5",  # means of 1, 2 and of 19, 20
@@ -148,36 +148,36 @@ def test_the_figures_are_those_of_the_log(page):
     assert "model <tiny>" in rows
 
 
-def test_the_phases_are_the_whole_iteration(page):
+def test_phases_sum_to_the_iteration(page):
     cells = [row.split() for row in page.texts["tr"] if row.strip().endswith("%")]
     shares = {name: float(share) for name, _, share, _ in cells}
     other = 1 - sum(SECONDS.values())
     assert shares == {name: pytest.approx(100 * s, abs=0.051) for name, s in {**SECONDS, "other": other}.items()}
     log = pd.DataFrame({"time/train_s": [2.0, math.nan], "time/iteration_s": [1.5, 3.0]}, index=[1, 2])
-    assert phase_seconds(log).to_dict("list") == {"train": [2.0, 0.0], "other": [0.0, 3.0]}, "never less than nothing"
+    assert phase_seconds(log).to_dict("list") == {"train": [2.0, 0.0], "other": [0.0, 3.0]}, "a phase is negative"
     assert not phase_seconds(pd.DataFrame({"loss": [1.0]})).size
 
 
 def test_smoothing_is_a_centred_mean():
     values = np.random.default_rng(0).normal(size=57)
-    ours = smoothed(pd.Series(values)).to_numpy()
+    actual = smoothed(pd.Series(values)).to_numpy()
     windows = [values[max(0, i - 2) : i + 3] for i in range(57)]  # 57 // 10 = 5 points
-    np.testing.assert_allclose(ours, [window.mean() for window in windows], rtol=1e-12)
+    np.testing.assert_allclose(actual, [window.mean() for window in windows], rtol=1e-12)
     assert smoothed(pd.Series(values[:7])) is None
 
 
-def test_long_lines_keep_their_extremes():
+def test_downsampled_curves_keep_their_extremes():
     values = np.random.default_rng(0).normal(size=50_000)
     column = pd.Series(values, index=np.arange(1, 50_001))
-    ours = downsampled(column)
-    assert len(ours) <= MOST_POINTS and ours.index.is_monotonic_increasing
-    assert (ours == column[ours.index]).all()
+    actual = downsampled(column)
+    assert len(actual) <= MOST_POINTS and actual.index.is_monotonic_increasing
+    assert (actual == column[actual.index]).all()
     for part in np.array_split(np.arange(1, 50_001), 100):
-        inside = ours[(ours.index >= part[0]) & (ours.index <= part[-1])]
+        inside = actual[(actual.index >= part[0]) & (actual.index <= part[-1])]
         assert (inside.min(), inside.max()) == (column[part].min(), column[part].max())
 
 
-def test_completions_are_text_whatever_they_hold(page):
+def test_completions_are_escaped(page):
     assert "script" not in page.tags
     assert page.tags.count("html") == page.tags.count("body") == 1
     shown = ODD.replace("\ud83d", "\ufffd").replace("\x00", "\ufffd")
@@ -192,7 +192,7 @@ def test_completions_are_text_whatever_they_hold(page):
     ]
 
 
-def test_the_page_asks_for_nothing(page):
+def test_the_page_loads_no_resources(page):
     links = [value for _, name, value in page.attributes if name in ("src", "href", "srcset", "data", "xlink:href")]
     assert links and all(link.startswith("#") or link == "data:," for link in links)
     addresses = re.findall(r'(\S+?)=?["\']?https?://', page.source)
@@ -208,13 +208,13 @@ def test_the_page_asks_for_nothing(page):
 @pytest.mark.parametrize("iterations", [0, 1, 2])
 def test_short_runs_have_reports(tmp_path, iterations):
     log_ppo(tmp_path / "ppo", iterations)
-    page = Page(write_report(tmp_path / "ppo"))  # the run is the step
+    page = Page(write_report(tmp_path / "ppo"))  # a run without a pipeline
     assert len(page.charts) == (11 if iterations else 0)
     assert (f"{iterations} iteration" in page.source) == (iterations > 0)
     assert ("no iteration was logged" in page.source) == (iterations == 0)
 
 
-def test_what_is_missing_or_not_finite_leaves_the_rest(tmp_path):
+def test_missing_and_non_finite_values_are_skipped(tmp_path):
     log = RunLog(tmp_path, total=3, print_every=0, report_to=[])
     with pytest.warns(UserWarning):
         for i in (1, 2, 3):
@@ -222,11 +222,11 @@ def test_what_is_missing_or_not_finite_leaves_the_rest(tmp_path):
             log.add(i, {**metrics, "difference": Histogram((0, 1), (0,)), "eval/gold_score": 0.5})
     page = Page(write_report(tmp_path))
     assert page.charts == ["Loss", "Eval gold score"]
-    told = " ".join(page.texts[".card warning"][0].split())
-    assert told.startswith("Not finite: kl in iteration 1, 2, 3; ") and told.endswith("; loss in iteration 2")
+    warning = " ".join(page.texts[".card warning"][0].split())
+    assert warning.startswith("Not finite: kl in iteration 1, 2, 3; ") and warning.endswith("; loss in iteration 2")
 
 
-def test_histograms_of_other_edges_are_not_mixed():
+def test_histograms_with_different_edges_are_not_mixed():
     few, many = Histogram((0.0, 1.0, 2.0), (1, 1)), Histogram((0.0, 1.0, 2.0, 3.0), (1, 2, 3))
     assert draw_histogram("t", "nats", [few, many]) is not None
     assert draw_histogram("t", "nats", [Histogram((0.0, 1.0), (0,))]) is None
@@ -237,12 +237,12 @@ def test_durations():
     assert [duration(s) for s in (3.21, 75, 3600 * 5 + 121)] == ["3.2 s", "1 min 15 s", "5 h 2 min"]
 
 
-def test_a_directory_without_a_log_is_refused(tmp_path):
+def test_a_directory_without_a_log_raises(tmp_path):
     with pytest.raises(ValueError, match=r"no metrics.jsonl in '.*' or in a directory of it"):
         write_report(tmp_path)
 
 
-def test_the_command_writes_it(run, tmp_path):
+def test_the_command_line_writes_the_report(run, tmp_path):
     shutil.copytree(run / "sft", tmp_path / "sft")
     command = [sys.executable, "-m", "rlhf_examples.report", str(tmp_path)]
     root = str(Path(__file__).resolve().parents[3])
@@ -256,7 +256,7 @@ def test_the_command_writes_it(run, tmp_path):
 # In a browser.
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-# Tells the window's and the page's width and every chart's rectangle over the console.
+# Logs the widths of window and page, and every chart's rectangle, to the console.
 MEASURE = """<script>
 const charts = [...document.querySelectorAll("figure svg")].map(svg => {
   const box = svg.getBoundingClientRect();
@@ -267,7 +267,7 @@ console.log(JSON.stringify({window: innerWidth, page: document.documentElement.s
 
 
 def console_of(page: Path, screenshot: Path, width: int = 1280, height: int = 4200) -> list[str]:
-    """Open a page, take its picture; gives what it wrote to the console, errors too."""
+    """Open a page and take a screenshot; returns its console output, errors included."""
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
     command += ["--force-device-scale-factor=1", f"--user-data-dir={screenshot.parent / 'profile'}"]
     command += [f"--window-size={width},{height}", f"--screenshot={screenshot}", f"file://{page}"]
@@ -288,7 +288,7 @@ def measured(run: Path, directory: Path, width: int, height: int = 4200) -> dict
 
 
 @needs_chromium
-def test_a_browser_has_nothing_to_complain_of(run, tmp_path):
+def test_a_browser_reports_no_errors(run, tmp_path):
     assert console_of(run / "report.html", tmp_path / "page.png") == []
     broken = (run / "report.html").read_text().replace("</body>", '<img src="http://localhost:9/x.png"></body>')
     (tmp_path / "broken.html").write_text(broken)
@@ -297,21 +297,21 @@ def test_a_browser_has_nothing_to_complain_of(run, tmp_path):
 
 @needs_chromium
 @pytest.mark.parametrize(("width", "columns"), [(1280, 3), (400, 1)])
-def test_every_chart_is_seen_on_a_screen_and_on_a_phone(run, page, tmp_path, width, columns):
+def test_every_chart_is_visible_on_wide_and_narrow_screens(run, page, tmp_path, width, columns):
     sizes = measured(run, tmp_path, width, height=7000)
-    assert sizes["window"] == width and sizes["page"] <= width, "nothing leaves the screen to the right"
+    assert sizes["window"] == width and sizes["page"] <= width, "the page is wider than the window"
     assert [chart[0] for chart in sizes["charts"]] == page.charts
     assert len({round(x) for _, x, *_ in sizes["charts"]}) == columns
     picture = matplotlib.image.imread(tmp_path / f"{width}.png")[..., :3]
     for title, x, y, wide, high in ([chart[0], *(round(number) for number in chart[1:])] for chart in sizes["charts"]):
         assert 280 < wide < 500 and 140 < high < 300, title
         inside = picture[y : y + high, x : x + wide]
-        line = np.ptp(inside, axis=2) > 0.2  # what has a colour: neither text nor grid has
+        line = np.ptp(inside, axis=2) > 0.2  # coloured pixels: text and grid are grey
         assert line.any(axis=0).mean() > 0.3, f"{title} is blank"
 
 
 @needs_chromium
-def test_the_stack_has_the_shares_of_the_phases(run, tmp_path):
+def test_the_stacked_chart_shows_the_phases_shares(run, tmp_path):
     sizes = measured(run, tmp_path, 1280)
     ((_, *box),) = [chart for chart in sizes["charts"] if "by phase" in chart[0]]
     x, y, wide, high = (round(number) for number in box)
