@@ -40,18 +40,18 @@ class Case:
     def __post_init__(self):
         if self.natural and self.group > 1:
             raise ValueError(
-                f"natural lengths with groups of {self.group}: a completion's length is told by its prompt, which "
+                f"natural lengths with groups of {self.group}: a completion's length depends on its prompt, which "
                 "a group shares; use fixed lengths, or groups of 1"
             )
 
     @property
     def rows(self) -> int:
-        """Completions."""
+        """The number of completions."""
         return self.prompts * self.group
 
     @property
     def name(self) -> str:
-        """What `--cases` calls it; what is as usual is not said."""
+        """The case's name in `--cases`; default values are left out."""
         parts = [self.shape, self.dtype, f"{self.prompts}x{self.group}" if self.group > 1 else f"b{self.prompts}"]
         parts += ["natural"] * self.natural
         parts += [str(self.new_tokens)] * (self.new_tokens != 64)
@@ -83,7 +83,7 @@ CASES = {case.name: case for case in (*CPU_CASES, *GPU_CASES)}
 
 @dataclass(frozen=True)
 class Request:
-    """One rollout, as every contender gets it.
+    """The input of a rollout, the same for every contender.
 
     prompt_ids: int64 [prompts, prompt_len], without padding; a prompt's first token is its row number + 1.
     lengths: tokens of each prompt's completions, the end token included.
@@ -99,24 +99,24 @@ class Request:
 
     @property
     def completion_lengths(self) -> list[int]:
-        """Tokens of each completion, a prompt's next to each other."""
+        """Tokens of each completion; the completions of a prompt are adjacent."""
         return [length for length in self.lengths for _ in range(self.group)]
 
     def on(self, device: torch.device) -> "Request":
-        """The same with its prompts on a device."""
+        """This request with its prompts on `device`."""
         return replace(self, prompt_ids=self.prompt_ids.to(device))
 
 
-def make_request(case: Case, vocab_size: int, turn: int) -> Request:
-    """The request of a turn: prompts are other ones in each, so that no cache outlives a turn; lengths are the same."""
-    generator = torch.Generator().manual_seed(turn)
+def make_request(case: Case, vocab_size: int, seed: int) -> Request:
+    """The request of a round: prompts differ by seed, so that no cache helps a later round; lengths are the same."""
+    generator = torch.Generator().manual_seed(seed)
     prompt_ids = torch.randint(1, vocab_size - 1, (case.prompts, case.prompt_len), generator=generator)
     prompt_ids[:, 0] = torch.arange(case.prompts) + 1
     return Request(prompt_ids, case.group, case.new_tokens, prompt_lengths(case), case.natural, vocab_size - 1)
 
 
 def prompt_lengths(case: Case) -> tuple[int, ...]:
-    """Tokens of each prompt's completions: all of them, or seeded and geometric with a mean of a quarter."""
+    """Tokens of each prompt's completions: `new_tokens`, or seeded, geometric, with a mean of a quarter of it."""
     if not case.natural:
         return (case.new_tokens,) * case.prompts
     generator = torch.Generator().manual_seed(0)
@@ -127,8 +127,8 @@ def prompt_lengths(case: Case) -> tuple[int, ...]:
 class EndAtLength(transformers.LogitsProcessor):
     """Ends each row at its length and never before.
 
-    A row's length is found by the prompt's first token, so that it depends on the row's own tokens alone: rows may
-    leave, change places, and have padding on their left.
+    A row's length is looked up by its prompt's first token, so that it depends only on the row's own tokens: rows may
+    leave, change their order, and be padded on the left.
     """
 
     rowwise = True
@@ -139,18 +139,18 @@ class EndAtLength(transformers.LogitsProcessor):
         self.lengths = torch.tensor([0, *request.lengths], device=device)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """input_ids int64 [rows, tokens], scores [rows, vocab]; gives new scores."""
+        """input_ids int64 [rows, tokens], scores [rows, vocab]; returns new scores."""
         first = (input_ids != PAD).int().argmax(dim=1)
         rows = input_ids.gather(1, first[:, None])[:, 0]
-        made = input_ids.shape[1] - first - self.prompt_len
-        ending = made + 1 >= self.lengths[rows]
+        generated = input_ids.shape[1] - first - self.prompt_len
+        ending = generated + 1 >= self.lengths[rows]
         scores = scores.masked_fill(ending[:, None], -torch.inf)
         scores[:, self.end] = torch.where(ending, 0.0, -torch.inf)
         return scores
 
 
 def read_config(shape: str) -> transformers.PretrainedConfig:
-    """The configuration of a shape of SHAPES, or of Hugging Face's name or path; without end tokens."""
+    """The configuration of a key of SHAPES, or of a Hugging Face name or path; without end tokens."""
     if shape in SHAPES:
         sizes = SHAPES[shape]
         config = transformers.LlamaConfig(
@@ -169,7 +169,7 @@ def read_config(shape: str) -> transformers.PretrainedConfig:
 
 
 def make_model(shape: str, dtype: str, device: str) -> nn.Module:
-    """A random model in eval mode, made where it will be."""
+    """A model with random weights in eval mode, created on its device."""
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(read_config(shape), dtype=DTYPES[dtype])

@@ -1,4 +1,4 @@
-"""Whoever makes rollouts: this engine, and Hugging Face's ways, on the same weights and requests."""
+"""The contenders of the rollout benchmark, on the same weights and requests: this engine, Hugging Face's ways, vLLM."""
 
 import copy
 import math
@@ -17,14 +17,14 @@ import hybrid
 from benchmarks.cases import PAD, EndAtLength, Request
 from benchmarks.vllm_contender import VLLM, VLLMSettings
 
-PAGE_SIZE = 256  # of continuous batching's cache; transformers' default
-TOKENS_A_FORWARD = 2048  # with the default of 8192 its decode step is slower: the mask has as many rows
+PAGE_SIZE = 256  # tokens of a block in continuous batching's cache; transformers' default
+TOKENS_PER_FORWARD = 2048  # a decode step is slower with the default of 8192, because the mask has as many rows
 WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave.  lengths: tokens of each completion.  phases: seconds by phase, where they are told."""
+    """The result of a run.  lengths: tokens of each completion.  phases: seconds by phase, if they are reported."""
 
     lengths: list[int]
     phases: dict[str, float] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Contender:
-    """Someone who runs requests."""
+    """A way to run requests, by the name that it has in the table."""
 
     name: str
     run: Callable[[Request], Outcome]
@@ -41,9 +41,9 @@ class Contender:
 
 @dataclass(frozen=True)
 class Setting:
-    """What contenders are made of.
+    """What contenders are built from.
 
-    model: whole, in eval mode.  engine: over the same weights.
+    model: whole, in eval mode.  engine: with the same weights.
     most_rows, most_tokens: completions of the largest request, and tokens of the longest sequence.
     """
 
@@ -55,14 +55,14 @@ class Setting:
 
     @property
     def vocab_size(self) -> int:
-        """Of the model."""
+        """The size of the model's vocabulary."""
         return self.model.config.get_text_config().vocab_size
 
 
 def make_engine(model: nn.Module) -> hybrid.HybridEngine:
-    """A ZeRO-3 engine over a copy of `model`, and the check that its weights are the same.
+    """A ZeRO-3 engine with a copy of `model`; asserts that the weights are the same.
 
-    The optimizer is one without state: it takes no part, and a 7B model's states would fill the device.
+    The optimizer has no state: it is not measured, and the states of a 7B model would fill the device.
     """
     module = copy.deepcopy(model)
     engine = hybrid.initialize(
@@ -78,12 +78,12 @@ def make_engine(model: nn.Module) -> hybrid.HybridEngine:
     )[0]
     for whole, partitioned in zip(model.parameters(), engine.module.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([partitioned]):
-            assert torch.equal(whole, partitioned), "contenders have other weights"
+            assert torch.equal(whole, partitioned), "contenders have different weights"
     return engine
 
 
 def generate_arguments(request: Request) -> dict:
-    """Of Hugging Face's generate, for plain sampling at temperature 1."""
+    """Arguments of Hugging Face's generate, for plain sampling at temperature 1."""
     arguments = {
         "attention_mask": torch.ones_like(request.prompt_ids),
         "max_new_tokens": request.new_tokens,
@@ -100,7 +100,7 @@ def generate_arguments(request: Request) -> dict:
 
 
 def outcome_of(sequences: torch.Tensor, request: Request) -> Outcome:
-    """Of what `generate` gave.  sequences int64 [rows, tokens]: completions end with the end token, or at the end."""
+    """The outcome of `generate`.  sequences int64 [rows, tokens]: completions end with the end token, or at the end."""
     completions = sequences[:, request.prompt_ids.shape[1] :]
     if not request.ends:
         return Outcome([completions.shape[1]] * len(completions))
@@ -108,7 +108,7 @@ def outcome_of(sequences: torch.Tensor, request: Request) -> Outcome:
 
 
 def hybrid_rollouts(name: str, setting: Setting, new_weights: bool) -> Contender:
-    """This engine.  new_weights: each run finds its snapshot stale, as it is after a step, and gathers."""
+    """This engine.  new_weights: every run refreshes the snapshot, as after an optimizer step."""
     engine = setting.engine
 
     def run(request: Request) -> Outcome:
@@ -125,7 +125,7 @@ def hybrid_rollouts(name: str, setting: Setting, new_weights: bool) -> Contender
 
 
 def hugging_face(name: str, generate: Callable, **more) -> Contender:
-    """Hugging Face's generate, by whatever way `generate` calls it."""
+    """Hugging Face's generate, called through `generate`."""
 
     def run(request: Request) -> Outcome:
         return outcome_of(generate(request.prompt_ids, **generate_arguments(request), **more), request)
@@ -135,7 +135,7 @@ def hugging_face(name: str, generate: Callable, **more) -> Contender:
 
 @contextmanager
 def gathered(engine: hybrid.HybridEngine) -> Iterator[None]:
-    """What TRL does: gather every parameter, and take ZeRO's hooks off."""
+    """As TRL does it: inside the block every parameter is gathered, and ZeRO's hooks are removed."""
     offload = engine.optimizer.parameter_offload
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())), eval_mode(engine.module):
         offload._remove_module_hooks()
@@ -148,7 +148,7 @@ def gathered(engine: hybrid.HybridEngine) -> Iterator[None]:
 
 @contextmanager
 def eval_mode(module: torch.nn.Module) -> Iterator[None]:
-    """Eval mode for the block."""
+    """Inside the block the module is in eval mode; afterwards in train mode."""
     module.eval()
     try:
         yield
@@ -161,27 +161,28 @@ def gathered_generate(engine: hybrid.HybridEngine) -> Callable:
 
     def generate(ids: torch.Tensor, **request) -> torch.Tensor:
         with gathered(engine):
-            # Its class's: the module's own leads through the engine.
+            # The class's method: the instance's own calls the engine.
             return type(engine.module).generate(engine.module, ids, synced_gpus=False, **request)
 
     return generate
 
 
 class ContinuousBatching:
-    """transformers' continuous batching. Its manager lives on between runs, which spares it its set-up and the
-    garbage collection of stopping; its thread then looks for work ten times a second, which is no load."""
+    """transformers' continuous batching. Its manager is kept between runs, to exclude set-up and tear-down from the
+    timings; while idle its thread polls ten times per second, which is negligible.
+    """
 
     def __init__(self, setting: Setting):
         self.model = setting.model
         blocks = setting.most_rows * (math.ceil(setting.most_tokens / PAGE_SIZE) + 1)
         self.config = ContinuousBatchingConfig(
-            page_size=PAGE_SIZE, num_blocks=blocks, max_batch_tokens=TOKENS_A_FORWARD
+            page_size=PAGE_SIZE, num_blocks=blocks, max_batch_tokens=TOKENS_PER_FORWARD
         )
         self.manager = None
-        self.group = 0  # of the manager that there is
+        self.group = 0  # of the current manager
 
     def run(self, request: Request) -> Outcome:
-        """Each completion is told how long it is, which is less work than a logits processor."""
+        """Each completion gets its length as `max_new_tokens`, which is less work than a logits processor."""
         if request.group != self.group:
             self.close()
             self.manager, self.group = self._start(request.group), request.group
@@ -209,7 +210,7 @@ class ContinuousBatching:
         return manager
 
     def _results(self, count: int) -> dict:
-        """`count` results by request id. Raises RuntimeError where the manager's thread has died."""
+        """`count` results by request id. Raises RuntimeError if the manager's thread has died."""
         results = {}
         while len(results) < count:
             result = self.manager.get_result(timeout=WAIT_S)
@@ -221,7 +222,7 @@ class ContinuousBatching:
 
 
 def order(request_id: str) -> tuple[int, str]:
-    """Sorts "3" and its children "3__child#0" by rows."""
+    """The sorting key of request ids such as "3" and its child "3__child#0": by row, then child."""
     row, _, child = request_id.partition("__")
     return int(row), child
 
@@ -233,7 +234,7 @@ def continuous_batching(name: str, setting: Setting) -> Contender:
 
 
 def vllm(name: str, setting: Setting, eager: bool) -> Contender:
-    """vLLM in a process of its own, whose environment has the build for CPUs."""
+    """vLLM in a separate process, from an environment with its CPU build."""
     if setting.model.device.type != "cpu" or dist.get_world_size() > 1:
         raise ValueError(
             f"{name} on {dist.get_world_size()} ranks on {setting.model.device.type}: the environment of "
@@ -243,7 +244,7 @@ def vllm(name: str, setting: Setting, eager: bool) -> Contender:
     return Contender(name, lambda request: Outcome(server.run(request)), server.close)
 
 
-# By the names that the command line and the table have; the table's ratios are to "hf".
+# By their names on the command line and in the table, whose ratios are relative to "hf".
 CONTENDERS: dict[str, Callable[[Setting], Contender]] = {
     "hybrid": lambda setting: hybrid_rollouts("hybrid", setting, new_weights=False),
     "hybrid-new-weights": lambda setting: hybrid_rollouts("hybrid-new-weights", setting, new_weights=True),

@@ -1,9 +1,9 @@
-"""The demo with several seeds: how far its figures are from seed to seed.
+"""The demo with several seeds: the mean of its figures, and their standard error over seeds.
 
     python -m benchmarks.demo_seeds
 
-Runs configs/demo.yaml with seeds 0, 1, 2 into runs/demo_seed0 and so on, on two ranks, and prints the mean of each
-figure of the summaries with its standard error over seeds.
+Runs configs/demo.yaml with seeds 0, 1, 2 on two ranks, in runs/demo_seed0 and so on, and prints a table of the
+summaries' figures.
 """
 
 import argparse
@@ -15,11 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-STANDARD_ERROR = "_stderr"  # ends the names of figures that say how sure one run is of another figure
+STANDARD_ERROR = "_stderr"  # suffix of figures that are the standard error, within a run, of another figure
 
 
 def run(seed: int, directory: Path) -> dict[str, float]:
-    """The demo with one seed; gives its summary. What it prints is in `directory`.log."""
+    """Run the demo with one seed and return its summary; its output goes to `directory`.log."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "rlhf_examples.pipeline"]
     flags = ["--seed", str(seed), "--output_dir", str(directory), "--overwrite", "true"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -31,7 +31,7 @@ def run(seed: int, directory: Path) -> dict[str, float]:
 
 
 def table(summaries: dict[int, dict[str, float]]) -> str:
-    """Markdown: a row for each figure, with its mean ± standard error over seeds and what each seed gave.
+    """A Markdown table: for each figure the mean ± standard error over seeds, and the value of each seed.
 
     summaries: by seed. Raises ValueError for fewer than two.
     """
@@ -49,10 +49,10 @@ def table(summaries: dict[int, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Run, compare, print."""
+    """Run the demo with every seed and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output_dir", default="runs", help="directory of the runs' directories")
+    parser.add_argument("--output_dir", default="runs", help="directory for the runs' directories")
     args = parser.parse_args()
     print(table({seed: run(seed, Path(args.output_dir) / f"demo_seed{seed}") for seed in args.seeds}))
 

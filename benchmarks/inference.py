@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=2 DS_ACCELERATOR=cpu python -m benchmarks.inference --shape 120M --rows 1
 
-Contenders take turns; medians, extremes, and ratios to Hugging Face's in the same dtype. Every contender's first
-run, in which kernels are compiled, is not counted. Decoding is what a generation takes beyond its first token.
+Contenders alternate. The table has medians, extremes and ratios to Hugging Face in the same dtype. Every contender's
+first run, which compiles kernels, is not counted. Decoding is the time of a generation beyond its first token.
 """
 
 import argparse
@@ -25,7 +25,7 @@ CONTENDERS = ("fused", "native", "int8", "hf", "hf-compiled")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print the table, and write it where that is asked for."""
+    """Measure, print the table, and write the timings as JSON if `--output` is given."""
     args = parse(arguments)
     model = make_model(args.shape, args.dtype, "cuda" if torch.cuda.is_available() else "cpu")
     generators = {name: contender(name, model, args) for name in args.contenders}
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def contender(name: str, model: torch.nn.Module, args: argparse.Namespace) -> Callable:
-    """A `generate` over a copy of the model."""
+    """The `generate` of a contender, with a copy of the model."""
     model = copy.deepcopy(model)
     settings = {"dtype": DTYPES[args.dtype], "max_out_tokens": args.prompt_len + args.new_tokens}
     if name == "hf":
@@ -52,20 +52,20 @@ def contender(name: str, model: torch.nn.Module, args: argparse.Namespace) -> Ca
 
 @torch.no_grad()
 def measure(generators: dict[str, Callable], ids: torch.Tensor, args: argparse.Namespace) -> dict[str, dict]:
-    """For each contender the seconds of prefill, and of all tokens but the first, round by round."""
+    """For each contender and round: the seconds of prefill, and those of all tokens but the first."""
     seconds = {name: {"prefill": [], "decode": []} for name in generators}
-    for turn in range(args.rounds + 1):
+    for round_number in range(args.rounds + 1):
         for name, generate in generators.items():
             first = seconds_of(generate, ids, 1)
             whole = seconds_of(generate, ids, args.new_tokens)
-            if turn:
+            if round_number:
                 seconds[name]["prefill"].append(first)
                 seconds[name]["decode"].append(whole - first)
     return seconds
 
 
 def seconds_of(generate: Callable, ids: torch.Tensor, new_tokens: int) -> float:
-    """Seconds of a greedy generation of so many tokens."""
+    """Seconds of a greedy generation of `new_tokens` tokens."""
     gc.collect()
     request = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
     start = time.perf_counter()
@@ -78,13 +78,13 @@ def seconds_of(generate: Callable, ids: torch.Tensor, new_tokens: int) -> float:
 
 
 def table(measured: dict[str, dict], args: argparse.Namespace) -> str:
-    """Tokens a second, medians and extremes, and ratios to the last contender that is Hugging Face's own."""
+    """Tokens per second, medians and extremes, and their ratios to Hugging Face's ("hf")."""
     tokens = {"prefill": args.rows * args.prompt_len, "decode": args.rows * (args.new_tokens - 1)}
     lines = ["| contender | prefill, tokens/s | × hf | decode, tokens/s | × hf |", "|---|---|---|---|---|"]
     for name, seconds in measured.items():
         cells = []
         for phase, count in tokens.items():
-            rates = sorted(count / time_s for time_s in seconds[phase])
+            rates = sorted(count / phase_s for phase_s in seconds[phase])
             base = measured.get("hf", {}).get(phase)
             ratio = f"{statistics.median(base) / statistics.median(seconds[phase]):.2f}" if base else "–"
             cells += [f"{statistics.median(rates):.0f} ({rates[0]:.0f}–{rates[-1]:.0f})", ratio]
@@ -93,7 +93,7 @@ def table(measured: dict[str, dict], args: argparse.Namespace) -> str:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """What is measured."""
+    """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="120M")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")

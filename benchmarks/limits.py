@@ -1,4 +1,4 @@
-"""What a machine can do at best, measured, and what a decode step needs of it."""
+"""The machine's best measured rates of reading and arithmetic, and the bytes and operations of a decode step."""
 
 import platform
 import time
@@ -13,13 +13,13 @@ from torch import nn
 from benchmarks.cases import Case
 
 ROUNDS = 3
-SECONDS_A_ROUND = 0.05
-MOST_BYTES = 2**30  # read at once; larger steps are read no faster
+ROUND_S = 0.05
+MAX_BYTES = 2**30  # read at once; larger steps are read no faster
 
 
 @dataclass(frozen=True)
 class Limits:
-    """A decode step of a case against the machine.
+    """The cost of a decode step of a case, and the machine's rates.
 
     step_bytes: weights and the KV cache of the mean step.  step_flops: of its matmuls and attention.
     bytes_per_s: of reading as many bytes as the step does.  flops_per_s: the best at any of the step's shapes.
@@ -32,17 +32,17 @@ class Limits:
 
     @property
     def step_s(self) -> float:
-        """No step is faster."""
+        """The lower bound of a step's time."""
         return max(self.step_bytes / self.bytes_per_s, self.step_flops / self.flops_per_s)
 
     @property
     def bound(self) -> str:
-        """What limits the step."""
+        """What limits the step: memory or arithmetic."""
         return "memory" if self.step_bytes / self.bytes_per_s > self.step_flops / self.flops_per_s else "arithmetic"
 
 
 def measure_limits(model: nn.Module, case: Case) -> Limits:
-    """The limits of a decode step of `case`, whose rows have half of their new tokens."""
+    """The limits of a decode step of `case` halfway through: every row has half of its new tokens."""
     matrices = step_matrices(model)
     config = model.config.get_text_config()
     context = case.rows * (case.prompt_len + case.new_tokens // 2)
@@ -55,7 +55,7 @@ def measure_limits(model: nn.Module, case: Case) -> Limits:
     return Limits(
         step_bytes=step_bytes,
         step_flops=2 * case.rows * weights + attention_flops,
-        bytes_per_s=read_rate(min(step_bytes, MOST_BYTES), model.device),
+        bytes_per_s=read_rate(min(step_bytes, MAX_BYTES), model.device),
         flops_per_s=max(
             matmul_rate(case.rows, *shape, dtype, model.device)
             for shape in {tuple(matrix.shape) for matrix in matrices}
@@ -65,15 +65,17 @@ def measure_limits(model: nn.Module, case: Case) -> Limits:
 
 
 def step_matrices(model: nn.Module) -> list[torch.Tensor]:
-    """The matrices that a token is multiplied with: all but the embedding, which is read by rows, unless it is tied to
-    the head. Of a mixture of experts these are all experts, so the limit is right for dense models only."""
+    """The matrices that a token is multiplied with: all but the embedding, unless it is tied to the head.
+
+    A mixture of experts counts all experts, so the limit is right for dense models only.
+    """
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     embedding = None if tied else model.get_input_embeddings().weight
     return [weight for weight in model.parameters() if weight.dim() == 2 and weight is not embedding]
 
 
 def read_rate(size: int, device: torch.device) -> float:
-    """Bytes a second of reading `size` bytes with every thread; on a GPU, of reading and writing in a copy."""
+    """Bytes per second of reading `size` bytes with all threads; on a GPU, of reading and writing in a copy."""
     source = torch.ones(max(size // 4, 2), device=device)  # float32
     if device.type != "cpu":
         target = torch.empty_like(source)
@@ -87,7 +89,7 @@ def read_rate(size: int, device: torch.device) -> float:
 
 
 def matmul_rate(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Operations a second of [rows, inputs] by [outputs, inputs], by whichever of torch's ways is the fastest."""
+    """FLOP/s of a matmul of [rows, inputs] by [outputs, inputs], by the faster of two torch calls."""
     x = torch.randn(rows, inputs, device=device).to(dtype)
     weight = torch.randn(outputs, inputs, device=device).to(dtype)
     transposed = weight.t().contiguous()
@@ -97,10 +99,10 @@ def matmul_rate(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device
 
 
 def seconds_of(call: Callable) -> float:
-    """Seconds of one call: the best round's mean."""
+    """Seconds per call, by the fastest round."""
     call()
     once = timed(call, 1)
-    count = max(int(SECONDS_A_ROUND / max(once, 1e-7)), 1)
+    count = max(int(ROUND_S / max(once, 1e-7)), 1)
     return min(timed(call, count) for _ in range(ROUNDS)) / count
 
 
@@ -115,7 +117,7 @@ def timed(call: Callable, count: int) -> float:
 
 
 def hardware() -> str:
-    """What the figures were measured on, in words."""
+    """The name of the hardware."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     capability = torch.backends.cpu.get_cpu_capability()

@@ -1,9 +1,9 @@
-"""What each way to hold weights costs under ZeRO-3: the switch to inference, and rollouts.
+"""The cost of each way to hold weights under ZeRO-3: the switch to inference, and rollouts.
 
     make bench
     torchrun --nproc_per_node=2 -m benchmarks.modes --shape 120M --dtype f32 --rounds 3
 
-Contenders run in turns in one process group, from the same weights and prompts, each after an update of its own.
+Contenders alternate in one process group, with the same weights and prompts, each after an optimizer step of its own.
 """
 
 import argparse
@@ -28,25 +28,25 @@ import hybrid
 from benchmarks.cases import DTYPES, SHAPES, make_model
 from benchmarks.contenders import eval_mode, gathered
 
-# DeepSpeed lets 1e9 parameters live, and keeps those that are read again within 1e9 (0.19.8). A model smaller than that
-# stays whole from its first forward on; this is what a model of 7B meets.
+# DeepSpeed keeps up to 1e9 parameters gathered, and those that are read again within 1e9 (0.19.8). A smaller model
+# stays whole after its first forward; this share is that of a 7B model.
 DEFAULT_LIVE_SHARE = 1 / 7
 
 
 @dataclass
 class Contender:
-    """A way to generate.  switch: a block in which weights are as they must be.  generate: inside it."""
+    """A way to generate.  switch: a context in which the weights are ready.  generate: to call inside it."""
 
     engine: hybrid.HybridEngine
     switch: Callable
     generate: Callable
     switch_s: list[float] = field(default_factory=list)
     rollout_s: list[float] = field(default_factory=list)
-    gathered_mib: float = 0.0  # by the switch and the rollout, on this rank
+    gathered_mib: float = 0.0  # on this rank, by the switch and the rollout
 
 
 def start_ranks() -> None:
-    """Join the process group, with libraries that print warnings and errors alone."""
+    """Join the process group, with the libraries' output limited to warnings and errors."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.logging.set_verbosity_error()
     deepspeed.utils.logger.setLevel(logging.WARNING)
@@ -54,7 +54,7 @@ def start_ranks() -> None:
 
 
 def main() -> None:
-    """Measure, print two tables."""
+    """Measure and print the table."""
     args = parse()
     start_ranks()
     contenders = make_contenders(args)
@@ -66,17 +66,19 @@ def main() -> None:
         "min_new_tokens": args.new_tokens,
         "do_sample": False,
     }
-    for turn in range(args.rounds + 1):  # the first is not counted
-        outputs = {name: measure(contender, ids, request, counted=turn > 0) for name, contender in contenders.items()}
+    for round_number in range(args.rounds + 1):  # the first is not counted
+        outputs = {
+            name: measure(contender, ids, request, counted=round_number > 0) for name, contender in contenders.items()
+        }
         if args.dtype == "f32":
             base = [output for name, output in outputs.items() if "LoRA" not in name]
-            assert all(torch.equal(output, base[0]) for output in base), "contenders disagree about the tokens"
+            assert all(torch.equal(output, base[0]) for output in base), "contenders generated different tokens"
     if dist.get_rank() == 0:
         size = sum(parameter.ds_numel for parameter in engine.module.parameters())
         print(
             f"{size / 1e6:.0f}M parameters, {args.dtype}, {dist.get_world_size()} ranks on {machine()}; "
-            f"{args.sequences} sequences a rank, {args.prompt_length} + {args.new_tokens} tokens; "
-            f"{args.rounds} rounds in turns"
+            f"{args.sequences} sequences per rank, {args.prompt_length} + {args.new_tokens} tokens; "
+            f"{args.rounds} rounds in alternation"
         )
         print_table(contenders, args.sequences * args.new_tokens * dist.get_world_size())
     dist.barrier()
@@ -84,7 +86,7 @@ def main() -> None:
 
 
 def make_contenders(args: argparse.Namespace) -> dict[str, Contender]:
-    """This engine in every mode, with full fine-tuning and with LoRA; and Hugging Face's generate, two ways."""
+    """This engine in every mode, with full fine-tuning and with LoRA, and three ways to run Hugging Face's generate."""
     blocks = {
         "pinned": {},
         "tensor parallel": {"inference_tp_size": dist.get_world_size()},
@@ -99,7 +101,7 @@ def make_contenders(args: argparse.Namespace) -> dict[str, Contender]:
 
 
 def of_engine(args: argparse.Namespace, block: dict, lora: str = "") -> Contender:
-    """This engine."""
+    """This engine, with `block` as its `hybrid_engine` configuration."""
     engine = make_engine(args, block, lora)
     return Contender(engine, engine.inference, engine.generate)
 
@@ -107,19 +109,20 @@ def of_engine(args: argparse.Namespace, block: dict, lora: str = "") -> Contende
 def of_hugging_face(args: argparse.Namespace, switch: Callable, live_share: float = 1.0) -> Contender:
     """Hugging Face's generate, inside `switch`."""
     engine = make_engine(args, {}, live_share=live_share)
-    own = partial(type(engine.module).generate, engine.module)  # the module's leads through the engine
+    own = partial(type(engine.module).generate, engine.module)  # the instance's own calls the engine
     return Contender(engine, lambda: switch(engine), own)
 
 
 def plain(engine: hybrid.HybridEngine) -> AbstractContextManager:
-    """Nothing gathered but what ZeRO-3's own hooks gather."""
+    """ZeRO-3's own hooks gather the weights."""
     return eval_mode(engine.module)
 
 
 def make_engine(args: argparse.Namespace, block: dict, lora: str = "", live_share: float = 1.0) -> hybrid.HybridEngine:
-    """An engine over the shape's model, the same weights every time.
+    """An engine with a model of the shape, always with the same weights.
 
-    lora: how an adapter on every layer runs.  live_share: of the model, what ZeRO-3 may keep whole.
+    lora: how an adapter on every layer runs; empty: none.  live_share: of the model, which ZeRO-3 may keep
+        gathered.
     """
     model = make_model(args.shape, args.dtype, get_accelerator().current_device_name())
     live = int(live_share * sum(parameter.numel() for parameter in model.parameters()))
@@ -146,7 +149,7 @@ def make_engine(args: argparse.Namespace, block: dict, lora: str = "", live_shar
 
 
 def measure(contender: Contender, ids: torch.Tensor, request: dict, counted: bool) -> torch.Tensor:
-    """One update, then the switch and the rollout, timed over all ranks."""
+    """Make an optimizer step, then time the switch and the rollout over all ranks; returns the sequences."""
     update(contender.engine)
     before = contender.engine.stats()["gathered_bytes"]
     dist.barrier()
@@ -165,7 +168,7 @@ def measure(contender: Contender, ids: torch.Tensor, request: dict, counted: boo
 
 
 def update(engine: hybrid.HybridEngine) -> None:
-    """A training step, with a learning rate of 0: contenders keep the same weights, and nobody can know."""
+    """An optimizer step with a learning rate of 0: the weights stay the same, which the engine cannot know."""
     ids = torch.ones(1, 8, dtype=torch.int64, device=engine.device)
     engine.train()
     engine.backward(engine(input_ids=ids, labels=ids).loss)
@@ -173,7 +176,7 @@ def update(engine: hybrid.HybridEngine) -> None:
 
 
 def print_table(contenders: dict[str, Contender], tokens: int) -> None:
-    """Medians and extremes; tokens a second with the switch, and their ratio to the last contender's."""
+    """Print medians and extremes; tokens per second include the switch; ratios are to the last contender."""
     slowest = tokens / statistics.median(list(contenders.values())[-1].rollout_s)
     print("| | switch, s | of a rollout | gathered, MiB | tokens/s | × the last |\n|---|---|---|---|---|---|")
     for name, contender in contenders.items():
@@ -191,14 +194,14 @@ def print_table(contenders: dict[str, Contender], tokens: int) -> None:
 
 
 def machine() -> str:
-    """What the figures were measured on."""
+    """The name of the hardware."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} thread a rank"
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} thread per rank"
 
 
 def parse() -> argparse.Namespace:
-    """The shape of the model and of the request."""
+    """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="10M")
     parser.add_argument("--dtype", choices=list(DTYPES), default="f32")
@@ -206,7 +209,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt_length", type=int, default=32)
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--contenders", nargs="*", help="their names in the table; all of them if there are none")
+    parser.add_argument("--contenders", nargs="*", help="names in the table; default: all")
     return parser.parse_args()
 
 

@@ -1,10 +1,10 @@
-"""What a call costs in addition to its tokens, and whether `memory_plan` is the peak. ZeRO-3.
+"""The fixed cost of a call, and `memory_plan` against the measured peak, under ZeRO-3.
 
     torchrun --nproc_per_node=2 -m benchmarks.overhead
     torchrun --nproc_per_node=2 -m benchmarks.overhead --layers 8 80 --shapes 7M 125M
 
-Seconds are the least of a few turns. Bytes are those of tensors that are made in a rollout and its scoring and are
-alive at once, counted at every operation; what a kernel or a library takes inside of itself is not among them.
+Times are the minimum of a few repetitions. Bytes are those of live tensors that a rollout and its scoring have created,
+counted at every operation; memory that kernels and libraries allocate internally is not counted.
 """
 
 import argparse
@@ -41,13 +41,13 @@ WAYS = {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of tensors that are made in the block and are alive, counted at every operation.  peak: the most."""
+    """Counts, at every operation, the bytes of live tensors created inside the block.  peak: the maximum."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         own = (tensor for param in model.parameters() for tensor in (param, getattr(param, "ds_tensor", param)))
         self.before = {StorageWeakRef(tensor.untyped_storage()) for tensor in own}
-        self.made: dict[StorageWeakRef, int] = {}
+        self.created: dict[StorageWeakRef, int] = {}
         self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -55,14 +55,14 @@ class LiveBytes(TorchDispatchMode):
         for tensor in out if isinstance(out, tuple | list) else [out]:
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
-                self.made[StorageWeakRef(storage)] = storage.nbytes()
-        self.made = {ref: nbytes for ref, nbytes in self.made.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(nbytes for ref, nbytes in self.made.items() if ref not in self.before))
+                self.created[StorageWeakRef(storage)] = storage.nbytes()
+        self.created = {ref: nbytes for ref, nbytes in self.created.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(nbytes for ref, nbytes in self.created.items() if ref not in self.before))
         return out
 
 
 def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> LlamaForCausalLM:
-    """A model of random weights."""
+    """A model with random weights."""
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
     heads = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=4096))
@@ -85,11 +85,11 @@ def engine_of(model: torch.nn.Module, lora: str = "", containers: str = "fused")
         return hybrid.initialize(model=model, model_parameters=trained, config=config)[0]
 
 
-def least_ms(call: Callable, turns: int) -> tuple[float, float]:
-    """Milliseconds of the fastest call: by the clock, and of this process' processor time."""
+def min_ms(call: Callable, repetitions: int) -> tuple[float, float]:
+    """Milliseconds of the fastest call: wall-clock time, and processor time of this process."""
     call()
     clocks, processor = [], []
-    for _ in range(turns):
+    for _ in range(repetitions):
         clock, own = time.perf_counter(), time.process_time()
         call()
         clocks.append(time.perf_counter() - clock)
@@ -97,8 +97,8 @@ def least_ms(call: Callable, turns: int) -> tuple[float, float]:
     return min(clocks) * 1e3, min(processor) * 1e3
 
 
-def measure_windows(layers: int, turns: int) -> None:
-    """An empty window, and one whose weights are all stale."""
+def measure_windows(layers: int, repetitions: int) -> None:
+    """Time an empty `inference()`, and one that refreshes all weights."""
     engine = engine_of(llama(16, 32, layers, 2, 2, 64), lora="merged")
     modules, parameters = (len(list(items)) for items in (engine.module.modules(), engine.module.parameters()))
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.module.modules())
@@ -112,13 +112,13 @@ def measure_windows(layers: int, turns: int) -> None:
         empty()
 
     print_on_rank_0(f"{layers} layers with LoRA: {modules} modules, {hooks} hooks, {parameters} parameters")
-    for name, call in (("an empty inference()", empty), ("one that gathers everything", refresh)):
-        print_on_rank_0("  {:30} {:8.1f} ms ({:.1f} ms of processor time)".format(name, *least_ms(call, turns)))
+    for name, call in (("empty inference()", empty), ("inference() that gathers all", refresh)):
+        print_on_rank_0("  {:30} {:8.1f} ms ({:.1f} ms of processor time)".format(name, *min_ms(call, repetitions)))
     engine.destroy()
 
 
 class NoDecoder:
-    """A decoder that computes nothing: what is left of a step is what is done around it."""
+    """A decoder that computes nothing, so that only the work around it is measured."""
 
     device = torch.device("cpu")
 
@@ -143,12 +143,13 @@ def measure_tables(num_rows: int, tokens: int, steps: int = 64) -> None:
         runner.make_room(1)
         runner.step(ids)
     spent_ms = (time.process_time() - start) / steps * 1e3
-    print_on_rank_0(f"block tables of {num_rows} rows of {tokens} tokens: {spent_ms:.2f} ms of processor time a step")
+    print_on_rank_0(f"block tables of {num_rows} rows of {tokens} tokens: {spent_ms:.2f} ms of processor time per step")
 
 
 def measure_plan(shape: str, way: str, rows: int, prompt: int, new: int) -> float:
-    """Prints and gives the plan as a share of the peak, of a rollout that is scored, by the base too where there is
-    an adapter."""
+    """The plan divided by the measured peak of a rollout and its scoring, with an adapter also under the base model;
+    printed and returned.
+    """
     engine = engine_of(llama(*SHAPES[shape]), **WAYS[way])
     vocabulary = SHAPES[shape][-1]
     ids = torch.randint(vocabulary, (rows, prompt)).to(engine.device)
@@ -170,13 +171,13 @@ def measure_plan(shape: str, way: str, rows: int, prompt: int, new: int) -> floa
 
 
 def print_on_rank_0(line: str) -> None:
-    """Print a line, on rank 0."""
+    """Print a line on rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
 def main() -> None:
-    """Measure what the flags ask for."""
+    """Run the measurements of the flags."""
     args = parse()
     start_ranks()
     torch.manual_seed(0)
@@ -192,11 +193,15 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="*", default=[8, 80], help="models whose windows are timed")
+    parser.add_argument(
+        "--layers", type=int, nargs="*", default=[8, 80], help="numbers of layers for which inference() is timed"
+    )
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=256, help="of the block tables")
-    parser.add_argument("--tokens", type=int, default=32768, help="of each of these rows")
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=["7M", "125M"], help="whose plan is checked")
+    parser.add_argument("--rows", type=int, default=256, help="rows of the block tables")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens per row of the block tables")
+    parser.add_argument(
+        "--shapes", nargs="*", choices=SHAPES, default=["7M", "125M"], help="models whose plan is checked"
+    )
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS)[:3])
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--prompt_length", type=int, default=128)

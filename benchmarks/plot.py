@@ -1,4 +1,4 @@
-"""The rollout benchmark's JSON files as one figure: tokens a second over Hugging Face's, case by case.
+"""Draws the rollout benchmark's JSON files as a figure: tokens per second relative to Hugging Face's, by case.
 
 python -m benchmarks.plot runs/rollout-*.json --output docs/rollout.png
 """
@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# One colour a contender in every figure; in the order of the bars.
+# The colour of each contender, in the order of the bars.
 COLOURS = {
     "hybrid": "#0b6e4f",
     "hybrid-new-weights": "#73c2a5",
@@ -27,9 +27,9 @@ BAR, GAP = 0.26, 0.35  # inches
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Read, draw, write."""
+    """Read the reports and write the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reports", nargs="+", type=Path, help="JSON files that benchmarks.rollout wrote")
+    parser.add_argument("reports", nargs="+", type=Path, help="JSON files of benchmarks.rollout")
     parser.add_argument("--output", type=Path, default=Path("docs/rollout.png"))
     args = parser.parse_args(arguments)
     reports = [json.loads(path.read_text()) for path in args.reports]
@@ -48,17 +48,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def bars_of(case: dict[str, Any]) -> dict[str, float]:
-    """The ratios to Hugging Face of a case's contenders, in the figure's order."""
+    """Each contender's ratio to Hugging Face in a case, in the order of the bars."""
     return {name: case["results"][name]["ratio"] for name in COLOURS if name in case["results"]}
 
 
 def height_of(report: dict[str, Any]) -> float:
-    """Inches."""
+    """The height of a report's axes in inches."""
     return sum(len(bars_of(case)) * BAR + GAP for case in report["cases"])
 
 
 def draw(report: dict[str, Any], axis: plt.Axes) -> None:
-    """A machine's cases, from the top down."""
+    """Draw the cases of a report, from top to bottom."""
     y, ticks, seen = 0.0, [], set()
     for case in report["cases"]:
         bars = bars_of(case)
@@ -73,7 +73,7 @@ def draw(report: dict[str, Any], axis: plt.Axes) -> None:
     axis.set_yticks([position for position, _ in ticks], [name for _, name in ticks])
     axis.invert_yaxis()
     axis.margins(x=0.08)
-    axis.set_xlabel("tokens a second, Hugging Face's generate on the whole model = 1")
+    axis.set_xlabel("tokens per second relative to Hugging Face's generate on the whole model")
     axis.set_title(report["hardware"], loc="left", pad=34)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, fontsize=8, frameon=False)

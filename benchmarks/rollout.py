@@ -1,19 +1,19 @@
-"""Tokens a second of rollouts: this engine, Hugging Face's ways, and vLLM, on the same weights, prompts and lengths.
+"""Tokens per second of rollouts: this engine, Hugging Face's ways, and vLLM, on the same weights, prompts and lengths.
 
-    make bench-rollout                                          # every case of a CPU, or of a GPU where there is one
-    make bench-vllm                                             # the same with vLLM, in an environment of its own
+    make bench-rollout                                          # all cases for CPUs, or for GPUs if there is one
+    make bench-vllm                                             # the same with vLLM, in a separate environment
     python -m benchmarks.rollout --cases "120M bf16 b64" "10M bf16 b16"
     python -m benchmarks.rollout --shape 120M --dtype f32 --prompts 8 --group 8 --prompt_len 512 --new_tokens 64
     python -m benchmarks.rollout --shape Qwen/Qwen2.5-0.5B --contenders hybrid hf --profile
 
-Contenders run in turns, A B A B, in one process (vLLM's own sleeps meanwhile). A contender that has used `--seconds` in
-a case, and has run at least twice, is passed over from there on. Sampling is plain, at temperature 1.
+Contenders alternate, A B A B, in one process (vLLM's process sleeps meanwhile). A contender that has used `--seconds`
+in a case and has run at least twice is skipped from then on. Sampling is plain, at temperature 1.
 
-`hybrid` finds its snapshot of the weights fresh; `hybrid-new-weights` gathers first, as after a step; `zero3-gathered`
-is Hugging Face's generate on the ZeRO-3 model, all of it gathered each time; ratios are to `hf`, the same on the whole
-model. A step is what a new token of all rows takes once the prompts are read; its share of the roofline is
-the time in which the machine could read the weights and the KV cache, or do the arithmetic, whichever is longer, over
-the measured time. Both rates are measured in the same run.
+`hybrid` has a fresh snapshot of the weights; `hybrid-new-weights` gathers first, as after an optimizer step;
+`zero3-gathered` is Hugging Face's generate on the ZeRO-3 model, gathered completely each time; ratios are relative to
+`hf`, the same on the whole model. A step is the time of a new token of all rows after the prefill. Its share of the
+roofline is the time that the machine needs to read the weights and the KV cache or to do the arithmetic, whichever is
+longer, divided by the measured time; both rates are measured in the same run.
 """
 
 import argparse
@@ -53,20 +53,21 @@ from benchmarks.contenders import CONTENDERS, Contender, Outcome, Setting, make_
 from benchmarks.limits import Limits, hardware, measure_limits
 from benchmarks.vllm_contender import VLLMSettings
 
-USUAL = ["hybrid", "hybrid-new-weights", "hf", "zero3-gathered", "hf-continuous"]
+DEFAULT_CONTENDERS = ["hybrid", "hybrid-new-weights", "hf", "zero3-gathered", "hf-continuous"]
 VLLM_NAMES = ["vllm", "vllm-eager"]
 BASE = "hf"
-LEAST_ROUNDS = 2
-WARM_UPS, WARM_UP_S = 3, 2.0  # runs of one token: as many, unless they took so long
-WARM_UP_TURN, PROFILE_TURN = 1000, 2000  # prompts that no round has
+MIN_ROUNDS = 2
+WARM_UPS, WARM_UP_S = 3, 2.0  # runs of one token, fewer if they took this long
+WARM_UP_SEED, PROFILE_SEED = 1000, 2000  # of prompts that no round has
 PROFILE_ROWS = 15
 VLLM_DIRECTORY = Path("runs/vllm")
 
 
 @dataclass
 class Timing:
-    """A contender in a case.  first_token_s: of a run of one token.  Of each round: seconds, tokens, and phases where
-    they are told."""
+    """The timings of a contender in a case.  first_token_s: of a run of one token.  seconds, tokens, phases: of each
+    round; phases are empty if the contender reports none.
+    """
 
     first_token_s: float
     seconds: list[float] = field(default_factory=list)
@@ -75,7 +76,7 @@ class Timing:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure case by case; print tables, write JSON."""
+    """Measure every case, print the tables and write the JSON file."""
     args = parse(arguments)
     quiet()
     if not torch.cuda.is_available():
@@ -123,14 +124,14 @@ def build(args: argparse.Namespace, shape: str, dtype: str, cases: list[Case]) -
 def measure(
     contenders: list[Contender], case: Case, setting: Setting, rounds: int, most_seconds: float
 ) -> dict[str, Timing]:
-    """Seconds of every contender in turns."""
+    """Time all contenders in alternation."""
     timings = {contender.name: Timing(first_token(contender, case, setting)) for contender in contenders}
-    for turn in range(rounds):
+    for round_number in range(rounds):
         for contender in contenders:
             timing = timings[contender.name]
-            if turn >= LEAST_ROUNDS and sum(timing.seconds) > most_seconds:
+            if round_number >= MIN_ROUNDS and sum(timing.seconds) > most_seconds:
                 continue
-            seconds, outcome = timed_run(contender, case, setting, turn)
+            seconds, outcome = timed_run(contender, case, setting, seed=round_number)
             timing.seconds.append(seconds)
             timing.tokens.append(sum(outcome.lengths))
             timing.phases.append(outcome.phases)
@@ -138,21 +139,21 @@ def measure(
 
 
 def first_token(contender: Contender, case: Case, setting: Setting) -> float:
-    """Seconds of a run of one token, the best of some; before them, a single prompt warms up."""
+    """Seconds of a run of one token, the minimum of a few, after a run of a single prompt as a warm-up."""
     once = replace(case, new_tokens=1, natural=False)
-    timed_run(contender, replace(once, prompts=1), setting, WARM_UP_TURN)
+    timed_run(contender, replace(once, prompts=1), setting, WARM_UP_SEED)
     seconds: list[float] = []
     while len(seconds) < WARM_UPS and sum(seconds) < WARM_UP_S:
-        seconds.append(timed_run(contender, once, setting, WARM_UP_TURN + 1 + len(seconds))[0])
+        seconds.append(timed_run(contender, once, setting, WARM_UP_SEED + 1 + len(seconds))[0])
     return min(seconds)
 
 
-def timed_run(contender: Contender, case: Case, setting: Setting, turn: int) -> tuple[float, Outcome]:
-    """Seconds of a run, the slowest rank's, and what it gave.
+def timed_run(contender: Contender, case: Case, setting: Setting, seed: int) -> tuple[float, Outcome]:
+    """The seconds of a run on the slowest rank, and its outcome.
 
-    Raises AssertionError where the completions are not as long as they have to be.
+    Raises AssertionError if completions do not have their lengths.
     """
-    request = make_request(case, setting.vocab_size, turn).on(setting.model.device)
+    request = make_request(case, setting.vocab_size, seed).on(setting.model.device)
     dist.barrier()
     get_accelerator().synchronize()
     start = time.perf_counter()
@@ -160,12 +161,12 @@ def timed_run(contender: Contender, case: Case, setting: Setting, turn: int) -> 
     get_accelerator().synchronize()
     seconds = torch.tensor(time.perf_counter() - start, device=setting.model.device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    assert outcome.lengths == request.completion_lengths, f"{contender.name} made completions of other lengths"
+    assert outcome.lengths == request.completion_lengths, f"{contender.name} generated completions of other lengths"
     return seconds.item(), outcome
 
 
 def summary(case: Case, timings: dict[str, Timing], limits: Limits) -> dict[str, Any]:
-    """A case's figures, raw and reduced."""
+    """The figures of a case: timings and what is derived from them."""
     tokens = sum(prompt_lengths(case)) * case.group * dist.get_world_size()
     return {
         "name": case.name,
@@ -179,11 +180,11 @@ def summary(case: Case, timings: dict[str, Timing], limits: Limits) -> dict[str,
 
 
 def result(case: Case, timing: Timing, base: Timing | None, tokens: int, limits: Limits) -> dict[str, Any]:
-    """A contender's figures. A step can be told from the whole where all steps have as many rows."""
+    """The figures of a contender. The time of a step is known only if all steps have equally many rows."""
     median = statistics.median(timing.seconds)
-    same_rows_every_step = not case.natural and case.new_tokens > 1
-    beyond_first_s = median - timing.first_token_s  # below 0 where the machine was busier for the first
-    step_s = beyond_first_s / (case.new_tokens - 1) if same_rows_every_step and beyond_first_s > 0 else None
+    equal_steps = not case.natural and case.new_tokens > 1
+    beyond_first_s = median - timing.first_token_s  # below 0 if the machine was busier during the first
+    step_s = beyond_first_s / (case.new_tokens - 1) if equal_steps and beyond_first_s > 0 else None
     return {
         **asdict(timing),
         "tokens_per_s": tokens / median,
@@ -194,7 +195,7 @@ def result(case: Case, timing: Timing, base: Timing | None, tokens: int, limits:
 
 
 def table(case: dict[str, Any]) -> str:
-    """A case's figures as Markdown."""
+    """The figures of a case as a Markdown table."""
     limits = case["limits"]
     lines = [
         f"\n**{case['name']}**: {case['tokens']} tokens; reads {limits['bytes_per_s'] / 1e9:.1f} GB/s, multiplies "
@@ -215,13 +216,13 @@ def table(case: dict[str, Any]) -> str:
 
 
 def shown(value: float | None, form: str, factor: float = 1.0) -> str:
-    """A figure, or a dash where there is none."""
+    """A figure as text; a dash for None."""
     return "–" if value is None else form.format(value * factor)
 
 
 def profile(contender: Contender, case: Case, setting: Setting) -> str:
-    """Where a run of `contender` spends its time, by torch's operations."""
-    request = make_request(case, setting.vocab_size, PROFILE_TURN).on(setting.model.device)
+    """The time of a run of `contender` by torch operation, as a table."""
+    request = make_request(case, setting.vocab_size, PROFILE_SEED).on(setting.model.device)
     with torch.profiler.profile() as profiler:
         contender.run(request)
     kind = "cuda" if setting.model.device.type == "cuda" else "cpu"
@@ -229,7 +230,7 @@ def profile(contender: Contender, case: Case, setting: Setting) -> str:
 
 
 def about_run(args: argparse.Namespace) -> dict[str, Any]:
-    """What the figures depend on besides the code."""
+    """What the figures depend on in addition to the code."""
     return {
         "hardware": hardware(),
         "ranks": dist.get_world_size(),
@@ -243,20 +244,20 @@ def about_run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(report: dict[str, Any], path: Path) -> None:
-    """The report as JSON, by rank 0."""
+    """Write the report as JSON, on rank 0."""
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1))
 
 
 def say(text: str) -> None:
-    """Print, on rank 0."""
+    """Print on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
 def quiet() -> None:
-    """Warnings of libraries off, which would stand between the tables."""
+    """Turn off the libraries' warnings, which would appear between the tables."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -264,7 +265,7 @@ def quiet() -> None:
 
 
 def join_ranks() -> None:
-    """The ranks of a launcher, or, where there is none, this process as the only one."""
+    """Join the ranks of a launcher; without one this process is the only rank."""
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -274,7 +275,7 @@ def join_ranks() -> None:
 
 
 def chosen_cases(args: argparse.Namespace) -> list[Case]:
-    """The cases of `--cases`, or the one of the flags."""
+    """The cases of `--cases`, or the case that the other flags describe."""
     if args.cases == ["all"]:
         return list(GPU_CASES if torch.cuda.is_available() else CPU_CASES)
     if args.cases:
@@ -285,7 +286,7 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The cases, the contenders, and how long."""
+    """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=[], help=f"all, or some of: {'; '.join(CASES)}")
     parser.add_argument("--shape", default="10M", help=f"{', '.join(SHAPES)}, or a Hugging Face configuration")
@@ -294,19 +295,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--prompt_len", type=int, default=32)
     parser.add_argument("--new_tokens", type=int, default=64)
-    parser.add_argument("--natural", action="store_true", help="geometric lengths, not all of --new_tokens")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=USUAL)
-    parser.add_argument("--vllm", action="store_true", help="vllm and vllm-eager beside the --contenders")
+    parser.add_argument("--natural", action="store_true", help="geometric lengths instead of --new_tokens for all")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=DEFAULT_CONTENDERS)
+    parser.add_argument("--vllm", action="store_true", help="vllm and vllm-eager in addition to the --contenders")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=120, help="of a contender in a case, after two rounds")
-    parser.add_argument("--threads", type=int, default=2, help="of a CPU")
+    parser.add_argument("--seconds", type=float, default=120, help="limit for a contender in a case, after two rounds")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--output", type=Path, help="JSON; by default in runs/, named after the hardware")
     parser.add_argument("--vllm_python", type=Path, default=Path(".venv-vllm/bin/python"))
-    parser.add_argument("--profile", action="store_true", help="one more run of the first contender, by operation")
+    parser.add_argument("--profile", action="store_true", help="profile one more run of the first contender")
     args = parser.parse_args(arguments)
     for name in args.cases:
         if name not in CASES and args.cases != ["all"]:
-            parser.error(f"--cases: {name!r} given; known are all, or some of: {'; '.join(CASES)}")
+            parser.error(f"--cases: {name!r} given; allowed: all, or some of: {'; '.join(CASES)}")
     return args
 
 

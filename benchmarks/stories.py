@@ -1,4 +1,4 @@
-"""PPO on a real pretrained model over three seeds: does the reward rise, is the KL bounded, is it still language?
+"""PPO on a pretrained model over three seeds: the rise of the reward, the KL, and the perplexity of the completions.
 
     python -m benchmarks.stories --model ../shared/models/stories260K
 
@@ -16,14 +16,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-EDGE = 5  # iterations at each end that are compared
+EDGE = 5  # iterations at the beginning and at the end that are compared
 
 
 def rise(runs: list[list[dict[str, float]]]) -> tuple[float, float]:
-    """By how much a run's score rises from its first iterations to its last, on average over the runs, one a seed; and
-    the standard error of that.
+    """The rise of the score from a run's first iterations to its last: the mean over runs, and its standard error.
 
-    Iterations of one run depend on each other, so that a run is one measurement. Raises ValueError for fewer than two.
+    The iterations of a run are correlated, so a run counts as one sample. Raises ValueError for fewer than two.
     """
     if len(runs) < 2:
         raise ValueError(f"seeds: {len(runs)} given; a standard error needs 2")
@@ -33,7 +32,7 @@ def rise(runs: list[list[dict[str, float]]]) -> tuple[float, float]:
 
 
 def run(kind: str, model: str, seed: int, directory: Path) -> list[dict[str, float]]:
-    """One run on two ranks; gives its metrics."""
+    """Run PPO on two ranks; returns the metrics of its iterations."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "rlhf_examples.ppo"]
     flags = ["--actor_model_name_or_path", model, "--seed", str(seed), "--output_dir", str(directory)]
     flags += ["--overwrite", "true"]
@@ -47,7 +46,7 @@ def run(kind: str, model: str, seed: int, directory: Path) -> list[dict[str, flo
 
 
 def main() -> None:
-    """Run, compare, print."""
+    """Run every seed and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="directory of stories260K")
     parser.add_argument("--seeds", type=int, default=3)

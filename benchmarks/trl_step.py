@@ -1,10 +1,10 @@
-"""A step of TRL's GRPOTrainer under ZeRO-3: with TRL's own generation, and through this engine.
+"""A step of TRL's GRPOTrainer under ZeRO-3: with TRL's own generation, and with this engine.
 
     torchrun --nproc_per_node=2 -m benchmarks.trl_step --shape 10M --rounds 5
 
-Contenders train from the same weights on the same prompts, in turns in one process group: a round is a short training
-of each, by TRL's defaults (gradient checkpointing is on). Needs TRL 1.16 (`pip install trl`). All completions are as
-long as they may be. Below the table: what this engine's rollouts ran in.
+Contenders train from the same weights on the same prompts and alternate in one process group: a round is a short
+training of each with TRL's defaults (gradient checkpointing is on). Needs TRL 1.16 (`pip install trl`). All completions
+have the maximum length. The coverage of this engine's rollouts is printed below the table.
 """
 
 import argparse
@@ -34,12 +34,15 @@ from benchmarks.cases import SHAPES, make_model
 from benchmarks.modes import machine
 from hybrid.compat.trl import rollout_func
 
-END, PROMPT_WORDS = 2, 32
+END, PROMPT_LENGTH = 2, 32
 
 
 @dataclass
 class Contender:
-    """A way to train.  ours: by this engine.  gathers: TRL gathers everything around `generate`.  coverage: of ours."""
+    """A way to train.  ours: with this engine.  gathers: TRL gathers all weights around `generate`.
+
+    rollouts: through `rollout_func`.  coverage: of this engine.
+    """
 
     ours: bool
     gathers: bool
@@ -50,7 +53,7 @@ class Contender:
 
 
 def main() -> None:
-    """Measure, print a table."""
+    """Measure and print the table."""
     args = parse()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -74,8 +77,8 @@ def main() -> None:
         size = sum(parameter.numel() for parameter in model.parameters())
         print(
             f"{size / 1e6:.0f}M parameters, {args.dtype}, {dist.get_world_size()} ranks on {machine()}; "
-            f"{args.sequences} sequences a rank in groups of {args.num_generations}, {PROMPT_WORDS} + "
-            f"{args.new_tokens} tokens; {args.rounds} rounds of {args.steps} steps in turns"
+            f"{args.sequences} sequences per rank in groups of {args.num_generations}, {PROMPT_LENGTH} + "
+            f"{args.new_tokens} tokens; {args.rounds} rounds of {args.steps} steps in alternation"
         )
         print_table(contenders)
     dist.barrier()
@@ -83,10 +86,10 @@ def main() -> None:
 
 
 def train(contender: Contender, model: torch.nn.Module, args: argparse.Namespace) -> None:
-    """A short training; its first step is not counted."""
+    """Run a short training; its first step is not counted."""
     import trl  # an optional package
 
-    for state in (AcceleratorState, GradientState):  # each trainer brings a configuration of its own
+    for state in (AcceleratorState, GradientState):  # each trainer sets its own configuration
         state._reset_state(*[True] * (state is AcceleratorState))
     unset_hf_deepspeed_config()
     times = StepTimes()
@@ -128,13 +131,13 @@ def train(contender: Contender, model: torch.nn.Module, args: argparse.Namespace
 
 
 def coverage_of(engine: hybrid.HybridEngine) -> str:
-    """The containers that an engine's parts run in, and why its latest native request was one."""
+    """The containers of an engine's parts, and the reason of its latest native request."""
     containers = sorted({row["container"] for row in engine.coverage()})
     return ", ".join([*containers, *filter(None, [engine.stats()["fallback_reason"]])])
 
 
 class StepTimes(transformers.TrainerCallback):
-    """Seconds of each step, and of the generation in it, ranks waited for."""
+    """Times each step and its generation, until the last rank is done."""
 
     def __init__(self):
         self.step_s: list[float] = []
@@ -160,40 +163,40 @@ class StepTimes(transformers.TrainerCallback):
 
 
 def now() -> float:
-    """The time, once every rank and its device has come here."""
+    """The time after every rank and its device have reached this call."""
     get_accelerator().synchronize()
     dist.barrier()
     return time.perf_counter()
 
 
 def configuration(ours: bool, args: argparse.Namespace) -> dict:
-    """DeepSpeed's: everything partitioned, as in a model too large to be kept whole."""
+    """DeepSpeed's configuration: everything is partitioned, as for a model too large to be kept whole."""
     return {
         "train_micro_batch_size_per_gpu": args.sequences,
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": args.dtype == "bf16"},
-        "hybrid_engine": {"enabled": ours, "max_out_tokens": PROMPT_WORDS + args.new_tokens},
+        "hybrid_engine": {"enabled": ours, "max_out_tokens": PROMPT_LENGTH + args.new_tokens},
     }
 
 
 def reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
-    """Something that differs from completion to completion."""
+    """A made-up reward that differs between completions."""
     return [sum(ids) % 97 / 97 for ids in completion_ids]
 
 
 def prompts(vocabulary: int) -> list[str]:
-    """Texts of random words."""
+    """Prompts of random words."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(3, vocabulary, (256, PROMPT_WORDS), generator=generator)
+    rows = torch.randint(3, vocabulary, (256, PROMPT_LENGTH), generator=generator)
     return [" ".join(f"w{word}" for word in row) for row in rows.tolist()]
 
 
 def tokenizer(vocabulary: int) -> transformers.PreTrainedTokenizerFast:
-    """A word for each token."""
-    vocabulary_ids = {"<pad>": 0, "<s>": 1, "</s>": END, **{f"w{index}": index for index in range(3, vocabulary)}}
-    tokenizer_model = Tokenizer(models.WordLevel(vocabulary_ids, unk_token="<pad>"))
+    """A tokenizer with a word for each token."""
+    word_ids = {"<pad>": 0, "<s>": 1, "</s>": END, **{f"w{index}": index for index in range(3, vocabulary)}}
+    tokenizer_model = Tokenizer(models.WordLevel(word_ids, unk_token="<pad>"))
     tokenizer_model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer_model, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
@@ -201,7 +204,7 @@ def tokenizer(vocabulary: int) -> transformers.PreTrainedTokenizerFast:
 
 
 def print_table(contenders: dict[str, Contender]) -> None:
-    """Medians and ranges, and how often as fast as the first."""
+    """Print medians, extremes, and speed-ups over the first contender."""
     first = next(iter(contenders.values()))
     print("\n| | step, s | generation in it, s | × step | × generation |\n|---|---|---|---|---|")
     for name, contender in contenders.items():
@@ -224,12 +227,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="10M")
     parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32")
-    parser.add_argument("--sequences", type=int, default=16, help="completions of a rank in a step")
+    parser.add_argument("--sequences", type=int, default=16, help="completions per rank and step")
     parser.add_argument("--num_generations", type=int, default=4)
     parser.add_argument("--new_tokens", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=3, help="counted, of a round")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps per round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--contenders", nargs="*", help="names in the table; all where left out")
+    parser.add_argument("--contenders", nargs="*", help="names in the table; default: all")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""vLLM as a contender: a process with an environment of its own, idle on a pipe while others run."""
+"""vLLM as a contender: a process in its own environment, which waits on a pipe while other contenders run."""
 
 import json
 import math
@@ -14,16 +14,15 @@ from torch import nn
 from benchmarks.cases import Request
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
-LAST_LINES = 15  # of the log, shown where the worker has died
+LAST_LINES = 15  # of the log, shown if the worker has died
 GIB = 2**30
-# Of the requirement intel-openmp. vLLM asks for it in LD_PRELOAD on x86: 8 times faster than libgomp on a busy machine.
+# From the package intel-openmp. vLLM wants it in LD_PRELOAD on x86: 8 times faster than libgomp on a busy machine.
 OPENMP = "lib/libiomp5.so"
 
 
 @dataclass(frozen=True)
 class VLLMSettings:
-    """python: the interpreter of vLLM's environment.  directory: for its log and what it compiles.
-    threads: CPU threads."""
+    """python: vLLM's interpreter.  directory: for its log and compiled code.  threads: of the CPU."""
 
     python: Path
     directory: Path
@@ -33,7 +32,7 @@ class VLLMSettings:
 class VLLM:
     """A vLLM process that serves requests.
 
-    Raises FileNotFoundError where its environment is not there, RuntimeError with the end of its log where it died.
+    Raises FileNotFoundError without vLLM's environment, RuntimeError with the end of the log if the process has died.
     """
 
     def __init__(self, settings: VLLMSettings, model: nn.Module, most_rows: int, most_tokens: int, eager: bool):
@@ -63,7 +62,7 @@ class VLLM:
         )
 
     def run(self, request: Request) -> list[int]:
-        """Tokens of each completion."""
+        """Run a request; returns the tokens of each completion."""
         return self._ask(
             {"prompts": request.prompt_ids.tolist(), "lengths": list(request.lengths), "group": request.group}
         )
@@ -75,9 +74,9 @@ class VLLM:
         self.process.stdout.close()
         self.weights.cleanup()
 
-    def _ask(self, question: dict[str, Any]) -> Any:
+    def _ask(self, message: dict[str, Any]) -> Any:
         try:
-            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
         except BrokenPipeError:
@@ -90,9 +89,11 @@ class VLLM:
 
 
 def environment(settings: VLLMSettings, cache_bytes: int) -> dict[str, str]:
-    """What vLLM reads on a CPU."""
+    """The environment variables for vLLM on a CPU."""
     openmp = settings.python.parents[1] / OPENMP
-    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # it binds its own
+    inherited = {
+        name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
+    }  # vLLM binds its own threads
     return {
         **inherited,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -101,13 +102,13 @@ def environment(settings: VLLMSettings, cache_bytes: int) -> dict[str, str]:
         "VLLM_CACHE_ROOT": str(settings.directory / "vllm-cache"),
         "VLLM_NO_USAGE_STATS": "1",
         "LD_PRELOAD": str(openmp) if openmp.is_file() else "",
-        "KMP_BLOCKTIME": "1",  # milliseconds that an idle thread spins, instead of 200: others run then
+        "KMP_BLOCKTIME": "1",  # milliseconds that an idle thread spins, instead of 200: other contenders run then
         "HF_HUB_OFFLINE": "1",
     }
 
 
 def kv_bytes(model: nn.Module, tokens: int) -> int:
-    """Bytes of twice the KV cache of so many tokens: room for partly filled blocks and finished prefixes."""
+    """Bytes of twice the KV cache of `tokens` tokens: room for partly filled blocks and cached prefixes."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * tokens * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize

@@ -1,6 +1,6 @@
-"""What runs in vLLM's process: a line of JSON on stdin is a request, a line on stdout its answer.
+"""The code of vLLM's process: each line of JSON on stdin is a request, and is answered by a line on stdout.
 
-The first line is the model's; each one after it a request's. Needs vLLM and the standard library only.
+The first line describes the model, every later line a rollout. Needs only vLLM and the standard library.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 def main() -> None:
     """Serve until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM's own words go to the log, from its import on
+    os.dup2(2, 1)  # vLLM's output goes to the log, from its import on
     from vllm import LLM
 
     engine = LLM(skip_tokenizer_init=True, enable_prefix_caching=True, **json.loads(sys.stdin.readline()))
@@ -21,13 +21,13 @@ def main() -> None:
 
 
 def answer(answers, value) -> None:
-    """Give an answer."""
+    """Write an answer."""
     answers.write(json.dumps(value) + "\n")
     answers.flush()
 
 
 def completion_lengths(engine, prompts: list[list[int]], lengths: list[int], group: int) -> list[int]:
-    """Tokens of each completion of `prompts`, which are sampled to their lengths, a prompt's next to each other."""
+    """Sample completions of the given lengths; returns the tokens of each, those of a prompt adjacent."""
     from vllm import SamplingParams
 
     sampling = [

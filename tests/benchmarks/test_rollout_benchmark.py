@@ -103,13 +103,13 @@ def test_a_group_has_no_natural_lengths():
 
 
 def test_prompts_differ_between_turns_and_within_one():
-    first, second = (make_request(NATURAL, 512, turn) for turn in (0, 1))
+    first, second = (make_request(NATURAL, 512, seed) for seed in (0, 1))
     assert not torch.equal(first.prompt_ids, second.prompt_ids) and first.lengths == second.lengths
     assert len(set(map(tuple, first.prompt_ids.tolist()))) == NATURAL.prompts
 
 
 def test_each_row_ends_at_its_length_whatever_is_around_it():
-    request = make_request(NATURAL, 512, turn=0)
+    request = make_request(NATURAL, 512, seed=0)
     processor = EndAtLength(request)
     scores = torch.randn(NATURAL.prompts, 512)
     for made in range(max(request.lengths)):
@@ -199,7 +199,7 @@ def test_vllm_is_asked_and_answers(tmp_path, monkeypatch):
     server = VLLM(vllm_settings(Path(sys.executable), tmp_path), make_model("micro", "f32", "cpu"), 6, 40, eager=False)
     try:
         for case in (NATURAL, Case("micro", "f32", prompts=3, group=2, new_tokens=5)):
-            request = make_request(case, 512, turn=0)
+            request = make_request(case, 512, seed=0)
             assert server.run(request) == request.completion_lengths
     finally:
         server.close()
