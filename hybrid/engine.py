@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from transformers import DynamicCache
 from hybrid.build import Builder, Mode, layer_by_layer
 from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import HybridEngineConfig, RolloutConfig
-from hybrid.decoders.batch import is_packable
 from hybrid.decoders.calls import Calls, SharedCalls
 from hybrid.decoders.collective_forwards import ExpertForwards, LayerwiseForwards
 from hybrid.decoders.containers import containers_of, parts_of
@@ -30,36 +28,18 @@ from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.tp_modules import SharedModules, first_output
 from hybrid.deepspeed_api import DeepSpeedSurface
 from hybrid.generation.block_pool import BlockPool
-from hybrid.generation.decode import Decoding, SamplingKeys, TokenLog
-from hybrid.generation.generate import (
-    Route,
-    generate,
-    prompts_of,
-    refuse_model_inputs,
-    require_decoder,
-    require_generate,
-    stride_on,
-)
+from hybrid.generation.generate import Route, refuse_model_inputs, require_decoder
+from hybrid.generation.generator import GenerateCall, Generator
 from hybrid.generation.hf_cache import KVCache
-from hybrid.generation.native_scoring import score_natively
 from hybrid.generation.sampling import Seeds
-from hybrid.generation.scoring import Scores, score_packed
-from hybrid.inputs import as_ids, as_mask, as_model_inputs
+from hybrid.generation.scoring import Scores
 from hybrid.memory_plan import MemoryPlan, MemoryPlanner, free_bytes
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import generating_part
-from hybrid.parallel import InferenceGroup, any_rank, engine_name, lost_rank_reported, own_row_ids, world_size
+from hybrid.parallel import InferenceGroup, any_rank, engine_name, lost_rank_reported, world_size
 from hybrid.profiling import Profiler
-from hybrid.rollout import (
-    RolloutBatch,
-    SamplingParams,
-    check_left_padded,
-    check_prompts,
-    check_row_ids,
-    end_token_ids,
-    make_batch,
-)
+from hybrid.rollout import RolloutBatch, SamplingParams
 from hybrid.weights.export import save_pretrained
 from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters
@@ -69,8 +49,6 @@ from hybrid.weights.slices import require_divisible
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streaming import StreamedSnapshot
 from hybrid.weights.watch import WeightWatch
-
-ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
 
 
 class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
@@ -97,7 +75,6 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if self._rollout_settings.offload_states:
             require_movable_optimizer(self.optimizer)
         self._in_eval = False
-        self._seeds = Seeds()
         self._unhooked = ExitStack()  # on close, restores the hooks of switched modules
         self._tree = ModuleTree(self.module)
         self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
@@ -110,7 +87,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._training_hooks,
         )
         self._planner = MemoryPlanner(self._builder)
-        self._kv_cache = KVCache(self._rollout_settings.kv_step)
+        self._generator = self._make_generator()
         self._version = self._builder.version
         self._watch, self._outdated = WeightWatch(self._policy), False
         if isinstance(optimizer := getattr(self, "basic_optimizer", None), torch.optim.Optimizer):
@@ -120,7 +97,6 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         snapshot, fused = self._builder.weights(self._planner.in_use, self._group)
         # If this rank has no whole copy, the model's own layers run on weights that ZeRO-3 gathers as they run.
         self._arrange(snapshot, fused, streams=self._planner.in_use != Mode())
-        self._block_pool = self._make_block_pool()
         self._replace_refused_decoder()
         self._routes = [Route(self._policy, self.generate)] if self._builder.info.can_generate else []
         for route in self._routes:
@@ -187,6 +163,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             device=self.device,
         )
         self._calls = self._make_calls(shared)
+        self._generator.attach(self._builder.info, self._calls, expands=shared is None and self._exchange is None)
         parts = parts_of(self._builder.info, inner=self.in_step)
         if shared is None:
             self._containers = containers_of(parts, self._calls)
@@ -220,15 +197,24 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         own = (self._window, self._fused, self._join_refresh, self.call_lock)
         return SharedCalls(*own, group, native, self._profiler.phase)
 
-    def _make_block_pool(self) -> BlockPool:
-        """The KV cache's block pool, limited by the lesser of `kv_cache_bytes` and the rest of `memory_limit`."""
-        step, kv_cache_bytes = self._rollout_settings.kv_step, self._rollout_settings.kv_cache_bytes
-        left = self._planner.kv_limit()
-        if left is None or (kv_cache_bytes is not None and kv_cache_bytes <= left):
-            return BlockPool(step, kv_cache_bytes, free_bytes=free_bytes)
-        name = f"rollout.memory_limit={self._planner.limit}"
-        return BlockPool(
-            step, left, name, lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}", free_bytes
+    def _make_generator(self) -> Generator:
+        """The generator, with the KV cache's block pool limited by `kv_cache_bytes` and the rest of `memory_limit`."""
+        settings, left = self._rollout_settings, self._planner.kv_limit()
+        pool = BlockPool(settings.kv_step, settings.kv_cache_bytes, free_bytes=free_bytes)
+        if left is not None and (settings.kv_cache_bytes is None or left < settings.kv_cache_bytes):
+            name = f"rollout.memory_limit={self._planner.limit}"
+            plan = lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}"  # noqa: E731
+            pool = BlockPool(settings.kv_step, left, name, plan, free_bytes)
+        return Generator(
+            device=self.device,
+            profiler=self._profiler,
+            kv_cache=KVCache(settings.kv_step),
+            block_pool=pool,
+            seeds=Seeds(),
+            max_num_seqs=settings.max_num_seqs,
+            max_out_tokens=self._settings.max_out_tokens,
+            require_memory=self._require_memory,
+            runs_other_methods=True,
         )
 
     # ---------------------------------------------------------------- modes
@@ -383,8 +369,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
                 get_accelerator().empty_cache()
 
     def _free_kv(self) -> None:
-        self._kv_cache.release()
-        self._block_pool.release()
+        self._generator.release_kv()
         self._fused.release_blocks()
 
     @contextmanager
@@ -588,16 +573,18 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         not supported.
         """
         with self._call(adapters):
-            prompts_of(self._policy, args, kwargs)
-            args, kwargs = as_model_inputs(args, kwargs, self.device)
-            noise = lambda rows: SamplingKeys(self.next_seed() if seed is None else seed, own_row_ids(rows))  # noqa: E731
-            return self._generate(args, kwargs, adapters, noise)
+            if self._streams and self._builder.info.is_encoder_decoder:
+                raise NotImplementedError(
+                    "generate: an encoder-decoder model with hybrid_engine.pin_parameters=false, or with "
+                    "inference_tp_size above 1, is not available; use true, and 1"
+                )
+            return self._generator.generate(args, kwargs, GenerateCall(adapters, seed))
 
     @one_at_a_time
     def next_seed(self) -> int:
         """The seed of the next call without a `seed`: a function of torch's initial seed (`torch.manual_seed`) and of
         the number of such calls. The sequence restarts when the initial seed changes."""
-        return self._seeds.next()
+        return self._generator.seeds.next()
 
     def rollout(
         self,
@@ -624,56 +611,9 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         refuse_model_inputs(model_inputs, "rollout")
         require_decoder(self._builder.info, "rollout")
         with self._call(adapters):
-            return self._rollout(prompt_ids, prompt_mask, sampling, num_generations, adapters, row_ids)
-
-    def _rollout(
-        self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        sampling: SamplingParams,
-        num_generations: int,
-        adapters: bool | None,
-        row_ids: torch.Tensor | None,
-    ) -> RolloutBatch:
-        check_prompts(prompt_ids, prompt_mask, "prompt_ids")
-        check_left_padded(prompt_mask)
-        if num_generations < 1:
-            raise ValueError(f"num_generations: {num_generations} given; it must be at least 1")
-        if row_ids is not None:
-            check_row_ids(row_ids, len(prompt_ids))
-        prompt_ids, prompt_mask = as_ids(prompt_ids, self.device), as_mask(prompt_mask, self.device)
-        if len(prompt_ids) == 0:  # join the other ranks' collectives: draw one token and discard it
-            one = prompt_ids.new_zeros(1, prompt_ids.shape[1])
-            once = replace(sampling, max_new_tokens=1, min_new_tokens=0)
-            return self._rollout(one, torch.ones_like(one), once, 1, adapters, None).first_rows(0)
-        require_generate(self._builder.info)
-        version, before = self.weight_version, self._profiler.stats()
-        log = TokenLog(sampling.temperature or 1.0)
-        sequences = self._generate(
-            (prompt_ids,),
-            {
-                "attention_mask": prompt_mask,
-                "generation_config": sampling.generation_config(self._policy, num_generations),
-            },
-            adapters,
-            lambda rows: SamplingKeys(
-                self.next_seed() if sampling.seed is None else sampling.seed,
-                own_row_ids(rows) if row_ids is None else as_ids(row_ids, torch.device("cpu")),
-            ),
-            log,
-        )
-        after = self._profiler.stats()
-        return make_batch(
-            prompt_ids.repeat_interleave(num_generations, dim=0),
-            prompt_mask.repeat_interleave(num_generations, dim=0),
-            sequences,
-            end_token_ids(self._policy, sampling.stop_token_ids),
-            log.sampling,
-            log.old,
-            log.raw,
-            weight_version=version,
-            timings={name: after[name] - before[name] for name in ROLLOUT_TIMINGS},
-        )
+            return self._generator.rollout(
+                prompt_ids, prompt_mask, sampling, num_generations, adapters, row_ids, self._snapshot.number()
+            )
 
     def score(
         self,
@@ -697,76 +637,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         refuse_model_inputs(model_inputs, "score")
         require_decoder(self._builder.info, "score")
         with self._call(adapters):
-            return self._score(sequences, attention_mask, adapters, temperature, rows_per_forward)
-
-    def _score(
-        self,
-        sequences: torch.Tensor,
-        attention_mask: torch.Tensor,
-        adapters: bool | None,
-        temperature: float,
-        rows_per_forward: int,
-    ) -> Scores:
-        check_prompts(sequences, attention_mask, "sequences")
-        if temperature <= 0:
-            raise ValueError(f"temperature: {temperature} given; it must be above 0")
-        rows = len(sequences)
-        sequences, attention_mask = as_ids(sequences, self.device), as_mask(attention_mask, self.device)
-        if rows == 0:  # as in `rollout`
-            sequences = sequences.new_zeros(1, sequences.shape[1])
-            attention_mask = torch.ones_like(sequences)
-        longest = int(attention_mask.sum(dim=1).max()) if is_packable(attention_mask) else None
-        if longest is not None:
-            self._block_pool.require_room([longest], self._fused.block_bytes())
-        fallback_reason = "score: attention_mask has zeros between a row's ones (pad on either side)"
-        request = self._calls.request(adapters, longest, fallback_reason)
-        with self._profiler.phase("prefill"), torch.no_grad(), request as decoder:
-            if decoder is not None:
-                scores = score_packed(
-                    decoder, self._block_pool, sequences, attention_mask, temperature, rows_per_forward
-                )
-            else:
-                scores = score_natively(
-                    self._policy,
-                    sequences,
-                    attention_mask,
-                    temperature,
-                    rows_per_forward,
-                    in_parts=not isinstance(self._calls, SharedCalls),
-                )
-        return Scores(scores.per_token_logps[:rows], scores.entropies[:rows])
-
-    def _generate(
-        self,
-        args: tuple,
-        kwargs: dict,
-        adapters: bool | None,
-        noise: Callable[[int], SamplingKeys],
-        log: TokenLog | None = None,
-    ) -> Any:
-        """Hugging Face's `generate` with our decode loop.  noise: number of prompts to their sampling keys."""
-        if self._streams and self._builder.info.is_encoder_decoder:
-            raise NotImplementedError(
-                "generate: an encoder-decoder model with hybrid_engine.pin_parameters=false, or with inference_tp_size "
-                "above 1, is not available; use true, and 1"
-            )
-        decoding = Decoding(
-            phase=self._profiler.phase,
-            request=lambda tokens, fallback_reason: self._calls.request(adapters, tokens, fallback_reason),
-            cache=self._kv_cache,
-            block_pool=self._block_pool,
-            block_bytes=self._fused.block_bytes,
-            require_memory=self._require_memory,
-            max_num_seqs=self._rollout_settings.max_num_seqs,
-            stride=stride_on(self.device),
-            max_out_tokens=self._settings.max_out_tokens,
-            noise=noise,
-            token_log=log,
-            expands=self._meetings is None and self._exchange is None,
-            runs_other_methods=log is None,
-            produced=self._profiler.generated,
-        )
-        return generate(self._policy, args, kwargs, decoding)
+            return self._generator.score(sequences, attention_mask, adapters, temperature, rows_per_forward)
 
     def _require_memory(self, rows: int, tokens: int) -> None:
         """Raise ValueError, with the memory plan, if `rows` sequences of `tokens` tokens exceed `memory_limit`."""
@@ -855,11 +726,10 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             **self._profiler.stats(),
             "snapshot_bytes": self._snapshot.nbytes(),
             "container_bytes": self._fused.nbytes(),
-            "kv_bytes": self._kv_cache.nbytes() + self._block_pool.nbytes() + others,
+            "kv_bytes": self._generator.kv_bytes() + others,
             "peak_bytes": self._snapshot.peak_bytes
             + self._fused.nbytes()
-            + self._kv_cache.peak_bytes
-            + self._block_pool.peak_bytes
+            + self._generator.peak_kv_bytes()
             + self._fused.peak_activation_bytes(),
             "fallback_reason": self._builder.fallback_reasons.last,
             "native_reason": self._builder.fallback_reasons.last,  # its name in 0.2, for a release

@@ -64,36 +64,41 @@ class SamplingParams:
     def generation_config(self, model: Any, num_generations: int) -> GenerationConfig:
         """The equivalent Hugging Face GenerationConfig. Only special tokens come from the model's own: a checkpoint's
         temperature, suppressed tokens or penalties do not apply to the rollout."""
-        ends = end_token_ids(model, self.stop_token_ids)
-        own = model.generation_config
-        pad = own.pad_token_id if own.pad_token_id is not None else getattr(model.config, "pad_token_id", None)
-        if pad is None:
-            pad = ends[0] if ends else 0
-        off = {
-            name: value
-            for name, value in GenerationConfig._get_default_generation_params().items()
-            if name not in DECIDED_BY_NEW_TOKENS
-        }
-        draw = {"do_sample": False, "top_k": None}
-        if self.temperature > 0:
-            draw = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-            draw["min_p"] = self.min_p or None
-        asked = {
+        stop = end_token_ids(model, self.stop_token_ids)
+        settings = GenerationConfig._get_default_generation_params()
+        for name in DECIDED_BY_NEW_TOKENS:
+            settings.pop(name, None)
+        settings |= {
+            "do_sample": self.temperature > 0,
+            "top_k": None,
             "max_new_tokens": self.max_new_tokens,
             "min_new_tokens": self.min_new_tokens or None,
-            "repetition_penalty": self.repetition_penalty,
+            "repetition_penalty": float(self.repetition_penalty),
             "num_return_sequences": num_generations,
+            "eos_token_id": stop or None,
+            "pad_token_id": pad_token_id(model, stop),
+            "bos_token_id": model.generation_config.bos_token_id,
         }
-        special = {"eos_token_id": ends or None, "pad_token_id": pad, "bos_token_id": own.bos_token_id}
-        return WholeGenerationConfig(**{**off, **draw, **asked, **special})
+        if self.temperature > 0:
+            settings |= {"temperature": float(self.temperature), "top_p": self.top_p, "top_k": self.top_k}
+            settings["min_p"] = self.min_p or None
+        return WholeGenerationConfig(**settings)
 
 
 def end_token_ids(model: Any, more: tuple[int, ...] = ()) -> list[int]:
     """All end tokens: of the model's generation configuration, of its model configuration, and `more`."""
-    found: list[int] = []
+    ends: list[int] = []
     for ids in (model.generation_config.eos_token_id, getattr(model.config, "eos_token_id", None), list(more)):
-        found += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-    return list(dict.fromkeys(found))
+        ends += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return list(dict.fromkeys(ends))
+
+
+def pad_token_id(model: Any, ends: list[int]) -> int:
+    """The token that fills the positions after a completion: the model's, else its first end token, else 0."""
+    for config in (model.generation_config, model.config):
+        if getattr(config, "pad_token_id", None) is not None:
+            return config.pad_token_id
+    return ends[0] if ends else 0
 
 
 @dataclass(frozen=True)
@@ -180,47 +185,3 @@ def check_left_padded(prompt_mask: torch.Tensor) -> None:
     wrong = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1).nonzero().flatten().tolist()
     if wrong:
         raise ValueError(f"prompt_mask: rows {wrong} are not left padded; put padding before the prompt, none after it")
-
-
-def lengths_to_first_end(completion_ids: torch.Tensor, ends: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The length of each completion, up to and including its first end token, and whether it has an end token.
-
-    completion_ids int64 [rows, completion_len]; gives int64 [rows] and bool [rows].
-    """
-    width = completion_ids.shape[1]
-    is_end = torch.isin(completion_ids, torch.tensor(ends, dtype=completion_ids.dtype, device=completion_ids.device))
-    ended = is_end.any(dim=1)
-    first = is_end.int().argmax(dim=1) if width else torch.zeros(len(completion_ids), dtype=torch.long)
-    return torch.where(ended, first + 1, width), ended
-
-
-def make_batch(
-    prompt_ids: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    sequences: torch.Tensor,
-    ends: list[int],
-    sampling_logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    raw_logps: torch.Tensor,
-    **about,
-) -> RolloutBatch:
-    """A RolloutBatch from the output of `generate`.
-
-    prompt_ids, prompt_mask int64 [rows, prompt_len], each prompt repeated once per generation; sequences int64
-    [rows, prompt_len + completion_len]; ends: end tokens; logprobs float32 [rows, completion_len]; about: the batch's
-    other fields.
-    """
-    completions = sequences[:, prompt_ids.shape[1] :]
-    lengths, ended = lengths_to_first_end(completions, ends)
-    mask = (torch.arange(completions.shape[1], device=lengths.device) < lengths[:, None]).long()
-    return RolloutBatch(
-        prompt_ids=prompt_ids,
-        prompt_mask=prompt_mask,
-        completion_ids=completions,
-        completion_mask=mask,
-        sampling_per_token_logps=sampling_logps * mask,
-        old_per_token_logps=old_logps * mask,
-        raw_per_token_logps=raw_logps * mask,
-        finish_reason=["stop" if end else "length" for end in ended.tolist()],
-        **about,
-    )

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.rollout import RolloutRequest, SamplingConfig
 
 from hybrid.parallel import own_row_ids
-from hybrid.rollout import RolloutBatch, SamplingParams
+from hybrid.rollout import RolloutBatch, SamplingParams, end_token_ids, pad_token_id
 
 # Fields of DeepSpeed's HybridEngineRolloutConfig that configure its own decode loop, and why they do not apply here.
 DECIDED_BY_THE_ENGINE = {
@@ -86,7 +86,7 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
         batch = repeated(batch, samples // drawn)
         pad = self.pad_token_id
         if pad is None:
-            pad = params.generation_config(self.engine.module, drawn).pad_token_id
+            pad = pad_token_id(self.engine.module, end_token_ids(self.engine.module, params.stop_token_ids))
         batch = replace(batch, completion_ids=batch.completion_ids.masked_fill(batch.completion_mask == 0, pad))
         if self.enable_profiling:
             self._last_profile = profile(batch, samples, time.perf_counter() - start)

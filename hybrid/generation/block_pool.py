@@ -37,6 +37,7 @@ class BlockPool:
         self.limit_bytes = limit_bytes
         self.limit_name, self.explain, self.free_bytes = limit_name, explain, free_bytes
         self.kv: PagedKV | None = None
+        self.make: Callable[[int], PagedKV] | None = None  # during a call
         self.free_blocks: list[int] = []
         self.ref_counts: list[int] = []  # reference count of each block
         self.peak_bytes = 0
@@ -52,6 +53,10 @@ class BlockPool:
             self.release()
         self.make, self.block_bytes = make, one.nbytes
         self._all_free()
+
+    def end_call(self) -> None:
+        """Forget the decoder that allocates, so that the memory of its weight copies can be freed."""
+        self.make = None
 
     def reserve_call(self, num_blocks: int) -> None:
         """Reserve storage for a call that holds at most `num_blocks` blocks at once. Call it before the first

@@ -1,23 +1,28 @@
-"""Hugging Face's `generate()` with our decode loop: what the training and the inference engine share."""
+"""Around Hugging Face's `generate()`: checks of its arguments, and the route of a module's `generate` to its engine."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers.generation import GenerationMode
 
 from hybrid.decoders.batch import PackedBatch, PagedKV
-from hybrid.generation.decode import MODES, Decoding, require_room, with_stop_strings
 from hybrid.generation.model_runner import Decoder
 from hybrid.models.model_info import ModelInfo
 from hybrid.profiling import ModelTimes
 from hybrid.rollout import check_prompts
 
+OUR_METHODS = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # Arguments of Hugging Face's `generate` that select a decoding method of their own.
 OTHER_METHODS = ("custom_generate", "assistant_model")
-STRIDE_ON_DEVICES = 8  # decode steps between two checks for ended sequences: a check waits for the device
+
+
+class TooManyTokensError(ValueError, RuntimeError):
+    """A sequence would exceed `max_out_tokens`. Also a RuntimeError, which DeepSpeed's engine raises in this case."""
 
 
 def prompts_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -68,6 +73,60 @@ def refuse_model_inputs(model_inputs: dict[str, Any], call: str) -> None:
         )
 
 
+def require_max_out_tokens(prompt_len: int, new_tokens: int, max_out_tokens: int, limit_name: str) -> None:
+    """Raise TooManyTokensError if prompt and completion exceed `max_out_tokens`, the value of setting `limit_name`."""
+    if prompt_len + new_tokens > max_out_tokens:
+        raise TooManyTokensError(
+            f"generate: a prompt of {prompt_len} tokens + {new_tokens} new tokens = {prompt_len + new_tokens} is over "
+            f"{limit_name}={max_out_tokens}; ask for at most {max(max_out_tokens - prompt_len, 0)} "
+            "new tokens, or raise max_out_tokens"
+        )
+
+
+def require_sampling(config: GenerationConfig) -> None:
+    """Raise NotImplementedError for other methods than greedy search and sampling."""
+    mode = config.get_generation_mode()
+    if mode not in OUR_METHODS:
+        raise NotImplementedError(
+            f"generate: {mode.value} (num_beams={config.num_beams}) is not available; "
+            "the decode loop does greedy search and sampling (num_beams=1)"
+        )
+
+
+def require_supported_arguments(kwargs: dict[str, Any], runs_other_methods: bool) -> None:
+    """Raise NotImplementedError for `adapter_names`, and for arguments that select a decoding method of their own."""
+    if kwargs.get("adapter_names") is not None:
+        raise NotImplementedError(
+            "generate: adapter_names is not available; active adapters are the same for every row; use "
+            "model.set_adapter"
+        )
+    for key in () if runs_other_methods else OTHER_METHODS:
+        if kwargs.get(key) is not None:
+            raise NotImplementedError(f"generate: {key} is not available; the engine decodes by its own loop")
+
+
+def with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`generate`'s arguments with `stop_strings` and `tokenizer` replaced by a stopping criterion: Hugging Face does
+    not pass the tokenizer on with a custom decoding method (5.23).
+
+    Raises ValueError if there are stop strings and no tokenizer.
+    """
+    kwargs = dict(kwargs)
+    tokenizer = kwargs.pop("tokenizer", None)
+    config = kwargs.get("generation_config")
+    strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None)
+    if not strings:
+        return kwargs
+    if tokenizer is None:
+        raise ValueError(f"generate: stop_strings={strings!r} needs the model's tokenizer; give tokenizer=...")
+    if config is not None:
+        kwargs["generation_config"] = config = copy.deepcopy(config)
+        config.stop_strings = None
+    criterion = StopStringCriteria(tokenizer, strings)
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), criterion])
+    return kwargs
+
+
 class Route:
     """Replaces a module's `generate`: every call goes through the engine.
 
@@ -105,34 +164,23 @@ def own_generate(model: nn.Module) -> Callable:
     return found
 
 
-def generate(model: nn.Module, args: tuple, kwargs: dict[str, Any], decoding: Decoding) -> Any:
-    """The output of the model's own `generate`, with our decode loop as its decoding method.
-
-    Other decoding methods, such as beam search, run by Hugging Face's loop if `decoding.runs_other_methods`.
-    Raises ValueError if the model has no `generate`, a sequence would be too long, or stop strings lack a tokenizer;
-    NotImplementedError for `adapter_names` and for decoding methods that cannot run.
-    """
-    require_generate(model)
+def hugging_face_generate(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The output of the model's own `generate`, called without an engine's route around it."""
     if hasattr(model, "reset_cache"):  # a model that keeps its own cache, as under DeepSpeed's engines
         model.reset_cache()
-    if kwargs.get("adapter_names") is not None:
-        raise NotImplementedError(
-            "generate: adapter_names is not available; active adapters are the same for every row; use "
-            "model.set_adapter"
-        )
-    kwargs = {**kwargs, "synced_gpus": False}
-    if "generation_config" not in kwargs and len(args) < 2:
-        kwargs.setdefault("use_cache", True)  # gradient checkpointing turns it off in the model's configuration
-    if decoding.runs_other_methods:
-        config = prepared_config(model, args, kwargs)
-        if method := other_method(config, kwargs):
-            return generate_natively(model, args, kwargs, config, decoding, method)
+    generate = model.generate
+    while isinstance(generate, Route):
+        generate = generate.own
+    return generate(*args, **{**kwargs, "synced_gpus": False})
+
+
+def hugging_face_method(config: GenerationConfig, kwargs: dict[str, Any]) -> str:
+    """The decoding method of Hugging Face that `generate`'s arguments ask for; "" for greedy search and sampling."""
     for key in OTHER_METHODS:
         if kwargs.get(key) is not None:
-            raise NotImplementedError(f"generate: {key} is not available; the engine decodes by its own loop")
-    kwargs = with_stop_strings(kwargs)
-    decoding.streamer = kwargs.get("streamer")
-    return own_generate(model)(*args, custom_generate=decoding.method(), **kwargs)
+            return key
+    mode = config.get_generation_mode()
+    return "" if mode in OUR_METHODS else mode.value
 
 
 def prepared_config(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> GenerationConfig:
@@ -142,50 +190,6 @@ def prepared_config(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Ge
     kwargs = dict(kwargs)
     given = kwargs.pop("generation_config", None)
     return model._prepare_generation_config(args[1] if len(args) > 1 else given, **kwargs)[0]
-
-
-def other_method(config: GenerationConfig, kwargs: dict[str, Any]) -> str:
-    """The decoding method that `generate`'s arguments ask for; "" for greedy search and sampling."""
-    for key in OTHER_METHODS:
-        if kwargs.get(key) is not None:
-            return key
-    mode = config.get_generation_mode()
-    return "" if mode in MODES else mode.value
-
-
-def generate_natively(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], config: GenerationConfig, decoding: Decoding, method: str
-) -> Any:
-    """The output of Hugging Face's `generate`, with Hugging Face's decode loop, over the model's own layers.
-
-    Draws come from torch's generators, seeded from the call's sampling keys; the generators' states are restored
-    afterwards. Raises TooManyTokensError if prompt and completion exceed `decoding.max_out_tokens`.
-    """
-    reason = f"generate: {method} runs by Hugging Face's own loop (fused are greedy search and sampling, num_beams=1)"
-    prompts = prompts_of(model, args, kwargs)
-    rows = 1 if prompts is None else len(prompts)
-    before = 0 if prompts is None or model.config.is_encoder_decoder else prompts.shape[1]
-    new_tokens = config.max_new_tokens or max((config.max_length or 0) - before, 0)
-    require_room(before, new_tokens, decoding.max_out_tokens, decoding.limit)
-    if not decoding.expands:  # beams reorder a cache's rows, and other ranks hold parts of the cache
-        kwargs["use_cache"] = False
-    device = next(model.parameters()).device
-    with (
-        decoding.request(None, reason),
-        decoding.phase("decode"),
-        torch.no_grad(),
-        torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
-    ):
-        torch.manual_seed(int(decoding.noise(rows).keys(rows, torch.device("cpu"))[0]))
-        output = own_generate(model)(*args, **kwargs)
-    sequences = output if isinstance(output, torch.Tensor) else output.sequences
-    decoding.produced(len(sequences), len(sequences) * (sequences.shape[1] - before))
-    return output
-
-
-def stride_on(device: torch.device) -> int:
-    """Decode steps between two checks for ended sequences."""
-    return 1 if device.type == "cpu" else STRIDE_ON_DEVICES
 
 
 class TimedDecoder:

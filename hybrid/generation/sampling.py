@@ -42,6 +42,16 @@ def stream_keys(seed: int, rows: torch.Tensor, samples: torch.Tensor) -> torch.T
     return mixed(key ^ mixed(samples + GOLDEN))
 
 
+def sequence_keys(seed: int, row_ids: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """The RNG key of each sequence, int64 [num_sequences], on the CPU. Samples of one prompt are consecutive.
+
+    row_ids: int64 [prompts].
+    """
+    repeats = num_sequences // len(row_ids)
+    samples = torch.arange(repeats).repeat(len(row_ids))
+    return stream_keys(seed, row_ids.repeat_interleave(repeats), samples)
+
+
 def wrapped(seed: int) -> int:
     """Any integer wrapped to int64."""
     return (seed + 2**63) % 2**64 - 2**63
@@ -109,10 +119,6 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return -(log_probs.exp() * log_probs).sum(dim=-1)
 
 
-# Hugging Face's warpers that `Draw` implements, in the order in which `generate` applies them (transformers 5.23).
-WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-
-
 @dataclass(frozen=True)
 class Draw:
     """How a token is drawn from logits.
@@ -143,35 +149,6 @@ class Draw:
         if self.min_p:
             steps.append(MinPLogitsWarper(self.min_p))
         return steps
-
-
-def split_warpers(processors: LogitsProcessorList, do_sample: bool) -> tuple[LogitsProcessorList, Draw | None]:
-    """The processors before the warpers at the end of the list, and the Draw that is equal to those warpers.
-
-    Without sampling, the draw is greedy. If the warpers are not the last processors, or are configured in a way that
-    `Draw` cannot express, all processors are returned, and None as the draw.
-    """
-    if not do_sample:
-        return processors, Draw(temperature=0)
-    split = len(processors)
-    while split and type(processors[split - 1]) in WARPERS:
-        split -= 1
-    tail = list(processors[split:])
-    order = [WARPERS.index(type(warper)) for warper in tail]
-    spared = any(
-        getattr(warper, "min_tokens_to_keep", 1) > 1 for warper in tail if not isinstance(warper, TopKLogitsWarper)
-    )
-    if order != sorted(set(order)) or spared or any(getattr(w, "filter_value", -torch.inf) != -torch.inf for w in tail):
-        return processors, None
-    found = {type(warper): warper for warper in tail}
-    read = {
-        "temperature": (TemperatureLogitsWarper, "temperature"),
-        "top_k": (TopKLogitsWarper, "top_k"),
-        "top_p": (TopPLogitsWarper, "top_p"),
-        "min_p": (MinPLogitsWarper, "min_p"),
-    }
-    settings = {name: getattr(found[kind], key) for name, (kind, key) in read.items() if kind in found}
-    return LogitsProcessorList(processors[:split]), Draw(**settings)
 
 
 @dataclass(frozen=True)

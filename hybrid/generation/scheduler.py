@@ -3,43 +3,16 @@ place.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.model_runner import Decoder, ModelRunner, prefill
-from hybrid.generation.sampling import Draw, Drawn, draw_tokens, selective_log_softmax
+from hybrid.generation.request import Request
+from hybrid.generation.sampling import Drawn, draw_tokens, selective_log_softmax
 from hybrid.profiling import Phase
-
-Processors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (ids, scores, rows) -> scores
-
-
-@dataclass(frozen=True)
-class Request:
-    """A batch of prompts to decode.
-
-    padded: int64 [rows, prompt_len], left padded.  lengths: real tokens of each prompt.
-    keys: int64 [rows], each row's RNG key.
-    max_new_tokens: of every row.
-    ends: int64 [n], end tokens.  pad: fills the positions after a row's end.
-    draw: how tokens are drawn.
-    processors: change scores [n, vocab] before the draw; their rows, int64 [n], index the request, and have ids [n,
-        tokens] of one length. None: no processors.
-    logprob_temperature: the temperature of `Completions.old_logps`.
-    """
-
-    padded: torch.Tensor
-    lengths: list[int]
-    keys: torch.Tensor
-    max_new_tokens: int
-    ends: torch.Tensor
-    pad: int
-    draw: Draw
-    processors: Processors | None
-    logprob_temperature: float
 
 
 @dataclass(frozen=True)
@@ -51,13 +24,20 @@ class Completions:
     sampling_logps: float32 [rows, max_new_tokens], 0 after the length: under the distribution drawn from, after
         processors and truncation.
     old_logps, raw_logps: the same under the model's own logits, at the request's temperature and at 1.
+    The logprobs are None if they were not asked for.
     """
 
     tokens: torch.Tensor
     lengths: torch.Tensor
-    sampling_logps: torch.Tensor
-    old_logps: torch.Tensor
-    raw_logps: torch.Tensor
+    sampling_logps: torch.Tensor | None = None
+    old_logps: torch.Tensor | None = None
+    raw_logps: torch.Tensor | None = None
+
+    def trimmed(self) -> "Completions":
+        """The same, as wide as the longest row."""
+        width = int(self.lengths.max())
+        names = ("tokens", "sampling_logps", "old_logps", "raw_logps")
+        return replace(self, **{name: getattr(self, name)[:, :width] for name in names})
 
 
 @dataclass
@@ -68,17 +48,6 @@ class Group:
     waiting: list[int]
     blocks: list[int] = field(default_factory=list)
     logits: torch.Tensor | None = None  # after the prompt, float32 [vocab]
-
-
-def complete(
-    request: Request, decoder: Decoder, block_pool: BlockPool, max_num_seqs: int, stride: int, phase: Phase
-) -> Completions:
-    """Decode a request; returns all rows' completions.
-
-    max_num_seqs: the most sequences that are decoded at once.
-    stride: decode steps between two checks for ended sequences; more than 1 on a device that a check waits for.
-    """
-    return Scheduler(request, decoder, block_pool, max_num_seqs, stride, phase).run()
 
 
 def equal_prompts(padded: torch.Tensor, lengths: list[int]) -> list[Group]:
@@ -94,17 +63,23 @@ class Scheduler:
     """The rows of one call: waiting, being decoded, finished."""
 
     def __init__(
-        self, request: Request, decoder: Decoder, block_pool: BlockPool, max_num_seqs: int, stride: int, phase: Phase
+        self,
+        request: Request,
+        decoder: Decoder,
+        block_pool: BlockPool,
+        max_num_seqs: int,
+        num_scheduler_steps: int,
+        phase: Phase,
     ):
         self.request, self.decoder, self.block_pool = request, decoder, block_pool
-        self.max_num_seqs, self.stride, self.phase = max_num_seqs, stride, phase
-        self.queue = equal_prompts(request.padded, request.lengths)
-        self.runner = ModelRunner(decoder, block_pool, max(request.lengths) + request.max_new_tokens)
-        count, self.prompt_len = request.padded.shape
+        self.max_num_seqs, self.num_scheduler_steps, self.phase = max_num_seqs, num_scheduler_steps, phase
+        self.queue = equal_prompts(request.prompt_ids, request.prompt_lengths)
+        self.runner = ModelRunner(decoder, block_pool, request.longest)
+        count, self.prompt_len = request.prompt_ids.shape
         device, new = decoder.device, request.max_new_tokens
         # By row of the request: the padded prompt and its completion, as processors see them, and the logprobs.
-        self.ids = torch.full((count, self.prompt_len + new), request.pad, dtype=torch.int64, device=device)
-        self.ids[:, : self.prompt_len] = request.padded
+        self.ids = torch.full((count, self.prompt_len + new), request.pad_token_id, dtype=torch.int64, device=device)
+        self.ids[:, : self.prompt_len] = request.prompt_ids
         self.logps = torch.zeros(3, count, new, device=device)  # sampling, old, raw
         self.lengths = torch.zeros(count, dtype=torch.int64)
         # By sequence being decoded: its row of the request, its number of new tokens, and its latest token.
@@ -117,7 +92,7 @@ class Scheduler:
     def run(self) -> Completions:
         """Decode all rows."""
         self.block_pool.reserve_call(self.blocks_at_once())
-        self.decoder.reserve(max(self.request.lengths) + self.request.max_new_tokens)
+        self.decoder.reserve(self.request.longest)
         with self.phase("decode"):
             while self.queue or len(self.runner):
                 if self.queue:
@@ -246,8 +221,8 @@ class Scheduler:
     # -------------------------------------------------------------- stepping
 
     def advance(self) -> None:
-        """Decode up to `stride` tokens for every sequence, then remove the ended ones."""
-        steps = min(self.stride, self.request.max_new_tokens - self.most_made)
+        """Decode up to `num_scheduler_steps` tokens for every sequence, then remove the ended ones."""
+        steps = min(self.num_scheduler_steps, self.request.max_new_tokens - self.most_made)
         self.runner.make_room(steps)
         for _ in range(steps):
             self.draw(self.runner.step(self.last), len(self.runner))
@@ -258,7 +233,7 @@ class Scheduler:
         request = self.request
         row, made = self.row[-count:], self.made[-count:]
         if request.processors is None:
-            drawn = draw_tokens(logits, request.keys[row], made, request.draw)
+            drawn = draw_tokens(logits, request.sampling_keys[row], made, request.draw)
             old, raw = drawn.old_logps, drawn.raw_logps
         else:
             drawn = self.draw_processed(logits, row, made)
@@ -276,7 +251,7 @@ class Scheduler:
             here = (made == so_far).nonzero().flatten()
             ids = self.ids[row[here], : self.prompt_len + so_far]
             scores[here] = self.request.processors(ids, logits[here], row[here])
-        return draw_tokens(scores, self.request.keys[row], made, self.request.draw)
+        return draw_tokens(scores, self.request.sampling_keys[row], made, self.request.draw)
 
     def finish(self, steps: int) -> None:
         """Check the last `steps` tokens of every sequence; record the lengths of ended sequences and remove them."""
@@ -284,7 +259,7 @@ class Scheduler:
         back = torch.arange(-steps, 0, device=self.made.device)
         at = (self.made[:, None] + back).clamp(min=0)  # [sequences, steps]
         recent = self.ids[self.row[:, None], self.prompt_len + at]
-        is_end = torch.isin(recent, self.request.ends)
+        is_end = torch.isin(recent, self.request.stop_token_ids)
         ended = is_end.any(dim=1)
         length = torch.where(ended, at.gather(1, is_end.int().argmax(dim=1, keepdim=True))[:, 0] + 1, self.made)
         done = ended | (self.made >= self.request.max_new_tokens)
@@ -294,7 +269,9 @@ class Scheduler:
         self.lengths[row.cpu()] = length.cpu()
         if steps > 1:  # clear the tokens drawn after an end
             behind = torch.arange(self.request.max_new_tokens, device=row.device) >= length[:, None]
-            self.ids[row, self.prompt_len :] = self.ids[row, self.prompt_len :].masked_fill(behind, self.request.pad)
+            self.ids[row, self.prompt_len :] = self.ids[row, self.prompt_len :].masked_fill(
+                behind, self.request.pad_token_id
+            )
             self.logps[:, row] = self.logps[:, row].masked_fill(behind, 0.0)
         stay = ~done
         self.runner.leave(stay)

@@ -42,7 +42,6 @@ def score_packed(
     sequences, attention_mask: int64 [rows, tokens], each row's ones adjacent. Logits exist for LOGIT_ROWS tokens at a
         time.
     """
-    block_pool.begin_call(decoder.kv)
     logps = torch.zeros(len(sequences), sequences.shape[1] - 1, device=decoder.device)
     entropies = torch.zeros_like(logps)
     first, length = attention_mask.argmax(dim=1).tolist(), attention_mask.sum(dim=1).tolist()

@@ -1,8 +1,7 @@
 """`hybrid.init_inference` and its InferenceEngine: DeepSpeed's inference API over this project's decoders."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.extension_lock import extension_lock_reported
 from hybrid.generation.block_pool import BlockPool
-from hybrid.generation.decode import Decoding, SamplingKeys, TooManyTokensError
-from hybrid.generation.generate import TimedDecoder, generate, prompts_of, stride_on
+from hybrid.generation.generate import TooManyTokensError, prompts_of
+from hybrid.generation.generator import GenerateCall, Generator
 from hybrid.generation.hf_cache import KVCache
-from hybrid.generation.model_runner import Decoder
 from hybrid.generation.sampling import Seeds, wrapped
 from hybrid.inference.build import LoadedModel, load_model
 from hybrid.inference.deepspeed_api import DeepSpeedInferenceSurface
@@ -36,7 +34,7 @@ from hybrid.inference.validation import validated
 from hybrid.inputs import as_model_inputs
 from hybrid.kernels.cuda_graph import GraphedForward
 from hybrid.models.model_info import ModelInfo
-from hybrid.parallel import engine_name, own_row_ids
+from hybrid.parallel import engine_name
 from hybrid.profiling import ModelTimes, Profiler
 from hybrid.weights.lend import Window
 
@@ -105,8 +103,7 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
         self._times = ModelTimes(synchronize, timed_event if torch.cuda.is_available() else None)
         self._own_hooks: list[RemovableHandle] = []
         self._graphs: GraphedForward | None = None
-        self._kv_cache, self._block_pool = KVCache(defaults.kv_step), BlockPool(defaults.kv_step)
-        self._max_num_seqs, self._snapshot, self._close = defaults.max_num_seqs, loaded.snapshot, loaded.close
+        self._snapshot, self._close = loaded.snapshot, loaded.close
         adapted = bool(loaded.snapshot.adapted)
         self._window = Window(
             self.module,
@@ -117,7 +114,7 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
             merges=adapted,
             device=self._device,
         )
-        max_capture_size = self._max_num_seqs if self._config.enable_cuda_graph else 0
+        max_capture_size = defaults.max_num_seqs if self._config.enable_cuda_graph else 0
         self._fused = FusedModel(
             loaded.info,
             loaded.snapshot,
@@ -128,6 +125,20 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
             warns=self._config.replace_with_kernel_inject or loaded.group is not None,
         )
         self._calls = self._make_calls(loaded)
+        self._generator = Generator(
+            device=self._device,
+            profiler=self._profiler,
+            kv_cache=KVCache(defaults.kv_step),
+            block_pool=BlockPool(defaults.kv_step),
+            seeds=Seeds(),
+            max_num_seqs=defaults.max_num_seqs,
+            max_out_tokens=self._config.max_out_tokens,
+            limit_name="max_out_tokens",
+            key_range=self._group.tensor.number,
+            seed_group=self._group if self._group.size > 1 and loaded.group is None else None,
+            times=self._times,
+        )
+        self._generator.attach(loaded.info, self._calls, expands=self._exchange is None)
         self._containers = containers_of(parts_of(loaded.info), self._calls)
         for container in self._containers:
             container.install()
@@ -161,7 +172,7 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
             state = accelerator.get_rng_state().to(self._device)
             accelerator.set_rng_state(self._group.tensor.share(state).cpu())
         initial = torch.tensor(wrapped(torch.initial_seed()), device=self._device)
-        self._seeds = Seeds(int(self._group.tensor.share(initial)))
+        self._generator.seeds = Seeds(int(self._group.tensor.share(initial)))
 
     @one_at_a_time
     @torch.no_grad()
@@ -193,46 +204,17 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
         Raises ValueError for invalid arguments or too many tokens (see `max_out_tokens`), and NotImplementedError for
         unsupported modes, before anything runs.
         """
-        following = self._seeds.next()  # at every call, so that the ranks stay in step
+        following = self._generator.seeds.next()  # at every call, so that the ranks stay in step
         with self._calls.call():
-            return self._generate(args, kwargs, following if seed is None else seed)
-
-    def _generate(self, args: tuple, kwargs: dict[str, Any], seed: int) -> Any:
-        prompts = prompts_of(self.module, args, kwargs)
-        args, kwargs = as_model_inputs(args, kwargs, self._device)
-        most, least = self._config.max_out_tokens, self._config.min_out_tokens
-        if prompts is not None and prompts.shape[1] + least > most:
-            raise TooManyTokensError(
-                f"generate: behind a prompt of {prompts.shape[1]} tokens there is no room for min_out_tokens={least} "
-                f"more in max_out_tokens={most}; raise max_out_tokens, or give a shorter prompt"
-            )
-        decoding = Decoding(
-            phase=self._profiler.phase,
-            request=self._request,
-            cache=self._kv_cache,
-            block_pool=self._block_pool,
-            block_bytes=self._fused.block_bytes,
-            require_memory=lambda rows, tokens: None,
-            max_num_seqs=self._max_num_seqs,
-            stride=stride_on(self._device),
-            max_out_tokens=most,
-            limit="max_out_tokens",
-            noise=lambda rows: SamplingKeys(self._shared_seed(seed), own_row_ids(rows, self._group.tensor.number)),
-            expands=self._exchange is None,
-            produced=self._profiler.generated,
-        )
-        return generate(self.module, args, kwargs, decoding)
-
-    def _shared_seed(self, seed: int) -> int:
-        """`seed`; if the ranks share the model's own modules, the first rank's."""
-        if self._group.size == 1 or self._fused.group is not None:
-            return seed
-        return int(self._group.share(torch.tensor(wrapped(seed), device=self._device)))
-
-    @contextmanager
-    def _request(self, tokens: int | None, fallback_reason: str) -> Iterator[Decoder | None]:
-        with self._calls.request(None, tokens, fallback_reason) as decoder:
-            yield TimedDecoder(decoder, self._times) if decoder is not None and self._times.enabled else decoder
+            prompts = prompts_of(self.module, args, kwargs)
+            most, least = self._config.max_out_tokens, self._config.min_out_tokens
+            if prompts is not None and prompts.shape[1] + least > most:
+                raise TooManyTokensError(
+                    f"generate: behind a prompt of {prompts.shape[1]} tokens there is no room for "
+                    f"min_out_tokens={least} more in max_out_tokens={most}; raise max_out_tokens, or give a shorter "
+                    "prompt"
+                )
+            return self._generator.generate(args, kwargs, GenerateCall(None, following if seed is None else seed))
 
     def train(self, mode: bool = True) -> "InferenceEngine":
         """Only `train(False)`, i.e. `eval()`, is supported. Raises RuntimeError if `mode` is True."""
@@ -254,8 +236,7 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
         self._snapshot.release()
         self._fused.release_blocks()
         self._fused.release()
-        self._kv_cache.release()
-        self._block_pool.release()
+        self._generator.release_kv()
 
     def coverage(self) -> list[dict[str, str]]:
         """For each part of the model its `module` name, its `kind`, the `container` that runs it, and the reason."""

@@ -102,10 +102,10 @@ def check_sampling() -> list:
     sampling = {"max_new_tokens": 10, "temperature": 1.3, "top_p": 0.9, "top_k": 40, "n_samples_per_prompt": 2}
     found = []
     for bound in (None, 2, 5):
-        engine._seeds = Seeds(3)  # as an engine that was built after torch.manual_seed(3)
+        engine._generator.seeds = Seeds(3)  # as an engine that was built after torch.manual_seed(3)
         found.append(ours.generate(request, SamplingConfig(**sampling, continuous_batch_size=bound)))
         assert torch.equal(found[-1].input_ids, found[0].input_ids)
-    engine._seeds = Seeds(3)
+    engine._generator.seeds = Seeds(3)
     params = hybrid.SamplingParams(10, temperature=1.3, top_p=0.9, top_k=40, stop_token_ids=tuple(ENDS))
     direct = engine.rollout(ids, request.prompt_attention_mask, params, num_generations=2)
     batch = found[0].rollout
@@ -113,9 +113,9 @@ def check_sampling() -> list:
     assert torch.equal(batch.sampling_per_token_logps, direct.sampling_per_token_logps)
     assert batch.weight_version == engine.weight_version == 0
     assert not torch.equal(ours.generate(request, SamplingConfig(**sampling)).input_ids, found[0].input_ids)
-    taken = engine._seeds.count
+    taken = engine._generator.seeds.count
     ours.generate(request, SamplingConfig(max_new_tokens=3, temperature=0.0))
-    assert engine._seeds.count == taken, "a greedy rollout took a seed"
+    assert engine._generator.seeds.count == taken, "a greedy rollout took a seed"
     return batch.completion_ids.tolist()
 
 

@@ -21,10 +21,12 @@ from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.self_check import STEPS, require_equal
 from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.generation.block_pool import BlockPool
-from hybrid.generation.decode import Decoding, SamplingKeys
+from hybrid.generation.generator import GenerateCall, Generator
 from hybrid.generation.hf_cache import KVCache
+from hybrid.generation.sampling import Seeds
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.structure import Part
+from hybrid.profiling import Profiler
 from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.snapshot import Snapshot
@@ -54,24 +56,22 @@ class SmallEngine:
         )
         self.fused = FusedModel(info, self.snapshot)
         self.requests = Requests(self.window, self.fused, lambda adapters: None)
+        self.generator = Generator(
+            device=next(model.parameters()).device,
+            profiler=Profiler("miniature", lambda: None),
+            kv_cache=KVCache(32),
+            block_pool=BlockPool(32),
+            seeds=Seeds(),
+            max_num_seqs=100,
+            max_out_tokens=512,
+        )
+        self.generator.attach(info, self.requests, expands=True)
         self.container = FusedContainer(Part("", model, "model"), self.requests)
         self.container.install()
 
     def generate(self, ids: torch.Tensor, adapters: bool | None = None, **kwargs) -> torch.Tensor:
         """Hugging Face's `generate` with our decoding."""
-        decoding = Decoding(
-            phase=no_phase,
-            request=lambda tokens, fallback_reason: self.requests.request(adapters, tokens, fallback_reason),
-            cache=KVCache(32),
-            block_pool=BlockPool(32),
-            block_bytes=self.fused.block_bytes,
-            require_memory=lambda rows, tokens: None,
-            max_num_seqs=100,
-            stride=1,
-            max_out_tokens=512,
-            noise=lambda rows: SamplingKeys(0, torch.arange(rows)),
-        )
-        return self.model.generate(ids, custom_generate=decoding.method(), **kwargs)
+        return self.generator.generate((ids,), kwargs, GenerateCall(adapters, 0))
 
 
 class Calls:

@@ -121,24 +121,28 @@ def check_lockstep_in_the_fused_decoder() -> None:
     """A processor that needs the whole batch at every step: logprobs are of the processed scores."""
     from transformers import LogitsProcessorList
 
-    from hybrid.generation.decode import TokenLog
+    from hybrid.generation.lockstep import in_lockstep
 
     model = tiny_model("llama")
     reference = twin(model)
     engine = engine_of(model, settings(3))
     ids, mask = prompts(3, 6, padded=True, seed=dist.get_rank())
-    log = TokenLog(0.8)
-    own = engine._generate
-    engine._generate = lambda args, kwargs, adapters, sampling_keys: own(args, kwargs, adapters, sampling_keys, log)
+    done = []
+
+    def recorded(*args):
+        done.append(in_lockstep(*args, logprob_temperature=0.8))
+        return done[-1]
+
     request = {"do_sample": True, "temperature": 0.8, "top_k": 9, "min_new_tokens": 5, "max_new_tokens": 5}
     shapes = []
     processors = LogitsProcessorList([lambda ids, scores: shapes.append(ids.shape) or scores])  # not marked rowwise
-    sequences = engine.generate(ids, attention_mask=mask, seed=3, logits_processor=processors, **request)
+    with patch("hybrid.generation.generator.in_lockstep", recorded):
+        sequences = engine.generate(ids, attention_mask=mask, seed=3, logits_processor=processors, **request)
     assert shapes == [(3, 6 + step) for step in range(5)]
     params = hybrid.SamplingParams(5, temperature=0.8, top_k=9, min_new_tokens=5)
     expected = hugging_face_logprobs(reference, ids, mask, sequences[:, 6:], params, [2])
     for kind, logps in expected.items():
-        torch.testing.assert_close(getattr(log, kind).double(), logps, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(getattr(done[0], f"{kind}_logps").double(), logps, atol=1e-5, rtol=1e-5)
 
 
 def test_logprobs_with_a_whole_batch_processor_match_hugging_face(ranks):

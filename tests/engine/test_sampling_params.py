@@ -1,6 +1,10 @@
 """SamplingParams alone decide a rollout: of a checkpoint's generation_config it takes only the special tokens."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -124,6 +128,59 @@ def check_nothing_is_inherited(containers: str) -> None:
 @pytest.mark.parametrize("containers", slow_but(["fused"], ["fused", "native"]))
 def test_a_rollout_inherits_only_special_tokens(ranks, containers):
     ranks.run(check_nothing_is_inherited, containers)
+
+
+def check_fused_rollouts() -> None:
+    """A fused rollout makes its request of SamplingParams alone; Hugging Face's `generate`, given the equivalent
+    GenerationConfig and the same seed, gives the same tokens. A native rollout needs the GenerationConfig."""
+    engine = engine_of(with_peft(tiny_model("llama")), settings(3, rollout={"containers": "fused"}))
+    ids, mask = prompts(3, 6, padded=True, seed=dist.get_rank())
+    built, own = [], hybrid.SamplingParams.generation_config
+
+    def counted(params: hybrid.SamplingParams, model: torch.nn.Module, num_generations: int) -> GenerationConfig:
+        built.append(params)
+        return own(params, model, num_generations)
+
+    more = hybrid.SamplingParams(9, temperature=0.8, repetition_penalty=1.3, min_new_tokens=4, stop_token_ids=(5, 6, 7))
+    for params in (*DRAWS, replace(more, seed=5), replace(more, temperature=0.0)):
+        samples = 2 if params.temperature else 1
+        with patch.object(hybrid.SamplingParams, "generation_config", counted):
+            batch = engine.rollout(ids, mask, params, samples)
+        config = params.generation_config(engine.module, samples)
+        with engine.inference():
+            sequences = engine.generate(ids, attention_mask=mask, generation_config=config, seed=params.seed)
+        assert torch.equal(batch.sequences, sequences), params
+    assert built == [], "a fused rollout built a GenerationConfig"
+    with patch.object(hybrid.SamplingParams, "generation_config", counted), hooked(engine.module):
+        native = engine.rollout(ids, mask, DRAWS[0])
+    assert built == [DRAWS[0]]
+    assert torch.equal(native.completion_ids, engine.rollout(ids, mask, DRAWS[0]).completion_ids)
+
+
+@contextmanager
+def hooked(model: torch.nn.Module) -> Iterator[None]:
+    """With a hook on a module of the model, for which rollouts run natively."""
+    handle = model.base_model.model.lm_head.register_forward_hook(lambda *args: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_a_fused_rollout_builds_no_generation_config(ranks):
+    ranks.run(check_fused_rollouts)
+
+
+def check_greedy_samples() -> None:
+    for containers in ("fused", "native"):
+        engine = engine_of(tiny_model("llama"), settings(3, rollout={"containers": containers}))
+        ids, mask = prompts(2, 6, padded=False)
+        with pytest.raises(ValueError, match="num_generations: 2 given with temperature=0; it must be 1"):
+            engine.rollout(ids, mask, hybrid.SamplingParams(3, temperature=0), num_generations=2)
+
+
+def test_greedy_samples_of_one_prompt_are_refused(ranks):
+    ranks.run(check_greedy_samples)
 
 
 def test_special_tokens_are_the_models():

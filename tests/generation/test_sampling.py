@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from hybrid.generation.request import split_warpers
 from hybrid.generation.sampling import (
     Draw,
     entropy,
     inverse_cdf,
     selective_log_softmax,
-    split_warpers,
     stream_keys,
     uniform,
 )

@@ -17,8 +17,9 @@ from transformers import (
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.generation import model_runner as rows
 from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.generation.request import Request
 from hybrid.generation.sampling import Draw, draw_tokens_in_torch, mixed, shifted, stream_keys
-from hybrid.generation.scheduler import Completions, Request, complete
+from hybrid.generation.scheduler import Completions, Scheduler
 
 VOCABULARY, PAD = 23, 0
 ENDS = (2, 7)
@@ -106,12 +107,12 @@ def request_of(prompts: list[torch.Tensor], seed: int = 0, **changes) -> Request
     width = max(map(len, prompts))
     padded = torch.stack([torch.cat([torch.full((width - len(ids),), PAD), ids]) for ids in prompts])
     settings = {
-        "padded": padded,
-        "lengths": [len(ids) for ids in prompts],
-        "keys": stream_keys(seed, torch.arange(len(prompts)), torch.zeros(len(prompts), dtype=torch.long)),
+        "prompt_ids": padded,
+        "prompt_lengths": [len(ids) for ids in prompts],
+        "sampling_keys": stream_keys(seed, torch.arange(len(prompts)), torch.zeros(len(prompts), dtype=torch.long)),
         "max_new_tokens": 40,
-        "ends": torch.tensor(ENDS),
-        "pad": PAD,
+        "stop_token_ids": torch.tensor(ENDS),
+        "pad_token_id": PAD,
         "draw": Draw(temperature=0.9, top_k=20),
         "processors": None,
         "logprob_temperature": 0.9,
@@ -126,13 +127,19 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def run_scheduler(
-    request: Request, max_num_seqs: int = 100, stride: int = 1, limit: int | None = None, step: int = BLOCK_SIZE
+    request: Request,
+    max_num_seqs: int = 100,
+    num_scheduler_steps: int = 1,
+    limit: int | None = None,
+    step: int = BLOCK_SIZE,
 ) -> tuple[Completions, PagedMock, RecordingPool]:
     """The completions, their decoder and block pool; limit: the most blocks in use."""
     decoder = PagedMock()
     block_pool = RecordingPool(step, None if limit is None else (limit + 1) * 2 * BLOCK_SIZE * 8)
     block_pool.begin_call(decoder.kv)
-    done = complete(request, decoder, block_pool, max_num_seqs, stride, lambda name: contextlib.nullcontext())
+    done = Scheduler(
+        request, decoder, block_pool, max_num_seqs, num_scheduler_steps, lambda name: contextlib.nullcontext()
+    ).run()
     assert block_pool.num_used == 0, "blocks are still held when everything is done"
     assert len(decoder.kv_sizes) == 2, (
         "storage has grown: only the block that tells its kind comes before what is reserved"
@@ -142,8 +149,8 @@ def run_scheduler(
 
 def expected(request: Request) -> Completions:
     """Every row alone: no blocks, no batch."""
-    rows_of = [decode_alone(request, row) for row in range(len(request.padded))]
-    tokens = torch.full((len(rows_of), request.max_new_tokens), request.pad)
+    rows_of = [decode_alone(request, row) for row in range(len(request.prompt_ids))]
+    tokens = torch.full((len(rows_of), request.max_new_tokens), request.pad_token_id)
     sampling, old, raw = torch.zeros(3, *tokens.shape)
     greedy = request.draw.temperature == 0
     for row, made in enumerate(rows_of):
@@ -158,16 +165,16 @@ def expected(request: Request) -> Completions:
 
 def decode_alone(request: Request, row: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     """A row's tokens, the logits of each, float32 [vocab], and its scores after processors, [1, vocab]."""
-    ids = request.padded[row].tolist()
+    ids = request.prompt_ids[row].tolist()
     made: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-    while len(made) < request.max_new_tokens and not (made and made[-1][0] in request.ends.tolist()):
-        real = torch.tensor(ids[len(request.padded[row]) - request.lengths[row] :])
+    while len(made) < request.max_new_tokens and not (made and made[-1][0] in request.stop_token_ids.tolist()):
+        real = torch.tensor(ids[len(request.prompt_ids[row]) - request.prompt_lengths[row] :])
         logits = logits_of(digests(real)[-1:])
         scores = logits.clone()
         if request.processors is not None:
             scores = request.processors(torch.tensor([ids]), scores, torch.tensor([row]))
         position = torch.tensor([len(made)])
-        token = int(draw_tokens_in_torch(scores, request.keys[row : row + 1], position, request.draw).tokens)
+        token = int(draw_tokens_in_torch(scores, request.sampling_keys[row : row + 1], position, request.draw).tokens)
         made.append((token, logits[0], scores))
         ids.append(token)
     return made
@@ -200,11 +207,11 @@ MIXTURE = [
 ]
 
 
-@pytest.mark.parametrize("stride", [1, 5, 8])
+@pytest.mark.parametrize("num_scheduler_steps", [1, 5, 8])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 100])
-def test_completions_do_not_depend_on_max_num_seqs(max_num_seqs, stride):
+def test_completions_do_not_depend_on_max_num_seqs(max_num_seqs, num_scheduler_steps):
     request = request_of(MIXTURE)
-    actual, decoder, _ = run_scheduler(request, max_num_seqs, stride)
+    actual, decoder, _ = run_scheduler(request, max_num_seqs, num_scheduler_steps)
     require_same(actual, expected(request))
     assert max(decoder.steps) <= max_num_seqs
     lengths = set(actual.lengths.tolist())
@@ -218,8 +225,8 @@ def test_random_requests_match_decoding_each_row_alone(seed):
     number = lambda low, high: int(torch.randint(low, high, (), generator=generator))  # noqa: E731
     distinct = prompts_of(*(number(1, 80) for _ in range(4)), seed=seed)
     prompts = [distinct[number(0, 4)] for _ in range(number(1, 14))]
-    request = request_of(prompts, seed, max_new_tokens=number(1, 60), ends=torch.tensor([2]))
-    smallest = max(blocks_for(length + request.max_new_tokens) for length in request.lengths)
+    request = request_of(prompts, seed, max_new_tokens=number(1, 60), stop_token_ids=torch.tensor([2]))
+    smallest = max(blocks_for(length + request.max_new_tokens) for length in request.prompt_lengths)
     limit = smallest + number(0, 12)
     actual, _, block_pool = run_scheduler(request, number(1, 9), number(1, 9), limit, step=number(1, 100))
     require_same(actual, expected(request))
@@ -237,7 +244,7 @@ def test_finished_rows_leave_the_batch_at_once():
 
 def test_waiting_rows_are_admitted_as_others_finish():
     request = request_of(MIXTURE)
-    shortest = MinNewTokensLengthLogitsProcessor(request.padded.shape[1], 2, list(ENDS))
+    shortest = MinNewTokensLengthLogitsProcessor(request.prompt_ids.shape[1], 2, list(ENDS))
     request = replace(request, processors=lambda ids, scores, rows: shortest(ids, scores))
     actual, decoder, _ = run_scheduler(request, max_num_seqs=3)
     assert sum(decoder.steps) == (actual.lengths - 1).sum()
@@ -273,15 +280,15 @@ def test_prefill_is_split_into_chunks(monkeypatch, at_once):
 
 
 @pytest.mark.parametrize("max_num_seqs", [2, 100])
-@pytest.mark.parametrize("stride", [1, 5])
-def test_the_kv_cache_limit_is_kept(max_num_seqs, stride):
+@pytest.mark.parametrize("num_scheduler_steps", [1, 5])
+def test_the_kv_cache_limit_is_kept(max_num_seqs, num_scheduler_steps):
     """From one row's blocks upwards; all rows finish, and more blocks allow larger batches."""
     request = request_of(MIXTURE)
     expected_completions = expected(request)
     smallest = blocks_for(2 * BLOCK_SIZE + request.max_new_tokens)
     batch_sizes = []
     for limit in range(smallest, smallest + 25, 3):
-        actual, decoder, block_pool = run_scheduler(request, max_num_seqs, stride, limit)
+        actual, decoder, block_pool = run_scheduler(request, max_num_seqs, num_scheduler_steps, limit)
         require_same(actual, expected_completions)
         assert block_pool.max_used <= limit
         assert block_pool.capacity <= limit + 1
@@ -312,7 +319,7 @@ def test_a_group_without_room_to_share_its_prompt_is_prefilled_per_row():
 
 def test_rows_of_one_prompt_have_their_own_sampling_keys():
     keys = stream_keys(5, torch.zeros(6, dtype=torch.long), torch.tensor([0, 1, 2, 3, 1, 0]))
-    actual, decoder, _ = run_scheduler(request_of([OVER_A_BLOCK] * 6, keys=keys), max_num_seqs=4)
+    actual, decoder, _ = run_scheduler(request_of([OVER_A_BLOCK] * 6, sampling_keys=keys), max_num_seqs=4)
     assert decoder.prefilled == len(OVER_A_BLOCK)
     assert torch.equal(actual.tokens[4], actual.tokens[1])
     assert torch.equal(actual.tokens[5], actual.tokens[0])
@@ -321,7 +328,7 @@ def test_rows_of_one_prompt_have_their_own_sampling_keys():
 
 def test_greedy_rows_of_one_prompt_are_equal():
     request = request_of([OVER_A_BLOCK, SHORT] * 3, draw=Draw(temperature=0), logprob_temperature=1.0)
-    actual, _, _ = run_scheduler(request, max_num_seqs=4, stride=5)
+    actual, _, _ = run_scheduler(request, max_num_seqs=4, num_scheduler_steps=5)
     require_same(actual, expected(request))
     assert torch.equal(actual.tokens[::2], actual.tokens[:1].expand(3, -1))
 
@@ -330,9 +337,9 @@ def test_greedy_rows_of_one_prompt_are_equal():
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 33])
 def test_rows_end_at_any_end_token_or_max_new_tokens(ends, max_new_tokens):
     """None, one, several, and every token: then the first token is the last."""
-    request = request_of(MIXTURE, ends=torch.tensor(ends, dtype=torch.long), max_new_tokens=max_new_tokens)
-    for stride in (1, 8):
-        actual, decoder, _ = run_scheduler(request, max_num_seqs=4, stride=stride)
+    request = request_of(MIXTURE, stop_token_ids=torch.tensor(ends, dtype=torch.long), max_new_tokens=max_new_tokens)
+    for num_scheduler_steps in (1, 8):
+        actual, decoder, _ = run_scheduler(request, max_num_seqs=4, num_scheduler_steps=num_scheduler_steps)
         require_same(actual, expected(request))
     if not ends:
         assert (actual.lengths == max_new_tokens).all()
@@ -342,9 +349,9 @@ def test_rows_end_at_any_end_token_or_max_new_tokens(ends, max_new_tokens):
 
 
 def test_the_padding_token_may_be_an_end_token():
-    request = request_of(MIXTURE, ends=torch.tensor([PAD]), max_new_tokens=30)
-    for stride in (1, 5):
-        require_same(run_scheduler(request, 3, stride)[0], expected(request))
+    request = request_of(MIXTURE, stop_token_ids=torch.tensor([PAD]), max_new_tokens=30)
+    for num_scheduler_steps in (1, 5):
+        require_same(run_scheduler(request, 3, num_scheduler_steps)[0], expected(request))
 
 
 class RecordingProcessors:
@@ -372,16 +379,16 @@ class RecordingProcessors:
 @pytest.mark.parametrize("max_num_seqs", [2, 3, 100])
 def test_processors_get_rows_of_one_length_as_in_hugging_face(max_num_seqs):
     request = request_of(MIXTURE)
-    request = replace(request, processors=RecordingProcessors(request.padded))
+    request = replace(request, processors=RecordingProcessors(request.prompt_ids))
     expected_completions = expected(request)
     expected_ids = {str(ids.tolist()) for shown in request.processors.seen_ids for ids in shown}
-    for stride in (1, 5):
+    for num_scheduler_steps in (1, 5):
         request.processors.seen_ids.clear()
-        actual, _, _ = run_scheduler(request, max_num_seqs, stride)
+        actual, _, _ = run_scheduler(request, max_num_seqs, num_scheduler_steps)
         require_same(actual, expected_completions)
         actual_ids = {str(ids.tolist()) for shown in request.processors.seen_ids for ids in shown}
         assert actual_ids >= expected_ids
-        assert actual_ids == expected_ids or stride > 1, "a processor got ids that no row has"
+        assert actual_ids == expected_ids or num_scheduler_steps > 1, "a processor got ids that no row has"
     assert actual.lengths.min() >= 7
 
 

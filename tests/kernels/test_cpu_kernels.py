@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hybrid.generation.request import split_warpers
 from hybrid.generation.sampling import (
     Draw,
     draw_tokens,
@@ -26,7 +27,6 @@ from hybrid.generation.sampling import (
     entropy,
     score_tokens,
     selective_log_softmax,
-    split_warpers,
     stream_keys,
     uniform,
 )

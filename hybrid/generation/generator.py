@@ -1,0 +1,364 @@
+"""The Generator: what an engine's calls of `generate`, `rollout` and `score` run on.
+
+There are three ways to decode, and the first that fits is taken: the scheduler, if rows are independent of each other;
+the fused decoder in lockstep, if a processor, criterion or streamer needs the whole batch at every step; the model's
+own forward in lockstep.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid.decoders.batch import is_packable
+from hybrid.decoders.calls import Calls, SharedCalls
+from hybrid.generation.block_pool import BlockPool
+from hybrid.generation.generate import (
+    TimedDecoder,
+    hugging_face_generate,
+    hugging_face_method,
+    prepared_config,
+    prompts_of,
+    require_generate,
+    require_max_out_tokens,
+    require_sampling,
+    require_supported_arguments,
+    with_stop_strings,
+)
+from hybrid.generation.hf_cache import KVCache
+from hybrid.generation.lockstep import FusedForward, NativeForward, Outputs, in_lockstep
+from hybrid.generation.model_runner import Decoder
+from hybrid.generation.native_scoring import score_natively
+from hybrid.generation.request import GenerateInputs, Request, rollout_request
+from hybrid.generation.sampling import Seeds, sequence_keys, wrapped
+from hybrid.generation.scheduler import Completions, Scheduler
+from hybrid.generation.scoring import Scores, score_packed
+from hybrid.inputs import as_ids, as_mask, as_model_inputs
+from hybrid.models.model_info import ModelInfo
+from hybrid.parallel import InferenceGroup, own_row_ids
+from hybrid.profiling import ModelTimes, Profiler
+from hybrid.rollout import (
+    RolloutBatch,
+    SamplingParams,
+    check_left_padded,
+    check_prompts,
+    check_row_ids,
+    end_token_ids,
+    pad_token_id,
+)
+
+ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
+STEPS_ON_DEVICES = 8  # decode steps between two checks for ended sequences: a check waits for the device
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """What a call of `generate` asks for in addition to Hugging Face's arguments.
+
+    adapters: None uses the model's active adapters; False the base model.  seed: of the sampling keys; None: the next.
+    """
+
+    adapters: bool | None
+    seed: int | None
+
+
+@dataclass
+class Generator:
+    """Generates and scores with a model. One for each engine: its calls share the KV storage and the seeds.
+
+    max_num_seqs: sequences that the scheduler decodes at once.
+    max_out_tokens: the most tokens of a sequence, prompt included.  limit_name: the setting that sets it.
+    require_memory: raises if so many rows of so many tokens cannot run natively.
+    runs_other_methods: whether other decoding methods, such as beam search, run by Hugging Face's own loop. If False
+        they raise NotImplementedError.
+    key_range: number of the range of row ids of this rank's prompts; None: the rank.
+    seed_group: ranks that use the first one's seed.
+    times: times the forwards of fused decoders if it is enabled.
+    info, model, calls, expands: see `attach`.
+    """
+
+    device: torch.device
+    profiler: Profiler
+    kv_cache: KVCache
+    block_pool: BlockPool
+    seeds: Seeds
+    max_num_seqs: int
+    max_out_tokens: int
+    limit_name: str = "hybrid_engine.max_out_tokens"
+    require_memory: Callable[[int, int], None] = lambda rows, tokens: None
+    runs_other_methods: bool = False
+    key_range: int | None = None
+    seed_group: InferenceGroup | None = None
+    times: ModelTimes | None = None
+    info: ModelInfo = field(init=False)
+    model: nn.Module = field(init=False)
+    calls: Calls = field(init=False)
+    expands: bool = field(init=False)
+
+    def attach(self, info: ModelInfo, calls: Calls, expands: bool) -> None:
+        """Generate with this model from now on.  calls: open its window.  expands: as in NativeForward."""
+        self.info, self.model, self.calls, self.expands = info, info.model, calls, expands
+
+    # -------------------------------------------------------------- generate
+
+    def generate(self, args: tuple, kwargs: dict[str, Any], call: GenerateCall) -> Any:
+        """The output of the model's own `generate`, with our decode loop as its decoding method.
+
+        Raises TypeError or ValueError for prompts that cannot be decoded, a model without `generate`, a sequence that
+        would be too long, or stop strings without a tokenizer; NotImplementedError for `adapter_names` and for decoding
+        methods that cannot run.
+        """
+        prompts = prompts_of(self.model, args, kwargs)
+        args, kwargs = as_model_inputs(args, kwargs, self.device)
+        require_generate(self.info)
+        require_supported_arguments(kwargs, self.runs_other_methods)
+        if "generation_config" not in kwargs and len(args) < 2:
+            kwargs.setdefault("use_cache", True)  # gradient checkpointing turns it off in the model's configuration
+        if self.runs_other_methods:
+            config = prepared_config(self.model, args, kwargs)
+            if method := hugging_face_method(config, kwargs):
+                prompt_len = 0 if prompts is None or self.info.is_encoder_decoder else prompts.shape[1]
+                max_new_tokens = config.max_new_tokens or max((config.max_length or 0) - prompt_len, 0)
+                self._require_max_out_tokens(prompt_len, max_new_tokens)
+                num_prompts = 1 if prompts is None else len(prompts)
+                return self._by_hugging_face(args, kwargs, call, method, num_prompts, prompt_len)
+        kwargs = with_stop_strings(kwargs)
+
+        def decoding_method(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+            streamer = kwargs.get("streamer")
+            inputs = GenerateInputs(
+                input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
+            )
+            return self._decode(model, inputs, call)
+
+        return hugging_face_generate(self.model, args, {**kwargs, "custom_generate": decoding_method})
+
+    def _decode(self, model, inputs: GenerateInputs, call: GenerateCall) -> Any:
+        """Decode prompts as Hugging Face's `_sample` does (transformers 5.23), with our cache, sampler and window.
+
+        Returns int64 [sequences, length], or Hugging Face's output object if `return_dict_in_generate` is set.
+        Raises NotImplementedError for methods other than greedy search and sampling; ValueError if a sequence is too
+        long, or if the sequences do not fit into `rollout.kv_cache_bytes`.
+        """
+        require_sampling(inputs.config)
+        self._require_max_out_tokens(inputs.prompt_len, inputs.max_new_tokens)
+        keys = inputs.input_ids.new_zeros(len(inputs.input_ids))
+        if inputs.config.do_sample:
+            keys = self._sampling_keys(inputs.num_prompts, len(keys), call.seed)
+        fallback_reason = inputs.fallback_reason(model)
+        request, totals = None, []
+        if not fallback_reason:
+            request = inputs.request(keys)
+            totals = [length + inputs.max_new_tokens for length in inputs.prompt_lengths()]
+            self.block_pool.require_room(totals if request is None else [max(totals)], self._block_bytes())
+        if fallback_reason or not self._block_bytes():
+            self.require_memory(len(inputs.input_ids), inputs.prompt_len + inputs.max_new_tokens)
+        encoder_outputs = inputs.model_kwargs.get("encoder_outputs") if model.config.is_encoder_decoder else None
+        outputs, cache = Outputs(inputs.config, encoder_outputs), None
+        with self._request(call.adapters, max(totals, default=None), fallback_reason) as decoder:
+            if decoder is not None and request is not None:
+                done = self._complete(request, decoder)
+            else:
+                if decoder is None:
+                    forward = NativeForward(model, inputs, self.kv_cache, self.expands)
+                else:
+                    forward = FusedForward(decoder, self.block_pool, inputs.prompt_lengths(), inputs.max_new_tokens)
+                done = in_lockstep(forward, inputs, keys, outputs, self.profiler.phase)
+                cache = forward.cache
+        self.profiler.generated(len(done.lengths), int(done.lengths.sum()))
+        return outputs.result(torch.cat([inputs.input_ids, done.tokens], dim=1), cache)
+
+    def _by_hugging_face(
+        self, args: tuple, kwargs: dict[str, Any], call: GenerateCall, method: str, num_prompts: int, prompt_len: int
+    ) -> Any:
+        """The output of Hugging Face's `generate` with Hugging Face's decode loop, over the model's own layers.
+
+        Draws come from torch's generators, seeded from the call's sampling keys; the generators' states are restored
+        afterwards.
+        """
+        reason = (
+            f"generate: {method} runs by Hugging Face's own loop (fused are greedy search and sampling, num_beams=1)"
+        )
+        if not self.expands:  # beams reorder a cache's rows, and other ranks hold parts of the cache
+            kwargs["use_cache"] = False
+        on_device = [] if self.device.type == "cpu" else [self.device]
+        with (
+            self._request(call.adapters, None, reason),
+            self.profiler.phase("decode"),
+            torch.no_grad(),
+            torch.random.fork_rng(on_device, device_type=self.device.type),
+        ):
+            torch.manual_seed(int(self._sampling_keys(num_prompts, num_prompts, call.seed)[0]))
+            output = hugging_face_generate(self.model, args, kwargs)
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        self.profiler.generated(len(sequences), len(sequences) * (sequences.shape[1] - prompt_len))
+        return output
+
+    # --------------------------------------------------------------- rollout
+
+    @torch.no_grad()
+    def rollout(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        params: SamplingParams,
+        num_generations: int,
+        adapters: bool | None,
+        row_ids: torch.Tensor | None,
+        weight_version: int,
+    ) -> RolloutBatch:
+        """`HybridEngine.rollout`, in its window."""
+        check_prompts(prompt_ids, prompt_mask, "prompt_ids")
+        check_left_padded(prompt_mask)
+        if num_generations < 1:
+            raise ValueError(f"num_generations: {num_generations} given; it must be at least 1")
+        if num_generations > 1 and params.temperature == 0:
+            raise ValueError(
+                f"num_generations: {num_generations} given with temperature=0; it must be 1, as all greedy completions "
+                "of a prompt are the same"
+            )
+        if row_ids is not None:
+            check_row_ids(row_ids, len(prompt_ids))
+        prompt_ids, prompt_mask = as_ids(prompt_ids, self.device), as_mask(prompt_mask, self.device)
+        if len(prompt_ids) == 0:  # join the other ranks' collectives: draw one token and discard it
+            dummy_ids = prompt_ids.new_zeros(1, prompt_ids.shape[1])
+            dummy_params = replace(params, max_new_tokens=1, min_new_tokens=0)
+            dummy_mask = torch.ones_like(dummy_ids)
+            return self.rollout(dummy_ids, dummy_mask, dummy_params, 1, adapters, None, weight_version).first_rows(0)
+        require_generate(self.info)
+        before = self.profiler.stats()
+        ids, mask = (tensor.repeat_interleave(num_generations, dim=0) for tensor in (prompt_ids, prompt_mask))
+        self._require_max_out_tokens(ids.shape[1], params.max_new_tokens)
+        keys = ids.new_zeros(len(ids))
+        if params.temperature > 0:
+            keys = self._sampling_keys(len(prompt_ids), len(ids), params.seed, row_ids)
+        stop_token_ids = end_token_ids(self.model, params.stop_token_ids)
+        request = rollout_request(params, ids, mask, keys, stop_token_ids, pad_token_id(self.model, stop_token_ids))
+        self.block_pool.require_room([request.longest], self._block_bytes())
+        if not self._block_bytes():
+            self.require_memory(len(ids), ids.shape[1] + params.max_new_tokens)
+        with self._request(adapters, request.longest) as decoder:
+            if decoder is None:
+                done = self._rollout_natively(request, mask, params)
+            else:
+                done = self._complete(request, decoder)
+        self.profiler.generated(len(ids), int(done.lengths.sum()))
+        after = self.profiler.stats()
+        completion_mask = torch.arange(done.tokens.shape[1], device=self.device) < done.lengths[:, None]
+        has_ended = torch.isin(done.tokens.gather(1, done.lengths[:, None] - 1)[:, 0], request.stop_token_ids)
+        return RolloutBatch(
+            prompt_ids=ids,
+            prompt_mask=mask,
+            completion_ids=done.tokens.contiguous(),
+            completion_mask=completion_mask.long(),
+            sampling_per_token_logps=done.sampling_logps * completion_mask,
+            old_per_token_logps=done.old_logps * completion_mask,
+            raw_per_token_logps=done.raw_logps * completion_mask,
+            finish_reason=["stop" if is_end else "length" for is_end in has_ended.tolist()],
+            weight_version=weight_version,
+            timings={name: after[name] - before[name] for name in ROLLOUT_TIMINGS},
+        )
+
+    def _rollout_natively(self, request: Request, mask: torch.Tensor, params: SamplingParams) -> Completions:
+        """A rollout by the model's own forward: Hugging Face's `generate()` prepares its cache and arguments."""
+
+        def decoding_method(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+            inputs = GenerateInputs(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+            forward = NativeForward(model, inputs, self.kv_cache, self.expands)
+            outputs, phase = Outputs(generation_config, None), self.profiler.phase
+            return in_lockstep(forward, inputs, request.sampling_keys, outputs, phase, request.logprob_temperature)
+
+        config = params.generation_config(self.model, num_generations=1)
+        kwargs = {"attention_mask": mask, "generation_config": config, "custom_generate": decoding_method}
+        return hugging_face_generate(self.model, (request.prompt_ids,), kwargs)
+
+    # ----------------------------------------------------------------- score
+
+    @torch.no_grad()
+    def score(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor,
+        adapters: bool | None,
+        temperature: float,
+        rows_per_forward: int,
+    ) -> Scores:
+        """`HybridEngine.score`, in its window."""
+        check_prompts(sequences, attention_mask, "sequences")
+        if temperature <= 0:
+            raise ValueError(f"temperature: {temperature} given; it must be above 0")
+        rows = len(sequences)
+        sequences, attention_mask = as_ids(sequences, self.device), as_mask(attention_mask, self.device)
+        if rows == 0:  # as in `rollout`
+            sequences = sequences.new_zeros(1, sequences.shape[1])
+            attention_mask = torch.ones_like(sequences)
+        longest = int(attention_mask.sum(dim=1).max()) if is_packable(attention_mask) else None
+        if longest is not None:
+            self.block_pool.require_room([longest], self._block_bytes())
+        fallback_reason = "score: attention_mask has zeros between a row's ones (pad on either side)"
+        batch = (sequences, attention_mask, temperature, rows_per_forward)
+        with self.profiler.phase("prefill"), self._request(adapters, longest, fallback_reason) as decoder:
+            if decoder is None:
+                scores = score_natively(self.model, *batch, in_parts=not isinstance(self.calls, SharedCalls))
+            else:
+                scores = score_packed(decoder, self.block_pool, *batch)
+        return Scores(scores.per_token_logps[:rows], scores.entropies[:rows])
+
+    # -------------------------------------------------------------- the parts
+
+    @contextmanager
+    def _request(
+        self, adapters: bool | None, tokens: int | None, fallback_reason: str = ""
+    ) -> Iterator[Decoder | None]:
+        """Inside the block the window is open. As `Calls.request`; every block of the pool is free."""
+        with self.calls.request(adapters, tokens, fallback_reason) as decoder:
+            if decoder is None:
+                yield None
+                return
+            timed = self.times is not None and self.times.enabled
+            self.block_pool.begin_call(decoder.kv)
+            try:
+                yield TimedDecoder(decoder, self.times) if timed else decoder
+            finally:
+                self.block_pool.end_call()
+
+    def _complete(self, request: Request, decoder: Decoder) -> Completions:
+        """A request's completions by the scheduler, as wide as the longest."""
+        steps = 1 if self.device.type == "cpu" else STEPS_ON_DEVICES
+        scheduler = Scheduler(request, decoder, self.block_pool, self.max_num_seqs, steps, self.profiler.phase)
+        return scheduler.run().trimmed()
+
+    def _block_bytes(self) -> int:
+        """The most bytes that a block takes; 0 if the model runs natively."""
+        return self.calls.fused.block_bytes()
+
+    def _sampling_keys(
+        self, num_prompts: int, num_sequences: int, seed: int | None, row_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A key for each sequence, int64 [num_sequences]. Samples of one prompt are consecutive."""
+        seed = self.seeds.next() if seed is None else seed
+        if self.seed_group is not None:
+            seed = int(self.seed_group.share(torch.tensor(wrapped(seed), device=self.device)))
+        rows = own_row_ids(num_prompts, self.key_range) if row_ids is None else as_ids(row_ids, torch.device("cpu"))
+        return sequence_keys(seed, rows, num_sequences).to(self.device)
+
+    def _require_max_out_tokens(self, prompt_len: int, max_new_tokens: int) -> None:
+        require_max_out_tokens(prompt_len, max_new_tokens, self.max_out_tokens, self.limit_name)
+
+    # ---------------------------------------------------------- the KV cache
+
+    def release_kv(self) -> None:
+        """Free the KV storage."""
+        self.kv_cache.release()
+        self.block_pool.release()
+
+    def kv_bytes(self) -> int:
+        """Bytes of the KV storage."""
+        return self.kv_cache.nbytes() + self.block_pool.nbytes()
+
+    def peak_kv_bytes(self) -> int:
+        """The most bytes that the KV storage has had."""
+        return self.kv_cache.peak_bytes + self.block_pool.peak_bytes

@@ -1,0 +1,218 @@
+"""Decoding in lockstep: every row stays until the last one has ended, as in Hugging Face's `_sample`.
+
+For what must see the whole batch at every step (a processor, criterion or streamer), and for the model's own forward.
+"""
+
+import itertools
+
+import torch
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.modeling_outputs import CausalLMOutput
+
+from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.generation.hf_cache import GrowingLayer, KVCache
+from hybrid.generation.model_runner import Decoder, ModelRunner, prefill
+from hybrid.generation.request import SUPPORTED, GenerateInputs
+from hybrid.generation.sampling import Draw, draw_tokens, selective_log_softmax
+from hybrid.generation.scheduler import Completions
+from hybrid.profiling import Phase
+
+
+class Outputs:
+    """Each step's outputs that the caller asked for, collected as Hugging Face's `_sample` does (transformers 5.23).
+
+    encoder_outputs: of an encoder-decoder; None for a decoder.
+    """
+
+    def __init__(self, config: GenerationConfig, encoder_outputs):
+        self.as_dict, self.encoder_outputs = config.return_dict_in_generate, encoder_outputs
+        asked = {
+            "scores": config.output_scores,
+            "logits": config.output_logits,
+            "attentions": config.output_attentions,
+            "cross_attentions": config.output_attentions,
+            "hidden_states": config.output_hidden_states,
+        }
+        self.steps: dict[str, tuple] = {name: () for name, is_on in asked.items() if is_on and self.as_dict}
+
+    def add(self, outputs, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Add a step: the model's outputs, the processed scores and the raw logits, both [sequences, vocab]."""
+        decoder = "" if self.encoder_outputs is None else "decoder_"
+        made = {"scores": scores, "logits": logits, "cross_attentions": getattr(outputs, "cross_attentions", None)}
+        for name, steps in self.steps.items():
+            step = made[name] if name in made else getattr(outputs, f"{decoder}{name}", None)
+            self.steps[name] = (*steps, step)
+
+    def result(self, sequences: torch.Tensor, cache: Cache | None):
+        """`sequences`, or Hugging Face's output object if the caller asked for a dict."""
+        if not self.as_dict:
+            return sequences
+        steps = dict(self.steps)
+        cross_attentions = steps.pop("cross_attentions", None)
+        if self.encoder_outputs is None:
+            return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache, **steps)
+        return GenerateEncoderDecoderOutput(
+            sequences=sequences,
+            scores=steps.get("scores"),
+            logits=steps.get("logits"),
+            encoder_attentions=self.encoder_outputs.get("attentions"),
+            encoder_hidden_states=self.encoder_outputs.get("hidden_states"),
+            decoder_attentions=steps.get("attentions"),
+            cross_attentions=cross_attentions,
+            decoder_hidden_states=steps.get("hidden_states"),
+            past_key_values=cache,
+        )
+
+
+class NativeForward:
+    """The model's own forward over Hugging Face's cache, which uses `kv_cache` if the caller does not get it back.
+
+    expands: whether rows of a cache may be repeated and reordered, so that equal prompts are prefilled once. False if
+        other ranks hold parts of the cache, or if ranks exchange messages of equal size.
+    """
+
+    def __init__(self, model, inputs: GenerateInputs, kv_cache: KVCache, expands: bool):
+        self.model, self.config, self.kwargs = model, inputs.config, inputs.model_kwargs
+        self.encoder_decoder = model.config.is_encoder_decoder
+        cache, config = self.kwargs.get("past_key_values"), inputs.config
+        # A cache that the caller keeps must not be in storage that the next call overwrites.
+        user_defined = getattr(cache, "_is_user_defined", False) or config.return_dict_in_generate
+        ours = isinstance(cache, Cache) and not user_defined
+        if ours and not self.encoder_decoder:
+            kv_cache.adopt(cache)
+        given = {name for name, value in self.kwargs.items() if value is not None}
+        plain = given <= SUPPORTED and self.kwargs.get("use_cache") and config.prefill_chunk_size is None
+        # Multimodal models keep per-row state outside the cache (Qwen2-VL, transformers 5.23).
+        text_alone = model.config.get_text_config() is model.config and not self.encoder_decoder
+        self.expands = expands and ours and plain and text_alone and can_be_expanded(cache)
+
+    def prefill(self, input_ids: torch.Tensor):
+        """The model's outputs for the prompts, logits [sequences, ·, vocab].
+
+        Equal prompts are computed once and their rows of the cache repeated, if the rows of the cache are independent.
+        """
+        mask = self.kwargs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        by_rows = self.expands and mask.shape == input_ids.shape
+        first, source = distinct(input_ids, mask) if by_rows else (input_ids, None)
+        if len(first) == len(input_ids):
+            return self._updated(self.model._prefill(input_ids, self.config, self.kwargs))
+        by_row = {name: self.kwargs.get(name) for name in ("attention_mask", "position_ids")}
+        own = {name: value[first] for name, value in by_row.items() if value is not None and len(value) == len(source)}
+        outputs = self.model._prefill(input_ids[first], self.config, {**self.kwargs, **own})
+        outputs.logits = outputs.logits[:, -1:][source]
+        outputs.past_key_values.batch_select_indices(source)
+        return self._updated(outputs)
+
+    def step(self, input_ids: torch.Tensor):
+        """The model's outputs for the latest token of each row."""
+        inputs = self.model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=1 if self.kwargs["use_cache"] else None, **self.kwargs
+        )
+        return self._updated(self.model(**inputs, return_dict=True))
+
+    def _updated(self, outputs):
+        self.kwargs = self.model._update_model_kwargs_for_generation(
+            outputs, self.kwargs, is_encoder_decoder=self.encoder_decoder
+        )
+        return outputs
+
+    @property
+    def cache(self) -> Cache | None:
+        """The cache, for `past_key_values` of the caller's output."""
+        return self.kwargs.get("past_key_values")
+
+
+def distinct(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first row of each distinct prompt, int64 [prompts], and each row's index into these prompts, int64 [rows].
+
+    ids, mask: int64 [rows, tokens]; masked ids are ignored.
+    """
+    _, source = torch.cat([ids * mask, mask], dim=1).unique(dim=0, return_inverse=True)
+    rows = torch.arange(len(ids), device=ids.device)
+    first = torch.full_like(rows, len(ids)).scatter_reduce_(0, source, rows, "amin")
+    return first[first < len(ids)], source
+
+
+def can_be_expanded(cache: Cache) -> bool:
+    """Whether a cache is empty and all of its state is keys and values by row."""
+    kinds = {type(layer) for layer in cache.layers}
+    return (
+        type(cache) is DynamicCache
+        and kinds <= {GrowingLayer, DynamicSlidingWindowLayer}
+        and not cache.get_seq_length()
+    )
+
+
+class FusedForward:
+    """The fused decoder in lockstep.  max_new_tokens: of every row."""
+
+    cache = None
+
+    def __init__(self, decoder: Decoder, block_pool: BlockPool, prompt_lengths: list[int], max_new_tokens: int):
+        self.decoder, self.block_pool, self.prompt_lengths = decoder, block_pool, prompt_lengths
+        longest = max(prompt_lengths) + max_new_tokens
+        block_pool.reserve_call(sum(blocks_for(length + max_new_tokens) for length in prompt_lengths))
+        self.runner = ModelRunner(decoder, block_pool, longest)
+        decoder.reserve(longest)
+
+    def prefill(self, input_ids: torch.Tensor) -> CausalLMOutput:
+        """Logits after the prompts."""
+        prompts = [ids[len(ids) - length :] for ids, length in zip(input_ids, self.prompt_lengths, strict=True)]
+        blocks, logits = prefill(self.decoder, self.block_pool, prompts)
+        self.runner.add(blocks, self.prompt_lengths)
+        return CausalLMOutput(logits=logits[:, None])
+
+    def step(self, input_ids: torch.Tensor) -> CausalLMOutput:
+        """Logits after the latest token of each row."""
+        self.runner.make_room(1)
+        return CausalLMOutput(logits=self.runner.step(input_ids[:, -1].contiguous())[:, None])
+
+
+def in_lockstep(
+    forward: NativeForward | FusedForward,
+    inputs: GenerateInputs,
+    sampling_keys: torch.Tensor,
+    outputs: Outputs,
+    phase: Phase,
+    logprob_temperature: float | None = None,
+) -> Completions:
+    """Decode all rows together until the last one ends; ended rows are padded as Hugging Face pads them.
+
+    outputs: collects the steps' outputs.  logprob_temperature: of `Completions.old_logps`; None: no logprobs.
+    """
+    ids, pad = inputs.input_ids, inputs.config._pad_token_tensor
+    has_end = any(hasattr(criterion, "eos_token_id") for criterion in inputs.stopping_criteria)
+    draw, logps = Draw() if inputs.config.do_sample else Draw(temperature=0), []
+    with phase("prefill"):
+        step = forward.prefill(ids)
+    with phase("decode"):
+        unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
+        lengths = torch.zeros_like(unfinished)
+        for position in itertools.count():
+            logits = step.logits[:, -1].to(dtype=torch.float32, device=ids.device, copy=True)
+            scores = inputs.logits_processor(ids, logits)
+            outputs.add(step, scores, logits)
+            step = None  # frees the prefill's logits, which may be large
+            drawn = draw_tokens(scores, sampling_keys, torch.full_like(sampling_keys, position), draw)
+            tokens = drawn.tokens
+            if logprob_temperature is not None:
+                raw = selective_log_softmax(logits, tokens)
+                same = logprob_temperature == 1.0
+                old = raw if same else selective_log_softmax(logits / logprob_temperature, tokens)
+                logps.append(torch.stack([drawn.sampling_logps, old, raw]))
+            lengths += unfinished
+            if has_end:
+                tokens = tokens * unfinished + pad * (1 - unfinished)
+            ids = torch.cat([ids, tokens[:, None]], dim=-1)
+            if inputs.streamer is not None:
+                inputs.streamer.put(tokens.cpu())
+            unfinished = unfinished & ~inputs.stopping_criteria(ids, outputs.steps.get("scores"))
+            if unfinished.max() == 0:
+                break
+            step = forward.step(ids)
+    if inputs.streamer is not None:
+        inputs.streamer.end()
+    return Completions(ids[:, inputs.input_ids.shape[1] :], lengths, *(torch.stack(logps, dim=-1) if logps else ()))

@@ -1,0 +1,258 @@
+"""A batch of prompts for the scheduler: from SamplingParams, or from what Hugging Face's `generate()` has prepared."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation import logits_process as processes
+from transformers.generation.streamers import BaseStreamer
+
+from hybrid.generation.sampling import Draw
+from hybrid.rollout import SamplingParams
+
+# Arguments of a decoding method that the fused decoder supports (transformers 5.23).
+SUPPORTED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+# Processors whose result for a row is a function of that row's ids and scores alone (transformers 5.23). A user's
+# processor declares this by an attribute `rowwise = True`.
+ROWWISE = (
+    processes.MinLengthLogitsProcessor,
+    processes.MinNewTokensLengthLogitsProcessor,
+    processes.TemperatureLogitsWarper,
+    processes.RepetitionPenaltyLogitsProcessor,
+    processes.TopPLogitsWarper,
+    processes.TopKLogitsWarper,
+    processes.TopHLogitsWarper,
+    processes.MinPLogitsWarper,
+    processes.TypicalLogitsWarper,
+    processes.EpsilonLogitsWarper,
+    processes.EtaLogitsWarper,
+    processes.NoRepeatNGramLogitsProcessor,
+    processes.SequenceBiasLogitsProcessor,
+    processes.NoBadWordsLogitsProcessor,
+    processes.ForcedBOSTokenLogitsProcessor,
+    processes.ForcedEOSTokenLogitsProcessor,
+    processes.InfNanRemoveLogitsProcessor,
+    processes.ExponentialDecayLengthPenalty,
+    processes.LogitNormalization,
+    processes.SuppressTokensAtBeginLogitsProcessor,
+    processes.SuppressTokensLogitsProcessor,
+)
+# The warpers that `Draw` implements, with its field for each, in the order in which `generate` applies them (5.23).
+WARPERS = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+
+Processors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (ids, scores, rows) -> scores
+
+
+@dataclass(frozen=True)
+class Request:
+    """A batch of prompts to decode.
+
+    prompt_ids: int64 [rows, prompt_len], left padded.  prompt_lengths: tokens of each prompt, without padding.
+    sampling_keys: int64 [rows].
+    max_new_tokens: of every row.
+    stop_token_ids: int64 [n].  pad_token_id: fills the positions after a row's end.
+    draw: how tokens are drawn.
+    processors: change scores [n, vocab] before the draw; their rows, int64 [n], index the request, and have ids [n,
+        tokens] of one length. None: no processors.
+    logprob_temperature: the temperature of `Completions.old_logps`.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_lengths: list[int]
+    sampling_keys: torch.Tensor
+    max_new_tokens: int
+    stop_token_ids: torch.Tensor
+    pad_token_id: int
+    draw: Draw
+    processors: Processors | None = None
+    logprob_temperature: float = 1.0
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a row, prompt and completion."""
+        return max(self.prompt_lengths) + self.max_new_tokens
+
+
+def rollout_request(
+    params: SamplingParams,
+    prompt_ids: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    sampling_keys: torch.Tensor,
+    stop_token_ids: list[int],
+    pad_token_id: int,
+) -> Request:
+    """The request of a rollout.  prompt_ids, prompt_mask: int64 [rows, prompt_len], each prompt once per generation."""
+    stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=prompt_ids.device)
+    processors = LogitsProcessorList()
+    if params.repetition_penalty != 1.0:
+        padding = prompt_mask.argmax(dim=1)
+        processors.append(processes.RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty), padding))
+    if params.min_new_tokens and stop_token_ids:
+        prompt_len = prompt_ids.shape[1]
+        processors.append(processes.MinNewTokensLengthLogitsProcessor(prompt_len, params.min_new_tokens, stop))
+    return Request(
+        prompt_ids=prompt_ids,
+        prompt_lengths=prompt_mask.sum(dim=1).tolist(),
+        sampling_keys=sampling_keys,
+        max_new_tokens=params.max_new_tokens,
+        stop_token_ids=stop,
+        pad_token_id=pad_token_id,
+        draw=Draw(params.temperature, params.top_k, params.top_p, params.min_p) if params.temperature else Draw(0),
+        processors=partial(process_rows, processors) if processors else None,
+        logprob_temperature=params.temperature or 1.0,
+    )
+
+
+@dataclass(frozen=True)
+class GenerateInputs:
+    """What Hugging Face's `generate()` (transformers 5.23) prepares for a decoding method.
+
+    input_ids: int64 [sequences, prompt_len], left padded. If the prompts are `inputs_embeds`, these are the ids that
+        processors and the caller see, and may have no tokens.
+    streamer: receives the tokens of each step; `generate()` does not pass it to a custom decoding method.
+    """
+
+    input_ids: torch.Tensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    streamer: BaseStreamer | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts, before `generate()` has repeated them."""
+        return len(self.input_ids) // self.config.num_return_sequences
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompts, padding included."""
+        embeds = self.model_kwargs.get("inputs_embeds")
+        return (self.input_ids if embeds is None else embeds).shape[1]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most new tokens of a sequence."""
+        return self.config.max_length - self.input_ids.shape[1]
+
+    def fallback_reason(self, model) -> str:
+        """Why the request cannot run fused, and what the user can do about it; "" if it can.
+
+        Fused requests are for a decoder-only model and give token ids (`input_ids` with left padding) and nothing else;
+        they start with an empty cache and return sequences alone.
+        """
+        cache, mask = self.model_kwargs.get("past_key_values"), self.model_kwargs.get("attention_mask")
+        unsupported = {name for name, value in self.model_kwargs.items() if value is not None} - SUPPORTED
+        if model.config.is_encoder_decoder:
+            return "generate: the model is an encoder-decoder (fused are decoders alone)"
+        if self.config.return_dict_in_generate:
+            return "generate: return_dict_in_generate=True (fused gives sequences; `rollout` gives logprobs with them)"
+        if unsupported:
+            return f"generate: {', '.join(sorted(unsupported))} given (fused takes input_ids and attention_mask)"
+        if self.config.cache_implementation is not None:
+            return f"generate: cache_implementation={self.config.cache_implementation!r} (leave it out)"
+        if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() > 0):
+            return "generate: past_key_values given (leave them out: fused keeps its own blocks)"
+        mask = torch.ones_like(self.input_ids) if mask is None else mask
+        if mask.shape != self.input_ids.shape or not is_left_padded(mask):
+            return "generate: attention_mask is not zeros and then ones in every row (pad prompts on the left)"
+        positions = self.model_kwargs.get("position_ids")
+        if positions is not None and not bool(((positions == mask.cumsum(dim=1) - 1) | (mask == 0)).all()):
+            return "generate: position_ids do not count from each prompt's first token (leave them out)"
+        return ""
+
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of each prompt, without padding."""
+        mask = self.model_kwargs.get("attention_mask")
+        return [self.input_ids.shape[1]] * len(self.input_ids) if mask is None else mask.sum(dim=1).tolist()
+
+    def request(self, sampling_keys: torch.Tensor) -> Request | None:
+        """The scheduler's request; None if something must see all rows at every step."""
+        criteria, processors = self.stopping_criteria, self.logits_processor
+        by_row = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria)
+        before, draw = split_warpers(processors, self.config.do_sample)
+        if self.streamer is not None or not by_row or not all(map(is_rowwise, before)):
+            return None
+        if draw is None:  # warpers in another order than `Draw` applies them: run them as processors
+            before, draw = processors, Draw()
+        stop = [criterion.eos_token_id.flatten() for criterion in criteria if type(criterion) is EosTokenCriteria]
+        max_length = min(criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria)
+        pad = self.config._pad_token_tensor
+        return Request(
+            prompt_ids=self.input_ids,
+            prompt_lengths=self.prompt_lengths(),
+            sampling_keys=sampling_keys,
+            max_new_tokens=max_length - self.input_ids.shape[1],
+            stop_token_ids=torch.cat([self.input_ids.new_empty(0), *stop]),
+            pad_token_id=0 if pad is None else int(pad),
+            draw=draw,
+            processors=partial(process_rows, before) if before else None,
+        )
+
+
+def is_left_padded(mask: torch.Tensor) -> bool:
+    """Whether every row of a mask [rows, tokens] is zeros followed by at least one 1."""
+    mask = mask.bool()
+    return bool(mask[:, -1].all()) and not bool((mask[:, :-1] & ~mask[:, 1:]).any())
+
+
+def is_rowwise(processor: Callable) -> bool:
+    """Whether a processor's result for a row depends on that row alone."""
+    return type(processor) in ROWWISE or getattr(processor, "rowwise", False)
+
+
+def process_rows(
+    processors: LogitsProcessorList, ids: torch.Tensor, scores: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """The batch's processors applied to some of its rows: scores [n, vocab] of rows int64 [n] with ids [n, tokens].
+
+    Hugging Face's repetition penalty keeps each row's padding length (5.23), so it is given those of `rows`.
+    """
+    for processor in processors:
+        padding = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(padding, torch.Tensor):
+            processor = processes.RepetitionPenaltyLogitsProcessor(processor.penalty, padding[rows.to(padding.device)])
+        scores = processor(ids, scores)
+    return scores
+
+
+def split_warpers(processors: LogitsProcessorList, do_sample: bool) -> tuple[LogitsProcessorList, Draw | None]:
+    """The processors before the warpers at the end of the list, and the Draw that is equal to those warpers.
+
+    Without sampling, the draw is greedy. If the warpers are not the last processors, or are configured in a way that
+    `Draw` cannot express, all processors are returned, and None as the draw.
+    """
+    if not do_sample:
+        return processors, Draw(temperature=0)
+    split = len(processors)
+    while split and type(processors[split - 1]) in WARPERS:
+        split -= 1
+    tail = list(processors[split:])
+    order = [list(WARPERS).index(type(warper)) for warper in tail]
+    keeps_more = any(
+        getattr(warper, "min_tokens_to_keep", 1) > 1 for warper in tail if not isinstance(warper, TopKLogitsWarper)
+    )
+    fills = any(getattr(warper, "filter_value", -torch.inf) != -torch.inf for warper in tail)
+    if order != sorted(set(order)) or keeps_more or fills:
+        return processors, None
+    settings = {WARPERS[type(warper)]: getattr(warper, WARPERS[type(warper)]) for warper in tail}
+    return LogitsProcessorList(processors[:split]), Draw(**settings)
