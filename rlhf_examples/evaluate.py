@@ -55,20 +55,19 @@ def run(args: EvaluateArguments) -> list[dict]:
     results, load = [], partial(load_exported, **attention)
     for name in args.model_name_or_path:
         engine = load_rollout_engine(load, name, args.dtype, args.zero_stage)
-        settings_of_evaluation = args.eval_num_generations, False, tuple(args.pass_at_k), args.pass_score
-        metrics, completions, by_scorer = Evaluation(
-            engine, tokenizer, prompts, [rewards], args, *settings_of_evaluation
-        )()
-        scores, each = by_scorer[rewards.name], args.eval_num_generations
+        evaluation_settings = args.eval_num_generations, False, tuple(args.pass_at_k), args.pass_score
+        evaluate = Evaluation(engine, tokenizer, prompts, [rewards], args, *evaluation_settings)
+        metrics, completions, by_scorer = evaluate()
+        scores, num_generations = by_scorer[rewards.name], args.eval_num_generations
         engine.destroy()
-        texts = [row["prompt"] for row in prompts for _ in range(each)]
+        texts = [row["prompt"] for row in prompts for _ in range(num_generations)]
         columns = {"prompt": texts, "completion": completions, "score": scores}
         pass_rates = {name.rpartition("/")[2]: rate for name, rate in metrics.items() if "/pass@" in name}
         results.append(
             {
                 "model": name,
                 rewards.name: mean_score(scores),
-                "standard_error": standard_error(in_groups(scores, each)),
+                "standard_error": standard_error(in_groups(scores, num_generations)),
                 **pass_rates,
                 "samples": [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)],
             }

@@ -66,8 +66,8 @@ def run(args: ThroughputArguments) -> Metrics:
             speed = tokens_per_second(generate, args.seed + round_number)
             speeds[name] += [speed] * (round_number > 0)
     engine.destroy()
-    medians = {name: statistics.median(of) for name, of in speeds.items()}
-    return medians | {f"{name}_{end.__name__}": end(of) for name, of in speeds.items() for end in (min, max)}
+    medians = {name: statistics.median(rates) for name, rates in speeds.items()}
+    return medians | {f"{name}_{pick.__name__}": pick(rates) for name, rates in speeds.items() for pick in (min, max)}
 
 
 def tokens_per_second(generate: Callable[[int], int], seed: int) -> float:

@@ -124,7 +124,7 @@ def train_iterations(
     iterate: trains one iteration, by its number from 1, and returns its metrics.
     """
     metrics = last_logged_metrics(Path(args.output_dir)) if done == args.num_iterations or best.ends_training else {}
-    outside, last = Phases(), done
+    between_iterations, last = Phases(), done
     for iteration in range(done + 1, args.num_iterations + 1):
         if best.ends_training:
             log.note(best.reason)
@@ -132,16 +132,16 @@ def train_iterations(
         with log.engine_output():
             actor.policy.eval()  # prints DeepSpeed's line about the previous iteration
         metrics, last, is_best = iterate(iteration), iteration, False
-        ends = bool(best.metric) and iteration == args.num_iterations  # the last model may be the best
-        if args.eval_every and (iteration % args.eval_every == 0 or ends):
-            with outside.timed("eval"):
+        is_last = bool(best.metric) and iteration == args.num_iterations  # the last model may be the best
+        if args.eval_every and (iteration % args.eval_every == 0 or is_last):
+            with between_iterations.timed("eval"):
                 eval_metrics = evaluation.evaluate_and_log(log, iteration)
             is_best = best.update(eval_metrics, iteration)
             metrics |= eval_metrics
-        log.add(iteration, metrics | outside.metrics())
-        outside = Phases()  # a checkpoint's time is logged with the next iteration
+        log.add(iteration, metrics | between_iterations.metrics())
+        between_iterations = Phases()  # a checkpoint's time is logged with the next iteration
         if is_best or (args.save_every and iteration % args.save_every == 0):
-            with outside.timed("save"):
+            with between_iterations.timed("save"):
                 checkpoints.save(iteration, best.iteration)
     if args.load_best_model_at_end and best.iteration:
         checkpoints.load(best.iteration)
@@ -290,7 +290,9 @@ class Evaluation:
         columns, prompts = {"": completions}, [row for row in own for _ in range(n)]
         for rewards in self.rewards:
             by_name = rewards.scores_by_name(batch, prompts, completions)
-            columns |= {f"eval_{name}" if name in columns else name: of.tolist() for name, of in by_name.items()}
+            columns |= {
+                f"eval_{name}" if name in columns else name: values.tolist() for name, values in by_name.items()
+            }
         from_ranks = gather_objects({name: in_groups(column, n) for name, column in columns.items()})
         groups = {name: interleaved(of_rank[name] for of_rank in from_ranks)[:count] for name in columns}
         texts = [text for group in groups.pop("") for text in group]
@@ -327,11 +329,12 @@ class Evaluation:
         """
         metrics, texts, scores = self()
         self._log(log, iteration, texts, scores, shown=0)
-        few = slice(0, self.args.num_samples)
+        shown = slice(0, self.args.num_samples)
         prompts = [row["prompt"] for row in self.prompts]
-        if prompts[few]:
-            columns = before["texts"], texts, *(next(iter(of.values())) for of in (before["scores"], scores))
-            log.show_samples(prompts[few], *(column[:: self.num_generations][few] for column in columns))
+        if prompts[shown]:
+            first_scores = (next(iter(by_name.values())) for by_name in (before["scores"], scores))
+            columns = before["texts"], texts, *first_scores
+            log.show_samples(prompts[shown], *(column[:: self.num_generations][shown] for column in columns))
         return {**{f"before_{name}": value for name, value in before["metrics"].items()}, **metrics}
 
 

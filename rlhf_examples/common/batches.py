@@ -41,7 +41,7 @@ def balanced_batches(lengths: Sequence[int] | torch.Tensor, num_batches: int) ->
 def token_budget_batches(
     lengths: torch.Tensor, max_tokens: int, over_ranks_max: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[list[int]]:
-    """`balanced_batches` batches of at most `max_tokens` tokens: equally many on every rank, and as few as possible.
+    """`balanced_batches` of at most `max_tokens` tokens: equally many on every rank, and as few as possible.
 
     lengths int64 [rows], this rank's. over_ranks_max: the maximum of a tensor over all ranks; called once on every
     rank, so that all ranks raise the same error.
@@ -156,7 +156,7 @@ def logits_after_head(config) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def packed_forward(engine: nn.Module, sequences: torch.Tensor, mask: torch.Tensor, **kwargs):
-    """The output of a Hugging Face decoder for `pack_rows` rows; its per-token tensors are [1, total, ...].
+    """The output of a Hugging Face decoder for rows packed by `pack_rows`; its per-token tensors are [1, total, ...].
 
     engine: the model, or a DeepSpeed engine with it. sequences, mask [B, T]; kwargs: other arguments of the model's
         forward.

@@ -79,7 +79,7 @@ class Checkpoints:
         dist.barrier()
 
     def _prune(self, iteration: int, best: int) -> None:
-        """Delete all but the newest `keep_last` checkpoints up to `iteration`, and that of `best`.
+        """Delete all but the latest `keep_last` checkpoints up to `iteration`, and that of `best`.
 
         Later ones stay: they belong to a run from which this one resumed at an earlier iteration.
         """
@@ -89,7 +89,7 @@ class Checkpoints:
                 shutil.rmtree(checkpoints[number])
 
     def load_latest(self) -> int:
-        """Restore the newest checkpoint on every rank; returns its iteration, or 0 without a checkpoint.
+        """Restore the latest checkpoint on every rank; returns its iteration, or 0 without a checkpoint.
 
         Another number of ranks may have saved it. Raises ValueError if it was saved with other parts or ZeRO stages.
         """

@@ -25,9 +25,9 @@ IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate"
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss for the backward, and figures for the log.
+    """A loss for the backward, and metrics for the log.
 
-    sums, counts: each figure's sum over this micro batch, and the number of tokens, pairs or the like that it sums
+    sums, counts: each metric's sum over this micro batch, and the number of tokens, pairs or the like that it sums
         over.
     """
 
@@ -44,13 +44,13 @@ def identity(sums: torch.Tensor) -> torch.Tensor:
 def mean_metrics(
     losses: Iterable[Loss], over_ranks: Callable[[torch.Tensor], torch.Tensor] = identity
 ) -> dict[str, float]:
-    """The mean of every figure over all micro batches of all ranks; 0 if its count is 0.
+    """The mean of every metric over all micro batches of all ranks; 0 if its count is 0.
 
-    losses: at least one on each rank, all with the same figures. over_ranks: sums a tensor over all ranks; called once.
+    losses: at least one on each rank, all with the same metrics. over_ranks: sums a tensor over all ranks; called once.
     """
     losses = list(losses)
     names, device = sorted(losses[0].sums), losses[0].loss.device
-    cells = [figures[name] for loss in losses for figures in (loss.sums, loss.counts) for name in names]
+    cells = [values[name] for loss in losses for values in (loss.sums, loss.counts) for name in names]
     cells = torch.stack([torch.as_tensor(cell, dtype=torch.float64, device=device) for cell in cells])
     sums, counts = over_ranks(cells.view(len(losses), 2, len(names)).sum(dim=0))
     return dict(zip(names, (sums / counts.clamp(min=1)).tolist(), strict=True))
@@ -90,7 +90,7 @@ def pairwise_reward_loss(
     arXiv:2203.02155, eq. 1; the margin is Llama 2's, arXiv:2307.09288, eq. 2; TRL's RewardTrainer).
 
     chosen, rejected, margin [B]: scores of whole sequences. mask [B]: the pairs that count; None: all.
-    Figures, by pair: loss, accuracy, margin.
+    Metrics, by pair: loss, accuracy, margin.
     """
     kept = torch.ones_like(chosen, dtype=torch.bool) if mask is None else mask.bool()
     difference = torch.where(kept, upcast(chosen) - upcast(rejected), 0.0)
@@ -118,7 +118,7 @@ def tokenwise_pairwise_reward_loss(
     and needed `num_padding_at_beginning` for OPT; after the shorter sequence's end the two differ, whatever the ids; a
     pair without any difference contributes nothing instead of a constant log 2; sequences may differ in the first
     token, which was an assertion error; half precision is always summed in float32.
-    Figures, by pair, of the scores at the last tokens: loss, accuracy, margin.
+    Metrics, by pair, of the scores at the last tokens: loss, accuracy, margin.
     """
     in_chosen, in_rejected = chosen_mask.bool(), rejected_mask.bool()
     in_either = in_chosen | in_rejected
@@ -150,7 +150,7 @@ def dpo_loss(
 
     The four logps [B]: of whole completions. label_smoothing: the probability that a pair's labels are swapped
     (conservative DPO: Mitchell, "A note on DPO with noisy preferences and relationship to IPO", 2023). mask [B]: the
-    pairs that count; None: all. Figures, by pair: loss, rewards/chosen, rewards/rejected, rewards/accuracies,
+    pairs that count; None: all. Metrics, by pair: loss, rewards/chosen, rewards/rejected, rewards/accuracies,
     rewards/margins, TRL's names (DPOTrainer).
     """
     kept = torch.ones_like(chosen_logps, dtype=torch.bool) if mask is None else mask.bool()
@@ -158,14 +158,14 @@ def dpo_loss(
     rejected = beta * torch.where(kept, rejected_logps - ref_rejected_logps, 0.0)
     margin = chosen - rejected
     losses = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
-    figures = {"chosen": chosen, "rejected": rejected, "accuracies": margin > 0, "margins": margin}
-    named = {f"rewards/{name}": values for name, values in figures.items()}
+    metrics = {"chosen": chosen, "rejected": rejected, "accuracies": margin > 0, "margins": margin}
+    named = {f"rewards/{name}": values for name, values in metrics.items()}
     return pairs_loss(masked_sum(losses, kept), denominator, kept, named)
 
 
-def pairs_loss(total: torch.Tensor, denominator: float, mask: torch.Tensor, figures: dict[str, torch.Tensor]) -> Loss:
-    """A Loss from a sum over pairs, with figures [B] of the pairs in `mask` [B]."""
-    sums = {name: masked_sum(values.detach().to(total.dtype), mask) for name, values in figures.items()}
+def pairs_loss(total: torch.Tensor, denominator: float, mask: torch.Tensor, metrics: dict[str, torch.Tensor]) -> Loss:
+    """A Loss from a sum over pairs, with metrics [B] of the pairs in `mask` [B]."""
+    sums = {name: masked_sum(values.detach().to(total.dtype), mask) for name, values in metrics.items()}
     sums["loss"] = total.detach()
     return Loss(total / denominator, sums, dict.fromkeys(sums, mask.sum()))
 
@@ -268,7 +268,7 @@ def policy_loss(
     """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), summed over tokens and divided by `denominator`.
 
     logps, old_logps, advantages, mask [B, T]. weights [B, T]: factors of the clipped terms, such as
-    `importance_sampling_weights`. Figures, by token: loss, approxkl (k2: half the squared log ratio), clipfrac, ratio,
+    `importance_sampling_weights`. Metrics, by token: loss, approxkl (k2: half the squared log ratio), clipfrac, ratio,
     squared_ratio.
     """
     log_ratio = torch.where(mask.bool(), logps - old_logps, 0.0)
@@ -298,7 +298,7 @@ def value_loss(
     """Half the squared error, the larger of that of the value and that of the value clipped around the old one, summed
     over tokens and divided by `denominator`.
 
-    values, old_values, returns, mask [B, T]. Figures, by token: loss, clipfrac.
+    values, old_values, returns, mask [B, T]. Metrics, by token: loss, clipfrac.
     """
     values = torch.where(mask.bool(), values, 0.0)
     clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
@@ -349,7 +349,7 @@ def entropy_bonus(entropies: torch.Tensor, mask: torch.Tensor, denominator: floa
     """The entropy, summed over tokens and divided by `denominator`; `mixed_loss` subtracts it (arXiv:1707.06347, eq. 9;
     TRL's `entropy_coef`).
 
-    entropies, mask [B, T]. Figure, by token: entropy.
+    entropies, mask [B, T]. Metric, by token: entropy.
     """
     total = masked_sum(entropies, mask)
     return Loss(total / denominator, {"entropy": total.detach()}, {"entropy": mask.sum()})
@@ -358,7 +358,7 @@ def entropy_bonus(entropies: torch.Tensor, mask: torch.Tensor, denominator: floa
 def language_model_loss(logps: torch.Tensor, mask: torch.Tensor, denominator: float) -> Loss:
     """-logps, summed over tokens and divided by `denominator`: supervised training, and PPO's pretraining mixture.
 
-    logps, mask [B, T]: logprobs of the labels at temperature 1. Figure, by token: loss.
+    logps, mask [B, T]: logprobs of the labels at temperature 1. Metric, by token: loss.
     """
     total = -masked_sum(logps, mask)
     return Loss(total / denominator, {"loss": total.detach()}, {"loss": mask.sum()})
@@ -375,7 +375,7 @@ def mixed_loss(
     """policy - entropy_coef · entropy + unsup_coef · ptx.
 
     entropy: from `entropy_bonus`. ptx: from `language_model_loss` on pretraining text (PPO-ptx: InstructGPT,
-        arXiv:2203.02155, eq. 2, whose γ is DeepSpeed-Chat's `unsup_coef`). Figures: the policy's, entropy, ptx/loss;
+        arXiv:2203.02155, eq. 2, whose γ is DeepSpeed-Chat's `unsup_coef`). Metrics: the policy's, entropy, ptx/loss;
         `loss` stays the policy's own.
     """
     loss, sums, counts = policy.loss, dict(policy.sums), dict(policy.counts)
@@ -566,7 +566,7 @@ def grpo_loss(
     importance_sampling_level: token, or sequence: one ratio for a sequence, exp of the mean log ratio of its tokens
         (GSPO, arXiv:2507.18071).
     weights [B, T]: factors of the clipped terms, such as `importance_sampling_weights`.
-    Figures, with TRL's names: loss, a mean over micro batches; kl and entropy, if given, by token; clip_ratio/low_mean,
+    Metrics, with TRL's names: loss, a mean over micro batches; kl and entropy, if given, by token; clip_ratio/low_mean,
     clip_ratio/high_mean, clip_ratio/region_mean by token or, at the sequence level, by row.
     Raises ValueError for another loss_type or level, or for a beta without ref_logps.
     """
@@ -587,9 +587,9 @@ def grpo_loss(
     per_token = surrogate * torch.where(kept, weights, 0.0)  # [B, T]
 
     is_low, is_high = (bounded < low) & (advantages < 0), (bounded > high) & (advantages > 0)
-    figures = {"low_mean": is_low, "high_mean": is_high, "region_mean": is_low | is_high}
+    clipped_tokens = {"low_mean": is_low, "high_mean": is_high, "region_mean": is_low | is_high}
     counted = torch.ones_like(is_low) if by_sequence else kept
-    sums = {f"clip_ratio/{name}": (clipped & counted).sum() for name, clipped in figures.items()}
+    sums = {f"clip_ratio/{name}": (selected & counted).sum() for name, selected in clipped_tokens.items()}
     counts = dict.fromkeys(sums, counted.sum())
     if beta:
         kl = kl_k3(torch.where(kept, logps, 0.0), torch.where(kept, ref_logps, 0.0))

@@ -30,7 +30,7 @@ _preparations: list[Preparation] = []
 
 @contextmanager
 def preparing() -> Iterator[Preparation]:
-    """A block that starts with a preparation; until `end_preparation`, its errors count as invalid input."""
+    """Inside the block, until `end_preparation` is called, errors count as invalid input."""
     preparation = Preparation()
     _preparations.append(preparation)
     try:

@@ -223,7 +223,7 @@ def micro_batches(lengths: torch.Tensor, ranks: int, args: RolloutArguments) -> 
 
 
 def split_rows(lengths: torch.Tensor, num_batches: int) -> list[list[int]]:
-    """`balanced_batches` rows in `num_batches` batches; the last ones are empty if there are fewer rows."""
+    """`balanced_batches`, of which the last ones are empty if there are fewer rows than batches."""
     batches = balanced_batches(lengths, min(num_batches, len(lengths)))
     return batches + [[]] * (num_batches - len(batches))
 

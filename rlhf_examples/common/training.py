@@ -59,7 +59,7 @@ def fit(
     Returns the last metrics, with those of held-out rows, and with those before the first step under `before_`.
     """
     average, best = MovingAverage(engine, args.ema_beta) if args.enable_ema else None, BestModel.from_args(args)
-    tokens, flops, outside = TokenCount(), TrainingFlops.of(engine.module), Phases()
+    tokens, flops, between_steps = TokenCount(), TrainingFlops.of(engine.module), Phases()
     stream = RowStream(examples, args.seed)
     parts = {"rows": stream, "average": average, "tokens": tokens, "best": best}
     checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, {"model": engine}, parts, args.keep_last)
@@ -85,15 +85,15 @@ def fit(
             average.update()
         eval_metrics, is_best = {}, False
         if step == total or (args.eval_every and step % args.eval_every == 0):
-            with outside.timed("eval"):
+            with between_steps.timed("eval"):
                 eval_metrics = evaluate(engine, held_out, loss_of, args)
             is_best = best.update(eval_metrics, step)
         metrics |= eval_metrics
-        seconds = {**outside.metrics(), "time/iteration_s": time.perf_counter() - phases.begun}
+        seconds = {**between_steps.metrics(), "time/iteration_s": time.perf_counter() - phases.begun}
         log.add(step, {**metrics, **seconds})
-        outside = Phases()  # a checkpoint's time is logged with the next step
+        between_steps = Phases()  # a checkpoint's time is logged with the next step
         if is_best or (args.save_every and step % args.save_every == 0):
-            with outside.timed("save"):
+            with between_steps.timed("save"):
                 checkpoints.save(step, best.iteration)
     if args.load_best_model_at_end and best.iteration:
         checkpoints.load(best.iteration)
@@ -106,15 +106,15 @@ def fit(
 def train_step(
     engine: hybrid.HybridEngine, rows: list[Row], loss_of: LossOf, count: Count, args: TrainArguments
 ) -> Metrics:
-    """An optimizer step on this rank's rows; returns the figures of all ranks."""
+    """An optimizer step on this rank's rows; returns metrics of all ranks."""
     size = args.per_device_train_batch_size
     batches = [rows[first : first + size] for first in range(0, len(rows), size)]
     denominator = sum_over_ranks(count(rows)) / (dist.get_world_size() * len(batches))
-    losses, norms = [], []
-    for number, batch in enumerate(batches):
+    losses, grad_norms = [], []
+    for index, batch in enumerate(batches):
         losses.append(loss_of(batch, denominator))
-        norms += backward_and_step(engine, losses[-1].loss, number, len(batches))
-    return {**mean_metrics(losses, over_ranks), "grad_norm": norms[-1]}
+        grad_norms += backward_and_step(engine, losses[-1].loss, index, len(batches))
+    return {**mean_metrics(losses, over_ranks), "grad_norm": grad_norms[-1]}
 
 
 def lengths_of(row: Row | list[Row]) -> list[int]:
@@ -129,7 +129,7 @@ def lengths_of(row: Row | list[Row]) -> list[int]:
 
 
 def evaluate(engine: hybrid.HybridEngine, rows: list[Row], loss_of: LossOf, args: TrainArguments) -> Metrics:
-    """The figures of held-out rows of all ranks, with the prefix `eval_`; empty without rows."""
+    """The metrics of held-out rows of all ranks, with the prefix `eval_`; empty without rows."""
     if not rows:
         return {}
     own, size = rank_share(rows), args.per_device_eval_batch_size
@@ -154,7 +154,7 @@ def eval_mode(module: torch.nn.Module) -> Iterator[None]:
 
 
 def with_zero_weight(loss: Loss) -> Loss:
-    """A loss whose figures have sums and counts of 0."""
+    """A loss whose metrics have sums and counts of 0."""
     zero = {name: torch.zeros_like(value) for name, value in loss.sums.items()}
     return replace(loss, sums=zero, counts=dict.fromkeys(loss.counts, 0))
 

@@ -102,9 +102,9 @@ def test_invalid_evaluation_arguments_raise():
         assert kind(eval_num_generations=4, pass_at_k=[1, 4]).pass_at_k == [1, 4]
         with pytest.raises(ValueError, match="pass_at_k: 5 given with eval_num_generations: 4; it must be from"):
             kind(eval_num_generations=4, pass_at_k=[5])
-    with pytest.raises(ValueError, match="eval_num_generations: 2 given with greedy completions"):
+    with pytest.raises(ValueError, match="eval_num_generations: 2 given with greedy decoding"):
         GRPOArguments(eval_num_generations=2, eval_greedy=True)
-    with pytest.raises(ValueError, match="eval_num_generations: 2 given with greedy completions"):
+    with pytest.raises(ValueError, match="eval_num_generations: 2 given with greedy decoding"):
         EvaluateArguments(eval_num_generations=2, temperature=0.0)
     assert math.isclose(GRPOArguments().pass_score, 1.0)
 

@@ -238,7 +238,7 @@ def test_durations():
 
 
 def test_a_directory_without_a_log_raises(tmp_path):
-    with pytest.raises(ValueError, match=r"no metrics.jsonl in '.*' or in a directory of it"):
+    with pytest.raises(ValueError, match=r"no metrics.jsonl in '.*' or in its subdirectories"):
         write_report(tmp_path)
 
 
