@@ -149,7 +149,10 @@ def need_of(mode: Mode, snapshot: Snapshot, fused: FusedModel, rollout: RolloutC
     copies = 0 if decoder is None else decoder.nbytes()
     if mode.streaming:  # one layer's copies at a time
         copies, gather_bytes = 0, gather_bytes + copies // max(len(info.layers), 1)
-    at_rest = sum(map(bytes_at_rest, info.model.parameters()))
+    at_rest = sum(
+        param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes
+        for param in info.model.parameters()
+    )
     vocabulary = getattr(info.text_config, "vocab_size", 0)
 
     def need(rows: int, tokens: int) -> Need:
@@ -199,11 +202,6 @@ def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
     layers = getattr(config, "num_hidden_layers", 0)
     itemsize = next(fused.info.model.parameters()).element_size()
     return 2 * layers * kv_heads * head_dim * rows * (-(-tokens // step) * step) * itemsize
-
-
-def bytes_at_rest(param: torch.Tensor) -> int:
-    """Bytes that this rank holds of a parameter outside inference: its partition, or all of it."""
-    return param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes
 
 
 def free_bytes() -> int:

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hybrid.decoders.batch import is_packable
+from hybrid.decoders.batch import BLOCK_SIZE, is_packable, packed
 from hybrid.decoders.calls import Calls
 from hybrid.decoders.fused_model import AnyDecoder
-from hybrid.decoders.self_check import own_blocks_batch
 from hybrid.inputs import as_model_inputs
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.structure import Part
+
+# Settings of a model's configuration that make every forward return more than logits.
+MORE_THAN_LOGITS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class Forward:
@@ -104,13 +106,14 @@ class FusedContainer(NativeContainer):
 
     def request(self, original: Callable, args: tuple, kwargs: dict):
         """Logits by the fused decoder if the call asks for nothing else; otherwise the model's own output."""
-        more = wants_more_than_logits(self.part.module)
+        config = getattr(self.part.module, "config", None)
+        more = any(getattr(config, option, False) for option in MORE_THAN_LOGITS)
         call = None if more else plain_call(args, kwargs)
         by_default = more or kwargs.get("use_cache") is None
         warns = call is None and by_default and plain_call(args, {**kwargs, "use_cache": False}) is not None
         fallback_reason = (
             "a forward gives more than logits back, such as a cache (pass use_cache=False; leave "
-            "output_hidden_states, output_attentions and output_router_logits of the model's configuration off)"
+            f"{', '.join(MORE_THAN_LOGITS)} of the model's configuration off)"
         )
         tokens = None if call is None else call[0].shape[1]
         with self.calls.request(tokens=tokens, fallback_reason=fallback_reason if warns else "") as decoder:
@@ -135,14 +138,6 @@ def parts_of(info: ModelInfo, inner: bool = False) -> list[Part]:
 def containers_of(parts: list[Part], calls: Calls) -> list[NativeContainer]:
     """A container for each of `parts_of`'s parts."""
     return [FusedContainer(parts[0], calls), *(NativeContainer(part, calls) for part in parts[1:])]
-
-
-def wants_more_than_logits(model: nn.Module) -> bool:
-    """Whether the model's configuration makes every forward return more than logits."""
-    config = getattr(model, "config", None)
-    return any(
-        getattr(config, name, False) for name in ("output_hidden_states", "output_attentions", "output_router_logits")
-    )
 
 
 def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -171,7 +166,10 @@ def padded_logits(decoder: AnyDecoder, ids: torch.Tensor, mask: torch.Tensor) ->
     the same shape.
     """
     real = mask.bool()
-    batch = own_blocks_batch([row[kept] for row, kept in zip(ids, real, strict=True)], decoder.device)
+    pieces = [row[kept] for row, kept in zip(ids, real, strict=True)]
+    width = -(-max(map(len, pieces)) // BLOCK_SIZE)
+    blocks = [list(range(1 + n * width, 1 + (n + 1) * width)) for n in range(len(pieces))]  # block 0 is reserved
+    batch = packed(pieces, [0] * len(pieces), blocks, decoder.device)
     decoder.reserve(ids.shape[1])
     hidden = decoder.forward(batch, decoder.kv(1 + batch.block_tables.numel()))
     logits = decoder.logits(hidden)

@@ -186,6 +186,11 @@ class CudaDecoder(TorchDecoder):
         spec, layer, batch = self.spec, self.spec.layers[index], step.batch
         keys, values = kv.keys[index], kv.values[index]
         cos, sin = self.rope[layer.rotary] if layer.rotary else (None, None)
+        head_norm = None
+        if spec.qk_norm == "head":
+            assert spec.norm == "rms", "heads are normed by RMS norms"
+            weights = (self.blocks[index][f"{role}.weight"] for role in ("q_norm", "k_norm"))
+            head_norm = HeadNorm(*weights, spec.norm_eps, spec.norm_offset, spec.norm_float32)
         q = rope_and_write(
             q,
             k,
@@ -197,7 +202,7 @@ class CudaDecoder(TorchDecoder):
             keys,
             values,
             spec.rotary_interleaved,
-            self._head_norm(self.blocks[index]),
+            head_norm,
         )
         features = (
             spec.attention_scale,
@@ -210,15 +215,6 @@ class CudaDecoder(TorchDecoder):
         if step.decoding:
             return decode_attention(q, keys, values, batch.lengths, batch.block_tables, *features)
         return prefill_attention(q, keys, values, batch.cu_seqlens, batch.lengths, batch.block_tables, *features)
-
-    def _head_norm(self, block: dict[str, torch.Tensor]) -> HeadNorm | None:
-        """The norm of each head's queries and keys; None if the model has none."""
-        spec = self.spec
-        if spec.qk_norm != "head":
-            return None
-        assert spec.norm == "rms", "heads are normed by RMS norms"
-        weights = block["q_norm.weight"], block["k_norm.weight"]
-        return HeadNorm(*weights, spec.norm_eps, spec.norm_offset, spec.norm_float32)
 
     def _mlp(self, index: int, x: torch.Tensor) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec

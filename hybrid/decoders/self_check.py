@@ -56,11 +56,13 @@ class Sequences:
         half = ends[0] // 2
         pieces = [[(0, 0, half), (1, 0, ends[1])], [(0, half, ends[0]), (2, 0, ends[2])]]
         self.prefills = [self.forward(spans) for spans in pieces]
-        self.steps = [
-            self.forward([(index, end + step, end + step + 1) for index, end in enumerate(ends)])
-            for step in range(STEPS)
-        ]
+        self.steps = self.decode_steps(len(lengths))
         self.whole = self.forward([(index, 0, length) for index, length in enumerate(lengths)])
+
+    def decode_steps(self, count: int) -> list[Forward]:
+        """The decode steps of the first `count` sequences."""
+        ends = [(index, length - STEPS) for index, length in enumerate(self.lengths[:count])]
+        return [self.forward([(index, end + step, end + step + 1) for index, end in ends]) for step in range(STEPS)]
 
     def forward(self, spans: list[tuple[int, int, int]]) -> Forward:
         """The forward over parts of sequences: (index, begin, stop) each."""
@@ -164,7 +166,7 @@ def step_differences(
     yield compared("a decode step", eager, expected)
     if max_capture_size:
         count = min(max_capture_size, len(sequences.lengths))
-        graphed = torch.cat([decoder.decode(first_of(step.batch, count), kv).clone() for step in sequences.steps])
+        graphed = torch.cat([decoder.decode(step.batch, kv).clone() for step in sequences.decode_steps(count)])
         # The graph rounds as the eager step does: allow twice the eager step's distance from the model's own.
         limit = 2 * float(spread_apart(eager, expected).mean(dim=1).max())
         yield compared("a decode step from a graph", graphed, native.logits[:, :count].flatten(0, 1), limit)
@@ -173,12 +175,6 @@ def step_differences(
     hidden = decoder.forward(again.batch, kv)
     ends = again.batch.cu_seqlens[1:].long() - 1
     yield compared("a forward", decoder.logits(hidden[ends]), native.logits[-1, 1:])
-
-
-def first_of(batch: PackedBatch, count: int) -> PackedBatch:
-    """The first `count` sequences of a decode step's batch."""
-    rows = (tensor[:count] for tensor in (batch.ids, batch.positions))
-    return PackedBatch(*rows, batch.cu_seqlens[: count + 1], batch.lengths[:count], batch.block_tables[:count])
 
 
 def native_run(info: ModelInfo, sequences: Sequences) -> NativeOutputs:
@@ -209,16 +205,3 @@ def native_run(info: ModelInfo, sequences: Sequences) -> NativeOutputs:
         logits = info.model(**arguments).logits
     rows = torch.arange(len(lengths)).expand_as(positions)
     return NativeOutputs(inputs, outputs, logits[rows, columns if keeps else positions].float())
-
-
-def own_blocks_batch(
-    pieces: list[torch.Tensor], device: torch.device, begins: list[int] | None = None, longest: int = 0
-) -> PackedBatch:
-    """A batch of pieces of sequences, each sequence with its own blocks.
-
-    pieces: int64 [n] each.  begins: their first tokens' positions; None: 0.  longest: blocks are for the longer of this
-        many tokens and the longest piece.
-    """
-    each = -(-max(longest, *map(len, pieces)) // BLOCK_SIZE)
-    blocks = [list(range(1 + n * each, 1 + (n + 1) * each)) for n in range(len(pieces))]
-    return packed(pieces, begins or [0] * len(pieces), blocks, device)

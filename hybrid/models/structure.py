@@ -6,6 +6,9 @@ from torch import nn
 
 from hybrid.models.modules import hugging_face_model
 
+# Settings with a number of layers, of decoder or encoder.
+LAYER_COUNTS = "num_hidden_layers n_layer num_layers encoder_layers decoder_layers num_decoder_layers".split()
+
 
 @dataclass(frozen=True)
 class Part:
@@ -68,17 +71,12 @@ def read_structure(model: nn.Module) -> Structure:
 def is_layer_stack(model: nn.Module, module: nn.Module) -> bool:
     """Whether `module` is the list of a model's transformer layers: a ModuleList with as many entries as the
     configuration has layers, each of which has submodules (expert matrices in a list have none)."""
-    if not isinstance(module, nn.ModuleList) or len(module) == 0:
+    if not isinstance(module, nn.ModuleList) or not all(any(entry.children()) for entry in module):
         return False
-    return len(module) in layer_counts(model) and all(any(entry.children()) for entry in module)
-
-
-def layer_counts(model: nn.Module) -> set[int]:
-    """The numbers of layers in the model's configuration, for decoder and encoder."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    names = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
-    return {getattr(source, name) for source in (config, text) for name in names if hasattr(source, name)}
+    counts = (getattr(source, name, 0) for source in (config, text) for name in LAYER_COUNTS)
+    return len(module) > 0 and len(module) in counts
 
 
 def kind_of(model: nn.Module, module: nn.Module) -> str:

@@ -128,7 +128,9 @@ def read_tp_plan(model: nn.Module) -> TensorPlan:
             attention = attention_of(model.get_submodule(parent), block, model.config.get_text_config())
             if attention is not None:
                 attentions.append(attention)
-                block = {leaf: with_kv_heads(leaf, share, attention) for leaf, share in block.items()}
+                for leaf in block.keys() & {"k_proj", "v_proj"}:  # sliced by their heads
+                    cuts = dict.fromkeys(block[leaf].cuts, "kv")
+                    block[leaf] = replace(block[leaf], cuts=cuts, kv_heads=attention.kv_heads)
         shares += block.values()
     if not any(share.style.after == "sum" and share.style.before != "lookup" for share in shares):
         raise UnsupportedModel(f"the tp_plan of {type(model).__name__} slices no layer")
@@ -172,13 +174,6 @@ def attention_of(module: nn.Module, block: dict[str, Share], config: PretrainedC
     kv_heads = block["k_proj"].width // size
     groups = getattr(module, "num_key_value_groups", config.num_attention_heads // kv_heads)
     return Attention(module, kv_heads * groups, kv_heads)
-
-
-def with_kv_heads(leaf: str, share: Share, attention: Attention) -> Share:
-    """`share`, a module of an attention block, with keys and values sliced by their heads."""
-    if leaf not in ("k_proj", "v_proj"):
-        return share
-    return replace(share, cuts=dict.fromkeys(share.cuts, "kv"), kv_heads=attention.kv_heads)
 
 
 def require_tied_alike(model: nn.Module, shares: list[Share]) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, packed
 from hybrid.decoders.cpu_decoder import CpuDecoder
-from hybrid.decoders.self_check import own_blocks_batch
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import UnsupportedModel
@@ -17,6 +17,20 @@ from tests.decoders.test_torch_decoder import VARIANTS, Run, average, distance, 
 from tests.tiny_models import ALL_FAMILIES, VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")
+
+
+def own_blocks_batch(
+    pieces: list[torch.Tensor], device: torch.device, begins: list[int] | None = None, longest: int = 0
+) -> PackedBatch:
+    """A batch of pieces of sequences, each sequence with its own blocks.
+
+    pieces: int64 [n] each.  begins: their first tokens' positions; None: 0.  longest: blocks are for the longer of this
+        many tokens and the longest piece.
+    """
+    each = -(-max(longest, *map(len, pieces)) // BLOCK_SIZE)
+    blocks = [list(range(1 + n * each, 1 + (n + 1) * each)) for n in range(len(pieces))]
+    return packed(pieces, begins or [0] * len(pieces), blocks, device)
+
 
 # Our distance from Hugging Face in bfloat16, as a share of Hugging Face's distance from float32. Independent roundings
 # would be √2 apart; 0.34 to 0.78 is measured where every step rounds alike. Gemma 2 rounds probabilities after they are
