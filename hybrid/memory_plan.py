@@ -12,6 +12,7 @@ from hybrid.build import Builder, Mode
 from hybrid.config import RolloutConfig
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.fused_model import FusedModel
+from hybrid.decoders.selection import WholeDecoder
 from hybrid.decoders.self_check import checked_lengths
 from hybrid.generation.block_pool import blocks_for
 from hybrid.generation.model_runner import PREFILL_TOKENS
@@ -153,7 +154,7 @@ def need_of(mode: Mode, snapshot: Snapshot, fused: FusedModel, rollout: RolloutC
         param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes
         for param in info.model.parameters()
     )
-    vocabulary = getattr(info.text_config, "vocab_size", 0)
+    vocabulary = info.size("vocab_size")
 
     def need(rows: int, tokens: int) -> Need:
         kv = kv_bytes(fused, rollout.kv_step, rows, tokens) if rows else 0
@@ -171,7 +172,7 @@ def need_of(mode: Mode, snapshot: Snapshot, fused: FusedModel, rollout: RolloutC
     return need
 
 
-def logit_rows(decoder: object, rows: int, tokens: int) -> int:
+def logit_rows(decoder: WholeDecoder | None, rows: int, tokens: int) -> int:
     """Rows of logits that exist at once, temporaries counted: in a decode step (`rows` sequences) or in scoring.
 
     The CPU kernels sample and score without a copy; torch's operations make temporaries of the same size.
@@ -183,8 +184,9 @@ def logit_rows(decoder: object, rows: int, tokens: int) -> int:
 def native_activation_bytes(info: ModelInfo, tokens: int) -> int:
     """Approximate activation bytes of the model's own layers over `tokens` tokens: four times the hidden size (the
     residual stream, its norm, the attention output, a float32 copy) and three times the MLP's inner size."""
-    hidden, inner = (getattr(info.text_config, name, 0) or 0 for name in ("hidden_size", "intermediate_size"))
-    return tokens * (4 * hidden + 3 * (inner or 4 * hidden)) * next(info.model.parameters()).element_size()
+    hidden = info.size("hidden_size")
+    inner = info.size("intermediate_size") or 4 * hidden
+    return tokens * (4 * hidden + 3 * inner) * next(info.model.parameters()).element_size()
 
 
 def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
@@ -195,13 +197,12 @@ def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
     if not fused.fallback_reason:
         steps = blocks_for(step)
         return -(-(1 + rows * blocks_for(tokens)) // steps) * steps * fused.block_bytes()
-    config = fused.info.text_config
-    heads = getattr(config, "num_attention_heads", 0)
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    layers = getattr(config, "num_hidden_layers", 0)
-    itemsize = next(fused.info.model.parameters()).element_size()
-    return 2 * layers * kv_heads * head_dim * rows * (-(-tokens // step) * step) * itemsize
+    info = fused.info
+    heads = info.size("num_attention_heads")
+    kv_heads = info.size("num_key_value_heads") or heads
+    head_dim = info.size("head_dim") or info.size("hidden_size") // max(heads, 1)
+    itemsize = next(info.model.parameters()).element_size()
+    return 2 * info.size("num_hidden_layers") * kv_heads * head_dim * rows * (-(-tokens // step) * step) * itemsize
 
 
 def free_bytes() -> int:

@@ -61,7 +61,7 @@ class Family:
         layer, so the most specific comes first.
     activation: the config's setting with the activation; "" if `spec` has it.
     own_embedding: the embedding module computes more than a lookup, and `spec` describes it.
-    spec: fields of DecoderSpec that differ from what `reader.decoder_spec` sets: values, or functions of the model.
+    spec: fields of DecoderSpec that `reader.LayoutReader` would set otherwise: values, or functions of the model.
     windows, rotaries: functions of the config that give `LayerSpec.window` and `.rotary` for each layer.
     rotary: path of the module with the rotary tables.  table: (module, key) to a `Table`; None: `rope_table`.
     positions: function of the config: the number of learned or tabled positions, 0 for no limit.

@@ -43,6 +43,10 @@ class ModelInfo:
         """The configuration of the part that generates text."""
         return self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
 
+    def size(self, name: str) -> int:
+        """A size in `text_config`, such as "vocab_size"; 0 if it has none."""
+        return getattr(self.text_config, name, None) or 0
+
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether the model's prompt and completion are two sequences."""
