@@ -49,11 +49,11 @@ from rlhf_examples.common.rollouts import (
     Row,
     completion_metrics,
     decode_completions,
+    forward_batch_size,
     loss_weights,
     optimizer_steps,
     rank_row_ids,
     roll_out,
-    rows_of_forward,
     sampling,
     sampling_seed,
     training_logps,
@@ -227,7 +227,7 @@ def make_experience(
     """
     completion_mask, width = batch.completion_mask, batch.completion_mask.shape[1]
     with models.critic.inference():
-        rows = rows_of_forward(args, batch.sequences.shape[1])
+        rows = forward_batch_size(args, batch.sequences.shape[1])
         values = frozen_values(models.critic, batch.sequences, batch.attention_mask, rows)[:, -width - 1 : -1]
     phases.end("values")
     raw_scores = models.rewards(batch, prompts, decode_completions(tokenizer, batch))

@@ -28,9 +28,9 @@ from rlhf_examples.common.ranks import gather_objects, interleaved, is_main_proc
 from rlhf_examples.common.rollouts import (
     Row,
     decode_completions,
+    forward_batch_size,
     rank_row_ids,
     roll_out,
-    rows_of_forward,
     sampling,
     sampling_seed,
 )
@@ -75,7 +75,7 @@ class Actor:
         if self.reference is None:
             scores = self.policy.score(batch.sequences, batch.attention_mask, adapters=False, temperature=temperature)
             return scores.per_token_logps[:, -width:]
-        rows = rows_of_forward(self.args, batch.sequences.shape[1])
+        rows = forward_batch_size(self.args, batch.sequences.shape[1])
         return frozen_logps(self.reference, batch.sequences, batch.attention_mask, width, temperature, rows)
 
     def old_logps(self, batch: hybrid.RolloutBatch) -> torch.Tensor:
@@ -206,7 +206,7 @@ def time_metrics(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, phases
         **spent,
         **phases.metrics(),
         "time/score_s": sum(s for name, s in phases.seconds.items() if name not in ("rollout", "train")),
-        "time/iteration_s": phases.last - phases.begun,
+        "time/iteration_s": phases.last - phases.start,
         "time/tokens_per_s": tokens / phases.seconds["rollout"],
         "memory/peak_bytes": stats["peak_bytes"],
     }

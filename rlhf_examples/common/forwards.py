@@ -56,25 +56,25 @@ def frozen_logps(
     mask: torch.Tensor,
     width: int,
     temperature: float,
-    rows: int,
+    batch_size: int,
 ) -> torch.Tensor:
-    """The reference's logprobs of the completion tokens, `rows` rows per forward.  float32 [B, width]"""
+    """The reference's logprobs of the completion tokens, `batch_size` rows per forward.  float32 [B, width]"""
     if isinstance(reference, hybrid.HybridEngine):
         return reference.score(sequences, mask, temperature=temperature).per_token_logps[:, -width:]
     forward, logps = hybrid.padded_forward(reference.module, reference), []
-    for ids, of_ids in zip(sequences.split(rows), mask.split(rows), strict=True):
-        logits = forward(ids, of_ids).logits[:, -width - 1 : -1] / temperature
+    for ids, ids_mask in zip(sequences.split(batch_size), mask.split(batch_size), strict=True):
+        logits = forward(ids, ids_mask).logits[:, -width - 1 : -1] / temperature
         logps.append(hybrid.selective_log_softmax(logits, ids[:, -width:]))
     return torch.cat(logps)
 
 
 @torch.no_grad()
 def frozen_values(
-    model: hybrid.InferenceEngine | hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, rows: int
+    model: hybrid.InferenceEngine | hybrid.HybridEngine, sequences: torch.Tensor, mask: torch.Tensor, batch_size: int
 ) -> torch.Tensor:
-    """A reward model's or critic's value of every token, `rows` rows per forward.  float32 [B, T]"""
-    parts = zip(sequences.split(rows), mask.split(rows), strict=True)
-    return torch.cat([model(input_ids=ids, attention_mask=of_ids).logits[..., 0].float() for ids, of_ids in parts])
+    """A reward model's or critic's value of every token, `batch_size` rows per forward.  float32 [B, T]"""
+    parts = zip(sequences.split(batch_size), mask.split(batch_size), strict=True)
+    return torch.cat([model(input_ids=ids, attention_mask=ids_mask).logits[..., 0].float() for ids, ids_mask in parts])
 
 
 @torch.no_grad()

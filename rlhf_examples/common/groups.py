@@ -68,18 +68,18 @@ def next_groups(
     policy: hybrid.HybridEngine,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Row],
-    first: int,
+    first_prompt: int,
     iteration: int,
     args: GRPOArguments,
 ) -> Groups:
     """This rank's completions of its share of all ranks' `prompts`, not yet scored.
 
-    first: number of the first prompt within the iteration; the sampling keys depend on it and on the prompts' order.
+    first_prompt: number of the first prompt within the iteration; the sampling keys depend on it and on the order.
     Every rank gets equally many rows; if the prompts do not divide evenly, the first prompt is repeated at the end.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     own = rank_share([*prompts, *prompts[:1] * (-len(prompts) % world_size)])
-    row_ids = first + rank + world_size * torch.arange(len(own))
+    row_ids = first_prompt + rank + world_size * torch.arange(len(own))
     params = sampling(args, sampling_seed(args.seed, iteration))
     batch = roll_out(policy, tokenizer, own, row_ids, params, args.num_generations)
     return Groups([row for row in own for _ in range(args.num_generations)], batch, {})
@@ -120,8 +120,8 @@ def dynamic_sampling_groups(
         rounds, num_sampled = rounds + 1, num_sampled + len(next_prompts)
         score_sum += learned_scores.nansum().item()
         num_scored += int((~learned_scores.isnan()).sum())
-    own = own_groups(kept.concatenate(dropped, tokenizer.pad_token_id) if missing else kept, num_generations)
-    rewards.last = own.scores  # so that `Rewards.metrics` covers the kept groups
+    own = groups_of_rank(kept.concatenate(dropped, tokenizer.pad_token_id) if missing else kept, num_generations)
+    rewards.last_scores = own.scores  # so that `Rewards.metrics` covers the kept groups
     return replace(own, batch=replace(own.batch, timings=dict(timings))), {
         "dynamic_sampling/num_gen_batches": rounds,
         "dynamic_sampling/groups_sampled": num_sampled,
@@ -156,7 +156,7 @@ def gather_groups(own: Groups, prompts: list[Row], num_generations: int) -> Grou
     return Groups(of_each, replace(own.batch, finish_reason=reasons, **tensors), scores)
 
 
-def own_groups(groups: Groups, num_generations: int) -> Groups:
+def groups_of_rank(groups: Groups, num_generations: int) -> Groups:
     """This rank's share of groups that all ranks hold, dealt out round-robin."""
     rows = torch.arange(len(groups.prompts)).view(-1, num_generations)
     return groups.take(rows[dist.get_rank() :: dist.get_world_size()].flatten())

@@ -324,10 +324,7 @@ def explained_variance(
     returns, errors = returns[kept].double(), (returns - values)[kept].double()
     ones = torch.ones_like(returns)
     count, *totals = over_ranks(torch.stack([ones.sum(), returns.sum(), errors.sum()]))
-    squares = [
-        ((values_of_kind - total / count) ** 2).sum()
-        for values_of_kind, total in zip((returns, errors), totals, strict=True)
-    ]
+    squares = [((tensor - total / count) ** 2).sum() for tensor, total in zip((returns, errors), totals, strict=True)]
     total, unexplained = over_ranks(torch.stack(squares)).tolist()
     return 1 - unexplained / total if total else math.nan
 
@@ -587,9 +584,9 @@ def grpo_loss(
     per_token = surrogate * torch.where(kept, weights, 0.0)  # [B, T]
 
     is_low, is_high = (bounded < low) & (advantages < 0), (bounded > high) & (advantages > 0)
-    clipped_tokens = {"low_mean": is_low, "high_mean": is_high, "region_mean": is_low | is_high}
+    clip_masks = {"low_mean": is_low, "high_mean": is_high, "region_mean": is_low | is_high}
     counted = torch.ones_like(is_low) if by_sequence else kept
-    sums = {f"clip_ratio/{name}": (selected & counted).sum() for name, selected in clipped_tokens.items()}
+    sums = {f"clip_ratio/{name}": (clip_mask & counted).sum() for name, clip_mask in clip_masks.items()}
     counts = dict.fromkeys(sums, counted.sum())
     if beta:
         kl = kl_k3(torch.where(kept, logps, 0.0), torch.where(kept, ref_logps, 0.0))

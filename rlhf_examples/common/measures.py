@@ -21,7 +21,7 @@ class Phases:
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
-        self.begun = self.last = time.perf_counter()
+        self.start = self.last = time.perf_counter()
 
     def end(self, phase: str) -> None:
         """End a phase: the time since the last phase ended is added to it."""

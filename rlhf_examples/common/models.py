@@ -101,8 +101,8 @@ def small_model(
 def load(
     kind: type,
     name: str,
-    engine: dict[str, Any],
-    new: str = "",
+    ds_config: dict[str, Any],
+    new_prefix: str = "",
     config: PretrainedConfig | None = None,
     disable_dropout: bool = False,
     attn_implementation: str = "",
@@ -112,39 +112,41 @@ def load(
     Under ZeRO-3 parameters are partitioned from the start, and the first rank maps the files and broadcasts one
     module's weights at a time: no rank ever holds the whole model. Under ZeRO 0 to 2 every rank holds it, as it will in
     training.
-    kind: one of Hugging Face's Auto classes.  engine: the engine's DeepSpeed configuration.
-    new: prefix of the names of weights that may be missing; they are initialized, equally on every rank.
+    kind: one of Hugging Face's Auto classes.  ds_config: the engine's DeepSpeed configuration.
+    new_prefix: prefix of the names of weights that may be missing; they are initialized, equally on every rank.
     config: replaces the model's own.  disable_dropout: see `without_dropout`.
     attn_implementation: transformers'; empty for its default.
     Raises ValueError on every rank if weights are missing, have other shapes or cannot be read.
     """
-    dtype = torch.bfloat16 if engine["bf16"]["enabled"] else torch.float32
-    partitioned = HfDeepSpeedConfig(engine)  # transformers holds a weak reference, so keep it alive while loading
+    dtype = torch.bfloat16 if ds_config["bf16"]["enabled"] else torch.float32
+    hf_ds_config = HfDeepSpeedConfig(ds_config)  # transformers holds a weak reference, so keep it alive while loading
     error, model = "", None
     try:
         config = config or AutoConfig.from_pretrained(name)
         config = without_dropout(config) if disable_dropout else config
         settings = {"config": config, "dtype": dtype, "attn_implementation": attn_implementation or None}
         model, report = kind.from_pretrained(name, **settings, output_loading_info=True)
-        if missing := sorted(key for key in report["missing_keys"] if not new or not key.startswith(new)):
+        if missing := sorted(key for key in report["missing_keys"] if not new_prefix or not key.startswith(new_prefix)):
             error = f"it has no {', '.join(missing[:20])}; give the checkpoint of a {type(model).__name__}"
     except (ImportError, OSError, RuntimeError, ValueError, SafetensorError) as raised:
         error = f"{type(raised).__name__}: {raised}"
     finally:
-        del partitioned
+        del hf_ds_config
     # Only the rank that reads a weight sees that it does not fit; the others would wait for ever.
     if error := next(filter(None, gather_objects(error)), ""):
         raise ValueError(f"{name!r} cannot be loaded: {error}")
     return model
 
 
-def load_merged(kind: type, name: str, engine: dict[str, Any], new: str = "", **kwargs: Any) -> PreTrainedModel:
+def load_merged(
+    kind: type, name: str, ds_config: dict[str, Any], new_prefix: str = "", **kwargs: Any
+) -> PreTrainedModel:
     """`load` of a whole model, or of a PEFT adapter that is merged into its base. Weights whose names begin with
-    `new` are set to zero, unless the adapter has them.
+    `new_prefix` are set to zero, unless the adapter has them.
     """
     base = base_model_of(name)
-    model = load(kind, base, engine, new, **kwargs)
-    zero_(model, new)
+    model = load(kind, base, ds_config, new_prefix, **kwargs)
+    zero_(model, new_prefix)
     return model if base == name else merge_adapter_weights(model, name)
 
 
@@ -158,9 +160,11 @@ def base_model_of(name: str) -> str:
     return peft.PeftConfig.from_pretrained(name).base_model_name_or_path
 
 
-def zero_(model: PreTrainedModel, new: str) -> None:
-    """Set the parameters whose names begin with `new` to zero; none if `new` is empty."""
-    parameters = [parameter for name, parameter in model.named_parameters() if new and name.startswith(new)]
+def zero_(model: PreTrainedModel, new_prefix: str) -> None:
+    """Set the parameters whose names begin with `new_prefix` to zero; none if `new_prefix` is empty."""
+    parameters = [
+        parameter for name, parameter in model.named_parameters() if new_prefix and name.startswith(new_prefix)
+    ]
     with zero.GatheredParameters(parameters, modifier_rank=0):
         for parameter in parameters:
             nn.init.zeros_(parameter)
@@ -210,7 +214,7 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 def load_policy(
     name: str,
-    engine: dict[str, Any],
+    ds_config: dict[str, Any],
     lora: LoRA | None = None,
     gradient_checkpointing: bool = False,
     disable_dropout: bool = False,
@@ -227,7 +231,7 @@ def load_policy(
             "or a whole model"
         )
     settings = {"disable_dropout": disable_dropout, "attn_implementation": attn_implementation}
-    model = load_merged(AutoModelForCausalLM, name, engine, **settings)
+    model = load_merged(AutoModelForCausalLM, name, ds_config, **settings)
     checkpoint_gradients(model, gradient_checkpointing)
     return model if lora is None else lora.apply(model, "CAUSAL_LM")
 
@@ -280,7 +284,7 @@ class ValueModel(nn.Module):
 
 def load_value_model(
     name: str,
-    engine: dict[str, Any],
+    ds_config: dict[str, Any],
     lora: LoRA | None = None,
     gradient_checkpointing: bool = False,
     disable_dropout: bool = False,
@@ -292,7 +296,7 @@ def load_value_model(
     config = AutoConfig.from_pretrained(base_model_of(name), num_labels=1)
     has_head = any("SequenceClassification" in kind for kind in config.architectures or [])
     settings = {"config": config, "disable_dropout": disable_dropout, "attn_implementation": attn_implementation}
-    model = load_merged(AutoModelForSequenceClassification, name, engine, "" if has_head else "score.", **settings)
+    model = load_merged(AutoModelForSequenceClassification, name, ds_config, "" if has_head else "score.", **settings)
     value_model = ValueModel(model)
     checkpoint_gradients(model, gradient_checkpointing)
     return value_model if lora is None else ValueModel(lora.apply(model, "SEQ_CLS"))
@@ -359,12 +363,12 @@ def supported_attentions(config: PretrainedConfig) -> list[str]:
     return supported
 
 
-def load_exported(name: str, engine: dict[str, Any], attn_implementation: str = "") -> nn.Module:
+def load_exported(name: str, ds_config: dict[str, Any], attn_implementation: str = "") -> nn.Module:
     """A language model for inference: a whole one, or an adapter's base with the adapter.
 
     Does not use PEFT's own Auto classes, which also resize the embeddings to the directory's tokenizer (0.21).
     """
-    base = load(AutoModelForCausalLM, base_model_of(name), engine, attn_implementation=attn_implementation)
+    base = load(AutoModelForCausalLM, base_model_of(name), ds_config, attn_implementation=attn_implementation)
     if base_model_of(name) == name:
         return base
     return peft.PeftModel.from_pretrained(base, name, autocast_adapter_dtype=False)

@@ -24,14 +24,14 @@ class PtxBatch:
 
     ids: torch.Tensor
     mask: torch.Tensor
-    learned: torch.Tensor
+    loss_mask: torch.Tensor
     denominator: float
 
     def loss(self, policy: hybrid.HybridEngine, args: PPOArguments) -> Loss:
         """The language model loss of every token but the first."""
         width, forward = self.ids.shape[1] - 1, (1.0, args.logit_chunk, args.padding_free)
         logps, _ = token_logps(policy, self.ids, self.mask, width, *forward)
-        return language_model_loss(logps, self.learned[:, 1:], self.denominator)
+        return language_model_loss(logps, self.loss_mask[:, 1:], self.denominator)
 
 
 @dataclass

@@ -62,14 +62,14 @@ def start_ranks() -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        alone = {
+        environment = {
             "RANK": "0",
             "LOCAL_RANK": "0",
             "WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        os.environ.update(alone)
+        os.environ.update(environment)
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
 
 

@@ -82,9 +82,9 @@ class OptimizerStep:
         """The rows of each micro batch. An empty one gets one fully masked row: under ZeRO every rank must run
         equally many forwards and backwards.
         """
-        for rows in self.micro_batch_rows:
-            e = experience.take(self.rows[rows or [0]])
-            yield e if rows else replace(e, mask=torch.zeros_like(e.mask))
+        for indices in self.micro_batch_rows:
+            micro_batch = experience.take(self.rows[indices or [0]])
+            yield micro_batch if indices else replace(micro_batch, mask=torch.zeros_like(micro_batch.mask))
 
     def denominator(self, tokens: int, sequences: int = 0, loss_type: str = "dapo", max_length: int = 0) -> float:
         """The denominator of a micro batch's loss: see `loss_denominator`.  tokens, sequences: of all ranks."""
@@ -208,18 +208,18 @@ def micro_batches(lengths: torch.Tensor, ranks: int, args: RolloutArguments) -> 
     Raises ValueError if a row is longer than `max_tokens_per_batch`.
     """
     if not args.max_tokens_per_batch:
-        each = -(-len(lengths) // (ranks * args.per_device_training_batch_size))
-        return split_rows(torch.ones_like(lengths), ranks * each)
+        per_rank = -(-len(lengths) // (ranks * args.per_device_training_batch_size))
+        return split_rows(torch.ones_like(lengths), ranks * per_rank)
     if int(lengths.max()) > args.max_tokens_per_batch:
         raise ValueError(
             f"max_tokens_per_batch: {args.max_tokens_per_batch} given; a sequence has {int(lengths.max())} tokens"
         )
-    each = 1
+    per_rank = 1
     while True:  # ends at the latest with one row per batch
-        batches = split_rows(lengths, ranks * each)
+        batches = split_rows(lengths, ranks * per_rank)
         if max(int(lengths[batch].sum()) for batch in batches) <= args.max_tokens_per_batch:
             return batches
-        each += 1
+        per_rank += 1
 
 
 def split_rows(lengths: torch.Tensor, num_batches: int) -> list[list[int]]:
@@ -228,7 +228,7 @@ def split_rows(lengths: torch.Tensor, num_batches: int) -> list[list[int]]:
     return batches + [[]] * (num_batches - len(batches))
 
 
-def rows_of_forward(args: RolloutArguments, width: int) -> int:
+def forward_batch_size(args: RolloutArguments, width: int) -> int:
     """Rows of a forward without gradients at `width` tokens: as many as `max_tokens_per_batch` allows."""
     return (
         max(args.max_tokens_per_batch // width, 1) if args.max_tokens_per_batch else args.per_device_training_batch_size
@@ -284,7 +284,7 @@ def loss_weights(
 def training_logps(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, args: RolloutArguments) -> torch.Tensor:
     """`token_logps` of the training forward itself, in train mode, without gradients.  float32 [rows, completion]"""
     policy.train()
-    width, size = batch.completion_mask.shape[1], rows_of_forward(args, batch.sequences.shape[1])
+    width, size = batch.completion_mask.shape[1], forward_batch_size(args, batch.sequences.shape[1])
     parts = zip(batch.sequences.split(size), batch.attention_mask.split(size), strict=True)
     forward = (args.temperature, args.logit_chunk, args.padding_free)
     return torch.cat([token_logps(policy, *part, width, *forward)[0] for part in parts])
@@ -305,10 +305,8 @@ class Numerics:
         control = step.rows[step.micro_batch_rows[0][: min(control_rows, step.min_rows)]]
         self.control = experience.take(control) if len(control) else None
         if self.control is not None:  # before the first step: the weights are still those that sampled
-            e = self.control
-            self.control_logps = token_logps_row_by_row(
-                policy, e.sequences, e.attention_mask, e.mask.shape[1], args.temperature
-            )
+            sequences, mask, width = self.control.sequences, self.control.attention_mask, self.control.mask.shape[1]
+            self.control_logps = token_logps_row_by_row(policy, sequences, mask, width, args.temperature)
 
     def add(self, logps: torch.Tensor) -> None:
         """Record a micro batch's training logprobs [rows, completion]; steps after the first are ignored."""

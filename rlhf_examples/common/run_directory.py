@@ -50,7 +50,7 @@ def begin_run(args: RunArguments | PipelineArguments, steps: Iterable[str] = (""
         )
     if is_main_process():
         for directory in directories:
-            clear(directory)
+            delete_run_files(directory)
     barrier()
 
 
@@ -60,19 +60,19 @@ def require_same_settings(finished: dict[str, Any]) -> None:
     finished: arguments by the step's directory. Raises ValueError on every rank for a step with other settings, naming
         each; a setting that did not exist yet when the step ran is ignored.
     """
-    errors = [different(directory, args) for directory, args in finished.items()] if is_main_process() else []
+    errors = [settings_difference(directory, args) for directory, args in finished.items()] if is_main_process() else []
     for error in gather_objects(errors)[0]:
         if error:
             raise ValueError(error)
 
 
-def different(directory: str, args: Any) -> str:
+def settings_difference(directory: str, args: Any) -> str:
     """The error message for a finished step that ran with other settings than `args`; empty if they are the same."""
     path = Path(directory) / SETTINGS
-    then = json.loads(path.read_text()) if path.is_file() else {}
-    now = json.loads(json.dumps(asdict(args)))
-    names = [name for name in now if name in then and name not in WITHOUT_EFFECT and then[name] != now[name]]
-    changed = "; ".join(f"{name} was {then[name]!r} and is {now[name]!r}" for name in names)
+    old = json.loads(path.read_text()) if path.is_file() else {}
+    new = json.loads(json.dumps(asdict(args)))
+    names = [name for name in new if name in old and name not in WITHOUT_EFFECT and old[name] != new[name]]
+    changed = "; ".join(f"{name} was {old[name]!r} and is {new[name]!r}" for name in names)
     return changed and (
         f"resume: the finished step in {directory!r} ran with other settings: {changed}; restore them, delete that "
         "directory to run the step again, give another output_dir, or --overwrite true to run every step again"
@@ -86,7 +86,7 @@ def results_in(directory: Path) -> list[Path]:
     return checkpoints + [path for path in results if path.is_dir() or (path.is_file() and path.stat().st_size)]
 
 
-def clear(directory: Path) -> None:
+def delete_run_files(directory: Path) -> None:
     """Delete the files that a run writes."""
     for name in WRITTEN:
         path = directory / name

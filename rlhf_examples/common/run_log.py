@@ -286,10 +286,10 @@ def parse_json_line(line: str, where: str) -> dict:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON ({error}); delete this line or the file") from error
-    return {name: value_of(value) for name, value in row.items()}
+    return {name: from_json_value(value) for name, value in row.items()}
 
 
-def value_of(value) -> "float | Histogram":
+def from_json_value(value) -> "float | Histogram":
     """A metric from its JSON value."""
     if isinstance(value, dict):
         return Histogram(tuple(value["edges"]), tuple(value["counts"]))

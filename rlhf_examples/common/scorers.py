@@ -76,7 +76,7 @@ class Rewards:
     weights: list[float]
     timeout_s: float = 60.0
     retries: int = 2
-    last: dict[str, Tensor] = field(default_factory=dict)  # the latest result of `by_name`
+    last_scores: dict[str, Tensor] = field(default_factory=dict)  # the latest result of `scores_by_name`
 
     @classmethod
     def load(
@@ -122,8 +122,8 @@ class Rewards:
             else torch.tensor(function_scores[scorer.name], dtype=torch.float32, device=device())
             for scorer in self.scorers
         }
-        self.last = {self.name: weighted_sum(list(scores.values()), self.weights), **scores}
-        return self.last
+        self.last_scores = {self.name: weighted_sum(list(scores.values()), self.weights), **scores}
+        return self.last_scores
 
     def metrics(self) -> Metrics:
         """Mean, standard deviation, minimum and maximum over all ranks of the latest scores, with TRL's names where it
@@ -131,7 +131,7 @@ class Rewards:
         A scorer that could score no completion has none. Every rank takes part.
         """
         metrics = {}
-        for name, scores in self.last.items():
+        for name, scores in self.last_scores.items():
             scored = scores[~scores.isnan()].double()
             sums = sums_over_ranks({"rows": len(scored), "sum": scored.sum(), "squares": (scored**2).sum()})
             minus_infinity = scored.new_full((1,), -torch.inf)

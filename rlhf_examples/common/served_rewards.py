@@ -45,9 +45,9 @@ def served_rewards(servers: dict[str, RewardServerArguments]) -> Iterator[None]:
                 raise ValueError(error)
         addresses = {
             name: address
-            for host, started_there, _ in from_ranks
+            for host, host_addresses, _ in from_ranks
             if host == socket.gethostname()
-            for name, address in started_there.items()
+            for name, address in host_addresses.items()
         }
         os.environ[SERVERS] = json.dumps(addresses)
         yield

@@ -89,7 +89,7 @@ def fit(
                 eval_metrics = evaluate(engine, held_out, loss_of, args)
             is_best = best.update(eval_metrics, step)
         metrics |= eval_metrics
-        seconds = {**between_steps.metrics(), "time/iteration_s": time.perf_counter() - phases.begun}
+        seconds = {**between_steps.metrics(), "time/iteration_s": time.perf_counter() - phases.start}
         log.add(step, {**metrics, **seconds})
         between_steps = Phases()  # a checkpoint's time is logged with the next step
         if is_best or (args.save_every and step % args.save_every == 0):

@@ -84,7 +84,7 @@ def test_cases_are_known_by_their_names():
 def test_an_unknown_case_is_refused_in_words(capsys):
     with pytest.raises(SystemExit):
         parse(["--cases", "120M bf16 b65"])
-    assert "'120M bf16 b65' given; known are all, or some of: 120M bf16 b64" in capsys.readouterr().err
+    assert "'120M bf16 b65' given; allowed: all, or some of: 120M bf16 b64" in capsys.readouterr().err
 
 
 def test_natural_lengths_are_geometric():
