@@ -1,4 +1,4 @@
-"""Fixtures: ranks that live for the session, and what is not on every machine."""
+"""Fixtures: ranks that live for the session, and resources that a machine may lack."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# Triton decides as it is first imported, which transformers does, whether kernels are compiled or interpreted.
+# Triton chooses between compiling and interpreting kernels at its first import, which transformers triggers.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

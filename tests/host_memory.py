@@ -1,4 +1,4 @@
-"""How much host memory a process takes while it does something."""
+"""Host memory of a process, now and at its peak inside a block."""
 
 import ctypes
 import gc
@@ -15,18 +15,17 @@ FIGURES = {"anonymous": "Pss_Anon", "shared": "Pss_Shmem", "file": "Pss_File", "
 
 
 def memory_now() -> dict[str, int]:
-    """Bytes of this process.  A page that n processes map counts for an n-th in each (proportional set size), so that
-    sums over processes are what the machine holds.
+    """Bytes of this process.  A page mapped by n processes counts as 1/n in each (proportional set size), so that sums
+    over processes are the machine's memory.
 
-    anonymous: allocated by the process.  file: pages of mapped files, which the kernel may drop.
-    """
+    anonymous: allocated by the process.  file: pages of mapped files, which the kernel may drop."""
     lines = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     values = {key.rstrip(":"): int(value) * 1024 for key, value, *_ in lines}
     return {name: values[key] for name, key in FIGURES.items()}
 
 
 class PeakMemory:
-    """Inside the block a thread looks again and again; afterwards `figures` gives how far each figure rose."""
+    """Inside the block a thread samples memory; `figures` gives the peak increase of each figure."""
 
     def __enter__(self) -> "PeakMemory":
         gc.collect()
@@ -46,14 +45,14 @@ class PeakMemory:
             self.most = {name: max(self.most[name], value) for name, value in memory_now().items()}
 
     def figures(self) -> dict[str, int]:
-        """Bytes above what there was before the block."""
+        """Peak bytes above those before the block."""
         return {name: value - self.before[name] for name, value in self.most.items()}
 
 
 @contextmanager
-def returning_memory() -> Iterator[None]:
-    """Inside the block malloc gives every freed tensor back at once, as it does of itself with those above 32 MiB (a
-    matrix of a real model); it keeps smaller ones, and a small model's figures would be malloc's."""
+def malloc_returns_memory() -> Iterator[None]:
+    """Inside the block malloc returns freed tensors to the system at once, as it does by default above 32 MiB (a matrix
+    of a real model); otherwise it keeps smaller ones, which would dominate a small model's figures."""
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, MIB)
     libc.malloc_trim(0)
@@ -63,6 +62,6 @@ def returning_memory() -> Iterator[None]:
         libc.mallopt(M_MMAP_THRESHOLD, 32 * MIB)
 
 
-def summed(figures: list[dict[str, int]]) -> dict[str, int]:
-    """The ranks' figures together."""
-    return {name: sum(one[name] for one in figures) for name in figures[0]}
+def sum_over_ranks(figures: list[dict[str, int]]) -> dict[str, int]:
+    """Figures summed over the ranks."""
+    return {name: sum(rank_figures[name] for rank_figures in figures) for name in figures[0]}

@@ -1,4 +1,4 @@
-"""Ten lines that every launcher runs: an engine behind `deepspeed.initialize`, a rollout, a step."""
+"""The script that every launcher test runs: an engine from `deepspeed.initialize`, a rollout, a step."""
 
 import sys
 
@@ -26,7 +26,7 @@ def main() -> None:
     sequences = batch.sequences
     engine.backward(engine(input_ids=sequences, labels=sequences).loss)
     engine.step()
-    # One line, written at once: ranks share the output.
+    # One line in one write: ranks share the output.
     sys.stdout.write(f"\nrank {rank} of {world_size}: {sequences.tolist()}, version {engine.weight_version}\n")
     sys.stdout.flush()
     assert isinstance(engine, hybrid.HybridEngine)

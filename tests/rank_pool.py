@@ -1,4 +1,4 @@
-"""Ranks for tests: processes that live on between runs, and a failure that says which rank died and where."""
+"""Ranks for tests: processes that stay alive between runs, and failures that name the rank and its traceback."""
 
 import contextlib
 import ctypes
@@ -28,7 +28,7 @@ COLLECTIVE_TIMEOUT_S = 120
 START_TIMEOUT_S = 480  # the first start on a machine compiles an operator of DeepSpeed's
 FORKED_FROM = "tests.rank_imports"  # what ranks import, imported once: a start then takes 0.1 s, not 6
 RELEASE_S = 0.5  # between closing a lock file and removing it
-DEATH_GRACE_S = 0.5  # for a death to show, once a rank has raised
+DEATH_GRACE_S = 0.5  # for a dead process to be noticed after another rank has raised
 TAIL_CHARS = 4000
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -38,7 +38,7 @@ class RankFailure(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
+    """A free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -52,7 +52,7 @@ def rank_context() -> Any:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torch.distributed and DeepSpeed read in a CPU rank."""
+    """Environment variables of a CPU rank for torch.distributed and DeepSpeed."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -69,9 +69,10 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def serve(rank: int, world_size: int, port: int, pipe, output: str) -> None:
-    """The life of a rank: run what comes through `pipe`, answer (ok, value or traceback), until None comes."""
+    """Main function of a rank: run functions received through `pipe`, send (ok, value or traceback), until None is
+    received."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody survives the test session
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # ranks die with the test session
     log = open(output, "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -97,7 +98,7 @@ def serve(rank: int, world_size: int, port: int, pipe, output: str) -> None:
         except BaseException:
             answer = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
         gc.collect()
-        gc.freeze()  # DeepSpeed 0.19.8 keeps every engine for ever, and each collection would walk through all of them
+        gc.freeze()  # DeepSpeed 0.19.8 never frees engines, and each garbage collection would traverse all of them
         pipe.send_bytes(answer)
     os._exit(0)  # no interpreter shutdown: torch.distributed would wait for the other ranks
 
@@ -105,7 +106,7 @@ def serve(rank: int, world_size: int, port: int, pipe, output: str) -> None:
 class RankPool:
     """`world_size` ranks that run functions together.
 
-    timeout_s: for one run, where the run does not say otherwise.
+    timeout_s: default of a run.
     """
 
     def __init__(self, world_size: int, timeout_s: float = 240):
@@ -117,9 +118,9 @@ class RankPool:
         self.outputs = tempfile.TemporaryDirectory(prefix="ranks-")
 
     def run(self, function: Callable, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """`function(*args, **kwargs)` on every rank; gives what each returned, by rank.
+        """`function(*args, **kwargs)` on every rank; returns the results by rank.
 
-        `function` lives at the top of a module. Raises RankFailure with the traceback of the rank that failed first;
+        `function` is a module-level function. Raises RankFailure with the traceback of the rank that failed first;
         the next run starts fresh ranks.
         """
         work = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
@@ -127,28 +128,28 @@ class RankPool:
             if not self.processes:
                 self._start()
             for pipe in self.pipes:
-                with contextlib.suppress(BrokenPipeError):  # died between runs: _answers says so
+                with contextlib.suppress(BrokenPipeError):  # died between runs: _results raises
                     pipe.send_bytes(work)
-            return self._answers(timeout_s or self.timeout_s, function.__qualname__)
+            return self._results(timeout_s or self.timeout_s, function.__qualname__)
         except BaseException:
-            self.kill()  # also when pytest's timeout interrupts: the next run must not read this one's answers
+            self.kill()  # also on pytest's timeout: the next run must not read results of this one
             raise
 
     def _start(self) -> None:
-        if self.failed_start is not None:  # a suite of hundreds of tests must not wait for each of them
+        if self.failed_start is not None:  # hundreds of tests must not each wait for a start that fails
             raise RankFailure("ranks did not start before, and are not started again") from self.failed_start
         remove_abandoned_locks()
         context, port = rank_context(), free_port()
         for rank in range(self.world_size):
-            here, there = context.Pipe()
-            arguments = (rank, self.world_size, port, there, self._output(rank))
+            parent_end, child_end = context.Pipe()
+            arguments = (rank, self.world_size, port, child_end, self._output(rank))
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
-            there.close()
+            child_end.close()
             self.processes.append(process)
-            self.pipes.append(here)
+            self.pipes.append(parent_end)
         try:
-            self._answers(START_TIMEOUT_S, "start")
+            self._results(START_TIMEOUT_S, "start")
         except RankFailure as failure:
             self.failed_start = failure
             raise
@@ -156,7 +157,7 @@ class RankPool:
     def _output(self, rank: int) -> str:
         return f"{self.outputs.name}/rank{rank}.log"
 
-    def _answers(self, timeout_s: float, what: str) -> list[Any]:
+    def _results(self, timeout_s: float, what: str) -> list[Any]:
         values: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         while len(values) < self.world_size:
@@ -168,21 +169,22 @@ class RankPool:
             for pipe in ready:
                 rank = waiting[pipe]
                 try:
-                    fine, value = pickle.loads(pipe.recv_bytes())
+                    ok, value = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self.processes[rank].join(5)
-                    fine, value = False, "closed its pipe, but lives"
-                (values if fine else failed)[rank] = value
+                    ok, value = False, "closed its pipe but is alive"
+                (values if ok else failed)[rank] = value
             if failed:
                 self._fail("\n".join(f"{what}: rank {rank} {text}" for rank, text in self._causes(failed).items()))
         return [values[rank] for rank in range(self.world_size)]
 
     def _causes(self, failed: dict[int, str]) -> dict[int, str]:
-        """What happened to each rank, deaths first: a dead rank's peers raise too, and may be heard before it."""
+        """What happened to each rank, deaths first: a dead rank's peers raise too, perhaps before its death is
+        noticed."""
         ended = wait([process.sentinel for process in self.processes], timeout=DEATH_GRACE_S)
         for process in self.processes:
             if process.sentinel in ended:
-                process.join(5)  # files close a moment before the exit code is there
+                process.join(5)  # pipes close a moment before the exit code is available
         codes = {rank: process.exitcode for rank, process in enumerate(self.processes) if process.exitcode is not None}
         died = {rank: f"died with exit code {code}" for rank, code in codes.items()}
         return died | {rank: text for rank, text in failed.items() if rank not in died}
@@ -192,16 +194,16 @@ class RankPool:
             for process in self.processes:
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGUSR1)
-            time.sleep(1)  # for the dumps to be written
+            time.sleep(1)  # for the stack dumps to be written
         tails = [
             f"--- output of rank {rank}, its end\n{Path(self._output(rank)).read_text()[-TAIL_CHARS:]}"
             for rank in range(self.world_size)
-            if Path(self._output(rank)).exists()  # of a rank that has come so far
+            if Path(self._output(rank)).exists()  # a rank may not have started
         ]
         raise RankFailure("\n".join([text, *tails]))
 
     def kill(self) -> None:
-        """End the ranks, whatever they are doing."""
+        """Kill the ranks."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -210,13 +212,13 @@ class RankPool:
         self.processes, self.pipes = [], []
 
     def close(self) -> None:
-        """End the ranks and remove their output."""
+        """Kill the ranks and remove their output."""
         self.kill()
         self.outputs.cleanup()
 
 
 def remove_abandoned_locks() -> None:
-    """Remove the locks of torch's extension directory whose owners were killed: ranks would wait for them for ever."""
+    """Remove locks in torch's extension directory whose owners were killed: ranks would wait for them forever."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     abandoned = [lock for lock in root.glob("**/lock") if is_abandoned(str(lock))]
     if abandoned:
@@ -234,8 +236,8 @@ def run_script(
 ) -> subprocess.CompletedProcess:
     """`argv` (a module with `-m`, or a file, and its arguments) on ranks started by torch.distributed.run.
 
-    Gives the process with its output as one text: finished, or with every rank killed by SIGKILL as soon as
-    `kill_when` says so. Raises RankFailure, after killing every rank, on a timeout.
+    Returns the process with its output: finished, or with every rank killed by SIGKILL once `kill_when()` is true.
+    Raises RankFailure on a timeout, after killing every rank.
     """
     remove_abandoned_locks()
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}"]
@@ -260,7 +262,7 @@ def run_script(
 
 
 def kill_tree(process: subprocess.Popen) -> None:
-    """SIGKILL a process and all that it started; ranks have sessions of their own."""
+    """SIGKILL a process and its descendants, which may have their own sessions."""
     try:
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     except psutil.NoSuchProcess:

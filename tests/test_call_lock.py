@@ -1,4 +1,4 @@
-"""The lock of an engine: fair, re-entrant, and never passed to one who has gone; asyncio tasks of one thread."""
+"""The engine's lock: fair, re-entrant, skipping threads that stopped waiting; asyncio tasks of one thread."""
 
 import asyncio
 import threading
@@ -10,16 +10,16 @@ import pytest
 from hybrid.call_lock import CallLock
 
 
-def waiting(lock: CallLock, count: int) -> None:
-    """Return once so many threads wait for the lock."""
+def wait_for_waiters(lock: CallLock, count: int) -> None:
+    """Return once `count` threads wait for the lock."""
     deadline = time.monotonic() + 5
     while len(lock._waiting) < count:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_threads_get_it_in_the_order_in_which_they_came():
-    """Also against one that takes it again and again, which starves others of a `threading.RLock`."""
+def test_threads_acquire_the_lock_in_order_of_arrival():
+    """Also against a thread that reacquires it repeatedly, which would starve others of a `threading.RLock`."""
     lock, order = CallLock(), []
 
     def take(name: int) -> None:
@@ -27,10 +27,10 @@ def test_threads_get_it_in_the_order_in_which_they_came():
             order.append(name)
 
     threads = [threading.Thread(target=take, args=(index,)) for index in range(5)]
-    with lock, lock:  # re-entrant: the inner end lets nobody in
+    with lock, lock:  # re-entrant: the inner release admits no thread
         for count, thread in enumerate(threads, start=1):
             thread.start()
-            waiting(lock, count)
+            wait_for_waiters(lock, count)
         with lock:
             pass
         assert order == []
@@ -40,8 +40,8 @@ def test_threads_get_it_in_the_order_in_which_they_came():
     assert order == [0, 1, 2, 3, 4, "last"]
 
 
-def test_who_stops_waiting_is_passed_over():
-    """A warning that is raised as an error stands for any exception that ends the waiting, such as Ctrl-C."""
+def test_a_thread_that_stops_waiting_is_skipped():
+    """A warning raised as an error stands in for any exception that ends the wait, such as Ctrl-C."""
     lock, outcomes = CallLock(report_after_s=0.01), []
 
     def take() -> None:
@@ -68,11 +68,11 @@ def test_who_stops_waiting_is_passed_over():
             impatient.start()
             impatient.join(5)
     assert len(outcomes) == 1 and "has waited" in outcomes[0]
-    with lock:  # nobody has it, and nobody waits
+    with lock:  # the lock is free
         assert not lock._waiting
 
 
-def test_a_block_ends_in_the_thread_that_it_began_in():
+def test_releasing_in_another_thread_raises():
     lock, errors = CallLock(), []
 
     def leave() -> None:
@@ -88,8 +88,8 @@ def test_a_block_ends_in_the_thread_that_it_began_in():
     assert len(errors) == 1 and "in another thread" in errors[0]
 
 
-def test_a_task_that_finds_another_task_of_its_thread_inside_is_told():
-    """Waiting would stop the thread for ever, and letting it in would mix the two calls."""
+def test_a_second_asyncio_task_of_the_thread_raises():
+    """Waiting would block the thread forever, and admitting the task would mix the two calls."""
     lock = CallLock()
 
     async def block(entered: asyncio.Event, leave: asyncio.Event) -> None:
@@ -109,7 +109,7 @@ def test_a_task_that_finds_another_task_of_its_thread_inside_is_told():
             return str(caught.value)
 
     assert "asyncio.to_thread" in asyncio.run(main())
-    with lock:  # a loop within a block is part of it
+    with lock:  # an event loop inside a block belongs to it
         asyncio.run(block(asyncio.Event(), set_event()))
 
 

@@ -1,4 +1,4 @@
-"""Settings: DeepSpeed's keys and defaults, unknown keys refused with the nearest, callers' dicts untouched."""
+"""Settings: DeepSpeed's keys and defaults; unknown keys raise with the nearest one; callers' dicts do not change."""
 
 import ast
 import copy
@@ -14,16 +14,16 @@ from hybrid.config import BLOCKS, HybridEngineConfig, load_config, read_blocks
 PACKAGE = Path(__file__).resolve().parents[1] / "hybrid"
 
 
-def test_the_block_has_deepspeeds_keys_and_defaults():
-    ours = {name: field.default for name, field in HybridEngineConfig.model_fields.items()}
-    theirs = {name: field.default for name, field in DeepSpeedBlock.model_fields.items()}
-    assert ours.pop("enabled") is True  # asking for a hybrid engine is enabling it
-    assert theirs.pop("enabled") is False
-    assert ours == theirs
+def test_hybrid_engine_block_has_deepspeeds_keys_and_defaults():
+    actual = {name: field.default for name, field in HybridEngineConfig.model_fields.items()}
+    expected = {name: field.default for name, field in DeepSpeedBlock.model_fields.items()}
+    assert actual.pop("enabled") is True  # a HybridEngine is enabled by constructing it
+    assert expected.pop("enabled") is False
+    assert actual == expected
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({"hybrid_engine": {"max_out_token": 3}}, "unknown key 'max_out_token'.*'max_out_tokens'"),
         ({"rollout": {"kvstep": 3}}, "unknown key 'kvstep'.*'kv_step'"),
@@ -35,8 +35,8 @@ def test_the_block_has_deepspeeds_keys_and_defaults():
         ({"rollout": [1]}, r"rollout: \[1\] given; it must be a dictionary"),
     ],
 )
-def test_what_is_wrong_is_named(config, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_settings_raise_with_the_key(config, message):
+    with pytest.raises(ValueError, match=message):
         read_blocks(config)
 
 
@@ -50,7 +50,7 @@ def test_max_slots_is_an_alias_of_max_num_seqs():
         read_blocks({"rollout": {"max_slots": 0}})
 
 
-def test_dict_and_file_are_not_changed(tmp_path):
+def test_config_dict_and_file_are_not_changed(tmp_path):
     config = {"zero_optimization": {"stage": 3}, "hybrid_engine": {"max_out_tokens": 7}}
     before = copy.deepcopy(config)
     loaded = load_config(config)
@@ -62,7 +62,7 @@ def test_dict_and_file_are_not_changed(tmp_path):
     assert read_blocks(loaded)[0].max_out_tokens == 7
 
 
-def test_a_file_that_is_not_there_or_not_json(tmp_path):
+def test_a_missing_or_invalid_config_file_raises(tmp_path):
     with pytest.raises(ValueError, match="no file at 'nowhere.json'"):
         load_config("nowhere.json")
     (tmp_path / "broken.json").write_text('{"a": ')

@@ -1,4 +1,4 @@
-"""The pages in docs/: code that is marked runs, keys and messages are the engine's, the reference is up to date."""
+"""The pages in docs/: code blocks run, keys and messages exist in the engine, the reference is up to date."""
 
 import ast
 import functools
@@ -33,7 +33,7 @@ from hybrid.config import (
 )
 from hybrid.models.families.llama import LLAMA, OLMO2
 from rlhf_examples.common.arguments import PPOArguments
-from tests.compat.test_install import no_accelerator, quietly
+from tests.compat.test_install import fresh_accelerate_state, quietly
 from tests.tiny_models import prompts, tiny_model, with_peft
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,9 +52,9 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 
 
 @every_page
-def test_every_block_says_what_it_is(page):
-    """What is "python" is run by this file, `test_readme.py` and `test_trl.py`; what is "bash" by `test_launchers.py`,
-    `test_recipes.py` and, of `make`, CI; "text" is nothing that runs."""
+def test_every_code_block_has_a_language(page):
+    """ "python" blocks are run by this file, `test_readme.py` and `test_trl.py`; "bash" by `test_launchers.py`,
+    `test_recipes.py` and, for `make`, CI; "text" is not run."""
     fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
     assert len(fences) % 2 == 0 and set(fences[1::2]) <= {""}
     allowed = {
@@ -66,7 +66,7 @@ def test_every_block_says_what_it_is(page):
 
 
 @every_page
-def test_files_that_a_page_names_are_there(page):
+def test_files_named_in_pages_exist(page):
     text = page.read_text()
     names = set(re.findall(r"`((?:hybrid|rlhf_examples|configs|tests|docs|benchmarks)/[\w./]+)`", text))
     names |= set(re.findall(r"configs/\w+\.(?:yaml|json)", text))
@@ -76,7 +76,7 @@ def test_files_that_a_page_names_are_there(page):
     assert [name for name in pictures if not (page.parent / name).exists()] == []
 
 
-def test_the_row_of_a_family_is_that_familys():
+def test_the_example_row_of_a_family_matches_the_code():
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "hybrid/models/README.md").read_text(), re.S)
     names = {"replace": replace, "LLAMA": LLAMA}
     exec(code, names)
@@ -90,7 +90,7 @@ def check_blocks() -> None:
         ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         names = {"model": model, "trainable": trainable, "ids": ids, "mask": mask}
-        with no_accelerator():
+        with fresh_accelerate_state():
             quietly(exec, code, names)
         assert isinstance(names["engine"], hybrid.HybridEngine) and names["engine"].weight_version == 1
         assert names["tokens"].shape[1] > 6
@@ -101,7 +101,7 @@ def test_code_of_the_migration_page_runs(ranks):
     ranks.run(check_blocks)
 
 
-def test_the_table_of_inference_is_the_models():
+def test_the_inference_settings_table_is_up_to_date():
     text = (ROOT / "docs" / "inference.md").read_text()
     table = text.partition(TABLE_BEGINS)[2].partition(TABLE_ENDS)[0]
     assert table == inference_table(), "run: python docs/make_api.py"
@@ -110,7 +110,7 @@ def test_the_table_of_inference_is_the_models():
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("config", "deepspeed_config"),
     [
         (InferenceConfig, DeepSpeedInferenceConfig),
         (TensorParallelConfig, DeepSpeedTPConfig),
@@ -120,26 +120,26 @@ def test_the_table_of_inference_is_the_models():
         (CheckpointConfig, InferenceCheckpointConfig),
     ],
 )
-def test_keys_of_inference_have_deepspeeds_defaults(ours, theirs):
-    """And each is told of."""
-    own = {"strict"} if ours is InferenceConfig else set()
-    old = FORWARDED.keys() if ours is InferenceConfig else set()
-    assert ours.model_fields.keys() - own == theirs.model_fields.keys() - old
-    assert key_texts(ours).keys() == ours.model_fields.keys()
-    for name in ours.model_fields.keys() - own - {"dtype"}:
-        default, expected = ours.model_fields[name].default, theirs.model_fields[name].default
+def test_inference_keys_have_deepspeeds_defaults_and_descriptions(config, deepspeed_config):
+    """Each key also has a description."""
+    our_keys = {"strict"} if config is InferenceConfig else set()
+    forwarded = FORWARDED.keys() if config is InferenceConfig else set()
+    assert config.model_fields.keys() - our_keys == deepspeed_config.model_fields.keys() - forwarded
+    assert key_texts(config).keys() == config.model_fields.keys()
+    for name in config.model_fields.keys() - our_keys - {"dtype"}:
+        default, expected = config.model_fields[name].default, deepspeed_config.model_fields[name].default
         if not isinstance(default, Block | dict):
             assert default == getattr(expected, "value", expected), name
 
 
-def test_numbers_in_signatures_are_whole():
-    def one(share: float = 1.0, small: float = 2.5e-3, kind: torch.dtype = torch.float32) -> None:
+def test_numbers_in_signatures_are_complete():
+    def example(share: float = 1.0, small: float = 2.5e-3, kind: torch.dtype = torch.float32) -> None:
         """Text."""
 
-    assert "one(share: float = 1.0, small: float = 0.0025, kind: dtype = float32)" in entry("one", one)
+    assert "one(share: float = 1.0, small: float = 0.0025, kind: dtype = float32)" in entry("one", example)
 
 
-def test_keys_that_are_named_are_settings():
+def test_keys_named_in_pages_are_settings():
     named = set(re.findall(r"`(hybrid_engine|rollout)\.(\w+)[`:]", MIGRATION + TROUBLE))
     assert len(named) > 6
     assert {key for block, key in named if key not in BLOCKS[block].model_fields} == set()
@@ -147,7 +147,7 @@ def test_keys_that_are_named_are_settings():
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == set(BLOCKS["hybrid_engine"].model_fields)
 
 
-# Of DeepSpeed-Chat's `training/step3_rlhf_finetuning/main.py` (DeepSpeedExamples 6eb5247), in its `parse_args`.
+# From DeepSpeed-Chat's `training/step3_rlhf_finetuning/main.py` (DeepSpeedExamples 6eb5247), in its `parse_args`.
 FLAGS_OF_DEEPSPEED_CHAT = """
 data_path data_split data_output_path unsupervised_dataset_name unsupervised_dataset_config_name unsup_coef
 actor_model_name_or_path critic_model_name_or_path num_padding_at_beginning per_device_generation_batch_size
@@ -163,20 +163,20 @@ align_overflow offload_reward_model preprocessing_num_workers
 """.split()
 
 
-def test_every_flag_of_deepspeed_chat_is_told():
+def test_every_flag_of_deepspeed_chat_is_documented():
     (table,) = re.findall(r"\| DeepSpeed-Chat's flag \|.*\n\|---\|---\|\n((?:\|.*\n)*)", MIGRATION)
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
     flags = [name for left, _ in rows for name in re.findall(r"`(\w+)`", left)]
-    ours = {field.name for field in fields(PPOArguments)}
+    our_flags = {field.name for field in fields(PPOArguments)}
     assert sorted(flags) == sorted(FLAGS_OF_DEEPSPEED_CHAT)
     for left, right in rows:
         named = re.findall(r"`(\w+)`", left if right.startswith("the same") else right)
-        assert [name for name in named if name not in {*ours, "target_modules"}] == []
+        assert [name for name in named if name not in {*our_flags, "target_modules"}] == []
 
 
 @functools.cache
-def said() -> str:
-    """Every text in the engine's code, what is formatted into it left out."""
+def message_texts() -> str:
+    """Every string in the engine's code, with "…" for formatted values."""
     texts = []
     for path in sorted((ROOT / "hybrid").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -192,13 +192,13 @@ HEADINGS = re.findall(r"^### `(.*)`$", TROUBLE, re.M)
 
 
 @pytest.mark.parametrize("message", HEADINGS)
-def test_messages_are_the_engines(message):
+def test_documented_messages_exist_in_the_engine(message):
     for part in filter(None, map(str.strip, message.split("…"))):
-        assert part.strip(" ;,:") in said(), part
+        assert part.strip(" ;,:") in message_texts(), part
 
 
-def test_there_are_messages():
-    assert len(HEADINGS) > 15 and "a message that nobody gives" not in said()
+def test_troubleshooting_has_messages():
+    assert len(HEADINGS) > 15 and "a message that does not exist" not in message_texts()
 
 
 def test_the_reference_is_up_to_date():

@@ -1,4 +1,4 @@
-"""The shape of the code: imports point down, examples use the public face, the map is complete, configs parse."""
+"""The layout of the code: imports point down, examples use the public API, the map is complete, configs parse."""
 
 import ast
 import json
@@ -13,7 +13,7 @@ import hybrid
 from hybrid.compat.trl import rollout_func
 
 ROOT = Path(__file__).resolve().parents[1]
-# From the top down. A file may import from layers below its own, and from its own; never from above.
+# Top-down. A file may import from its own layer and from those below, never from above.
 LAYERS = [
     ("hybrid", "hybrid.hybrid_engine", "hybrid.inference_engine", "hybrid.integrations"),
     ("hybrid.compat",),
@@ -42,32 +42,32 @@ LAYERS = [
 
 def modules_of(root: Path, package: str) -> dict[str, Path]:
     """Every module of a package, by name."""
-    found = {}
+    modules = {}
     for path in sorted((root / package).rglob("*.py")):
         name = ".".join(path.relative_to(root).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = path
-    return found
+        modules[name.removesuffix(".__init__")] = path
+    return modules
 
 
 def imports_of(name: str, path: Path, package: str) -> set[str]:
     """The modules of `package` that a file imports anywhere, in functions too; relative imports resolved."""
-    found = set()
-    here = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    imported = set()
+    current_package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                parts = here.split(".")[: len(here.split(".")) - node.level + 1]
+                parts = current_package.split(".")[: len(current_package.split(".")) - node.level + 1]
                 base = ".".join([*parts, *([node.module] if node.module else [])])
-            found.add(base)
-            found.update(f"{base}.{alias.name}" for alias in node.names)
-    return {module for module in found if module == package or module.startswith(f"{package}.")}
+            imported.add(base)
+            imported.update(f"{base}.{alias.name}" for alias in node.names)
+    return {module for module in imported if module == package or module.startswith(f"{package}.")}
 
 
 def layer_of(name: str) -> int:
-    """How far down a module is; packages carry their modules."""
+    """Index of a module's layer, or of its package's."""
     for depth, members in enumerate(LAYERS):
         if name in members or any(name.startswith(f"{member}.") for member in members if member != "hybrid"):
             return depth
@@ -75,7 +75,7 @@ def layer_of(name: str) -> int:
 
 
 def wrong_imports(root: Path) -> list[str]:
-    """What is wrong with the imports of the package `hybrid` under `root`."""
+    """Import errors of the package `hybrid` under `root`."""
     modules, wrong = modules_of(root, "hybrid"), []
     graph = {name: imports_of(name, path, "hybrid") & modules.keys() for name, path in modules.items()}
     for name, targets in graph.items():
@@ -91,12 +91,12 @@ def wrong_imports(root: Path) -> list[str]:
 
 def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     """Every module that `start` imports, directly or not."""
-    seen, waiting = set(), [start]
+    reached, waiting = set(), [start]
     while waiting:
-        for target in graph[waiting.pop()] - seen:
-            seen.add(target)
+        for target in graph[waiting.pop()] - reached:
+            reached.add(target)
             waiting.append(target)
-    return seen
+    return reached
 
 
 def test_imports_point_down():
@@ -104,7 +104,7 @@ def test_imports_point_down():
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "words"),
+    ("file", "text", "message"),
     [
         (
             "weights/gather.py",
@@ -116,7 +116,7 @@ def test_imports_point_down():
         ("generation/decode.py", "from ..engine import HybridEngine", "hybrid.engine, which is above it"),
     ],
 )
-def test_a_wrong_import_is_found(tmp_path, file, text, words):
+def test_a_wrong_import_is_reported(tmp_path, file, text, message):
     tree = {
         "__init__.py": "from hybrid.engine import HybridEngine",
         "engine.py": "from hybrid.generation.decode import x",
@@ -134,19 +134,19 @@ def test_a_wrong_import_is_found(tmp_path, file, text, words):
         (tmp_path / "hybrid" / name).write_text(
             content.replace("from hybrid import config as settings", "import hybrid.config")
         )
-    assert any(words in line for line in wrong_imports(tmp_path)), wrong_imports(tmp_path)
+    assert any(message in line for line in wrong_imports(tmp_path)), wrong_imports(tmp_path)
 
 
 MEASURED_ALONE = ("hybrid.decoders.batch", "hybrid.generation.block_pool", "hybrid.generation.model_runner")
 
 
-def test_examples_and_benchmarks_use_the_public_face():
+def test_examples_and_benchmarks_use_the_public_api():
     for package in ("rlhf_examples", "benchmarks"):
         for path in (ROOT / package).rglob("*.py"):
             tree = ast.parse(path.read_text())
             for module in imports_of(path.stem, path, "hybrid"):
                 public = module == "hybrid" or module.removeprefix("hybrid.") in hybrid.__all__
-                # What a step costs around the decoder is measured without a decoder.
+                # A benchmark measures a step's overhead without a decoder.
                 internal = path.name == "overhead.py" and module.startswith(MEASURED_ALONE)
                 assert public or internal or module.startswith("hybrid.compat"), f"{path}: {module}"
             used = {
@@ -157,7 +157,7 @@ def test_examples_and_benchmarks_use_the_public_face():
             assert used <= set(hybrid.__all__), f"{path}: {used - set(hybrid.__all__)}"
 
 
-def test_the_map_has_every_file():
+def test_the_map_lists_every_file():
     text = (ROOT / "docs" / "map.md").read_text()
     listed = set(re.findall(r"`((?:hybrid|rlhf_examples|benchmarks)/[\w/]+\.py)`", text))
     there = {
@@ -177,7 +177,7 @@ def test_every_config_parses():
         assert settings, path
 
 
-def test_the_module_paths_of_the_last_release_still_work():
+def test_module_paths_of_the_last_release_still_work():
     for old, new in (
         ("hybrid.hybrid_engine:HybridEngine", hybrid.HybridEngine),
         ("hybrid.inference_engine:init_inference", hybrid.init_inference),

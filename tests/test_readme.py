@@ -1,4 +1,4 @@
-"""The README's ten lines run, and the table of settings is the settings."""
+"""The README's examples run, and the table of settings matches the settings."""
 
 import os
 import re
@@ -41,11 +41,11 @@ def check_ten_lines() -> None:
     assert isinstance(names["loss"], torch.Tensor)
 
 
-def test_the_ten_lines_run(ranks):
+def test_the_readmes_training_example_runs(ranks):
     ranks.run(check_ten_lines)
 
 
-def test_the_lines_of_a_model_that_does_not_train_run(tmp_path):
+def test_the_readmes_inference_example_runs(tmp_path):
     model = tiny_model("llama", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     _, code = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -58,7 +58,7 @@ def test_the_lines_of_a_model_that_does_not_train_run(tmp_path):
     assert torch.equal(names["tokens"][:, :6], ids)
 
 
-def test_the_table_of_settings_is_the_settings():
+def test_the_settings_table_matches_the_settings():
     rows = dict(re.findall(r"^\| `((?:hybrid_engine|rollout)\.\w+)` \| (\w+) \|", SETTINGS, re.M))
     settings = {
         f"{block}.{name}": str(field.default).lower()

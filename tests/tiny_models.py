@@ -1,4 +1,4 @@
-"""Tiny random models of every family, with the adapters that people put on them."""
+"""Tiny random models of every family, and LoRA adapters on them."""
 
 import copy
 
@@ -22,7 +22,7 @@ SIZES = {
 GPT2_SIZES = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96}
 PLAIN_SIZES = {key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
 
-# Each family as its configuration; sizes are small, and a sliding window is shorter than the test's sequences.
+# Family → configuration; sizes are small, and sliding windows are shorter than the tests' sequences.
 FAMILIES = {
     "llama": SIZES,
     "qwen2": SIZES,
@@ -38,7 +38,7 @@ FAMILIES = {
     "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
-# Families that read and run like those above, and so need no run of the whole matrix.
+# Families similar to those above, which do not run in the whole test matrix.
 MORE_FAMILIES = {
     "smollm3": {**SIZES, "no_rope_layers": [1, 0, 1]},
     "granite": {
@@ -69,9 +69,9 @@ MORE_FAMILIES = {
 ALL_FAMILIES = {**FAMILIES, **MORE_FAMILIES}
 
 
-# What is no decoder: the class that builds it, and its configuration.
+# Encoders and encoder-decoders: class and configuration.
 ENCODER_SIZES = {**PLAIN_SIZES, "intermediate_size": 48, "max_position_embeddings": 96}
-OTHERS = {
+NON_DECODERS = {
     "bert": (AutoModelForMaskedLM, ENCODER_SIZES),
     "roberta": (AutoModelForMaskedLM, {**ENCODER_SIZES, "pad_token_id": 0}),
     "distilbert": (
@@ -85,17 +85,17 @@ OTHERS = {
 }
 
 
-def tiny_other(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
-    """A random model of OTHERS, its biases and norms random too, in eval mode."""
+def tiny_non_decoder(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
+    """A random model of NON_DECODERS in eval mode, with random biases and norms too."""
     torch.manual_seed(seed)
-    kind, sizes = OTHERS[name]
+    kind, sizes = NON_DECODERS[name]
     special = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0, "decoder_start_token_id": 0}
     model = kind.from_config(AutoConfig.for_model(name, **{"vocab_size": VOCABULARY, **special, **sizes, **changes}))
-    return varied(model).to(dtype).eval()
+    return with_larger_weights(model).to(dtype).eval()
 
 
-def varied(model: nn.Module) -> nn.Module:
-    """`model` with weights that matter: `from_config`'s 0.02 would make every logit nearly equal, and biases are 0."""
+def with_larger_weights(model: nn.Module) -> nn.Module:
+    """`model` with larger weights: `from_config`'s 0.02 makes all logits nearly equal, and biases are 0."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -108,26 +108,26 @@ def varied(model: nn.Module) -> nn.Module:
 def tiny_model(
     family: str, seed: int = 0, dtype: torch.dtype = torch.float32, sizes: dict | None = None, **changes
 ) -> nn.Module:
-    """A random model of `family` whose biases and norms are random too, so that leaving one out shows.
+    """A random model of `family` with random biases and norms too, so that omitting one changes the logits.
 
-    sizes: its configuration, where the family is not among ALL_FAMILIES.
+    sizes: the configuration of a family outside ALL_FAMILIES.
     """
     torch.manual_seed(seed)
     special = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
     settings = {**special, "vocab_size": VOCABULARY, **(sizes or ALL_FAMILIES[family]), **changes}
     config = AutoConfig.for_model(family, **settings)
-    return varied(AutoModelForCausalLM.from_config(config)).to(dtype)
+    return with_larger_weights(AutoModelForCausalLM.from_config(config)).to(dtype)
 
 
 def with_peft(model: nn.Module, seed: int = 1, **settings) -> nn.Module:
-    """`model` with a random PEFT LoRA on every linear layer but the head."""
+    """`model` with a random PEFT LoRA on every linear layer except the head."""
     torch.manual_seed(seed)
     lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False, **settings}
     return peft.get_peft_model(model, peft.LoraConfig(**lora))
 
 
 class ChatLoRA(nn.Module):
-    """A linear layer by DeepSpeed-Chat's convention for LoRA."""
+    """A linear layer with LoRA in DeepSpeed-Chat's convention."""
 
     def __init__(self, linear: nn.Linear, rank: int = 4):
         super().__init__()
@@ -144,7 +144,7 @@ class ChatLoRA(nn.Module):
 
 
 def with_chat_lora(model: nn.Module, seed: int = 1) -> nn.Module:
-    """`model` with DeepSpeed-Chat's LoRA in place of every linear layer but the head; all else frozen."""
+    """`model` with DeepSpeed-Chat's LoRA on every linear layer except the head; other parameters frozen."""
     torch.manual_seed(seed)
     model.requires_grad_(False)
     head = model.get_output_embeddings()
@@ -170,5 +170,5 @@ def prompts(rows: int, length: int, padded: bool, seed: int = 0) -> tuple[torch.
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """The same model, never partitioned, in eval mode: what Hugging Face makes of these weights."""
+    """An unpartitioned copy in eval mode, as the Hugging Face reference."""
     return copy.deepcopy(model).eval()

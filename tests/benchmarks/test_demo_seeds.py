@@ -1,4 +1,4 @@
-"""What `benchmarks/demo_seeds.py` says of its runs."""
+"""The tables of `benchmarks/demo_seeds.py`."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks.demo_seeds import table
 
 
 def test_the_standard_error_is_over_seeds():
-    """Of 1, 2, 3: a deviation of 1 over the root of 3."""
+    """For 1, 2, 3: a standard deviation of 1 over √3."""
     rows = table({seed: {"kl": seed + 1.0, "kl_stderr": 0.5, "share": 0.25} for seed in range(3)}).splitlines()
     assert rows == [
         "| figure | mean ± standard error | seed 0 | seed 1 | seed 2 |",
@@ -16,6 +16,6 @@ def test_the_standard_error_is_over_seeds():
     ]
 
 
-def test_one_seed_has_no_standard_error():
+def test_one_seed_raises():
     with pytest.raises(ValueError, match="seeds: 1 given; a standard error needs 2"):
         table({0: {"kl": 1.0}})

@@ -9,7 +9,7 @@ from benchmarks.inference import CONTENDERS, main
 
 
 @pytest.mark.slow
-def test_it_runs_tiny(tmp_path, capsys):
+def test_the_benchmark_runs_tiny(tmp_path, capsys):
     output = tmp_path / "out.json"
     contenders = [name for name in CONTENDERS if name != "hf-compiled"]  # takes a minute to compile
     flags = "--shape micro --rows 2 --prompt_len 9 --new_tokens 24 --rounds 2 --output"
@@ -19,4 +19,4 @@ def test_it_runs_tiny(tmp_path, capsys):
     assert [name for name, *_ in rows] == contenders
     assert {name: ratio for name, ratio, _ in rows}["hf"] == "1.00"
     seconds = json.loads(output.read_text())["seconds"]
-    assert all(len(one["decode"]) == 2 for one in seconds.values())
+    assert all(len(phases["decode"]) == 2 for phases in seconds.values())

@@ -1,4 +1,4 @@
-"""The benchmark of ways to hold weights: contenders agree about the tokens, and the table has a row for each."""
+"""The benchmark of ways to hold weights: contenders give equal tokens, and the table has a row for each."""
 
 import re
 from pathlib import Path

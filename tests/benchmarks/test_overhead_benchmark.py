@@ -1,4 +1,4 @@
-"""The benchmark of overhead, tiny: it prints every figure, and the plan is the peak."""
+"""The overhead benchmark, tiny: it prints every figure, and the memory plan equals the peak."""
 
 import re
 from pathlib import Path

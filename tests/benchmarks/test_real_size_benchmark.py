@@ -1,4 +1,4 @@
-"""The benchmark at a real size, tiny: every phase has a time, and what ran where is told."""
+"""The real-size benchmark, tiny: every phase has a time, and the containers are printed."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ PHASES = ("rollout", "score, policy", "score, base", "train")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("containers", ["fused", "native"])
-def test_a_step_is_measured(containers):
+def test_every_phase_of_a_step_is_measured(containers):
     flags = (
         f"--shape micro --sequences 8 --num_generations 2 --prompt_length 9 --new_tokens 5 --containers {containers}"
     )

@@ -1,4 +1,4 @@
-"""The rollout benchmark: contenders do the same work, its limits are those of the step, and its tables say what was."""
+"""The rollout benchmark: contenders do the same work, and its limits and tables are correct."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def run(tmp_path_factory) -> tuple[str, Path]:
 
 
 @pytest.mark.slow
-def test_contenders_make_the_same_tokens(run):
+def test_contenders_generate_the_same_tokens(run):
     (case,) = json.loads(run[1].read_text())["cases"]
     assert list(case["results"]) == CONTENDERS
     assert case["lengths"] == list(prompt_lengths(NATURAL)) and len(set(case["lengths"])) > 2
@@ -51,7 +51,7 @@ def test_contenders_make_the_same_tokens(run):
 
 
 @pytest.mark.slow
-def test_the_report_says_on_what_and_against_what(run):
+def test_the_report_names_hardware_and_versions(run):
     report = json.loads(run[1].read_text())
     (case,) = report["cases"]
     assert report["versions"]["torch"] == torch.__version__
@@ -73,7 +73,7 @@ def test_the_plot_is_drawn(run, tmp_path):
     assert (tmp_path / "rollout.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_cases_are_known_by_their_names():
+def test_cases_are_selected_by_name():
     names = ["120M bf16 b64", "120M bf16 b64 natural 256", "120M bf16 8x8 prompt 512", "10M bf16 b16"]
     assert [case.name for case in chosen_cases(parse(["--cases", *names]))] == names
     assert chosen_cases(parse(["--cases", "all"])) == list(CPU_CASES) or torch.cuda.is_available()
@@ -81,7 +81,7 @@ def test_cases_are_known_by_their_names():
     assert [case.name for case in chosen_cases(parse(flags.split()))] == [names[2]]
 
 
-def test_an_unknown_case_is_refused_in_words(capsys):
+def test_an_unknown_case_is_an_error(capsys):
     with pytest.raises(SystemExit):
         parse(["--cases", "120M bf16 b65"])
     assert "'120M bf16 b65' given; allowed: all, or some of: 120M bf16 b64" in capsys.readouterr().err
@@ -102,13 +102,13 @@ def test_a_group_has_no_natural_lengths():
         Case("micro", "f32", prompts=2, group=8, natural=True)
 
 
-def test_prompts_differ_between_turns_and_within_one():
+def test_prompts_differ_between_rounds_and_rows():
     first, second = (make_request(NATURAL, 512, seed) for seed in (0, 1))
     assert not torch.equal(first.prompt_ids, second.prompt_ids) and first.lengths == second.lengths
     assert len(set(map(tuple, first.prompt_ids.tolist()))) == NATURAL.prompts
 
 
-def test_each_row_ends_at_its_length_whatever_is_around_it():
+def test_each_row_ends_at_its_length_in_any_batch():
     request = make_request(NATURAL, 512, seed=0)
     processor = EndAtLength(request)
     scores = torch.randn(NATURAL.prompts, 512)
@@ -124,7 +124,7 @@ def test_each_row_ends_at_its_length_whatever_is_around_it():
 
 
 @pytest.mark.parametrize("group", [1, 4])
-def test_a_step_has_the_operations_that_torch_counts(group):
+def test_flops_of_a_step_match_torchs_counter(group):
     case = Case("micro", "f32", prompts=3, group=group, prompt_len=8, new_tokens=16)
     model = make_model("micro", "f32", "cpu")
     model.set_attn_implementation("eager")
@@ -133,14 +133,14 @@ def test_a_step_has_the_operations_that_torch_counts(group):
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(case.rows, 1, dtype=torch.long), past_key_values=cache)
     limits = measure_limits(model, case)
-    # Of torch's count, the rotary table's products of positions and frequencies are none of the model's matrices.
+    # torch also counts the rotary table's products of positions and frequencies, which are no matrices of the model.
     assert limits.step_flops == pytest.approx(counter.get_total_flops(), rel=1e-3)
     kv_values = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     head_and_layers = sum(p.numel() for p in model.parameters() if p.dim() == 2) - 512 * 64
     assert limits.step_bytes == 4 * (head_and_layers + kv_values)
 
 
-def test_a_tied_head_is_read():
+def test_a_tied_heads_bytes_are_counted():
     model = make_model("micro", "f32", "cpu")
     before = measure_limits(model, NATURAL).step_bytes
     model.lm_head.weight = model.model.embed_tokens.weight
@@ -153,28 +153,28 @@ def test_the_roofline_is_the_longer_of_reading_and_arithmetic():
     arithmetic = dataclasses.replace(memory, step_flops=30)
     assert (arithmetic.step_s, arithmetic.bound) == (3, "arithmetic")
     case = Case("micro", "f32", prompts=2, new_tokens=5)
-    ours, base = Timing(1.0, [17.0, 9.0, 5.0], [10] * 3, [{}] * 3), Timing(1.0, [27.0, 18.0], [10] * 2, [{}] * 2)
-    made = result(case, ours, base, tokens=10, limits=memory)
-    assert made["tokens_per_s"] == pytest.approx(10 / 9) and made["ratio"] == 22.5 / 9
-    assert made["step_s"] == (9 - 1) / 4 and made["roofline"] == 1.0
+    timing, base = Timing(1.0, [17.0, 9.0, 5.0], [10] * 3, [{}] * 3), Timing(1.0, [27.0, 18.0], [10] * 2, [{}] * 2)
+    figures = result(case, timing, base, tokens=10, limits=memory)
+    assert figures["tokens_per_s"] == pytest.approx(10 / 9) and figures["ratio"] == 22.5 / 9
+    assert figures["step_s"] == (9 - 1) / 4 and figures["roofline"] == 1.0
 
 
 def vllm_settings(python: Path, directory: Path) -> VLLMSettings:
     return VLLMSettings(python, directory, threads=1)
 
 
-def test_a_missing_environment_is_said_in_words(tmp_path):
+def test_a_missing_vllm_environment_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match="run `make bench-vllm`"):
         VLLM(vllm_settings(tmp_path / "python", tmp_path), make_model("micro", "f32", "cpu"), 4, 16, eager=True)
 
 
-def test_a_process_that_dies_says_why(tmp_path):
-    here = Path(sys.executable)  # has no vLLM
+def test_a_dead_vllm_process_raises_with_its_output(tmp_path):
+    here = Path(sys.executable)  # an environment without vLLM
     with pytest.raises(RuntimeError, match=r"(?s)ended with code 1; .*No module named 'vllm'"):
         VLLM(vllm_settings(here, tmp_path), make_model("micro", "f32", "cpu"), 4, 16, eager=True)
 
 
-# Stands for vLLM's two classes in the worker's process: as long as asked, a group's completions together.
+# A stand-in for vLLM's two classes in the worker's process: completions of the requested lengths, grouped.
 STAND_IN = """
 class SamplingParams:
     def __init__(self, n, max_tokens, **more):
@@ -193,7 +193,7 @@ class LLM:
 """
 
 
-def test_vllm_is_asked_and_answers(tmp_path, monkeypatch):
+def test_requests_to_the_vllm_process(tmp_path, monkeypatch):
     (tmp_path / "vllm.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     server = VLLM(vllm_settings(Path(sys.executable), tmp_path), make_model("micro", "f32", "cpu"), 6, 40, eager=False)

@@ -28,5 +28,5 @@ def test_every_contender_has_a_row():
     rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) \(.*\) \| ([\d.]+) \(.*\) \| [\d.]+ \| [\d.]+ \|$", done.stdout, re.M)
     assert tuple(name for name, *_ in rows) == NAMES, done.stdout[-4000:]
     assert all(float(generation) <= float(step) for _, step, generation in rows)
-    ours = re.findall(r"^coverage of (.*): (.*)$", done.stdout, re.M)
-    assert ours == [(name, "fused") for name in NAMES[1:]], "TRL's defaults turn the decoder off"
+    coverages = re.findall(r"^coverage of (.*): (.*)$", done.stdout, re.M)
+    assert coverages == [(name, "fused") for name in NAMES[1:]], "TRL's defaults disable the fused decoder"

@@ -1,4 +1,4 @@
-"""`hybrid.install()`: `deepspeed.initialize` builds our engine where it is enabled; all else is as it was."""
+"""`hybrid.install()`: `deepspeed.initialize` builds our engine if the config enables it; otherwise DeepSpeed's."""
 
 import base64
 import contextlib
@@ -30,7 +30,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import hybrid
 from hybrid.compat import install as drop_in
 from tests.engines import settings, storage_digest
-from tests.tiny_models import ADAPTERS, prompts, tiny_model, tiny_other, twin
+from tests.tiny_models import ADAPTERS, prompts, tiny_model, tiny_non_decoder, twin
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEEDS = inspect.signature(deepspeed.initialize)
@@ -39,7 +39,7 @@ ENABLED = {"train_micro_batch_size_per_gpu": 2, "hybrid_engine": {"enabled": Tru
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Who builds: ("deepspeed" or "hybrid", its arguments), for each call of `deepspeed.initialize`."""
+    """Records (builder, args, kwargs) of each `deepspeed.initialize`; the builder is "deepspeed" or "hybrid"."""
     made = []
 
     def own(*args, **kwargs):
@@ -51,15 +51,15 @@ def calls(monkeypatch):
     return made
 
 
-def builders(calls: list) -> list[str]:
-    """Who was called, and is forgotten."""
+def take_builders(calls: list) -> list[str]:
+    """The builders of the calls so far; clears the record."""
     names = [name for name, *_ in calls]
     calls.clear()
     return names
 
 
 @pytest.mark.parametrize(
-    ("given", "builder"),
+    ("arguments", "builder"),
     [
         ({"config": ENABLED}, "hybrid"),
         ({"config_params": ENABLED}, "hybrid"),
@@ -75,26 +75,26 @@ def builders(calls: list) -> list[str]:
         ({"args": SimpleNamespace(deepspeed_config=None), "config": ENABLED}, "hybrid"),
     ],
 )
-def test_the_configuration_decides(calls, given, builder):
+def test_the_configuration_decides_which_engine_is_built(calls, arguments, builder):
     model = torch.nn.Linear(1, 1)
     with hybrid.installed():
-        deepspeed.initialize(**given, model=model)
+        deepspeed.initialize(**arguments, model=model)
     name, args, kwargs = calls[0]
-    assert name == builder and args == () and kwargs == {**given, "model": model}
+    assert name == builder and args == () and kwargs == {**arguments, "model": model}
 
 
-def test_files_arguments_by_position_and_base64_are_understood(calls, tmp_path):
+def test_config_files_positional_arguments_and_base64_are_read(calls, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ENABLED))
     model = torch.nn.Linear(1, 1)
     with hybrid.installed():
         deepspeed.initialize(None, model, config=str(tmp_path / "config.json"))
         deepspeed.initialize(model=model, config=base64.urlsafe_b64encode(json.dumps(ENABLED).encode()).decode())
         deepspeed.initialize(None, model, None, None, None, None, 29500, None, None, None, ENABLED)
-    assert builders(calls) == ["hybrid"] * 3
+    assert take_builders(calls) == ["hybrid"] * 3
     assert inspect.signature(hybrid.initialize).parameters.keys() == DEEPSPEEDS.parameters.keys()
 
 
-def test_what_cannot_be_read_is_refused_in_words(calls):
+def test_invalid_configurations_raise(calls):
     with hybrid.installed(), pytest.raises(ValueError, match="unknown key 'max_out_token'; the nearest known key is"):
         deepspeed.initialize(
             model=torch.nn.Linear(1, 1), config={"hybrid_engine": {"enabled": True, "max_out_token": 3}}
@@ -102,14 +102,14 @@ def test_what_cannot_be_read_is_refused_in_words(calls):
 
 
 def built(calls: list) -> str:
-    """Who builds an engine that asks for ours."""
+    """The builder of an engine whose config enables ours."""
     deepspeed.initialize(model=torch.nn.Linear(1, 1), config=ENABLED)
-    return builders(calls)[0]
+    return take_builders(calls)[0]
 
 
 def test_install_is_idempotent_and_reversible(calls):
     before = deepspeed.initialize
-    hybrid.uninstall()  # of nothing
+    hybrid.uninstall()  # without install()
     assert deepspeed.initialize is before
     for _ in range(3):
         hybrid.install()
@@ -120,7 +120,7 @@ def test_install_is_idempotent_and_reversible(calls):
         assert deepspeed.initialize is before and built(calls) == "deepspeed"
 
 
-def test_blocks_nest_and_undo_themselves_whatever_is_raised(calls):
+def test_installed_blocks_nest_and_are_exception_safe(calls):
     before = deepspeed.initialize
     with pytest.raises(KeyError), hybrid.installed():
         with hybrid.installed():
@@ -138,40 +138,40 @@ def test_blocks_nest_and_undo_themselves_whatever_is_raised(calls):
     assert deepspeed.initialize is before
 
 
-def test_somebody_elses_patch_stays(calls):
-    """Under ours or over it, a patch is called as before; ours comes and goes."""
-    seen = []
+def test_other_libraries_patches_stay(calls):
+    """A patch below or above ours is still called, while ours is installed and removed."""
+    patch_calls = []
 
     def patch_on(own):
         @functools.wraps(own)
-        def theirs(*args, **kwargs):
-            seen.append("theirs")
+        def other_patch(*args, **kwargs):
+            patch_calls.append("theirs")
             return own(*args, **kwargs)
 
-        return theirs
+        return other_patch
 
-    under = deepspeed.initialize = patch_on(deepspeed.initialize)
+    inner_patch = deepspeed.initialize = patch_on(deepspeed.initialize)
     hybrid.install()
     deepspeed.initialize(model=torch.nn.Linear(1, 1), config={})
-    assert builders(calls) == ["deepspeed"] and seen == ["theirs"]
-    over = deepspeed.initialize = patch_on(deepspeed.initialize)
+    assert take_builders(calls) == ["deepspeed"] and patch_calls == ["theirs"]
+    outer_patch = deepspeed.initialize = patch_on(deepspeed.initialize)
     hybrid.install()
     with hybrid.installed():
-        assert built(calls) == "hybrid" and deepspeed.initialize is over
-    assert len(seen) == 2
+        assert built(calls) == "hybrid" and deepspeed.initialize is outer_patch
+    assert len(patch_calls) == 2
     with pytest.warns(UserWarning, match="initialize is <function .*, which another library installed after"):
         hybrid.uninstall()
-    assert deepspeed.initialize is over and built(calls) == "deepspeed"
+    assert deepspeed.initialize is outer_patch and built(calls) == "deepspeed"
     hybrid.install()
-    assert deepspeed.initialize is over and built(calls) == "hybrid"
-    deepspeed.initialize = over.__wrapped__  # they take theirs back
+    assert deepspeed.initialize is outer_patch and built(calls) == "hybrid"
+    deepspeed.initialize = outer_patch.__wrapped__  # the other library removes its patch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hybrid.uninstall()
-    assert deepspeed.initialize is under
+    assert deepspeed.initialize is inner_patch
 
 
-def test_a_patch_that_puts_deepspeeds_own_back_does_not_keep_us_out(calls):
+def test_a_patch_that_restores_deepspeeds_own_function_is_replaced_again(calls):
     before = deepspeed.initialize
     hybrid.install()
     deepspeed.initialize = before
@@ -182,7 +182,7 @@ def test_a_patch_that_puts_deepspeeds_own_back_does_not_keep_us_out(calls):
     assert deepspeed.initialize is before
 
 
-def test_threads_may_come_and_go(calls):
+def test_install_and_uninstall_in_threads(calls):
     before, wrong = deepspeed.initialize, []
 
     def come_and_go():
@@ -204,7 +204,7 @@ def test_threads_may_come_and_go(calls):
     assert not wrong and deepspeed.initialize is before
 
 
-def test_init_inference_builds_ours_unless_asked_not_to(monkeypatch):
+def test_init_inference_builds_our_engine_unless_inference_is_false(monkeypatch):
     def own(model, config=None, **kwargs):
         return "deepspeed", config, kwargs
 
@@ -228,7 +228,7 @@ def test_init_inference_builds_ours_unless_asked_not_to(monkeypatch):
     hybrid.uninstall()
 
 
-def test_importing_changes_nothing():
+def test_importing_hybrid_patches_nothing():
     code = (
         "import deepspeed; before = deepspeed.initialize; import hybrid, hybrid.compat.install; "
         "assert deepspeed.initialize is before and before.__module__ == 'deepspeed'"
@@ -241,13 +241,13 @@ def test_importing_changes_nothing():
 
 
 def quietly(function, *args, **kwargs):
-    """What `function` gives; what it prints is nobody's."""
+    """The result of `function`, with its output suppressed."""
     with contextlib.redirect_stdout(io.StringIO()):
         return function(*args, **kwargs)
 
 
-def without_ours(config: dict) -> dict:
-    """The configuration as DeepSpeed alone would be given it."""
+def without_rollout_block(config: dict) -> dict:
+    """The configuration for DeepSpeed alone."""
     return {key: value for key, value in config.items() if key != "rollout"}
 
 
@@ -259,18 +259,18 @@ def check_deepspeed_initialize(adapter: str) -> None:
         engine, optimizer, _, _ = quietly(
             deepspeed.initialize, model=model, model_parameters=trained, config=settings(3)
         )
-        off = quietly(deepspeed.initialize, model=tiny_model("llama"), config=settings(3, hybrid_engine={}))
-        off = off[0]
+        disabled = quietly(deepspeed.initialize, model=tiny_model("llama"), config=settings(3, hybrid_engine={}))
+        disabled = disabled[0]
     assert isinstance(engine, hybrid.HybridEngine) and optimizer is engine.optimizer
-    assert type(off) is DeepSpeedEngine
-    # Of a family that DeepSpeed has no container for: its own would need CUDA.
-    theirs = quietly(deepspeed.initialize, model=tiny_model("qwen2"), config=without_ours(settings(0)))[0]
-    assert type(theirs) is DeepSpeedHybridEngine, "uninstalled, and still ours"
+    assert type(disabled) is DeepSpeedEngine
+    # A family without a DeepSpeed container, which would need CUDA.
+    deepspeeds = quietly(deepspeed.initialize, model=tiny_model("qwen2"), config=without_rollout_block(settings(0)))[0]
+    assert type(deepspeeds) is DeepSpeedHybridEngine, "our patch is still installed"
     require_generate_through(engine, engine.module, reference)
 
 
 def require_generate_through(engine: hybrid.HybridEngine, module: torch.nn.Module, reference: torch.nn.Module) -> None:
-    """`module.generate` is the engine's, and Hugging Face's token for token; ranks differ in everything."""
+    """`module.generate` is the engine's, and equals Hugging Face's tokens; ranks differ in rows and lengths."""
     rank = dist.get_rank()
     ids, mask = prompts(2 + rank, 6 + rank, padded=True, seed=rank)
     request = {"attention_mask": mask, "max_new_tokens": 5 + 4 * rank, "do_sample": False}
@@ -282,12 +282,12 @@ def require_generate_through(engine: hybrid.HybridEngine, module: torch.nn.Modul
 
 
 @pytest.mark.parametrize("adapter", list(ADAPTERS))
-def test_deepspeed_initialize_builds_ours(ranks, adapter):
+def test_deepspeed_initialize_builds_a_hybrid_engine(ranks, adapter):
     ranks.run(check_deepspeed_initialize, adapter)
 
 
 def check_modules_generate() -> None:
-    """What `module.generate` is: its signature, a copy's, another's patch, and the module's own after destroy."""
+    """`module.generate`: its signature, on a copy, under another patch, and the module's own after destroy()."""
     model = tiny_model("llama")
     own = model.generate
     engine = quietly(hybrid.initialize, model=model, config=settings(0))[0]
@@ -312,13 +312,13 @@ def check_modules_generate() -> None:
     assert model.generate is marked
 
 
-def test_what_a_modules_generate_is(ranks):
+def test_module_generate_is_the_engines_and_is_restored(ranks):
     ranks.run(check_modules_generate)
 
 
 @contextlib.contextmanager
-def no_accelerator():
-    """What accelerate and transformers keep in a process is as in a fresh one, for the block and after it."""
+def fresh_accelerate_state():
+    """Resets the process-wide state of accelerate and transformers before and after the block."""
     environment = dict(os.environ)
 
     def forget():
@@ -336,9 +336,9 @@ def no_accelerator():
 
 
 def accelerated_run(adapter: str, generates: bool) -> tuple:
-    """Three steps as a script for accelerate takes them; a digest of the weights, and the losses."""
+    """Three steps as in a script for accelerate; a digest of the weights, and the losses."""
     config = settings(3)
-    del config["optimizer"]  # accelerate wants it in one place
+    del config["optimizer"]  # accelerate allows it in one place only
     model = ADAPTERS[adapter](tiny_model("llama"))
     reference = twin(model)
     accelerator = accelerate.Accelerator(deepspeed_plugin=accelerate.DeepSpeedPlugin(hf_ds_config=config))
@@ -367,18 +367,18 @@ def accelerated_run(adapter: str, generates: bool) -> tuple:
 def check_accelerate(adapter: str) -> None:
     runs = []
     for generates in (False, True):
-        with no_accelerator():
+        with fresh_accelerate_state():
             runs.append(accelerated_run(adapter, generates))
     assert runs[0] == runs[1], "generation changed the training"
 
 
 @pytest.mark.parametrize("adapter", ["none", "peft"])
-def test_accelerate_builds_ours(ranks, adapter):
+def test_accelerate_builds_a_hybrid_engine(ranks, adapter):
     ranks.run(check_accelerate, adapter)
 
 
 class Texts(Dataset):
-    """Random token rows, labels and all."""
+    """Random token rows with labels."""
 
     def __len__(self) -> int:
         return 16
@@ -389,15 +389,15 @@ class Texts(Dataset):
 
 
 class Generates(transformers.TrainerCallback):
-    """Generates after every step, and looks at who did."""
+    """Generates after every step."""
 
     def __init__(self):
         self.steps = 0
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
-        found = model.generate(ids, attention_mask=mask, max_new_tokens=4 + dist.get_rank(), do_sample=False)
-        assert found.shape[0] == 2
+        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=4 + dist.get_rank(), do_sample=False)
+        assert tokens.shape[0] == 2
         self.steps += 1
 
 
@@ -437,18 +437,18 @@ def trained_run(folder: str, generates: bool) -> str:
 def check_trainer(folder: str) -> None:
     digests = []
     for generates in (False, True):
-        with no_accelerator():
+        with fresh_accelerate_state():
             digests.append(trained_run(folder, generates))
     assert digests[0] == digests[1], "generation changed the training"
 
 
-def test_the_transformers_trainer_builds_ours(ranks, tmp_path):
+def test_the_transformers_trainer_builds_a_hybrid_engine(ranks, tmp_path):
     ranks.run(check_trainer, str(tmp_path))
 
 
 def check_seq2seq_trainer(folder: str) -> None:
-    """`predict_with_generate` with beams: Hugging Face's tokens for the weights that were trained."""
-    model = tiny_other("t5")
+    """`predict_with_generate` with beam search gives Hugging Face's tokens for the trained weights."""
+    model = tiny_non_decoder("t5")
     reference = twin(model)
     arguments = transformers.Seq2SeqTrainingArguments(
         folder,
@@ -467,24 +467,24 @@ def check_seq2seq_trainer(folder: str) -> None:
     with hybrid.installed():
         quietly(trainer.train)
     assert isinstance(trainer.model_wrapped, hybrid.HybridEngine)
-    own = list(trainer.model_wrapped.module.parameters())
-    with torch.no_grad(), deepspeed.zero.GatheredParameters(own):
-        for copied, parameter in zip(reference.parameters(), own, strict=True):
+    parameters = list(trainer.model_wrapped.module.parameters())
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(parameters):
+        for copied, parameter in zip(reference.parameters(), parameters, strict=True):
             copied.copy_(parameter)
     rows = [Texts()[i] for i in range(4)]
     beams = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False}
-    found = torch.as_tensor(trainer.predict(rows, **beams).predictions)
+    predictions = torch.as_tensor(trainer.predict(rows, **beams).predictions)
     ids, mask = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "attention_mask"))
     expected = reference.generate(ids, attention_mask=mask, **beams)
-    assert len(expected.unique()) > 2, "beams of one token alone show nothing"
-    assert torch.equal(found[:, : expected.shape[1]], expected)
-    assert not (found[:, expected.shape[1] :] > 0).any(), "padding"
+    assert len(expected.unique()) > 2, "all beams are one token: the test is vacuous"
+    assert torch.equal(predictions[:, : expected.shape[1]], expected)
+    assert not (predictions[:, expected.shape[1] :] > 0).any(), "padding"
 
 
 def check_seq2seq_alone(folder: str) -> None:
-    with no_accelerator():
+    with fresh_accelerate_state():
         check_seq2seq_trainer(folder)
 
 
-def test_the_seq2seq_trainer_predicts_with_beams(ranks, tmp_path):
+def test_the_seq2seq_trainer_predicts_with_beam_search(ranks, tmp_path):
     ranks.run(check_seq2seq_alone, str(tmp_path))

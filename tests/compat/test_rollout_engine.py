@@ -1,4 +1,4 @@
-"""DeepSpeed's rollout interface: what its own HybridEngineRollout gives for the same request, and what is refused."""
+"""DeepSpeed's rollout interface: equal to its own HybridEngineRollout; unsupported settings raise."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ from hybrid.generation.sampling import Seeds
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
 from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin
 
-ENDS = [2, 9, 14, 23, 37, 52, 66, 81]  # enough for random models to end in the middle
+ENDS = [2, 9, 14, 23, 37, 52, 66, 81]  # enough for random models to end early
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=ENDS)
 
 
@@ -31,122 +31,124 @@ def request_of(rows: int = 5, seed: int = 0) -> RolloutRequest:
     return RolloutRequest(*prompts(rows, 6, padded=True, seed=seed * 10 + dist.get_rank()))
 
 
-def check_like_deepspeeds(adapter: str, samples: int) -> int:
-    """Greedy, on a model that DeepSpeed's rollout has whole and ours under ZeRO-3; gives the number of early ends."""
+def check_greedy(adapter: str, samples: int) -> int:
+    """Greedy rollouts of DeepSpeed on an unpartitioned model and ours under ZeRO-3; returns the number of early
+    ends."""
     model = ADAPTERS[adapter](tiny_model("llama"))
-    theirs = HybridEngineRollout(SimpleNamespace(module=twin(model)), TOKENIZER)
-    ours = hybrid.HybridRollout(engine_of(model, settings(3)), TOKENIZER)
-    assert isinstance(ours, RolloutEngine)
+    deepspeeds = HybridEngineRollout(SimpleNamespace(module=twin(model)), TOKENIZER)
+    rollout = hybrid.HybridRollout(engine_of(model, settings(3)), TOKENIZER)
+    assert isinstance(rollout, RolloutEngine)
     sampling = SamplingConfig(max_new_tokens=12, temperature=0.0, n_samples_per_prompt=samples)
     ended = 0
     for seed in range(3):
         request = request_of(seed=seed)
-        expected, found = theirs.generate(request, sampling), ours.generate(request, sampling)
-        assert isinstance(found, RolloutBatch)
-        assert found.batch_size == expected.batch_size == 5 * samples
-        # DeepSpeed decodes to max_new_tokens and fills up with padding; ours is as wide as the longest.
-        width = found.seq_len
-        assert torch.equal(found.input_ids, expected.input_ids[:, :width])
-        assert torch.equal(found.attention_mask, expected.attention_mask[:, :width])
-        assert (expected.attention_mask[:, width:] == 0).all() and found.attention_mask[:, -1].any()
-        assert torch.equal(found.response_start_idx, expected.response_start_idx)
-        assert found.attention_mask.dtype == expected.attention_mask.dtype
-        targets, theirs_targets = (ResponseTokenBatch.from_rollout(batch) for batch in (found, expected))
-        assert torch.equal(targets.response_mask, theirs_targets.response_mask[:, : width - 1])
-        ended += found.rollout.finish_reason.count("stop")
+        expected, actual = deepspeeds.generate(request, sampling), rollout.generate(request, sampling)
+        assert isinstance(actual, RolloutBatch)
+        assert actual.batch_size == expected.batch_size == 5 * samples
+        # DeepSpeed pads to max_new_tokens; ours is as wide as the longest row.
+        width = actual.seq_len
+        assert torch.equal(actual.input_ids, expected.input_ids[:, :width])
+        assert torch.equal(actual.attention_mask, expected.attention_mask[:, :width])
+        assert (expected.attention_mask[:, width:] == 0).all() and actual.attention_mask[:, -1].any()
+        assert torch.equal(actual.response_start_idx, expected.response_start_idx)
+        assert actual.attention_mask.dtype == expected.attention_mask.dtype
+        targets, expected_targets = (ResponseTokenBatch.from_rollout(batch) for batch in (actual, expected))
+        assert torch.equal(targets.response_mask, expected_targets.response_mask[:, : width - 1])
+        ended += actual.rollout.finish_reason.count("stop")
     return ended
 
 
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("adapter", ["none", "peft"])
-def test_greedy_is_deepspeeds_own(ranks, adapter, samples):
-    for ended in ranks.run(check_like_deepspeeds, adapter, samples):
+def test_greedy_rollouts_match_deepspeeds(ranks, adapter, samples):
+    for ended in ranks.run(check_greedy, adapter, samples):
         assert 0 < ended < 15 * samples, "every completion is as long as any other, and no mask was tested"
 
 
 def check_continuous() -> None:
     engine = engine_of(tiny_model("llama"), settings(3))
-    theirs = HybridEngineRollout(SimpleNamespace(module=tiny_model("llama").eval()), TOKENIZER)
-    ours = hybrid.HybridRollout(engine, TOKENIZER)
-    request = request_of(rows=5 - 2 * dist.get_rank())  # ranks have different numbers of parts
-    rows, own = [], engine.rollout
+    deepspeeds = HybridEngineRollout(SimpleNamespace(module=tiny_model("llama").eval()), TOKENIZER)
+    rollout = hybrid.HybridRollout(engine, TOKENIZER)
+    request = request_of(rows=5 - 2 * dist.get_rank())  # ranks have different numbers of batches
+    rows, engine_rollout = [], engine.rollout
     sampling = {"max_new_tokens": 12, "temperature": 0.0}
-    engine.rollout = lambda ids, *args, **kwargs: rows.append(len(ids)) or own(ids, *args, **kwargs)
-    found = ours.generate(request, SamplingConfig(**sampling, continuous_batch_size=2))
-    assert sum(rows) == found.batch_size and max(rows) == 2, "more rows were decoded together than asked for"
-    # DeepSpeed's continuous batching, which is the same but for padding, does not run with transformers 5.23
+    engine.rollout = lambda ids, *args, **kwargs: rows.append(len(ids)) or engine_rollout(ids, *args, **kwargs)
+    actual = rollout.generate(request, SamplingConfig(**sampling, continuous_batch_size=2))
+    assert sum(rows) == actual.batch_size and max(rows) == 2, "more rows were decoded together than asked for"
+    # DeepSpeed's continuous batching, which differs only in padding, does not run with transformers 5.23
     # (its cache has no get_query_offset), so its plain generation is the oracle.
-    expected = theirs.generate(request, SamplingConfig(**sampling))
-    assert torch.equal(found.input_ids, expected.input_ids[:, : found.seq_len])
-    assert torch.equal(found.attention_mask, expected.attention_mask[:, : found.seq_len])
-    plain = ours.generate(request, SamplingConfig(**sampling))
+    expected = deepspeeds.generate(request, SamplingConfig(**sampling))
+    assert torch.equal(actual.input_ids, expected.input_ids[:, : actual.seq_len])
+    assert torch.equal(actual.attention_mask, expected.attention_mask[:, : actual.seq_len])
+    plain = rollout.generate(request, SamplingConfig(**sampling))
     for name in (
         "sampling_per_token_logps",
         "old_per_token_logps",
         "raw_per_token_logps",
     ):  # float32 sums over other batch shapes
-        torch.testing.assert_close(getattr(found.rollout, name), getattr(plain.rollout, name), atol=1e-5, rtol=1e-5)
-    assert found.rollout.finish_reason == plain.rollout.finish_reason
-    assert found.rollout.timings["tokens"] == found.rollout.completion_mask.sum()
+        torch.testing.assert_close(getattr(actual.rollout, name), getattr(plain.rollout, name), atol=1e-5, rtol=1e-5)
+    assert actual.rollout.finish_reason == plain.rollout.finish_reason
+    assert actual.rollout.timings["tokens"] == actual.rollout.completion_mask.sum()
 
 
-def test_continuous_batches_are_the_plain_ones(ranks):
+def test_continuous_batches_match_plain_ones(ranks):
     ranks.run(check_continuous, timeout_s=60)
 
 
 def check_sampling() -> list:
-    """Sampled rows are those of engine.rollout with the same seed, however they are cut; ranks share no noise."""
+    """Sampled rows equal those of engine.rollout with the same seed, for any batch size; ranks sample different
+    tokens."""
     engine = engine_of(tiny_model("llama"), settings(3))
-    ours, ids = hybrid.HybridRollout(engine, TOKENIZER), prompts(4, 5, padded=False)[0]
+    rollout, ids = hybrid.HybridRollout(engine, TOKENIZER), prompts(4, 5, padded=False)[0]
     request = RolloutRequest(ids, torch.ones_like(ids, dtype=torch.bool))
     sampling = {"max_new_tokens": 10, "temperature": 1.3, "top_p": 0.9, "top_k": 40, "n_samples_per_prompt": 2}
-    found = []
+    batches = []
     for bound in (None, 2, 5):
-        engine._generator.seeds = Seeds(3)  # as an engine that was built after torch.manual_seed(3)
-        found.append(ours.generate(request, SamplingConfig(**sampling, continuous_batch_size=bound)))
-        assert torch.equal(found[-1].input_ids, found[0].input_ids)
+        engine._generator.seeds = Seeds(3)  # as for an engine built after torch.manual_seed(3)
+        batches.append(rollout.generate(request, SamplingConfig(**sampling, continuous_batch_size=bound)))
+        assert torch.equal(batches[-1].input_ids, batches[0].input_ids)
     engine._generator.seeds = Seeds(3)
     params = hybrid.SamplingParams(10, temperature=1.3, top_p=0.9, top_k=40, stop_token_ids=tuple(ENDS))
     direct = engine.rollout(ids, request.prompt_attention_mask, params, num_generations=2)
-    batch = found[0].rollout
+    batch = batches[0].rollout
     assert torch.equal(batch.completion_ids, direct.completion_ids)
     assert torch.equal(batch.sampling_per_token_logps, direct.sampling_per_token_logps)
     assert batch.weight_version == engine.weight_version == 0
-    assert not torch.equal(ours.generate(request, SamplingConfig(**sampling)).input_ids, found[0].input_ids)
+    assert not torch.equal(rollout.generate(request, SamplingConfig(**sampling)).input_ids, batches[0].input_ids)
     taken = engine._generator.seeds.count
-    ours.generate(request, SamplingConfig(max_new_tokens=3, temperature=0.0))
-    assert engine._generator.seeds.count == taken, "a greedy rollout took a seed"
+    rollout.generate(request, SamplingConfig(max_new_tokens=3, temperature=0.0))
+    assert engine._generator.seeds.count == taken, "a greedy rollout consumed a seed"
     return batch.completion_ids.tolist()
 
 
-def test_sampling_is_the_engines(ranks):
+def test_sampled_rollouts_match_the_engines(ranks):
     first, second = ranks.run(check_sampling)
-    assert first != second, "ranks share their noise"
+    assert first != second, "ranks share their sampling keys"
 
 
 def check_a_trainers_loop() -> None:
-    """Rollouts between steps: weights as they are, one gather each, training storage untouched, mode kept."""
+    """Rollouts between steps: current weights, one gather each, training storage and mode unchanged."""
     model = tiny_model("llama")
-    ours = hybrid.HybridRollout(engine := engine_of(model, settings(3)), TOKENIZER)
+    rollout = hybrid.HybridRollout(engine := engine_of(model, settings(3)), TOKENIZER)
     request, sampling = request_of(), SamplingConfig(max_new_tokens=8, temperature=0.0, continuous_batch_size=2)
-    seen = []
+    outputs = []
     for step in range(3):
         engine.train()
         before = storage_digest(engine)
-        ours.sync_weights(step)
-        batch = ours.generate(request, sampling)
-        with CollectiveCount() as again:
-            ours.generate(request, sampling)
-        assert again.count == 0, "the same weights were gathered again"
+        rollout.sync_weights(step)
+        batch = rollout.generate(request, sampling)
+        with CollectiveCount() as collectives:
+            rollout.generate(request, sampling)
+        assert collectives.count == 0, "the same weights were gathered again"
         assert engine.module.training and storage_digest(engine) == before
         assert batch.rollout.weight_version == engine.weight_version == step
-        seen.append(str(batch.input_ids.tolist()))
+        outputs.append(str(batch.input_ids.tolist()))
         train_step(engine, step)
-    assert len(set(seen)) == 3, "rollouts do not follow the training"
-    ours.shutdown()
+    assert len(set(outputs)) == 3, "rollouts do not follow the training"
+    rollout.shutdown()
 
 
-def test_in_a_trainers_loop(ranks):
+def test_rollouts_in_a_trainers_loop_follow_the_weights(ranks):
     ranks.run(check_a_trainers_loop)
 
 
@@ -166,7 +168,7 @@ def test_a_rank_without_prompts_does_not_hang(ranks, pinned):
 
 
 def check_padding_and_ends() -> None:
-    """Without a tokenizer they are the model's; a tokenizer's ends count beside them, and its padding is used."""
+    """Without a tokenizer they are the model's; a tokenizer's end tokens are added, and its padding token is used."""
     engine = engine_of(tiny_model("llama", eos_token_id=ENDS, pad_token_id=5), settings(3))
     request = request_of(rows=8)
     sampling = SamplingConfig(max_new_tokens=20, temperature=1.5, continuous_batch_size=3)
@@ -186,7 +188,7 @@ def check_padding_and_ends() -> None:
             assert length == 20 or tokens[length - 1] in ends, name
 
 
-def test_padding_and_ends(ranks):
+def test_padding_and_end_tokens_of_the_tokenizer(ranks):
     ranks.run(check_padding_and_ends)
 
 
@@ -198,26 +200,26 @@ def check_profile() -> None:
     silent.generate(request, sampling)
     assert silent.get_last_profile() is None
     cfg = HybridEngineRolloutConfig(enable_profiling=True)
-    ours = hybrid.HybridRollout(engine, TOKENIZER, cfg)
-    theirs = HybridEngineRollout(SimpleNamespace(module=tiny_model("llama").eval()), TOKENIZER, cfg)
-    batch = ours.generate(request, sampling)
-    theirs.generate(request, sampling)
-    found, expected = ours.get_last_profile(), theirs.get_last_profile()
-    assert found.keys() - expected.keys() == {"gather_ms"}
+    rollout = hybrid.HybridRollout(engine, TOKENIZER, cfg)
+    deepspeeds = HybridEngineRollout(SimpleNamespace(module=tiny_model("llama").eval()), TOKENIZER, cfg)
+    batch = rollout.generate(request, sampling)
+    deepspeeds.generate(request, sampling)
+    profile, expected = rollout.get_last_profile(), deepspeeds.get_last_profile()
+    assert profile.keys() - expected.keys() == {"gather_ms"}
     for name in ("batch_size", "num_samples_per_prompt", "prompt_length"):
-        assert found[name] == expected[name], name
-    assert found["num_generated_tokens"] == batch.attention_mask[:, 6:].sum()
-    assert 0 < found["prefill_forward_ms"] + found["decode_forward_ms"] < found["total_ms"]
+        assert profile[name] == expected[name], name
+    assert profile["num_generated_tokens"] == batch.attention_mask[:, 6:].sum()
+    assert 0 < profile["prefill_forward_ms"] + profile["decode_forward_ms"] < profile["total_ms"]
 
 
-def test_profile(ranks):
+def test_profile_matches_deepspeeds_fields(ranks):
     ranks.run(check_profile)
 
 
-def check_refusals() -> None:
+def check_unsupported() -> None:
     engine = engine_of(tiny_model("llama"), settings(3))
     request, before = request_of(), storage_digest(engine)
-    for cfg, words in (
+    for cfg, message in (
         (RolloutConfig(engine="vllm"), "RolloutConfig.engine: 'vllm' given; this is 'hybrid_engine'"),
         (RolloutConfig(use_graph_capture=True), "use_graph_capture: true given, and hybrid_engine.enable_cuda_graph"),
         (HybridEngineRolloutConfig(use_shared_prefill=True), "use_shared_prefill is not available: the engine sees"),
@@ -225,12 +227,12 @@ def check_refusals() -> None:
         (HybridEngineRolloutConfig(enable_cache_trimming=True), "enable_cache_trimming is not available: the engine"),
         (HybridEngineRolloutConfig(continuous_cache_capacity=64), "continuous_cache_capacity is not available"),
     ):
-        with pytest.raises((ValueError, NotImplementedError), match=words):
+        with pytest.raises((ValueError, NotImplementedError), match=message):
             hybrid.HybridRollout(engine, TOKENIZER, cfg)
     with pytest.raises(ValueError, match="neither pad_token_id nor eos_token_id"):
         hybrid.HybridRollout(engine, SimpleNamespace(pad_token_id=None, eos_token_id=None))
-    ours = hybrid.HybridRollout(engine, TOKENIZER)
-    for changes, words in (
+    rollout = hybrid.HybridRollout(engine, TOKENIZER)
+    for changes, message in (
         ({"n_samples_per_prompt": 0}, "n_samples_per_prompt: 0 given; it must be at least 1"),
         ({"continuous_batch_size": 0}, "continuous_batch_size: 0 given; it must be at least n_samples_per_prompt, 1"),
         ({"continuous_batch_size": 2, "n_samples_per_prompt": 3}, "continuous_batch_size: 2 given"),
@@ -238,13 +240,13 @@ def check_refusals() -> None:
         ({"top_p": 0.0}, "top_p: 0.0 given"),
         ({"max_new_tokens": 600}, "over hybrid_engine.max_out_tokens=512"),
     ):
-        with pytest.raises(ValueError, match=words):
-            ours.generate(request, SamplingConfig(**{"max_new_tokens": 4, **changes}))
+        with pytest.raises(ValueError, match=message):
+            rollout.generate(request, SamplingConfig(**{"max_new_tokens": 4, **changes}))
     sampling, ids = SamplingConfig(max_new_tokens=4), request.prompt_ids
     with pytest.raises(ValueError, match="are empty prompts"):
-        ours.generate(RolloutRequest(ids, torch.zeros_like(ids)), sampling)
+        rollout.generate(RolloutRequest(ids, torch.zeros_like(ids)), sampling)
     with pytest.raises(ValueError, match="are not left padded"):
-        ours.generate(RolloutRequest(ids, request.prompt_attention_mask.flip(1)), sampling)
+        rollout.generate(RolloutRequest(ids, request.prompt_attention_mask.flip(1)), sampling)
     streaming = engine_of(tiny_model("llama"), settings(3, hybrid_engine={"pin_parameters": False}))
     with pytest.raises(
         NotImplementedError, match="pin_parameters=false or inference_tp_size above 1, where ranks decode in step"
@@ -253,41 +255,41 @@ def check_refusals() -> None:
     assert engine.module.training and storage_digest(engine) == before
 
 
-def test_what_cannot_be_followed_is_refused_in_words(ranks):
-    ranks.run(check_refusals)
+def test_unsupported_rollout_settings_raise(ranks):
+    ranks.run(check_unsupported)
 
 
 def check_building() -> None:
-    """The factory's cases; and DeepSpeed's own rollout, which finds our engine behind the model's `generate`."""
+    """The factory's cases; and DeepSpeed's own rollout, which calls our engine through the model's `generate`."""
     model = tiny_model("llama")
     plain = HybridEngineRollout(SimpleNamespace(module=twin(model)), TOKENIZER)
     engine = engine_of(model, settings(3))
-    ours = hybrid.build_rollout(RolloutConfig(), student_engine=engine, tokenizer=TOKENIZER)
-    assert type(ours) is hybrid.HybridRollout
+    built = hybrid.build_rollout(RolloutConfig(), student_engine=engine, tokenizer=TOKENIZER)
+    assert type(built) is hybrid.HybridRollout
     other = hybrid.build_rollout(RolloutConfig(), SimpleNamespace(module=model), TOKENIZER)
-    theirs = deepspeed_rollout.build_rollout(RolloutConfig(), engine, TOKENIZER)
-    assert type(other) is type(theirs) is HybridEngineRollout
+    deepspeeds = deepspeed_rollout.build_rollout(RolloutConfig(), engine, TOKENIZER)
+    assert type(other) is type(deepspeeds) is HybridEngineRollout
     request = request_of(rows=3 + dist.get_rank())
     for samples in (1, 2):
         sampling = SamplingConfig(max_new_tokens=6 + 3 * dist.get_rank(), temperature=0.0, n_samples_per_prompt=samples)
         expected = plain.generate(request, sampling)
         tokens = engine.stats()["tokens"]
-        for rollout in (theirs, ours):
-            found = rollout.generate(request, sampling)
-            width = found.seq_len
-            assert torch.equal(found.input_ids, expected.input_ids[:, :width])
-            assert torch.equal(found.attention_mask, expected.attention_mask[:, :width])
-            assert torch.equal(found.response_start_idx, expected.response_start_idx)
-            assert engine.stats()["tokens"] > tokens, "the engine did not see it"
+        for rollout in (deepspeeds, built):
+            actual = rollout.generate(request, sampling)
+            width = actual.seq_len
+            assert torch.equal(actual.input_ids, expected.input_ids[:, :width])
+            assert torch.equal(actual.attention_mask, expected.attention_mask[:, :width])
+            assert torch.equal(actual.response_start_idx, expected.response_start_idx)
+            assert engine.stats()["tokens"] > tokens, "the engine did not generate"
             tokens = engine.stats()["tokens"]
-    for cfg, given, words in (
+    for cfg, arguments, message in (
         (RolloutConfig(engine="vllm"), (engine, TOKENIZER), "Unknown rollout engine 'vllm'"),
         (RolloutConfig(), (engine, None), "needs both student_engine and tokenizer"),
         (RolloutConfig(), (None, TOKENIZER), "needs both student_engine and tokenizer"),
     ):
-        with pytest.raises(ValueError, match=words):
-            hybrid.build_rollout(cfg, *given)
+        with pytest.raises(ValueError, match=message):
+            hybrid.build_rollout(cfg, *arguments)
 
 
-def test_building_as_deepspeed_does(ranks):
+def test_build_rollout_as_in_deepspeed(ranks):
     ranks.run(check_building)

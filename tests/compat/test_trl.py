@@ -1,7 +1,7 @@
-"""Real TRL trainers under ZeRO-3 on two ranks: with this engine they train to the bit as without it, and faster.
+"""TRL trainers under ZeRO-3 on two ranks train bit-identically with and without this engine.
 
-Greedy, a run whose completions, losses and weights are those of TRL on DeepSpeed's own engine generated what Hugging
-Face's `generate` does, and disturbed nothing.
+With greedy search, equal completions, losses and weights show that generation equals Hugging Face's `generate` and that
+training is undisturbed.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ from transformers import (
 
 import hybrid
 from hybrid.compat import trl as integration
-from tests.compat.test_install import no_accelerator, quietly, without_ours
+from tests.compat.test_install import fresh_accelerate_state, quietly, without_rollout_block
 from tests.engines import CONTAINERS, settings, storage_digest
 from tests.tiny_models import END, VOCABULARY, tiny_model
 
@@ -56,8 +56,8 @@ SMALL = {
 MIGRATION = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
 
 
-def words() -> PreTrainedTokenizerFast:
-    """A tokenizer of the tiny models' vocabulary: a word for each token."""
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer of the tiny models' vocabulary."""
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": END, **{f"w{index}": index for index in range(3, VOCABULARY)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -65,14 +65,14 @@ def words() -> PreTrainedTokenizerFast:
 
 
 def reward(completions: list[str], seen: list | None = None, **kwargs) -> list[float]:
-    """A number for each text that differs from text to text."""
+    """A reward that differs between texts."""
     if seen is not None:
         seen.append(kwargs["completion_ids"])
     return [sum(int(word[1:]) for word in text.split() if word.startswith("w")) % 17 / 4.0 for text in completions]
 
 
-class RowNoise(LogitsProcessor):
-    """Gumbel noise that is a function of row and length: greedy search then draws, and equal prompts differ."""
+class GumbelNoise(LogitsProcessor):
+    """Gumbel noise as a function of row and length: greedy search then samples, and equal prompts differ."""
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         uniform = torch.rand(scores.shape, generator=torch.Generator().manual_seed(ids.shape[1]))
@@ -80,17 +80,19 @@ class RowNoise(LogitsProcessor):
 
 
 def trainer_of(kind: str, folder: str, hybrid_engine: dict, adapter: str, rollouts: Callable | None, **options):
-    """A real trainer over the same tiny model, prompts and seed; and the completions that its reward function saw."""
+    """A trainer over the same tiny model, prompts and seed, and the completions that its reward function gets."""
     import trl
 
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
-    if kind == "rloo":  # whose advantages are 0 where a group's completions are equal
+    if kind == "rloo":  # its advantages are 0 if a group's completions are equal
         own = model._get_logits_processor
-        model._get_logits_processor = lambda *args, **kwargs: LogitsProcessorList([*own(*args, **kwargs), RowNoise()])
+        model._get_logits_processor = lambda *args, **kwargs: LogitsProcessorList(
+            [*own(*args, **kwargs), GumbelNoise()]
+        )
     if adapter == "peft":
         torch.manual_seed(1)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-    seen: list = []
+    completions: list = []
     config, trainer = {
         "grpo": (trl.GRPOConfig, trl.GRPOTrainer),
         "rloo": (trl.RLOOConfig, trl.RLOOTrainer),
@@ -98,29 +100,31 @@ def trainer_of(kind: str, folder: str, hybrid_engine: dict, adapter: str, rollou
     generation = {"do_sample": False, **options.pop("generation_kwargs", {})}
     arguments = config(
         f"{folder}/{kind}",
-        deepspeed=without_ours(settings(3, train_micro_batch_size_per_gpu="auto", hybrid_engine=hybrid_engine)),
+        deepspeed=without_rollout_block(
+            settings(3, train_micro_batch_size_per_gpu="auto", hybrid_engine=hybrid_engine)
+        ),
         generation_kwargs=generation,
         **SMALL,
         **options,
     )
     more = {} if rollouts is None else {"rollout_func": rollouts}
-    return seen, trainer(
+    return completions, trainer(
         model=model,
-        reward_funcs=lambda **kwargs: reward(seen=seen, **kwargs),
+        reward_funcs=lambda **kwargs: reward(seen=completions, **kwargs),
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:2]}),
-        processing_class=words(),
+        processing_class=word_tokenizer(),
         **more,
     )
 
 
 def run_of(engine_class: type, kind: str, folder: str, adapter: str, rollouts: Callable | None, **options) -> dict:
-    """A short training: its completions, losses, a digest of the weights, and the hooks that it leaves."""
+    """A short training: completions, losses, a digest of the weights, and the remaining hooks."""
     enabled = engine_class is hybrid.HybridEngine
-    with no_accelerator(), hybrid.installed():
+    with fresh_accelerate_state(), hybrid.installed():
         block = {"enabled": True} if enabled else {}
-        seen, trainer = trainer_of(kind, folder, block, adapter, rollouts, **options)
+        completions, trainer = trainer_of(kind, folder, block, adapter, rollouts, **options)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             quietly(trainer.train)
@@ -136,11 +140,11 @@ def run_of(engine_class: type, kind: str, folder: str, adapter: str, rollouts: C
             assert trainer.args.gradient_checkpointing, "TRL's default, whose hook on the embedding is for training"
             assert {row["container"] for row in engine.coverage()} == {os.environ.get(CONTAINERS, "fused")}
             require_reason(engine, caught, beams="num_beams" in options.get("generation_kwargs", {}))
-            # What TRL's default has gathered around `generate` is read there, and not gathered again.
+            # Weights that TRL's default gathers around `generate` are read in place, not gathered again.
             nested = rollouts is None and options.get("ds3_gather_for_generation", True)
             assert (stats["gathered_bytes"] == 0) == nested
         return {
-            "completions": seen,
+            "completions": completions,
             "losses": losses,
             "weights": storage_digest(engine),
             "hooks": hook_counts(engine.module),
@@ -148,10 +152,10 @@ def run_of(engine_class: type, kind: str, folder: str, adapter: str, rollouts: C
 
 
 def require_reason(engine: hybrid.HybridEngine, caught: list, beams: bool) -> None:
-    """The last rollout ran fused; or, with beams, natively, and rank 0 was warned of it once in all steps."""
+    """The last rollout ran fused; or, with beam search, natively, with one warning on rank 0 over all steps."""
     if os.environ.get(CONTAINERS):
         return
-    native = [str(one.message) for one in caught if "runs in native containers" in str(one.message)]
+    native = [str(warning.message) for warning in caught if "runs in native containers" in str(warning.message)]
     reason = engine.stats()["fallback_reason"]
     if not beams:
         assert reason == ""
@@ -161,9 +165,9 @@ def require_reason(engine: hybrid.HybridEngine, caught: list, beams: bool) -> No
 
 
 def hook_counts(model: torch.nn.Module) -> dict[str, tuple]:
-    """For each module, whether its forward was switched, and how many hooks it has: DeepSpeed's, each once.
+    """For each module, whether its forward is replaced, and its number of hooks: DeepSpeed's, each once.
 
-    But the embedding: TRL turns gradient checkpointing off and on around `generate`, and each time one is left there.
+    Except the embedding: TRL toggles gradient checkpointing around `generate`, which leaves a hook there each time.
     """
     return {
         name: ("forward" in module.__dict__, len(module._forward_pre_hooks), len(module._forward_hooks))
@@ -173,41 +177,41 @@ def hook_counts(model: torch.nn.Module) -> dict[str, tuple]:
 
 
 def make_model(folder: str) -> None:
-    """The model that every run starts from, written by rank 0."""
+    """Save the initial model of every run, on rank 0."""
     if dist.get_rank() == 0:
         tiny_model("llama").save_pretrained(f"{folder}/model")
     dist.barrier()
 
 
-def check_ways(kind: str, adapter: str, folder: str, ways: list[dict], **options) -> None:
-    """Every way to use the engine trains as TRL does without it."""
+def check_trains_alike(kind: str, adapter: str, folder: str, ways: list[dict], **options) -> None:
+    """Every way to use the engine trains as TRL alone."""
     make_model(folder)
     expected = run_of(DeepSpeedEngine, kind, folder, adapter, None, **options)
     assert len({str(completion) for step in expected["completions"] for completion in step}) > 2
-    assert any(expected["losses"]), "nothing is learned, which shows nothing"
+    assert any(expected["losses"]), "all losses are 0: the test is vacuous"
     for way in ways:
         rollouts = integration.rollout_func if way.get("rollout_func") else None
         more = {name: value for name, value in way.items() if name != "rollout_func"}
-        found = run_of(hybrid.HybridEngine, kind, folder, adapter, rollouts, **options, **more)
-        for what in expected:
-            assert found[what] == expected[what], f"{way}: {what}: {different(found[what], expected[what])}"
+        actual = run_of(hybrid.HybridEngine, kind, folder, adapter, rollouts, **options, **more)
+        for key in expected:
+            assert actual[key] == expected[key], f"{way}: {key}: {difference_of(actual[key], expected[key])}"
 
 
-def different(found, expected) -> str:
-    """Words for what is not the same."""
-    if isinstance(found, dict):
-        found = {name: value for name, value in found.items() if value != expected[name]}
-        expected = {name: expected[name] for name in found}
-    return f"{found}, without us {expected}"
+def difference_of(actual, expected) -> str:
+    """A description of the difference."""
+    if isinstance(actual, dict):
+        actual = {name: value for name, value in actual.items() if value != expected[name]}
+        expected = {name: expected[name] for name in actual}
+    return f"{actual}, without us {expected}"
 
 
-NO_GATHER, DEFAULT, OURS = {"ds3_gather_for_generation": False}, {}, {"rollout_func": True}
+NO_GATHER, DEFAULT, ROLLOUT_FUNC = {"ds3_gather_for_generation": False}, {}, {"rollout_func": True}
 
 
 @needs_trl
 @pytest.mark.parametrize("adapter", ["none", pytest.param("peft", marks=pytest.mark.slow)])
-def test_grpo_trains_as_without_us(ranks, tmp_path, adapter):
-    ranks.run(check_ways, "grpo", adapter, str(tmp_path), [NO_GATHER, DEFAULT, OURS], beta=0.1)
+def test_grpo_trains_bit_identically_to_trl_alone(ranks, tmp_path, adapter):
+    ranks.run(check_trains_alike, "grpo", adapter, str(tmp_path), [NO_GATHER, DEFAULT, ROLLOUT_FUNC], beta=0.1)
 
 
 def check_beams(folder: str) -> None:
@@ -218,67 +222,76 @@ def check_beams(folder: str) -> None:
         runs[num_beams, engine_class] = run_of(
             engine_class, "grpo", folder, "none", None, generation_kwargs=kwargs, beta=0.1
         )
-    greedy, expected, found = runs.values()
-    assert expected["completions"] != greedy["completions"], "beams that are greedy search's show nothing"
+    greedy, expected, actual = runs.values()
+    assert expected["completions"] != greedy["completions"], "beam search equals greedy search: the test is vacuous"
     assert any(expected["losses"]) and expected["weights"] != greedy["weights"]
-    for what in expected:
-        assert found[what] == expected[what], f"{what}: {different(found[what], expected[what])}"
+    for key in expected:
+        assert actual[key] == expected[key], f"{key}: {difference_of(actual[key], expected[key])}"
 
 
 @needs_trl
-def test_beams_of_generation_kwargs_are_hugging_faces(ranks, tmp_path):
-    """TRL hands `num_beams` on in a GenerationConfig: the same completions, losses and weights as without us."""
+def test_beam_search_of_generation_kwargs_matches_trl_alone(ranks, tmp_path):
+    """TRL passes `num_beams` in a GenerationConfig: completions, losses and weights equal those of TRL alone."""
     ranks.run(check_beams, str(tmp_path))
 
 
 @needs_trl
-def test_rloo_trains_as_without_us(ranks, tmp_path):
-    ranks.run(check_ways, "rloo", "none", str(tmp_path), [NO_GATHER, DEFAULT], beta=0.05)
+def test_rloo_trains_bit_identically_to_trl_alone(ranks, tmp_path):
+    ranks.run(check_trains_alike, "rloo", "none", str(tmp_path), [NO_GATHER, DEFAULT], beta=0.05)
 
 
 @pytest.mark.slow
 @needs_trl
-def test_evaluation_in_between_changes_nothing(ranks, tmp_path):
+def test_grpo_with_evaluations_trains_bit_identically_to_trl_alone(ranks, tmp_path):
     ranks.run(
-        check_ways, "grpo", "none", str(tmp_path), [NO_GATHER, DEFAULT, OURS], eval_strategy="steps", eval_steps=1
+        check_trains_alike,
+        "grpo",
+        "none",
+        str(tmp_path),
+        [NO_GATHER, DEFAULT, ROLLOUT_FUNC],
+        eval_strategy="steps",
+        eval_steps=1,
     )
 
 
 def check_rollout_func(folder: str) -> list:
-    """Sampled: logprobs are those of Hugging Face's forward and warpers, as TRL asks of vLLM; equal prompts differ."""
+    """Sampled: logprobs equal those of Hugging Face's forward and warpers, as TRL expects of vLLM; equal prompts
+    differ."""
     make_model(folder)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(1.3), TopKLogitsWarper(50), TopPLogitsWarper(0.95)])
-    reference, checked, drawn = tiny_model("llama").eval(), [], []
+    reference, checked_lengths, completions = tiny_model("llama").eval(), [], []
 
-    def recorded(prompts, trainer):
+    def recording_rollout_func(prompts, trainer):
         output = integration.rollout_func(prompts, trainer)
         engine = trainer.model_wrapped
-        own = list(engine.module.parameters())
-        with torch.no_grad(), GatheredParameters(own):
-            for copy, parameter in zip(reference.parameters(), own, strict=True):
+        parameters = list(engine.module.parameters())
+        with torch.no_grad(), GatheredParameters(parameters):
+            for copy, parameter in zip(reference.parameters(), parameters, strict=True):
                 copy.copy_(parameter)
-        assert [row.split() for row in prompts] == [words().convert_ids_to_tokens(row) for row in output["prompt_ids"]]
+        assert [row.split() for row in prompts] == [
+            word_tokenizer().convert_ids_to_tokens(row) for row in output["prompt_ids"]
+        ]
         for prompt, completion, logps in zip(*output.values(), strict=True):
             with torch.no_grad():
                 logits = reference(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
             expected = warpers(None, logits).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
             # float32 sums over other batch shapes
             torch.testing.assert_close(torch.tensor(logps), expected, atol=1e-4, rtol=1e-4)
-            checked.append(len(logps))
-        drawn.append(output["completion_ids"])
+            checked_lengths.append(len(logps))
+        completions.append(output["completion_ids"])
         return output
 
     options = {"generation_kwargs": {"do_sample": True}, "temperature": 1.3, "top_p": 0.95, "top_k": 50}
-    run_of(hybrid.HybridEngine, "grpo", folder, "none", recorded, **options)
-    assert len(checked) == 4 * STEPS
-    assert all(rows[0] != rows[1] for rows in drawn), "a group's completions share their noise"
-    return drawn
+    run_of(hybrid.HybridEngine, "grpo", folder, "none", recording_rollout_func, **options)
+    assert len(checked_lengths) == 4 * STEPS
+    assert all(rows[0] != rows[1] for rows in completions), "a group's completions share their sampling keys"
+    return completions
 
 
 @needs_trl
-def test_rollout_func_gives_the_logprobs_that_it_drew_with(ranks, tmp_path):
+def test_rollout_func_returns_sampling_logprobs(ranks, tmp_path):
     first, second = ranks.run(check_rollout_func, str(tmp_path))
-    assert first != second, "ranks share their noise"
+    assert first != second, "ranks share their sampling keys"
 
 
 def check_the_pages_code(folder: str) -> None:
@@ -293,10 +306,10 @@ def check_the_pages_code(folder: str) -> None:
             "model": tiny_model("llama"),
             "reward": reward,
             "prompts": Dataset.from_dict({"prompt": PROMPTS}),
-            "tokenizer": words(),
+            "tokenizer": word_tokenizer(),
             "settings": SMALL,
         }
-        with no_accelerator():
+        with fresh_accelerate_state():
             try:
                 quietly(exec, code, names)
             finally:
@@ -306,37 +319,41 @@ def check_the_pages_code(folder: str) -> None:
 
 
 @needs_trl
-def test_the_code_of_the_migration_page_runs(ranks, tmp_path):
+def test_the_trl_code_of_the_migration_page_runs(ranks, tmp_path):
     ranks.run(check_the_pages_code, str(tmp_path))
 
 
 def stand_in(engine: object, **changes) -> SimpleNamespace:
-    """What `rollout_func` looks at of a trainer."""
+    """A stand-in for a trainer, with the attributes that `rollout_func` reads."""
     kwargs = {"max_new_tokens": 4, "temperature": 0.7, "cache_implementation": None, "eos_token_id": [2]}
     tokenize = lambda prompts: ([[5, 6], [7]], None, {})  # noqa: E731
     own = {"generation_kwargs": kwargs, "eos_token_ids": [2], "_tokenize_prompts": tokenize}
     return SimpleNamespace(model_wrapped=engine, **{**own, **changes})
 
 
-def check_refusals() -> None:
+def check_unsupported() -> None:
     engine = quietly(hybrid.initialize, model=tiny_model("llama"), config=settings(3))[0]
     good = integration.rollout_func(["a", "b"], stand_in(engine))
     assert [len(row) for row in good["completion_ids"]] == [len(row) for row in good["logprobs"]]
     before = storage_digest(engine)
-    odd = {"max_new_tokens": 4, "suppress_tokens": [3]}
+    unsupported = {"max_new_tokens": 4, "suppress_tokens": [3]}
     beams = {"max_new_tokens": 4, "num_beams": 2}
     images = lambda prompts: ([[5]], [["an image"]], {})  # noqa: E731
-    for trainer, kind, said in (
+    for trainer, kind, message in (
         (stand_in(torch.nn.Linear(1, 1)), ValueError, r"in a Linear, .* call hybrid.install\(\) before"),
         (stand_in(engine, generation_kwargs=beams), NotImplementedError, "generation_kwargs num_beams=2"),
-        (stand_in(engine, generation_kwargs=odd), NotImplementedError, r"generation_kwargs suppress_tokens=\[3\]"),
+        (
+            stand_in(engine, generation_kwargs=unsupported),
+            NotImplementedError,
+            r"generation_kwargs suppress_tokens=\[3\]",
+        ),
         (stand_in(engine, generation_kwargs=None), ValueError, "use use_vllm=False"),
         (stand_in(engine, _tokenize_prompts=images), NotImplementedError, "prompts with images given"),
     ):
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=message):
             integration.rollout_func(["a", "b"], trainer)
     assert storage_digest(engine) == before and engine.module.training
 
 
-def test_what_rollout_func_cannot_follow_is_refused_in_words(ranks):
-    ranks.run(check_refusals)
+def test_rollout_func_raises_for_unsupported_settings(ranks):
+    ranks.run(check_unsupported)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, LlavaConfig, LlavaFo
 
 import hybrid
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
-from tests.tiny_models import END, SIZES, VOCABULARY, prompts, tiny_model, tiny_other, twin, varied
+from tests.tiny_models import END, SIZES, VOCABULARY, prompts, tiny_model, tiny_non_decoder, twin, with_larger_weights
 
 SAMPLING = hybrid.SamplingParams(max_new_tokens=3)
 
@@ -71,13 +71,13 @@ def test_inputs_embeds_in_an_inference_engine():
 def encoder_decoder(kind: str):
     """A tiny random encoder-decoder."""
     if kind == "t5":
-        return tiny_other("t5")
+        return tiny_non_decoder("t5")
     torch.manual_seed(0)
     special = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0, "decoder_start_token_id": 1}
     sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     config = AutoConfig.for_model("bart", vocab_size=VOCABULARY, **special, **sizes, **heads, forced_eos_token_id=None)
-    return varied(AutoModelForSeq2SeqLM.from_config(config)).eval()
+    return with_larger_weights(AutoModelForSeq2SeqLM.from_config(config)).eval()
 
 
 def check_encoder_decoder(kind: str) -> None:
@@ -118,7 +118,7 @@ def llava():
     special = {"bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
     text = {"model_type": "llama", "vocab_size": VOCABULARY, **SIZES, **special}
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, image_seq_length=4)
-    return varied(LlavaForConditionalGeneration(config))
+    return with_larger_weights(LlavaForConditionalGeneration(config))
 
 
 def check_images() -> None:

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 import hybrid
 from tests.engines import engine_of, settings, storage_digest, train_step
 from tests.marks import slow_but
-from tests.tiny_models import SIZES, prompts, tiny_model, tiny_other, twin, with_peft
+from tests.tiny_models import SIZES, prompts, tiny_model, tiny_non_decoder, twin, with_peft
 
 IDS, MASK = prompts(2, 6, padded=True)
 REQUEST = {"attention_mask": MASK, "max_new_tokens": 7, "do_sample": False}
@@ -94,7 +94,7 @@ def test_beam_search_where_ranks_share_the_models_modules(ranks):
 
 def check_seq2seq() -> None:
     """As Seq2SeqTrainer calls it under ZeRO-3, with `synced_gpus`."""
-    model = tiny_other("t5")
+    model = tiny_non_decoder("t5")
     reference = twin(model)
     engine = engine_of(model, settings(3))
     expected = reference.generate(IDS, **REQUEST, num_beams=3)

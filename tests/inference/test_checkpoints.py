@@ -15,7 +15,7 @@ import hybrid
 from hybrid.inference.checkpoints import save_mp_checkpoint
 from tests.engines import engine_of, settings, train_step
 from tests.rank_pool import RankPool
-from tests.tiny_models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
+from tests.tiny_models import ALL_FAMILIES, NON_DECODERS, prompts, tiny_model, tiny_non_decoder, twin, with_peft
 
 IDS, MASK = prompts(2, 7, padded=True)
 
@@ -47,12 +47,12 @@ def outputs(model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("start", ["meta", "real"])
-@pytest.mark.parametrize("name", [*ALL_FAMILIES, *OTHERS])
+@pytest.mark.parametrize("name", [*ALL_FAMILIES, *NON_DECODERS])
 def test_safetensors_of_every_family_load(tmp_path, name, start):
     """Every family's safetensors, into a model on the meta device and into one with other weights."""
-    reference = tiny_other(name) if name in OTHERS else tiny_model(name).eval()
+    reference = tiny_non_decoder(name) if name in NON_DECODERS else tiny_model(name).eval()
     reference.save_pretrained(tmp_path)
-    initialized = tiny_other(name, seed=1) if name in OTHERS else tiny_model(name, seed=1)
+    initialized = tiny_non_decoder(name, seed=1) if name in NON_DECODERS else tiny_model(name, seed=1)
     model = empty_like(reference) if start == "meta" else initialized
     engine = load_into(model, tmp_path)
     require_same_weights(model, reference)
@@ -365,9 +365,9 @@ def test_training_mp_size_with_an_unsharded_checkpoint_raises(tmp_path, write):
 
 def test_a_base_models_checkpoint_loads_into_a_model_with_a_head(tmp_path):
     """The base model's prefix is added and removed, as transformers does."""
-    reference = tiny_other("bert")
+    reference = tiny_non_decoder("bert")
     reference.bert.save_pretrained(tmp_path)
-    model = tiny_other("bert", seed=1)
+    model = tiny_non_decoder("bert", seed=1)
     with pytest.warns(match="missing: .*cls.predictions"):
         load_into(model, tmp_path, strict=False)
     assert torch.equal(model.bert.embeddings.word_embeddings.weight, reference.bert.embeddings.word_embeddings.weight)
@@ -681,7 +681,7 @@ def test_dtype_on_load(tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt2", "bert"])
 def test_saved_mp_checkpoints_load(tmp_path, name):
-    reference = tiny_other(name) if name in OTHERS else tiny_model(name)
+    reference = tiny_non_decoder(name) if name in NON_DECODERS else tiny_model(name)
     expected = twin(reference)
     hybrid.init_inference(reference, dtype="float32", save_mp_checkpoint_path=str(tmp_path))
     model = empty_like(expected)

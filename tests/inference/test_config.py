@@ -20,7 +20,7 @@ from hybrid import config as settings
 from hybrid.config import FORWARDED, InferenceConfig, read_inference_config
 from hybrid.inference.validation import validated
 from hybrid.models.model_info import ModelInfo
-from tests.tiny_models import OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
+from tests.tiny_models import NON_DECODERS, prompts, tiny_model, tiny_non_decoder, twin, with_peft
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hybrid"
 PLAIN = {"dtype": torch.float32}
@@ -265,10 +265,10 @@ def test_use_triton_needs_kernel_injection(monkeypatch):
 def causal(name: str) -> torch.nn.Module:
     """Decoders outside our families, without a language-modelling head, or whose attention has no `is_causal`."""
     if name == "bert as a decoder":
-        config = AutoConfig.for_model("bert", **OTHERS["bert"][1], is_decoder=True)
+        config = AutoConfig.for_model("bert", **NON_DECODERS["bert"][1], is_decoder=True)
         return AutoModelForCausalLM.from_config(config)
     if name == "t5":
-        return tiny_other("t5")
+        return tiny_non_decoder("t5")
     if name == "xglm":
         sizes = {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64, "vocab_size": 97}
         return AutoModelForCausalLM.from_config(AutoConfig.for_model("xglm", **sizes))
@@ -284,7 +284,7 @@ def test_triangular_masking_false_raises_for_decoders(name):
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert"])
 def test_triangular_masking_false_is_accepted_for_encoders(name):
-    model = tiny_other(name)
+    model = tiny_non_decoder(name)
     ids, _ = prompts(2, 7, padded=False)
     actual = hybrid.init_inference(twin(model), triangular_masking=False, **PLAIN)(ids).logits
     changed_ids = ids.clone()

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, pipeline
 
 import hybrid
 from hybrid.inference.loader import Cast, cast_model
-from tests.tiny_models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
+from tests.tiny_models import ALL_FAMILIES, NON_DECODERS, prompts, tiny_model, tiny_non_decoder, twin, with_peft
 
 IDS, MASK = prompts(3, 7, padded=True)
 
@@ -97,9 +97,9 @@ def test_decoders_match_hugging_face(family, inject):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", NON_DECODERS)
 def test_encoders_and_encoder_decoders_run_natively(name, dtype):
-    reference = tiny_other(name)
+    reference = tiny_non_decoder(name)
     more = {"decoder_input_ids": IDS} if name == "t5" else {}
     model = copy.deepcopy(reference)
     engine = engine_of(model, dtype=dtype)
@@ -128,7 +128,7 @@ def test_a_cast_model_equals_from_pretrained_with_that_dtype(tmp_path, family):
 
 def test_modules_kept_in_float32(tmp_path):
     """T5's `wo` with half precision, as from_pretrained keeps it."""
-    reference = tiny_other("t5")
+    reference = tiny_non_decoder("t5")
     reference.save_pretrained(tmp_path)
     built = type(reference).from_pretrained(tmp_path, dtype=torch.float16)
     cast_model(reference, Cast(reference, torch.float16, None))
@@ -142,7 +142,7 @@ def test_modules_kept_in_float32_in_an_engine(tmp_path, monkeypatch, name, dtype
     """From the model's own weights and from a file; `from_pretrained` is the oracle, for modules kept in float32 with
     float16 (T5's `wo`) and with both half dtypes ("strict")."""
     monkeypatch.setattr(get_accelerator(), "supported_dtypes", lambda: [dtype])  # DeepSpeed's CPUs have no float16
-    reference = tiny_other("t5")
+    reference = tiny_non_decoder("t5")
     if name == "strict":
         monkeypatch.setattr(type(reference), "_keep_in_fp32_modules", None)
         monkeypatch.setattr(type(reference), "_keep_in_fp32_modules_strict", {"wo"})
@@ -171,9 +171,9 @@ def saved(model, path) -> str:
 @pytest.mark.parametrize("stay", [True, False])
 def test_keep_module_on_host(tmp_path, monkeypatch, stay, checkpoint):
     """The meta device stands in for an accelerator, to which weights move unless keep_module_on_host."""
-    reference = tiny_other("bert")
+    reference = tiny_non_decoder("bert")
     folder = saved(reference, tmp_path) if checkpoint else None
-    model = tiny_other("bert", seed=1) if checkpoint else twin(reference)
+    model = tiny_non_decoder("bert", seed=1) if checkpoint else twin(reference)
     monkeypatch.setattr(get_accelerator(), "current_device_name", lambda: "meta")
     if not stay:
         with pytest.raises(RuntimeError, match="incompatible tensor type"):  # a host tensor cannot become meta
@@ -185,7 +185,7 @@ def test_keep_module_on_host(tmp_path, monkeypatch, stay, checkpoint):
 
 def test_return_tuple():
     """True returns the model's output, false its first tensor."""
-    reference = tiny_other("bert")
+    reference = tiny_non_decoder("bert")
     engine = engine_of(copy.deepcopy(reference), return_tuple=False)
     assert torch.equal(engine(IDS, attention_mask=MASK), logits_of(reference))
     assert torch.equal(engine(IDS, attention_mask=MASK, labels=IDS), logits_of(reference))
@@ -283,7 +283,7 @@ def test_min_out_tokens_must_fit():
 
 
 def test_generate_and_train_of_other_modules():
-    engine = engine_of(tiny_other("bert"))
+    engine = engine_of(tiny_non_decoder("bert"))
     assert not engine.module.training
     with pytest.raises(RuntimeError, match="does not train; hybrid.initialize"):
         engine.train()
@@ -337,7 +337,7 @@ def test_samples_depend_on_torchs_seed():
 @pytest.mark.parametrize("name", ["bert", "llama"])
 @pytest.mark.parametrize("inject", [True, False])
 def test_profiling_matches_deepspeed(name, use_cuda_events, inject):
-    engine = engine_of(tiny_other(name) if name in OTHERS else tiny_model(name), kernel_inject=inject)
+    engine = engine_of(tiny_non_decoder(name) if name in NON_DECODERS else tiny_model(name), kernel_inject=inject)
     with pytest.raises(AssertionError, match="model profiling is not enabled"):
         engine.model_times()
     engine.profile_model_time(use_cuda_events=use_cuda_events)
@@ -385,7 +385,7 @@ def test_deepspeeds_own_profiling_test_passes(task, use_cuda_events, events):
     """DeepSpeed's tests/unit/inference/test_model_profiling.py with `hybrid.init_inference`: `pipe.model` is the
     engine, and forwards take no longer than the whole call. With and without device events."""
     created_events = []
-    model = tiny_other("bert") if task == "fill-mask" else tiny_model("llama").eval()
+    model = tiny_non_decoder("bert") if task == "fill-mask" else tiny_model("llama").eval()
     query = "I am a [MASK] model" if task == "fill-mask" else "I am a"
     more = {} if task == "fill-mask" else {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     forwards = 1 if task == "fill-mask" else 4

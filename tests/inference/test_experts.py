@@ -7,7 +7,7 @@ import torch.distributed as dist
 import hybrid
 from tests.inference.test_tensor_parallel import check_equal
 from tests.rank_pool import RankPool
-from tests.tiny_models import tiny_model, tiny_other, twin
+from tests.tiny_models import tiny_model, tiny_non_decoder, twin
 
 MIXTURES = ["mixtral", "qwen3_moe"]  # the second has a layer without experts
 
@@ -87,7 +87,7 @@ def test_old_setting_names_and_given_groups(ranks):
     ],
 )
 def test_invalid_moe_settings_raise(family, config, error, message):
-    model = tiny_other(family) if family == "bert" else tiny_model(family)
+    model = tiny_non_decoder(family) if family == "bert" else tiny_model(family)
     with pytest.raises(error, match=message):
         hybrid.init_inference(model, dtype="float32", **config)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybrid.kernels.cuda_graph import Captured, GraphedForward
-from tests.tiny_models import prompts, tiny_model, tiny_other
+from tests.tiny_models import prompts, tiny_model, tiny_non_decoder
 
 
 class Capture:
@@ -34,7 +34,7 @@ def logits_of(model, *args, **kwargs) -> torch.Tensor:
 
 
 def test_replays_match_the_models_forward():
-    model, capture = tiny_other("bert"), Capture()
+    model, capture = tiny_non_decoder("bert"), Capture()
     graphed = GraphedForward(model, capture=capture)
     other = prompts(3, 7, padded=False, seed=1)[0]
     first = logits_of(graphed, IDS, attention_mask=MASK)
@@ -62,7 +62,7 @@ def test_outputs_are_copies():
 
 
 def test_one_graph_per_shape_and_arguments():
-    model, capture = tiny_other("bert"), Capture()
+    model, capture = tiny_non_decoder("bert"), Capture()
     graphed = GraphedForward(model, max_graphs=2, capture=capture)
     calls = [(IDS, {}), (IDS[:, :5], {}), (IDS, {"output_hidden_states": True}), (IDS, {"attention_mask": MASK})]
     for n, (ids, more) in enumerate(calls, start=1):
@@ -82,7 +82,7 @@ def test_a_forward_that_cannot_be_captured_raises_not_implemented():
     def capture(run, pool):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    graphed = GraphedForward(tiny_other("bert"), capture=capture)
+    graphed = GraphedForward(tiny_non_decoder("bert"), capture=capture)
     with pytest.raises(NotImplementedError, match="this forward of BertForMaskedLM cannot be captured: operation not"):
         graphed(IDS)
     assert not graphed.graphs
@@ -91,7 +91,7 @@ def test_a_forward_that_cannot_be_captured_raises_not_implemented():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="messages of a machine without a device")
 def test_graphs_without_a_cuda_device_raise_not_implemented():
     with pytest.raises(NotImplementedError, match="CUDA graphs need a CUDA device"):
-        GraphedForward(tiny_other("bert"))(IDS)
+        GraphedForward(tiny_non_decoder("bert"))(IDS)
 
 
 def test_graphs_with_a_kv_cache_raise_not_implemented():

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hybrid
 from hybrid.weights.int8 import Int8Linear, dequantized, int8_linear, int8_weights, quantizable, quantized
-from tests.tiny_models import ALL_FAMILIES, OTHERS, prompts, tiny_model, tiny_other, twin, with_peft
+from tests.tiny_models import ALL_FAMILIES, NON_DECODERS, prompts, tiny_model, tiny_non_decoder, twin, with_peft
 
 IDS, MASK = prompts(3, 7, padded=True)
 
@@ -72,9 +72,9 @@ def logits_of(model, **more) -> torch.Tensor:
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("inject", [True, False])
-@pytest.mark.parametrize("name", [*ALL_FAMILIES, *OTHERS])
+@pytest.mark.parametrize("name", [*ALL_FAMILIES, *NON_DECODERS])
 def test_models_match_hugging_face_with_rounded_weights(name, inject, groups):
-    model = tiny_other(name) if name in OTHERS else tiny_model(name)
+    model = tiny_non_decoder(name) if name in NON_DECODERS else tiny_model(name)
     reference = rounded(model, groups)
     engine = hybrid.init_inference(
         model, dtype=torch.int8, kernel_inject=inject, quant={"weight": {"q_groups": groups}}
@@ -82,7 +82,7 @@ def test_models_match_hugging_face_with_rounded_weights(name, inject, groups):
     more = {"decoder_input_ids": IDS} if name == "t5" else {}
     torch.testing.assert_close(logits_of(engine, **more), logits_of(reference, **more), atol=2e-3, rtol=1e-3)
     assert all(p.dtype == torch.int8 for m in model.modules() if isinstance(m, Int8Linear) for p in [m.weight])
-    if hasattr(reference, "generate") and name not in OTHERS:
+    if hasattr(reference, "generate") and name not in NON_DECODERS:
         request = {"attention_mask": MASK, "max_new_tokens": 6}
         assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
         why = engine.coverage()[0]["why"]

@@ -13,7 +13,7 @@ from transformers.models.roberta.modeling_roberta import RobertaLayer
 from transformers.models.t5.modeling_t5 import T5Block
 
 import hybrid
-from tests.tiny_models import OTHERS, prompts, tiny_model, tiny_other, twin
+from tests.tiny_models import NON_DECODERS, prompts, tiny_model, tiny_non_decoder, twin
 
 # Policies of DeepSpeed's documentation and tests, with the names of transformers 5.
 POLICIES = {
@@ -33,7 +33,7 @@ def engine_by_policy(model, name: str, size: int = 2, **settings) -> hybrid.Infe
 def check_policy(name: str, folder: str) -> None:
     """Equal to the unsharded model, from its own weights and from a file; each rank has half of the layers'
     matrices."""
-    reference = tiny_other(name)
+    reference = tiny_non_decoder(name)
     more = {"decoder_input_ids": IDS} if name == "t5" else {}
     with torch.no_grad():
         expected = reference(IDS, attention_mask=MASK, **more).logits
@@ -64,9 +64,9 @@ def check_policy(name: str, folder: str) -> None:
         assert engine.coverage()[0]["container"] == "native"
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", NON_DECODERS)
 def test_two_ranks_match_hugging_face(ranks, tmp_path, name):
-    tiny_other(name).save_pretrained(tmp_path)
+    tiny_non_decoder(name).save_pretrained(tmp_path)
     ranks.run(check_policy, name, str(tmp_path))
 
 
@@ -122,7 +122,7 @@ def test_decoders_sliced_by_a_policy_match_hugging_face(ranks, tmp_path, name):
 
 def check_object() -> None:
     """A layer that is replicated on every rank: a policy by names alone would slice it."""
-    reference = tiny_other("bert")
+    reference = tiny_non_decoder("bert")
     policy = {BertLayer: hybrid.LayerPolicy(sums=("output.dense",), whole=("intermediate.dense",))}
     with pytest.raises(RuntimeError):  # a row-parallel layer would get unsliced inputs
         engine_by_policy(twin(reference), "bert", injection_policy=policy)(IDS, attention_mask=MASK)
@@ -149,7 +149,7 @@ def test_a_layer_policy_names_replicated_layers(ranks):
 
 
 def check_heads_that_do_not_divide() -> None:
-    odd = tiny_other("bert", num_attention_heads=1)
+    odd = tiny_non_decoder("bert", num_attention_heads=1)
     with pytest.raises(ValueError, match="2 given; it must divide num_attention_heads=1 of BertSelfAttention"):
         engine_by_policy(odd, "bert")
 
@@ -169,11 +169,11 @@ def test_heads_that_tp_size_does_not_divide_raise(ranks):
 )
 def test_invalid_policies_raise(policy, more, message):
     with pytest.raises(ValueError, match=message):
-        hybrid.init_inference(tiny_other("bert"), dtype="float32", injection_policy=policy, **more)
+        hybrid.init_inference(tiny_non_decoder("bert"), dtype="float32", injection_policy=policy, **more)
 
 
 def test_a_policy_at_one_rank_changes_nothing():
-    reference = tiny_other("bert")
+    reference = tiny_non_decoder("bert")
     engine = engine_by_policy(twin(reference), "bert", size=1)
     with torch.no_grad():
         expected = reference(IDS, attention_mask=MASK).logits

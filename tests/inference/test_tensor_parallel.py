@@ -11,7 +11,7 @@ import torch.distributed as dist
 import hybrid
 from tests.engines import CollectiveCount
 from tests.rank_pool import run_script
-from tests.tiny_models import ALL_FAMILIES, prompts, tiny_model, tiny_other, twin, with_peft
+from tests.tiny_models import ALL_FAMILIES, prompts, tiny_model, tiny_non_decoder, twin, with_peft
 
 
 def tp_engine(model, size: int = 2, **settings) -> hybrid.InferenceEngine:
@@ -216,7 +216,7 @@ def check_requests_that_raise() -> None:
     with pytest.raises(ValueError, match="tensor_parallel.tp_size: 2 given; the model's 3 attention heads"):
         tp_engine(tiny_model("llama", **odd))
     with pytest.warns(UserWarning, match="BertForMaskedLM has no attention and no MLP that can be sliced"):
-        tp_engine(tiny_other("bert"))
+        tp_engine(tiny_non_decoder("bert"))
     with pytest.raises(NotImplementedError, match="a model with adapters; merge them first"):
         tp_engine(with_peft(tiny_model("llama")))
     with CollectiveCount() as count, pytest.raises(ValueError):

@@ -28,7 +28,7 @@ from rlhf_examples.common.arguments import PPOArguments, read_yaml
 from rlhf_examples.common.run_log import read_metrics
 from tests.rlhf_examples.chat_models import chat_model, tokenizer_of
 from tests.rlhf_examples.scripts import ROLLOUTS
-from tests.test_launchers import finished
+from tests.test_launchers import run_together
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS, README = ROOT / "configs", ROOT / "README.md"
@@ -254,7 +254,7 @@ def test_the_commands_of_the_readme_run(tmp_path):
     for command in (by_pipeline, by_grpo, by_report):
         if command is by_report:
             (tmp_path / "runs" / "8gpu_7b_lora" / "report.html").unlink(missing_ok=True)
-        finished([command], tmp_path, PYTHONPATH=path)
+        run_together([command], tmp_path, PYTHONPATH=path)
     require_trained(settings, tmp_path / "runs" / "8gpu_7b_lora")
     assert (tmp_path / "runs" / "8gpu_7b_lora" / "report.html").stat().st_size > 10_000
     assert len(read_metrics(tmp_path / "runs" / "grpo")) == 2

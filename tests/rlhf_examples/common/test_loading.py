@@ -40,7 +40,7 @@ from rlhf_examples.common.models import (
 from rlhf_examples.common.ranks import seed_everything
 from rlhf_examples.data.synthetic import synthetic_tokenizer
 from tests.engines import storage_digest, train_step
-from tests.host_memory import MIB, PeakMemory, returning_memory, summed
+from tests.host_memory import MIB, PeakMemory, malloc_returns_memory, sum_over_ranks
 from tests.rank_pool import RankPool
 from tests.tiny_models import prompts, tiny_model
 
@@ -385,7 +385,7 @@ def make_checkpoint(directory: str, size: str) -> int:
 
 def peak_memory(directory: str, size: str, max_shard_bytes: int) -> tuple[int, dict[str, int], dict[str, int]]:
     """The model's bytes; this rank's peaks from files to an engine that generates, and from that to files."""
-    with returning_memory():
+    with malloc_returns_memory():
         nbytes = make_checkpoint(directory, size)
         with PeakMemory() as loading:
             engine = load_rollout_engine(
@@ -418,7 +418,7 @@ def require_bounded(measurements: list[tuple], max_shard_bytes: int, size: str) 
     loading, saving = ([figures[i] for figures in measurements] for i in (1, 2))
     for what, figures in (("loading", loading), ("saving", saving)):
         print(f"{what} {nbytes / MIB:.0f} MiB", [{k: round(v / MIB) for k, v in figure.items()} for figure in figures])
-    total = summed(loading)
+    total = sum_over_ranks(loading)
     assert total["anonymous"] < 1.3 * nbytes
     assert total["proportional"] < (1.3 + 1) * nbytes
     assert max(figure["anonymous"] for figure in loading) < nbytes / ranks + 0.3 * nbytes
