@@ -140,7 +140,7 @@ def measure_tables(num_rows: int, tokens: int, steps: int = 64) -> None:
     ids = torch.zeros(num_rows, dtype=torch.int64)
     start = time.process_time()
     for _ in range(steps):
-        runner.make_room(1)
+        runner.allocate_slots(1)
         runner.step(ids)
     spent_ms = (time.process_time() - start) / steps * 1e3
     print_on_rank_0(f"block tables of {num_rows} rows of {tokens} tokens: {spent_ms:.2f} ms of processor time per step")

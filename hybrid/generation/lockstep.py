@@ -167,7 +167,7 @@ class FusedForward:
 
     def step(self, input_ids: torch.Tensor) -> CausalLMOutput:
         """Logits after the latest token of each row."""
-        self.runner.make_room(1)
+        self.runner.allocate_slots(1)
         return CausalLMOutput(logits=self.runner.step(input_ids[:, -1].contiguous())[:, None])
 
 

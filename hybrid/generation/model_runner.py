@@ -34,10 +34,10 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """A part of a sequence in a forward.
 
-    sequence: the sequence's index.  begin, stop: positions in it.  row: index of the piece's first token in the
+    sequence: the sequence's index.  begin, stop: positions in it.  row: index of the chunk's first token in the
         forward.
     """
 
@@ -49,19 +49,19 @@ class Piece:
 
 def hidden_states(
     decoder: Decoder, block_pool: BlockPool, sequences: list[torch.Tensor], blocks: list[list[int]]
-) -> Iterator[tuple[list[Piece], torch.Tensor]]:
+) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
     """Run sequences, int64 [n] each, through the layers and write their keys and values to their blocks.
 
-    Yields the pieces and the last layer's output [tokens, hidden] of each forward. Sequences are packed without
+    Yields the chunks and the last layer's output [tokens, hidden] of each forward. Sequences are packed without
     padding, PREFILL_TOKENS in a forward; a sequence that does not fit is split.
     """
-    for pieces in forwards([len(sequence) for sequence in sequences]):
-        ids = [sequences[piece.sequence][piece.begin : piece.stop] for piece in pieces]
-        block_tables = [blocks[piece.sequence] for piece in pieces]
+    for chunks in prefill_chunks([len(sequence) for sequence in sequences]):
+        ids = [sequences[chunk.sequence][chunk.begin : chunk.stop] for chunk in chunks]
+        block_tables = [blocks[chunk.sequence] for chunk in chunks]
         yield (
-            pieces,
+            chunks,
             decoder.forward(
-                packed(ids, [piece.begin for piece in pieces], block_tables, decoder.device), block_pool.kv
+                packed(ids, [chunk.begin for chunk in chunks], block_tables, decoder.device), block_pool.kv
             ),
         )
 
@@ -74,28 +74,28 @@ def prefill(
     Returns each prompt's blocks, and the logits after its last token, float32 [prompts, vocab].
     """
     blocks = [block_pool.allocate(blocks_for(len(prompt))) for prompt in prompts]
-    found = []
-    for pieces, hidden in hidden_states(decoder, block_pool, prompts, blocks):
-        ends = [p.row + p.stop - p.begin - 1 for p in pieces if p.stop == len(prompts[p.sequence])]
+    batches = []
+    for chunks, hidden in hidden_states(decoder, block_pool, prompts, blocks):
+        ends = [p.row + p.stop - p.begin - 1 for p in chunks if p.stop == len(prompts[p.sequence])]
         if ends:
-            found.append(decoder.logits(hidden[torch.tensor(ends, device=decoder.device)]))
-    return blocks, torch.cat(found)
+            batches.append(decoder.logits(hidden[torch.tensor(ends, device=decoder.device)]))
+    return blocks, torch.cat(batches)
 
 
-def forwards(lengths: list[int]) -> list[list[Piece]]:
+def prefill_chunks(lengths: list[int]) -> list[list[Chunk]]:
     """Split sequences of the given lengths over forwards of at most PREFILL_TOKENS tokens."""
-    found: list[list[Piece]] = []
+    batches: list[list[Chunk]] = []
     used = PREFILL_TOKENS
     for sequence, length in enumerate(lengths):
         begin = 0
         while begin < length:
             if used == PREFILL_TOKENS:
-                found.append([])
+                batches.append([])
                 used = 0
             stop = min(begin + PREFILL_TOKENS - used, length)
-            found[-1].append(Piece(sequence, begin, stop, used))
+            batches[-1].append(Chunk(sequence, begin, stop, used))
             begin, used = stop, used + stop - begin
-    return found
+    return batches
 
 
 class ModelRunner:
@@ -109,71 +109,71 @@ class ModelRunner:
         self.blocks: list[list[int]] = []
         self.lengths = torch.zeros(0, dtype=torch.int32, device=self.device)  # tokens in the cache, by row
         self.steps = 0
-        self.before: list[int] = []  # by row: tokens in the cache minus `steps`
-        self.room = 0  # tokens that every row can still append without another block
-        self.table = BlockTables(blocks_for(longest), self.device)
+        self.offsets: list[int] = []  # by row: tokens in the cache minus `steps`
+        self.num_free_slots = 0  # tokens that every row can still append without another block
+        self.block_tables = BlockTables(blocks_for(longest), self.device)
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def add(self, blocks: list[list[int]], lengths: list[int]) -> None:
         """Append rows with these blocks, which hold `lengths` tokens each. The runner takes over the references."""
-        self.table.add(blocks)
+        self.block_tables.add(blocks)
         self.blocks += blocks
-        self.before += [length - self.steps for length in lengths]
+        self.offsets += [length - self.steps for length in lengths]
         more = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         self.lengths = torch.cat([self.lengths, more])
-        self._look()
+        self._update()
 
-    def make_room(self, tokens: int) -> None:
+    def allocate_slots(self, tokens: int) -> None:
         """Allocate blocks so that every row has room for `tokens` more."""
-        if self.room >= tokens:
+        if self.num_free_slots >= tokens:
             return
         entries = []
-        for row, (blocks, before) in enumerate(zip(self.blocks, self.before, strict=True)):
-            missing = blocks_for(before + self.steps + tokens) - len(blocks)
+        for row, (blocks, offset) in enumerate(zip(self.blocks, self.offsets, strict=True)):
+            missing = blocks_for(offset + self.steps + tokens) - len(blocks)
             if missing > 0:
                 more = self.block_pool.allocate(missing)
                 entries += ((row, column, block) for column, block in enumerate(more, len(blocks)))
                 blocks += more
-        self.table.write(entries)
-        self._look()
+        self.block_tables.write(entries)
+        self._update()
 
-    def _look(self) -> None:
-        """Update `room` and `cu_seqlens` after the rows or their blocks have changed."""
-        spare = (len(own) * BLOCK_SIZE - before for own, before in zip(self.blocks, self.before, strict=True))
-        self.room = min(spare, default=0) - self.steps
+    def _update(self) -> None:
+        """Update `num_free_slots` and `cu_seqlens` after the rows or their blocks have changed."""
+        spare = (len(own) * BLOCK_SIZE - offset for own, offset in zip(self.blocks, self.offsets, strict=True))
+        self.num_free_slots = min(spare, default=0) - self.steps
         self.cu_seqlens = torch.arange(len(self) + 1, dtype=torch.int32, device=self.device)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token, int64 [rows], to each row; returns the logits after it, float32 [rows, vocab]."""
         positions, self.lengths = self.lengths, self.lengths + 1
         self.steps += 1
-        self.room -= 1
-        batch = PackedBatch(tokens, positions, self.cu_seqlens, self.lengths, self.table.rows())
+        self.num_free_slots -= 1
+        batch = PackedBatch(tokens, positions, self.cu_seqlens, self.lengths, self.block_tables.rows())
         return self.decoder.decode(batch, self.block_pool.kv)
 
-    def leave(self, stay: torch.Tensor) -> None:
+    def keep(self, stay: torch.Tensor) -> None:
         """Remove the rows where `stay`, bool [rows], is False, and give back their blocks."""
         staying = stay.tolist()
         for kept, blocks in zip(staying, self.blocks, strict=True):
             if not kept:
                 self.block_pool.free(blocks)
         self.blocks = [blocks for kept, blocks in zip(staying, self.blocks, strict=True) if kept]
-        self.before = [before for kept, before in zip(staying, self.before, strict=True) if kept]
+        self.offsets = [offset for kept, offset in zip(staying, self.offsets, strict=True) if kept]
         self.lengths = self.lengths[stay]
-        self.table.keep(stay)
-        self._look()
+        self.block_tables.keep(stay)
+        self._update()
 
 
 class BlockTables:
     """The rows' block tables on the device, updated in place: a step writes only the blocks that it adds.
 
-    most: the most blocks that a row may have.
+    max_blocks: the most blocks that a row may have.
     """
 
-    def __init__(self, most: int, device: torch.device):
-        self.count, self.most = 0, most
+    def __init__(self, max_blocks: int, device: torch.device):
+        self.count, self.max_blocks = 0, max_blocks
         self.memory = torch.zeros(0, 0, dtype=torch.int32, device=device)  # [rows, blocks], unused entries undefined
 
     def rows(self) -> torch.Tensor:
@@ -182,7 +182,7 @@ class BlockTables:
 
     def add(self, blocks: list[list[int]]) -> None:
         """Append rows with these blocks."""
-        self._make_room(self.count + len(blocks), max(map(len, blocks), default=0))
+        self._grow(self.count + len(blocks), max(map(len, blocks), default=0))
         first, self.count = self.count, self.count + len(blocks)
         own = table_of(blocks, self.memory.device)
         self.memory[first : self.count, : own.shape[1]] = own
@@ -192,7 +192,7 @@ class BlockTables:
         if not entries:
             return
         rows, columns, blocks = zip(*entries, strict=True)
-        self._make_room(self.count, max(columns) + 1)
+        self._grow(self.count, max(columns) + 1)
         at = torch.tensor([rows, columns], device=self.memory.device)
         self.memory[at[0], at[1]] = torch.tensor(blocks, dtype=torch.int32, device=self.memory.device)
 
@@ -202,15 +202,15 @@ class BlockTables:
         self.count = len(kept)
         self.memory[: self.count] = kept
 
-    def _make_room(self, rows: int, blocks: int) -> None:
+    def _grow(self, rows: int, blocks: int) -> None:
         """Grow the memory, by doubling, to at least [rows, blocks]."""
         height, width = self.memory.shape
         if rows <= height and blocks <= width:
             return
-        assert blocks <= self.most, f"{blocks} blocks in a row of at most {self.most}"
+        assert blocks <= self.max_blocks, f"{blocks} blocks in a row of at most {self.max_blocks}"
         larger = self.memory.new_zeros(
             height if rows <= height else max(rows, 2 * height),
-            width if blocks <= width else max(blocks, min(2 * width, self.most)),
+            width if blocks <= width else max(blocks, min(2 * width, self.max_blocks)),
         )
         larger[:height, :width] = self.memory
         self.memory = larger

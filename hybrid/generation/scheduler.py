@@ -11,7 +11,7 @@ from hybrid.decoders.batch import BLOCK_SIZE
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.model_runner import Decoder, ModelRunner, prefill
 from hybrid.generation.request import Request
-from hybrid.generation.sampling import Drawn, draw_tokens, selective_log_softmax
+from hybrid.generation.sampling import draw_tokens, selective_log_softmax
 from hybrid.profiling import Phase
 
 
@@ -41,26 +41,37 @@ class Completions:
 
 
 @dataclass
-class Group:
-    """Rows with the same prompt: those that wait, and the prompt's blocks and logits once it is prefilled."""
+class SequenceGroup:
+    """Rows with the same prompt: those that wait, and the prompt's blocks and logits once it is prefilled.
+
+    num_full_blocks: of the prompt.  blocks_per_row: the most blocks that a row may need.
+    """
 
     prompt: torch.Tensor
     waiting: list[int]
+    num_full_blocks: int
+    blocks_per_row: int
     blocks: list[int] = field(default_factory=list)
     logits: torch.Tensor | None = None  # after the prompt, float32 [vocab]
 
 
-def equal_prompts(padded: torch.Tensor, lengths: list[int]) -> list[Group]:
-    """Rows grouped by prompt, in the order of first appearance."""
-    groups: dict[bytes, Group] = {}
-    for row, (ids, length) in enumerate(zip(padded.cpu(), lengths, strict=True)):
+def group_by_prompt(request: Request) -> list[SequenceGroup]:
+    """The request's rows grouped by prompt, in the order of first appearance."""
+    groups: dict[bytes, SequenceGroup] = {}
+    for row, (ids, length) in enumerate(zip(request.prompt_ids.cpu(), request.prompt_lengths, strict=True)):
         prompt = ids[len(ids) - length :]
-        groups.setdefault(prompt.numpy().tobytes(), Group(prompt, [])).waiting.append(row)
+        group = SequenceGroup(prompt, [], length // BLOCK_SIZE, blocks_for(length + request.max_new_tokens))
+        groups.setdefault(prompt.numpy().tobytes(), group).waiting.append(row)
     return list(groups.values())
 
 
 class Scheduler:
-    """The rows of one call: waiting, being decoded, finished."""
+    """Decodes a request: its rows wait, run, and leave once they have finished.
+
+    max_num_seqs: sequences that run at once.
+    num_scheduler_steps: decode steps between two checks for finished rows; more than 1 on a device that a check waits
+        for.
+    """
 
     def __init__(
         self,
@@ -73,7 +84,7 @@ class Scheduler:
     ):
         self.request, self.decoder, self.block_pool = request, decoder, block_pool
         self.max_num_seqs, self.num_scheduler_steps, self.phase = max_num_seqs, num_scheduler_steps, phase
-        self.queue = equal_prompts(request.prompt_ids, request.prompt_lengths)
+        self.waiting = group_by_prompt(request)
         self.runner = ModelRunner(decoder, block_pool, request.longest)
         count, self.prompt_len = request.prompt_ids.shape
         device, new = decoder.device, request.max_new_tokens
@@ -82,199 +93,171 @@ class Scheduler:
         self.ids[:, : self.prompt_len] = request.prompt_ids
         self.logps = torch.zeros(3, count, new, device=device)  # sampling, old, raw
         self.lengths = torch.zeros(count, dtype=torch.int64)
-        # By sequence being decoded: its row of the request, its number of new tokens, and its latest token.
-        self.row = torch.zeros(0, dtype=torch.int64, device=device)
-        self.made = torch.zeros(0, dtype=torch.int64, device=device)
-        self.last = torch.zeros(0, dtype=torch.int64, device=device)
-        self.most_made = 0  # the largest of `made`, as of the last check
-        self.most_blocks: list[int] = []  # by sequence being decoded: the most blocks that it may need
+        # By running sequence: its row of the request, the position of its next new token, and its latest token.
+        self.rows, self.positions, self.latest_tokens = torch.zeros(3, 0, dtype=torch.int64, device=device)
+        self.max_position = 0  # the largest of `positions`, as of the last check
+        self.max_blocks: list[int] = []  # by running sequence: the most blocks that it may need
 
     def run(self) -> Completions:
         """Decode all rows."""
-        self.block_pool.reserve_call(self.blocks_at_once())
+        self.block_pool.reserve_call(self.max_blocks_in_use())
         self.decoder.reserve(self.request.longest)
         with self.phase("decode"):
-            while self.queue or len(self.runner):
-                if self.queue:
+            while self.waiting or len(self.runner):
+                if self.waiting:
                     with self.phase("prefill"):
                         self.admit()
                 if len(self.runner):
-                    self.advance()
+                    self.decode()
         tokens = self.ids[:, self.prompt_len :]
         return Completions(tokens, self.lengths.to(tokens.device), *self.logps)
 
-    def blocks_at_once(self) -> int:
+    def max_blocks_in_use(self) -> int:
         """The most blocks that are in use at once, in whatever order sequences end.
 
-        Counted are each decoded sequence's own blocks, each decoded prompt's shared blocks, and, if rows wait, the
+        Counted are each running sequence's own blocks, each running prompt's shared blocks, and, if rows wait, the
         blocks that their group keeps for them.
         """
-        own = [
-            self.blocks_of_row(group) - len(group.prompt) // BLOCK_SIZE for group in self.queue for _ in group.waiting
-        ]
-        shared = sorted((len(group.prompt) // BLOCK_SIZE for group in self.queue), reverse=True)
+        own = [group.blocks_per_row - group.num_full_blocks for group in self.waiting for _ in group.waiting]
+        shared = sorted((group.num_full_blocks for group in self.waiting), reverse=True)
         waits = len(own) > self.max_num_seqs
         return sum(sorted(own, reverse=True)[: self.max_num_seqs]) + sum(shared[: self.max_num_seqs + waits]) + waits
 
     # ------------------------------------------------------------- admitting
 
     def admit(self) -> None:
-        """Start waiting rows, as long as there are free places and the blocks that the rows may need."""
-        chosen = self.fitting()
-        if not chosen and len(self.runner):
+        """Start waiting rows, as long as `max_num_seqs` and the blocks that the rows may need allow."""
+        admitted = self.schedule()
+        if not admitted and len(self.runner):
             return
-        if not chosen:
-            chosen = [self.oversized_row()]
-        self.prefill([group for group, _ in chosen if not group.blocks])
-        for group, rows in chosen:
+        admitted = admitted or [self.oversized_row()]
+        if new := [group for group, _ in admitted if not group.blocks]:
+            blocks, logits = prefill(self.decoder, self.block_pool, [group.prompt for group in new])
+            for group, own, after in zip(new, blocks, logits, strict=True):
+                group.blocks, group.logits = own, after
+        for group, rows in admitted:
             self.allocate(group, rows)
-        self.draw(torch.cat([group.logits.expand(len(rows), -1) for group, rows in chosen]), self.append_rows(chosen))
-        self.queue = [group for group in self.queue if group.waiting]
-        for group, _ in chosen:
-            if not group.waiting:
-                group.logits = None
+        rows = torch.tensor([row for _, rows in admitted for row in rows], device=self.rows.device)
+        zeros = torch.zeros_like(rows)
+        self.rows = torch.cat([self.rows, rows])
+        self.positions, self.latest_tokens = (torch.cat([old, zeros]) for old in (self.positions, self.latest_tokens))
+        self.sample(torch.cat([group.logits.expand(len(rows), -1) for group, rows in admitted]), len(rows))
+        self.waiting = [group for group in self.waiting if group.waiting]
         self.finish(1)
 
-    def fitting(self) -> list[tuple[Group, list[int]]]:
-        """Remove from the queue, in its order, the rows that fit now, and return them by group."""
-        chosen: list[tuple[Group, list[int]]] = []
-        free, room = self.max_num_seqs - len(self.runner), self.room()
-        for group in self.queue:
-            count = min(free, len(group.waiting))
-            while count and self.blocks_needed(group, count) > room:
+    def schedule(self) -> list[tuple[SequenceGroup, list[int]]]:
+        """Remove from the waiting rows, in their order, those that fit now, and return them by group."""
+        admitted: list[tuple[SequenceGroup, list[int]]] = []
+        num_seqs, free_blocks = self.max_num_seqs - len(self.runner), self.num_free_blocks()
+        for group in self.waiting:
+            count = min(num_seqs, len(group.waiting))
+            while count and self.blocks_needed(group, count) > free_blocks:
                 count -= 1
             if not count:
                 break
-            free, room = free - count, room - self.blocks_needed(group, count)
-            chosen.append((group, [group.waiting.pop(0) for _ in range(count)]))
+            num_seqs, free_blocks = num_seqs - count, free_blocks - self.blocks_needed(group, count)
+            admitted.append((group, group.waiting[:count]))
+            group.waiting = group.waiting[count:]
             if group.waiting:
                 break
-        return chosen
+        return admitted
 
-    def oversized_row(self) -> tuple[Group, list[int]]:
+    def oversized_row(self) -> tuple[SequenceGroup, list[int]]:
         """Remove and return the first waiting row, which fits only without the blocks that its group would keep for its
         other rows. Their prompt is prefilled again.
         """
-        first = self.queue[0]
-        row = first.waiting.pop(0)
-        lone = Group(first.prompt, [], first.blocks, first.logits)
-        first.blocks, first.logits = [], None
-        return lone, [row]
+        group = self.waiting[0]
+        alone, row = replace(group, waiting=[]), group.waiting.pop(0)
+        group.blocks, group.logits = [], None
+        return alone, [row]
 
-    def room(self) -> float:
-        """Blocks that are neither in use nor promised to admitted rows; infinity without a limit."""
+    def num_free_blocks(self) -> float:
+        """Blocks that are neither in use nor promised to running sequences; infinity without a limit."""
         if self.block_pool.limit is None:
             return math.inf
-        to_come = sum(most - len(blocks) for most, blocks in zip(self.most_blocks, self.runner.blocks, strict=True))
-        return self.block_pool.limit - self.block_pool.num_used - to_come
+        promised = sum(self.max_blocks) - sum(map(len, self.runner.blocks))
+        return self.block_pool.limit - self.block_pool.num_used - promised
 
-    def blocks_needed(self, group: Group, count: int) -> int:
+    def blocks_needed(self, group: SequenceGroup, count: int) -> int:
         """Additional blocks that a group may need for `count` of its rows.
 
         Full blocks of the prompt are shared; while other rows of the group wait, the group keeps the last, partly
         filled block.
         """
-        whole = len(group.prompt) // BLOCK_SIZE
-        kept = blocks_for(len(group.prompt)) - whole if count < len(group.waiting) else 0
-        return whole + count * (self.blocks_of_row(group) - whole) + kept - len(group.blocks)
+        full = group.num_full_blocks
+        kept = blocks_for(len(group.prompt)) - full if count < len(group.waiting) else 0
+        return full + count * (group.blocks_per_row - full) + kept - len(group.blocks)
 
-    def blocks_of_row(self, group: Group) -> int:
-        """The most blocks that a row of a group may need."""
-        return blocks_for(len(group.prompt) + self.request.max_new_tokens)
-
-    def prefill(self, groups: list[Group]) -> None:
-        if not groups:
-            return
-        blocks, logits = prefill(self.decoder, self.block_pool, [group.prompt for group in groups])
-        for group, own, after in zip(groups, blocks, logits, strict=True):
-            group.blocks, group.logits = own, after
-
-    def allocate(self, group: Group, rows: list[int]) -> None:
+    def allocate(self, group: SequenceGroup, rows: list[int]) -> None:
         """Give rows of a prefilled group their blocks: full blocks are shared, the last one, which decoding writes to,
-        is copied.
+        is copied; the group's last row takes the group's own.
         """
-        length = len(group.prompt)
-        whole, partial = group.blocks[: length // BLOCK_SIZE], group.blocks[length // BLOCK_SIZE :]
-        own, copies = [], []
-        for n in range(len(rows)):
-            self.block_pool.ref(whole)
-            last_of_group = not group.waiting and n == len(rows) - 1
-            copies.append(partial if last_of_group else self.block_pool.allocate(len(partial)))
-            own.append(whole + copies[-1])
-        targets = [block for blocks in copies if blocks is not partial for block in blocks]
-        self.block_pool.copy(partial * len(targets), targets)
-        if not group.waiting:
-            self.block_pool.free(whole)  # the group's own reference; its partial block went to its last row
+        full, partial = group.blocks[: group.num_full_blocks], group.blocks[group.num_full_blocks :]
+        is_last = not group.waiting
+        copies = [self.block_pool.allocate(len(partial)) for _ in rows[is_last:]]
+        self.block_pool.copy(partial * sum(map(len, copies)), [block for blocks in copies for block in blocks])
+        for _ in rows[is_last:]:
+            self.block_pool.ref(full)
+        self.runner.add([full + blocks for blocks in copies + [partial] * is_last], [len(group.prompt)] * len(rows))
+        self.max_blocks += [group.blocks_per_row] * len(rows)
+        if is_last:
             group.blocks = []
-        self.runner.add(own, [length] * len(rows))
-        self.most_blocks += [self.blocks_of_row(group)] * len(rows)
 
-    def append_rows(self, chosen: list[tuple[Group, list[int]]]) -> int:
-        """Add the admitted rows to the per-sequence tensors; returns their number."""
-        rows = torch.tensor([row for _, rows in chosen for row in rows], device=self.row.device)
-        zeros = torch.zeros_like(rows)
-        self.row, self.made, self.last = (
-            torch.cat(pair) for pair in ((self.row, rows), (self.made, zeros), (self.last, zeros))
-        )
-        return len(rows)
+    # -------------------------------------------------------------- decoding
 
-    # -------------------------------------------------------------- stepping
-
-    def advance(self) -> None:
-        """Decode up to `num_scheduler_steps` tokens for every sequence, then remove the ended ones."""
-        steps = min(self.num_scheduler_steps, self.request.max_new_tokens - self.most_made)
-        self.runner.make_room(steps)
+    def decode(self) -> None:
+        """Decode up to `num_scheduler_steps` tokens for every sequence, then remove those that have ended."""
+        steps = min(self.num_scheduler_steps, self.request.max_new_tokens - self.max_position)
+        self.runner.allocate_slots(steps)
         for _ in range(steps):
-            self.draw(self.runner.step(self.last), len(self.runner))
+            self.sample(self.runner.step(self.latest_tokens), len(self.runner))
         self.finish(steps)
 
-    def draw(self, logits: torch.Tensor, count: int) -> None:
+    def sample(self, logits: torch.Tensor, count: int) -> None:
         """Draw a token for each of the last `count` sequences from their logits [count, vocab]."""
-        request = self.request
-        row, made = self.row[-count:], self.made[-count:]
-        if request.processors is None:
-            drawn = draw_tokens(logits, request.sampling_keys[row], made, request.draw)
-            old, raw = drawn.old_logps, drawn.raw_logps
-        else:
-            drawn = self.draw_processed(logits, row, made)
+        request, rows, positions = self.request, self.rows[-count:], self.positions[-count:]
+        scores = logits if request.processors is None else self.processed(logits, rows, positions)
+        drawn = draw_tokens(scores, request.sampling_keys[rows], positions, request.draw)
+        old, raw = drawn.old_logps, drawn.raw_logps
+        if request.processors is not None:
             raw = selective_log_softmax(logits, drawn.tokens)
             old = selective_log_softmax(logits / request.logprob_temperature, drawn.tokens)
-        self.ids[row, self.prompt_len + made] = drawn.tokens
-        self.logps[:, row, made] = torch.stack([drawn.sampling_logps, old, raw])
-        self.last[-count:] = drawn.tokens
-        made += 1
+        self.ids[rows, self.prompt_len + positions] = drawn.tokens
+        self.logps[:, rows, positions] = torch.stack([drawn.sampling_logps, old, raw])
+        self.latest_tokens[-count:] = drawn.tokens
+        positions += 1
 
-    def draw_processed(self, logits: torch.Tensor, row: torch.Tensor, made: torch.Tensor) -> Drawn:
-        """The draw after processors, which get rows of one length at a time, as in Hugging Face's batches."""
+    def processed(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Scores after processors, which get rows of one length at a time, as in Hugging Face's batches."""
         scores = torch.empty_like(logits)
-        for so_far in made.unique().tolist():
-            here = (made == so_far).nonzero().flatten()
-            ids = self.ids[row[here], : self.prompt_len + so_far]
-            scores[here] = self.request.processors(ids, logits[here], row[here])
-        return draw_tokens(scores, self.request.sampling_keys[row], made, self.request.draw)
+        for position in positions.unique().tolist():
+            here = (positions == position).nonzero().flatten()
+            ids = self.ids[rows[here], : self.prompt_len + position]
+            scores[here] = self.request.processors(ids, logits[here], rows[here])
+        return scores
 
     def finish(self, steps: int) -> None:
         """Check the last `steps` tokens of every sequence; record the lengths of ended sequences and remove them."""
-        self.most_made = int(self.made.max())
-        back = torch.arange(-steps, 0, device=self.made.device)
-        at = (self.made[:, None] + back).clamp(min=0)  # [sequences, steps]
-        recent = self.ids[self.row[:, None], self.prompt_len + at]
-        is_end = torch.isin(recent, self.request.stop_token_ids)
+        self.max_position = int(self.positions.max())
+        back = torch.arange(-steps, 0, device=self.positions.device)
+        at = (self.positions[:, None] + back).clamp(min=0)  # [sequences, steps]
+        is_end = torch.isin(self.ids[self.rows[:, None], self.prompt_len + at], self.request.stop_token_ids)
         ended = is_end.any(dim=1)
-        length = torch.where(ended, at.gather(1, is_end.int().argmax(dim=1, keepdim=True))[:, 0] + 1, self.made)
-        done = ended | (self.made >= self.request.max_new_tokens)
+        first_end = at.gather(1, is_end.int().argmax(dim=1, keepdim=True))[:, 0]
+        done = ended | (self.positions >= self.request.max_new_tokens)
         if not done.any():
             return
-        row, length = self.row[done], length[done]
-        self.lengths[row.cpu()] = length.cpu()
+        rows, lengths = self.rows[done], torch.where(ended, first_end + 1, self.positions)[done]
+        self.lengths[rows.cpu()] = lengths.cpu()
         if steps > 1:  # clear the tokens drawn after an end
-            behind = torch.arange(self.request.max_new_tokens, device=row.device) >= length[:, None]
-            self.ids[row, self.prompt_len :] = self.ids[row, self.prompt_len :].masked_fill(
-                behind, self.request.pad_token_id
-            )
-            self.logps[:, row] = self.logps[:, row].masked_fill(behind, 0.0)
+            behind = torch.arange(self.request.max_new_tokens, device=rows.device) >= lengths[:, None]
+            completions = self.ids[rows, self.prompt_len :]
+            self.ids[rows, self.prompt_len :] = completions.masked_fill(behind, self.request.pad_token_id)
+            self.logps[:, rows] = self.logps[:, rows].masked_fill(behind, 0.0)
         stay = ~done
-        self.runner.leave(stay)
-        self.row, self.made, self.last = self.row[stay], self.made[stay], self.last[stay]
-        self.most_blocks = [most for most, kept in zip(self.most_blocks, stay.tolist(), strict=True) if kept]
-        self.most_made = int(self.made.max()) if len(self.made) else 0
+        self.runner.keep(stay)
+        self.rows, self.positions, self.latest_tokens = (
+            by_sequence[stay] for by_sequence in (self.rows, self.positions, self.latest_tokens)
+        )
+        self.max_blocks = [most for most, kept in zip(self.max_blocks, stay.tolist(), strict=True) if kept]
+        self.max_position = int(self.positions.max()) if len(self.positions) else 0

@@ -51,13 +51,13 @@ def score_packed(
     for rows in runs:
         real = [sequences[row, first[row] : first[row] + length[row]] for row in rows]
         blocks = [block_pool.allocate(blocks_for(len(ids))) for ids in real]
-        for pieces, hidden in hidden_states(decoder, block_pool, real, blocks):
+        for chunks, hidden in hidden_states(decoder, block_pool, real, blocks):
             # Every token's logits score the next token: its index in `hidden`, the target, and the output's index.
             judges, targets, row_of, column_of = [], [], [], []
-            for piece in pieces:
-                ids, row = real[piece.sequence], rows[piece.sequence]
-                positions = torch.arange(piece.begin, min(piece.stop, len(ids) - 1))
-                judges.append(piece.row + positions - piece.begin)
+            for chunk in chunks:
+                ids, row = real[chunk.sequence], rows[chunk.sequence]
+                positions = torch.arange(chunk.begin, min(chunk.stop, len(ids) - 1))
+                judges.append(chunk.row + positions - chunk.begin)
                 targets.append(ids[positions + 1])
                 row_of.append(torch.full_like(positions, row))
                 column_of.append(first[row] + positions)

@@ -49,14 +49,14 @@ def test_block_tables_list_each_rows_blocks(stride):
     lengths = torch.randint(1, 90, (9,), generator=generator).tolist()
     made, decoder, block_pool = runner_of(lengths, 1000)
     for turn in range(60):
-        made.make_room(stride)
+        made.allocate_slots(stride)
         for _ in range(stride):
             made.step(torch.zeros(len(made), dtype=torch.int64))
             lengths = [length + 1 for length in lengths]
             require_block_table(made, decoder, lengths)
         if turn % 7 == 3:
             stay = torch.rand(len(lengths), generator=generator) > 0.3
-            made.leave(stay)
+            made.keep(stay)
             lengths = [length for length, kept in zip(lengths, stay.tolist(), strict=True) if kept]
             more = torch.randint(1, 200, (3,), generator=generator).tolist()
             made.add([block_pool.allocate(blocks_for(length)) for length in more], more)
@@ -73,16 +73,16 @@ def test_a_step_writes_only_new_blocks_to_the_table(monkeypatch):
     monkeypatch.setattr(
         BlockTables, "write", lambda self, entries: (written.append(len(entries)), write(self, entries))
     )
-    memory = runner.table.memory.data_ptr()
+    memory = runner.block_tables.memory.data_ptr()
     tokens = torch.zeros(256, dtype=torch.int64)
     for _ in range(BLOCK_SIZE):
-        runner.make_room(1)
+        runner.allocate_slots(1)
         runner.step(tokens)
     assert sum(written) == 256, "a row crosses the end of a block once in BLOCK_SIZE steps"
     assert len(written) == BLOCK_SIZE, "some row does at every step"
-    assert runner.table.memory.data_ptr() != memory, "the table had its largest width from the start"
-    memory = runner.table.memory.data_ptr()
+    assert runner.block_tables.memory.data_ptr() != memory, "the table had its largest width from the start"
+    memory = runner.block_tables.memory.data_ptr()
     for _ in range(BLOCK_SIZE):
-        runner.make_room(1)
+        runner.allocate_slots(1)
         runner.step(tokens)
-    assert runner.table.memory.data_ptr() == memory
+    assert runner.block_tables.memory.data_ptr() == memory
