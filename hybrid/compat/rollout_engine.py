@@ -1,7 +1,7 @@
 """DeepSpeed's rollout interface, `deepspeed.runtime.rollout.RolloutEngine` (0.19.8), based on `engine.rollout`."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,14 +9,15 @@ import deepspeed.runtime.rollout as deepspeed_rollout
 import torch
 from deepspeed.runtime.rollout import RolloutRequest, SamplingConfig
 
+from hybrid.config import Refusal, refuse, unsupported
 from hybrid.parallel import own_row_ids
 from hybrid.rollout import RolloutBatch, SamplingParams, end_token_ids, pad_token_id
 
 # Fields of DeepSpeed's HybridEngineRolloutConfig that configure its own decode loop, and why they do not apply here.
-DECIDED_BY_THE_ENGINE = {
-    "use_shared_prefill": "the engine sees for itself which prompts are equal",
-    "align_decode_fronts": "the engine lays out its KV cache for itself",
-    "enable_cache_trimming": "the engine lays out its KV cache for itself",
+NOT_CONFIGURABLE = {
+    "use_shared_prefill": "the engine finds equal prompts itself",
+    "align_decode_fronts": "the engine lays out its KV cache itself",
+    "enable_cache_trimming": "the engine lays out its KV cache itself",
     "continuous_cache_capacity": "the KV cache grows as needed, up to hybrid_engine.max_out_tokens a sequence",
 }
 
@@ -48,12 +49,26 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
 
     def __init__(self, engine: Any, tokenizer: Any = None, cfg: Any = None):
         self.engine = engine
-        self.settings = (engine.config or {}).get("hybrid_engine", {})
-        self.end_token_ids = ends_of(tokenizer)
-        self.pad_token_id = padding_of(tokenizer)
         self.enable_profiling = getattr(cfg, "enable_profiling", False)
         self._last_profile: dict[str, float] | None = None
-        self._refuse_what_cannot_be_followed(cfg)
+        ends = getattr(tokenizer, "eos_token_id", None)
+        self.end_token_ids = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+        self.pad_token_id = getattr(tokenizer, "pad_token_id", None)
+        if tokenizer is not None and self.pad_token_id is None:
+            if not self.end_token_ids:
+                raise ValueError("tokenizer: it has neither pad_token_id nor eos_token_id; give it one, or pass None")
+            self.pad_token_id = self.end_token_ids[0]
+        refuse(self._rows(cfg))
+
+    def _rows(self, cfg: Any) -> Iterator[Refusal]:
+        kind = getattr(cfg, "engine", self.name)
+        yield Refusal(kind != self.name, "RolloutConfig.engine", kind, f"it must be {self.name!r}")
+        for field, reason in NOT_CONFIGURABLE.items():
+            value = getattr(cfg, field, None)
+            yield unsupported(bool(value), f"HybridEngineRolloutConfig.{field}", value, f"{reason}; leave it out")
+        graphs = getattr(cfg, "use_graph_capture", False)
+        own = (self.engine.config or {}).get("hybrid_engine", {}).get("enable_cuda_graph", False)
+        yield Refusal(graphs and not own, "use_graph_capture", graphs, "set hybrid_engine.enable_cuda_graph=true too")
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> HybridRolloutBatch:
         """Completions of left-padded prompts; the samples of a prompt are consecutive rows.
@@ -64,8 +79,8 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
         `continuous_batch_size`; NotImplementedError for `continuous_batch_size` if ranks decode together.
         """
         start = time.perf_counter()
-        samples = sampling.n_samples_per_prompt
-        prompts_together = self._prompts_together(len(request.prompt_ids), sampling)
+        samples, prompts = sampling.n_samples_per_prompt, request.prompt_ids
+        prompts_at_once = self._prompts_at_once(len(prompts), sampling)
         params = SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
             temperature=max(sampling.temperature, 0.0),
@@ -74,27 +89,23 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
             seed=self.engine.next_seed() if sampling.temperature > 0 else None,
             stop_token_ids=self.end_token_ids,
         )
-        parts = zip(
-            request.prompt_ids.split(prompts_together),
-            request.prompt_attention_mask.split(prompts_together),
-            own_row_ids(len(request.prompt_ids)).split(prompts_together),
-            strict=True,
-        )
-        drawn = samples if params.temperature > 0 else 1  # greedy samples of a prompt are equal
+        inputs = (prompts, request.prompt_attention_mask, own_row_ids(len(prompts)))
+        parts = zip(*(tensor.split(prompts_at_once) for tensor in inputs), strict=True)
+        sampled = samples if params.temperature > 0 else 1  # greedy samples of a prompt are equal
         with self.engine.inference():
-            batch = joined([self.engine.rollout(ids, mask, params, drawn, row_ids=rows) for ids, mask, rows in parts])
-        batch = repeated(batch, samples // drawn)
+            batch = joined([self.engine.rollout(ids, mask, params, sampled, row_ids=rows) for ids, mask, rows in parts])
+        batch = repeated(batch, samples // sampled)
         pad = self.pad_token_id
         if pad is None:
             pad = pad_token_id(self.engine.module, end_token_ids(self.engine.module, params.stop_token_ids))
         batch = replace(batch, completion_ids=batch.completion_ids.masked_fill(batch.completion_mask == 0, pad))
         if self.enable_profiling:
             self._last_profile = profile(batch, samples, time.perf_counter() - start)
-        sequences, prompt_len = batch.sequences, request.prompt_ids.shape[1]
+        sequences = batch.sequences
         return HybridRolloutBatch(
             input_ids=sequences,
             attention_mask=batch.attention_mask,
-            response_start_idx=torch.full((len(sequences),), prompt_len, device=sequences.device),
+            response_start_idx=torch.full((len(sequences),), prompts.shape[1], device=sequences.device),
             rollout=batch,
         )
 
@@ -108,38 +119,20 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
         """
         return self._last_profile
 
-    def _prompts_together(self, prompts: int, sampling: SamplingConfig) -> int:
+    def _prompts_at_once(self, prompts: int, sampling: SamplingConfig) -> int:
         """How many prompts are decoded at once."""
-        samples, bound = sampling.n_samples_per_prompt, sampling.continuous_batch_size
-        if samples < 1:
-            raise ValueError(f"SamplingConfig.n_samples_per_prompt: {samples} given; it must be at least 1")
-        if bound is None:
+        samples, most = sampling.n_samples_per_prompt, sampling.continuous_batch_size
+        key = "SamplingConfig.continuous_batch_size"
+        refuse([Refusal(samples < 1, "SamplingConfig.n_samples_per_prompt", samples, "it must be at least 1")])
+        if most is None:
             return max(prompts, 1)
-        if bound < samples:
-            raise ValueError(
-                f"SamplingConfig.continuous_batch_size: {bound} given; it must be at least n_samples_per_prompt, "
-                f"{samples}: a prompt's samples are decoded together"
-            )
-        if self.engine.in_step:
-            raise NotImplementedError(
-                f"SamplingConfig.continuous_batch_size: {bound} given with hybrid_engine.pin_parameters=false or "
-                "inference_tp_size above 1, where ranks decode in step and must have as many parts; leave it None, or "
-                "pin the parameters"
-            )
-        return bound // samples
-
-    def _refuse_what_cannot_be_followed(self, cfg: Any) -> None:
-        kind = getattr(cfg, "engine", self.name)
-        if kind != self.name:
-            raise ValueError(f"RolloutConfig.engine: {kind!r} given; this is {self.name!r}")
-        for field, why in DECIDED_BY_THE_ENGINE.items():
-            if getattr(cfg, field, None):
-                raise NotImplementedError(f"HybridEngineRolloutConfig.{field} is not available: {why}; leave it out")
-        if getattr(cfg, "use_graph_capture", False) and not self.settings.get("enable_cuda_graph", False):
-            raise ValueError(
-                "use_graph_capture: true given, and hybrid_engine.enable_cuda_graph is false; the engine's own setting "
-                "decides, so set that"
-            )
+        least = f"it must be at least n_samples_per_prompt, {samples}: a prompt's samples are decoded together"
+        in_step = (
+            "with hybrid_engine.pin_parameters=false or inference_tp_size above 1 ranks decode in step, and must have "
+            "as many parts; leave it None, or pin the parameters"
+        )
+        refuse([Refusal(most < samples, key, most, least), unsupported(self.engine.in_step, key, most, in_step)])
+        return most // samples
 
 
 def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any = None, **kwargs: Any):
@@ -153,43 +146,17 @@ def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any =
     return deepspeed_rollout.build_rollout(rollout_cfg, student_engine, tokenizer, **kwargs)
 
 
-def ends_of(tokenizer: Any) -> tuple[int, ...]:
-    """A tokenizer's end tokens: none, one or several."""
-    ends = getattr(tokenizer, "eos_token_id", None)
-    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
-
-
-def padding_of(tokenizer: Any) -> int | None:
-    """A tokenizer's padding token, else its first end token; None without a tokenizer.
-
-    Raises ValueError if the tokenizer has neither.
-    """
-    if tokenizer is None or tokenizer.pad_token_id is not None:
-        return getattr(tokenizer, "pad_token_id", None)
-    if not ends_of(tokenizer):
-        raise ValueError("tokenizer: it has neither pad_token_id nor eos_token_id; give it one of them, or pass None")
-    return ends_of(tokenizer)[0]
-
-
 def repeated(batch: RolloutBatch, times: int) -> RolloutBatch:
     """A batch with each row repeated `times` times, copies next to each other."""
-    if times == 1:
-        return batch
-    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-    return replace(
-        batch,
-        **{name: value.repeat_interleave(times, dim=0) for name, value in tensors.items()},
-        finish_reason=[reason for reason in batch.finish_reason for _ in range(times)],
-    )
+    tensors = {name: tensor.repeat_interleave(times, dim=0) for name, tensor in tensors_of(batch).items()}
+    return replace(batch, **tensors, finish_reason=[reason for reason in batch.finish_reason for _ in range(times)])
 
 
 def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     """Batches with one prompt_len concatenated; completions are zero-padded on the right to the longest."""
-    if len(batches) == 1:
-        return batches[0]
     width = max(batch.completion_ids.shape[1] for batch in batches)
     tensors = {}
-    for name in (name for name, value in vars(batches[0]).items() if isinstance(value, torch.Tensor)):
+    for name in tensors_of(batches[0]):
         parts = [getattr(batch, name) for batch in batches]
         if not name.startswith("prompt_"):
             parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
@@ -200,6 +167,11 @@ def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         finish_reason=[reason for batch in batches for reason in batch.finish_reason],
         timings={name: sum(batch.timings[name] for batch in batches) for name in batches[0].timings},
     )
+
+
+def tensors_of(batch: RolloutBatch) -> dict[str, torch.Tensor]:
+    """A batch's tensors by field."""
+    return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
 
 
 def profile(batch: RolloutBatch, samples: int, total_s: float) -> dict[str, float]:

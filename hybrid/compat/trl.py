@@ -12,8 +12,8 @@ from hybrid.engine import HybridEngine
 from hybrid.rollout import SamplingParams
 
 # Keys of `trainer.generation_kwargs`. End tokens come from `trainer.eos_token_ids`; padding is not needed.
-DRAWS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "min_new_tokens", "repetition_penalty")
-NOT_OF_THE_DRAW = ("do_sample", "pad_token_id", "bos_token_id", "eos_token_id")
+SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "min_new_tokens", "repetition_penalty")
+NOT_NEEDED = ("do_sample", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def rollout_func(prompts: list, trainer: Any) -> dict[str, list]:
@@ -58,23 +58,23 @@ def sampling_of(trainer: Any) -> SamplingParams:
 
     Raises ValueError if the trainer has no `generation_kwargs`, NotImplementedError for a key that is not supported.
     """
-    wanted = getattr(trainer, "generation_kwargs", None)
-    if wanted is None:
+    kwargs = getattr(trainer, "generation_kwargs", None)
+    if kwargs is None:
         raise ValueError(
             "rollout_func: the trainer has no generation_kwargs, so it generates by vLLM or transformers' continuous "
             "batching; use use_vllm=False and use_transformers_continuous_batching=False"
         )
-    wanted = {name: value for name, value in wanted.items() if value is not None}
-    for name, value in wanted.items():
-        if name not in DRAWS + NOT_OF_THE_DRAW:
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    for name, value in kwargs.items():
+        if name not in SAMPLING + NOT_NEEDED:
             raise NotImplementedError(
-                f"rollout_func: generation_kwargs {name}={value!r} is not available; leave rollout_func out, and the "
-                "trainer's own generate() follows it, through the engine too"
+                f"rollout_func: generation_kwargs {name}={value!r} is not available; leave rollout_func out: the "
+                "trainer's own generate() supports it, and also runs through the engine"
             )
-    draw = {name: wanted[name] for name in DRAWS if name in wanted}
-    if not wanted.get("do_sample", True):
-        draw["temperature"] = 0.0
-    return SamplingParams(**draw, stop_token_ids=tuple(trainer.eos_token_ids))
+    params = {name: kwargs[name] for name in SAMPLING if name in kwargs}
+    if not kwargs.get("do_sample", True):
+        params["temperature"] = 0.0
+    return SamplingParams(**params, stop_token_ids=tuple(trainer.eos_token_ids))
 
 
 def left_padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 """A model's weights loaded, cast, quantized or sliced as `init_inference`'s settings say."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from hybrid.inference.loaded_slices import LoadedSlices
 from hybrid.inference.loader import (
     Cast,
     CheckpointWeights,
-    ReadTensor,
     cast_model,
     floating_dtype,
     load,
@@ -57,146 +57,130 @@ class LoadedModel:
     fallback_reason: str = ""
 
 
-def load_model(
-    info: ModelInfo, config: InferenceConfig, moe_layers: dict[str, MoE], group: InferenceGroup, device: torch.device
-) -> LoadedModel:
-    """Load the model, cast it and place it on `device`; if `group` has several ranks, this rank's slices of it.
+class ModelLoader:
+    """Loads a model, casts it and places it on `device`; if `group` has several ranks, this rank's slices of it.
 
-    moe_layers: DeepSpeed's MoE layers by name. Raises ValueError if the checkpoint cannot be read or does not fit, and
-    NotImplementedError if a quantized or sliced model's output differs from the model's.
+    moe_layers: DeepSpeed's MoE layers by name. Raises ValueError if the checkpoint cannot be read or does not fit.
     """
-    model = info.model
-    checkpoint = None if config.checkpoint is None else open_weights(model, config, moe_layers)
-    cast = Cast(model, floating_dtype(model, config.dtype), device)
-    if checkpoint is not None:
-        materialize(model, checkpoint.missing, device)
-    move_buffers(model, device)
-    int8 = config.dtype == torch.int8
-    if checkpoint is None and not int8 and group.size == 1:
-        cast_model(model, cast)
-    read = reader(model, checkpoint, cast)
-    save(model, config, group, device, read)
-    if group.size > 1:
-        if reason := why_no_fused_slices(info, config):
-            return load_sliced_modules(model, config, group, device, read, reason)
-        return LoadedModel(info, LoadedSlices(info, group, read), group)
-    if checkpoint is not None or int8:
-        expected = output_of(info, next(model.parameters()).device) if checkpoint is None else None
-        load(model, state_tensors(model), read, quantizers(model, config))
-        if expected is not None:  # fails if a module reads a linear layer's weight directly, which is int8 now
-            require_same_output(info, expected, config, group, device, "dtype: int8 given; {}; use another dtype")
-    return loaded(model, "" if config.replace_with_kernel_inject else "replace_with_kernel_inject=false")
 
+    def __init__(
+        self,
+        info: ModelInfo,
+        config: InferenceConfig,
+        moe_layers: dict[str, MoE],
+        group: InferenceGroup,
+        device: torch.device,
+    ):
+        self.info, self.model, self.config, self.group, self.device = info, info.model, config, group, device
+        self.int8 = config.dtype == torch.int8
+        self.checkpoint = None if config.checkpoint is None else self._open_checkpoint(moe_layers)
+        self.cast = Cast(self.model, floating_dtype(self.model, config.dtype), device)
+        if self.checkpoint is not None:
+            materialize(self.model, self.checkpoint.missing, device)
+        move_buffers(self.model, device)
+        if self.checkpoint is None and not self.int8 and group.size == 1:
+            cast_model(self.model, self.cast)
+        # The tensors that the checkpoint does not have. They stay in memory until this loader is gone.
+        missing = state_tensors(self.model) if self.checkpoint is None else set(self.checkpoint.missing)
+        self.own = {name: tensor.detach() for name, tensor in state_tensors(self.model).items() if name in missing}
 
-def loaded(model: nn.Module, fallback_reason: str, close: Callable[[], None] = lambda: None) -> LoadedModel:
-    """The loaded model whose own modules hold the weights."""
-    info = ModelInfo(model)
-    snapshot = Snapshot(model, info.structure, read_adapters(model), LAYERS_PER_GROUP)
-    return LoadedModel(info, snapshot, close=close, fallback_reason=fallback_reason)
+    def _open_checkpoint(self, moe_layers: dict[str, MoE]) -> CheckpointWeights:
+        """The checkpoint's tensors by the model's names. With `set_empty_params` the model's own are freed."""
+        config, shapes = self.config, {name: tensor.shape for name, tensor in state_tensors(self.model).items()}
+        tensors = open_checkpoint(config.checkpoint, config.base_dir, config.training_mp_size, shapes)
+        checkpoint = CheckpointWeights(self.model, own_experts(moe_layers, tensors), config.strict)
+        if config.set_empty_params:
+            params = dict(self.model.named_parameters())
+            require_initializable(self.model, [name for name in checkpoint.missing if name in params])
+            for param in params.values():
+                set_data(param, torch.empty_like(param, device="meta"))
+        return checkpoint
 
+    def read(self, name: str) -> torch.Tensor:
+        """A full tensor by its name in the model, cast and on the device: the checkpoint's, else the model's own."""
+        return self.cast(name, self.own[name] if name in self.own else self.checkpoint.read(name))
 
-def load_sliced_modules(
-    model: nn.Module,
-    config: InferenceConfig,
-    group: InferenceGroup,
-    device: torch.device,
-    read: ReadTensor,
-    fallback_reason: str,
-) -> LoadedModel:
-    """Put this rank's slices into the model's own modules, and compare their output with the full weights'.
+    def load(self) -> LoadedModel:
+        """The loaded model. Raises NotImplementedError if a quantized or sliced model's output differs from the
+        model's."""
+        self._save()
+        if self.group.size > 1:
+            if reason := why_no_fused_slices(self.info, self.config):
+                return self._load_sliced_modules(reason)
+            return LoadedModel(self.info, LoadedSlices(self.info, self.group, self.read), self.group)
+        if self.checkpoint is not None or self.int8:
+            expected = None
+            if self.checkpoint is None:
+                expected = self._output(next(self.model.parameters()).device)
+            load(self.model, state_tensors(self.model), self.read, self._quantizers())
+            # Fails if a module reads a linear layer's weight directly, which is int8 now.
+            self._require_same_output(expected, "dtype: int8 given; {}; use another dtype")
+        return self._loaded("" if self.config.replace_with_kernel_inject else "replace_with_kernel_inject=false")
 
-    fallback_reason: why no fused decoder runs on the slices. Raises NotImplementedError if the outputs differ, or if
-    the model does not run on token ids alone and there is no injection policy.
-    """
-    tensors = state_tensors(model)
-    names = {tensor: name for name, tensor in tensors.items()}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, nn.Parameter):
-            set_tensor(model, name, tensor, read(name))
-    int8 = quantizers(model, config)
-    info = ModelInfo(model)  # its linear layers may be int8 layers now
-    auto_tp = AutoTP(info, group.size, config.injection_policy)
-    parts = [part.module for part in (*info.structure.outer, *info.structure.layers)]
-    with loaded_while_running(parts, names, read):
-        expected = output_of(info, device)
-    if expected is None and config.injection_policy is None:
-        raise NotImplementedError(
-            f"tensor_parallel: {type(model).__name__} does not run on token ids alone; give injection_policy"
+    def _save(self) -> None:
+        """With save_mp_checkpoint_path, write this rank's part of the weights. Only the first group of ranks writes."""
+        path, group = self.config.save_mp_checkpoint_path, self.group
+        if path is None:
+            return
+        first = group.index == 0 and first_to(f"saves/{Path(path).resolve()}")
+        if group.share(torch.tensor(int(first), device=self.device)):
+            save_mp_checkpoint(path, state_tensors(self.model), self.read, group.size, group.index)
+
+    def _load_sliced_modules(self, fallback_reason: str) -> LoadedModel:
+        """Put this rank's slices into the model's own modules, and compare their output with the full weights'.
+
+        fallback_reason: why no fused decoder runs on the slices. Raises NotImplementedError if the model does not run on
+        token ids alone and there is no injection policy.
+        """
+        model, tensors = self.model, state_tensors(self.model)
+        names = {tensor: name for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, nn.Parameter):
+                set_tensor(model, name, tensor, self.read(name))
+        int8 = self._quantizers()
+        self.info = ModelInfo(model)  # its linear layers may be int8 layers now
+        auto_tp = AutoTP(self.info, self.group.size, self.config.injection_policy)
+        parts = [part.module for part in (*self.info.structure.outer, *self.info.structure.layers)]
+        with loaded_while_running(parts, names, self.read):
+            expected = self._output(self.device)
+        if expected is None and self.config.injection_policy is None:
+            raise NotImplementedError(
+                f"tensor_parallel: {type(model).__name__} does not run on token ids alone; give injection_policy"
+            )
+        load(model, tensors, self.read, auto_tp.weight_loaders(self.group, names, int8))
+        source = f"by {auto_tp.source}"
+        # With a policy, a model that takes other inputs is not checked.
+        self._require_same_output(
+            expected, f"tensor_parallel: {{}}; sliced {source}. Give another injection_policy, or use tp_size=1"
         )
-    load(model, tensors, read, auto_tp.weight_loaders(group, names, int8))
-    if expected is not None:  # else the model takes other inputs, and the user's policy is trusted unchecked
-        message = f"tensor_parallel: {{}}; sliced by {auto_tp.source}. Give another injection_policy, or use tp_size=1"
-        require_same_output(info, expected, config, group, device, message)
-    return loaded(model, f"sharded over {group.size} ranks by {auto_tp.source}; {fallback_reason}", auto_tp.undo.close)
+        return self._loaded(f"sharded over {self.group.size} ranks {source}; {fallback_reason}", auto_tp.undo.close)
 
+    def _loaded(self, fallback_reason: str, close: Callable[[], None] = lambda: None) -> LoadedModel:
+        """The loaded model whose own modules hold the weights."""
+        info = ModelInfo(self.model)
+        snapshot = Snapshot(self.model, info.structure, read_adapters(self.model), LAYERS_PER_GROUP)
+        return LoadedModel(info, snapshot, close=close, fallback_reason=fallback_reason)
 
-def open_weights(model: nn.Module, config: InferenceConfig, moe_layers: dict[str, MoE]) -> CheckpointWeights:
-    """The checkpoint's tensors by the model's names. With `set_empty_params` the model's own are freed.
+    def _quantizers(self) -> dict[str, WeightLoader]:
+        """By parameter name, the function that quantizes a weight; {} unless dtype is int8."""
+        return in_int8(self.model, self.config.quant.weight.q_groups) if self.int8 else {}
 
-    Raises ValueError if the checkpoint cannot be read, or does not fit the model and `strict` is set.
-    """
-    shapes = {name: tensor.shape for name, tensor in state_tensors(model).items()}
-    tensors = open_checkpoint(config.checkpoint, config.base_dir, config.training_mp_size, shapes)
-    checkpoint = CheckpointWeights(model, own_experts(moe_layers, tensors), config.strict)
-    if config.set_empty_params:
-        params = dict(model.named_parameters())
-        require_initializable(model, [name for name in checkpoint.missing if name in params])
-        for param in params.values():
-            set_data(param, torch.empty_like(param, device="meta"))
-    return checkpoint
+    def _output(self, device: torch.device) -> torch.Tensor | None:
+        """The model's output for a few tokens; None if it does not run on token ids alone.  [tokens, n]"""
+        with suppress(UnsupportedModel):
+            return first_output(self.info, device)
 
+    def _require_same_output(self, expected: torch.Tensor | None, message: str) -> None:
+        """Raise NotImplementedError, on every rank of the group, if a rank's output differs from `expected`.
 
-def reader(model: nn.Module, checkpoint: CheckpointWeights | None, cast: Cast) -> ReadTensor:
-    """A function that gives a full tensor by its name in the model, cast and on the device: the checkpoint's, else the
-    model's own. It keeps the model's own tensors alive."""
-    own = {
-        name: tensor.detach()
-        for name, tensor in state_tensors(model).items()
-        if checkpoint is None or name in checkpoint.missing
-    }
-    return lambda name: cast(name, own[name] if name in own else checkpoint.read(name))
-
-
-def quantizers(model: nn.Module, config: InferenceConfig) -> dict[str, WeightLoader]:
-    """By parameter name, the function that quantizes a weight; {} unless dtype is int8."""
-    return in_int8(model, config.quant.weight.q_groups) if config.dtype == torch.int8 else {}
-
-
-def save(
-    model: nn.Module, config: InferenceConfig, group: InferenceGroup, device: torch.device, read: ReadTensor
-) -> None:
-    """With save_mp_checkpoint_path, write this rank's part of the weights. Only the first group of ranks writes."""
-    path = config.save_mp_checkpoint_path
-    if path is None:
-        return
-    first = group.index == 0 and first_to(f"saves/{Path(path).resolve()}")
-    if group.share(torch.tensor(int(first), device=device)):
-        save_mp_checkpoint(path, state_tensors(model), read, group.size, group.index)
-
-
-def output_of(info: ModelInfo, device: torch.device) -> torch.Tensor | None:
-    """The output of a model on `device` for a few tokens; None if it does not run on token ids alone.  [tokens, n]"""
-    try:
-        return first_output(info, device)
-    except UnsupportedModel:
-        return None
-
-
-def require_same_output(
-    info: ModelInfo,
-    expected: torch.Tensor,
-    config: InferenceConfig,
-    group: InferenceGroup,
-    device: torch.device,
-    message: str,
-) -> None:
-    """Raise NotImplementedError, on every rank of the group, if a rank's output differs from `expected`.
-
-    message: of the error, with {} for the difference.
-    """
-    try:
-        difference = whole_difference(first_output(info, device), expected.to(device), config.dtype)
-    except UnsupportedModel as reason:
-        difference = str(reason)
-    if group.sum(torch.tensor(int(bool(difference)), device=device)):
-        raise NotImplementedError(message.format(difference or "the output of another rank differs"))
+        message: of the error, with {} for the difference.
+        """
+        if expected is None:
+            return
+        try:
+            output = first_output(self.info, self.device)
+            difference = whole_difference(output, expected.to(self.device), self.config.dtype)
+        except UnsupportedModel as reason:
+            difference = str(reason)
+        if self.group.sum(torch.tensor(int(bool(difference)), device=self.device)):
+            raise NotImplementedError(message.format(difference or "the output of another rank differs"))

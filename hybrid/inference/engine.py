@@ -26,7 +26,7 @@ from hybrid.generation.generate import TooManyTokensError, prompts_of
 from hybrid.generation.generator import GenerateCall, Generator
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.sampling import Seeds, wrapped
-from hybrid.inference.build import LoadedModel, load_model
+from hybrid.inference.build import LoadedModel, ModelLoader
 from hybrid.inference.deepspeed_api import DeepSpeedInferenceSurface
 from hybrid.inference.loader import materialize, restored_on_error
 from hybrid.inference.ranks import inference_group, join_ranks
@@ -83,7 +83,7 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
         self._group = inference_group(config)
         self._device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
         self.eval()
-        self._install(load_model(info, config, moe_layers, self._group, self._device))
+        self._install(ModelLoader(info, config, moe_layers, self._group, self._device).load())
         with torch.no_grad(), self._calls.request(tokens=1):  # runs the self-check
             pass
         if self._fused.group is not None and not self._fused.checked:

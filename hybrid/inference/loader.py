@@ -4,12 +4,11 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -220,11 +219,9 @@ def set_data(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @contextmanager
-def loaded_while_running(
-    parts: list[nn.Module], names: Mapping[torch.Tensor, str], read: ReadTensor
-) -> Iterator[list[RemovableHandle]]:
+def loaded_while_running(parts: list[nn.Module], names: Mapping[torch.Tensor, str], read: ReadTensor) -> Iterator[None]:
     """Inside the block each of `parts` holds its full weights only while it runs, so the model's own forward works with
-    one part in memory at a time. Yields the handles of the hooks that do this.
+    one part in memory at a time.
 
     names: parameters to the names that `read` takes. A part that has run is left empty.
     """
@@ -237,14 +234,11 @@ def loaded_while_running(
         for param in module.parameters():
             set_data(param, param.new_empty(0))
 
-    handles = []
-    try:
+    with ExitStack() as hooks:
         for module in parts:
-            handles += [module.register_forward_pre_hook(fill), module.register_forward_hook(empty)]
-        yield handles
-    finally:
-        for handle in handles:
-            handle.remove()
+            hooks.enter_context(module.register_forward_pre_hook(fill))
+            hooks.enter_context(module.register_forward_hook(empty))
+        yield
 
 
 def require_initializable(model: nn.Module, names: Sequence[str]) -> None:
@@ -284,22 +278,16 @@ def materialize(model: nn.Module, missing: Collection[str], device: torch.device
         model._init_weights(module)
     if not names:
         return
-    with uninitialized_only(model, set(names)):
+    by_name = dict((*model.named_parameters(), *model.named_buffers()))
+    others = [by_name[name] for name in by_name.keys() - set(names)]
+    unmarked = [tensor for tensor in others if not getattr(tensor, "_is_hf_initialized", False)]
+    try:
+        for tensor in unmarked:
+            tensor._is_hf_initialized = True  # transformers' initialization then leaves it as it is
         for path, module in model.named_modules():
             # A module's tensor may be initialized by a module around it (FalconH1's multipliers, transformers 5.23).
             if module not in slots and any(name.startswith(f"{path}." if path else "") for name in names):
                 model._init_weights(module)
-
-
-@contextmanager
-def uninitialized_only(model: nn.Module, names: set[str]) -> Iterator[None]:
-    """Inside the block transformers' initialization changes only the tensors `names`."""
-    others = [tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name not in names]
-    unmarked = [tensor for tensor in others if not getattr(tensor, "_is_hf_initialized", False)]
-    try:
-        for tensor in unmarked:
-            tensor._is_hf_initialized = True
-        yield
     finally:
         for tensor in unmarked:
             del tensor._is_hf_initialized

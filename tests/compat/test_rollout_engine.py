@@ -220,12 +220,12 @@ def check_unsupported() -> None:
     engine = engine_of(tiny_model("llama"), settings(3))
     request, before = request_of(), storage_digest(engine)
     for cfg, message in (
-        (RolloutConfig(engine="vllm"), "RolloutConfig.engine: 'vllm' given; this is 'hybrid_engine'"),
-        (RolloutConfig(use_graph_capture=True), "use_graph_capture: true given, and hybrid_engine.enable_cuda_graph"),
-        (HybridEngineRolloutConfig(use_shared_prefill=True), "use_shared_prefill is not available: the engine sees"),
-        (HybridEngineRolloutConfig(align_decode_fronts=True), "align_decode_fronts is not available: the engine lays"),
-        (HybridEngineRolloutConfig(enable_cache_trimming=True), "enable_cache_trimming is not available: the engine"),
-        (HybridEngineRolloutConfig(continuous_cache_capacity=64), "continuous_cache_capacity is not available"),
+        (RolloutConfig(engine="vllm"), "RolloutConfig.engine: 'vllm' given; it must be 'hybrid_engine'"),
+        (RolloutConfig(use_graph_capture=True), "use_graph_capture: true given; set hybrid_engine.enable_cuda_graph"),
+        (HybridEngineRolloutConfig(use_shared_prefill=True), "use_shared_prefill: true given; the engine finds"),
+        (HybridEngineRolloutConfig(align_decode_fronts=True), "align_decode_fronts: true given; the engine lays"),
+        (HybridEngineRolloutConfig(enable_cache_trimming=True), "enable_cache_trimming: true given; the engine"),
+        (HybridEngineRolloutConfig(continuous_cache_capacity=64), "continuous_cache_capacity: 64 given; the KV cache"),
     ):
         with pytest.raises((ValueError, NotImplementedError), match=message):
             hybrid.HybridRollout(engine, TOKENIZER, cfg)
@@ -249,7 +249,7 @@ def check_unsupported() -> None:
         rollout.generate(RolloutRequest(ids, request.prompt_attention_mask.flip(1)), sampling)
     streaming = engine_of(tiny_model("llama"), settings(3, hybrid_engine={"pin_parameters": False}))
     with pytest.raises(
-        NotImplementedError, match="pin_parameters=false or inference_tp_size above 1, where ranks decode in step"
+        NotImplementedError, match="pin_parameters=false or inference_tp_size above 1 ranks decode in step"
     ):
         hybrid.HybridRollout(streaming).generate(request, SamplingConfig(4, continuous_batch_size=2))
     assert engine.module.training and storage_digest(engine) == before
