@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 REPORT_AFTER_S = 60.0  # longer than most calls, short enough that a deadlock is reported soon
@@ -36,14 +37,14 @@ class CallLock:
                 self._depth += 1
                 return self
             if self._owner is None:
-                self._hand_to(me, task)
+                self._acquire(me, task)
                 return self
             waiter = Waiter(me, task)
             self._waiting.append(waiter)
         try:
             self._wait(waiter)
         except BaseException:
-            self._give_up(waiter)
+            self._cancel(waiter)
             raise
         return self
 
@@ -55,20 +56,20 @@ class CallLock:
                 )
             self._depth -= 1
             if self._depth == 0:
-                self._hand_on()
+                self._release()
 
-    def _hand_to(self, thread: threading.Thread | None, task: asyncio.Task | None) -> None:
+    def _acquire(self, thread: threading.Thread | None, task: asyncio.Task | None) -> None:
         self._owner, self._task, self._depth = thread, task, 1
 
-    def _hand_on(self) -> None:
+    def _release(self) -> None:
         self._owner = self._task = None
         if self._waiting:
             waiter = self._waiting.popleft()
-            self._hand_to(waiter.thread, waiter.task)
-            waiter.turn.set()
+            self._acquire(waiter.thread, waiter.task)
+            waiter.acquired.set()
 
     def _wait(self, waiter: "Waiter") -> None:
-        if waiter.turn.wait(self.report_after_s):
+        if waiter.acquired.wait(self.report_after_s):
             return
         holder = self._owner
         warnings.warn(
@@ -77,13 +78,13 @@ class CallLock:
             "engine.inference()` keeps other threads out until it ends",
             stacklevel=4,
         )
-        waiter.turn.wait()
+        waiter.acquired.wait()
 
-    def _give_up(self, waiter: "Waiter") -> None:
+    def _cancel(self, waiter: "Waiter") -> None:
         """Leave the queue after an exception; pass the lock on if it was handed over meanwhile."""
         with self._mutex:
-            if waiter.turn.is_set():
-                self._hand_on()
+            if waiter.acquired.is_set():
+                self._release()
             else:
                 self._waiting.remove(waiter)
 
@@ -95,11 +96,13 @@ class CallLock:
             )
 
 
+@dataclass(frozen=True, eq=False)
 class Waiter:
-    """A waiting thread; `turn` is set when it gets the lock."""
+    """A waiting thread; `acquired` is set when it gets the lock."""
 
-    def __init__(self, thread: threading.Thread, task: asyncio.Task | None):
-        self.thread, self.task, self.turn = thread, task, threading.Event()
+    thread: threading.Thread
+    task: asyncio.Task | None
+    acquired: threading.Event = field(default_factory=threading.Event)
 
 
 def current_task() -> asyncio.Task | None:

@@ -73,7 +73,7 @@ class DeepSpeedSurface:
     @property
     def all_lora_params(self) -> list[nn.Parameter]:
         """The parameters of the active adapters."""
-        return [param for one in self._snapshot.adapted for param in one.adapter_params()]
+        return [param for adapted in self._snapshot.adapted for param in adapted.adapter_params()]
 
     @property
     def all_layers_params(self) -> list[nn.Parameter]:

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from hybrid.build import Builder, Mode, layer_by_layer
 from hybrid.call_lock import CallLock, one_at_a_time
-from hybrid.config import HybridEngineConfig, RolloutConfig
+from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig, refuse
 from hybrid.decoders.calls import Calls, SharedCalls
 from hybrid.decoders.collective_forwards import ExpertForwards, LayerwiseForwards
 from hybrid.decoders.containers import containers_of, parts_of
@@ -68,7 +68,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self.call_lock = CallLock()
         read_adapters(model)  # raises for adapters that cannot be merged, before DeepSpeed partitions anything
         # Read again below: DeepSpeed casts the model, and a decoder's constants depend on the dtype (Gemma).
-        refuse_heads_that_cannot_be_shared(ModelInfo(generating_part(model)), blocks[0].inference_tp_size)
+        require_divisible_heads(ModelInfo(generating_part(model)), blocks[0].inference_tp_size)
         given_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
@@ -736,7 +736,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         }
 
 
-def refuse_heads_that_cannot_be_shared(info: ModelInfo, size: int | str) -> None:
+def require_divisible_heads(info: ModelInfo, size: int | str) -> None:
     """Raise ValueError if `size` ranks cannot divide the attention heads that the model's family or `tp_plan` gives."""
     if size != "auto" and size > 1:
         if info.layout is not None:
@@ -755,11 +755,9 @@ def group_of_mpu(mpu: Any, size: int | str) -> dist.ProcessGroup | None:
     groups = [getattr(mpu, name)() for name in names if hasattr(mpu, name)]
     if size == "auto" or size == 1 or not groups or dist.get_world_size(groups[0]) == 1:
         return None
-    if (found := dist.get_world_size(groups[0])) != size:
-        raise ValueError(
-            f"hybrid_engine.inference_tp_size: {size} given, with an mpu whose model parallel group has {found} ranks; "
-            "they must be the same"
-        )
+    ranks = dist.get_world_size(groups[0])
+    same = f"the model parallel group of mpu has {ranks} ranks; give the same"
+    refuse([Refusal(ranks != size, "hybrid_engine.inference_tp_size", size, same)])
     return groups[0]
 
 

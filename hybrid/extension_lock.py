@@ -12,7 +12,7 @@ from deepspeed.utils import logger
 from torch.utils.file_baton import FileBaton
 
 REPORT_AFTER_S = 5.0
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def report_waits(thread: int, done: threading.Event, report_after_s: float) -> N
     """Until `done` is set, log each lock file that the thread with identifier `thread` waits for too long."""
     since: dict[str, float] = {}  # by lock file: when the wait was first seen
     reported: set[str] = set()
-    while not done.wait(LOOK_EVERY_S):
+    while not done.wait(POLL_INTERVAL_S):
         path = lock_waited_for(thread)
         if path is None or path in reported:
             continue

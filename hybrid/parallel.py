@@ -134,7 +134,7 @@ class Guard:
         except ForwardInterrupted:
             errors = all_objects("", self.group)
             failed = "; ".join(f"rank {index}: {error}" for index, error in enumerate(errors) if error)
-            raise RuntimeError(f"a forward that ranks run together failed on another one ({failed})") from None
+            raise RuntimeError(f"a forward that ranks run together failed on another rank ({failed})") from None
         except Exception as error:
             any_rank([True], self.device, self.group)
             self.failed_here = "" in all_objects(f"{type(error).__name__}: {error}", self.group)

@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 
 from hybrid.parallel import SharedCounter, rank
 
@@ -15,14 +16,14 @@ PHASES = ("gather", "merge", "prefill", "decode", "wait", "release", "train")
 Phase = Callable[[str], AbstractContextManager]  # times its block under one of PHASES
 
 
+@dataclass
 class Iteration:
     """Seconds by phase, generated tokens and gathered bytes of one iteration: from one `eval()` to the next."""
 
-    def __init__(self):
-        self.started = time.perf_counter()
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.tokens = 0
-        self.gathered_bytes = 0
+    started: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    tokens: int = 0
+    gathered_bytes: int = 0
 
     @property
     def elapsed_s(self) -> float:
@@ -37,7 +38,7 @@ class Profiler:
     synchronize: waits for the device; called at the end of a phase, so that its time includes the device's work.
     """
 
-    def __init__(self, name: str, synchronize):
+    def __init__(self, name: str, synchronize: Callable[[], None]):
         self.samples = SharedCounter(f"hybrid/{name}/samples")
         self.synchronize = synchronize
         self.finished_s: list[float] = []  # elapsed seconds of each finished iteration
@@ -154,9 +155,9 @@ class ModelTimes:
         self.times.append((begun, ended) if self.use_events else (ended - begun) * 1e3)
 
     @contextmanager
-    def forward(self, goes_on: bool = False) -> Iterator[None]:
-        """Time the block as a forward; with `goes_on`, add its time to the previous forward."""
-        before = self._taken() if goes_on and self.times else []
+    def forward(self, continues: bool = False) -> Iterator[None]:
+        """Time the block as a forward; with `continues`, add its time to the previous forward."""
+        before = self._taken() if continues and self.times else []
         self.begin()
         try:
             yield
@@ -168,9 +169,9 @@ class ModelTimes:
     def _taken(self) -> list[float]:
         if self.use_events:
             self.synchronize()
-        found = [one[0].elapsed_time(one[1]) if isinstance(one, tuple) else one for one in self.times]
+        times = [entry[0].elapsed_time(entry[1]) if isinstance(entry, tuple) else entry for entry in self.times]
         self.times = []
-        return found
+        return times
 
     def taken(self) -> list[float]:
         """Milliseconds of each forward since the last call."""

@@ -213,5 +213,5 @@ class TimedDecoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The decoder's `logits`; its time is added to the preceding forward's."""
-        with self.times.forward(goes_on=True):
+        with self.times.forward(continues=True):
             return self.decoder.logits(hidden)

@@ -2,6 +2,7 @@
 
 import inspect
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
         """Build and install the containers over the loaded weights, which do not change from here on."""
         defaults, synchronize = RolloutConfig(), get_accelerator().synchronize
         self._profiler = Profiler(engine_name(), synchronize)
-        self._times = ModelTimes(synchronize, timed_event if torch.cuda.is_available() else None)
+        make_event = partial(torch.cuda.Event, enable_timing=True) if torch.cuda.is_available() else None
+        self._times = ModelTimes(synchronize, make_event)
         self._own_hooks: list[RemovableHandle] = []
         self._graphs: GraphedForward | None = None
         self._snapshot, self._close = loaded.snapshot, loaded.close
@@ -145,7 +147,8 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
 
     def _make_calls(self, loaded: LoadedModel) -> Calls:
         """The runner of requests: for this rank alone, or for the ranks whose forwards are collectives."""
-        own = (self._window, self._fused, nothing_to_join, self.call_lock)
+        # No weights are gathered here, so a rank whose request was rejected has no gathers to join.
+        own = (self._window, self._fused, lambda adapters: None, self.call_lock)
         if self._exchange is not None:
             steps = ExpertForwards(self.module, self._exchange, self._device)
             return SharedCalls(*own, self._exchange.group, steps, self._profiler.phase)
@@ -254,15 +257,6 @@ def accepts_use_cache(module: nn.Module, inputs: tuple, kwargs: dict[str, Any]) 
     accepts = "use_cache" in params or any(param.kind is param.VAR_KEYWORD for param in params.values())
     arguments = {**bound, **kwargs}
     return accepts and "use_cache" not in arguments and arguments.get("past_key_values") is None
-
-
-def timed_event() -> torch.cuda.Event:
-    """A CUDA event that records time."""
-    return torch.cuda.Event(enable_timing=True)
-
-
-def nothing_to_join(adapters: bool) -> None:
-    """Nothing: no weights are gathered here, so a rank whose request was rejected has no gathers to join."""
 
 
 def first_tensor(output: Any) -> torch.Tensor:

@@ -69,7 +69,7 @@ def check_own_group() -> None:
         assert engine._group.group is mpu.group
     finally:
         groups.mpu = before  # DeepSpeed keeps it for the process (0.19.8)
-    with pytest.raises(ValueError, match="3 given, with an mpu whose model parallel group has 2 ranks"):
+    with pytest.raises(ValueError, match="3 given; the model parallel group of mpu has 2 ranks"):
         group_of_mpu(mpu, 3)
 
 
