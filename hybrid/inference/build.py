@@ -129,8 +129,8 @@ class ModelLoader:
     def _load_sliced_modules(self, fallback_reason: str) -> LoadedModel:
         """Put this rank's slices into the model's own modules, and compare their output with the full weights'.
 
-        fallback_reason: why no fused decoder runs on the slices. Raises NotImplementedError if the model does not run on
-        token ids alone and there is no injection policy.
+        fallback_reason: why no fused decoder runs on the slices. Raises NotImplementedError if the model does not run
+        on token ids alone and there is no injection policy.
         """
         model, tensors = self.model, state_tensors(self.model)
         names = {tensor: name for name, tensor in tensors.items()}
