@@ -26,6 +26,7 @@ from rlhf_examples import pipeline
 from rlhf_examples.common.actor import rollout_config
 from rlhf_examples.common.arguments import PPOArguments, read_yaml
 from rlhf_examples.common.run_log import read_metrics
+from tests.marks import slow_but
 from tests.rlhf_examples.chat_models import chat_model, tokenizer_of
 from tests.rlhf_examples.scripts import ROLLOUTS
 from tests.test_launchers import run_together
@@ -216,11 +217,10 @@ def run_recipe(settings: dict, directory: str) -> None:
     pipeline.run(pipeline.parse(settings, ["--output_dir", directory]))
 
 
-FAST = ("1gpu_1b", "8gpu_7b_lora", "gsm8k", "ultrafeedback")
-ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in (*RECIPES, *OF_SETS)]
+FAST = ("8gpu_7b_lora", "gsm8k")
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", slow_but(FAST, (*RECIPES, *OF_SETS)))
 def test_every_recipe_runs_a_tiny_step(name, ranks, tmp_path):
     """On rows with its sets' columns and two ranks; rollout and training logprobs are compared, which dropout would
     separate."""

@@ -77,6 +77,7 @@ def require_the_same_curves(script: str, ranks, small, tmp_path, **changes) -> N
                 assert sdpa[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
 
 
+@pytest.mark.slow
 def test_sft_with_packing_trains_alike_with_every_attention(ranks, small, tmp_path):
     require_the_same_curves("sft", ranks, small, tmp_path)
 

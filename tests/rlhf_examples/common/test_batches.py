@@ -24,6 +24,7 @@ from rlhf_examples.common.batches import (
 )
 from rlhf_examples.common.losses import language_model_loss, loss_denominator
 from tests.engines import CollectiveCount, engine_of, settings
+from tests.marks import slow_but
 from tests.tiny_models import ALL_FAMILIES, SIZES, prompts, tiny_model, twin, with_chat_lora, with_peft
 
 # ZeRO-3 that releases each parameter as soon as its module has run (deferred in models this small) and prefetches none;
@@ -332,7 +333,10 @@ def check_gradients(kind: str, padding_free: bool) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "padding_free"),
-    [("whole", False), ("whole", True), ("tied", False), ("checkpointing", True), ("peft", True), ("chat", False)],
+    slow_but(
+        [("tied", False), ("peft", True)],
+        [("whole", False), ("whole", True), ("tied", False), ("checkpointing", True), ("peft", True), ("chat", False)],
+    ),
 )
 def test_gradients_of_chunked_logprobs_under_zero_3(ranks, kind, padding_free):
     ranks.run(check_gradients, kind, padding_free)

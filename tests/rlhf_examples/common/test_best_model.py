@@ -176,6 +176,7 @@ def test_sft_exports_the_best_and_ends_early(ranks, small, tmp_path):
     require_the_best("sft", ranks, small, tmp_path)
 
 
+@pytest.mark.slow
 def test_grpo_exports_the_best_and_ends_early(ranks, small, tmp_path):
     require_the_best("grpo", ranks, small, tmp_path)
 
@@ -195,6 +196,7 @@ def test_an_unknown_metric_raises_with_the_available_ones(script, ranks, small, 
     assert json.loads((tmp_path / "before.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_of_another_world_size_is_exported(ranks, small, tmp_path):
     """The best checkpoint was saved by two ranks; one rank resumes, ends, and loads those weights."""
     saving = {"save_every": 1, "enable_ema": True, "load_best_model_at_end": True}

@@ -41,6 +41,7 @@ from rlhf_examples.common.ranks import seed_everything
 from rlhf_examples.data.synthetic import synthetic_tokenizer
 from tests.engines import storage_digest, train_step
 from tests.host_memory import MIB, PeakMemory, malloc_returns_memory, sum_over_ranks
+from tests.marks import slow_but
 from tests.rank_pool import RankPool
 from tests.tiny_models import prompts, tiny_model
 
@@ -150,7 +151,15 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("case", POLICIES)
+QUICK = (
+    "llama, sharded, LoRA, bfloat16",
+    "qwen2, tied, sharded pickle, bfloat16",
+    "gpt2, tied",
+    "qwen2, tied, ZeRO-0",
+)
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK, POLICIES))
 def test_a_partitioned_policy_trains_bit_identically_to_an_unpartitioned_one(ranks, tmp_path, case):
     *settings, changes = POLICIES[case]
     ranks.run(check_policy, str(tmp_path), *settings, **changes)
@@ -250,7 +259,7 @@ def check_begins_from_adapter(folder: str, stage: int, lora: LoRA) -> None:
     assert all((p.ds_tensor if stage == 3 else p).abs().sum() == 0 for p in headless.classifier.score.parameters())
 
 
-@pytest.mark.parametrize(("stage", "lora"), [(0, WITH_LORA), (3, WITH_LORA), (3, NO_LORA)])
+@pytest.mark.parametrize(("stage", "lora"), slow_but([(3, WITH_LORA)], [(0, WITH_LORA), (3, WITH_LORA), (3, NO_LORA)]))
 def test_training_starts_from_an_adapter_directory(ranks, tmp_path, stage, lora):
     ranks.run(check_begins_from_adapter, str(tmp_path), stage, lora)
 
@@ -430,6 +439,7 @@ def require_bounded(measurements: list[tuple], max_shard_bytes: int, size: str) 
     assert all(figure["anonymous"] < slack for figure in saving[1:])
 
 
+@pytest.mark.slow
 def test_loading_and_saving_120_mib_is_bounded_in_memory(ranks, tmp_path):
     shard = 10 * MIB
     require_bounded(ranks.run(peak_memory, str(tmp_path / "model"), "120 MiB", shard), shard, "120 MiB")

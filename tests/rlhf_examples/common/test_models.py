@@ -22,6 +22,7 @@ from rlhf_examples.common.rollouts import rank_row_ids, roll_out, sampling
 from rlhf_examples.common.scorers import Scorer
 from rlhf_examples.data.synthetic import synthetic_tokenizer
 from tests.engines import train_step
+from tests.marks import slow_but
 from tests.rlhf_examples.scripts import make_small_models, models_of, run_in_this_rank
 from tests.tiny_models import prompts, tiny_model
 
@@ -60,7 +61,11 @@ def check_export(folder: str, stage: int, lora_rank: int, merge: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "lora_rank", "merged"), [(0, 0, True), (2, 4, True), (3, 0, True), (3, 4, True), (3, 4, False)]
+    ("stage", "lora_rank", "merged"),
+    slow_but(
+        [(2, 4, True), (3, 0, True), (3, 4, False)],
+        [(0, 0, True), (2, 4, True), (3, 0, True), (3, 4, True), (3, 4, False)],
+    ),
 )
 def test_an_exported_policy_equals_the_trained_one(ranks, tmp_path, stage, lora_rank, merged):
     ranks.run(check_export, str(tmp_path), stage, lora_rank, merged)
@@ -202,7 +207,10 @@ def check_average(folder: str, stage: int, family: str, tied: bool) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "family", "tied"),
-    [(0, "qwen2", True), (2, "llama", False), (2, "llama", True), (3, "llama", False), (3, "gpt2", True)],
+    slow_but(
+        [(2, "llama", True), (3, "gpt2", True)],
+        [(0, "qwen2", True), (2, "llama", False), (2, "llama", True), (3, "llama", False), (3, "gpt2", True)],
+    ),
 )
 def test_the_moving_average_matches_float64(ranks, tmp_path, stage, family, tied):
     ranks.run(check_average, str(tmp_path), stage, family, tied)
