@@ -1,7 +1,7 @@
 """Builds what an engine runs on: a snapshot and a decoder, by its model's ModelInfo and its settings."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -15,11 +15,10 @@ from hybrid.models.spec import ParamRef, UnsupportedModel
 from hybrid.parallel import InferenceGroup, world_size
 from hybrid.profiling import Phase
 from hybrid.weights.joined import joined_refs
-from hybrid.weights.lora import read_adapters
-from hybrid.weights.sliced_snapshot import LentSlices, SlicedSnapshot
+from hybrid.weights.model_weights import WeightVersion, read_weights
 from hybrid.weights.slices import Shard, planned_slices, sizes_that_fit, slices_of
-from hybrid.weights.snapshot import Snapshot, WeightVersion, active_adapters
-from hybrid.weights.streaming import StreamedSnapshot
+from hybrid.weights.snapshot import Snapshot
+from hybrid.weights.streaming import WeightStream
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Mode:
 class Builder:
     """Builds snapshots and decoders for the modes that an engine could run in.
 
-    stage: of ZeRO.  phase, count: as in StreamedSnapshot.  own_hooks: as in FusedModel.
+    stage: of ZeRO.  phase, count: as in WeightStream.  own_hooks: as in FusedModel.
     Raises NotImplementedError for adapters that cannot be merged.
     """
 
@@ -63,12 +62,10 @@ class Builder:
 
         Raises NotImplementedError, with the module's name, for an adapter that cannot be merged; then nothing changes.
         """
-        self.adapted = read_adapters(model)
-        self.info = ModelInfo(model)
-        self.version.adapters = active_adapters(self.adapted)
-        # The arguments of every kind of snapshot.
+        info = ModelInfo(model)
         unmerged, layers_per_group = self.rollout.lora == "unmerged", self.settings.tp_gather_partition_size
-        self.snapshot_args = (model, self.info.structure, self.adapted, layers_per_group, unmerged, self.version)
+        self.weights = read_weights(info, layers_per_group, unmerged, self.version)
+        self.info = info
 
     @property
     def native_by_choice(self) -> bool:
@@ -89,36 +86,46 @@ class Builder:
         sizes = [set(sizes_that_fit(attention.heads, attention.kv_heads)) for attention in attentions]
         return sorted(set.intersection(*sizes)) if sizes else [1]
 
-    def weights(self, mode: Mode, group: InferenceGroup) -> tuple[Snapshot, FusedModel]:
-        """A mode's snapshot and decoder. Without a decoder for the model, the snapshot is of whole weights."""
+    def make(self, mode: Mode, group: InferenceGroup) -> FusedModel:
+        """A mode's decoder, over its snapshot. Without a decoder for the model, the snapshot is of whole weights."""
         layout, native = self.info.layout, "rollout.containers=native" * self.native_by_choice
-        if native or layout is None or mode == Mode():
-            snapshot = Snapshot(*self.snapshot_args, joined=self._joined(mode))
-        elif mode.streaming:
-            snapshot = StreamedSnapshot(*self.snapshot_args, phase=self.phase, count=self.count)
-        else:
-            slices = slices_of(layout, Shard(group.size, group.index))
-            snapshot = SlicedSnapshot(*self.snapshot_args, slices=slices, joined=self._joined(mode))
-        fused = self.fused(snapshot, native, group if mode.tp_size > 1 else None)
-        if fused.fallback_reason and mode.streaming:
-            fused.fallback_reason = layer_by_layer(fused.fallback_reason)
-        return snapshot, fused
+        if mode.streaming:
+            stream = WeightStream(self.weights, self.phase, self.count)
+            fused = self.fused(stream.snapshot, native, stream=stream)
+            if fused.fallback_reason:
+                fused.fallback_reason = layer_by_layer(fused.fallback_reason)
+            return fused
+        sliced = mode.tp_size > 1 and layout is not None and not native
+        slices = slices_of(layout, Shard(group.size, group.index)) if sliced else None
+        snapshot = Snapshot(self.weights, slices, decoder_only=sliced, joined=self._joined(mode))
+        return self.fused(snapshot, native, group if mode.tp_size > 1 else None)
 
-    def planned(self, mode: Mode) -> tuple[Snapshot, FusedModel]:
-        """What a mode would run on, for memory plans: `weights`, or slices for the model's own modules."""
+    def planned(self, mode: Mode) -> tuple[tuple[int, int], FusedModel]:
+        """For memory plans, what a mode would run on: the planned bytes of its weights, kept and temporary, and its
+        decoder."""
         group = InferenceGroup(mode.tp_size, connected=False)
-        snapshot, fused = self.weights(mode, group)
+        fused = self.make(mode, group)
         if mode.tp_size > 1 and fused.fallback_reason and self.info.tp_plan is not None:
-            snapshot = self.module_slices(group)
-        return snapshot, fused
+            return self.module_slices(group).planned(), fused
+        return (fused.stream or fused.snapshot).planned(), fused
 
-    def module_slices(self, group: InferenceGroup) -> LentSlices:
+    def module_slices(self, group: InferenceGroup) -> Snapshot:
         """The snapshot for the model's own modules in tensor parallel. Raises UnsupportedModel without a `tp_plan`."""
         if self.info.tp_plan is None:
             raise UnsupportedModel(self.info.reasons["tp_plan"])
-        return LentSlices(*self.snapshot_args, slices=planned_slices(self.info.tp_plan, Shard(group.size, group.index)))
+        return Snapshot(self.weights, planned_slices(self.info.tp_plan, Shard(group.size, group.index)))
 
-    def fused(self, snapshot: Snapshot, fallback_reason: str = "", group: InferenceGroup | None = None) -> FusedModel:
+    def no_copies(self) -> Snapshot:
+        """A snapshot that copies nothing: the model's own layers run on weights that are gathered as they run."""
+        return Snapshot(replace(self.weights, groups=()))
+
+    def fused(
+        self,
+        snapshot: Snapshot,
+        fallback_reason: str = "",
+        group: InferenceGroup | None = None,
+        stream: WeightStream | None = None,
+    ) -> FusedModel:
         """The decoder over a snapshot.  fallback_reason: why the model's own layers must run; "" to use the decoder."""
         max_capture_size = self.rollout.max_num_seqs if self.settings.enable_cuda_graph else 0
         return FusedModel(
@@ -130,6 +137,7 @@ class Builder:
             self.fallback_reasons,
             fallback_reason,
             warns=not self.native_by_choice,
+            stream=stream,
         )
 
     def _joined(self, mode: Mode) -> list[tuple[ParamRef, ...]]:

@@ -37,17 +37,15 @@ from hybrid.memory_plan import MemoryPlan, MemoryPlanner, free_bytes
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import generating_part
-from hybrid.parallel import InferenceGroup, any_rank, engine_name, lost_rank_reported, world_size
+from hybrid.parallel import InferenceGroup, engine_name, lost_rank_reported
 from hybrid.profiling import Profiler
 from hybrid.rollout import RolloutBatch, SamplingParams
 from hybrid.weights.export import save_pretrained
 from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.module_tables import EngineHooks, ModuleTree
-from hybrid.weights.offload import movable_states, relink, require_movable_optimizer
+from hybrid.weights.offload import TrainingStates, require_movable_optimizer
 from hybrid.weights.slices import require_divisible
-from hybrid.weights.snapshot import Snapshot
-from hybrid.weights.streaming import StreamedSnapshot
 from hybrid.weights.watch import WeightWatch
 
 
@@ -89,14 +87,14 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._planner = MemoryPlanner(self._builder)
         self._generator = self._make_generator()
         self._version = self._builder.version
-        self._watch, self._outdated = WeightWatch(self._policy), False
+        self._watch, self._is_outdated = WeightWatch(self._policy), False
+        offloads = self._rollout_settings.offload_states
+        self._states = TrainingStates(self, self._profiler.phase) if offloads else None
         if isinstance(optimizer := getattr(self, "basic_optimizer", None), torch.optim.Optimizer):
             self._before_update = optimizer.register_step_pre_hook(self._version.begin_update)
         self._exchange = exchange_tokens(expert_layers(self._policy))
         self._group = InferenceGroup(self._planner.in_use.tp_size, group=given_group)
-        snapshot, fused = self._builder.weights(self._planner.in_use, self._group)
-        # If this rank has no whole copy, the model's own layers run on weights that ZeRO-3 gathers as they run.
-        self._arrange(snapshot, fused, streams=self._planner.in_use != Mode())
+        self._run_on(self._builder.make(self._planner.in_use, self._group))
         self._replace_refused_decoder()
         self._routes = [Route(self._policy, self.generate)] if self._builder.info.can_generate else []
         for route in self._routes:
@@ -126,13 +124,12 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             with autocast_if_enabled(self):
                 expected = first_output(info, self.device)
             shared = SharedModules(info, snapshot.adapted, self._group, self.device, self._empty_cache)
-            self._arrange(snapshot, self._builder.fused(snapshot, why), streams=False, shared=shared)
+            self._run_on(self._builder.fused(snapshot, why), shared)
             with autocast_if_enabled(self), self._window.opened():
                 shared.require_same(expected)
             self._snapshot.release()
         except UnsupportedModel as reason:
-            snapshot = Snapshot(*self._builder.snapshot_args)
-            self._arrange(snapshot, self._builder.fused(snapshot, layer_by_layer(f"{why}; {reason}")), streams=True)
+            self._run_on(self._builder.fused(self._builder.no_copies(), layer_by_layer(f"{why}; {reason}")))
 
     def _empty_cache(self) -> DynamicCache:
         """A cache like those of the model's `generate()`, with its own storage."""
@@ -140,26 +137,26 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         KVCache(self._rollout_settings.kv_step).adopt(cache)
         return cache
 
-    def _arrange(
-        self, snapshot: Snapshot, fused: FusedModel, streams: bool, shared: SharedModules | None = None
-    ) -> None:
-        """Set up eval mode: its weights, window, request handling and containers.
+    def _run_on(self, fused: FusedModel, shared: SharedModules | None = None) -> None:
+        """Set up what runs in eval mode: weights, window, request handling and containers.
 
-        streams: the model's own layers run on their own weights, which ZeRO-3 gathers as they run.
-        shared: the model's own modules in tensor parallel, if they are.
+        shared: the model's own modules in tensor parallel, if they run.
         """
-        self._snapshot, self._fused, self._streams = snapshot, fused, streams
+        self._snapshot, self._fused = fused.snapshot, fused
+        # If this rank has no whole copy, the model's own layers run on weights that ZeRO-3 gathers as they run.
+        self._streams = self._planner.in_use != Mode() and shared is None
         self._meetings = None if shared is None else shared.meetings
+        self._switched_hooks = EngineHooks(self._switched_modules, self._training_hooks)
+        self._other_hooks = EngineHooks(self._other_modules, self._training_hooks)
         self._window = Window(
             self._policy,
-            snapshot,
-            self._refresh,
-            self._hooks_off,
-            lends=not streams,
-            merges=not streams or fused.is_shared,
-            sharing=nullcontext if shared is None else shared.lent,
-            around=self._states_on_host if self._rollout_settings.offload_states else nullcontext,
-            renew=self._renew,
+            fused.snapshot,
+            self._profiler,
+            lends=not self._streams,
+            merges=not self._streams or (fused.is_shared and not fused.fallback_reason),
+            hooks=(self._switched_hooks, self._other_hooks),
+            shared=shared,
+            states=self._states,
             device=self.device,
         )
         self._calls = self._make_calls(shared)
@@ -169,16 +166,19 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._containers = containers_of(parts, self._calls)
         else:
             self._containers = shared.containers(parts, self._calls)
-        switched = {container.part.module for container in self._containers}
-        self._switched_hooks = EngineHooks(lambda: switched, self._training_hooks)
-        self._other_hooks = EngineHooks(
-            lambda: [module for module in self._policy.modules() if module not in switched], self._training_hooks
-        )
+
+    def _switched_modules(self) -> set[nn.Module]:
+        """The modules whose forward is a container's in eval mode."""
+        return {container.part.module for container in self._containers}
+
+    def _other_modules(self) -> list[nn.Module]:
+        switched = self._switched_modules()
+        return [module for module in self._policy.modules() if module not in switched]
 
     def _make_calls(self, shared: SharedModules | None) -> Calls:
         """What runs requests: of this rank alone, or of all ranks that compute together."""
         if not self.in_step:
-            return Calls(self._window, self._fused, self._join_refresh, self.call_lock)
+            return Calls(self._window, self._fused, self.call_lock, self._rebuild_if_changed)
         partitioned, group = self.zero_optimization_stage() == 3, self._group.group
         native = None if shared is None else shared.meetings
         if self._exchange is not None:
@@ -194,7 +194,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             )
         # Gathering partitioned weights is a collective of all ranks, not only of the group.
         group = None if partitioned else group
-        own = (self._window, self._fused, self._join_refresh, self.call_lock)
+        own = (self._window, self._fused, self.call_lock, self._rebuild_if_changed)
         return SharedCalls(*own, group, native, self._profiler.phase)
 
     def _make_generator(self) -> Generator:
@@ -268,7 +268,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
         """Eval mode inside the block; afterwards every module's `training` flag is restored."""
-        self._renew()
+        self._rebuild_if_changed()
         if self._in_eval or self._window.is_open:
             try:
                 yield
@@ -304,28 +304,28 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._snapshot.release()
             self._free_kv()
             self._fused.release()
-            forget(self.module)
+            drop_global_references(self.module)
         super().destroy()
 
-    def _see_changes(self) -> None:
+    def _detect_changes(self) -> None:
         """Update the weight version for changes since the last call. Skipped in a window, where tensors are lent."""
         if self._window.is_open:
             return
-        self._version.settle()
+        self._version.end_update()
         if self._tree.changed():
-            self._watch, self._outdated = WeightWatch(self._policy), True
+            self._watch, self._is_outdated = WeightWatch(self._policy), True
             self._version.loads += 1
         elif self._watch.written():
             self._version.loads += 1
 
-    def _renew(self) -> bool:
+    def _rebuild_if_changed(self) -> bool:
         """Before a window: update the weight version; if modules, adapters or parameters were replaced, read the model
         again and rebuild snapshot, decoder and containers. Every rank does the same. Gives whether it rebuilt them.
 
         Raises NotImplementedError, as `initialize` does, for an adapter that cannot be merged.
         """
-        self._see_changes()
-        if not self._outdated:
+        self._detect_changes()
+        if not self._is_outdated:
             return False
         self._builder.read(self._policy)
         installed = self._containers[0].installed
@@ -333,9 +333,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._snapshot.release()
         self._free_kv()
         self._fused.release()
-        snapshot, fused = self._builder.weights(self._planner.in_use, self._group)
-        self._arrange(snapshot, fused, streams=self._planner.in_use != Mode())
-        self._outdated = False
+        self._run_on(self._builder.make(self._planner.in_use, self._group))
+        self._is_outdated = False
         self._replace_refused_decoder()
         if installed:
             self._install()
@@ -362,7 +361,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
                 self._meetings.release()
             if self._settings.release_inference_cache:
                 self._free_kv()
-            if isinstance(self._snapshot, StreamedSnapshot) or not self._rollout_settings.keep_snapshot:
+            if self._fused.streams or not self._rollout_settings.keep_snapshot:
                 self._snapshot.release()
                 self._fused.release()
             if self._settings.release_inference_cache or not self._rollout_settings.keep_snapshot:
@@ -373,36 +372,12 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._fused.release_blocks()
 
     @contextmanager
-    def _states_on_host(self) -> Iterator[None]:
-        """Inside the block, optimizer states, master weights and gradients are in host memory."""
-        try:
-            self._send_states()
-            yield
-        finally:
-            self._bring_states()
-
-    def _send_states(self) -> None:
-        with self._profiler.phase("release"):
-            self.offload_states(movable_states(self.optimizer))
-
-    def _bring_states(self) -> None:
-        with self._profiler.phase("release"):
-            self.reload_states()
-            relink(self.optimizer)
-
-    @contextmanager
     def _training_state(self) -> Iterator[None]:
         """Inside the block, even in a window, the model holds its own weights and training states are on the device."""
-        with self.call_lock:
-            absent = self._window.is_open and self._rollout_settings.offload_states
-            with self._window.suspended(), self._watch.ignoring():  # DeepSpeed sets `modifier_rank` to read
-                try:
-                    if absent:
-                        self._bring_states()
-                    yield
-                finally:
-                    if absent:
-                        self._send_states()
+        on_device = nullcontext() if self._states is None else self._states.on_device()
+        # DeepSpeed reads with `modifier_rank`: no write.
+        with self.call_lock, self._window.suspended(), self._watch.ignoring(), on_device:
+            yield
 
     def _refuse_in_window(self, call: str) -> None:
         if self._window.is_open:
@@ -417,7 +392,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         Takes the model's arguments and gives its output.
         """
         if self._in_eval or self._window.is_open:
-            self._renew()
+            self._rebuild_if_changed()
             # The containers open the window. Parts of a wrapper that do not generate run as in training.
             with autocast_if_enabled(self), torch.no_grad():
                 return self.module(*inputs, **kwargs)
@@ -444,7 +419,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         Raises RuntimeError inside `inference()`.
         """
         self._refuse_in_window("step()")
-        self._version.settle()  # count a step of the optimizer that was made without the engine
+        self._version.end_update()  # count a step of the optimizer that was made without the engine
         applies, skipped = self.is_gradient_accumulation_boundary(), self.skipped_steps
         try:
             with self._training(), self._watch.ignoring():
@@ -455,7 +430,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
             self._version.updating |= applies and self.skipped_steps == skipped
             raise
         finally:
-            self._version.settle()
+            self._version.end_update()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's save_checkpoint, of the training weights; also allowed inside `inference()`."""
@@ -555,8 +530,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def weight_version(self) -> int:
         """A number that grows with every step that applied an update, every load, every other detected write to weights
         (see `mark_weights_changed`), and every change of the active adapters."""
-        self._see_changes()
-        return self._snapshot.number()
+        self._detect_changes()
+        return self._snapshot.weights.number()
 
     def generate(self, *args: Any, adapters: bool | None = None, seed: int | None = None, **kwargs: Any) -> Any:
         """Hugging Face's `generate`, with the same arguments and return value.
@@ -647,32 +622,6 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
                 f"need more; raise it, or ask for fewer rows or tokens\n{self._planner.plan(rows, tokens)}"
             )
 
-    def _refresh(self, adapters: bool) -> None:
-        """Refresh the snapshot before a window opens. A collective if partitioned weights must be gathered."""
-        if self._runs_on_copies() and self._snapshot.is_fresh(adapters):
-            return
-        if self._must_gather(adapters):  # tell ranks whose request failed to join: see `_join_refresh`
-            any_rank([True], self.device)
-        self._gather(adapters)
-
-    def _join_refresh(self, adapters: bool) -> None:
-        """Called where a request failed before its window opened: join the gather if another rank refreshes."""
-        if self._must_gather(adapters) and any_rank([False], self.device)[0]:
-            self._gather(adapters)
-
-    def _must_gather(self, adapters: bool) -> bool:
-        """Whether refreshing the snapshot is a collective."""
-        partitioned = self.zero_optimization_stage() == 3 and world_size() > 1
-        return partitioned and self._runs_on_copies() and self._snapshot.must_gather(adapters)
-
-    def _runs_on_copies(self) -> bool:
-        return not (self._streams and self._fused.fallback_reason)
-
-    def _gather(self, adapters: bool) -> None:
-        if self._runs_on_copies():
-            with lost_rank_reported("gathering the weights"):
-                self._profiler.gathered(self._snapshot.refresh(self._profiler.phase, adapters))
-
     def _training_hooks(self) -> list[RemovableHandle]:
         """Handles of DeepSpeed's hooks on the module: the engine's and ZeRO-3's."""
         handles = [self.module_forward_pre_hook, self.module_forward_post_hook]
@@ -680,12 +629,6 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if isinstance(offload, DeepSpeedZeRoOffload):
             handles += [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
         return handles
-
-    @contextmanager
-    def _hooks_off(self) -> Iterator[None]:
-        """Inside the block, DeepSpeed's hooks are off on the part that generates."""
-        with self._switched_hooks.off(), self._other_hooks.off():
-            yield
 
     # ----------------------------------------------------------- inspection
 
@@ -761,7 +704,7 @@ def group_of_mpu(mpu: Any, size: int | str) -> dist.ProcessGroup | None:
     return groups[0]
 
 
-def forget(model: nn.Module) -> None:
+def drop_global_references(model: nn.Module) -> None:
     """Remove the global references that ZeRO-3 (deepspeed 0.19.8) keeps to `model`, its engine and its optimizer: the
     list that every engine adds its model to, and a cache of the parameters that a module releases."""
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not model]

@@ -20,7 +20,6 @@ from hybrid.generation.scoring import LOGIT_ROWS
 from hybrid.models.model_info import ModelInfo
 from hybrid.parallel import lowest, world_size
 from hybrid.weights.gather import is_partitioned
-from hybrid.weights.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -143,10 +142,13 @@ class MemoryPlanner:
         return next((n for n in counts if need(n, self.settings.max_out_tokens).total <= self.limit), 0)
 
 
-def need_of(mode: Mode, snapshot: Snapshot, fused: FusedModel, rollout: RolloutConfig) -> NeedOf:
-    """A function of (rows, tokens): what a mode needs for `rows` sequences of `tokens` tokens at once."""
+def need_of(mode: Mode, weight_bytes: tuple[int, int], fused: FusedModel, rollout: RolloutConfig) -> NeedOf:
+    """A function of (rows, tokens): what a mode needs for `rows` sequences of `tokens` tokens at once.
+
+    weight_bytes: of the snapshot, and the temporaries of gathering.
+    """
     info, decoder = fused.info, fused.planned()
-    snapshot_bytes, gather_bytes = snapshot.planned()
+    snapshot_bytes, gather_bytes = weight_bytes
     copies = 0 if decoder is None else decoder.nbytes()
     if mode.streaming:  # one layer's copies at a time
         copies, gather_bytes = 0, gather_bytes + copies // max(len(info.layers), 1)

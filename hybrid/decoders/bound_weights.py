@@ -5,11 +5,9 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from hybrid.models.spec import DecoderLayout, ParamRef
-from hybrid.weights.gather import whole_shape
 from hybrid.weights.joined import JoinedBuffers
 from hybrid.weights.lora import Adapted, LowRank
 from hybrid.weights.snapshot import Snapshot
-from hybrid.weights.streaming import StreamedSnapshot
 
 META = torch.device("meta")
 
@@ -26,14 +24,14 @@ class BoundWeights:
 
     def tensor(self, ref: ParamRef) -> torch.Tensor | None:
         """The snapshot's tensor of a ParamRef, before its `select`; None if there is none."""
-        return self.snapshot.at(ref, *self.owner(ref), self.adapters)
+        return self.snapshot.weight_at(ref, *self.owner(ref), self.adapters)
 
     def lora_deltas(self, ref: ParamRef) -> list[LowRank]:
         """The snapshot's unmerged LoRA factors of a weight."""
         adapted, _ = self.owner(ref)
         if adapted is None or ref.parameter != "weight":
             return []
-        return self.snapshot.sides(ref, adapted, self.adapters)
+        return self.snapshot.lora_deltas(ref, adapted, self.adapters)
 
     def owner(self, ref: ParamRef) -> tuple[Adapted | None, nn.Parameter | None]:
         """The adapted module that a ParamRef is in, None without an adapter; and the model's own parameter, None if
@@ -52,9 +50,9 @@ class BoundWeights:
 
     def key(self) -> tuple:
         """Differs when a decoder must bind again: the version of the weights, and the addresses of the tensors, which
-        may move without a new version. Streamed weights have no addresses."""
-        number = self.snapshot.number()
-        if isinstance(self.snapshot, StreamedSnapshot):
+        may move without a new version. Weights that are streamed, or loaded once, need no addresses."""
+        number = self.snapshot.weights.number()
+        if not self.snapshot.weights.groups:
             return (number,)
         tensors = [self.tensor(ref) for roles in (self.layout.outer, *self.layout.layers) for ref in roles.values()]
         tensors += self.snapshot.unmerged_factors(self.adapters)
@@ -62,14 +60,11 @@ class BoundWeights:
 
 
 class MetaWeights(BoundWeights):
-    """Tensors on the meta device, laid out as the snapshot's will be. They take no memory.
+    """Tensors on the meta device, laid out as the snapshot's will be. They take no memory."""
 
-    sliced: whether the snapshot has this rank's slices.
-    """
-
-    def __init__(self, layout: DecoderLayout, snapshot: Snapshot, sliced: bool):
+    def __init__(self, layout: DecoderLayout, snapshot: Snapshot):
         super().__init__(layout, snapshot, adapters=True)
-        self.sliced, self.joined = sliced, JoinedBuffers(set(snapshot.joined.sets.values()))
+        self.joined = JoinedBuffers(set(snapshot.joined.sets.values()))
 
     def tensor(self, ref: ParamRef) -> torch.Tensor | None:
         if self.snapshot.keeps_joined(ref):
@@ -81,7 +76,4 @@ class MetaWeights(BoundWeights):
 
     def _unjoined(self, ref: ParamRef) -> torch.Tensor | None:
         param = self.owner(ref)[1]
-        if param is None:
-            return None
-        whole = torch.empty(whole_shape(param), dtype=param.dtype, device=META)
-        return self.snapshot.slices[ref].of(whole) if self.sliced else whole
+        return None if param is None else self.snapshot.blank(ref, param)

@@ -39,15 +39,19 @@ class NativeSteps(Steps, Protocol):
 class Calls:
     """Requests of a rank that computes by itself; only the gathering of partitioned weights is a collective.
 
-    join_refresh: joins the other ranks' gathering of weights, if they gather. Called if a request failed before its
-        window opened, with whether that window would have used adapters.
     lock: the engine's; the thread that runs a request holds it.
+    rebuild: called before the model runs outside of a window: if its modules have changed, rebuilds what runs them, and
+        gives True; these calls are then out of date.
     """
 
     def __init__(
-        self, window: Window, fused: FusedModel, join_refresh: Callable[[bool], None], lock: CallLock | None = None
+        self,
+        window: Window,
+        fused: FusedModel,
+        lock: CallLock | None = None,
+        rebuild: Callable[[], bool] = lambda: False,
     ):
-        self.window, self.fused, self.join_refresh = window, fused, join_refresh
+        self.window, self.fused, self.rebuild = window, fused, rebuild
         self.lock = CallLock() if lock is None else lock
         self.inside = False  # a request is running: forwards of the model are part of it
         self.has_begun = False  # the current call has reached the exchange, or the refresh, of its request
@@ -108,7 +112,7 @@ class Calls:
             self.inside = before
 
     def _stand_aside(self, adapters: bool) -> None:
-        self.join_refresh(adapters)
+        self.window.join_refresh(adapters)
 
 
 @dataclass(frozen=True)
@@ -156,13 +160,13 @@ class SharedCalls(Calls):
         self,
         window: Window,
         fused: FusedModel,
-        join_refresh: Callable[[bool], None],
         lock: CallLock | None,
+        rebuild: Callable[[], bool],
         group: dist.ProcessGroup | None,
         native: NativeSteps | None,
         phase: Phase,
     ):
-        super().__init__(window, fused, join_refresh, lock)
+        super().__init__(window, fused, lock, rebuild)
         self.group, self.native_steps, self.phase = group, native, phase
         self.steps: Steps | None = None  # of the running request
         self.decoder: AnyDecoder | None = None

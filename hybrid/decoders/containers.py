@@ -41,7 +41,7 @@ class Forward:
             args, kwargs = as_model_inputs(args, kwargs, container.window.device)
         if container.calls.inside:
             return container.run(self.own, args, kwargs)
-        if not container.window.is_open and container.window.renew():
+        if not container.window.is_open and container.calls.rebuild():
             return container.part.module.forward(*args, **kwargs)
         return container.request(self.own, args, kwargs)
 
@@ -83,7 +83,7 @@ class NativeContainer:
 
     def run(self, original: Callable, args: tuple, kwargs: dict):
         """The module's output, inside a request."""
-        with self.window.as_asked():
+        with self.window.adapters_matched():
             return self.calls.native(self.part.module, functools.partial(original, *args, **kwargs))
 
     def uninstall(self) -> None:

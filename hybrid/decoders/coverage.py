@@ -15,7 +15,7 @@ def coverage_of(containers: list[NativeContainer], fused: FusedModel, copied: bo
     rows = []
     for container in containers:
         part, why = container.part, f"{container.why}: {fallback_reason}" if fallback_reason else what
-        adapters = fused.snapshot.words(part.module) if copied else ""
+        adapters = fused.snapshot.describe_adapters(part.module) if copied else ""
         why = f"{why}; {adapters}" if adapters else why
         rows.append({"module": part.name, "kind": part.kind, "container": kind, "why": why})
     return rows

@@ -19,7 +19,7 @@ from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.snapshot import Snapshot
-from hybrid.weights.streaming import StreamedSnapshot
+from hybrid.weights.streaming import WeightStream
 
 AnyDecoder = WholeDecoder | SharedDecoder | StreamedDecoder
 
@@ -36,11 +36,12 @@ class Bound:
 class FusedModel:
     """The fused decoder of a model, made and checked on first use.
 
-    info: of the model that the engine runs, which is not changed. A SlicedSnapshot's slices belong to its layout.
+    info: of the model that the engine runs, which is not changed. A snapshot's slices belong to its layout.
     max_capture_size: decode steps of up to so many rows are CUDA graphs; 0: no graphs.
-    group: the ranks that share the decoder (inference tensor parallelism); the snapshot is then a SlicedSnapshot.
+    group: the ranks that share the decoder (inference tensor parallelism); the snapshot is then of slices.
     own_hooks: gives the training engine's hooks, which do not prevent the fused decoder.
     reasons: records why requests ran natively.
+    stream: gathers the weights into the snapshot as the decoder runs; None: the snapshot is kept.
     fallback_reason: why there is no decoder, and what the user can do about it; "" if there is one, or may be.
     warns: whether a request that runs natively is warned about; never for models that do not generate.
     """
@@ -55,8 +56,10 @@ class FusedModel:
         reasons: FallbackReasons | None = None,
         fallback_reason: str = "",
         warns: bool = True,
+        stream: WeightStream | None = None,
     ):
         self.info, self.layout, self.snapshot, self.group, self.pool = info, info.layout, snapshot, group, Pool()
+        self.stream = stream
         self.bound: dict[bool, Bound] = {}  # by whether adapters are used
         self.copies: Copies = WeakValueDictionary()  # weight copies, shared by these decoders
         self.checked, self.warns = False, warns and info.can_generate
@@ -66,7 +69,7 @@ class FusedModel:
         self.inner = [module for layer in info.layers for module in layer.modules() if module is not layer]
         self.checked_forwards: list[tuple] = []
         self.one_block: int | None = None  # bytes of a block, cached by `block_bytes`
-        self.blank = MetaWeights(info.layout, snapshot, sliced=group is not None)
+        self.blank = MetaWeights(info.layout, snapshot)
         self.selection = DecoderSelection(list(info.model.modules()), max_capture_size)
         self.fallback_reason = fallback_reason or no_decoder_reason(info, self.blank.embedding)
 
@@ -83,7 +86,7 @@ class FusedModel:
     @property
     def streams(self) -> bool:
         """Whether weights are gathered as the decoder runs."""
-        return isinstance(self.snapshot, StreamedSnapshot)
+        return self.stream is not None
 
     @property
     def is_shared(self) -> bool:
@@ -195,7 +198,7 @@ class FusedModel:
             passes = Passes(
                 self.layout,
                 lambda layout: self.selection.decoder(layout, weights),
-                self.snapshot,
+                self.stream,
                 lambda ref: next((owner for owner in weights.owner(ref) if owner is not None), None),
                 weights.adapters,
             )

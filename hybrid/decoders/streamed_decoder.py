@@ -5,25 +5,28 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hybrid.decoders.batch import PackedBatch, PagedKV
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.parallel import any_rank
-from hybrid.weights.streaming import Owner, StreamedSnapshot
+from hybrid.weights.lora import Adapted
+from hybrid.weights.streaming import WeightStream
 
-# The stretches before and after the layers, and the roles whose weights they read.
-BEFORE, BEHIND = "before the layers", "behind the layers"
+# The segments before and after the layers, and the roles whose weights they read.
+BEFORE, AFTER = "before the layers", "after the layers"
 ENDS = {
     BEFORE: ("embedding", "embedding_norm", "project_in", "positions"),
-    BEHIND: ("final_norm", "project_out", "head"),
+    AFTER: ("final_norm", "project_out", "head"),
 }
-Stretch = int | str  # a layer's index, BEFORE or BEHIND
+Segment = int | str  # a layer's index, BEFORE or AFTER
+Owner = nn.Parameter | Adapted
 
 
 class Passes:
-    """A decoder that runs stretch by stretch. Its functions are collectives: all ranks call the same ones in the same
+    """A decoder that runs segment by segment. Its functions are collectives: all ranks call the same ones in the same
     order.
 
     make: makes the decoder of a layout.  owner: gives the parameter or adapted module that holds a ParamRef's weight.
@@ -34,7 +37,7 @@ class Passes:
         self,
         layout: DecoderLayout,
         make: Callable[[DecoderLayout], CpuDecoder | TorchDecoder],
-        snapshot: StreamedSnapshot,
+        stream: WeightStream,
         owner: Callable[[ParamRef], Owner | None],
         adapters: bool,
     ):
@@ -42,7 +45,7 @@ class Passes:
         rotary = {key: Remembered(table) for key, table in layout.rotary.items()}
         self.inner = make(replace(layout, rotary=rotary))
         self.spec, self.layout, self.dtype = layout.spec, self.inner.layout, self.inner.dtype
-        self.snapshot, self.owner, self.adapters = snapshot, owner, adapters
+        self.stream, self.owner, self.adapters = stream, owner, adapters
         self.kv, self.reserve = self.inner.kv, self.inner.reserve
         self.context_block = self.inner.context_block
 
@@ -62,7 +65,7 @@ class Passes:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As TorchDecoder's."""
-        return self.run([BEHIND], {BEHIND: self.inner.logits}, hidden)
+        return self.run([AFTER], {AFTER: self.inner.logits}, hidden)
 
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """As TorchDecoder's."""
@@ -78,37 +81,37 @@ class Passes:
 
     def run(
         self,
-        stretches: Collection[Stretch],
-        work: dict[Stretch, Callable],
+        segments: Collection[Segment],
+        work: dict[Segment, Callable],
         given: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Run `work`, from stretch to stretch, on `given`; returns the last result. A stretch's weights are gathered
+        """Run `work`, from segment to segment, on `given`; returns the last result. A segment's weights are gathered
         while it runs.
 
-        Every rank gathers the weights of all `stretches`, with or without work, and also after its own work has raised.
+        Every rank gathers the weights of all `segments`, with or without work, and also after its own work has raised.
         """
-        turns = self.snapshot.in_turn([self._owners(stretch) for stretch in stretches], self.adapters)
+        gathered = self.stream.gathered_in_order([self._owners(segment) for segment in segments], self.adapters)
         try:
-            for stretch, _ in zip(stretches, turns, strict=False):  # `turns` is exhausted below
-                if stretch in work:
-                    self._bind(stretch)
-                    given = work[stretch](given)
+            for segment, _ in zip(segments, gathered, strict=False):  # `gathered` is exhausted below
+                if segment in work:
+                    self._bind(segment)
+                    given = work[segment](given)
         finally:
             self.inner.unbind()
-            for _ in turns:
+            for _ in gathered:
                 pass
         return given
 
-    def _bind(self, stretch: Stretch) -> None:
+    def _bind(self, segment: Segment) -> None:
         self.inner.unbind()
-        self.inner.bind_part(ENDS.get(stretch, ()), [] if stretch in ENDS else [stretch])
+        self.inner.bind_part(ENDS.get(segment, ()), [] if segment in ENDS else [segment])
 
-    def _owners(self, stretch: Stretch) -> list[Owner]:
-        if stretch in ENDS:
-            roles = ENDS[stretch]
+    def _owners(self, segment: Segment) -> list[Owner]:
+        if segment in ENDS:
+            roles = ENDS[segment]
             refs = [ref for name, ref in self.layout.outer.items() if name.partition(".")[0] in roles]
         else:
-            refs = self.layout.layers[stretch].values()
+            refs = self.layout.layers[segment].values()
         found = (self.owner(ref) for ref in refs)
         return list(dict.fromkeys(one for one in found if one is not None))
 
@@ -167,20 +170,20 @@ class StreamedDecoder:
             work[BEFORE] = lambda _: passes.inner.embed(batch.ids, batch.positions)
             work |= {index: passes.layer(index, batch, kv) for index in range(len(self.spec.layers))}
         if judged:
-            work[BEHIND] = passes.inner.logits
+            work[AFTER] = passes.inner.logits
         return self._meet(batch is not None, judged, work, rows)
 
     def _meet(self, forward: bool, judged: bool, work: dict | None = None, given: torch.Tensor | None = None):
-        """An all-reduce of whether any rank wants a forward, and logits; then a pass over the stretches that these
+        """An all-reduce of whether any rank wants a forward, and logits; then a pass over the segments that these
         need.
 
         Returns the result of this rank's work; without work, what any rank wanted.
         """
         wanted = any_rank([forward, judged], self.device, self.group)
         layers = range(len(self.spec.layers))
-        stretches = [BEFORE, *layers] * wanted[0] + [BEHIND] * wanted[1]
-        if stretches:
-            given = self.lockstep.run(stretches, work or {}, given)
+        segments = [BEFORE, *layers] * wanted[0] + [AFTER] * wanted[1]
+        if segments:
+            given = self.lockstep.run(segments, work or {}, given)
         return wanted if work is None else given
 
 

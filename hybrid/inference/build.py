@@ -34,25 +34,22 @@ from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 from hybrid.parallel import InferenceGroup, first_to
 from hybrid.weights.int8 import WeightLoader, in_int8
-from hybrid.weights.lora import read_adapters
+from hybrid.weights.model_weights import read_weights
 from hybrid.weights.snapshot import Snapshot
-
-LAYERS_PER_GROUP = 8  # for the snapshot; without effect, as nothing is gathered here
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model whose weights are loaded.
 
-    group: the ranks whose slices, in `snapshot`, a fused decoder runs on; None: the model's own modules hold the
-        weights.
+    slices: the ranks' slices that a fused decoder runs on; None: the model's own modules hold the weights.
     close: undoes what was changed in the model's forwards.
     fallback_reason: why no fused container may run; "" if one may.
     """
 
     info: ModelInfo
     snapshot: Snapshot
-    group: InferenceGroup | None = None
+    slices: LoadedSlices | None = None
     close: Callable[[], None] = lambda: None
     fallback_reason: str = ""
 
@@ -107,7 +104,8 @@ class ModelLoader:
         if self.group.size > 1:
             if reason := why_no_fused_slices(self.info, self.config):
                 return self._load_sliced_modules(reason)
-            return LoadedModel(self.info, LoadedSlices(self.info, self.group, self.read), self.group)
+            slices = LoadedSlices(self.info, self.group, self.read)
+            return LoadedModel(self.info, slices.snapshot, slices)
         if self.checkpoint is not None or self.int8:
             expected = None
             if self.checkpoint is None:
@@ -158,7 +156,7 @@ class ModelLoader:
     def _loaded(self, fallback_reason: str, close: Callable[[], None] = lambda: None) -> LoadedModel:
         """The loaded model whose own modules hold the weights."""
         info = ModelInfo(self.model)
-        snapshot = Snapshot(self.model, info.structure, read_adapters(self.model), LAYERS_PER_GROUP)
+        snapshot = Snapshot(read_weights(info, layers_per_group=1))
         return LoadedModel(info, snapshot, close=close, fallback_reason=fallback_reason)
 
     def _quantizers(self) -> dict[str, WeightLoader]:

@@ -108,23 +108,18 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
         self._snapshot, self._close = loaded.snapshot, loaded.close
         adapted = bool(loaded.snapshot.adapted)
         self._window = Window(
-            self.module,
-            loaded.snapshot,
-            lambda adapters: loaded.snapshot.refresh(self._profiler.phase, adapters),
-            nullcontext,
-            lends=adapted,
-            merges=adapted,
-            device=self._device,
+            self.module, loaded.snapshot, self._profiler, lends=adapted, merges=adapted, device=self._device
         )
         max_capture_size = defaults.max_num_seqs if self._config.enable_cuda_graph else 0
+        group = None if loaded.slices is None else self._group
         self._fused = FusedModel(
             loaded.info,
             loaded.snapshot,
             max_capture_size,
-            loaded.group,
+            group,
             lambda: self._own_hooks,
             fallback_reason=loaded.fallback_reason,
-            warns=self._config.replace_with_kernel_inject or loaded.group is not None,
+            warns=self._config.replace_with_kernel_inject or group is not None,
         )
         self._calls = self._make_calls(loaded)
         self._generator = Generator(
@@ -137,7 +132,7 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
             max_out_tokens=self._config.max_out_tokens,
             limit_name="max_out_tokens",
             key_range=self._group.tensor.number,
-            seed_group=self._group if self._group.size > 1 and loaded.group is None else None,
+            seed_group=self._group if self._group.size > 1 and group is None else None,
             times=self._times,
         )
         self._generator.attach(loaded.info, self._calls, expands=self._exchange is None)
@@ -148,14 +143,14 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
     def _make_calls(self, loaded: LoadedModel) -> Calls:
         """The runner of requests: for this rank alone, or for the ranks whose forwards are collectives."""
         # No weights are gathered here, so a rank whose request was rejected has no gathers to join.
-        own = (self._window, self._fused, lambda adapters: None, self.call_lock)
+        own = (self._window, self._fused, self.call_lock, lambda: False)
         if self._exchange is not None:
             steps = ExpertForwards(self.module, self._exchange, self._device)
             return SharedCalls(*own, self._exchange.group, steps, self._profiler.phase)
-        if self._fused.group is not None:
+        if loaded.slices is not None:
             counted = (self._profiler.phase, self._profiler.gathered)
             ranks = (self._device, self._group.group)
-            steps = SliceForwards(loaded.snapshot, loaded.info.structure, *counted, *ranks, self._note_gathering)
+            steps = SliceForwards(loaded.slices, loaded.info.structure, *counted, *ranks, self._note_gathering)
             return SharedCalls(*own, self._group.group, steps, self._profiler.phase)
         return Calls(*own)
 

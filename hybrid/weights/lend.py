@@ -4,10 +4,10 @@ The modules' parameter *dictionaries* are replaced, not the parameters' `.data`:
 again on access and run the base weights (deepspeed 0.19.8). Afterwards the model has its own dictionaries, unchanged.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import getitem
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
@@ -15,8 +15,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from hybrid.weights.module_tables import set_all
-from hybrid.weights.snapshot import Snapshot, active_adapters
+from hybrid.parallel import any_rank, lost_rank_reported, world_size
+from hybrid.profiling import Profiler
+from hybrid.weights.gather import is_partitioned
+from hybrid.weights.module_tables import EngineHooks, set_all
+from hybrid.weights.offload import TrainingStates
+from hybrid.weights.snapshot import Snapshot
 
 
 class InferenceOnly(dict):
@@ -46,18 +50,25 @@ INFERENCE_ONLY = InferenceOnly()
 STATE_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 
 
+Table = tuple[dict, str, dict]  # a module's `__dict__`, the name of a dictionary in it, and that dictionary
+
+
+class Lendable(Protocol):
+    """Modules that ranks run together, on slices (decoders/tp_modules.py)."""
+
+    def lent(self) -> AbstractContextManager:
+        """Inside the block the modules compute with slices. A nested block does nothing."""
+
+
 class Window:
     """The window of a model: inside `opened()` the model computes with the snapshot's tensors.
 
-    refresh: updates the snapshot before it is used; its argument says whether adapters will be used.
-    hooks_off: a context, entered while the snapshot is lent, that takes the training engine's hooks off.
     lends: False if the model's modules get no tensors: weights are gathered layer by layer as the model's own layers
         run (streaming), or only the fused decoder reads the snapshot.
     merges: whether the snapshot contains the adapters, merged or as unmerged factors.
-    sharing: a context, entered while the snapshot is lent, in which modules with lent slices compute with other ranks.
-    around: a context that is entered first and left last, once for nested windows.
-    renew: called before an outermost window is opened. It rebuilds what runs the model if the model's modules have
-        changed, and gives whether it did; this window is then out of date.
+    hooks: the training engine's hooks on the model, which are off while the snapshot is lent.
+    shared: the model's modules if ranks run them together; they compute with slices while the snapshot is lent.
+    states: training states that are in host memory while a window is open.
     device: where a call of the model moves its inputs to; None: they stay where they are.
     """
 
@@ -65,23 +76,20 @@ class Window:
         self,
         model: nn.Module,
         snapshot: Snapshot,
-        refresh: Callable[[bool], None],
-        hooks_off: Callable[[], AbstractContextManager],
+        profiler: Profiler,
         lends: bool,
         merges: bool,
-        sharing: Callable[[], AbstractContextManager] = nullcontext,
-        around: Callable[[], AbstractContextManager] = nullcontext,
-        renew: Callable[[], bool] = lambda: False,
+        hooks: Sequence[EngineHooks] = (),
+        shared: Lendable | None = None,
+        states: TrainingStates | None = None,
         device: torch.device | None = None,
     ):
-        self.model = model
-        self.snapshot = snapshot
-        self.refresh = refresh
-        self.hooks_off = hooks_off
+        self.model, self.snapshot, self.profiler, self.device = model, snapshot, profiler, device
         self.lends, self.merges = lends, merges
-        self.sharing, self.around, self.renew, self.device = sharing, around, renew, device
+        self.hooks, self.shared, self.states = hooks, shared, states
+        self.is_collective = world_size() > 1 and any(map(is_partitioned, model.parameters()))  # refreshing
         self.adapters: list[bool] = []  # whether adapters are used, for each open window, the outermost first
-        self.replaced: list[tuple[dict, str, dict]] = []  # module's `__dict__`, key, own dictionary, in order
+        self.replaced: list[Table] = []  # the model's own dictionaries that are replaced now, in order
         # The model's own dictionaries, read once: inside a window the module tree is a different one.
         self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
         self.plains = [(one, dict(one.plain._parameters)) for one in snapshot.adapted]
@@ -115,55 +123,73 @@ class Window:
         adapters = self.resolved(adapters)
         with ExitStack() as stack:
             if not self.adapters:
-                stack.enter_context(self.around())
+                stack.enter_context(nullcontext() if self.states is None else self.states.on_host())
             if not self.adapters or self.adapters[-1] != adapters:
                 if not adapters:
                     stack.enter_context(disabled(self.switchable))
                     if not self.merges:
                         self._require_switchable()
                 self.refresh(adapters)
-                if self.lends:
-                    stack.enter_context(self.hooks_off())
+                for hooks in self.hooks if self.lends else ():
+                    stack.enter_context(hooks.off())
                 stack.enter_context(self._lent(adapters))
-                if self.lends:
-                    stack.enter_context(self.sharing())
+                if self.shared is not None and self.lends:
+                    stack.enter_context(self.shared.lent())
             self.adapters.append(adapters)
             stack.callback(self.adapters.pop)
             yield
 
+    def refresh(self, adapters: bool) -> None:
+        """Update the snapshot for a window with `adapters`. A collective if partitioned weights must be gathered."""
+        if self.snapshot.is_fresh(adapters):
+            return
+        if self._must_gather(adapters):  # tell ranks whose request failed to join: see `join_refresh`
+            any_rank([True], self.device)
+        self._gather(adapters)
+
+    def join_refresh(self, adapters: bool) -> None:
+        """Called where a request failed before its window opened: join the gather if another rank refreshes."""
+        if self._must_gather(adapters) and any_rank([False], self.device)[0]:
+            self._gather(adapters)
+
+    def _must_gather(self, adapters: bool) -> bool:
+        return self.is_collective and self.snapshot.must_gather(adapters)
+
+    def _gather(self, adapters: bool) -> None:
+        with lost_rank_reported("gathering the weights"):
+            self.profiler.gathered(self.snapshot.refresh(self.profiler.phase, adapters))
+
     @contextmanager
     def _lent(self, adapters: bool) -> Iterator[None]:
-        lent = self._to_lend(adapters)
-        owners, names = [owner for owner, _, _ in lent], [name for _, name, _ in lent]
+        tables = self._to_lend(adapters)
+        owners, names = [owner for owner, _, _ in tables], [name for _, name, _ in tables]
         # Copied: code inside the window may change a dictionary that was lent.
-        content = [table if table is INFERENCE_ONLY else table.copy() for _, _, table in lent]
+        content = [table if table is INFERENCE_ONLY else table.copy() for _, _, table in tables]
         count = len(self.replaced)
         self.replaced += zip(owners, names, map(getitem, owners, names), strict=True)
         try:
             set_all(owners, names, content)
             yield
         finally:
-            give_back(self.replaced[count:])
+            restore(self.replaced[count:])
             del self.replaced[count:]
 
-    def _to_lend(self, adapters: bool) -> list[tuple[dict, str, dict]]:
-        """For each dictionary to replace: its module's `__dict__`, its name there, and the replacement. Made once for
-        each layout of the snapshot and set of active adapters."""
-        # The refresh has just read the active adapters; without adapters the result does not depend on them.
-        fresh = self.snapshot.fresh.get(adapters)
-        active = active_adapters(self.snapshot.adapted) if fresh is None else fresh[2:]
-        key = (self.snapshot.layout, adapters, active)
-        known_for, lent = self.snapshot.lent.get(adapters, (None, []))
+    def _to_lend(self, adapters: bool) -> list[Table]:
+        """The replacements of dictionaries. Made once for each layout of the snapshot and set of active adapters."""
+        # The refresh has just read the active adapters.
+        key = (self.snapshot.layout, self.snapshot.fresh[adapters].adapters)
+        cached_key, tables = self.snapshot.lent.get(adapters, (None, []))
         # Inside another window the module tree is a different one.
-        if self.adapters or key != known_for:
+        if self.adapters or key != cached_key:
             lent = list(self._lent_dictionaries(adapters)) if self.lends else []
             # With adapters disabled by PEFT's flag a copy of any module would have them disabled for ever.
             modules = [module for module, _, _ in lent] if adapters else [module for module, _ in self.owners]
             lent += [(module, name, INFERENCE_ONLY) for module in modules for name in STATE_HOOKS]
-            lent = distinct([(module.__dict__, name, content) for module, name, content in lent])
+            # An adapted module's plain module occurs twice, as an owner of parameters and as `plain`: the last counts.
+            tables = list({(module, name): (module.__dict__, name, table) for module, name, table in lent}.values())
             if not self.adapters:
-                self.snapshot.lent[adapters] = key, lent
-        return lent
+                self.snapshot.lent[adapters] = key, tables
+        return tables
 
     def _lent_dictionaries(self, adapters: bool) -> Iterator[tuple[nn.Module, str, dict]]:
         """For each dictionary to replace: its module, its name, and the replacement."""
@@ -173,7 +199,7 @@ class Window:
                 yield module, "_parameters", tensors
         children: dict[nn.Module, dict] = {}
         for one, own in self.plains:
-            if not self.snapshot.is_unmerged(one, adapters):  # else the wrapper itself runs, on lent tensors
+            if not self.snapshot.weights.is_unmerged(one, adapters):  # else the wrapper itself runs, on lent tensors
                 yield one.plain, "_parameters", {**own, **self.snapshot.weights_of(one, adapters)}
                 children.setdefault(one.parent, dict(one.parent._modules))[one.child] = one.plain
             elif one.parent._modules[one.child] is not one.wrapper:  # nested in a window without adapters
@@ -184,7 +210,7 @@ class Window:
     def suspended(self) -> Iterator[None]:
         """Inside the block the model has its own parameters and modules, also while a window is open."""
         lent = [(owner, name, owner[name]) for owner, name, _ in self.replaced]
-        give_back(self.replaced)
+        restore(self.replaced)
         try:
             yield
         finally:
@@ -192,7 +218,7 @@ class Window:
                 owner[name] = content
 
     @contextmanager
-    def as_asked(self) -> Iterator[None]:
+    def adapters_matched(self) -> Iterator[None]:
         """Inside the block the model's own modules use adapters exactly if the open window does.
 
         Needed where the snapshot contains the adapters and is not lent: the modules then still have theirs. Raises
@@ -215,16 +241,10 @@ class Window:
                 )
 
 
-def distinct(lent: list[tuple[dict, str, dict]]) -> list[tuple[dict, str, dict]]:
-    """`lent` with only the last replacement of each dictionary: the plain module of an adapted one occurs twice, as an
-    owner of parameters and as `plain`."""
-    return list({(id(owner), name): (owner, name, content) for owner, name, content in lent}.values())
-
-
-def give_back(replaced: list[tuple[dict, str, dict]]) -> None:
+def restore(replaced: Sequence[Table]) -> None:
     """Put the modules' own dictionaries back, the last replaced first: nested windows may replace one twice."""
-    for owner, name, content in reversed(replaced):
-        owner[name] = content
+    for owner, name, table in reversed(replaced):
+        owner[name] = table
 
 
 @contextmanager

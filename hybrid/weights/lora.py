@@ -151,7 +151,7 @@ class Adapted(ABC):
         """
         return []
 
-    def has_side_path(self) -> bool:
+    def can_run_unmerged(self) -> bool:
         """Whether the module may be computed unmerged: y = W x, then y + scale · b (a x) for each of `low_rank`.
 
         Factors in another dtype than the weight are merged: PEFT computes with them in their dtype and rounds at other
@@ -161,7 +161,7 @@ class Adapted(ABC):
             return False
         return {param.dtype for param in self.adapter_params()} == {self.sources["weight"].dtype}
 
-    def stored(self, rows: torch.Tensor) -> torch.Tensor:
+    def as_stored(self, rows: torch.Tensor) -> torch.Tensor:
         """`rows` [out, n] in the layout of `weight`: transposed to [n, out] if the weight is [in, out]."""
         return rows
 
@@ -236,7 +236,7 @@ class PeftLinear(PeftAdapted):
     def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
         wrapper, active = self.wrapper, self.active()
         factors = {adapter: (wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight) for adapter in active}
-        self.merge_rows(self.stored(base["weight"]), factors, self.stored(into["weight"]))
+        self.merge_rows(self.as_stored(base["weight"]), factors, self.as_stored(into["weight"]))
         if "bias" in into:
             bias = base["bias"].float() if "bias" in base else 0.0
             for adapter in active:
@@ -252,7 +252,7 @@ class PeftLinear(PeftAdapted):
         factors = [(self.own[wrapper.lora_A[a]], self.own[wrapper.lora_B[a]], a) for a in self.active()]
         return [LowRank(whole(a["weight"]), whole(b["weight"]), wrapper.scaling[name]) for a, b, name in factors]
 
-    def stored(self, rows: torch.Tensor) -> torch.Tensor:
+    def as_stored(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.T if self.wrapper.fan_in_fan_out else rows
 
 

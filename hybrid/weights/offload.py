@@ -1,11 +1,16 @@
 """Moving training-only states to host memory during inference, by DeepSpeed's `offload_states` (0.19.8)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from hybrid.profiling import Phase
 
 
 def require_movable(config: DeepSpeedConfig) -> None:
@@ -43,6 +48,48 @@ def require_movable_optimizer(optimizer: Any) -> None:
             f"rollout.offload_states: true given with {type(own).__name__} and ZeRO-3, of which DeepSpeed moves only "
             "the states of its FusedAdam; use that, stage 1 or 2, or false"
         )
+
+
+class TrainingStates:
+    """An engine's optimizer states, master weights and gradients, which need not be on the device during inference.
+
+    phase: times the moves.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, phase: Phase):
+        self.engine, self.phase, self.is_on_host = engine, phase, False
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Inside the block the states are in host memory."""
+        try:
+            self._offload()
+            yield
+        finally:
+            self._reload()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Inside the block the states are on the device, also inside an `on_host` block."""
+        if not self.is_on_host:
+            yield
+            return
+        try:
+            self._reload()
+            yield
+        finally:
+            self._offload()
+
+    def _offload(self) -> None:
+        self.is_on_host = True
+        with self.phase("release"):
+            self.engine.offload_states(movable_states(self.engine.optimizer))
+
+    def _reload(self) -> None:
+        self.is_on_host = False
+        with self.phase("release"):
+            self.engine.reload_states()
+            relink(self.engine.optimizer)
 
 
 def movable_states(optimizer: Any) -> list[OffloadStateTypeEnum]:

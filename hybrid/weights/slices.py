@@ -124,6 +124,11 @@ class Slice:
     cut: Callable[[torch.Tensor], torch.Tensor | None] | None
     row_parallel: bool = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the slice is the full parameter."""
+        return self.cut is None and self.ref.select is None
+
     def of(self, whole: torch.Tensor) -> torch.Tensor | None:
         """The slice of the full parameter `whole`; None if another rank has all of it."""
         selected = whole if self.ref.select is None else self.ref.select(whole)
@@ -140,6 +145,14 @@ class Slice:
         if self.row_parallel:
             return low_rank._replace(a=self.cut(low_rank.a))
         return low_rank._replace(b=self.cut(low_rank.b))
+
+
+WHOLE_KEY = ("whole",)
+
+
+def whole_slice(ref: ParamRef) -> Slice:
+    """The slice of a parameter that is all of it."""
+    return Slice(ref, WHOLE_KEY, None)
 
 
 VOCABULARY = ("embedding.weight", "head.weight")  # sliced alike, so that tied weights are kept once

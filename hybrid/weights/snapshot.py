@@ -1,14 +1,15 @@
-"""The snapshot: inference's copy of the weights, and the version of the weights that it was made from.
+"""The snapshot: inference's copy of the weights, each with the version of the weights that it was made from.
 
-A parameter that is not partitioned and needs no merge is not copied: the model's own is used. Partitioned parameters
-(ZeRO-3) are gathered in groups, straight into the copies. Adapted weights are merged out of place, or the adapters'
-factors are kept unmerged. Weights that a decoder reads as one matrix lie in one buffer: q, k and v; gate and up.
-Buffers keep their addresses until they are freed.
+What is kept of a weight is a slice: a rank's part of it, or the whole. A weight that is kept whole, is not partitioned
+and needs no merge is not copied: the model's own is used. Partitioned weights (ZeRO-3) are gathered in groups, straight
+into their copies if they are kept whole. Adapters are merged out of place, or their factors are kept unmerged. Weights
+that a decoder reads as one matrix lie in one buffer: q, k and v; gate and up. Buffers keep their addresses until they
+are freed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -16,7 +17,6 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from hybrid.models.spec import ParamRef
-from hybrid.models.structure import Structure
 from hybrid.profiling import Phase
 from hybrid.weights.gather import (
     Fetch,
@@ -29,109 +29,82 @@ from hybrid.weights.gather import (
     whole_shape,
 )
 from hybrid.weights.joined import JoinedBuffers
-from hybrid.weights.lora import Adapted, LowRank
+from hybrid.weights.lora import Adapted, LowRank, merge_low_rank
+from hybrid.weights.model_weights import Group, ModelWeights, State
+from hybrid.weights.slices import WHOLE_KEY, Slice, whole_slice
 
-
-@dataclass
-class WeightVersion:
-    """Counts the changes of weights. A step changes the trainable parameters, a load changes all parameters."""
-
-    steps: int = 0
-    loads: int = 0
-    adapter_changes: int = 0
-    adapters: tuple = field(default=())  # the active adapters at the last `see_adapters`
-    updating: bool = False  # an optimizer may have written weights since the last `settle`
-
-    @property
-    def number(self) -> int:
-        """The version as one number, which never decreases."""
-        return self.steps + self.loads + self.adapter_changes
-
-    def begin_update(self, *_: object) -> None:
-        """A pre-step hook for an optimizer: weights may be written from here on, even if the step then raises."""
-        self.updating = True
-
-    def settle(self) -> None:
-        """Count all optimizer calls since the last `settle` as one step."""
-        self.steps += self.updating
-        self.updating = False
-
-    def see_adapters(self, adapters: tuple) -> None:
-        """Count a change if the active adapters differ from the last ones."""
-        self.adapter_changes += adapters != self.adapters
-        self.adapters = adapters
-
-
-@dataclass(frozen=True)
-class Group:
-    """Weights that are gathered together: parameters that are copied unchanged, and modules whose adapters are merged
-    (or kept unmerged)."""
-
-    carried: tuple[nn.Parameter, ...]
-    adapted: tuple[Adapted, ...]
+Owner = nn.Parameter | tuple[Adapted, str]  # what slices are kept of: a parameter, or a merged tensor (module, name)
 
 
 class Snapshot:
     """The weights that inference runs on.
 
-    structure, layers_per_group: the model's parts, and how many layers are gathered together.
-    adapted: the model's adapted modules.
-    unmerged: keep adapters unmerged where `has_side_path` allows it.
-    version: the counter to continue; None: a new one.
+    slices: this rank's slice of each ParamRef; {}: weights are kept whole.
+    decoder_only: only a decoder reads the snapshot, by `slices`; a weight without a ParamRef is not kept. Else the
+        model's modules read it too: a partitioned weight without a slice is kept whole.
     joined: sets of ParamRefs (matrices, or biases) that a decoder reads as one; their copies lie in one buffer.
+
+    Adapters of sliced weights: for a decoder, low-rank deltas are merged into the slices of their base, from factors
+    that are sliced in the same way, so only the factors are gathered again. All others are merged into the whole base,
+    which is gathered each time, and then sliced: DoRA (norms of full rows), experts (products over several parameters),
+    an adapter's bias (its base may be on another rank), and adapters of modules that run on slices (a plan may leave
+    some of a module's weights unsliced); these are never unmerged.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        structure: Structure,
-        adapted: list[Adapted],
-        layers_per_group: int,
-        unmerged: bool = False,
-        version: WeightVersion | None = None,
-        joined: Iterable[tuple[ParamRef, ...]] = (),
+        weights: ModelWeights,
+        slices: dict[ParamRef, Slice] | None = None,
+        decoder_only: bool = False,
+        joined: Sequence[tuple[ParamRef, ...]] = (),
     ):
-        self.model, self.structure = model, structure
-        self.adapted, self.unmerged = adapted, unmerged
-        self.groups = make_groups(model, structure, adapted, layers_per_group)
-        self.version = version or WeightVersion(adapters=active_adapters(adapted))
-        self.learning = {param for param in model.parameters() if param.requires_grad}
-        self.base: dict[nn.Parameter, nn.Parameter] = {}  # copies of partitioned parameters
-        self.storage: dict[nn.Parameter, torch.Tensor] = {}  # memory of the copies, [numel]
-        self.merged: dict[Adapted, dict[str, nn.Parameter]] = {}
-        self.stamps: dict[nn.Parameter | Adapted, tuple] = {}  # the version that each copy was made from
-        self.owners = owners_of_joined(joined, adapted)
-        self.joined = JoinedBuffers(refs for refs in joined if self.owners.keys() >= set(refs))
-        self.place_of = {param: ref for ref, (_, param) in self.owners.items()}
+        if slices and not decoder_only:
+            weights = replace(weights, unmerged=False)
+        self.weights, self.adapted = weights, weights.adapted
+        self.slices, self.decoder_only = slices or {}, decoder_only
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.sources = joined_sources(joined, self.adapted)
+        self.joined = JoinedBuffers(refs for refs in joined if self.sources.keys() >= set(refs))
+        self.kept = self._kept_slices()
+        self.parts: dict[Owner, dict[tuple, nn.Parameter | None]] = {}  # the kept slices, by `Slice.key`
+        self.factors: dict[Adapted, dict[tuple, list[LowRank]]] = {}  # sliced unmerged factors, by `Slice.key`
         self.fills: dict[ParamRef, torch.Tensor] = {}  # copies of unadapted weights in joined buffers of merged ones
-        self.layout = 0  # grows when `tensor` and `weights_of` start to give other tensors
+        self.spare: dict[tuple, list[torch.Tensor]] = {}  # memory of dropped parameters, by `memory_kind`
+        self.stamps: dict[nn.Parameter | Adapted | ParamRef, State] = {}  # what each copy was made from
+        self.fresh: dict[bool, State] = {}  # by use of adapters: what all copies were made from
+        self.layout = 0  # grows when other tensors are kept
         self.lent: dict[bool, tuple[tuple, list]] = {}  # Window's cache, by use of adapters: its key, and dictionaries
-        self.fresh: dict[bool, tuple] = {}  # by use of adapters: the version that all copies were made from
         self.peak_bytes = 0  # most bytes held at once by the copies and the group being gathered
 
-    def number(self) -> int:
-        """The current version of the weights. Changes of the active adapters count."""
-        self.version.see_adapters(active_adapters(self.adapted))
-        return self.version.number
+    def _kept_slices(self) -> dict[Owner, list[Slice]]:
+        """The slices to keep of each owner, each once: tied embeddings have equal keys."""
+        kept = slices_by_owner(self.slices, self.adapted)
+        if not self.decoder_only:
+            refs = {param: ref for ref, (_, param) in self.sources.items()}
+            anywhere = ParamRef(self.weights.info.model, "")
+            for param in filter(is_partitioned, self.weights.info.model.parameters()):
+                kept.setdefault(param, [whole_slice(refs.get(param, anywhere))])
+            for adapted in self.adapted:
+                for name in (*adapted.sources, "bias"):
+                    ref = refs.get(adapted.sources.get(name), anywhere)
+                    kept.setdefault((adapted, name), [whole_slice(ref)])
+        return kept
 
-    def wanted(self, weight: nn.Parameter | Adapted) -> tuple:
-        """The stamp of a copy of `weight` that is made now."""
-        version = self.version
-        if isinstance(weight, Adapted):
-            return (version.loads, version.steps, weight.state())
-        return (version.loads, version.steps if weight in self.learning else 0)
+    # ------------------------------------------------------------- refresh
 
-    def stale(self, weights: Iterable[nn.Parameter | Adapted]) -> list:
+    def stale(self, weights: Iterable[nn.Parameter | Adapted]) -> list[nn.Parameter | Adapted]:
         """Those of `weights` whose copy is out of date or does not exist."""
-        return [weight for weight in weights if self.stamps.get(weight) != self.wanted(weight)]
+        return [weight for weight in weights if self.stamps.get(weight) != self.weights.stamp(weight)]
 
-    def is_unmerged(self, one: Adapted, adapters: bool) -> bool:
-        """Whether the active adapters of `one` are used unmerged. False if `adapters` is False or none is active."""
-        return adapters and self.unmerged and bool(one.state()) and one.has_side_path()
+    def is_fresh(self, adapters: bool) -> bool:
+        """Whether no copy that a window opened with `adapters` uses is stale."""
+        return self.fresh.get(adapters) == self.weights.state(adapters)
 
-    def is_merged(self, one: Adapted, adapters: bool) -> bool:
-        """Whether the active adapters of `one` are merged. False if `adapters` is False or none is active."""
-        return adapters and bool(one.state()) and not self.is_unmerged(one, adapters)
+    def must_gather(self, adapters: bool) -> bool:
+        """Whether `refresh` has copies to update. With partitioned parameters it is then a collective."""
+        if self.is_fresh(adapters):
+            return False
+        return any(self.stale(self._copied(group, adapters)) for group in self.weights.groups)
 
     def refresh(self, phase: Phase, adapters: bool) -> int:
         """Update every stale copy, group by group; with `adapters` False, merged weights are not updated.
@@ -140,207 +113,314 @@ class Snapshot:
         """
         if self.is_fresh(adapters):
             return 0
-        version = self._wanted_version(adapters)
-        nbytes = sum(self._refresh_group(group, phase, adapters) for group in self.groups)
+        state = self.weights.state(adapters)
+        nbytes = sum(self._refresh_group(group, phase, adapters) for group in self.weights.groups)
         if adapters:
             self._fill()
-        self.fresh[adapters] = version
+        self.fresh[adapters] = state
         return nbytes
 
-    def must_gather(self, adapters: bool) -> bool:
-        """Whether `refresh` has copies to update. With partitioned parameters it is then a collective."""
-        if self.is_fresh(adapters):
-            return False
-        return any(self._is_stale(group, adapters) for group in self.groups)
-
-    def is_fresh(self, adapters: bool) -> bool:
-        """Whether no copy that a window opened with `adapters` uses is stale."""
-        return self.fresh.get(adapters) == self._wanted_version(adapters)
-
-    def _wanted_version(self, adapters: bool) -> tuple:
-        """The value of `fresh` if nothing is stale."""
-        return (self.version.loads, self.version.steps, *(active_adapters(self.adapted) if adapters else ()))
-
-    def _is_stale(self, group: Group, adapters: bool) -> bool:
-        unmerged = [param for one in group.adapted if self.is_unmerged(one, adapters) for param in one.adapter_params()]
-        merged = [one for one in group.adapted if self.is_merged(one, adapters)]
-        return bool(self.stale([*filter(is_partitioned, (*group.carried, *unmerged)), *merged]))
+    def _copied(self, group: Group, adapters: bool) -> list[nn.Parameter | Adapted]:
+        """What is copied of a group: parameters, and modules whose adapters are merged or sliced."""
+        unmerged = [one for one in group.adapted if self.weights.is_unmerged(one, adapters)]
+        merged = [one for one in group.adapted if self.weights.is_merged(one, adapters)]
+        factors = () if self.decoder_only else (param for one in unmerged for param in one.adapter_params())
+        params = [param for param in (*group.params, *factors) if param in self.kept]
+        return [*params, *(unmerged if self.decoder_only else ()), *merged]
 
     @torch.no_grad()
     def _refresh_group(self, group: Group, phase: Phase, adapters: bool) -> int:
-        unmerged = [param for one in group.adapted if self.is_unmerged(one, adapters) for param in one.adapter_params()]
-        copies = self.stale(param for param in (*group.carried, *unmerged) if is_partitioned(param))
-        merges = self.stale(one for one in group.adapted if self.is_merged(one, adapters))
-        if not copies and not merges:
+        params, adapted = split_by_kind(self.stale(self._copied(group, adapters)))
+        if not params and not adapted:
             return 0
-        factors = [param for one in merges for param in one.adapter_params()]
         with ExitStack() as whole:
             with phase("gather"):
-                fetch = Fetch({param: self._storage(param) for param in copies})
-                staging = fetch.staging_nbytes
-                beside = whole.enter_context(gathered(factors))
+                fetch = Fetch({param: self._target(param) for param in params if is_partitioned(param)})
+                temporary = fetch.staging_nbytes
+                gathered_bytes = whole.enter_context(gathered(self._read(adapted)))
                 fetch.wait()
-                self.stamps.update((param, self.wanted(param)) for param in copies)
-            if merges:
+                for param in params:
+                    if not self._is_copied_whole(param):
+                        self.keep(param, whole_in(fetch.storage[param], param) if param in fetch.storage else param)
+                    self.stamps[param] = self.weights.stamp(param)
+            if adapted:
                 with phase("merge"):
-                    for one in merges:
-                        self._merge(one)
-        temporary = max((one.merge_temporary_bytes() for one in merges), default=0)
-        self.peak_bytes = max(self.peak_bytes, self.nbytes() + beside + max(staging, temporary))
-        return beside + fetch.nbytes
+                    for one in adapted:
+                        self.keep_adapters(one)
+                        self.stamps[one] = self.weights.stamp(one)
+        sliced = sum(storage.nbytes for param, storage in fetch.storage.items() if not self._is_copied_whole(param))
+        temporary = max(temporary, *(one.merge_temporary_bytes() for one in adapted), 0)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes() + sliced + gathered_bytes + temporary)
+        return gathered_bytes + fetch.nbytes
 
-    def _storage(self, param: nn.Parameter) -> torch.Tensor:
-        """The memory [numel] for the copy of a partitioned parameter; allocated on first use."""
-        if param not in self.storage:
-            ref = self.place_of.get(param)
-            self.storage[param] = storage_for(param) if ref is None else self._joined_part(ref, False).view(-1)
-            self.layout += 1
-            self.base[param] = nn.Parameter(whole_in(self.storage[param], param), requires_grad=False)
-            # A forward may check whether it must gather a weight that it reads directly (TRL 1.16: a fused head).
-            self.base[param].ds_status = ZeroParamStatus.AVAILABLE
-        return self.storage[param]
+    def _is_copied_whole(self, owner: Owner) -> bool:
+        """Whether one copy is kept of `owner`, which is all of it."""
+        slices = self.kept[owner]
+        return len(slices) == 1 and slices[0].is_whole
 
-    def _merge(self, one: Adapted) -> None:
-        buffers = self.merged.setdefault(one, {})
-        for name, shape in one.changed().items():
-            ref = self.place_of.get(one.sources.get(name))
-            if ref is not None:  # this part of the joined buffer now holds a merged weight, no fill
-                self.fills.pop(ref, None)
-                self.stamps.pop(ref, None)
-            if name not in buffers:
-                like = next(iter(one.sources.values()))
-                data = like.new_empty(shape) if ref is None else self._joined_part(ref, True)
-                buffers[name] = nn.Parameter(data, requires_grad=False)
+    def _target(self, param: nn.Parameter) -> torch.Tensor:
+        """Memory [numel] to gather `param` into: its copy, or memory of its own if slices are kept."""
+        if not self._is_copied_whole(param):
+            return storage_for(param)
+        shape, dtype = whole_shape(param), param.ds_tensor.dtype
+        return self._buffer(param, self.kept[param][0], shape, dtype, self.device).view(-1)
+
+    def _read(self, adapted: Iterable[Adapted]) -> list[nn.Parameter]:
+        """The parameters to gather for merging or slicing adapters: factors, and bases that are read whole."""
+        factors = [param for one in adapted for param in one.adapter_params()]
+        bases = [param for one in adapted if self._merges_into_gathered(one) for param in one.sources.values()]
+        return list(dict.fromkeys([*factors, *bases]))
+
+    def _merges_into_copies(self, adapted: Adapted) -> bool:
+        """Whether the merged weights of a module are kept whole: they are made from the copies of its base."""
+        return not self.decoder_only and all(
+            self._is_copied_whole((adapted, name)) for name in (*adapted.sources, "bias")
+        )
+
+    def _merges_into_gathered(self, adapted: Adapted) -> bool:
+        """Whether a module's weights are merged whole, and then sliced."""
+        return not self._merges_into_copies(adapted) and not (self.decoder_only and adapted.is_low_rank())
+
+    def keep(self, owner: Owner, whole: torch.Tensor) -> None:
+        """Copy the slices to keep of `owner`, whose full tensor is `whole`."""
+        for part in self.kept.get(owner, ()):
+            tensor = part.of(whole)
+            if tensor is not None:
+                self._buffer(owner, part, tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+            elif part.key not in self.parts.setdefault(owner, {}):
+                self.parts[owner][part.key] = None
                 self.layout += 1
-        one.merge({name: self.tensor(param) for name, param in one.sources.items()}, buffers)
-        self.stamps[one] = self.wanted(one)
+
+    def keep_adapters(self, adapted: Adapted) -> None:
+        """Merge a module's active adapters into copies, or keep slices of their factors if they are unmerged. Expects
+        the parameters gathered that this reads."""
+        if self.weights.is_unmerged(adapted, adapters=True):
+            kept = self.factors.setdefault(adapted, {})
+            for part in self.kept.get((adapted, "weight"), ()):
+                kept[part.key] = [LowRank(a.clone(), b.clone(), scale) for a, b, scale in sliced_factors(adapted, part)]
+            return
+        changed = adapted.changed()
+        for name in {*adapted.sources, "bias"} - changed.keys():  # merged from other adapters
+            self.layout += self.parts.pop((adapted, name), None) is not None
+        if self._merges_into_copies(adapted):
+            like = next(iter(adapted.sources.values()))
+            merged = {
+                name: self._buffer((adapted, name), self.kept[adapted, name][0], shape, like.dtype, like.device)
+                for name, shape in changed.items()
+            }
+            adapted.merge({name: self.tensor(param) for name, param in adapted.sources.items()}, merged)
+        elif self._merges_into_gathered(adapted):
+            for name, tensor in adapted.merged(adapted.sources).items():
+                self.keep((adapted, name), tensor)
+        else:
+            for part in self.kept.get((adapted, "weight"), ()):
+                base = self.parts[adapted.sources["weight"]][part.key]
+                buffer = self._buffer((adapted, "weight"), part, base.shape, base.dtype, base.device)
+                merge_low_rank(base, sliced_factors(adapted, part), buffer)
+
+    def _buffer(
+        self, owner: Owner, part: Slice, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """The memory of a slice, contiguous; allocated on first use."""
+        merged, joined = isinstance(owner, tuple), part.ref in self.joined.sets
+        if merged and joined:  # this part of the joined buffer now holds a merged weight, no fill
+            self.fills.pop(part.ref, None)
+            self.stamps.pop(part.ref, None)
+        parts = self.parts.setdefault(owner, {})
+        if part.key not in parts:
+            data = self._joined_part(part.ref, merged) if joined else torch.empty(shape, dtype=dtype, device=device)
+            self._add(owner, part.key, data)
+        return parts[part.key].data
+
+    def _add(self, owner: Owner, key: tuple, data: torch.Tensor) -> None:
+        param = nn.Parameter(data, requires_grad=False)
+        if not isinstance(owner, tuple):
+            # A forward may check whether it must gather a weight that it reads directly (TRL 1.16: a fused head).
+            param.ds_status = ZeroParamStatus.AVAILABLE
+        self.parts.setdefault(owner, {})[key] = param
+        self.layout += 1
+
+    # ------------------------------------------------------ joined buffers
 
     def _joined_part(self, ref: ParamRef, merged: bool) -> torch.Tensor:
         """The part of the joined buffer that belongs to `ref`."""
-        return self.joined.part(ref, merged, self._blank, torch.device(get_accelerator().current_device_name()))
+        return self.joined.part(ref, merged, self._blank, self.device)
 
     def _blank(self, ref: ParamRef) -> torch.Tensor:
         """A meta tensor with the shape and dtype of what is kept at `ref`."""
-        _, param = self.owners[ref]
-        return torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
+        return self.blank(ref, self.sources[ref][1])
+
+    def blank(self, ref: ParamRef, param: nn.Parameter) -> torch.Tensor | None:
+        """A meta tensor with the shape and dtype of what is kept of `param` at `ref`; None if another rank has it."""
+        blank = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
+        return self.slices[ref].of(blank) if ref in self.slices else blank
 
     def _is_merged_at(self, ref: ParamRef) -> bool:
-        one, _ = self.owners[ref]
-        return one is not None and self.is_merged(one, True) and ref.parameter in one.changed()
+        adapted, _ = self.sources[ref]
+        return adapted is not None and self.weights.is_merged(adapted, True) and ref.parameter in adapted.changed()
 
     def keeps_joined(self, ref: ParamRef) -> bool:
         """Whether, with adapters, the weight at `ref` lies in a joined buffer."""
         if ref not in self.joined.sets:
             return False
-        refs = self.joined.sets[ref]
-        return any(map(self._is_merged_at, refs)) or is_partitioned(self.owners[ref][1])
+        copied = bool(self.slices) or is_partitioned(self.sources[ref][1])
+        return copied or any(map(self._is_merged_at, self.joined.sets[ref]))
 
     def _joined_to_merged(self) -> list[ParamRef]:
         """The refs of weights that are not merged but joined with merged ones."""
-        found = []
+        refs_to_fill = []
         for refs in set(self.joined.sets.values()):
             unmerged = [ref for ref in refs if not self._is_merged_at(ref)]
-            found += unmerged if len(unmerged) < len(refs) else []
-        return found
+            refs_to_fill += unmerged if len(unmerged) < len(refs) else []
+        return refs_to_fill
 
     @torch.no_grad()
     def _fill(self) -> None:
         """Copy weights that are not merged into the joined buffers of the merged ones they are read with."""
-        needed = self._joined_to_merged()
-        for ref in needed:
-            one, param = self.owners[ref]
-            if self.stamps.get(ref) != self.wanted(param):
-                self.fills[ref] = self._joined_part(ref, True).copy_(self._unmerged_at(ref))
-                self.stamps[ref] = self.wanted(param)
-                self.stamps.pop(one, None)  # the merged weight that was here is overwritten
-        for ref in self.fills.keys() - set(needed):
+        refs_to_fill = self._joined_to_merged()
+        for ref in refs_to_fill:
+            adapted, param = self.sources[ref]
+            if self.stamps.get(ref) != self.weights.stamp(param):
+                self.fills[ref] = self._joined_part(ref, True).copy_(self._part(param, ref))
+                self.stamps[ref] = self.weights.stamp(param)
+                self.stamps.pop(adapted, None)  # the merged weight that was here is overwritten
+        for ref in self.fills.keys() - set(refs_to_fill):
             del self.fills[ref], self.stamps[ref]
         self.peak_bytes = max(self.peak_bytes, self.nbytes())
 
-    def _unmerged_at(self, ref: ParamRef) -> torch.Tensor:
-        return self.tensor(self.owners[ref][1])
+    # ------------------------------------------------------------- reading
 
-    def tensor(self, param: nn.Parameter) -> nn.Parameter:
-        """The full tensor that inference uses for `param`: its copy, or `param` itself if it is not partitioned."""
-        return self.base.get(param, param)
+    def tensor(self, param: nn.Parameter) -> nn.Parameter | None:
+        """The tensor that replaces `param` in the model's modules: its copy or slice, or `param` itself without one;
+        None if another rank has all of it."""
+        parts = self.parts.get(param)
+        return next(iter(parts.values())) if parts else param
 
-    def weights_of(self, one: Adapted, adapters: bool) -> dict[str, nn.Parameter]:
-        """The tensors for `one.plain`, by parameter name; merged if `is_merged`."""
-        base = {name: self.tensor(param) for name, param in one.sources.items()}
-        return {**base, **self.merged[one]} if self.is_merged(one, adapters) else base
+    def weights_of(self, adapted: Adapted, adapters: bool) -> dict[str, nn.Parameter | None]:
+        """The tensors for `adapted.plain`, by parameter name; merged if its adapters are."""
+        tensors = {name: self.tensor(param) for name, param in adapted.sources.items()}
+        if self.weights.is_merged(adapted, adapters):
+            merged = {name: self.parts.get((adapted, name)) for name in (*adapted.sources, "bias")}
+            tensors |= {name: next(iter(parts.values())) for name, parts in merged.items() if parts}
+        return tensors
 
-    def at(self, ref: ParamRef, one: Adapted | None, param: nn.Parameter | None, adapters: bool) -> torch.Tensor | None:
-        """The tensor that a decoder reads at `ref`; None if there is no parameter.
+    def weight_at(
+        self, ref: ParamRef, adapted: Adapted | None, param: nn.Parameter | None, adapters: bool
+    ) -> torch.Tensor | None:
+        """The tensor that a decoder reads at `ref`: with a slice, that slice. None if another rank has all of it, or if
+        there is no parameter.
 
-        one: the adapted module there, if any.  param: else the model's own parameter.
+        adapted: the adapted module there, if any.  param: its base's parameter, or the model's own.
         """
         if adapters and ref in self.fills:
             return self.fills[ref]
-        if one is not None:
-            return self.weights_of(one, adapters).get(ref.parameter)
-        return None if param is None else self.tensor(param)
+        merged = (adapted, ref.parameter)
+        if adapted is not None and self.weights.is_merged(adapted, adapters) and merged in self.parts:
+            return self._part(merged, ref)
+        return None if param is None else self._part(param, ref)
 
-    def sides(self, ref: ParamRef, one: Adapted, adapters: bool) -> list[LowRank]:
-        """The unmerged low-rank deltas to the weight at `ref` of `one`, with b's rows those of `ref`."""
-        if not self.is_unmerged(one, adapters):
+    def _part(self, owner: Owner, ref: ParamRef) -> torch.Tensor | None:
+        """What is kept of `owner` at `ref`; the parameter itself if nothing is."""
+        parts = self.parts.get(owner)
+        return parts[self.slices[ref].key if ref in self.slices else WHOLE_KEY] if parts else owner
+
+    def lora_deltas(self, ref: ParamRef, adapted: Adapted, adapters: bool) -> list[LowRank]:
+        """The unmerged low-rank deltas to the weight at `ref` of `adapted`, with b's rows those of `ref`."""
+        if not self.weights.is_unmerged(adapted, adapters):
             return []
-        return [low_rank._replace(b=selected(ref, one, low_rank.b)) for low_rank in one.low_rank(self.tensor)]
+        if self.decoder_only:
+            return self.factors[adapted][self.slices[ref].key]
+        deltas = adapted.low_rank(self.tensor)
+        return [delta._replace(b=selected_rows(ref, adapted, delta.b)) for delta in deltas]
 
     def unmerged_factors(self, adapters: bool) -> list[torch.Tensor]:
         """The factors of all unmerged adapters."""
-        beside = [one for one in self.adapted if self.is_unmerged(one, adapters)]
-        return [self.tensor(param) for one in beside for param in one.adapter_params()]
+        unmerged = [one for one in self.adapted if self.weights.is_unmerged(one, adapters)]
+        if not self.decoder_only:
+            return [self.tensor(param) for one in unmerged for param in one.adapter_params()]
+        deltas = [delta for one in unmerged for kept in self.factors.get(one, {}).values() for delta in kept]
+        return [factor for delta in deltas for factor in (delta.a, delta.b)]
 
-    def words(self, module: nn.Module) -> str:
+    def describe_adapters(self, module: nn.Module) -> str:
         """How many adapted modules inside `module` run unmerged and merged, for the log; "" if the snapshot merges all
         adapters or none is active."""
         within = set(module.modules())
         active = [one for one in self.adapted if one.state() and not within.isdisjoint((one.wrapper, one.plain))]
-        beside = sum(self.is_unmerged(one, adapters=True) for one in active)
-        if not self.unmerged or not active:
+        unmerged = sum(self.weights.is_unmerged(one, adapters=True) for one in active)
+        if not self.weights.unmerged or not active:
             return ""
-        return f"adapters unmerged in {beside} of {len(active)} modules" + ", merged in the others" * (
-            beside < len(active)
-        )
+        others = ", merged in the others" * (unmerged < len(active))
+        return f"adapters unmerged in {unmerged} of {len(active)} modules{others}"
+
+    # -------------------------------------------------------------- memory
 
     def nbytes(self) -> int:
-        """Bytes that the copies hold."""
-        merged = (buffer for buffers in self.merged.values() for buffer in buffers.values())
-        return sum(buffer.nbytes for buffer in (*self.storage.values(), *merged, *self.fills.values()))
+        """Bytes that the copies hold, spare memory included."""
+        parts = (part for parts in self.parts.values() for part in parts.values() if part is not None)
+        factors = self.unmerged_factors(adapters=True) if self.decoder_only else ()
+        spare = (storage for storages in self.spare.values() for storage in storages)
+        return sum(tensor.nbytes for tensor in (*parts, *self.fills.values(), *factors, *spare))
 
     def planned(self) -> tuple[int, int]:
         """Planned bytes: of the copies, and of the temporary memory needed while they are made."""
-        carried = [param for group in self.groups for param in group.carried]
-        beside = [param for one in self.adapted if self.is_unmerged(one, True) for param in one.adapter_params()]
-        kept = sum(whole_bytes(param) for param in (*carried, *beside) if is_partitioned(param))
-        merged = sum(merged_bytes(one) for one in self.adapted if self.is_merged(one, True))
+        copied = [self._copied(group, adapters=True) for group in self.weights.groups]
+        kept = sum(self._planned_bytes(weight) for weights in copied for weight in weights)
         fills = sum(self._blank(ref).nbytes for ref in self._joined_to_merged())
-        return kept + merged + fills, max(map(self._planned_unmerged, self.groups), default=0)
+        return kept + fills, max(map(self._planned_temporary, copied), default=0)
 
-    def _planned_unmerged(self, group: Group) -> int:
-        """Temporary bytes while a group is gathered and merged: factors, and the larger of staging and merging."""
-        merged = [one for one in group.adapted if self.is_merged(one, True)]
-        factors = sum(gathered_bytes(param) for one in merged for param in one.adapter_params())
-        staged = sum(staging_bytes(param) for param in group.carried if is_partitioned(param))
-        return factors + max(staged, *(one.merge_temporary_bytes() for one in merged), 0)
+    def _planned_bytes(self, weight: nn.Parameter | Adapted) -> int:
+        if isinstance(weight, nn.Parameter):
+            return sum(planned_part_bytes(part, weight) for part in self.kept[weight])
+        if self.weights.is_unmerged(weight, True):
+            # An upper bound: a rank keeps one of the two factors in full, and a slice of the other.
+            return sum(map(whole_bytes, weight.adapter_params()))
+        sources = {name: param for name, param in weight.sources.items() if name != "bias"}  # adapters rarely change it
+        return sum(
+            planned_part_bytes(part, param)
+            for name, param in sources.items()
+            for part in self.kept.get((weight, name), ())
+        )
+
+    def _planned_temporary(self, weights: list[nn.Parameter | Adapted]) -> int:
+        """Temporary bytes while a group is gathered and merged: what is sliced or merged, and the larger of staging and
+        merging."""
+        params, adapted = split_by_kind(weights)
+        partitioned = [param for param in params if is_partitioned(param)]
+        sliced = sum(whole_bytes(param) for param in partitioned if not self._is_copied_whole(param))
+        read = sum(whole_bytes(param) for param in self._read(adapted) if is_partitioned(param))
+        merges = (one.merge_temporary_bytes() for one in adapted)
+        return sliced + read + max(sum(map(staging_bytes, partitioned)), *merges, 0)
+
+    def add_whole(self, param: nn.Parameter) -> torch.Tensor:
+        """Add a copy of a partitioned parameter, in spare memory of its size if there is any. Gives that memory,
+        [numel], for the caller to fill."""
+        spare = self.spare.get(memory_kind(param))
+        storage = spare.pop() if spare else storage_for(param)
+        self._add(param, WHOLE_KEY, whole_in(storage, param))
+        return storage
+
+    def drop(self, params: Iterable[nn.Parameter]) -> None:
+        """Drop whole copies; their memory is spare."""
+        for param in params:
+            storage = self.parts.pop(param)[WHOLE_KEY].data.view(-1)
+            self.spare.setdefault(memory_kind(param), []).append(storage)
 
     def drop_merged(self) -> None:
         """Free the merged weights; the next refresh merges again."""
-        for owner in (*self.merged, *self.fills):
-            self.stamps.pop(owner, None)
-        self.merged.clear()
+        for owner in [owner for owner in self.parts if isinstance(owner, tuple)]:
+            del self.parts[owner]
+            self.stamps.pop(owner[0], None)
+        for ref in self.fills:
+            self.stamps.pop(ref, None)
         self.fills.clear()
         self.joined.release(merged=True)
         self._forget()
 
     def release(self) -> None:
-        """Free all copies; the next refresh makes new ones."""
-        self.base.clear()
-        self.storage.clear()
-        self.merged.clear()
-        self.fills.clear()
+        """Free all memory; the next refresh makes new copies."""
+        for tables in (self.parts, self.factors, self.fills, self.spare, self.stamps):
+            tables.clear()
         self.joined.release()
-        self.stamps.clear()
         self._forget()
 
     def _forget(self) -> None:
@@ -349,7 +429,35 @@ class Snapshot:
         self.layout += 1
 
 
-def owners_of_joined(
+def split_by_kind(weights: Iterable[nn.Parameter | Adapted]) -> tuple[list[nn.Parameter], list[Adapted]]:
+    """The parameters among `weights`, and the adapted modules."""
+    by_kind: tuple[list, list] = ([], [])
+    for weight in weights:
+        by_kind[isinstance(weight, Adapted)].append(weight)
+    return by_kind
+
+
+def slices_by_owner(slices: dict[ParamRef, Slice], adapted: Iterable[Adapted]) -> dict[Owner, list[Slice]]:
+    """The slices of each owner, each once. An adapted module owns its base parameter and its merged tensor, which have
+    the same slices."""
+    wrapped = {one.wrapper: one for one in adapted}
+    by_key: dict[Owner, dict[tuple, Slice]] = {}
+    for ref, part in slices.items():
+        module, name = ref.module, ref.parameter
+        owners: list[Owner | None]
+        if module in wrapped:
+            owners = [(wrapped[module], name), wrapped[module].sources.get(name)]
+        elif name in module._parameters:
+            owners = [module._parameters[name]]
+        else:  # PEFT's modules_to_save: the original module, and a copy for each adapter
+            owners = [child._parameters[name] for child in module.modules() if name in child._parameters]
+        for owner in owners:
+            if owner is not None:
+                by_key.setdefault(owner, {}).setdefault(part.key, part)
+    return {owner: list(parts.values()) for owner, parts in by_key.items()}
+
+
+def joined_sources(
     joined: Iterable[tuple[ParamRef, ...]], adapted: Iterable[Adapted]
 ) -> dict[ParamRef, tuple[Adapted | None, nn.Parameter]]:
     """The adapted module (or None) and the training parameter at each ParamRef of the sets that can be joined.
@@ -358,68 +466,40 @@ def owners_of_joined(
     parameter that layers share belongs to the first layer's set.
     """
     wrapped = {one.wrapper: one for one in adapted}
-    found: dict[ParamRef, tuple[Adapted | None, nn.Parameter]] = {}
+    sources: dict[ParamRef, tuple[Adapted | None, nn.Parameter]] = {}
     taken: set[nn.Parameter] = set()
     for refs in joined:
-        ones = [wrapped.get(ref.module) for ref in refs]
+        modules = [wrapped.get(ref.module) for ref in refs]
         params = [
-            (ref.module._parameters if one is None else one.sources).get(ref.parameter)
-            for ref, one in zip(refs, ones, strict=True)
+            (ref.module._parameters if module is None else module.sources).get(ref.parameter)
+            for ref, module in zip(refs, modules, strict=True)
         ]
         if None in params or len({*params} - taken) < len(refs):
             continue
         if len({(param.dtype, whole_shape(param)[1:]) for param in params}) == 1:
-            found |= zip(refs, zip(ones, params, strict=True), strict=True)
+            sources |= zip(refs, zip(modules, params, strict=True), strict=True)
             taken.update(params)
-    return found
+    return sources
 
 
-def gathered_bytes(param: nn.Parameter) -> int:
-    """Full bytes of a partitioned parameter; 0 for one that need not be gathered."""
-    return whole_bytes(param) if is_partitioned(param) else 0
+def sliced_factors(adapted: Adapted, part: Slice) -> list[LowRank]:
+    """The factors of a module's low-rank deltas to a slice of its weight. Expects them gathered."""
+    deltas = adapted.low_rank(lambda param: param)
+    return [part.of_factors(delta._replace(b=selected_rows(part.ref, adapted, delta.b))) for delta in deltas]
 
 
-def merged_bytes(one: Adapted) -> int:
-    """Bytes of an adapted module's merged weights. Biases are not counted: hardly any adapter changes one."""
-    return sum(whole_bytes(param) for name, param in one.sources.items() if name != "bias")
-
-
-def selected(ref: ParamRef, one: Adapted, b: torch.Tensor) -> torch.Tensor:
+def selected_rows(ref: ParamRef, adapted: Adapted, b: torch.Tensor) -> torch.Tensor:
     """The rows of a factor b [out, r] that belong to `ref`."""
-    stored = one.stored(b)
-    return stored if ref.select is None else ref.select(stored)
+    rows = adapted.as_stored(b)
+    return rows if ref.select is None else ref.select(rows)
 
 
-def active_adapters(adapted: list[Adapted]) -> tuple:
-    """The state of every adapted module, to be compared with an earlier one."""
-    return tuple(one.state() for one in adapted)
+def planned_part_bytes(part: Slice, param: nn.Parameter) -> int:
+    """Bytes of a slice of `param`."""
+    kept = part.of(torch.empty(whole_shape(param), dtype=param.dtype, device="meta"))
+    return 0 if kept is None else kept.nbytes
 
 
-def make_groups(
-    model: nn.Module, structure: Structure, adapted: list[Adapted], layers_per_group: int
-) -> tuple[Group, ...]:
-    """The groups in which weights are gathered: parts outside the layers, then layers, `layers_per_group` at a time.
-
-    A parameter that two parts share is in the first part's group. Adapter factors are in no group: they are gathered
-    with the modules that they adapt.
-    """
-    carried_sources = {param for one in adapted for param in one.sources.values()}
-    factors = {param for one in adapted for param in one.wrapper.parameters()} - carried_sources
-    bundles = [
-        modules[start : start + layers_per_group]
-        for modules in ([part.module for part in structure.outer], [part.module for part in structure.layers])
-        for start in range(0, len(modules), layers_per_group)
-    ]
-    taken, waiting, groups = set(factors), list(adapted), []
-    for bundle in bundles:
-        params = dict.fromkeys(param for module in bundle for param in module.parameters())
-        modules = {module for root in bundle for module in root.modules()}
-        here = [one for one in waiting if one.wrapper in modules or one.plain in modules]
-        # A merge reads the base's copy, so the base must be in this group or an earlier one.
-        params.update(dict.fromkeys(param for one in here for param in one.sources.values()))
-        waiting = [one for one in waiting if one not in here]
-        groups.append(Group(tuple(param for param in params if param not in taken), tuple(here)))
-        taken.update(params)
-    assert not waiting, f"{waiting[0].name} is in no part of the model"
-    assert taken >= set(model.parameters()), "a parameter is in no part of the model"
-    return tuple(group for group in groups if group.carried or group.adapted)
+def memory_kind(param: nn.Parameter) -> tuple:
+    """A key that is equal for partitioned parameters that may use each other's memory."""
+    return param.ds_numel, param.ds_tensor.ds_numel, param.ds_tensor.dtype

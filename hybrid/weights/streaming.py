@@ -1,137 +1,88 @@
-"""Streaming: weights are gathered only while the stretch (consecutive parts) of the decoder that reads them runs."""
+"""Streaming: weights are gathered only while the segment (consecutive parts) of the decoder that reads them runs."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from hybrid.profiling import Phase
-from hybrid.weights.gather import Fetch, gathered, is_partitioned, storage_for, whole_bytes, whole_in
-from hybrid.weights.host_memory import HostMemory
+from hybrid.weights.gather import Fetch, gathered, is_partitioned, whole_bytes
 from hybrid.weights.lora import Adapted
-from hybrid.weights.snapshot import Snapshot, merged_bytes
+from hybrid.weights.model_weights import ModelWeights
+from hybrid.weights.snapshot import Snapshot
 
-Owner = nn.Parameter | Adapted
+Segment = Sequence[nn.Parameter | Adapted]  # the parameters and adapted modules that a segment reads
 
 
-class StreamedSnapshot(Snapshot):
-    """The snapshot of a streamed decoder: one stretch is gathered, and the next is being prefetched.
+class WeightStream:
+    """Gathers a model's weights for a decoder that runs segment by segment, and prefetches the next segment's.
 
-    kept: the arguments of Snapshot.  phase: times the gathers.  count: called with the number of bytes gathered.
-    `base` and `merged` hold the tensors that are gathered now. Buffers are reused for parameters of the same size, and
-    are shared by ranks on the CPUs of one host.
+    snapshot: holds what is gathered now. Memory is reused for parameters of the same size.
+    phase: times the gathers.  count: called with the number of bytes gathered.
     """
 
-    def __init__(self, *kept: Any, phase: Phase, count: Callable[[int], None]):
-        super().__init__(*kept)
-        self.phase, self.count = phase, count
-        self.spare: dict[tuple, list[torch.Tensor]] = {}  # free buffers by size and dtype
-        self.spare_bytes = 0
-        self.host: HostMemory | None = None
-        self.has_looked = False  # whether `host` is set: on first use, as planning memory must not be a collective
+    def __init__(self, weights: ModelWeights, phase: Phase, count: Callable[[int], None]):
+        self.weights, self.phase, self.count = weights, phase, count
+        self.snapshot = Snapshot(replace(weights, groups=()))
 
-    def refresh(self, phase: Phase, adapters: bool) -> int:
-        """0: nothing is kept, so nothing is refreshed."""
-        return 0
+    def gathered_in_order(self, segments: Sequence[Segment], adapters: bool) -> Iterator[None]:
+        """Yields once for each segment, while its weights are gathered (and merged, with `adapters`).
 
-    def must_gather(self, adapters: bool) -> bool:
-        """False: weights are gathered as the decoder runs."""
-        return False
-
-    def in_turn(self, stretches: Sequence[Sequence[Owner]], adapters: bool) -> Iterator[None]:
-        """Yields once for each stretch, while the weights of its owners are gathered (and merged, with `adapters`).
-
-        A collective: every rank must pass the same stretches, and iterate to the end.
+        A collective: every rank must pass the same segments, and iterate to the end.
         """
-        needed = [
-            dict.fromkeys(param for owner in owners for param in self._sources(owner, adapters)) for owners in stretches
+        snapshot = self.snapshot
+        reads = [
+            dict.fromkeys(param for weight in segment for param in self._params(weight, adapters))
+            for segment in segments
         ]
-        last = {param: number for number, params in enumerate(needed) for param in params}  # last stretch that reads it
-        if not self.has_looked:
-            groups = {param.ds_process_group for param in self.model.parameters() if is_partitioned(param)}
-            self.host, self.has_looked = HostMemory.shared_by(groups.pop()) if len(groups) == 1 else None, True
-        if self.host:
-            self.host.settle()  # no rank still reads the last pass's weights
-        coming = self._fetch(needed[0])
-        for number, owners in enumerate(stretches):
-            self._arrive(coming)
-            self._merge_all([one for one in owners if isinstance(one, Adapted) and self.is_merged(one, adapters)])
-            if number + 1 < len(stretches):
-                coming = self._fetch(needed[number + 1])
-            self.peak_bytes = max(self.peak_bytes, self.nbytes())
+        last = {param: number for number, params in enumerate(reads) for param in params}  # last segment that reads it
+        fetch = self._fetch(reads[0])
+        for number, segment in enumerate(segments):
+            with self.phase("gather"):
+                fetch.wait()
+            merged = [one for one in segment if isinstance(one, Adapted) and self.weights.is_merged(one, adapters)]
+            if merged:  # entering a phase synchronizes with the device
+                self._merge(merged)
+            if number + 1 < len(segments):
+                fetch = self._fetch(reads[number + 1])
+            snapshot.peak_bytes = max(snapshot.peak_bytes, snapshot.nbytes())
             yield
-            self._give_back([param for param in self.base if last[param] == number])
-            self.merged.clear()
+            snapshot.drop([param for param in reads[number] if param in snapshot.parts and last[param] == number])
+            if merged:
+                snapshot.drop_merged()
 
-    def _sources(self, owner: Owner, adapters: bool) -> list[nn.Parameter]:
-        """The parameters to prefetch for an owner: its weights, and its factors if they are unmerged. Factors to be
-        merged are gathered when they are merged."""
-        if not isinstance(owner, Adapted):
-            return [owner]
-        return [*owner.sources.values(), *(owner.adapter_params() if self.is_unmerged(owner, adapters) else [])]
+    def _params(self, weight: nn.Parameter | Adapted, adapters: bool) -> list[nn.Parameter]:
+        """The parameters to prefetch: weights, and the factors of unmerged adapters. Factors to be merged are gathered
+        when they are merged."""
+        if not isinstance(weight, Adapted):
+            return [weight]
+        factors = weight.adapter_params() if self.weights.is_unmerged(weight, adapters) else []
+        return [*weight.sources.values(), *factors]
 
-    def _fetch(self, params: dict[nn.Parameter, None]) -> Fetch:
+    def _fetch(self, params: Iterable[nn.Parameter]) -> Fetch:
         """Start gathering those of `params` that are not gathered yet."""
-        absent = [param for param in params if is_partitioned(param) and param not in self.base]
-        for param in absent:
-            self.storage[param] = self._memory(param)
-        fetch = Fetch({param: self.storage[param] for param in absent}, self.host)
+        absent = [param for param in params if is_partitioned(param) and param not in self.snapshot.parts]
+        fetch = Fetch({param: self.snapshot.add_whole(param) for param in absent})
         self.count(fetch.nbytes)
         return fetch
 
-    def _arrive(self, coming: Fetch) -> None:
-        with self.phase("gather"):
-            coming.wait()
-        for param, storage in coming.storage.items():
-            self.base[param] = nn.Parameter(whole_in(storage, param), requires_grad=False)
-
-    def _merge_all(self, merges: list[Adapted]) -> None:
-        if not merges:  # entering a phase synchronizes with the device
-            return
-        with self.phase("merge"), gathered([param for one in merges for param in one.adapter_params()]) as moved:
-            self.count(moved)
-            for one in merges:
-                self._merge(one)
-
-    def _memory(self, param: nn.Parameter) -> torch.Tensor:
-        spare = self.spare.get(kind_of_memory(param))
-        if not spare:
-            return storage_for(param, self.host)
-        storage = spare.pop()
-        self.spare_bytes -= storage.nbytes
-        return storage
-
-    def _give_back(self, params: list[nn.Parameter]) -> None:
-        for param in params:
-            storage = self.storage.pop(param)
-            self.spare.setdefault(kind_of_memory(param), []).append(storage)
-            self.spare_bytes += storage.nbytes
-            del self.base[param]
-
-    def weights_of(self, one: Adapted, adapters: bool) -> dict[str, nn.Parameter]:
-        """The tensors for `one.plain`, by parameter name; the model's own while the stretch of `one` does not run."""
-        base = {name: self.tensor(param) for name, param in one.sources.items()}
-        return {**base, **self.merged.get(one, {})} if adapters else base
-
-    def nbytes(self) -> int:
-        """Bytes held, free buffers included."""
-        return super().nbytes() + self.spare_bytes
+    def _merge(self, adapted: list[Adapted]) -> None:
+        factors = [param for one in adapted for param in one.adapter_params()]
+        with self.phase("merge"), torch.no_grad(), gathered(factors) as gathered_bytes:
+            self.count(gathered_bytes)
+            for one in adapted:
+                self.snapshot.keep_adapters(one)
 
     def planned(self) -> tuple[int, int]:
         """Planned bytes: 0 kept, and the peak: two layers, everything outside the layers, and the largest merge."""
-        layers = [sum(whole_bytes(p) for p in part.module.parameters()) for part in self.structure.layers]
-        outer = {param for part in self.structure.outer for param in part.module.parameters()}
-        merges = (sum(merged_bytes(one) for one in group.adapted if self.is_merged(one, True)) for group in self.groups)
-        return 0, 2 * max(layers, default=0) + sum(map(whole_bytes, outer)) + max(merges, default=0)
-
-    def release(self) -> None:
-        """Free all buffers."""
-        self.spare.clear()
-        self.spare_bytes = 0
-        super().release()
+        structure, groups = self.weights.info.structure, self.weights.groups
+        layers = [sum(whole_bytes(param) for param in part.module.parameters()) for part in structure.layers]
+        outer = {param for part in structure.outer for param in part.module.parameters()}
+        merged = [[one for one in group.adapted if self.weights.is_merged(one, True)] for group in groups]
+        return 0, 2 * max(layers, default=0) + sum(map(whole_bytes, outer)) + max(map(merged_bytes, merged), default=0)
 
 
-def kind_of_memory(param: nn.Parameter) -> tuple:
-    """A key that is equal for parameters that may reuse each other's buffers."""
-    return param.ds_numel, param.ds_tensor.ds_numel, param.ds_tensor.dtype
+def merged_bytes(adapted: Iterable[Adapted]) -> int:
+    """Bytes of modules' merged weights. Biases are not counted: hardly any adapter changes one."""
+    return sum(whole_bytes(param) for one in adapted for name, param in one.sources.items() if name != "bias")

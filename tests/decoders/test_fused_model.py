@@ -28,7 +28,7 @@ from hybrid.models.model_info import ModelInfo
 from hybrid.models.structure import Part
 from hybrid.profiling import Profiler
 from hybrid.weights.lend import Window
-from hybrid.weights.lora import read_adapters
+from hybrid.weights.model_weights import read_weights
 from hybrid.weights.snapshot import Snapshot
 from tests.tiny_models import ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft
 
@@ -45,17 +45,10 @@ class SmallEngine:
     def __init__(self, model: nn.Module):
         self.model = model.eval()
         info = ModelInfo(model)
-        self.snapshot = Snapshot(model, info.structure, read_adapters(model), layers_per_group=2)
-        self.window = Window(
-            model,
-            self.snapshot,
-            lambda adapters: self.snapshot.refresh(no_phase, adapters),
-            contextlib.nullcontext,
-            True,
-            True,
-        )
+        self.snapshot = Snapshot(read_weights(info, layers_per_group=2))
+        self.window = Window(model, self.snapshot, Profiler("", lambda: None), lends=True, merges=True)
         self.fused = FusedModel(info, self.snapshot)
-        self.requests = Requests(self.window, self.fused, lambda adapters: None)
+        self.requests = Requests(self.window, self.fused)
         self.generator = Generator(
             device=next(model.parameters()).device,
             profiler=Profiler("miniature", lambda: None),
@@ -230,7 +223,7 @@ def test_the_self_check_runs_once(calls, monkeypatch):
     engine = SmallEngine(tiny_model("llama"))
     require_fused(engine, tiny_model("llama").eval(), calls)
     assert counter.taken() == 3 * (2 + STEPS), "two prefills and the decode steps of three layers"
-    engine.snapshot.version.loads += 1
+    engine.snapshot.weights.version.loads += 1
     require_fused(engine, tiny_model("llama").eval(), calls)
     assert counter.taken() == 0
 
@@ -519,7 +512,7 @@ def test_transposed_copies_are_refreshed_for_a_new_version(calls):
     copied_bytes = engine.fused.nbytes()
     assert copied_bytes > 0
     engine.model.load_state_dict(other.state_dict())
-    engine.snapshot.version.steps += 1
+    engine.snapshot.weights.version.steps += 1
     require_fused(engine, other, calls)
     assert engine.fused.nbytes() == copied_bytes
     engine.fused.release()

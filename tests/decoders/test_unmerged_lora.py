@@ -12,6 +12,7 @@ from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.reader import read_decoder
 from hybrid.weights.lora import read_adapters
+from hybrid.weights.model_weights import read_weights
 from hybrid.weights.snapshot import Snapshot
 from tests.decoders.test_cpu_decoder import RAGGED, CpuRun, SegmentedForward, threads
 from tests.decoders.test_torch_decoder import Run, average, distance, hugging_face, sequences
@@ -42,7 +43,7 @@ def with_two_adapters(model: torch.nn.Module, **settings) -> torch.nn.Module:
 def fused_of(model: torch.nn.Module) -> FusedModel:
     """The fused model of an engine with `rollout.lora: unmerged` over unpartitioned weights."""
     info = ModelInfo(model)
-    snapshot = Snapshot(model, info.structure, read_adapters(model), layers_per_group=2, unmerged=True)
+    snapshot = Snapshot(read_weights(info, layers_per_group=2, unmerged=True))
     snapshot.refresh(lambda name: torch.no_grad(), adapters=True)
     return FusedModel(info, snapshot)
 
@@ -99,14 +100,14 @@ def test_adapters_that_cannot_run_unmerged_are_merged(kind):
         model = with_peft(tiny_model(family), **settings).eval()
         assert distance(KINDS[kind](decoder_of(kind, model), sequences()).every_logit(), hugging_face(model)) < 2e-6
     snapshot = fused_of(model).snapshot
-    assert [adapted.name.rpartition(".")[2] for adapted in snapshot.merged] == ["embed_tokens"]
-    assert snapshot.words(model) == "adapters unmerged in 4 of 5 modules, merged in the others"
+    assert [adapted.name.rpartition(".")[2] for adapted, _ in snapshot.parts] == ["embed_tokens"]
+    assert snapshot.describe_adapters(model) == "adapters unmerged in 4 of 5 modules, merged in the others"
 
 
 def test_factors_of_another_dtype_are_merged():
     """PEFT keeps the factors of a bfloat16 model in float32, and computes with them in float32."""
     model = with_peft(tiny_model("llama").bfloat16()).eval()
-    assert not any(adapted.has_side_path() for adapted in read_adapters(model))
+    assert not any(adapted.can_run_unmerged() for adapted in read_adapters(model))
     exact = hugging_face(with_peft(tiny_model("llama").bfloat16().float()).eval())
     actual = CpuRun(decoder_of(CpuDecoder, model), sequences()).every_logit()
     expected = hugging_face(model)

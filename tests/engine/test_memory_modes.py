@@ -242,7 +242,7 @@ def check_peak(name: str, adapter: str) -> None:
         sum(p.ds_numel * 4 for p in part.parameters()) for part in (*layers, engine.module.get_input_embeddings())
     )
     with torch.no_grad(), LiveBytes(engine.module) as live:
-        engine._refresh(True)
+        engine._window.refresh(True)
         gathering, held = live.peak, engine.stats()["snapshot_bytes"]
         assert held <= live.look() <= held + 1024
         with engine.inference():

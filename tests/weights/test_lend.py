@@ -1,7 +1,5 @@
 """After lending, hooks, flags and the model's own parameters are restored."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
@@ -11,8 +9,9 @@ from hybrid.decoders.containers import NativeContainer
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.structure import read_structure
+from hybrid.profiling import Profiler
 from hybrid.weights.lend import Window, disabled
-from hybrid.weights.lora import read_adapters
+from hybrid.weights.model_weights import read_weights
 from hybrid.weights.module_tables import unhooked
 from hybrid.weights.snapshot import Snapshot
 from tests.tiny_models import prompts, tiny_model, with_chat_lora, with_peft
@@ -53,13 +52,8 @@ def test_disabling_adapters_keeps_requires_grad():
 
 
 def window_of(model: nn.Module) -> Window:
-    snapshot = Snapshot(model, read_structure(model), read_adapters(model), layers_per_group=2)
-    phase = lambda name: torch.no_grad()  # noqa: E731 - any context will do
-
-    def refresh(adapters: bool) -> None:
-        snapshot.refresh(phase, adapters)
-
-    return Window(model, snapshot, refresh, nullcontext, lends=True, merges=True)
+    snapshot = Snapshot(read_weights(ModelInfo(model), layers_per_group=2))
+    return Window(model, snapshot, Profiler("", lambda: None), lends=True, merges=True)
 
 
 @pytest.mark.parametrize("make", [with_peft, with_chat_lora])
@@ -92,7 +86,7 @@ def test_a_container_restores_a_forward_that_was_already_replaced():
     replaced = model.forward
     part = next(iter(read_structure(model).layers))
     window = window_of(model)
-    calls = Calls(window, FusedModel(ModelInfo(model), window.snapshot), lambda adapters: None)
+    calls = Calls(window, FusedModel(ModelInfo(model), window.snapshot))
     container = NativeContainer(type(part)("", model, "model"), calls)
     container.install()
     assert model.forward is not replaced
