@@ -147,7 +147,7 @@ def check_switch_on_a_device() -> None:
         layer = sum(p.ds_numel * p.element_size() for p in engine.module.model.layers[0].parameters())
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        engine._refresh(True)
+        engine._window.refresh(True)
         held = engine.stats()["snapshot_bytes"]
         rounding = 512 * 2 * sum(1 for _ in engine.module.parameters())  # of the allocator, for every tensor
         assert torch.cuda.memory_allocated() - before <= held + rounding
