@@ -119,7 +119,7 @@ class Fetch:
             self.storage[param].copy_(staging[: param.ds_numel])
         self.works, self.staged = [], {}
         if self.host:
-            self.host.settle()
+            self.host.barrier()
         with gathered(self.others):
             for param in self.others:
                 whole_in(self.storage[param], param).copy_(param)

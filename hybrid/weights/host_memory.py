@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from hybrid.parallel import InferenceGroup
+from hybrid.parallel import all_objects
 
 
 class HostMemory:
@@ -18,15 +18,15 @@ class HostMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.ranks = group, InferenceGroup(dist.get_world_size(group), group=group)
+        self.group = group
 
     @classmethod
     def shared_by(cls, group: dist.ProcessGroup) -> "HostMemory | None":
         """Shared memory for the ranks of `group`; None unless they compute on the CPUs of one host and can open each
         other's files under /proc."""
         host = cls(group)
-        homes = host.ranks.gather_objects(home())
-        if homes[0] is None or len(set(homes)) > 1:
+        keys = all_objects(host_key(), group)
+        if keys[0] is None or len(set(keys)) > 1:
             return None
         return None if host._opened(1) is None else host
 
@@ -36,7 +36,7 @@ class HostMemory:
         assert memory is not None, "ranks that shared memory before cannot open each other's anymore"
         return memory.view(dtype)
 
-    def settle(self) -> None:
+    def barrier(self) -> None:
         """A barrier: afterwards all ranks see all earlier writes, and all earlier reads are done."""
         dist.barrier(group=self.group)
 
@@ -52,13 +52,13 @@ class HostMemory:
             memory = torch.from_file(path[0], shared=True, size=nbytes, dtype=torch.uint8)
         except RuntimeError:  # no permission to open the first rank's files under /proc
             memory = None
-        everybody = all(self.ranks.gather_objects(memory is not None))
+        is_open = all(all_objects(memory is not None, self.group))
         if file is not None:
             os.close(file)  # mappings stay valid
-        return memory if everybody else None
+        return memory if is_open else None
 
 
-def home() -> tuple | None:
+def host_key() -> tuple | None:
     """A key that is equal for processes that can open each other's files under /proc. None if this process has no
     memfd or /proc, or computes on an accelerator."""
     if get_accelerator().device_name() != "cpu" or not hasattr(os, "memfd_create"):

@@ -28,6 +28,7 @@ from hybrid.weights.gather import (
     whole_in,
     whole_shape,
 )
+from hybrid.weights.host_memory import HostMemory
 from hybrid.weights.joined import JoinedBuffers
 from hybrid.weights.lora import Adapted, LowRank, merge_low_rank
 from hybrid.weights.model_weights import Group, ModelWeights, State
@@ -391,11 +392,11 @@ class Snapshot:
         merges = (one.merge_temporary_bytes() for one in adapted)
         return sliced + read + max(sum(map(staging_bytes, partitioned)), *merges, 0)
 
-    def add_whole(self, param: nn.Parameter) -> torch.Tensor:
-        """Add a copy of a partitioned parameter, in spare memory of its size if there is any. Gives that memory,
-        [numel], for the caller to fill."""
+    def add_whole(self, param: nn.Parameter, host: HostMemory | None) -> torch.Tensor:
+        """Add a copy of a partitioned parameter, in spare memory of its size if there is any, else as
+        `storage_for`. Gives that memory, [numel], for the caller to fill."""
         spare = self.spare.get(memory_kind(param))
-        storage = spare.pop() if spare else storage_for(param)
+        storage = spare.pop() if spare else storage_for(param, host)
         self._add(param, WHOLE_KEY, whole_in(storage, param))
         return storage
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from hybrid.profiling import Phase
 from hybrid.weights.gather import Fetch, gathered, is_partitioned, whole_bytes
+from hybrid.weights.host_memory import HostMemory
 from hybrid.weights.lora import Adapted
 from hybrid.weights.model_weights import ModelWeights
 from hybrid.weights.snapshot import Snapshot
@@ -18,7 +20,8 @@ Segment = Sequence[nn.Parameter | Adapted]  # the parameters and adapted modules
 class WeightStream:
     """Gathers a model's weights for a decoder that runs segment by segment, and prefetches the next segment's.
 
-    snapshot: holds what is gathered now. Memory is reused for parameters of the same size.
+    snapshot: holds what is gathered now. Memory is reused for parameters of the same size, and shared by ranks on the
+        CPUs of one host.
     phase: times the gathers.  count: called with the number of bytes gathered.
     """
 
@@ -26,12 +29,21 @@ class WeightStream:
         self.weights, self.phase, self.count = weights, phase, count
         self.snapshot = Snapshot(replace(weights, groups=()))
 
+    @cached_property
+    def host(self) -> HostMemory | None:
+        """Memory of the ranks, if they compute on the CPUs of one host. The first use is a collective."""
+        params = filter(is_partitioned, self.weights.info.model.parameters())
+        groups = {param.ds_process_group for param in params}
+        return HostMemory.shared_by(groups.pop()) if len(groups) == 1 else None
+
     def gathered_in_order(self, segments: Sequence[Segment], adapters: bool) -> Iterator[None]:
         """Yields once for each segment, while its weights are gathered (and merged, with `adapters`).
 
         A collective: every rank must pass the same segments, and iterate to the end.
         """
         snapshot = self.snapshot
+        if self.host:
+            self.host.barrier()  # no rank still reads the last pass's weights
         reads = [
             dict.fromkeys(param for weight in segment for param in self._params(weight, adapters))
             for segment in segments
@@ -63,7 +75,7 @@ class WeightStream:
     def _fetch(self, params: Iterable[nn.Parameter]) -> Fetch:
         """Start gathering those of `params` that are not gathered yet."""
         absent = [param for param in params if is_partitioned(param) and param not in self.snapshot.parts]
-        fetch = Fetch({param: self.snapshot.add_whole(param) for param in absent})
+        fetch = Fetch({param: self.snapshot.add_whole(param, self.host) for param in absent}, self.host)
         self.count(fetch.nbytes)
         return fetch
 

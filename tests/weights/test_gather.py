@@ -56,11 +56,11 @@ def check_fetch(threshold: int, dtype: torch.dtype) -> None:
         # Memory shared by ranks: partitions written by the other rank are visible.
         host = HostMemory.shared_by(params[0].ds_process_group)
         shared = {param: storage_for(param, host).fill_(0) for param in params}
-        host.settle()
+        host.barrier()
         Fetch(shared, host).wait()
         assert all(torch.equal(whole_in(shared[p], p), whole_in(storage[p], p)) for p in params)
         assert storage_digest(engine) == before
-        host.settle()
+        host.barrier()
         engine.destroy()
 
 

@@ -18,10 +18,10 @@ def check_writing() -> None:
     tensors = [host.empty(numel, dtype) for numel, dtype in ((5, torch.float32), (1 << 20, torch.bfloat16))]
     for tensor in tensors:
         tensor.chunk(2)[rank].fill_(rank + 1)
-    host.settle()
+    host.barrier()
     for tensor in tensors:
         assert [part.unique().tolist() for part in tensor.chunk(2)] == [[1], [2]]
-    host.settle()
+    host.barrier()
     assert len(os.listdir("/proc/self/fd")) == files  # no file stays open
 
 
@@ -35,7 +35,7 @@ def check_not_shared(how: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             if how == "another host":
-                patch.setattr(host_memory, "home", lambda: ("elsewhere",))
+                patch.setattr(host_memory, "host_key", lambda: ("elsewhere",))
             else:
                 patch.setattr(torch, "from_file", raise_permission_error)
         assert HostMemory.shared_by(dist.group.WORLD) is None
