@@ -69,12 +69,24 @@ def row_blocks(weight: torch.Tensor) -> Iterator[slice]:
     yield from (slice(start, start + step) for start in range(0, rows, step))
 
 
-def merge_low_rank(weight: torch.Tensor, products: list[LowRank], into: torch.Tensor) -> None:
-    """Write W + Σ scale · b · a to `into`, summed in float32 and rounded once.  weight, into [out, in]"""
+def merge_low_rank(
+    weight: torch.Tensor,
+    deltas: list[LowRank],
+    into: torch.Tensor,
+    magnitudes: list[torch.Tensor | None] | None = None,
+) -> None:
+    """Write W + Σ scale · b · a to `into`, summed in float32 and rounded once.  weight, into [out, in]
+
+    magnitudes: of each delta, DoRA's vector [out], or None; None: no delta has one.
+    """
+    magnitudes = magnitudes or [None] * len(deltas)
     for rows in row_blocks(weight):
         total = weight[rows]
-        for a, b, scale in products:
-            total = merged_weight(total, a, b[rows], scale)
+        for (a, b, scale), magnitude in zip(deltas, magnitudes, strict=True):
+            if magnitude is None:
+                total = merged_weight(total, a, b[rows], scale)
+            else:
+                total = dora_weight(total, weight[rows], a, b[rows], scale, magnitude[rows])
         into[rows] = total
 
 
@@ -112,16 +124,16 @@ class Adapted(ABC):
     def adapter_params(self) -> list[nn.Parameter]:
         """The adapters' parameters that `merge` reads."""
 
-    @abstractmethod
     def changed(self) -> dict[str, torch.Size]:
         """Full shapes of the tensors of `plain` that the active adapters change, by parameter name."""
+        return {"weight": whole_shape(self.sources["weight"])}
 
-    @abstractmethod
     def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
         """Write the tensors of `changed` to `into`, from full `base` tensors: summed in float32 and rounded once.
 
         At most MERGE_ELEMENTS (at least a row) of one weight are in float32 at once, in addition to the factors.
         """
+        merge_low_rank(base["weight"], self.low_rank(lambda param: param), into["weight"])
 
     def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of `changed` with the active adapters merged, as new tensors in the base's dtype."""
@@ -191,32 +203,16 @@ class PeftAdapted(Adapted):
                 )
         return names
 
-    def merge_rows(self, weight: torch.Tensor, factors: dict[str, tuple], into: torch.Tensor) -> None:
-        """Write `weight` [out, in] with adapters merged to `into`.  factors: by adapter, a [r, in] and b [out, r]."""
-        for rows in row_blocks(weight):
-            total = weight[rows]
-            for adapter, (a, b) in factors.items():
-                scale = self.wrapper.scaling[adapter]
-                if adapter in self.wrapper.lora_variant:
-                    magnitude = self.wrapper.lora_magnitude_vector[adapter].weight
-                    total = dora_weight(total, weight[rows], a, b[rows], scale, magnitude[rows])
-                else:
-                    total = merged_weight(total, a, b[rows], scale)
-            into[rows] = total
-
     def _per_element(self, param: torch.Tensor) -> int:
-        return super()._per_element(param) + 4 * bool(self.magnitudes())
+        return super()._per_element(param) + 4 * any(magnitude is not None for magnitude in self.magnitudes())
 
     def is_low_rank(self) -> bool:
         return not any(adapter in self.wrapper.lora_variant for adapter in self.active())
 
-    def magnitudes(self) -> list[nn.Parameter]:
-        """The DoRA magnitude vectors [out] of the active adapters."""
-        return [
-            self.wrapper.lora_magnitude_vector[adapter].weight
-            for adapter in self.active()
-            if adapter in self.wrapper.lora_magnitude_vector
-        ]
+    def magnitudes(self) -> list[nn.Parameter | None]:
+        """The DoRA magnitude vector [out] of each active adapter, or None."""
+        vectors, variants = self.wrapper.lora_magnitude_vector, self.wrapper.lora_variant
+        return [vectors[adapter].weight if adapter in variants else None for adapter in self.active()]
 
 
 class PeftLinear(PeftAdapted):
@@ -224,8 +220,8 @@ class PeftLinear(PeftAdapted):
 
     def adapter_params(self) -> list[nn.Parameter]:
         factors = [factor for a in self.active() for factor in (self.wrapper.lora_A[a], self.wrapper.lora_B[a])]
-        found = [param for factor in factors for param in self.own[factor].values() if param is not None]
-        return found + self.magnitudes()
+        params = [param for factor in factors for param in self.own[factor].values()]
+        return [param for param in (*params, *self.magnitudes()) if param is not None]
 
     def changed(self) -> dict[str, torch.Size]:
         weight = whole_shape(self.sources["weight"])
@@ -234,12 +230,11 @@ class PeftLinear(PeftAdapted):
         return {"weight": weight} | ({"bias": torch.Size([outputs])} if biased else {})
 
     def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
-        wrapper, active = self.wrapper, self.active()
-        factors = {adapter: (wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight) for adapter in active}
-        self.merge_rows(self.as_stored(base["weight"]), factors, self.as_stored(into["weight"]))
+        wrapper, deltas = self.wrapper, self.low_rank(lambda param: param)
+        merge_low_rank(self.as_stored(base["weight"]), deltas, self.as_stored(into["weight"]), self.magnitudes())
         if "bias" in into:
             bias = base["bias"].float() if "bias" in base else 0.0
-            for adapter in active:
+            for adapter in self.active():
                 if wrapper.lora_B[adapter].bias is not None:
                     bias = bias + wrapper.scaling[adapter] * wrapper.lora_B[adapter].bias.float()
             into["bias"].copy_(bias)
@@ -261,15 +256,14 @@ class PeftEmbedding(PeftAdapted):
 
     def adapter_params(self) -> list[nn.Parameter]:
         factors = (self.wrapper.lora_embedding_A, self.wrapper.lora_embedding_B)
-        return [factor[adapter] for adapter in self.active() for factor in factors] + self.magnitudes()
-
-    def changed(self) -> dict[str, torch.Size]:
-        return {"weight": whole_shape(self.sources["weight"])}
+        params = [factor[adapter] for adapter in self.active() for factor in factors]
+        return params + [param for param in self.magnitudes() if param is not None]
 
     def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
-        a, b = self.wrapper.lora_embedding_A, self.wrapper.lora_embedding_B
-        factors = {adapter: (a[adapter], b[adapter]) for adapter in self.active()}
-        self.merge_rows(base["weight"].T, factors, into["weight"].T)  # DoRA's norms are over the vocabulary
+        a, b, scaling = self.wrapper.lora_embedding_A, self.wrapper.lora_embedding_B, self.wrapper.scaling
+        deltas = [LowRank(a[adapter], b[adapter], scaling[adapter]) for adapter in self.active()]
+        # Transposed: DoRA's norms are over the vocabulary.
+        merge_low_rank(base["weight"].T, deltas, into["weight"].T, self.magnitudes())
 
     def low_rank(self, whole: Callable[[nn.Parameter], torch.Tensor]) -> list[LowRank]:
         wrapper = self.wrapper
@@ -342,13 +336,6 @@ class ChatLinear(Adapted):
     def adapter_params(self) -> list[nn.Parameter]:
         own = self.own[self.wrapper]
         return [own["lora_right_weight"], own["lora_left_weight"]]
-
-    def changed(self) -> dict[str, torch.Size]:
-        return {"weight": whole_shape(self.sources["weight"])}
-
-    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
-        right, left = self.adapter_params()
-        merge_low_rank(base["weight"], [LowRank(right.T, left.T, self.wrapper.lora_scaling)], into["weight"])
 
     def is_low_rank(self) -> bool:
         return True

@@ -126,7 +126,7 @@ class Snapshot:
         unmerged = [one for one in group.adapted if self.weights.is_unmerged(one, adapters)]
         merged = [one for one in group.adapted if self.weights.is_merged(one, adapters)]
         factors = () if self.decoder_only else (param for one in unmerged for param in one.adapter_params())
-        params = [param for param in (*group.params, *factors) if param in self.kept]
+        params = [param for param in (*group.params, *factors) if self._is_copied(param)]
         return [*params, *(unmerged if self.decoder_only else ()), *merged]
 
     @torch.no_grad()
@@ -153,6 +153,10 @@ class Snapshot:
         temporary = max(temporary, *(one.merge_temporary_bytes() for one in adapted), 0)
         self.peak_bytes = max(self.peak_bytes, self.nbytes() + sliced + gathered_bytes + temporary)
         return gathered_bytes + fetch.nbytes
+
+    def _is_copied(self, param: nn.Parameter) -> bool:
+        """Whether a parameter is copied: else none of it is kept, or the model's own is used."""
+        return param in self.kept and (is_partitioned(param) or not self._is_copied_whole(param))
 
     def _is_copied_whole(self, owner: Owner) -> bool:
         """Whether one copy is kept of `owner`, which is all of it."""
