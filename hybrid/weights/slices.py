@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybrid.models.spec import DecoderLayout, DecoderSpec, ParamRef
-from hybrid.models.tp_plan import Share, TensorPlan
+from hybrid.models.tp_plan import TensorPlan
 from hybrid.weights.lora import LowRank
+
+Cut = Callable[[torch.Tensor], torch.Tensor | None]  # a full tensor to a rank's slice; None: another rank has all of it
 
 
 @dataclass(frozen=True)
@@ -84,30 +86,43 @@ def both_halves(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
     return torch.cat([chunk(half, dim, shard) for half in tensor.chunk(2, dim=dim)], dim=dim)
 
 
-def cut_of(
-    role: str, spec: DecoderSpec, shard: Shard, experts: Shard = WHOLE
-) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
-    """The function that slices "<role>.weight" [out, in] or "<role>.bias" [out] for a rank; None: it keeps the full
-    tensor.
+# How each role's tensors are sliced, by the values of `Share.cuts`; every rank keeps the full tensors of other roles.
+ROLE_CUTS = {
+    **dict.fromkeys(("q", "q_norm", "gate", "up", "embedding", "head"), "rows"),
+    **dict.fromkeys(("k", "v", "k_norm"), "kv"),
+    **dict.fromkeys(("o", "down", "experts_down"), "columns"),
+    "experts_gate_up": "halves",
+}
 
-    Biases of outputs that are summed over the group belong to the first rank; for other ranks the function gives None.
-    experts: the rank's experts, for expert parallelism; the matrices of these are sliced by `shard`.
+
+def cut_of(role: str, spec: DecoderSpec) -> str | None:
+    """How "<role>.weight" [out, in] or "<role>.bias" [out] is sliced; None: not.
+
+    Biases of outputs that are summed over the group belong to the first rank.
     """
     name, _, kind = role.partition(".")
-    row_norm = name in ("q_norm", "k_norm") and spec.qk_norm == "row"
-    if name in ("q", "gate", "up", "embedding", "head") or (row_norm and name == "q_norm"):
-        return lambda tensor: chunk(tensor, 0, shard)
-    if name in ("k", "v") or row_norm:
-        return lambda tensor: kv_rows(tensor, spec.num_kv_heads, shard)
-    if name in ("o", "down"):
-        if kind == "weight":
-            return lambda tensor: chunk(tensor, 1, shard)
-        return None if shard.index == 0 else lambda tensor: None
-    if name == "experts_gate_up":
-        return lambda tensor: both_halves(chunk(tensor, 0, experts), shard)
-    if name == "experts_down":
-        return lambda tensor: chunk(chunk(tensor, 0, experts), 2, shard)
-    return None
+    if name in ("q_norm", "k_norm") and spec.qk_norm != "row":
+        return None
+    return "once" if kind == "bias" and name in ("o", "down") else ROLE_CUTS.get(name)
+
+
+def cutter(cut: str, kv_heads: int, shard: Shard) -> Cut | None:
+    """The function that slices a tensor as `cut`, a value of `Share.cuts`; None: the rank keeps the full tensor. For
+    ranks without the tensor the function gives None."""
+    if cut == "once" and shard.index == 0:
+        return None
+    return {
+        "rows": lambda tensor: chunk(tensor, row_dim(tensor), shard),
+        "columns": lambda tensor: chunk(tensor, tensor.dim() - 1, shard),
+        "halves": lambda tensor: both_halves(tensor, shard),
+        "kv": lambda tensor: kv_rows(tensor, kv_heads, shard),
+        "once": lambda tensor: None,
+    }[cut]
+
+
+def of_experts(cut: Cut, experts: Shard) -> Cut:
+    """The function that slices the matrices of a rank's experts by `cut`."""
+    return lambda tensor: cut(chunk(tensor, 0, experts))
 
 
 @dataclass(frozen=True)
@@ -121,7 +136,7 @@ class Slice:
 
     ref: ParamRef
     key: tuple
-    cut: Callable[[torch.Tensor], torch.Tensor | None] | None
+    cut: Cut | None
     row_parallel: bool = False
 
     @property
@@ -159,35 +174,27 @@ VOCABULARY = ("embedding.weight", "head.weight")  # sliced alike, so that tied w
 
 
 def slices_of(layout: DecoderLayout, shard: Shard, experts: Shard = WHOLE) -> dict[ParamRef, Slice]:
-    """A rank's slice of every ParamRef of a layout."""
-    found = {}
+    """A rank's slice of every ParamRef of a layout.
+
+    experts: the rank's experts, for expert parallelism; the matrices of these are sliced by `shard`.
+    """
+    slices = {}
     for layer in (layout.outer, *layout.layers):
         for role, ref in layer.items():
+            cut = cut_of(role, layout.spec)
+            function = None if cut is None else cutter(cut, layout.spec.num_kv_heads, shard)
+            if role.startswith("experts_"):
+                function = of_experts(function, experts)
             key = ("vocabulary" if role in VOCABULARY else role, ref.select)
-            cut = cut_of(role, layout.spec, shard, experts)
-            found[ref] = Slice(ref, key, cut, role in ("o.weight", "down.weight"))
-    return found
-
-
-def cut_as(cut: str, share: Share, shard: Shard) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
-    """The function that slices a tensor as `cut`, a value of `Share.cuts`, says; None: the rank keeps the full
-    tensor."""
-    if cut == "once" and shard.index == 0:
-        return None
-    return {
-        "rows": lambda tensor: chunk(tensor, row_dim(tensor), shard),
-        "columns": lambda tensor: chunk(tensor, tensor.dim() - 1, shard),
-        "halves": lambda tensor: both_halves(tensor, shard),
-        "kv": lambda tensor: kv_rows(tensor, share.kv_heads, shard),
-        "once": lambda tensor: None,
-    }[cut]
+            slices[ref] = Slice(ref, key, function, role in ("o.weight", "down.weight"))
+    return slices
 
 
 def planned_slices(plan: TensorPlan, shard: Shard) -> dict[ParamRef, Slice]:
     """A rank's slice of every parameter that a plan slices."""
-    found = {}
+    slices = {}
     for share in plan.shares:
         for name, cut in share.cuts.items():
             ref = ParamRef(share.module, name)
-            found[ref] = Slice(ref, (cut,), cut_as(cut, share, shard))
-    return found
+            slices[ref] = Slice(ref, (cut,), cutter(cut, share.kv_heads, shard))
+    return slices
