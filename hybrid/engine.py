@@ -228,7 +228,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if not self._window.is_open:
             self._profiler.next_iteration()
             self._builder.fallback_reasons.reset()
-            self._renew()
+            self._rebuild_if_changed()
         self._install()
         self._in_eval = True
         super().eval()
