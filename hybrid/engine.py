@@ -587,7 +587,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         require_decoder(self._builder.info, "rollout")
         with self._call(adapters):
             return self._generator.rollout(
-                prompt_ids, prompt_mask, sampling, num_generations, adapters, row_ids, self._snapshot.number()
+                prompt_ids, prompt_mask, sampling, num_generations, adapters, row_ids, self._snapshot.weights.number()
             )
 
     def score(
