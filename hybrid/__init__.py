@@ -4,7 +4,7 @@ from hybrid.compat.install import install, installed, uninstall
 from hybrid.compat.rollout_engine import HybridRollout, build_rollout
 from hybrid.engine import HybridEngine
 from hybrid.generation.numerics import sampling_metrics
-from hybrid.generation.sampling import selective_log_softmax
+from hybrid.generation.sampler import selective_log_softmax
 from hybrid.generation.scoring import Scores, padded_forward
 from hybrid.inference.engine import InferenceEngine, init_inference
 from hybrid.inference.injection_policy import LayerPolicy

@@ -29,9 +29,9 @@ from hybrid.decoders.tp_modules import SharedModules, first_output
 from hybrid.deepspeed_api import DeepSpeedSurface
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.generate import Route, refuse_model_inputs, require_decoder
-from hybrid.generation.generator import GenerateCall, Generator
+from hybrid.generation.generator import Generator
 from hybrid.generation.hf_cache import KVCache
-from hybrid.generation.sampling import Seeds
+from hybrid.generation.sampler import Seeds
 from hybrid.generation.scoring import Scores
 from hybrid.memory_plan import MemoryPlan, MemoryPlanner, free_bytes
 from hybrid.models.model_info import ModelInfo
@@ -553,7 +553,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
                     "generate: an encoder-decoder model with hybrid_engine.pin_parameters=false, or with "
                     "inference_tp_size above 1, is not available; use true, and 1"
                 )
-            return self._generator.generate(args, kwargs, GenerateCall(adapters, seed))
+            return self._generator.generate(args, kwargs, adapters, seed)
 
     @one_at_a_time
     def next_seed(self) -> int:

@@ -162,8 +162,8 @@ def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids") -
     if prompt_mask is None:
         return
     if not isinstance(prompt_mask, torch.Tensor) or prompt_mask.shape != prompt_ids.shape:
-        given = tuple(prompt_mask.shape) if isinstance(prompt_mask, torch.Tensor) else type(prompt_mask).__name__
-        raise ValueError(f"attention mask: {given} given; it must have the shape of {name}, {tuple(prompt_ids.shape)}")
+        shape = tuple(prompt_mask.shape) if isinstance(prompt_mask, torch.Tensor) else type(prompt_mask).__name__
+        raise ValueError(f"attention mask: {shape} given; it must have the shape of {name}, {tuple(prompt_ids.shape)}")
     empty = (prompt_mask != 0).any(dim=1).logical_not().nonzero().flatten().tolist()
     if empty:
         raise ValueError(f"attention mask: rows {empty} are empty prompts, all masked; a prompt needs a token")

@@ -48,10 +48,10 @@ class BlockPool:
         make: allocates a given number of blocks. The previous call's storage is kept if its blocks have the same
             shapes, dtype and device.
         """
-        one = make(1)
-        if self.kv is not None and self.kv.kind != one.kind:
+        block = make(1)
+        if self.kv is not None and self.kv.kind != block.kind:
             self.release()
-        self.make, self.block_bytes = make, one.nbytes
+        self.make, self.block_bytes = make, block.nbytes
         self._all_free()
 
     def end_call(self) -> None:

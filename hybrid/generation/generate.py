@@ -32,8 +32,8 @@ def prompts_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.T
     Raises TypeError if the prompts are not a tensor; ValueError if they are not integers, not two-dimensional or empty,
     or if the mask has another shape or masks a whole row.
     """
-    given = kwargs.get("inputs")
-    prompts = args[0] if args else kwargs.get("input_ids") if given is None else given
+    inputs = kwargs.get("inputs")
+    prompts = args[0] if args else kwargs.get("input_ids") if inputs is None else inputs
     if prompts is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
         return None
     if kwargs.get("inputs_embeds") is not None:  # the prompts are the embeddings; the mask has their shape
@@ -156,14 +156,6 @@ class Route:
                 self.module.generate = self.before
 
 
-def own_generate(model: nn.Module) -> Callable:
-    """The model's own `generate`, without an engine's route around it."""
-    found = model.generate
-    while isinstance(found, Route):
-        found = found.own
-    return found
-
-
 def hugging_face_generate(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The output of the model's own `generate`, called without an engine's route around it."""
     if hasattr(model, "reset_cache"):  # a model that keeps its own cache, as under DeepSpeed's engines
@@ -188,8 +180,8 @@ def prepared_config(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Ge
     5.23).
     """
     kwargs = dict(kwargs)
-    given = kwargs.pop("generation_config", None)
-    return model._prepare_generation_config(args[1] if len(args) > 1 else given, **kwargs)[0]
+    config = kwargs.pop("generation_config", None)
+    return model._prepare_generation_config(args[1] if len(args) > 1 else config, **kwargs)[0]
 
 
 class TimedDecoder:

@@ -33,7 +33,7 @@ from hybrid.generation.lockstep import FusedForward, NativeForward, Outputs, in_
 from hybrid.generation.model_runner import Decoder
 from hybrid.generation.native_scoring import score_natively
 from hybrid.generation.request import GenerateInputs, Request, rollout_request
-from hybrid.generation.sampling import Seeds, sequence_keys, wrapped
+from hybrid.generation.sampler import Seeds, sequence_keys, wrapped
 from hybrid.generation.scheduler import Completions, Scheduler
 from hybrid.generation.scoring import Scores, score_packed
 from hybrid.inputs import as_ids, as_mask, as_model_inputs
@@ -52,17 +52,6 @@ from hybrid.rollout import (
 
 ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
 STEPS_ON_DEVICES = 8  # decode steps between two checks for ended sequences: a check waits for the device
-
-
-@dataclass(frozen=True)
-class GenerateCall:
-    """What a call of `generate` asks for in addition to Hugging Face's arguments.
-
-    adapters: None uses the model's active adapters; False the base model.  seed: of the sampling keys; None: the next.
-    """
-
-    adapters: bool | None
-    seed: int | None
 
 
 @dataclass
@@ -104,8 +93,13 @@ class Generator:
 
     # -------------------------------------------------------------- generate
 
-    def generate(self, args: tuple, kwargs: dict[str, Any], call: GenerateCall) -> Any:
+    def generate(
+        self, args: tuple, kwargs: dict[str, Any], adapters: bool | None = None, seed: int | None = None
+    ) -> Any:
         """The output of the model's own `generate`, with our decode loop as its decoding method.
+
+        adapters: None uses the model's active adapters; False the base model.  seed: of the sampling keys; None: the
+            next.
 
         Raises TypeError or ValueError for prompts that cannot be decoded, a model without `generate`, a sequence that
         would be too long, or stop strings without a tokenizer; NotImplementedError for `adapter_names` and for decoding
@@ -124,7 +118,7 @@ class Generator:
                 max_new_tokens = config.max_new_tokens or max((config.max_length or 0) - prompt_len, 0)
                 self._require_max_out_tokens(prompt_len, max_new_tokens)
                 num_prompts = 1 if prompts is None else len(prompts)
-                return self._by_hugging_face(args, kwargs, call, method, num_prompts, prompt_len)
+                return self._by_hugging_face(args, kwargs, adapters, seed, method, num_prompts, prompt_len)
         kwargs = with_stop_strings(kwargs)
 
         def decoding_method(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -132,11 +126,11 @@ class Generator:
             inputs = GenerateInputs(
                 input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
             )
-            return self._decode(model, inputs, call)
+            return self._decode(model, inputs, adapters, seed)
 
         return hugging_face_generate(self.model, args, {**kwargs, "custom_generate": decoding_method})
 
-    def _decode(self, model, inputs: GenerateInputs, call: GenerateCall) -> Any:
+    def _decode(self, model, inputs: GenerateInputs, adapters: bool | None, seed: int | None) -> Any:
         """Decode prompts as Hugging Face's `_sample` does (transformers 5.23), with our cache, sampler and window.
 
         Returns int64 [sequences, length], or Hugging Face's output object if `return_dict_in_generate` is set.
@@ -147,7 +141,7 @@ class Generator:
         self._require_max_out_tokens(inputs.prompt_len, inputs.max_new_tokens)
         keys = inputs.input_ids.new_zeros(len(inputs.input_ids))
         if inputs.config.do_sample:
-            keys = self._sampling_keys(inputs.num_prompts, len(keys), call.seed)
+            keys = self._sampling_keys(inputs.num_prompts, len(keys), seed)
         fallback_reason = inputs.fallback_reason(model)
         request, totals = None, []
         if not fallback_reason:
@@ -158,7 +152,7 @@ class Generator:
             self.require_memory(len(inputs.input_ids), inputs.prompt_len + inputs.max_new_tokens)
         encoder_outputs = inputs.model_kwargs.get("encoder_outputs") if model.config.is_encoder_decoder else None
         outputs, cache = Outputs(inputs.config, encoder_outputs), None
-        with self._request(call.adapters, max(totals, default=None), fallback_reason) as decoder:
+        with self._request(adapters, max(totals, default=None), fallback_reason) as decoder:
             if decoder is not None and request is not None:
                 done = self._complete(request, decoder)
             else:
@@ -172,7 +166,14 @@ class Generator:
         return outputs.result(torch.cat([inputs.input_ids, done.tokens], dim=1), cache)
 
     def _by_hugging_face(
-        self, args: tuple, kwargs: dict[str, Any], call: GenerateCall, method: str, num_prompts: int, prompt_len: int
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        adapters: bool | None,
+        seed: int | None,
+        method: str,
+        num_prompts: int,
+        prompt_len: int,
     ) -> Any:
         """The output of Hugging Face's `generate` with Hugging Face's decode loop, over the model's own layers.
 
@@ -186,12 +187,12 @@ class Generator:
             kwargs["use_cache"] = False
         on_device = [] if self.device.type == "cpu" else [self.device]
         with (
-            self._request(call.adapters, None, reason),
+            self._request(adapters, None, reason),
             self.profiler.phase("decode"),
             torch.no_grad(),
             torch.random.fork_rng(on_device, device_type=self.device.type),
         ):
-            torch.manual_seed(int(self._sampling_keys(num_prompts, num_prompts, call.seed)[0]))
+            torch.manual_seed(int(self._sampling_keys(num_prompts, num_prompts, seed)[0]))
             output = hugging_face_generate(self.model, args, kwargs)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         self.profiler.generated(len(sequences), len(sequences) * (sequences.shape[1] - prompt_len))

@@ -15,7 +15,7 @@ from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.hf_cache import GrowingLayer, KVCache
 from hybrid.generation.model_runner import Decoder, ModelRunner, prefill
 from hybrid.generation.request import SUPPORTED, GenerateInputs
-from hybrid.generation.sampling import Draw, draw_tokens, selective_log_softmax
+from hybrid.generation.sampler import SamplingMetadata, sample_tokens, selective_log_softmax
 from hybrid.generation.scheduler import Completions
 from hybrid.profiling import Phase
 
@@ -28,14 +28,14 @@ class Outputs:
 
     def __init__(self, config: GenerationConfig, encoder_outputs):
         self.as_dict, self.encoder_outputs = config.return_dict_in_generate, encoder_outputs
-        asked = {
+        requested = {
             "scores": config.output_scores,
             "logits": config.output_logits,
             "attentions": config.output_attentions,
             "cross_attentions": config.output_attentions,
             "hidden_states": config.output_hidden_states,
         }
-        self.steps: dict[str, tuple] = {name: () for name, is_on in asked.items() if is_on and self.as_dict}
+        self.steps: dict[str, tuple] = {name: () for name, is_on in requested.items() if is_on and self.as_dict}
 
     def add(self, outputs, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Add a step: the model's outputs, the processed scores and the raw logits, both [sequences, vocab]."""
@@ -82,8 +82,8 @@ class NativeForward:
         ours = isinstance(cache, Cache) and not user_defined
         if ours and not self.encoder_decoder:
             kv_cache.adopt(cache)
-        given = {name for name, value in self.kwargs.items() if value is not None}
-        plain = given <= SUPPORTED and self.kwargs.get("use_cache") and config.prefill_chunk_size is None
+        names = {name for name, value in self.kwargs.items() if value is not None}
+        plain = names <= SUPPORTED and self.kwargs.get("use_cache") and config.prefill_chunk_size is None
         # Multimodal models keep per-row state outside the cache (Qwen2-VL, transformers 5.23).
         text_alone = model.config.get_text_config() is model.config and not self.encoder_decoder
         self.expands = expands and ours and plain and text_alone and can_be_expanded(cache)
@@ -185,7 +185,7 @@ def in_lockstep(
     """
     ids, pad = inputs.input_ids, inputs.config._pad_token_tensor
     has_end = any(hasattr(criterion, "eos_token_id") for criterion in inputs.stopping_criteria)
-    draw, logps = Draw() if inputs.config.do_sample else Draw(temperature=0), []
+    draw, logps = SamplingMetadata() if inputs.config.do_sample else SamplingMetadata(temperature=0), []
     with phase("prefill"):
         step = forward.prefill(ids)
     with phase("decode"):
@@ -196,7 +196,7 @@ def in_lockstep(
             scores = inputs.logits_processor(ids, logits)
             outputs.add(step, scores, logits)
             step = None  # frees the prefill's logits, which may be large
-            drawn = draw_tokens(scores, sampling_keys, torch.full_like(sampling_keys, position), draw)
+            drawn = sample_tokens(scores, sampling_keys, torch.full_like(sampling_keys, position), draw)
             tokens = drawn.tokens
             if logprob_temperature is not None:
                 raw = selective_log_softmax(logits, tokens)

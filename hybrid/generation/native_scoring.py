@@ -2,14 +2,15 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from hybrid.generation.sampling import score_tokens
+from hybrid.generation.sampler import score_tokens
 from hybrid.generation.scoring import LOGIT_ROWS, Scores, padded_forward
 from hybrid.models.modules import hugging_face_model
 
@@ -57,12 +58,12 @@ def score_natively(
     for together in similar(lengths, rows_per_forward, most_tokens):
         batch = padded(sequences, attention_mask, together)
         for columns, logits in logits_of(model, batch, in_parts):
-            judged = (batch.mask[:, columns] * batch.mask[:, columns + 1]).bool()
-            rows, kept_columns = judged.nonzero(as_tuple=True)
+            scored = (batch.mask[:, columns] * batch.mask[:, columns + 1]).bool()
+            rows, kept_columns = scored.nonzero(as_tuple=True)
             at = columns[kept_columns]
-            found = score_tokens(logits[rows, kept_columns].float(), batch.ids[rows, at + 1], temperature)
+            scores = score_tokens(logits[rows, kept_columns].float(), batch.ids[rows, at + 1], temperature)
             column = batch.first[rows] + at
-            logps[batch.row[rows], column], entropies[batch.row[rows], column] = found
+            logps[batch.row[rows], column], entropies[batch.row[rows], column] = scores
     return Scores(logps, entropies)
 
 
@@ -73,11 +74,11 @@ def logits_of(model: nn.Module, batch: PaddedBatch, in_parts: bool) -> Iterator[
     """
     columns = columns_of(batch)
     if in_parts:
-        with decoder_once(model) as ran:
+        with decoder_once(model) as outputs:
             for part in columns:
                 call = functools.partial(model, logits_to_keep=part)
                 logits = padded_forward(model, call)(batch.ids, batch.mask).logits
-                if not ran:  # the decoder was not found where Hugging Face's models have it: it would run for each part
+                if not outputs:  # no decoder where Hugging Face's models have it: it would run for each part
                     break
                 yield part, logits
             else:
@@ -102,41 +103,31 @@ def decoders(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def decoder_once(model: nn.Module) -> Iterator[list]:
+def decoder_once(model: nn.Module) -> Iterator[dict]:
     """Inside the block, the decoder under the model's head runs in the first forward only; later forwards reuse its
     output.
 
-    Gives a list that is empty until the decoder has run. The model's own forward computes the logits each time, so
+    Gives the outputs by decoder, empty until one has run. The model's own forward computes the logits each time, so
     scaling and soft caps around the head apply.
     """
-    owner = hugging_face_model(model)
-    ran: list = []
+    outputs: dict[nn.Module, Any] = {}
     with ExitStack() as stack:
-        for decoder in decoders(owner):
-            stack.enter_context(replaced_forward(decoder, once(decoder.forward, ran)))
-        yield ran
-
-
-def once(own: Callable, ran: list) -> Callable:
-    """A forward that runs `own` at its first call and returns that output again afterwards.  ran: appended to when it
-    runs.
-    """
-    outputs: list = []
-
-    @functools.wraps(own)
-    def forward(*args, **kwargs):
-        if not outputs:
-            outputs.append(own(*args, **kwargs))
-            ran.append(True)
-        return outputs[0]
-
-    return forward
+        for decoder in decoders(hugging_face_model(model)):
+            stack.enter_context(forward_once(decoder, outputs))
+        yield outputs
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """Inside the block, `forward` replaces the module's; afterwards the previous one is restored."""
-    before = {name: value for name, value in module.__dict__.items() if name == "forward"}
+def forward_once(module: nn.Module, outputs: dict[nn.Module, Any]) -> Iterator[None]:
+    """Inside the block, the module's forward runs at its first call only; `outputs` keeps and gives its output."""
+    own, before = module.forward, {name: value for name, value in module.__dict__.items() if name == "forward"}
+
+    @functools.wraps(own)
+    def forward(*args, **kwargs):
+        if module not in outputs:
+            outputs[module] = own(*args, **kwargs)
+        return outputs[module]
+
     module.forward = forward
     try:
         yield

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
 
-from hybrid.generation.sampling import Draw
+from hybrid.generation.sampler import SamplingMetadata
 from hybrid.rollout import SamplingParams
 
 # Arguments of a decoding method that the fused decoder supports (transformers 5.23).
@@ -51,7 +51,7 @@ ROWWISE = (
     processes.SuppressTokensAtBeginLogitsProcessor,
     processes.SuppressTokensLogitsProcessor,
 )
-# The warpers that `Draw` implements, with its field for each, in the order in which `generate` applies them (5.23).
+# The warpers that `SamplingMetadata` implements, and its field for each, in the order of `generate` (5.23).
 WARPERS = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
@@ -70,8 +70,8 @@ class Request:
     sampling_keys: int64 [rows].
     max_new_tokens: of every row.
     stop_token_ids: int64 [n].  pad_token_id: fills the positions after a row's end.
-    draw: how tokens are drawn.
-    processors: change scores [n, vocab] before the draw; their rows, int64 [n], index the request, and have ids [n,
+    sampling_metadata: how tokens are drawn.
+    processors: change scores [n, vocab] before sampling; their rows, int64 [n], index the request, and have ids [n,
         tokens] of one length. None: no processors.
     logprob_temperature: the temperature of `Completions.old_logps`.
     """
@@ -82,7 +82,7 @@ class Request:
     max_new_tokens: int
     stop_token_ids: torch.Tensor
     pad_token_id: int
-    draw: Draw
+    sampling_metadata: SamplingMetadata
     processors: Processors | None = None
     logprob_temperature: float = 1.0
 
@@ -116,7 +116,9 @@ def rollout_request(
         max_new_tokens=params.max_new_tokens,
         stop_token_ids=stop,
         pad_token_id=pad_token_id,
-        draw=Draw(params.temperature, params.top_k, params.top_p, params.min_p) if params.temperature else Draw(0),
+        sampling_metadata=SamplingMetadata(params.temperature, params.top_k, params.top_p, params.min_p)
+        if params.temperature
+        else SamplingMetadata(0),
         processors=partial(process_rows, processors) if processors else None,
         logprob_temperature=params.temperature or 1.0,
     )
@@ -189,11 +191,11 @@ class GenerateInputs:
         """The scheduler's request; None if something must see all rows at every step."""
         criteria, processors = self.stopping_criteria, self.logits_processor
         by_row = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria)
-        before, draw = split_warpers(processors, self.config.do_sample)
+        before, metadata = split_warpers(processors, self.config.do_sample)
         if self.streamer is not None or not by_row or not all(map(is_rowwise, before)):
             return None
-        if draw is None:  # warpers in another order than `Draw` applies them: run them as processors
-            before, draw = processors, Draw()
+        if metadata is None:  # warpers in another order than `SamplingMetadata` applies them: run them as processors
+            before, metadata = processors, SamplingMetadata()
         stop = [criterion.eos_token_id.flatten() for criterion in criteria if type(criterion) is EosTokenCriteria]
         max_length = min(criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria)
         pad = self.config._pad_token_tensor
@@ -204,7 +206,7 @@ class GenerateInputs:
             max_new_tokens=max_length - self.input_ids.shape[1],
             stop_token_ids=torch.cat([self.input_ids.new_empty(0), *stop]),
             pad_token_id=0 if pad is None else int(pad),
-            draw=draw,
+            sampling_metadata=metadata,
             processors=partial(process_rows, before) if before else None,
         )
 
@@ -235,14 +237,16 @@ def process_rows(
     return scores
 
 
-def split_warpers(processors: LogitsProcessorList, do_sample: bool) -> tuple[LogitsProcessorList, Draw | None]:
-    """The processors before the warpers at the end of the list, and the Draw that is equal to those warpers.
+def split_warpers(
+    processors: LogitsProcessorList, do_sample: bool
+) -> tuple[LogitsProcessorList, SamplingMetadata | None]:
+    """The processors before the warpers at the end of the list, and the SamplingMetadata that is equal to the warpers.
 
-    Without sampling, the draw is greedy. If the warpers are not the last processors, or are configured in a way that
-    `Draw` cannot express, all processors are returned, and None as the draw.
+    Without sampling it is greedy. If the warpers are not the last processors, or are configured in a way that
+    `SamplingMetadata` cannot express, all processors are returned, and None.
     """
     if not do_sample:
-        return processors, Draw(temperature=0)
+        return processors, SamplingMetadata(temperature=0)
     split = len(processors)
     while split and type(processors[split - 1]) in WARPERS:
         split -= 1
@@ -255,4 +259,4 @@ def split_warpers(processors: LogitsProcessorList, do_sample: bool) -> tuple[Log
     if order != sorted(set(order)) or keeps_more or fills:
         return processors, None
     settings = {WARPERS[type(warper)]: getattr(warper, WARPERS[type(warper)]) for warper in tail}
-    return LogitsProcessorList(processors[:split]), Draw(**settings)
+    return LogitsProcessorList(processors[:split]), SamplingMetadata(**settings)

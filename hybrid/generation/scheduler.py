@@ -11,7 +11,7 @@ from hybrid.decoders.batch import BLOCK_SIZE
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.model_runner import Decoder, ModelRunner, prefill
 from hybrid.generation.request import Request
-from hybrid.generation.sampling import draw_tokens, selective_log_softmax
+from hybrid.generation.sampler import sample_tokens, selective_log_softmax
 from hybrid.profiling import Phase
 
 
@@ -214,10 +214,10 @@ class Scheduler:
         self.finish(steps)
 
     def sample(self, logits: torch.Tensor, count: int) -> None:
-        """Draw a token for each of the last `count` sequences from their logits [count, vocab]."""
+        """Sample a token for each of the last `count` sequences from their logits [count, vocab]."""
         request, rows, positions = self.request, self.rows[-count:], self.positions[-count:]
         scores = logits if request.processors is None else self.processed(logits, rows, positions)
-        drawn = draw_tokens(scores, request.sampling_keys[rows], positions, request.draw)
+        drawn = sample_tokens(scores, request.sampling_keys[rows], positions, request.sampling_metadata)
         old, raw = drawn.old_logps, drawn.raw_logps
         if request.processors is not None:
             raw = selective_log_softmax(logits, drawn.tokens)

@@ -9,7 +9,7 @@ from torch import nn
 
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.model_runner import Decoder, hidden_states
-from hybrid.generation.sampling import score_tokens
+from hybrid.generation.sampler import score_tokens
 from hybrid.inputs import as_ids, as_mask
 from hybrid.models.modules import hugging_face_model
 
@@ -53,21 +53,21 @@ def score_packed(
         blocks = [block_pool.allocate(blocks_for(len(ids))) for ids in real]
         for chunks, hidden in hidden_states(decoder, block_pool, real, blocks):
             # Every token's logits score the next token: its index in `hidden`, the target, and the output's index.
-            judges, targets, row_of, column_of = [], [], [], []
+            sources, targets, row_of, column_of = [], [], [], []
             for chunk in chunks:
                 ids, row = real[chunk.sequence], rows[chunk.sequence]
                 positions = torch.arange(chunk.begin, min(chunk.stop, len(ids) - 1))
-                judges.append(chunk.row + positions - chunk.begin)
+                sources.append(chunk.row + positions - chunk.begin)
                 targets.append(ids[positions + 1])
                 row_of.append(torch.full_like(positions, row))
                 column_of.append(first[row] + positions)
             parts = (
-                torch.cat(part).to(decoder.device).split(LOGIT_ROWS) for part in (judges, targets, row_of, column_of)
+                torch.cat(part).to(decoder.device).split(LOGIT_ROWS) for part in (sources, targets, row_of, column_of)
             )
-            for judge, target, row, column in zip(*parts, strict=True):
-                if len(judge):
-                    found = score_tokens(decoder.logits(hidden[judge]), target, temperature)
-                    logps[row, column], entropies[row, column] = found
+            for source, target, row, column in zip(*parts, strict=True):
+                if len(source):
+                    scores = score_tokens(decoder.logits(hidden[source]), target, temperature)
+                    logps[row, column], entropies[row, column] = scores
         for own in blocks:
             block_pool.free(own)
     return Scores(logps, entropies)

@@ -24,9 +24,9 @@ from hybrid.decoders.fused_model import FusedModel
 from hybrid.extension_lock import extension_lock_reported
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.generate import TooManyTokensError, prompts_of
-from hybrid.generation.generator import GenerateCall, Generator
+from hybrid.generation.generator import Generator
 from hybrid.generation.hf_cache import KVCache
-from hybrid.generation.sampling import Seeds, wrapped
+from hybrid.generation.sampler import Seeds, wrapped
 from hybrid.inference.build import LoadedModel, ModelLoader
 from hybrid.inference.deepspeed_api import DeepSpeedInferenceSurface
 from hybrid.inference.loader import materialize, restored_on_error
@@ -212,7 +212,7 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
                     f"min_out_tokens={least} more in max_out_tokens={most}; raise max_out_tokens, or give a shorter "
                     "prompt"
                 )
-            return self._generator.generate(args, kwargs, GenerateCall(None, following if seed is None else seed))
+            return self._generator.generate(args, kwargs, seed=following if seed is None else seed)
 
     def train(self, mode: bool = True) -> "InferenceEngine":
         """Only `train(False)`, i.e. `eval()`, is supported. Raises RuntimeError if `mode` is True."""

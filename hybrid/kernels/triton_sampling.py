@@ -1,6 +1,6 @@
 """Sampling in Triton: one token per row by inverse CDF, in two passes over the vocabulary and without a sort.
 
-The uniform number equals that of `hybrid/generation/sampling.py`, bit for bit. The cumulative sums are made of fixed
+The uniform number equals that of `hybrid/generation/sampler.py`, bit for bit. The cumulative sums are made of fixed
 chunks, so that a token is a function of (key, step, row of logits) alone, on every device and in every batch. They
 differ from torch's by float32 rounding: if u is that close to a boundary between two tokens, torch may draw the other.
 """
@@ -12,7 +12,7 @@ import triton.language as tl
 from hybrid.kernels import require_contiguous
 
 CHUNK = 2048  # logits per program; fixed, because it determines the order of a row's sums
-# splitmix64's constants (Steele, Lea, Flood 2014), as in `hybrid/generation/sampling.py`.
+# splitmix64's constants (Steele, Lea, Flood 2014), as in `hybrid/generation/sampler.py`.
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 MIX_2 = tl.constexpr(0x94D049BB133111EB)
@@ -20,7 +20,7 @@ MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def _uniform(key, step):
-    """`uniform(keys, step)` of hybrid/generation/sampling.py.  key int64, step int32; gives float64 in [0, 1)."""
+    """`uniform(keys, step)` of hybrid/generation/sampler.py.  key int64, step int32; gives float64 in [0, 1)."""
     one = tl.full((), 1, tl.uint64)
     bits = key.to(tl.uint64) + one * GOLDEN * (step.to(tl.int64) + 1).to(tl.uint64)
     bits = (bits ^ (bits >> 30)) * (one * MIX_1)

@@ -18,7 +18,7 @@ from deepspeed.runtime.rollout import (
 from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRolloutConfig
 
 import hybrid
-from hybrid.generation.sampling import Seeds
+from hybrid.generation.sampler import Seeds
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
 from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin
 

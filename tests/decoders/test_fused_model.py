@@ -21,9 +21,9 @@ from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.self_check import STEPS, require_equal
 from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.generation.block_pool import BlockPool
-from hybrid.generation.generator import GenerateCall, Generator
+from hybrid.generation.generator import Generator
 from hybrid.generation.hf_cache import KVCache
-from hybrid.generation.sampling import Seeds
+from hybrid.generation.sampler import Seeds
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.structure import Part
 from hybrid.profiling import Profiler
@@ -64,7 +64,7 @@ class SmallEngine:
 
     def generate(self, ids: torch.Tensor, adapters: bool | None = None, **kwargs) -> torch.Tensor:
         """Hugging Face's `generate` with our decoding."""
-        return self.generator.generate((ids,), kwargs, GenerateCall(adapters, 0))
+        return self.generator.generate((ids,), kwargs, adapters, seed=0)
 
 
 class Calls:

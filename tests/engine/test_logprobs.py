@@ -109,7 +109,7 @@ def test_raw_old_and_sampling_logprobs_match_hugging_face(ranks, blocks):
 
 def check_in_torch() -> None:
     """The same in torch operations, without kernels."""
-    with patch("hybrid.generation.sampling.cpu_library", lambda: None):
+    with patch("hybrid.generation.sampler.cpu_library", lambda: None):
         check_logprobs({})
 
 

@@ -18,7 +18,7 @@ from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.generation import model_runner as rows
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.request import Request
-from hybrid.generation.sampling import Draw, draw_tokens_in_torch, mixed, shifted, stream_keys
+from hybrid.generation.sampler import SamplingMetadata, mixed, sample_tokens_in_torch, shifted, stream_keys
 from hybrid.generation.scheduler import Completions, Scheduler
 
 VOCABULARY, PAD = 23, 0
@@ -113,7 +113,7 @@ def request_of(prompts: list[torch.Tensor], seed: int = 0, **changes) -> Request
         "max_new_tokens": 40,
         "stop_token_ids": torch.tensor(ENDS),
         "pad_token_id": PAD,
-        "draw": Draw(temperature=0.9, top_k=20),
+        "sampling_metadata": SamplingMetadata(temperature=0.9, top_k=20),
         "processors": None,
         "logprob_temperature": 0.9,
     }
@@ -152,11 +152,11 @@ def expected(request: Request) -> Completions:
     rows_of = [decode_alone(request, row) for row in range(len(request.prompt_ids))]
     tokens = torch.full((len(rows_of), request.max_new_tokens), request.pad_token_id)
     sampling, old, raw = torch.zeros(3, *tokens.shape)
-    greedy = request.draw.temperature == 0
+    greedy = request.sampling_metadata.temperature == 0
     for row, made in enumerate(rows_of):
         for column, (token, logits, scores) in enumerate(made):
             tokens[row, column] = token
-            drawn_from = scores if greedy else request.draw.warpers()(None, scores)[0]
+            drawn_from = scores if greedy else request.sampling_metadata.warpers()(None, scores)[0]
             sampling[row, column] = drawn_from.log_softmax(-1).flatten()[token]
             old[row, column] = (logits / request.logprob_temperature).log_softmax(-1)[token]
             raw[row, column] = logits.log_softmax(-1)[token]
@@ -174,7 +174,11 @@ def decode_alone(request: Request, row: int) -> list[tuple[int, torch.Tensor, to
         if request.processors is not None:
             scores = request.processors(torch.tensor([ids]), scores, torch.tensor([row]))
         position = torch.tensor([len(made)])
-        token = int(draw_tokens_in_torch(scores, request.sampling_keys[row : row + 1], position, request.draw).tokens)
+        token = int(
+            sample_tokens_in_torch(
+                scores, request.sampling_keys[row : row + 1], position, request.sampling_metadata
+            ).tokens
+        )
         made.append((token, logits[0], scores))
         ids.append(token)
     return made
@@ -327,7 +331,9 @@ def test_rows_of_one_prompt_have_their_own_sampling_keys():
 
 
 def test_greedy_rows_of_one_prompt_are_equal():
-    request = request_of([OVER_A_BLOCK, SHORT] * 3, draw=Draw(temperature=0), logprob_temperature=1.0)
+    request = request_of(
+        [OVER_A_BLOCK, SHORT] * 3, sampling_metadata=SamplingMetadata(temperature=0), logprob_temperature=1.0
+    )
     actual, _, _ = run_scheduler(request, max_num_seqs=4, num_scheduler_steps=5)
     require_same(actual, expected(request))
     assert torch.equal(actual.tokens[::2], actual.tokens[:1].expand(3, -1))

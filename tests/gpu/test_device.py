@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
 from hybrid.decoders.torch_decoder import TorchDecoder
-from hybrid.generation.sampling import Draw, draw_tokens_in_torch, stream_keys
+from hybrid.generation.sampler import SamplingMetadata, sample_tokens_in_torch, stream_keys
 from hybrid.kernels.triton_sampling import sample
 from hybrid.models.reader import read_decoder
 from tests.decoders.test_cuda_decoder import Decoding, cuda_decoder, hugging_face, sequences, small
@@ -127,7 +127,7 @@ def test_sampled_tokens_match_torch_on_the_cpu(temperature, min_p):
     """Except where u is within rounding of a boundary: fewer than one token in a thousand."""
     logits = torch.randn(256, 50_000, generator=torch.Generator().manual_seed(0)) * 3
     keys, steps = stream_keys(3, torch.arange(256), torch.zeros(256, dtype=torch.long)), torch.arange(256)
-    reference = draw_tokens_in_torch(logits, keys, steps, Draw(temperature, min_p=min_p))
+    reference = sample_tokens_in_torch(logits, keys, steps, SamplingMetadata(temperature, min_p=min_p))
     ones = torch.ones(256)
     inputs = (logits, keys, steps.int(), ones * temperature, ones * min_p)
     tokens, *logps = (out.cpu() for out in sample(*(tensor.cuda() for tensor in inputs)))

@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from hybrid.generation.request import split_warpers
-from hybrid.generation.sampling import (
-    Draw,
-    draw_tokens,
-    draw_tokens_in_torch,
+from hybrid.generation.sampler import (
+    SamplingMetadata,
     entropy,
+    sample_tokens,
+    sample_tokens_in_torch,
     score_tokens,
     selective_log_softmax,
     stream_keys,
@@ -32,24 +32,24 @@ from hybrid.generation.sampling import (
 )
 from hybrid.kernels import cpu_library as kernels
 
-DRAWERS = {"kernels": draw_tokens, "torch": draw_tokens_in_torch}
+DRAWERS = {"kernels": sample_tokens, "torch": sample_tokens_in_torch}
 DRAWS = {
-    "greedy": Draw(temperature=0),
-    "plain": Draw(),
-    "cold": Draw(temperature=0.3),
-    "hot": Draw(temperature=2.5),
-    "top_k": Draw(top_k=7),
-    "top_k of one": Draw(temperature=0.5, top_k=1),
-    "top_k over blocks": Draw(top_k=60),
-    "top_k over the vocabulary": Draw(top_k=10**6),
-    "top_p": Draw(top_p=0.7),
-    "top_p, nearly nothing": Draw(top_p=1e-6),
-    "top_p, nearly all": Draw(top_p=0.9999),
-    "min_p": Draw(min_p=0.05),
-    "top_k and top_p": Draw(temperature=0.8, top_k=20, top_p=0.8),
-    "top_k and min_p": Draw(temperature=1.3, top_k=30, min_p=0.1),
-    "top_p and min_p": Draw(temperature=1.7, top_p=0.9, min_p=0.02),
-    "all": Draw(temperature=0.7, top_k=40, top_p=0.95, min_p=0.01),
+    "greedy": SamplingMetadata(temperature=0),
+    "plain": SamplingMetadata(),
+    "cold": SamplingMetadata(temperature=0.3),
+    "hot": SamplingMetadata(temperature=2.5),
+    "top_k": SamplingMetadata(top_k=7),
+    "top_k of one": SamplingMetadata(temperature=0.5, top_k=1),
+    "top_k over blocks": SamplingMetadata(top_k=60),
+    "top_k over the vocabulary": SamplingMetadata(top_k=10**6),
+    "top_p": SamplingMetadata(top_p=0.7),
+    "top_p, nearly nothing": SamplingMetadata(top_p=1e-6),
+    "top_p, nearly all": SamplingMetadata(top_p=0.9999),
+    "min_p": SamplingMetadata(min_p=0.05),
+    "top_k and top_p": SamplingMetadata(temperature=0.8, top_k=20, top_p=0.8),
+    "top_k and min_p": SamplingMetadata(temperature=1.3, top_k=30, min_p=0.1),
+    "top_p and min_p": SamplingMetadata(temperature=1.7, top_p=0.9, min_p=0.02),
+    "all": SamplingMetadata(temperature=0.7, top_k=40, top_p=0.95, min_p=0.01),
 }
 
 
@@ -63,7 +63,7 @@ def random_logits(rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
     return logits
 
 
-def warped(logits: torch.Tensor, how: Draw) -> torch.Tensor:
+def warped(logits: torch.Tensor, how: SamplingMetadata) -> torch.Tensor:
     """Logits after Hugging Face's warpers, in `generate`'s order.  float64 [rows, vocab]"""
     steps = [TemperatureLogitsWarper(float(how.temperature))]
     steps += [TopKLogitsWarper(how.top_k)] if how.top_k else []
@@ -141,7 +141,7 @@ def test_all_tokens_tied_at_the_top_k_threshold_are_kept(drawer):
     """As in Hugging Face, which compares with the k-th largest logit; min_p keeps tokens exactly at its threshold."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0, -1.0] * 40])
     u = (torch.arange(4000) + 0.5).double() / 4000
-    for how in (Draw(top_k=41), Draw(top_k=40), Draw(top_k=41, min_p=0.36)):
+    for how in (SamplingMetadata(top_k=41), SamplingMetadata(top_k=40), SamplingMetadata(top_k=41, min_p=0.36)):
         actual = DRAWERS[drawer](logits.expand(len(u), -1), keys_of(u, 0), torch.zeros(4000, dtype=torch.long), how)
         kept = warped(logits, how)[0] > -torch.inf
         assert set(actual.tokens.tolist()) == set(kept.nonzero().flatten().tolist()), how
@@ -152,7 +152,11 @@ def test_the_largest_of_equal_logits_is_the_first():
     logits[0, [400, 401, 900]] = 1.0
     logits[1, 999] = 1.0
     for draw in DRAWERS.values():
-        assert draw(logits, *torch.zeros(2, 3, dtype=torch.long), Draw(temperature=0)).tokens.tolist() == [400, 999, 0]
+        assert draw(logits, *torch.zeros(2, 3, dtype=torch.long), SamplingMetadata(temperature=0)).tokens.tolist() == [
+            400,
+            999,
+            0,
+        ]
 
 
 @pytest.mark.parametrize("bits", [3, 9, 12])
@@ -160,7 +164,7 @@ def test_the_kernels_uniform_numbers_match_python(bits):
     """Over 2^k equal logits the token is the first k bits of the uniform number, which is exact in any arithmetic."""
     keys = stream_keys(-7, torch.arange(3000), torch.arange(3000) % 5)
     positions = torch.arange(3000) * 7
-    tokens = draw_tokens(torch.zeros(3000, 2**bits), keys, positions, Draw()).tokens
+    tokens = sample_tokens(torch.zeros(3000, 2**bits), keys, positions, SamplingMetadata()).tokens
     assert torch.equal(tokens, (uniform(keys, positions) * 2**bits).long())
 
 
@@ -178,10 +182,10 @@ def test_a_draw_is_bit_identical_in_every_batch():
     logits = random_logits(19, 1000)
     keys, positions = torch.arange(19) * 12345, torch.arange(19)
     for how in DRAWS.values():
-        batch = draw_tokens(logits, keys, positions, how)
+        batch = sample_tokens(logits, keys, positions, how)
         for row in range(19):
             rows = slice(row, row + 1)
-            single = draw_tokens(logits[rows], keys[rows], positions[rows], how)
+            single = sample_tokens(logits[rows], keys[rows], positions[rows], how)
             assert all(torch.equal(vars(single)[name], vars(batch)[name][rows]) for name in vars(single))
 
 
@@ -190,10 +194,10 @@ def test_nan_logits_do_not_affect_other_rows(how):
     """A policy that has diverged: tokens stay within the vocabulary, and other rows are unchanged."""
     logits = random_logits(5, 1000)
     keys, positions = torch.arange(5) * 999, torch.zeros(5, dtype=torch.long)
-    expected = draw_tokens(logits, keys, positions, DRAWS[how])
+    expected = sample_tokens(logits, keys, positions, DRAWS[how])
     broken = logits.clone()
     broken[1], broken[3, ::7] = torch.nan, torch.nan
-    actual = draw_tokens(broken, keys, positions, DRAWS[how])
+    actual = sample_tokens(broken, keys, positions, DRAWS[how])
     assert ((actual.tokens >= 0) & (actual.tokens < 1000)).all()
     assert actual.sampling_logps[1].isnan()
     assert actual.old_logps[1].isnan()
@@ -218,7 +222,7 @@ def test_logprobs_and_entropies_match_float64(vocabulary, temperature):
         torch.testing.assert_close(entropies_of_kernel.double(), entropies, atol=1e-5, rtol=1e-5)
 
 
-# Hugging Face's processors as a Draw
+# Hugging Face's processors as a SamplingMetadata
 
 
 class OwnWarper(TemperatureLogitsWarper):
@@ -234,11 +238,11 @@ def test_trailing_warpers_become_the_draw():
         MinPLogitsWarper(0.1),
     )
     cases = {
-        (): ((), Draw()),
-        (temperature,): ((), Draw(temperature=0.7)),
-        (temperature, top_k, top_p, min_p): ((), Draw(0.7, 9, 0.8, 0.1)),
-        (penalty, shortest, top_k, min_p): ((penalty, shortest), Draw(top_k=9, min_p=0.1)),
-        (temperature, penalty, top_p): ((temperature, penalty), Draw(top_p=0.8)),
+        (): ((), SamplingMetadata()),
+        (temperature,): ((), SamplingMetadata(temperature=0.7)),
+        (temperature, top_k, top_p, min_p): ((), SamplingMetadata(0.7, 9, 0.8, 0.1)),
+        (penalty, shortest, top_k, min_p): ((penalty, shortest), SamplingMetadata(top_k=9, min_p=0.1)),
+        (temperature, penalty, top_p): ((temperature, penalty), SamplingMetadata(top_p=0.8)),
     }
     for processors, (before, draw) in cases.items():
         actual = split_warpers(LogitsProcessorList(processors), do_sample=True)
@@ -258,9 +262,11 @@ def test_other_warpers_stay_processors():
         before, draw = split_warpers(LogitsProcessorList(processors), do_sample=True)
         assert (list(before), draw) == (processors, None)
     before, draw = split_warpers(LogitsProcessorList([OwnWarper(0.7)]), do_sample=True)
-    assert (len(before), draw) == (1, Draw())
+    assert (len(before), draw) == (1, SamplingMetadata())
     before, draw = split_warpers(LogitsProcessorList([top_k]), do_sample=False)
-    assert (list(before), draw) == ([top_k], Draw(temperature=0)), "greedy search does not leave processors out"
+    assert (list(before), draw) == ([top_k], SamplingMetadata(temperature=0)), (
+        "greedy search does not leave processors out"
+    )
 
 
 # Compiling

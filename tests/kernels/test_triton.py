@@ -20,7 +20,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
 from hybrid.decoders.batch import BLOCK_SIZE
-from hybrid.generation.sampling import stream_keys, uniform
+from hybrid.generation.sampler import stream_keys, uniform
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 from hybrid.kernels import triton_attention as attention

@@ -120,7 +120,7 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplingMetadata:
     """How a token is drawn from logits.
 
     temperature: divides the logits; 0 is greedy.  top_k, top_p, min_p: truncations as in Hugging Face; 0, 1.0 and 0.0
@@ -152,7 +152,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SamplerOutput:
     """Tokens and their logprobs.  tokens: int64 [n].  The logprobs: float32 [n].
 
     sampling_logps: under the distribution drawn from, softmax(logits / T), truncated and renormalised.
@@ -167,17 +167,21 @@ class Drawn:
     raw_logps: torch.Tensor
 
 
-def draw_tokens(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, how: Draw) -> Drawn:
-    """Draw a token for each row of logits, float32 [n, vocab].  keys, positions: int64 [n], as in `uniform`."""
-    if logits.is_cuda and has_triton() and not how.top_k and how.top_p == 1.0:
-        return draw_tokens_in_triton(logits, keys, positions, how)
+def sample_tokens(
+    logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, metadata: SamplingMetadata
+) -> SamplerOutput:
+    """Sample a token for each row of logits, float32 [n, vocab].  keys, positions: int64 [n], as in `uniform`."""
+    if logits.is_cuda and has_triton() and not metadata.top_k and metadata.top_p == 1.0:
+        return sample_tokens_in_triton(logits, keys, positions, metadata)
     library = cpu_library() if logits.device.type == "cpu" else None
     if library is None:
-        return draw_tokens_in_torch(logits, keys, positions, how)
+        return sample_tokens_in_torch(logits, keys, positions, metadata)
     rows, vocab = logits.shape
     logits, keys, positions = logits.contiguous(), keys.contiguous(), positions.contiguous()
-    drawn = Drawn(torch.empty(rows, dtype=torch.int64), *torch.empty(3, rows))
-    record = DrawRecord(temperature=how.temperature, top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
+    drawn = SamplerOutput(torch.empty(rows, dtype=torch.int64), *torch.empty(3, rows))
+    record = DrawRecord(
+        temperature=metadata.temperature, top_k=metadata.top_k, top_p=metadata.top_p, min_p=metadata.min_p
+    )
     library.sample(
         address(logits, torch.float32),
         rows,
@@ -194,22 +198,26 @@ def draw_tokens(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tenso
     return drawn
 
 
-def draw_tokens_in_triton(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, how: Draw) -> Drawn:
-    """`draw_tokens` in two passes over the vocabulary, for draws without top_k and top_p."""
+def sample_tokens_in_triton(
+    logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, metadata: SamplingMetadata
+) -> SamplerOutput:
+    """`sample_tokens` in two passes over the vocabulary, for draws without top_k and top_p."""
     from hybrid.kernels.triton_sampling import sample  # needs triton, which a CPU install lacks
 
-    settings = (logits.new_full((len(logits),), value) for value in (how.temperature, how.min_p))
-    return Drawn(*sample(logits, keys, positions.int(), *settings))
+    settings = (logits.new_full((len(logits),), value) for value in (metadata.temperature, metadata.min_p))
+    return SamplerOutput(*sample(logits, keys, positions.int(), *settings))
 
 
-def draw_tokens_in_torch(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, how: Draw) -> Drawn:
-    """`draw_tokens` in torch operations, on any device, without a synchronisation with it."""
-    greedy = how.temperature == 0
-    scores = logits if greedy else how.warpers()(None, logits)
+def sample_tokens_in_torch(
+    logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, metadata: SamplingMetadata
+) -> SamplerOutput:
+    """`sample_tokens` in torch operations, on any device, without a synchronisation with it."""
+    greedy = metadata.temperature == 0
+    scores = logits if greedy else metadata.warpers()(None, logits)
     tokens = logits.argmax(dim=-1) if greedy else inverse_cdf(scores, uniform(keys, positions))
     raw = selective_log_softmax(logits, tokens)
-    old = raw if how.temperature in (0, 1.0) else selective_log_softmax(logits / how.temperature, tokens)
-    return Drawn(tokens, selective_log_softmax(scores, tokens) if how.truncates else old, old, raw)
+    old = raw if metadata.temperature in (0, 1.0) else selective_log_softmax(logits / metadata.temperature, tokens)
+    return SamplerOutput(tokens, selective_log_softmax(scores, tokens) if metadata.truncates else old, old, raw)
 
 
 def score_tokens(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

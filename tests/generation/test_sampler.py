@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hybrid.generation.request import split_warpers
-from hybrid.generation.sampling import (
-    Draw,
+from hybrid.generation.sampler import (
+    SamplingMetadata,
     entropy,
     inverse_cdf,
     selective_log_softmax,
@@ -110,15 +110,15 @@ def test_tokens_of_probability_zero_add_nothing_to_the_entropy():
 @pytest.mark.parametrize(
     ("how", "names"),
     [
-        (Draw(), []),
-        (Draw(temperature=0), []),
-        (Draw(temperature=0.7), ["Temperature"]),
-        (Draw(temperature=0.7, top_k=3, top_p=0.9, min_p=0.1), ["Temperature", "TopK", "TopP", "MinP"]),
-        (Draw(top_p=0.5), ["TopP"]),
+        (SamplingMetadata(), []),
+        (SamplingMetadata(temperature=0), []),
+        (SamplingMetadata(temperature=0.7), ["Temperature"]),
+        (SamplingMetadata(temperature=0.7, top_k=3, top_p=0.9, min_p=0.1), ["Temperature", "TopK", "TopP", "MinP"]),
+        (SamplingMetadata(top_p=0.5), ["TopP"]),
     ],
 )
 def test_a_draw_converts_to_warpers_and_back(how, names):
-    """Active settings in Hugging Face's order, read back as the same Draw."""
+    """Active settings in Hugging Face's order, read back as the same SamplingMetadata."""
     warpers = how.warpers()
     assert [type(warper).__name__.removesuffix("LogitsWarper") for warper in warpers] == names
     if how.temperature:
@@ -129,10 +129,10 @@ def test_generate_arguments_are_read_as_a_draw():
     """The processors that Hugging Face's `generate` builds from its arguments."""
     model = tiny_model("llama")
     cases = {
-        Draw(0.6, 11, 0.7, 0.2): {"temperature": 0.6, "top_k": 11, "top_p": 0.7, "min_p": 0.2},
-        Draw(top_k=50): {},  # its default
-        Draw(): {"top_k": 0},
-        Draw(1.5, 0, 0.4): {"temperature": 1.5, "top_k": 0, "top_p": 0.4},
+        SamplingMetadata(0.6, 11, 0.7, 0.2): {"temperature": 0.6, "top_k": 11, "top_p": 0.7, "min_p": 0.2},
+        SamplingMetadata(top_k=50): {},  # its default
+        SamplingMetadata(): {"top_k": 0},
+        SamplingMetadata(1.5, 0, 0.4): {"temperature": 1.5, "top_k": 0, "top_p": 0.4},
     }
     for how, settings in cases.items():
         draws = []
