@@ -247,9 +247,7 @@ def checked_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return small("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).to(dtype)
 
 
-@pytest.mark.parametrize(
-    "max_capture_size", [0, pytest.param(1, marks=pytest.mark.slow), 4], ids="no one several".split()
-)
+@pytest.mark.parametrize("max_capture_size", [*map(slow, (0, 1)), 4], ids="no one several".split())
 def test_the_self_check_accepts_a_correct_decoder(max_capture_size):
     """Also decode steps, from graphs if they are on, with as many sequences as fit."""
     model = checked_model(HALF if max_capture_size else torch.float32)
@@ -285,7 +283,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)  # these take seconds in th
 
 
 @pytest.mark.parametrize(
-    "wrong", [no_attention, slow(of_other_sequences_blocks), slow(of_the_first_split), AveragedSplits]
+    "wrong", [no_attention, slow(of_other_sequences_blocks), slow(of_the_first_split), slow(AveragedSplits)]
 )
 def test_the_self_check_rejects_wrong_decode_attention(wrong, monkeypatch):
     """Only decode attention is wrong; prefill is correct."""
@@ -320,7 +318,7 @@ def with_stale_inputs(decoder: CudaDecoder, names: tuple[str, ...]) -> Callable:
 
 
 @pytest.mark.parametrize(
-    "stale", [("lengths",), slow(("block_tables",)), slow(("positions",)), slow(("ids",)), ()], ids=str
+    "stale", [slow(("lengths",)), slow(("block_tables",)), slow(("positions",)), slow(("ids",)), ()], ids=str
 )
 def test_the_self_check_rejects_graphs_with_stale_inputs(stale):
     """The step itself is correct; (): a replay does nothing."""

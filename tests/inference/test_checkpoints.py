@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import hybrid
 from hybrid.inference.checkpoints import save_mp_checkpoint
 from tests.engines import engine_of, settings, train_step
+from tests.marks import slow_but
 from tests.rank_pool import RankPool
 from tests.tiny_models import ALL_FAMILIES, NON_DECODERS, prompts, tiny_model, tiny_non_decoder, twin, with_peft
 
@@ -309,7 +310,9 @@ def training_ranks():
     pool.close()
 
 
-@pytest.mark.parametrize(("family", "stage"), [("llama", 1), ("llama", 3), ("bloom", 0), ("phi3", 1)])
+@pytest.mark.parametrize(
+    ("family", "stage"), slow_but([("llama", 3), ("phi3", 1)], [("llama", 1), ("llama", 3), ("bloom", 0), ("phi3", 1)])
+)
 def test_tensor_parallel_training_checkpoints_load(ranks, training_ranks, tmp_path, family, stage):
     """Loaded at one rank and at two. The oracle is the model before slicing."""
     training_ranks.run(check_parallel_training, str(tmp_path), family, stage)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import hybrid
 from tests.engines import CollectiveCount
+from tests.marks import slow_but
 from tests.rank_pool import run_script
 from tests.tiny_models import ALL_FAMILIES, prompts, tiny_model, tiny_non_decoder, twin, with_peft
 
@@ -51,7 +52,10 @@ def check_family(family: str, folder: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+QUICK = ("llama", "gpt2", "falcon", "gemma3_text", "mixtral")
+
+
+@pytest.mark.parametrize("family", slow_but(QUICK, ALL_FAMILIES))
 def test_two_ranks_match_hugging_face(ranks, tmp_path, family):
     tiny_model(family).save_pretrained(tmp_path)
     ranks.run(check_family, family, str(tmp_path))
