@@ -102,7 +102,7 @@ def test_a_group_has_no_natural_lengths():
         Case("micro", "f32", prompts=2, group=8, natural=True)
 
 
-def test_prompts_differ_between_rounds_and_rows():
+def test_prompts_differ_between_seeds_and_rows():
     first, second = (make_request(NATURAL, 512, seed) for seed in (0, 1))
     assert not torch.equal(first.prompt_ids, second.prompt_ids) and first.lengths == second.lengths
     assert len(set(map(tuple, first.prompt_ids.tolist()))) == NATURAL.prompts

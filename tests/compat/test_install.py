@@ -189,7 +189,7 @@ def test_install_and_uninstall_in_threads(calls):
         for _ in range(200):
             with hybrid.installed():
                 if deepspeed.initialize is before:
-                    wrong.append("not there within a block")
+                    wrong.append("not installed inside a block")
 
     threads = [threading.Thread(target=come_and_go) for _ in range(8)]
     interval = sys.getswitchinterval()

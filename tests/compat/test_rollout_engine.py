@@ -81,11 +81,8 @@ def check_continuous() -> None:
     assert torch.equal(actual.input_ids, expected.input_ids[:, : actual.seq_len])
     assert torch.equal(actual.attention_mask, expected.attention_mask[:, : actual.seq_len])
     plain = rollout.generate(request, SamplingConfig(**sampling))
-    for name in (
-        "sampling_per_token_logps",
-        "old_per_token_logps",
-        "raw_per_token_logps",
-    ):  # float32 sums over other batch shapes
+    # float32 sums over other batch shapes
+    for name in ("sampling_per_token_logps", "old_per_token_logps", "raw_per_token_logps"):
         torch.testing.assert_close(getattr(actual.rollout, name), getattr(plain.rollout, name), atol=1e-5, rtol=1e-5)
     assert actual.rollout.finish_reason == plain.rollout.finish_reason
     assert actual.rollout.timings["tokens"] == actual.rollout.completion_mask.sum()

@@ -183,9 +183,8 @@ def test_a_model_unlike_its_family_runs_natively(change, dtype, calls):
     family, apply, where = CHANGES[change]
     model, reference = (tiny_model(family, dtype=dtype).eval() for _ in range(2))
     for module in (model, reference):
-        apply(
-            module, 1.01 if dtype == torch.float32 else 2.0
-        )  # bfloat16's rounding is some percent of a layer's output
+        # bfloat16's rounding is some percent of a layer's output
+        apply(module, 1.01 if dtype == torch.float32 else 2.0)
     engine = SmallEngine(model)
     message = (
         rf"native containers: {where} of the fused container differs from the model's own by \d.*, where \d.* allowed"

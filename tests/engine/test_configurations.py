@@ -71,9 +71,8 @@ def check_zero_init() -> None:
     """A model partitioned while it is constructed."""
     config = settings(3)
     with deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(config)):
-        model = tiny_model(
-            "llama", pad_token_id=None
-        )  # Hugging Face would zero the padding row, which is partitioned away
+        # Hugging Face would zero the padding row, which is partitioned away
+        model = tiny_model("llama", pad_token_id=None)
     engine = engine_of(model, config)
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     own = list(model.parameters())

@@ -51,9 +51,8 @@ def check_every_call(mode: str, family: str) -> None:
     ids, mask = prompts(2 + rank, 9 + rank, padded=True, seed=rank)
     row_ids = torch.arange(len(ids)) + 10 * rank
     expected = every_call(engine, ids, mask, row_ids)
-    for id_dtype, mask_dtype in (
-        PAIRS[-2:] if mode == "tp 2" else PAIRS
-    ):  # with tp 2 every call waits for the other rank
+    # with tp 2 every call waits for the other rank
+    for id_dtype, mask_dtype in PAIRS[-2:] if mode == "tp 2" else PAIRS:
         actual = every_call(engine, ids.to(id_dtype), mask.to(mask_dtype), row_ids.to(torch.int32))
         assert len(actual) == len(expected)
         for number, (value, expected_value) in enumerate(zip(actual, expected, strict=True)):

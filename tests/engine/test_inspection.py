@@ -90,9 +90,8 @@ def check_release(keep: bool) -> None:
     ids, mask = prompts(2, 5, padded=False)
     engine.eval()
     first = engine.generate(ids, attention_mask=mask, max_new_tokens=3)
-    assert (
-        engine.stats()["kv_bytes"] == 0 and engine.stats()["snapshot_bytes"] > 0
-    )  # the cache is freed after every call
+    # the cache is freed after every call
+    assert engine.stats()["kv_bytes"] == 0 and engine.stats()["snapshot_bytes"] > 0
     address = addresses_of_copies(engine)
     engine.train()
     assert engine.stats()["kv_bytes"] == 0

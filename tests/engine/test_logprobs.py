@@ -87,9 +87,8 @@ def check_logprobs(blocks: dict) -> None:
         scored_logps = scores.per_token_logps[:, -real.shape[1] :]
         torch.testing.assert_close(batch.old_per_token_logps[real], scored_logps[real], atol=1e-5, rtol=1e-5)
     assert gains["temperature"] < 1e-5
-    assert sum(gain > 1e-3 for gain in gains.values()) >= 3, (
-        gains
-    )  # tokens left out raise the probabilities of the rest
+    # tokens left out raise the probabilities of the rest
+    assert sum(gain > 1e-3 for gain in gains.values()) >= 3, gains
 
 
 @pytest.mark.parametrize(

@@ -155,9 +155,8 @@ def check_auto() -> None:
     ) == ("tensor parallel 2")
     with pytest.raises(ValueError, match=r"(?s)max_out_tokens=16; allow more.*mode.*pinned .*too much.*streaming.*too"):
         engine_with(auto, layers=DEEP, max_num_seqs=8, memory_limit=1000)
-    assert (
-        str(engine_with(auto, layers=DEEP, max_num_seqs=8).memory_plan(1, 1, 1).in_use) == "pinned"
-    )  # by the free memory
+    # by the free memory
+    assert str(engine_with(auto, layers=DEEP, max_num_seqs=8).memory_plan(1, 1, 1).in_use) == "pinned"
 
 
 def test_auto_takes_the_fastest_mode_that_fits(ranks):

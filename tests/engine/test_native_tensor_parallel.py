@@ -299,9 +299,8 @@ def check_bytes() -> None:
         engine.eval()
         engine.generate(ids, attention_mask=mask, max_new_tokens=3)
     sharded_bytes, unsharded_bytes = sharded.stats()["snapshot_bytes"], unsharded.stats()["snapshot_bytes"]
-    assert (
-        0.5 < sharded_bytes / unsharded_bytes < 0.54
-    )  # norms are replicated; row-parallel biases are on the first rank
+    # norms are replicated; row-parallel biases are on the first rank
+    assert 0.5 < sharded_bytes / unsharded_bytes < 0.54
     layer = sum(p.ds_numel * 4 for p in sharded.module.model.layers[0].parameters())
     assert sharded.stats()["peak_bytes"] - sharded.stats()["kv_bytes"] <= sharded_bytes + 2 * layer
     gathered = sharded.stats()["gathered_bytes"]
@@ -310,9 +309,8 @@ def check_bytes() -> None:
     assert sharded.stats()["gathered_bytes"] == gathered
     kv_bytes = unsharded.stats()["kv_bytes"] / 2  # 128 tokens per row, this rank's heads
     cache = sharded(ids, attention_mask=mask).past_key_values
-    assert (
-        sharded.stats()["kv_bytes"] == kv_bytes + 2 * 6 * 8 * 4 * 2 * 3
-    )  # of the other rank's request: 2 rows, 6 tokens, one head, 3 layers
+    # of the other rank's request: 2 rows, 6 tokens, one head, 3 layers
+    assert sharded.stats()["kv_bytes"] == kv_bytes + 2 * 6 * 8 * 4 * 2 * 3
     del cache
     sharded(ids, attention_mask=mask, use_cache=False)
     assert sharded.stats()["kv_bytes"] == kv_bytes

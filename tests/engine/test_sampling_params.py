@@ -179,7 +179,7 @@ def check_greedy_samples() -> None:
             engine.rollout(ids, mask, hybrid.SamplingParams(3, temperature=0), num_generations=2)
 
 
-def test_greedy_samples_of_one_prompt_are_refused(ranks):
+def test_several_greedy_samples_of_a_prompt_raise(ranks):
     ranks.run(check_greedy_samples)
 
 

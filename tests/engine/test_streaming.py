@@ -156,9 +156,8 @@ def check_agreement() -> None:
         engine = engine_of(tiny_model("llama"), streaming(rollout={"containers": "native", "sync_interval": interval}))
         assert torch.equal(engine.generate(ids, **request), expected)
         everything = sum(p.ds_numel * 4 for p in engine.module.parameters())
-        counts[interval] = (
-            engine.stats()["gathered_bytes"] / everything
-        )  # a rank that is done gathers without computing
+        # a rank that is done gathers without computing
+        counts[interval] = engine.stats()["gathered_bytes"] / everything
     assert counts == {1: 10, 4: 12}, counts  # the longest row has ten tokens; ranks agree after twelve forwards
 
 

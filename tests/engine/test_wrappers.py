@@ -159,7 +159,7 @@ def test_generating_part_finds_the_policy():
     with_adapter = ADAPTERS["peft"](tiny_model("llama"))
     assert generating_part(PolicyAndValue(with_adapter, nn.Linear(1, 1))) is with_adapter
     two = nn.ModuleList([policy, tiny_model("llama")])
-    assert generating_part(two) is two, "which of the two is for nobody to guess"
+    assert generating_part(two) is two, "one of two policies was picked"
     none = nn.Linear(1, 1)
     assert generating_part(none) is none
 

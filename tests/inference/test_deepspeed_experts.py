@@ -150,9 +150,8 @@ def check_generate(k: int, drop_tokens: bool) -> None:
     with pytest.raises(ValueError, match="empty prompts") if rank else contextlib.nullcontext():
         engine.generate(ids, attention_mask=mask * (1 - rank), max_new_tokens=5)
     engine.destroy()
-    second_engine = hybrid.init_inference(
-        model, dtype=torch.float32, moe={"ep_size": 2}
-    )  # the layers keep their expert groups
+    # the layers keep their expert groups
+    second_engine = hybrid.init_inference(model, dtype=torch.float32, moe={"ep_size": 2})
     ids, mask = prompts(3, 5, padded=True, seed=rank)
     request = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
     assert torch.equal(second_engine.generate(ids, **request), reference.generate(ids, **request))

@@ -417,7 +417,7 @@ def never_stop(input_ids, scores, **kwargs):
     return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def test_adapter_switches_change_the_outputs():
+def test_adapters_follow_pefts_switches():
     """Merged in fused containers; switched with PEFT's own functions."""
     model = with_peft(tiny_model("llama"))
     reference = twin(model)

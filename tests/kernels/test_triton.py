@@ -245,9 +245,8 @@ def test_gated_activation_matches_torch(activation, dtype):
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "relu": F.relu,
     }[activation]
-    gate_up = random(
-        3, 2 * 1100, dtype=dtype
-    )  # for large |x|, 1 + erf(x) is all rounding, and differs between platforms
+    # for large |x|, 1 + erf(x) is all rounding, and differs between platforms
+    gate_up = random(3, 2 * 1100, dtype=dtype)
     close_with_the_same_rounding(
         fused.gated_activation(gate_up, activation), reference(gate_up[:, :1100]) * gate_up[:, 1100:]
     )

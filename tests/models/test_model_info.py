@@ -17,8 +17,8 @@ from tests.tiny_models import prompts, tiny_model, with_peft
 READERS = ("read_decoder", "read_structure", "read_tp_plan")
 
 
-def counted(patch: pytest.MonkeyPatch) -> Counter:
-    """How often each reader has run since."""
+def count_readings(patch: pytest.MonkeyPatch) -> Counter:
+    """Counts the calls of each reader from now on."""
     counts: Counter = Counter()
     for name in READERS:
         own = getattr(model_info, name)
@@ -31,9 +31,9 @@ def counted(patch: pytest.MonkeyPatch) -> Counter:
     return counts
 
 
-def check_one_reading(stage: int, adapted: bool) -> None:
+def check_read_once(stage: int, adapted: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        counts = counted(patch)
+        counts = count_readings(patch)
         model = tiny_model("llama")
         engine = engine_of(with_peft(model) if adapted else model, settings(stage))
         ids, mask = prompts(2, 6, padded=True)
@@ -57,19 +57,19 @@ def check_one_reading(stage: int, adapted: bool) -> None:
 
 @pytest.mark.parametrize(("stage", "adapted"), [(3, False), (0, True)])
 def test_an_engine_reads_its_model_once(ranks, stage, adapted):
-    ranks.run(check_one_reading, stage, adapted)
+    ranks.run(check_read_once, stage, adapted)
 
 
 def test_init_inference_reads_its_model_once(monkeypatch):
-    counts = counted(monkeypatch)
+    counts = count_readings(monkeypatch)
     engine = hybrid.init_inference(tiny_model("llama"), dtype="float32", replace_with_kernel_inject=True)
     ids, mask = prompts(2, 6, padded=True)
     engine.generate(ids, attention_mask=mask, max_new_tokens=3)
     assert counts == {"read_decoder": 1, "read_structure": 1}
 
 
-def test_a_reason_is_kept_and_not_read_again(monkeypatch):
-    counts = counted(monkeypatch)
+def test_a_failed_reading_is_cached_with_its_reason(monkeypatch):
+    counts = count_readings(monkeypatch)
     info = ModelInfo(nn.Linear(2, 2))
     for _ in range(2):
         assert info.layout is None
@@ -81,7 +81,7 @@ def test_a_reason_is_kept_and_not_read_again(monkeypatch):
     assert info.layers == []
 
 
-def test_nobody_else_reads_models():
+def test_only_the_models_package_reads_models():
     root = Path(hybrid.__file__).parent
     for path in root.rglob("*.py"):
         if path.parent.name != "models":
@@ -89,7 +89,7 @@ def test_nobody_else_reads_models():
             assert names.isdisjoint(READERS), f"{path.relative_to(root)} reads a model itself; take its ModelInfo"
 
 
-def test_the_facts_are_the_models_own():
+def test_model_info_matches_the_model():
     model = tiny_model("gpt2", dtype=torch.bfloat16)
     info = ModelInfo(with_peft(model))
     assert info.base is model

@@ -42,9 +42,8 @@ def require_equal(actual: list[dict], expected: list[dict], except_for: tuple[st
     assert len(actual) == len(expected) == 3
     for row, expected_row in zip(actual, expected, strict=True):
         assert row.keys() == expected_row.keys()
-        if (
-            abs(expected_row.get("rewards/margins", 1.0)) < TOLERANCE
-        ):  # DPO's first step: policy and reference are one model
+        # DPO's first step: policy and reference are one model
+        if abs(expected_row.get("rewards/margins", 1.0)) < TOLERANCE:
             expected_row = {name: value for name, value in expected_row.items() if name != "rewards/accuracies"}
         for name, value in expected_row.items():
             if isinstance(value, float | int) and not name.startswith(except_for):

@@ -24,7 +24,7 @@ KINDS += [ChatArguments]
 
 
 @pytest.mark.parametrize("path", sorted({*CONFIGS} - {*PIPELINES}), ids=lambda path: path.name)
-def test_every_other_config_is_a_deepspeed_config(path):
+def test_every_other_config_parses_as_ppo_arguments(path):
     args = parse_arguments(PPOArguments, [str(path)])
     for name, value in read_yaml(path).items():
         assert getattr(args, name) in (value, [value])
@@ -68,7 +68,7 @@ def test_no_arguments_give_the_defaults(kind):
     assert parse_arguments(kind, ["--local_rank=1"]) == kind()  # DeepSpeed's launcher
 
 
-def test_defaults_match_deepspeed_chat():
+def test_ppo_constants_match_deepspeed_chat():
     args = PPOArguments()
     hard_coded = {"kl_ctl": 0.1, "clip_reward": 5.0, "cliprange": 0.2, "cliprange_value": 0.2, "gamma": 1, "lam": 0.95}
     assert {name: getattr(args, name) for name in hard_coded} == hard_coded

@@ -59,9 +59,8 @@ def checkpoints_of(folder: Path, stage: int, dtype: str, lora_rank: int):
 def gathered_state(engine, average) -> dict[str, torch.Tensor]:
     """Every trained parameter, its optimizer states and moving average, gathered, by name; and logits of a forward."""
     tensors = {}
-    if hasattr(
-        engine.optimizer, "_lazy_init_hp_params_optimizer_state"
-    ):  # ZeRO-1 and 2 otherwise create the states at the first step
+    # ZeRO-1 and 2 otherwise create the states at the first step
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:

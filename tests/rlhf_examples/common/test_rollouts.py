@@ -229,7 +229,7 @@ def check_order() -> None:
     assert batch.prompt_ids.shape == (2, 3) and batch.completion_ids.shape[1] == batch.completion_mask.shape[1] <= 5
     assert batch.prompt_mask.sum(dim=1).tolist() == [2 + rank, 1]
     widths = rollouts.over_ranks(torch.tensor([batch.completion_ids.shape[1]]))
-    assert int(widths) == 2 * batch.completion_ids.shape[1], "ranks have other widths"
+    assert int(widths) == 2 * batch.completion_ids.shape[1], "ranks differ in width"
 
 
 def test_all_gathered_rows_are_in_order_and_of_one_width(ranks):

@@ -170,9 +170,8 @@ def test_settings_without_effect_on_results_may_change(tmp_path):
 def check_frozen_left_out(folder: str, stage: int) -> None:
     """A LoRA checkpoint has no tensor of the base, and a run resumed from it trains to the same bits."""
     base, settings, args = f"{folder}/base", training(stage, 4), SFTArguments()
-    on_first_rank(
-        lambda: tiny_model("llama", tie_word_embeddings=True).save_pretrained(base)
-    )  # a tied head with two names
+    # a tied head with two names
+    on_first_rank(lambda: tiny_model("llama", tie_word_embeddings=True).save_pretrained(base))
     engines = []
     for seed in range(2):  # different factors, replaced by the checkpoint's
         torch.manual_seed(seed)

@@ -156,7 +156,7 @@ def test_samples_are_saved_and_printed_verbatim(tmp_path, capfd):
     kept = json.loads((tmp_path / "samples.json").read_text())
     assert kept == [{"prompt": "p", "before": "b", "after": after, "reward_before": None, "reward_after": 2.0}]
     out = capfd.readouterr().out
-    assert "[/red] \ufffd \ufffd[2J <b> 🙂" in out, "no markup, no commands to the terminal"
+    assert "[/red] \ufffd \ufffd[2J <b> 🙂" in out, "markup or terminal control characters were printed"
     log.show_samples(["p", "q"], ["b", "c"], ["a", "d"])
     kept = json.loads((tmp_path / "samples.json").read_text())
     assert kept == [{"prompt": "p", "before": "b", "after": "a"}, {"prompt": "q", "before": "c", "after": "d"}]

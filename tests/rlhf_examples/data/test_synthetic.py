@@ -124,7 +124,7 @@ def test_sums_are_correct_and_supervised_answers_rarely():
 
 def test_held_out_sums_are_disjoint_from_training():
     train, test = ([tuple(sorted(numbers_of(record))) for record in arithmetic(split)] for split in ("train", "test"))
-    assert len(test) == len(set(test)) >= 200, "each is another measurement"
+    assert len(test) == len(set(test)) >= 200, "held-out sums repeat"
     assert not set(train) & set(test)
 
 
