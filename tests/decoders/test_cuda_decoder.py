@@ -36,6 +36,7 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 PROMPTS = (31, 3, 1)  # tokens; the first sequence crosses the end of its block during decode
 NEW = 2
+slow = partial(pytest.param, marks=pytest.mark.slow)  # these take seconds in the interpreter
 
 
 def eager_capture(run, pool) -> Captured:
@@ -277,9 +278,6 @@ def of_other_sequences_blocks(q, keys, values, lengths, block_tables, *features)
 
 def of_the_first_split(q, keys, values, lengths, block_tables, *features):
     return decode_attention(q, keys, values, lengths.clamp(max=SPLIT), block_tables, *features)
-
-
-slow = partial(pytest.param, marks=pytest.mark.slow)  # these take seconds in the interpreter
 
 
 @pytest.mark.parametrize(
