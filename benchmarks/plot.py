@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/rollout.png"))
     args = parser.parse_args(arguments)
     reports = [json.loads(path.read_text()) for path in args.reports]
-    heights = [height_of(report) for report in reports]
+    heights = [sum(len(bars_of(case)) * BAR + GAP for case in report["cases"]) for report in reports]  # inches
     figure, axes = plt.subplots(
         len(reports),
         figsize=(9, sum(heights) + len(reports)),
@@ -50,11 +50,6 @@ def main(arguments: list[str] | None = None) -> None:
 def bars_of(case: dict[str, Any]) -> dict[str, float]:
     """Each contender's ratio to Hugging Face in a case, in the order of the bars."""
     return {name: case["results"][name]["ratio"] for name in COLOURS if name in case["results"]}
-
-
-def height_of(report: dict[str, Any]) -> float:
-    """The height of a report's axes in inches."""
-    return sum(len(bars_of(case)) * BAR + GAP for case in report["cases"])
 
 
 def draw(report: dict[str, Any], axis: plt.Axes) -> None:

@@ -174,7 +174,8 @@ def run_steps(args: PipelineArguments) -> dict[str, float]:
                 done.parent.mkdir(exist_ok=True)
                 if not (settings_file := done.with_name(SETTINGS)).is_file():  # scripts without a log do not write it
                     write_atomically(settings_file, json.dumps(asdict(step_args), indent=1))
-                write_atomically(done, json.dumps({"seconds": seconds, **numeric_metrics(metrics)}, indent=1))
+                numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+                write_atomically(done, json.dumps({"seconds": seconds, **numbers}, indent=1))
                 print(f"step {number} of {len(args.steps)}: {name} took {seconds:.0f} s", flush=True)
             barrier()
         metrics_by_step[name] = json.loads(done.read_text())
@@ -182,11 +183,6 @@ def run_steps(args: PipelineArguments) -> dict[str, float]:
     if is_main_process():
         write_atomically(directory / SUMMARY, json.dumps(summary, indent=1))
     return summary
-
-
-def numeric_metrics(metrics: dict[str, Any]) -> dict[str, float]:
-    """The metrics whose values are numbers."""
-    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 
 def summary_value(metrics_by_step: dict[str, dict[str, float]], path: str) -> float:

@@ -636,7 +636,11 @@ def arguments_of(kind: type[Arguments], settings: dict[str, Any], flags: list[st
     for key in settings:
         require_key(key, names)
     settings = in_lists(kind, settings)
-    settings = {key: json_of_table(value, kind, key) for key, value in settings.items()}
+    hints = get_type_hints(kind)
+    settings = {  # a YAML table for a text becomes JSON, as a flag would give it
+        key: json.dumps(value) if isinstance(value, dict) and hints[key] is str else value
+        for key, value in settings.items()
+    }
     require_types(kind, settings)
     for flag in flags or []:
         if flag.startswith("--"):
@@ -662,11 +666,6 @@ def in_lists(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
         name: [value] if isinstance(value, str) and value and hints[name] == list[str] else value
         for name, value in settings.items()
     }
-
-
-def json_of_table(value: Any, kind: type, name: str) -> Any:
-    """A YAML table as JSON text, as a flag would give it, if the field is a text; else `value`."""
-    return json.dumps(value) if isinstance(value, dict) and get_type_hints(kind)[name] is str else value
 
 
 def require_types(kind: type, settings: dict[str, Any]) -> None:

@@ -50,13 +50,9 @@ class MovingAverage:
         for parameter, name in self.names.items():
             if name in self.parts:
                 parts, part = [state[name] for state in states if name in state], self.parts[name]
-                own = torch.cat(parts)[: number_of_elements(parameter)][partition_start(parameter) :][: len(part)]
+                whole = torch.cat(parts)[: getattr(parameter, "ds_numel", parameter.numel())]  # without padding
+                own = whole[partition_start(parameter) :][: len(part)]
                 part.zero_()[: len(own)] = own
-
-
-def number_of_elements(parameter: torch.nn.Parameter) -> int:
-    """The number of elements of the whole parameter."""
-    return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def partition_start(parameter: torch.nn.Parameter) -> int:

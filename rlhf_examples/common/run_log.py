@@ -18,7 +18,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from rlhf_examples.common.files import COMPLETIONS, METRICS, SAMPLES, SETTINGS, printable, write_atomically
-from rlhf_examples.common.trackers import Histogram, Metrics, check_report_to, start_trackers
+from rlhf_examples.common.trackers import Histogram, Metrics, Tracker, check_report_to
 
 
 class RunLog:
@@ -59,8 +59,8 @@ class RunLog:
         if settings is not None:
             write_atomically(self.directory / SETTINGS, json.dumps(to_json_value(settings), indent=1, default=str))
         self.not_finite: set[str] = set()  # metrics with a warning so far
-        name = run_name or self.directory.name
-        self.trackers = start_trackers(report_to, self.directory, start, project, name, settings or {})
+        options = (self.directory, start, project, run_name or self.directory.name, settings or {})
+        self.trackers = [Tracker(tracker_name, *options) for tracker_name in report_to]
         completions = self._load_completions(start)
         self.evaluated = set(completions["iteration"])  # iterations whose completions are logged
         for tracker in self.trackers:

@@ -126,10 +126,3 @@ def markdown(table: pd.DataFrame) -> str:
 
     rows = [list(table.columns), ["---"] * len(table.columns), *table.itertuples(index=False)]
     return "\n".join(f"| {' | '.join(map(cell, row))} |" for row in rows)
-
-
-def start_trackers(
-    names: list[str], directory: Path, start: int, project: str, run_name: str, settings: dict
-) -> list[Tracker]:
-    """A tracker for each of `names`, which `check_report_to` has checked."""
-    return [Tracker(name, directory, start, project, run_name, settings) for name in names]

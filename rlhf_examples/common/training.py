@@ -21,7 +21,7 @@ from rlhf_examples.common.engines import backward_and_step
 from rlhf_examples.common.files import CHECKPOINTS
 from rlhf_examples.common.losses import Loss, mean_metrics
 from rlhf_examples.common.measures import Phases, TokenCount, TrainingFlops, flops_metrics
-from rlhf_examples.common.ranks import device, over_ranks, rank_share, sums_over_ranks
+from rlhf_examples.common.ranks import over_ranks, rank_share, sums_over_ranks
 from rlhf_examples.common.rollouts import Row
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.data.examples import Examples, RowStream
@@ -109,7 +109,7 @@ def train_step(
     """An optimizer step on this rank's rows; returns metrics of all ranks."""
     size = args.per_device_train_batch_size
     batches = [rows[first : first + size] for first in range(0, len(rows), size)]
-    denominator = sum_over_ranks(count(rows)) / (dist.get_world_size() * len(batches))
+    denominator = sums_over_ranks({"count": count(rows)})["count"] / (dist.get_world_size() * len(batches))
     losses, grad_norms = [], []
     for index, batch in enumerate(batches):
         losses.append(loss_of(batch, denominator))
@@ -157,8 +157,3 @@ def with_zero_weight(loss: Loss) -> Loss:
     """A loss whose metrics have sums and counts of 0."""
     zero = {name: torch.zeros_like(value) for name, value in loss.sums.items()}
     return replace(loss, sums=zero, counts=dict.fromkeys(loss.counts, 0))
-
-
-def sum_over_ranks(count: int) -> float:
-    """A count summed over all ranks."""
-    return over_ranks(torch.tensor(float(count), dtype=torch.float64, device=device())).item()

@@ -150,7 +150,8 @@ def draw_histogram(title: str, unit: str, histograms: Iterable[Histogram]) -> Dr
     if not counted:
         return None
     edges = np.array(counted[-1].edges, dtype=float)
-    all_shares, last_shares = (np.array(counts) / np.sum(counts) for counts in (sum_of(counted), counted[-1].counts))
+    summed = np.sum([histogram.counts for histogram in counted], axis=0)
+    all_shares, last_shares = (np.array(counts) / np.sum(counts) for counts in (summed, counted[-1].counts))
     figure, axes = new_figure()
     if len(edges) > 2 and edges[0] >= 0 and edges[-1] > 100 * edges[1] > 0:
         edges[0] = edges[0] or edges[1] ** 2 / edges[2]
@@ -162,11 +163,6 @@ def draw_histogram(title: str, unit: str, histograms: Iterable[Histogram]) -> Dr
     plain_ticks(axes)
     axes.set_xlabel(unit)
     return Drawing(title, "% of tokens", as_svg(figure, title), (("all iterations", 0), ("last iteration", 2)))
-
-
-def sum_of(histograms: list[Histogram]) -> list[float]:
-    """The sum of the counts of all histograms."""
-    return [sum(counts) for counts in zip(*(histogram.counts for histogram in histograms), strict=True)]
 
 
 def draw_spark(column: pd.Series) -> str:
