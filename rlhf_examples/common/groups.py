@@ -97,7 +97,7 @@ def dynamic_sampling_groups(
     """This rank's share of an iteration's groups by dynamic sampling (DAPO, arXiv:2503.14476, section 3.2), scored.
 
     A group whose scored completions all have equal scores is dropped, and the next prompt takes its place, in up to
-    `max_num_gen_batches` rollouts; groups that are then still without a spread stay and are masked out of the loss.
+    `max_num_gen_batches` rollouts; if that is not enough, groups with equal scores stay, masked out of the loss.
     Every rank decides by the scores of all ranks, and the metrics count groups of all ranks.
     """
     num_generations, num_prompts = args.num_generations, args.per_device_generation_batch_size * dist.get_world_size()

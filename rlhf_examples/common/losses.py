@@ -8,8 +8,8 @@ Shapes: B sequences of T tokens, right padded.
 
 denominator: what a micro batch's sum is divided by. DeepSpeed averages gradients over ranks and accumulated backwards,
     so it is the number of tokens (or pairs, or sequences) of the whole optimizer step on all ranks, divided by the
-    number of micro batches that they are spread over (`loss_denominator`). Then padding and the split over ranks change
-    nothing.
+    number of its micro batches on all ranks (`loss_denominator`). So losses depend neither on padding nor on the number
+    of ranks.
 """
 
 import math
@@ -518,7 +518,7 @@ def loss_denominator(
 ) -> float:
     """The denominator of a micro batch's `grpo_loss`, or, with "dapo", of any loss that is a mean over tokens.
 
-    sequences, tokens: of the optimizer step on all ranks, which is spread over `micro_batches` = ranks · accumulated
+    sequences, tokens: of the optimizer step on all ranks, which consists of `micro_batches` = ranks · accumulated
         backwards. A fully masked sequence counts as a sequence, as in TRL, but its tokens do not count. The denominator
         of none is that of one.
     grpo: sequences. dr_grpo: sequences · max_completion_length. dapo, bnpo: tokens.
