@@ -21,6 +21,7 @@ from hybrid.models.reader import read_decoder
 from tests.decoders.test_self_check import self_check_reason
 from tests.decoders.test_torch_decoder import VARIANTS, average, distance, own_weights
 from tests.decoders.test_unmerged_lora import fused_of
+from tests.marks import slow_but
 from tests.tiny_models import VOCABULARY, tiny_model, with_peft
 
 # These cover the kernels' features; the other variants differ in torch operations only, and run as slow tests.
@@ -248,7 +249,7 @@ def checked_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return small("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).to(dtype)
 
 
-@pytest.mark.parametrize("max_capture_size", [*map(slow, (0, 1)), 4], ids="no one several".split())
+@pytest.mark.parametrize("max_capture_size", slow_but([4], [0, 1, 4]), ids="no one several".split())
 def test_the_self_check_accepts_a_correct_decoder(max_capture_size):
     """Also decode steps, from graphs if they are on, with as many sequences as fit."""
     model = checked_model(HALF if max_capture_size else torch.float32)
