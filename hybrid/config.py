@@ -407,10 +407,8 @@ def read_inference_config(
     Raises ValueError for a key with two different values, for an unknown key, with the nearest known one, and for an
     invalid value. Warns about deprecated keys and about keys that have no effect here.
     """
-    if config is not None and not isinstance(config, str | Path | dict | BaseModel):
-        raise ValueError(f"config: {type(config).__name__} given; it must be a dict or the path of a JSON file")
-    values = plain(load_config(config) if isinstance(config, str | Path) else config or {})
-    kwargs = plain(kwargs)
+    config = {} if config is None else config
+    values, kwargs = plain(config if isinstance(config, dict | BaseModel) else load_config(config)), plain(kwargs)
     for key in values.keys() & kwargs.keys():
         require_same(key, values[key], kwargs[key])
     settings = with_checkpoint_block(read_block(InferenceConfig, without_deprecated_keys({**values, **kwargs})))
@@ -462,10 +460,9 @@ def with_checkpoint_block(config: InferenceConfig) -> InferenceConfig:
 
     Raises ValueError if an outer key was given with a different value.
     """
-    block = config.checkpoint_config
-    moved = {"checkpoint": block.checkpoint_dir, "base_dir": block.base_dir}
-    moved |= {"save_mp_checkpoint_path": block.save_mp_checkpoint_path}
-    moved = {name: value for name, value in moved.items() if value is not None}
+    moved = config.checkpoint_config.model_dump(exclude_none=True)
+    if "checkpoint_dir" in moved:
+        moved["checkpoint"] = moved.pop("checkpoint_dir")
     for name in moved.keys() & config.model_fields_set:
         require_same(name, getattr(config, name), moved[name])
     return config.model_copy(update=moved)

@@ -19,7 +19,6 @@ from hybrid.inference.loader import (
     Cast,
     CheckpointWeights,
     cast_model,
-    floating_dtype,
     load,
     loaded_while_running,
     materialize,
@@ -71,7 +70,7 @@ class ModelLoader:
         self.info, self.model, self.config, self.group, self.device = info, info.model, config, group, device
         self.int8 = config.dtype == torch.int8
         self.checkpoint = None if config.checkpoint is None else self._open_checkpoint(moe_layers)
-        self.cast = Cast(self.model, floating_dtype(self.model, config.dtype), device)
+        self.cast = Cast(self.model, config.dtype, device)
         if self.checkpoint is not None:
             materialize(self.model, self.checkpoint.missing, device)
         move_buffers(self.model, device)

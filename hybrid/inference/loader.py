@@ -25,21 +25,16 @@ from hybrid.weights.int8 import WeightLoader
 ReadTensor = Callable[[str], torch.Tensor]  # a name in the model to the full tensor, cast and on the device
 
 
-def floating_dtype(model: nn.Module, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of activations: `dtype`, or the model's own if that is int8."""
-    if dtype.is_floating_point:
-        return dtype
-    return next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
-
-
 class Cast:
-    """Casts a model's tensors to `dtype` and moves them to `device`.
+    """Casts a model's tensors to `dtype`, or to the model's own if that is int8, and moves them to `device`.
 
     Modules that a Hugging Face model always computes in float32 (T5's `wo`) stay float32, as in `from_pretrained`
     (transformers 5.23). Integer tensors keep their dtype.  device: None: tensors are not moved.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device | None):
+        if dtype == torch.int8:
+            dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
         names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype != torch.float32 else set()
         if dtype == torch.float16:
             names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())

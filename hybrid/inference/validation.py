@@ -63,7 +63,14 @@ def rows(info: ModelInfo, config: InferenceConfig) -> Iterator[Refusal]:
     yield Refusal(not int8 and config.dtype not in dtypes, "dtype", config.dtype, computes)
     least, most = config.min_out_tokens, config.max_out_tokens
     yield Refusal(least >= most, "min_out_tokens", least, f"it must be less than max_out_tokens={most}")
-    yield from tensor_parallel_rows(config)
+    tp, group = config.tensor_parallel, callers_group(config.tensor_parallel)
+    if group is None:
+        size, allowed = tp.tp_size if tp.enabled else 1, f"it must divide the world size, {world_size()}"
+        yield Refusal(world_size() % size > 0, "tensor_parallel.tp_size", size, allowed)
+    else:
+        ranks = torch.distributed.get_world_size(group)
+        differs = "tp_size" in tp.model_fields_set and tp.tp_size != ranks
+        yield Refusal(differs, "tensor_parallel.tp_size", tp.tp_size, f"the group given too has {ranks} ranks")
     partitioned = any(is_partitioned(param) for param in model.parameters())
     yield unsupported(partitioned, "model", kind, "ZeRO-3 has partitioned its weights; use hybrid.initialize")
     partitions = zero_stage(config.zero) == ZeroStageEnum.weights
@@ -93,19 +100,6 @@ def rows(info: ModelInfo, config: InferenceConfig) -> Iterator[Refusal]:
         yield from sharing_rows(info, config, group_size(config))
     unmasked = not config.triangular_masking and is_causal(model)
     yield unsupported(unmasked, "triangular_masking", False, "the model's attention is causal; use true")
-
-
-def tensor_parallel_rows(config: InferenceConfig) -> Iterator[Refusal]:
-    """`tp_size` against the world size, or the size of the caller's group."""
-    settings, group = config.tensor_parallel, callers_group(config.tensor_parallel)
-    size = settings.tp_size if settings.enabled else 1
-    if group is None:
-        allowed = f"it must divide the world size, {world_size()}"
-        yield Refusal(world_size() % size > 0, "tensor_parallel.tp_size", size, allowed)
-    else:
-        ranks = torch.distributed.get_world_size(group)
-        differs = "tp_size" in settings.model_fields_set and settings.tp_size != ranks
-        yield Refusal(differs, "tensor_parallel.tp_size", size, f"the group given too has {ranks} ranks")
 
 
 def zero_stage(settings: dict[str, Any]) -> int:

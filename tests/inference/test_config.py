@@ -187,7 +187,7 @@ def test_deepspeeds_own_unit_test(tmp_path):
         ({"tp": {"tp_size": 0}}, {}, "tensor_parallel.tp_size: 0 given"),
         ({"tp": {"tp_size": 2}}, {"tensor_parallel": {"tp_size": 3}}, "tensor_parallel: given twice"),
         ({"tp": 2}, {}, "tensor_parallel: 2 given; it must be a dictionary"),
-        (3, {}, "config: int given; it must be a dict or the path"),
+        (3, {}, "config: a int given; give the path of a DeepSpeed JSON file or a dict"),
         ("nowhere.json", {}, "no file at 'nowhere.json'"),
     ],
 )
