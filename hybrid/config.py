@@ -460,9 +460,9 @@ def with_checkpoint_block(config: InferenceConfig) -> InferenceConfig:
 
     Raises ValueError if an outer key was given with a different value.
     """
-    moved = config.checkpoint_config.model_dump(exclude_none=True)
-    if "checkpoint_dir" in moved:
-        moved["checkpoint"] = moved.pop("checkpoint_dir")
+    block = config.checkpoint_config
+    moved = {"checkpoint": block.checkpoint_dir, **block.model_dump(exclude={"checkpoint_dir"})}
+    moved = {name: value for name, value in moved.items() if value is not None}
     for name in moved.keys() & config.model_fields_set:
         require_same(name, getattr(config, name), moved[name])
     return config.model_copy(update=moved)
