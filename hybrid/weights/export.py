@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,19 +23,19 @@ from hybrid.weights.lora import Adapted, read_adapters
 
 WEIGHTS = "model.safetensors"
 # The full float32 values to write in a parameter's place; None: write the parameter itself. A collective.
-Instead = Callable[[nn.Parameter], torch.Tensor | None]
+Override = Callable[[nn.Parameter], torch.Tensor | None]
 # Tensors in host memory by name, on rank 0 only. The other ranks join the gathers and get an empty dict.
 Tensors = dict[str, torch.Tensor]
 Values = dict[nn.Parameter, torch.Tensor]
 
 
 def save_pretrained(
-    model: nn.Module, directory: str | Path, merged: bool, max_shard_bytes: int, instead: Instead | None
+    model: nn.Module, directory: str | Path, merged: bool, max_shard_bytes: int, override: Override | None
 ) -> None:
     """Write `model` into `directory`, which is created if needed. Rank 0 writes; a collective of all ranks.
 
     merged: write the full model with the active adapters merged; else write PEFT's adapter files.
-    instead: gives the float32 values to write in a parameter's place, or None for the parameter itself.
+    override: gives the float32 values to write in a parameter's place, or None for the parameter itself.
     Peak host memory: on rank 0 one shard and one layer (outside the layers, one module), on other ranks one parameter.
 
     Raises ValueError if `model` is no PreTrainedModel, or if `merged` is False and it has no PEFT adapters;
@@ -49,13 +50,13 @@ def save_pretrained(
         )
     if not merged and not isinstance(model, peft.PeftModel):
         raise ValueError(f"save_pretrained: merged=False given for a {type(base).__name__} without PEFT's adapters")
-    layers = iter(merged_layers(base, instead) if merged else [adapter_tensors(model, instead)])
+    layers = iter(merged_layers(base, override) if merged else [adapter_tensors(model, override)])
     first, error = dist.get_rank() == 0, None
     try:
         if first:
             Path(directory).mkdir(parents=True, exist_ok=True)
         if first and merged:
-            write_model(base, layers, Path(directory), max_shard_bytes, instead)
+            write_model(base, layers, Path(directory), max_shard_bytes, override)
         elif first:
             model.save_pretrained(directory, state_dict=next(layers))
     except Exception as raised:  # the other ranks are still gathering: the error is broadcast below
@@ -75,14 +76,14 @@ def write_model(
     layers: Iterator[list[Callable[[], Tensors]]],
     directory: Path,
     max_shard_bytes: int,
-    instead: Instead | None,
+    override: Override | None,
 ) -> None:
     """Write the full model from rank 0: the config and Hugging Face's other files, then the tensors.
 
-    layers: the tensors, in the form that `merged_layers` gives.  instead: if not None, config.json says float32.
+    layers: the tensors, in the form that `merged_layers` gives.  override: if not None, config.json says float32.
     """
     model.save_pretrained(directory, state_dict={})  # all but the weights
-    if instead is not None:
+    if override is not None:
         config = copy(model.config)
         config.dtype = torch.float32
         config.save_pretrained(directory)
@@ -143,113 +144,121 @@ class Shards:
 
 
 Wrappers = dict[nn.Module, Adapted]
-# A module's name without adapter wrappers, the module without adapters, and its `Adapted` (None: not adapted).
-Plain = tuple[str, nn.Module, Adapted | None]
 
 
-def merged_layers(model: PreTrainedModel, instead: Instead | None) -> Iterator[list[Callable[[], Tensors]]]:
+@dataclass(frozen=True)
+class SavedModule:
+    """A module without adapter wrappers, its name without them, and its adapters; None: it has none."""
+
+    name: str
+    module: nn.Module
+    adapted: Adapted | None
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the module has active adapters, which are then merged."""
+        return self.adapted is not None and bool(self.adapted.state())
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """The module's own parameters by name; for an adapted module its base's training parameters."""
+        params = self.module._parameters if self.adapted is None else self.adapted.sources
+        return {key: param for key, param in params.items() if param is not None}
+
+
+def merged_layers(model: PreTrainedModel, override: Override | None) -> Iterator[list[Callable[[], Tensors]]]:
     """The tensors of a model with adapters merged: per item one layer or, outside the layers, one module.
 
     An item is a list with a function for each module, which gives the module's tensors by name; rank 0 calls them. A
     shared parameter comes once, under the name that Hugging Face saves it by. Advancing the iterator is a collective.
     Raises NotImplementedError if an adapter cannot be merged.
     """
-    wrappers = {one.wrapper: one for one in read_adapters(model)}
+    wrappers = {adapted.wrapper: adapted for adapted in read_adapters(model)}
     require_mergeable(model)
     layers = list(layers_of("", model, wrappers))
     owners = owners_of(layers, set(getattr(model, "all_tied_weights_keys", None) or ()))
     ignored = set(model._keys_to_ignore_on_save or ())
-    return ([partial(tensors_of, ref, gather(ref, owners, instead), ignored) for ref in layer] for layer in layers)
+    return (
+        [partial(tensors_of, saved, gather(saved, owners, override), ignored) for saved in layer] for layer in layers
+    )
 
 
-def gather(ref: Plain, owners: dict[nn.Parameter, str], instead: Instead | None) -> Values:
+def gather(saved: SavedModule, owners: dict[nn.Parameter, str], override: Override | None) -> Values:
     """The gathered parameters from which a module's tensors are made, without those that another module owns. A
     collective; empty on all ranks but 0."""
-    name, module, one = ref
-    if is_merged(one):
-        params = dict.fromkeys((*one.sources.values(), *one.adapter_params()))
+    if saved.is_merged:
+        params = dict.fromkeys((*saved.adapted.sources.values(), *saved.adapted.adapter_params()))
     else:
-        params = [param for key, param in own_params(module, one).items() if owners[param] == joined(name, key)]
-    return {param: value for param in params if (value := read(param, instead)) is not None}
+        params = [param for key, param in saved.params.items() if owners[param] == joined(saved.name, key)]
+    return {param: value for param in params if (value := read(param, override)) is not None}
 
 
 @torch.no_grad()
-def tensors_of(ref: Plain, values: Values, ignored: set[str]) -> Tensors:
+def tensors_of(saved: SavedModule, values: Values, ignored: set[str]) -> Tensors:
     """A module's tensors to save, buffers included, by their full names in the model.
 
     values: the module's gathered parameters.  ignored: names that are not saved.
     """
-    name, module, one = ref
-    if is_merged(one):
-        found = merged_tensors(one, values)
+    if saved.is_merged:
+        tensors = merged_tensors(saved.adapted, values)
     else:
-        found = {key: values[param] for key, param in own_params(module, one).items() if param in values}
-    for key, buffer in module._buffers.items():
-        if buffer is not None and key not in module._non_persistent_buffers_set:
-            found[key] = on_host(buffer)
-    return {path: tensor for key, tensor in found.items() if (path := joined(name, key)) not in ignored}
+        tensors = {key: values[param] for key, param in saved.params.items() if param in values}
+    for key, buffer in saved.module._buffers.items():
+        if buffer is not None and key not in saved.module._non_persistent_buffers_set:
+            tensors[key] = on_host(buffer)
+    return {path: tensor for key, tensor in tensors.items() if (path := joined(saved.name, key)) not in ignored}
 
 
-def owners_of(layers: list[list[Plain]], tied: set[str]) -> dict[nn.Parameter, str]:
+def owners_of(layers: list[list[SavedModule]], tied: set[str]) -> dict[nn.Parameter, str]:
     """The name under which each parameter is saved: its first name that is not in `tied`. Parameters of modules with
     merged adapters are left out."""
     owners: dict[nn.Parameter, str] = {}
-    for name, module, one in (ref for layer in layers for ref in layer if not is_merged(ref[2])):
-        for key, param in own_params(module, one).items():
+    for saved in (saved for layer in layers for saved in layer if not saved.is_merged):
+        for key, param in saved.params.items():
             if param not in owners or owners[param] in tied:
-                owners[param] = joined(name, key)
+                owners[param] = joined(saved.name, key)
     return owners
 
 
-def adapter_tensors(model: peft.PeftModel, instead: Instead | None) -> Tensors:
+def adapter_tensors(model: peft.PeftModel, override: Override | None) -> Tensors:
     """The tensors of PEFT's adapter files, and every other trainable parameter. A collective; empty on all ranks but
     0."""
     marks = (model.base_model.prefix, "modules_to_save.", "trainable_tokens_")
     params = {
         name: param for name, param in model.named_parameters() if param.requires_grad or any(m in name for m in marks)
     }
-    return {name: value for name, param in params.items() if (value := read(param, instead)) is not None}
+    return {name: value for name, param in params.items() if (value := read(param, override)) is not None}
 
 
-def layers_of(name: str, module: nn.Module, wrappers: Wrappers) -> Iterator[list[Plain]]:
+def layers_of(name: str, module: nn.Module, wrappers: Wrappers) -> Iterator[list[SavedModule]]:
     """The modules that are gathered together: those of a layer (a child of an nn.ModuleList); elsewhere each module
     alone."""
-    plain, one = unwrapped(module, wrappers)
-    yield [(name, plain, one)]
-    for key, child in plain.named_children():
-        if isinstance(plain, nn.ModuleList):
+    saved = unwrapped(name, module, wrappers)
+    yield [saved]
+    for key, child in saved.module.named_children():
+        if isinstance(saved.module, nn.ModuleList):
             yield [*modules_of(joined(name, key), child, wrappers)]
         else:
             yield from layers_of(joined(name, key), child, wrappers)
 
 
-def modules_of(name: str, module: nn.Module, wrappers: Wrappers) -> Iterator[Plain]:
+def modules_of(name: str, module: nn.Module, wrappers: Wrappers) -> Iterator[SavedModule]:
     """A module and all modules inside it, without their adapters."""
-    plain, one = unwrapped(module, wrappers)
-    yield name, plain, one
-    for key, child in plain.named_children():
+    saved = unwrapped(name, module, wrappers)
+    yield saved
+    for key, child in saved.module.named_children():
         yield from modules_of(joined(name, key), child, wrappers)
 
 
-def unwrapped(module: nn.Module, wrappers: Wrappers) -> tuple[nn.Module, Adapted | None]:
-    """The module without adapters, and its `Adapted` or None; for PEFT's modules_to_save the active copy."""
+def unwrapped(name: str, module: nn.Module, wrappers: Wrappers) -> SavedModule:
+    """The module without adapters; for PEFT's modules_to_save the active copy."""
     if isinstance(module, ModulesToSaveWrapper):
         active = None if module.disable_adapters else next(iter(module.active_adapters), None)
-        saved = module.modules_to_save
-        return (saved[active] if active in saved else module.original_module), None  # noqa: SIM401 - no get
-    one = wrappers.get(module)
-    return (module, None) if one is None else (one.plain, one)
-
-
-def own_params(module: nn.Module, one: Adapted | None) -> dict[str, nn.Parameter]:
-    """A module's own parameters by name; for an adapted module its base's training parameters."""
-    params = module._parameters if one is None else one.sources
-    return {key: param for key, param in params.items() if param is not None}
-
-
-def is_merged(one: Adapted | None) -> bool:
-    """Whether a module has active adapters, which are then merged."""
-    return one is not None and bool(one.state())
+        copies = module.modules_to_save
+        module = copies[active] if active in copies else module.original_module  # noqa: SIM401 - no get
+        return SavedModule(name, module, None)
+    adapted = wrappers.get(module)
+    return SavedModule(name, module if adapted is None else adapted.plain, adapted)
 
 
 def require_mergeable(model: PreTrainedModel) -> None:
@@ -263,15 +272,15 @@ def require_mergeable(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def read(param: nn.Parameter, instead: Instead | None) -> torch.Tensor | None:
+def read(param: nn.Parameter, override: Override | None) -> torch.Tensor | None:
     """A parameter's full values in host memory on rank 0, None on the other ranks. A collective.
 
-    With `instead` the values are float32: those that it gives, or the parameter's own where it gives None.
+    With `override` the values are float32: those that it gives, or the parameter's own where it gives None.
     """
-    value = None if instead is None else instead(param)
+    value = None if override is None else override(param)
     if value is None:
         with gathered([param]):
-            return None if dist.get_rank() else on_host(param, None if instead is None else torch.float32)
+            return None if dist.get_rank() else on_host(param, None if override is None else torch.float32)
     return None if dist.get_rank() else on_host(value)
 
 
@@ -282,27 +291,27 @@ def on_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Ten
     return tensor.detach().to("cpu", dtype if floating else tensor.dtype, copy=True)
 
 
-def merged_tensors(one: Adapted, values: Values) -> Tensors:
+def merged_tensors(adapted: Adapted, values: Values) -> Tensors:
     """An adapted module's tensors with the active adapters merged: summed in float32, then rounded once to the dtype
     that the weight has in `values`."""
-    base = {key: values[param] for key, param in one.sources.items()}
-    with lent(one, values):
-        changed = one.merged(base)
+    base = {key: values[param] for key, param in adapted.sources.items()}
+    with lent(adapted, values):
+        changed = adapted.merged(base)
     return base | {key: tensor.to(base.get(key, tensor).dtype) for key, tensor in changed.items()}
 
 
 @contextmanager
-def lent(one: Adapted, values: Values) -> Iterator[None]:
+def lent(adapted: Adapted, values: Values) -> Iterator[None]:
     """Inside the block the adapter's modules hold `values` in place of their parameters. Their parameter dictionaries
     are replaced: ZeRO-3's would gather on access (deepspeed 0.19.8)."""
-    own, before = one.own, {module: module._parameters for module in one.own}
+    own, before = adapted.own, {module: module._parameters for module in adapted.own}
     try:
-        one.own = {m: {key: values.get(param, param) for key, param in params.items()} for m, params in own.items()}
-        for module, tensors in one.own.items():
+        adapted.own = {m: {key: values.get(param, param) for key, param in params.items()} for m, params in own.items()}
+        for module, tensors in adapted.own.items():
             module._parameters = tensors
         yield
     finally:
-        one.own = own
+        adapted.own = own
         for module, params in before.items():
             module._parameters = params
 
