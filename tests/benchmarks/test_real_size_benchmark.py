@@ -25,4 +25,6 @@ def test_every_phase_of_a_step_is_measured(containers):
     assert float(re.search(r"tokens/s of the rollout: ([\d.]+); loss -?\d+\.\d+$", done.stdout, re.M)[1]) > 0
     seconds = dict(re.findall(r"^\| ([^|]+) \| (\d+\.\d) \|$", done.stdout, re.M))
     assert set(PHASES) <= set(seconds)
-    assert len(re.findall(r"^\| [01] \| \d+ \| -?\d+ \| -?[\d.]+ \|$", done.stdout, re.M)) == 2, "a rank's memory"
+    assert len(re.findall(r"^\| [01] \| \d+ \| -?\d+ \| -?[\d.]+ \|$", done.stdout, re.M)) == 2, (
+        "the memory line of a rank is missing"
+    )

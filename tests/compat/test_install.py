@@ -276,7 +276,7 @@ def require_generate_through(engine: hybrid.HybridEngine, module: torch.nn.Modul
     request = {"attention_mask": mask, "max_new_tokens": 5 + 4 * rank, "do_sample": False}
     tokens, training = engine.stats()["tokens"], module.training
     assert torch.equal(module.generate(ids, **request), reference.generate(ids, **request))
-    assert engine.stats()["tokens"] - tokens > 0, "the engine did not see it"
+    assert engine.stats()["tokens"] - tokens > 0, "the engine did not generate"
     assert module.training == training
     assert torch.equal(module.generate(inputs=ids, **request), engine.generate(ids, **request))
 
@@ -300,7 +300,7 @@ def check_modules_generate() -> None:
         for parameter in clone.parameters():
             parameter.mul_(-1.0)
     before = engine.stats()["tokens"]
-    assert not torch.equal(clone.generate(ids, **request), expected), "a copy generates from the original"
+    assert not torch.equal(clone.generate(ids, **request), expected), "a copy generates with the original's weights"
     assert engine.stats()["tokens"] == before
     assert torch.equal(model.generate(ids, **request), expected)
     engine.destroy()
@@ -478,7 +478,7 @@ def check_seq2seq_trainer(folder: str) -> None:
     expected = reference.generate(ids, attention_mask=mask, **beams)
     assert len(expected.unique()) > 2, "all beams are one token: the test is vacuous"
     assert torch.equal(predictions[:, : expected.shape[1]], expected)
-    assert not (predictions[:, expected.shape[1] :] > 0).any(), "padding"
+    assert not (predictions[:, expected.shape[1] :] > 0).any(), "tokens after the completion are not padding"
 
 
 def check_seq2seq_alone(folder: str) -> None:

@@ -62,7 +62,7 @@ def check_greedy(adapter: str, samples: int) -> int:
 @pytest.mark.parametrize("adapter", ["none", "peft"])
 def test_greedy_rollouts_match_deepspeeds(ranks, adapter, samples):
     for ended in ranks.run(check_greedy, adapter, samples):
-        assert 0 < ended < 15 * samples, "every completion is as long as any other, and no mask was tested"
+        assert 0 < ended < 15 * samples, "all completions have the same length: the test of masks is vacuous"
 
 
 def check_continuous() -> None:
@@ -74,7 +74,9 @@ def check_continuous() -> None:
     sampling = {"max_new_tokens": 12, "temperature": 0.0}
     engine.rollout = lambda ids, *args, **kwargs: rows.append(len(ids)) or engine_rollout(ids, *args, **kwargs)
     actual = rollout.generate(request, SamplingConfig(**sampling, continuous_batch_size=2))
-    assert sum(rows) == actual.batch_size and max(rows) == 2, "more rows were decoded together than asked for"
+    assert sum(rows) == actual.batch_size and max(rows) == 2, (
+        "more rows than continuous_batch_size were decoded together"
+    )
     # DeepSpeed's continuous batching, which differs only in padding, does not run with transformers 5.23
     # (its cache has no get_query_offset), so its plain generation is the oracle.
     expected = deepspeeds.generate(request, SamplingConfig(**sampling))

@@ -186,7 +186,7 @@ def test_graphs_are_captured_again_only_if_blocks_or_weights_move():
     graph = decoder.graphed.graphs[4]
     assert torch.equal(decoding.decode([2, 2, 2]), first)
     decoder.bind()
-    assert decoder.graphed.graphs[4] is graph, "nothing moved, and the graph was dropped"
+    assert decoder.graphed.graphs[4] is graph, "the graph was dropped without a move"
     moved = three_sequences(decoder)
     assert torch.equal(moved.decode([2, 2, 2]), first)
     assert decoder.graphed.graphs[4] is not graph

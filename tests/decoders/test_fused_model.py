@@ -191,7 +191,7 @@ def test_a_model_unlike_its_family_runs_natively(change, dtype, calls):
     )
     with pytest.warns(UserWarning, match=message):
         engine.generate(IDS, **REQUEST)
-    assert where in engine.fused.fallback_reason_now(), "coverage does not say so"
+    assert where in engine.fused.fallback_reason_now(), "coverage lacks the reason"
     require_native(engine, reference, calls)
 
 
@@ -658,7 +658,7 @@ def test_token_ids_outside_the_vocabulary_raise_as_hugging_face():
     with pytest.raises(IndexError, match="97"):
         engine.model(wrong, use_cache=False)
     require = engine.generate(IDS, **REQUEST)
-    assert torch.equal(require, reference.generate(IDS, **REQUEST)), "the error has left something behind"
+    assert torch.equal(require, reference.generate(IDS, **REQUEST)), "the error was not cleaned up"
 
 
 def test_a_module_that_is_no_language_model_runs_unchanged():

@@ -324,7 +324,7 @@ def test_checked_contexts_are_longer_than_a_block_and_a_split():
         for step in sequences.steps:
             assert len(set(step.batch.lengths.tolist())) == len(lengths) == len(step.batch.ids)
         ends = {int(length) for step in sequences.steps for length in step.batch.lengths}
-        assert {BLOCK_SIZE, BLOCK_SIZE + 1} <= ends, "no sequence is decoded over the end of a block"
+        assert {BLOCK_SIZE, BLOCK_SIZE + 1} <= ends, "no sequence crosses the end of a block during decode"
         assert any(
             begin > 0
             for prefill in sequences.prefills

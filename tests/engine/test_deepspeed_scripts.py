@@ -95,9 +95,9 @@ def check_fusing(adapter: str, stage: int, **rollout) -> None:
             with engine.inference(), pytest.raises(RuntimeError, match="unfuse_lora_weight.. inside"):
                 engine.unfuse_lora_weight()
         engine.unfuse_lora_weight()
-        assert (engine.stats()["snapshot_bytes"] < fused_bytes) == merges, "fusing is not about the snapshot"
+        assert (engine.stats()["snapshot_bytes"] < fused_bytes) == merges, "unfusing did not free the merged weights"
         if round_ % 5 == 0:
-            assert torch.equal(engine.generate(ids, **request), expected), "unfused, the policy lost its adapters"
+            assert torch.equal(engine.generate(ids, **request), expected), "the unfused policy has no adapters"
             engine.unfuse_lora_weight()
         engine.train()
         assert storage_digest(engine) == digest

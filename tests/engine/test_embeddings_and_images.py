@@ -93,7 +93,7 @@ def check_encoder_decoder(kind: str) -> None:
         ):
             with pytest.raises(NotImplementedError, match=rf"{call}: {type(model).__name__} is an encoder-decoder"):
                 refused()
-    assert collectives.count == 0, "weights moved before the refusal"
+    assert collectives.count == 0, "weights were gathered before the error"
     assert storage_digest(engine) == before
     assert engine.module.training == training
     request = {"attention_mask": mask.bool(), "max_new_tokens": 6, "do_sample": False}

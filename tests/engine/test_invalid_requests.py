@@ -192,7 +192,9 @@ def check_initialize(folder: str) -> None:
     with pytest.raises(NotImplementedError, match=r"layers\.0\.self_attn\.q_proj.*cannot be merged"):
         hybrid.initialize(model=unmergeable, config=settings(3))
     for unchanged in (model, unmergeable):
-        assert not any(hasattr(parameter, "ds_id") for parameter in unchanged.parameters()), "it was partitioned"
+        assert not any(hasattr(parameter, "ds_id") for parameter in unchanged.parameters()), (
+            "the model was partitioned before the error"
+        )
 
     # A path, a dict and args.deepspeed_config all work, and none is changed.
     config = settings(0)

@@ -73,13 +73,13 @@ def require_plan(family: str, adapter: str, stage: int) -> None:
         stats = engine.stats()
         assert stats["snapshot_bytes"] == need.snapshot if name != "streaming" else need.snapshot == 0
         assert stats["container_bytes"] == need.containers, (name, stats["container_bytes"], need.containers)
-        assert stats["kv_bytes"] == need.kv, "what the call may come to need is not reserved"
+        assert stats["kv_bytes"] == need.kv, "the KV cache differs from the plan"
         assert stats["peak_bytes"] <= need.total
         assert 2 * stats["peak_bytes"] >= need.total - need.logits
         shards = sum((p.ds_tensor if stage == 3 else p).nbytes for p in engine.module.parameters())
         assert need.parameters == shards
         engine.destroy()
-    assert all(table == tables[0] for table in tables), "a plan depends on the mode that the engine is in"
+    assert all(table == tables[0] for table in tables), "the plan depends on the engine's current mode"
     if stage == 3:
         weights = {name: need.gather + need.snapshot + need.containers for name, need in tables[0].items()}
         assert weights["streaming"] < weights["tensor parallel 2"] < weights["pinned"]

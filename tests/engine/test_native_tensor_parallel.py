@@ -293,7 +293,7 @@ def check_bytes() -> None:
     unsharded, sharded = (
         engine_of(tiny_model("starcoder2", sizes=SIZES), config) for config in (settings(3), tp_settings(2))
     )
-    assert sharded.stats()["snapshot_bytes"] == 0, "the self-check left its slices"
+    assert sharded.stats()["snapshot_bytes"] == 0, "the self-check's slices were not freed"
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     for engine in (unsharded, sharded):
         engine.eval()

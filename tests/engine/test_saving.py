@@ -175,7 +175,9 @@ def check_copies(stage: int, adapter: str) -> None:
         assert clone.generate.__self__ is clone, name
         if stage < 3:  # a copy of a partitioned model is empty, and DeepSpeed's hooks fail on it
             assert torch.equal(logits(clone), logits(expected)), name
-            assert not torch.equal(logits(clone), engine(input_ids=IDS, attention_mask=MASK).logits), "it did not learn"
+            assert not torch.equal(logits(clone), engine(input_ids=IDS, attention_mask=MASK).logits), (
+                "the policy did not train"
+            )
             clone.train()
             clone(input_ids=IDS, labels=IDS).loss.backward()
 

@@ -33,7 +33,9 @@ def check_raises(name: str) -> None:
     model = tiny_model("llama")
     with pytest.raises(NotImplementedError, match=message):
         hybrid.initialize(model=model, config=settings(3, **keys), **arguments)
-    assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters()), "it was partitioned"
+    assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters()), (
+        "the model was partitioned before the error"
+    )
     engine_of(model, settings(3, tensor_parallel={"autotp_size": 1}, sequence_parallel_size=1))
 
 

@@ -150,7 +150,9 @@ def test_models_without_logits_to_keep_are_scored(wrapper, monkeypatch):
     forwards = ForwardCounts(model.inner.model)
     with torch.no_grad():
         score_natively(model, *sequences(), TEMPERATURE, 4)
-    assert forwards.counts[0] == (4 if wrapper is DecoderElsewhere else 2), "each chunk runs the whole model"
+    assert forwards.counts[0] == (4 if wrapper is DecoderElsewhere else 2), (
+        "the number of forwards of the whole model is wrong"
+    )
 
 
 def test_forwards_batch_rows_of_similar_length():

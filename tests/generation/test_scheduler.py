@@ -140,10 +140,8 @@ def run_scheduler(
     done = Scheduler(
         request, decoder, block_pool, max_num_seqs, num_scheduler_steps, lambda name: contextlib.nullcontext()
     ).run()
-    assert block_pool.num_used == 0, "blocks are still held when everything is done"
-    assert len(decoder.kv_sizes) == 2, (
-        "storage has grown: only the block that tells its kind comes before what is reserved"
-    )
+    assert block_pool.num_used == 0, "blocks are still in use after the last row"
+    assert len(decoder.kv_sizes) == 2, "storage has grown: only the measuring block precedes the reservation"
     return done, decoder, block_pool
 
 

@@ -290,7 +290,9 @@ def test_triangular_masking_false_is_accepted_for_encoders(name):
     changed_ids[:, -1] += 1
     with torch.no_grad():
         assert torch.equal(actual, model(ids).logits)
-        assert not torch.equal(actual[:, 0], model(changed_ids).logits[:, 0]), "the first token sees the last"
+        assert not torch.equal(actual[:, 0], model(changed_ids).logits[:, 0]), (
+            "the first token does not attend to the last"
+        )
 
 
 def test_triangular_masking_false_is_accepted_for_other_modules():

@@ -28,7 +28,9 @@ def test_quantization_error_is_at_most_half_a_step(groups, dtype):
     assert (error <= step / 2 * (1 + 1e-6)).all()  # rounding the quotient in float32
     largest = weight.double().view(9, groups, -1).abs().amax(2)
     spacing = torch.finfo(dtype).eps
-    assert (scale.double() * 127 <= largest * (1 + spacing) + 1e-35).all(), "a coarser step than is needed"
+    assert (scale.double() * 127 <= largest * (1 + spacing) + 1e-35).all(), (
+        "the quantization step is larger than necessary"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -69,7 +69,7 @@ def check_memory(folder: str) -> None:
         model = type(reference)(reference.config)
     slices = tp_engine(model, checkpoint=folder)._snapshot
     assert 0.5 < slices.nbytes() / model_bytes < 0.53  # norms are replicated, and the vocabulary of 97 is rounded up
-    assert slices.peak_bytes <= slices.nbytes() + largest, "more than a tensor was whole at once"
+    assert slices.peak_bytes <= slices.nbytes() + largest, "more than one full tensor was in memory"
 
 
 def test_a_rank_holds_only_its_slice(ranks, tmp_path):
@@ -170,7 +170,7 @@ def check_more_than_logits(family: str, settings: dict) -> None:
         assert torch.equal(actual, expected)
     assert "gathered from 2 ranks' slices at every forward" in engine.coverage()[0]["why"]
     local_params = sum(param.numel() for param in engine.module.parameters())
-    assert local_params < 0.05 * sum(param.numel() for param in reference.parameters()), "whole weights stay"
+    assert local_params < 0.05 * sum(param.numel() for param in reference.parameters()), "full weights were kept"
     assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))  # fused again
 
 
@@ -202,7 +202,7 @@ def check_samples() -> None:
     drawn = sharded.generate(ids, **request)
     draws = [torch.zeros(8) for _ in range(2)]
     dist.all_gather(draws, torch.rand(8))
-    assert torch.equal(*draws), "what callers draw by themselves of equal logits is not equal"
+    assert torch.equal(*draws), "torch's generators differ between ranks"
     for tokens, same in ((own_tokens, False), (drawn, True)):
         gathered = [torch.zeros(4, 40, dtype=torch.int64) for _ in range(2)]
         dist.all_gather(gathered, torch.nn.functional.pad(tokens, (0, 40 - tokens.shape[1])))

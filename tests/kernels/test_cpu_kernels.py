@@ -264,9 +264,7 @@ def test_other_warpers_stay_processors():
     before, draw = split_warpers(LogitsProcessorList([OwnWarper(0.7)]), do_sample=True)
     assert (len(before), draw) == (1, SamplingMetadata())
     before, draw = split_warpers(LogitsProcessorList([top_k]), do_sample=False)
-    assert (list(before), draw) == ([top_k], SamplingMetadata(temperature=0)), (
-        "greedy search does not leave processors out"
-    )
+    assert (list(before), draw) == ([top_k], SamplingMetadata(temperature=0)), "greedy search must keep processors"
 
 
 # Compiling
@@ -311,7 +309,7 @@ def test_the_compilers_output_is_in_the_warning(cache, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "COMPILERS", (str(compiler),))
     with pytest.warns(UserWarning, match="it does not know this"):
         assert kernels.cpu_library.__wrapped__() is None
-    assert [path.suffix for path in cache.iterdir()] == [".lock"], "a failed compilation leaves something behind"
+    assert [path.suffix for path in cache.iterdir()] == [".lock"], "a failed compilation left files"
 
 
 def test_a_library_is_compiled_once_per_flags(cache, compiled):
@@ -366,7 +364,7 @@ def test_an_unwritable_cache_falls_back_to_the_temporary_directory(compiled, tmp
         path = kernels.built((home,))
         assert path.is_file()
         assert path.parent == tmp_path / "temporary" / f"hybrid-engine-{os.getuid()}"
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700, "others may put libraries there"
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700, "other users can write libraries there"
 
 
 def test_a_temporary_directory_that_others_can_write_is_not_used(compiled, tmp_path, monkeypatch):

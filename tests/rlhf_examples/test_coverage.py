@@ -117,7 +117,7 @@ def roll_out_and_score(engine: hybrid.HybridEngine, params: hybrid.SamplingParam
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_every_recipe_runs_fused(ranks, tmp_path, name):
-    assert steps_of(name), "nothing generates in it"
+    assert steps_of(name), "the recipe has no generating step"
     ranks.run(check_recipe, name, str(tmp_path))
 
 

@@ -77,7 +77,7 @@ def test_lora_on_a_scaled_embedding_merges():
 def test_lora_on_expert_parameters_merges():
     model = tiny_model("mixtral")
     names = [name for name, _ in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
-    assert names, "the experts' parameters have other names now"
+    assert names, "the experts' parameters were renamed"
     parameters = sorted({".".join(name.split(".")[-2:]) for name in names})
     adapted = shake(with_peft(model, target_modules=["q_proj"], target_parameters=parameters))
     kinds = {type(adapter).__name__ for adapter in read_adapters(adapted)}

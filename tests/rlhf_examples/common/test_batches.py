@@ -45,7 +45,7 @@ MIXES_ROWS = {"bloom", "falcon", "opt"}  # transformers 5.23 does not pass cu_se
 def test_balanced_batches_match_an_example():
     """9 | 5, 4 | then 3 to the batch with fewer rows, then 2 and 1 to the one with fewer tokens."""
     assert balanced_batches([3, 9, 5, 4, 1, 2], 2) == [[0, 1], [2, 3, 4, 5]]
-    assert balanced_batches(torch.tensor([5, 0, 0]), 3) == [[0], [1], [2]], "a batch without a row"
+    assert balanced_batches(torch.tensor([5, 0, 0]), 3) == [[0], [1], [2]], "a batch has no rows"
     with pytest.raises(ValueError, match="num_batches: 3 given for 2 rows; every batch needs a row"):
         balanced_batches([4, 4], 3)
 
@@ -90,9 +90,7 @@ def test_token_budget_batches_are_as_many_on_every_rank():
     for own, batches in zip(lengths, (needy, other), strict=True):
         assert sorted(row for batch in batches for row in batch) == list(range(6))
         assert all(own[batch].sum() <= 40 for batch in batches)
-    assert max(lengths[0][batch].sum() for batch in balanced_batches(lengths[0], 3)) > 40, (
-        "fewer batches would have done"
-    )
+    assert max(lengths[0][batch].sum() for batch in balanced_batches(lengths[0], 3)) > 40, "more batches than necessary"
     assert on_two_ranks(lengths, 1000) == [[[0, 1, 2, 3, 4, 5]]] * 2
 
 
@@ -270,7 +268,7 @@ def test_only_one_chunk_of_logits_is_in_memory():
             (logps.sum() + entropies.sum()).backward()
         peaks[chunk_size] = made.peak / (2000 * 4)  # in rows of logits
         head.weight.grad = hidden.grad = head.bias.grad = None
-    assert peaks[256] > 3 * 256, "logits, log_softmax and their gradients: the measure sees them"
+    assert peaks[256] > 3 * 256, "logits, log_softmax and their gradients were not measured"
     rest = 4 * 5 + 30  # four gradients of the head at once, and small tensors
     assert peaks[64] < peaks[256] / 4 + rest and peaks[16] < peaks[256] / 16 + rest, peaks
 

@@ -154,7 +154,9 @@ def require_the_best(script: str, ranks, small, tmp_path) -> None:
     ranks.run(run_scripted, script, settings_of(script, small, stopped))
     assert [row["iteration"] for row in logged(stopped)] == [1, 2, 3, 4]
     checkpoints = sorted(path.name for path in (stopped / "checkpoints").glob("iteration-*"))
-    assert checkpoints == ["iteration-000001", "iteration-000002"], "saved where they are the best so far"
+    assert checkpoints == ["iteration-000001", "iteration-000002"], (
+        "checkpoints are not those of the best iterations so far"
+    )
     plain = settings_of(script, small, short, early_stopping_patience=0, load_best_model_at_end=False)
     plain = {name: value for name, value in plain.items() if name not in ("metric_for_best_model", "greater_is_better")}
     ranks.run(run_in_this_rank, script, {**plain, STEPS[script]: 2})

@@ -38,7 +38,9 @@ def test_explained_variance_matches_the_formula():
     expected = 1 - (returns - values)[kept].var(unbiased=False) / returns[kept].var(unbiased=False)
     values[~kept] = math.nan
     assert explained_variance(values, returns, mask) == pytest.approx(expected.item(), rel=1e-12)
-    assert explained_variance(returns + 3, returns, mask) == pytest.approx(1.0), "a constant explains itself"
+    assert explained_variance(returns + 3, returns, mask) == pytest.approx(1.0), (
+        "a constant offset reduces the explained variance"
+    )
     assert explained_variance(torch.zeros_like(returns), returns, mask) == pytest.approx(0.0)
     assert math.isnan(explained_variance(values, torch.ones_like(returns), mask))
 
@@ -66,7 +68,9 @@ def test_flops_exclude_gradients_of_frozen_weights():
     config = tiny_model("llama").config
     config.num_labels = 1
     critic = TrainingFlops.of(ValueModel(AutoModelForSequenceClassification.from_config(config)))
-    assert critic.per_pair == base.per_pair and critic.per_token < base.per_token, "it has no head over the vocabulary"
+    assert critic.per_pair == base.per_pair and critic.per_token < base.per_token, (
+        "FLOPs of a vocabulary head were counted"
+    )
 
 
 @alone

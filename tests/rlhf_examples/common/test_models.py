@@ -79,7 +79,7 @@ def check_values(folder: str, family: str, lora_rank: int) -> None:
     )
     ids, mask = prompts(2, 7, padded=True, seed=dist.get_rank())
     with critic.inference():
-        assert (frozen_values(critic, ids, mask, 1) == 0).all(), "values begin at zero"
+        assert (frozen_values(critic, ids, mask, 1) == 0).all(), "initial values are not zero"
     for _ in range(3):
         critic.backward((token_values(critic, ids, mask, 4) - 1).square().mean())
         critic.step()

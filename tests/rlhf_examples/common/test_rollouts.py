@@ -166,7 +166,7 @@ def count_scores(directory: Path) -> None:
         policy.score, models.critic.module.forward = counting_score, measuring_forward
         ppo_iteration(models, tokenizer, rows_of(tokenizer), None, FixedKLController(0.1), 1, args)
         assert len(calls) == expected
-        assert 0 < max(widest) <= 40, "the critic has no budget"
+        assert 0 < max(widest) <= 40, "the critic exceeds the token budget"
 
 
 def test_logprobs_are_scored_once_and_the_critic_keeps_the_token_budget(ranks, small):
@@ -275,7 +275,9 @@ def test_optimizer_steps_cover_all_rows_at_any_world_size(monkeypatch, rows, siz
         for steps in zip(*by_rank, strict=True):
             batches = [list(step.micro_batches(experience)) for step in steps]
             learned = [e.advantages[e.mask.any(dim=1)] for e in chain(*batches)]  # advantages are row numbers
-            assert sorted(chain(*(e.tolist() for e in learned))) == sorted(steps[0].rows.tolist()), "twice, or never"
+            assert sorted(chain(*(e.tolist() for e in learned))) == sorted(steps[0].rows.tolist()), (
+                "a row is trained on twice, or never"
+            )
             assert len({len(of_rank) for of_rank in batches}) == 1
             assert steps[0].min_rows == min(len(step.micro_batch_rows[0]) for step in steps)
             if budget:

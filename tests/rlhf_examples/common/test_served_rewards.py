@@ -33,7 +33,7 @@ def responds(address: str) -> bool:
 def require_ended(address: str) -> None:
     deadline = time.monotonic() + 10
     while responds(address):
-        assert time.monotonic() < deadline, "the server is still there"
+        assert time.monotonic() < deadline, "the server still responds"
         time.sleep(0.1)
 
 

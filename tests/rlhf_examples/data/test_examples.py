@@ -88,7 +88,7 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
 
 def test_prompt_and_completion_are_tokenized_separately(examples):
     made = merging_tokenizer()
-    assert made("ba" + "bb")["input_ids"] == [4, 5, 4], "b ab b: the merge spans the border"
+    assert made("ba" + "bb")["input_ids"] == [4, 5, 4], "the merge crosses the end of the prompt"
     (row,) = examples([{"prompt": "ba", "completion": "bb"}], "supervised", made).rows
     assert (row["prompt_ids"], row["completion_ids"]) == ([1, 4, 3], [4, 4, 2])
     (row,) = examples([{"prompt": "bb", "completion": "ab"}], "supervised", made).rows
@@ -116,7 +116,7 @@ def test_bad_records_are_counted_and_skipped(streaming, examples):
     made = examples([*records, all_unknown], "preference", streaming=streaming)
     rows = list(itertools.islice(made.ordered(seed=0), 5))  # into the third epoch of two rows
     assert {row["number"] for row in rows} == {1, 6}
-    assert made.left_out.total == 7, "every record once, however many passes"
+    assert made.left_out.total == 7, "records were counted again in later epochs"
     assert made.left_out.counts == {
         "no chosen among the columns prompt; name the column with --chosen_column": 1,
         "not a JSON object": 1,

@@ -48,7 +48,7 @@ def test_steps_have_disjoint_training_and_held_out_records(records):
         learned, evaluated, _ = split_numbers(step, records, data_split="2,4,4")
         by_share.setdefault(SHARE_OF_STEP[step], set()).update((frozenset(learned), frozenset(evaluated)))
     first, second = by_share[1], by_share[2]
-    assert len(first) == len(second) == 2, "two steps of one share differ"
+    assert len(first) == len(second) == 2, "two steps with the same share differ"
     assert not frozenset.union(*first) & frozenset.union(*second)
 
 

@@ -202,7 +202,7 @@ def test_the_page_loads_no_resources(page):
     ids = [value for _, name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', page.source))
-    assert used <= set(ids), "a chart refers to what is not there"
+    assert used <= set(ids), "a chart references a missing element"
 
 
 @pytest.mark.parametrize("iterations", [0, 1, 2])
