@@ -568,8 +568,8 @@ def test_forwards_for_logits_run_fused(call, calls):
     mask = kwargs.get("attention_mask", torch.ones_like(IDS)).bool()
     with torch.no_grad():
         expected = reference(IDS, **kwargs).logits
-    for args, kwargs_given in (((IDS,), kwargs), ((), {**kwargs, "input_ids": IDS})):
-        output = engine.model(*args, **kwargs_given)
+    for args, keywords in (((IDS,), kwargs), ((), {**kwargs, "input_ids": IDS})):
+        output = engine.model(*args, **keywords)
         assert calls.taken() == 1
         assert output.logits.dtype == expected.dtype
         # float32 sums in another order, of logits that span tens

@@ -202,8 +202,8 @@ def check_initialize(folder: str) -> None:
     path = f"{folder}/config-{dist.get_rank()}.json"
     Path(path).write_text(before)
     arguments = type("Arguments", (), {"deepspeed_config": path, "local_rank": dist.get_rank()})()
-    for arguments_of_run in ({"config": config}, {"config": path}, {"config_params": config}, {"args": arguments}):
-        engine, optimizer, dataloader, scheduler = hybrid.initialize(model=tiny_model("llama"), **arguments_of_run)
+    for keywords in ({"config": config}, {"config": path}, {"config_params": config}, {"args": arguments}):
+        engine, optimizer, dataloader, scheduler = hybrid.initialize(model=tiny_model("llama"), **keywords)
         assert isinstance(engine, hybrid.HybridEngine)
         assert optimizer is engine.optimizer
         assert dataloader is None and scheduler is None

@@ -437,7 +437,7 @@ def check_freed(adapter: str, stage: int, blocks: dict) -> None:
         train_step(engine)
     objects = {"engine": engine, "model": engine.module, "optimizer": engine.optimizer}
     objects["parameter"] = next(engine.module.parameters())
-    references = {name: weakref.ref(object_) for name, object_ in objects.items()}
+    references = {name: weakref.ref(obj) for name, obj in objects.items()}
     engine.destroy()
     del engine, objects
     gc.collect()

@@ -247,13 +247,13 @@ def check_peak(name: str, adapter: str) -> None:
         with engine.inference():
             pass
         released = live.look()
-    one_weight = max(p.ds_numel * 4 for p in engine.module.parameters()) * (adapter != "none")  # while it is merged
-    assert gathering <= held + group + one_weight + 1024, (gathering, held, group)
+    largest_weight = max(p.ds_numel * 4 for p in engine.module.parameters()) * (adapter != "none")  # while it is merged
+    assert gathering <= held + group + largest_weight + 1024, (gathering, held, group)
     if name == "tensor parallel 2":
         assert gathering >= held + group / 2, "a gathered group was not counted"
     plan = engine.memory_plan(1, 1, 0)
     joined = plan.needs[plan.in_use].containers
-    assert live.peak <= held + max(group + one_weight, joined) + 1024, (live.peak, held, joined)
+    assert live.peak <= held + max(group + largest_weight, joined) + 1024, (live.peak, held, joined)
     assert released <= 1024, released
 
 

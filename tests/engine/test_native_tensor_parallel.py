@@ -386,10 +386,10 @@ def check_fallback() -> None:
     wrong = tiny_model("olmo", sizes=SIZES)
     wrong.tp_plan["model.layers.*.self_attn.k_proj"] = "replicate"
     require_layer_by_layer(wrong, "the model differs from the whole one")
-    one_sided = tiny_model("olmo", sizes=SIZES)
+    incomplete = tiny_model("olmo", sizes=SIZES)
     for name in ("mlp.gate_proj", "mlp.up_proj", "self_attn.o_proj"):
-        del one_sided.tp_plan[f"model.layers.*.{name}"]
-    require_layer_by_layer(one_sided, "the tp_plan of OlmoForCausalLM slices no layer")
+        del incomplete.tp_plan[f"model.layers.*.{name}"]
+    require_layer_by_layer(incomplete, "the tp_plan of OlmoForCausalLM slices no layer")
 
 
 def test_a_model_without_a_usable_tp_plan_runs_layer_by_layer(ranks):

@@ -55,8 +55,8 @@ def check_equals_peft(family: str, adapter: str, config: dict) -> None:
     assert storage_digest(engine) == storage_digest(plain)
     # After the step tokens equal those of an engine that never generated before.
     assert torch.equal(engine.generate(ids, **request), plain.generate(ids, **request))
-    for either in (engine, plain):
-        either.destroy()
+    for instance in (engine, plain):
+        instance.destroy()
 
 
 QUICK = {(0, "llama", "fused"), (3, "mixtral", "fused"), (3, "llama", "native")}
@@ -176,8 +176,8 @@ def check_nested(containers: str) -> None:
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     request = {"attention_mask": mask, "max_new_tokens": 6}
     before = nested.generate(ids, **request)
-    for either in (nested, plain):
-        train_step(either)
+    for instance in (nested, plain):
+        train_step(instance)
     with nested.inference(adapters=False):
         base = nested.generate(ids, **request)
         with nested.inference(adapters=True):

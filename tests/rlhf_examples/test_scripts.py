@@ -74,11 +74,7 @@ def settings_of(*steps: str) -> dict:
 
 def run_pipeline(settings: dict, flags: list[str]) -> dict[str, float]:
     summary = pipeline.run(pipeline.parse(settings, flags))
-    engines = [
-        type(object_)
-        for object_ in gc.get_objects()
-        if issubclass(type(object_), DeepSpeedEngine | hybrid.InferenceEngine)
-    ]
+    engines = [type(obj) for obj in gc.get_objects() if issubclass(type(obj), DeepSpeedEngine | hybrid.InferenceEngine)]
     assert not engines, "engines of finished steps are still referenced"
     return summary
 

@@ -369,8 +369,8 @@ def test_the_adaptive_controller_matches_ziegler_et_al():
         assert controller.value == pytest.approx(value, rel=1e-12)
     resumed = AdaptiveKLController(0.15, target=6.0, horizon=10_000)
     resumed.load_state_dict(json.loads(json.dumps(controller.state_dict())))
-    for either in (controller, resumed):
-        either.update(7.0, 64)
+    for instance in (controller, resumed):
+        instance.update(7.0, 64)
     assert resumed.value == controller.value != value
     with pytest.raises(ValueError, match="NaN"):
         controller.update(math.nan, 1)

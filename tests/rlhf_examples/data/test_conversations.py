@@ -318,10 +318,10 @@ def test_packs_contain_every_example_once_per_epoch(tmp_path):
     examples = tokenize_records(rows, tokenizer_of("llama3"), "supervised", cache_dir=tmp_path / "cache")
     packs = PackedExamples.of(examples, 40)
     assert len(packs) < len(examples) == 20
-    one_pass = list(islice(packs.ordered(seed=1), len(packs)))
-    assert sorted(row["number"] for pack in one_pass for row in pack) == list(range(1, 21))
-    assert all(sum(len(row["prompt_ids"] + row["completion_ids"]) for row in pack) <= 40 for pack in one_pass)
-    assert list(islice(packs.ordered(1, 3), 2)) == one_pass[3:5]
+    epoch = list(islice(packs.ordered(seed=1), len(packs)))
+    assert sorted(row["number"] for pack in epoch for row in pack) == list(range(1, 21))
+    assert all(sum(len(row["prompt_ids"] + row["completion_ids"]) for row in pack) <= 40 for pack in epoch)
+    assert list(islice(packs.ordered(1, 3), 2)) == epoch[3:5]
 
 
 def packed_losses(folder: str) -> tuple[float, float]:
