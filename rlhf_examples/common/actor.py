@@ -263,11 +263,11 @@ class Evaluation:
         args: RolloutArguments,
     ) -> "Evaluation":
         """An evaluation by the training rewards, and by `eval_reward`, which training does not use."""
-        eval_rewards = (
-            load_rewards(args.eval_reward, [], args, args.offload_reference_model) if args.eval_reward else None
-        )
-        sampling_settings = args.eval_num_generations, args.eval_greedy, tuple(args.pass_at_k), args.pass_score
-        return cls(policy, tokenizer, prompts, [rewards, *filter(None, [eval_rewards])], args, *sampling_settings)
+        all_rewards = [rewards]
+        if args.eval_reward:
+            all_rewards.append(load_rewards(args.eval_reward, [], args, args.offload_reference_model))
+        options = args.eval_num_generations, args.eval_greedy, tuple(args.pass_at_k), args.pass_score
+        return cls(policy, tokenizer, prompts, all_rewards, args, *options)
 
     def __call__(self, draw: int = 0) -> tuple[Metrics, list[str], dict[str, list[float]]]:
         """Returns metrics (each scorer's mean and standard error over the completions that it could score, pass@k
