@@ -169,6 +169,28 @@ def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids") -
         raise ValueError(f"attention mask: rows {empty} are empty prompts, all masked; a prompt needs a token")
 
 
+def check_rollout(
+    prompt_ids: Any, prompt_mask: Any, params: SamplingParams, num_generations: int, row_ids: Any
+) -> None:
+    """Check a rollout's arguments. Raises TypeError for what is no tensor; ValueError for a dtype, a shape or a number
+    that is not allowed, a row that is not left padded, and several generations without sampling.
+    """
+    check_prompts(prompt_ids, prompt_mask)
+    mask = prompt_mask.bool()
+    wrong = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(f"prompt_mask: rows {wrong} are not left padded; put padding before the prompt, none after it")
+    if num_generations < 1:
+        raise ValueError(f"num_generations: {num_generations} given; it must be at least 1")
+    if num_generations > 1 and params.temperature == 0:
+        raise ValueError(
+            f"num_generations: {num_generations} given with temperature=0; it must be 1, as all greedy completions "
+            "of a prompt are the same"
+        )
+    if row_ids is not None:
+        check_row_ids(row_ids, len(prompt_ids))
+
+
 def check_row_ids(row_ids: Any, rows: int) -> None:
     """Raise TypeError if `row_ids` is not a tensor, ValueError if it is not of integers [rows]."""
     if not isinstance(row_ids, torch.Tensor):
@@ -177,11 +199,3 @@ def check_row_ids(row_ids: Any, rows: int) -> None:
         raise ValueError(f"row_ids: shape {tuple(row_ids.shape)} given; it must be [{rows}]")
     if not is_integer(row_ids):
         raise ValueError(f"row_ids: dtype {row_ids.dtype} given; row numbers are integers, such as torch.int64")
-
-
-def check_left_padded(prompt_mask: torch.Tensor) -> None:
-    """Raise ValueError if a row of the mask [rows, tokens] has a 0 after a 1."""
-    mask = prompt_mask.bool()
-    wrong = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1).nonzero().flatten().tolist()
-    if wrong:
-        raise ValueError(f"prompt_mask: rows {wrong} are not left padded; put padding before the prompt, none after it")

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, StoppingCriteriaList, StopStringCrite
 from transformers.generation import GenerationMode
 
 from hybrid.decoders.batch import PackedBatch, PagedKV
-from hybrid.generation.model_runner import Decoder
+from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.models.model_info import ModelInfo
 from hybrid.profiling import ModelTimes
 from hybrid.rollout import check_prompts
@@ -70,16 +70,6 @@ def refuse_model_inputs(model_inputs: dict[str, Any], call: str) -> None:
         raise NotImplementedError(
             f"{call}: {', '.join(model_inputs)} given; {call} takes token ids and their mask alone. engine.generate() "
             "and forwards in eval mode take what the model takes"
-        )
-
-
-def require_max_out_tokens(prompt_len: int, new_tokens: int, max_out_tokens: int, limit_name: str) -> None:
-    """Raise TooManyTokensError if prompt and completion exceed `max_out_tokens`, the value of setting `limit_name`."""
-    if prompt_len + new_tokens > max_out_tokens:
-        raise TooManyTokensError(
-            f"generate: a prompt of {prompt_len} tokens + {new_tokens} new tokens = {prompt_len + new_tokens} is over "
-            f"{limit_name}={max_out_tokens}; ask for at most {max(max_out_tokens - prompt_len, 0)} "
-            "new tokens, or raise max_out_tokens"
         )
 
 
@@ -187,23 +177,20 @@ def prepared_config(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Ge
 class TimedDecoder:
     """A decoder whose forwards are timed. A forward and the head that follows it count as one."""
 
-    def __init__(self, decoder: Decoder, times: ModelTimes):
+    def __init__(self, decoder: AnyDecoder, times: ModelTimes):
         self.decoder, self.times = decoder, times
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.decoder, name)
 
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The decoder's `forward`, timed."""
         with self.times.forward():
             return self.decoder.forward(batch, kv)
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The decoder's `decode`, timed."""
         with self.times.forward():
             return self.decoder.decode(batch, kv)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The decoder's `logits`; its time is added to the preceding forward's."""
         with self.times.forward(continues=True):
             return self.decoder.logits(hidden)

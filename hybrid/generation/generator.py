@@ -15,22 +15,22 @@ from torch import nn
 
 from hybrid.decoders.batch import is_packable
 from hybrid.decoders.calls import Calls, SharedCalls
+from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.generate import (
     TimedDecoder,
+    TooManyTokensError,
     hugging_face_generate,
     hugging_face_method,
     prepared_config,
     prompts_of,
     require_generate,
-    require_max_out_tokens,
     require_sampling,
     require_supported_arguments,
     with_stop_strings,
 )
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.lockstep import FusedForward, NativeForward, Outputs, in_lockstep
-from hybrid.generation.model_runner import Decoder
 from hybrid.generation.native_scoring import score_natively
 from hybrid.generation.request import GenerateInputs, Request, rollout_request
 from hybrid.generation.sampler import Seeds, sequence_keys, wrapped
@@ -43,9 +43,8 @@ from hybrid.profiling import ModelTimes, Profiler
 from hybrid.rollout import (
     RolloutBatch,
     SamplingParams,
-    check_left_padded,
     check_prompts,
-    check_row_ids,
+    check_rollout,
     end_token_ids,
     pad_token_id,
 )
@@ -212,17 +211,7 @@ class Generator:
         weight_version: int,
     ) -> RolloutBatch:
         """`HybridEngine.rollout`, in its window."""
-        check_prompts(prompt_ids, prompt_mask, "prompt_ids")
-        check_left_padded(prompt_mask)
-        if num_generations < 1:
-            raise ValueError(f"num_generations: {num_generations} given; it must be at least 1")
-        if num_generations > 1 and params.temperature == 0:
-            raise ValueError(
-                f"num_generations: {num_generations} given with temperature=0; it must be 1, as all greedy completions "
-                "of a prompt are the same"
-            )
-        if row_ids is not None:
-            check_row_ids(row_ids, len(prompt_ids))
+        check_rollout(prompt_ids, prompt_mask, params, num_generations, row_ids)
         prompt_ids, prompt_mask = as_ids(prompt_ids, self.device), as_mask(prompt_mask, self.device)
         if len(prompt_ids) == 0:  # join the other ranks' collectives: draw one token and discard it
             dummy_ids = prompt_ids.new_zeros(1, prompt_ids.shape[1])
@@ -248,20 +237,8 @@ class Generator:
                 done = self._complete(request, decoder)
         self.profiler.generated(len(ids), int(done.lengths.sum()))
         after = self.profiler.stats()
-        completion_mask = torch.arange(done.tokens.shape[1], device=self.device) < done.lengths[:, None]
-        has_ended = torch.isin(done.tokens.gather(1, done.lengths[:, None] - 1)[:, 0], request.stop_token_ids)
-        return RolloutBatch(
-            prompt_ids=ids,
-            prompt_mask=mask,
-            completion_ids=done.tokens.contiguous(),
-            completion_mask=completion_mask.long(),
-            sampling_per_token_logps=done.sampling_logps * completion_mask,
-            old_per_token_logps=done.old_logps * completion_mask,
-            raw_per_token_logps=done.raw_logps * completion_mask,
-            finish_reason=["stop" if is_end else "length" for is_end in has_ended.tolist()],
-            weight_version=weight_version,
-            timings={name: after[name] - before[name] for name in ROLLOUT_TIMINGS},
-        )
+        timings = {name: after[name] - before[name] for name in ROLLOUT_TIMINGS}
+        return rollout_batch(request, mask, done, weight_version, timings)
 
     def _rollout_natively(self, request: Request, mask: torch.Tensor, params: SamplingParams) -> Completions:
         """A rollout by the model's own forward: Hugging Face's `generate()` prepares its cache and arguments."""
@@ -313,7 +290,7 @@ class Generator:
     @contextmanager
     def _request(
         self, adapters: bool | None, tokens: int | None, fallback_reason: str = ""
-    ) -> Iterator[Decoder | None]:
+    ) -> Iterator[AnyDecoder | None]:
         """Inside the block the window is open. As `Calls.request`; every block of the pool is free."""
         with self.calls.request(adapters, tokens, fallback_reason) as decoder:
             if decoder is None:
@@ -326,7 +303,7 @@ class Generator:
             finally:
                 self.block_pool.end_call()
 
-    def _complete(self, request: Request, decoder: Decoder) -> Completions:
+    def _complete(self, request: Request, decoder: AnyDecoder) -> Completions:
         """A request's completions by the scheduler, as wide as the longest."""
         steps = 1 if self.device.type == "cpu" else STEPS_ON_DEVICES
         scheduler = Scheduler(request, decoder, self.block_pool, self.max_num_seqs, steps, self.profiler.phase)
@@ -347,7 +324,13 @@ class Generator:
         return sequence_keys(seed, rows, num_sequences).to(self.device)
 
     def _require_max_out_tokens(self, prompt_len: int, max_new_tokens: int) -> None:
-        require_max_out_tokens(prompt_len, max_new_tokens, self.max_out_tokens, self.limit_name)
+        """Raise TooManyTokensError if prompt and completion exceed `max_out_tokens`."""
+        if prompt_len + max_new_tokens > self.max_out_tokens:
+            raise TooManyTokensError(
+                f"generate: a prompt of {prompt_len} tokens + {max_new_tokens} new tokens = "
+                f"{prompt_len + max_new_tokens} is over {self.limit_name}={self.max_out_tokens}; ask for at most "
+                f"{max(self.max_out_tokens - prompt_len, 0)} new tokens, or raise max_out_tokens"
+            )
 
     # ---------------------------------------------------------- the KV cache
 
@@ -363,3 +346,23 @@ class Generator:
     def peak_kv_bytes(self) -> int:
         """The most bytes that the KV storage has had."""
         return self.kv_cache.peak_bytes + self.block_pool.peak_bytes
+
+
+def rollout_batch(
+    request: Request, prompt_mask: torch.Tensor, done: Completions, weight_version: int, timings: dict[str, float]
+) -> RolloutBatch:
+    """The RolloutBatch of a request's completions."""
+    mask = torch.arange(done.tokens.shape[1], device=prompt_mask.device) < done.lengths[:, None]
+    has_ended = torch.isin(done.tokens.gather(1, done.lengths[:, None] - 1)[:, 0], request.stop_token_ids)
+    return RolloutBatch(
+        prompt_ids=request.prompt_ids,
+        prompt_mask=prompt_mask,
+        completion_ids=done.tokens.contiguous(),
+        completion_mask=mask.long(),
+        sampling_per_token_logps=done.sampling_logps * mask,
+        old_per_token_logps=done.old_logps * mask,
+        raw_per_token_logps=done.raw_logps * mask,
+        finish_reason=["stop" if is_end else "length" for is_end in has_ended.tolist()],
+        weight_version=weight_version,
+        timings=timings,
+    )

@@ -11,9 +11,10 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import CausalLMOutput
 
+from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.hf_cache import GrowingLayer, KVCache
-from hybrid.generation.model_runner import Decoder, ModelRunner, prefill
+from hybrid.generation.model_runner import ModelRunner, prefill
 from hybrid.generation.request import SUPPORTED, GenerateInputs
 from hybrid.generation.sampler import SamplingMetadata, sample_tokens, selective_log_softmax
 from hybrid.generation.scheduler import Completions
@@ -86,7 +87,9 @@ class NativeForward:
         plain = names <= SUPPORTED and self.kwargs.get("use_cache") and config.prefill_chunk_size is None
         # Multimodal models keep per-row state outside the cache (Qwen2-VL, transformers 5.23).
         text_alone = model.config.get_text_config() is model.config and not self.encoder_decoder
-        self.expands = expands and ours and plain and text_alone and can_be_expanded(cache)
+        self.expands = (
+            expands and ours and plain and text_alone and type(cache) is DynamicCache and not cache.get_seq_length()
+        ) and {type(layer) for layer in cache.layers} <= {GrowingLayer, DynamicSlidingWindowLayer}
 
     def prefill(self, input_ids: torch.Tensor):
         """The model's outputs for the prompts, logits [sequences, ·, vocab].
@@ -136,22 +139,12 @@ def distinct(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch
     return first[first < len(ids)], source
 
 
-def can_be_expanded(cache: Cache) -> bool:
-    """Whether a cache is empty and all of its state is keys and values by row."""
-    kinds = {type(layer) for layer in cache.layers}
-    return (
-        type(cache) is DynamicCache
-        and kinds <= {GrowingLayer, DynamicSlidingWindowLayer}
-        and not cache.get_seq_length()
-    )
-
-
 class FusedForward:
     """The fused decoder in lockstep.  max_new_tokens: of every row."""
 
     cache = None
 
-    def __init__(self, decoder: Decoder, block_pool: BlockPool, prompt_lengths: list[int], max_new_tokens: int):
+    def __init__(self, decoder: AnyDecoder, block_pool: BlockPool, prompt_lengths: list[int], max_new_tokens: int):
         self.decoder, self.block_pool, self.prompt_lengths = decoder, block_pool, prompt_lengths
         longest = max(prompt_lengths) + max_new_tokens
         block_pool.reserve_call(sum(blocks_for(length + max_new_tokens) for length in prompt_lengths))

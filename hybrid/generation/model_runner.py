@@ -2,35 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV, packed, table_of
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, packed, table_of
+from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
 
 PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds the memory of activations
-
-
-class Decoder(Protocol):
-    """The interface that generation needs of a decoder. `hybrid.decoders` implements it for each device."""
-
-    device: torch.device
-
-    def kv(self, num_blocks: int) -> PagedKV:
-        """Allocate blocks."""
-
-    def reserve(self, tokens: int) -> None:
-        """Prepare for sequences of up to `tokens` tokens, such as by building rope tables of that many positions."""
-
-    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The last layer's output.  [tokens, hidden]"""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the last layer's output [n, hidden].  float32 [n, vocab]"""
-
-    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +27,7 @@ class Chunk:
 
 
 def hidden_states(
-    decoder: Decoder, block_pool: BlockPool, sequences: list[torch.Tensor], blocks: list[list[int]]
+    decoder: AnyDecoder, block_pool: BlockPool, sequences: list[torch.Tensor], blocks: list[list[int]]
 ) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
     """Run sequences, int64 [n] each, through the layers and write their keys and values to their blocks.
 
@@ -67,7 +46,7 @@ def hidden_states(
 
 
 def prefill(
-    decoder: Decoder, block_pool: BlockPool, prompts: list[torch.Tensor]
+    decoder: AnyDecoder, block_pool: BlockPool, prompts: list[torch.Tensor]
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Write the keys and values of prompts, int64 [n] each, to newly allocated blocks.
 
@@ -104,7 +83,7 @@ class ModelRunner:
     longest: the most tokens that a row may have.
     """
 
-    def __init__(self, decoder: Decoder, block_pool: BlockPool, longest: int):
+    def __init__(self, decoder: AnyDecoder, block_pool: BlockPool, longest: int):
         self.decoder, self.block_pool, self.device = decoder, block_pool, decoder.device
         self.blocks: list[list[int]] = []
         self.lengths = torch.zeros(0, dtype=torch.int32, device=self.device)  # tokens in the cache, by row

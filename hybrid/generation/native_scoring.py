@@ -68,11 +68,13 @@ def score_natively(
 
 
 def logits_of(model: nn.Module, batch: PaddedBatch, in_parts: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields columns of a batch, int64 [columns], and the logits after them [rows, columns, vocab].
+    """Yields columns of a batch, int64 [columns], and the logits after them [rows, columns, vocab], for at most
+    LOGIT_ROWS tokens at a time.
 
     in_parts: run the head once for each part of the columns; else run the model once.
     """
-    columns = columns_of(batch)
+    rows, width = batch.ids.shape
+    columns = torch.arange(width - 1, device=batch.ids.device).split(max(1, LOGIT_ROWS // rows))
     if in_parts:
         with decoder_once(model) as outputs:
             for part in columns:
@@ -168,9 +170,3 @@ def padded(sequences: torch.Tensor, mask: torch.Tensor, rows: list[int]) -> Padd
     for index, (row, begin, end) in enumerate(zip(rows, first, last, strict=True)):
         ids[index, : end - begin], kept[index, : end - begin] = sequences[row, begin:end], mask[row, begin:end]
     return PaddedBatch(ids, kept, torch.tensor(rows, device=ids.device), torch.tensor(first, device=ids.device))
-
-
-def columns_of(batch: PaddedBatch) -> tuple[torch.Tensor, ...]:
-    """The columns whose logits score the next column's tokens, split into parts of at most LOGIT_ROWS tokens."""
-    rows, width = batch.ids.shape
-    return torch.arange(width - 1, device=batch.ids.device).split(max(1, LOGIT_ROWS // rows))

@@ -175,7 +175,11 @@ class GenerateInputs:
         if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() > 0):
             return "generate: past_key_values given (leave them out: fused keeps its own blocks)"
         mask = torch.ones_like(self.input_ids) if mask is None else mask
-        if mask.shape != self.input_ids.shape or not is_left_padded(mask):
+        if (
+            mask.shape != self.input_ids.shape
+            or not mask[:, -1].all()
+            or (mask[:, :-1].bool() & ~mask[:, 1:].bool()).any()
+        ):
             return "generate: attention_mask is not zeros and then ones in every row (pad prompts on the left)"
         positions = self.model_kwargs.get("position_ids")
         if positions is not None and not bool(((positions == mask.cumsum(dim=1) - 1) | (mask == 0)).all()):
@@ -190,9 +194,10 @@ class GenerateInputs:
     def request(self, sampling_keys: torch.Tensor) -> Request | None:
         """The scheduler's request; None if something must see all rows at every step."""
         criteria, processors = self.stopping_criteria, self.logits_processor
-        by_row = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria)
         before, metadata = split_warpers(processors, self.config.do_sample)
-        if self.streamer is not None or not by_row or not all(map(is_rowwise, before)):
+        by_row = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria)
+        by_row &= all(type(processor) in ROWWISE or getattr(processor, "rowwise", False) for processor in before)
+        if self.streamer is not None or not by_row:
             return None
         if metadata is None:  # warpers in another order than `SamplingMetadata` applies them: run them as processors
             before, metadata = processors, SamplingMetadata()
@@ -209,17 +214,6 @@ class GenerateInputs:
             sampling_metadata=metadata,
             processors=partial(process_rows, before) if before else None,
         )
-
-
-def is_left_padded(mask: torch.Tensor) -> bool:
-    """Whether every row of a mask [rows, tokens] is zeros followed by at least one 1."""
-    mask = mask.bool()
-    return bool(mask[:, -1].all()) and not bool((mask[:, :-1] & ~mask[:, 1:]).any())
-
-
-def is_rowwise(processor: Callable) -> bool:
-    """Whether a processor's result for a row depends on that row alone."""
-    return type(processor) in ROWWISE or getattr(processor, "rowwise", False)
 
 
 def process_rows(

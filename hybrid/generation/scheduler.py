@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE
+from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.model_runner import Decoder, ModelRunner, prefill
+from hybrid.generation.model_runner import ModelRunner, prefill
 from hybrid.generation.request import Request
 from hybrid.generation.sampler import sample_tokens, selective_log_softmax
 from hybrid.profiling import Phase
@@ -76,7 +77,7 @@ class Scheduler:
     def __init__(
         self,
         request: Request,
-        decoder: Decoder,
+        decoder: AnyDecoder,
         block_pool: BlockPool,
         max_num_seqs: int,
         num_scheduler_steps: int,

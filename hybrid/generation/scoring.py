@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.model_runner import Decoder, hidden_states
+from hybrid.generation.model_runner import hidden_states
 from hybrid.generation.sampler import score_tokens
 from hybrid.inputs import as_ids, as_mask
 from hybrid.models.modules import hugging_face_model
@@ -30,7 +31,7 @@ class Scores:
 
 
 def score_packed(
-    decoder: Decoder,
+    decoder: AnyDecoder,
     block_pool: BlockPool,
     sequences: torch.Tensor,
     attention_mask: torch.Tensor,
