@@ -171,14 +171,14 @@ def require_groups(model: nn.Module, groups: int, ranks: int) -> None:
 def in_int8(model: nn.Module, groups: int) -> dict[str, WeightLoader]:
     """Replace the model's linear layers and expert matrices by int8 ones. Gives, by parameter name, the function that
     quantizes a floating-point weight into it."""
-    found: dict[str, WeightLoader] = {}
+    loaders: dict[str, WeightLoader] = {}
     for name, linear in quantizable(model).items():
         parent, _, child = name.rpartition(".")
         layer = Int8Linear(linear, groups)
-        found[f"{name}.weight"] = layer.load_weight
+        loaders[f"{name}.weight"] = layer.load_weight
         setattr(model.get_submodule(parent), child, layer)
     for path, module in model.named_modules():
         if names := expert_matrices(module):
             experts = Int8Experts(module, groups)
-            found |= {f"{path}.{name}": partial(experts.load_weight, name) for name in names}
-    return found
+            loaders |= {f"{path}.{name}": partial(experts.load_weight, name) for name in names}
+    return loaders

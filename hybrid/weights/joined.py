@@ -63,11 +63,11 @@ def as_one(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def joined_refs(layout: DecoderLayout) -> list[tuple[ParamRef, ...]]:
     """The sets of ParamRefs, in every layer, that a decoder reads as one matrix and that are complete parameters."""
-    found = []
+    sets = []
     for layer in layout.layers:
         for roles in JOINED.values():
             for kind in ("weight", "bias"):
                 refs = tuple(layer.get(f"{role}.{kind}") for role in roles)
                 if all(ref is not None and ref.select is None for ref in refs):
-                    found.append(refs)
-    return found
+                    sets.append(refs)
+    return sets

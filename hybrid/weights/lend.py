@@ -92,7 +92,7 @@ class Window:
         self.replaced: list[Table] = []  # the model's own dictionaries that are replaced now, in order
         # The model's own dictionaries, read once: inside a window the module tree is a different one.
         self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
-        self.plains = [(one, dict(one.plain._parameters)) for one in snapshot.adapted]
+        self.plains = [(layer, dict(layer.plain._parameters)) for layer in snapshot.adapted]
         # Adapter layers whose own forward runs, and which must be disabled to run without adapters. LoRA layers are
         # among them unless the snapshot contains the adapters.
         kinds = AuxiliaryTrainingWrapper | (TrainableTokensLayer if merges else BaseTunerLayer)
@@ -198,12 +198,12 @@ class Window:
             if any(tensors[name] is not param for name, param in own.items()):
                 yield module, "_parameters", tensors
         children: dict[nn.Module, dict] = {}
-        for one, own in self.plains:
-            if not self.snapshot.weights.is_unmerged(one, adapters):  # else the wrapper itself runs, on lent tensors
-                yield one.plain, "_parameters", {**own, **self.snapshot.weights_of(one, adapters)}
-                children.setdefault(one.parent, dict(one.parent._modules))[one.child] = one.plain
-            elif one.parent._modules[one.child] is not one.wrapper:  # nested in a window without adapters
-                children.setdefault(one.parent, dict(one.parent._modules))[one.child] = one.wrapper
+        for layer, own in self.plains:
+            if not self.snapshot.weights.is_unmerged(layer, adapters):  # else the wrapper itself runs, on lent tensors
+                yield layer.plain, "_parameters", {**own, **self.snapshot.weights_of(layer, adapters)}
+                children.setdefault(layer.parent, dict(layer.parent._modules))[layer.child] = layer.plain
+            elif layer.parent._modules[layer.child] is not layer.wrapper:  # nested in a window without adapters
+                children.setdefault(layer.parent, dict(layer.parent._modules))[layer.child] = layer.wrapper
         yield from ((parent, "_modules", own) for parent, own in children.items())
 
     @contextmanager
@@ -232,12 +232,12 @@ class Window:
             yield
 
     def _require_switchable(self) -> None:
-        for one in self.snapshot.adapted:
-            if not isinstance(one.wrapper, BaseTunerLayer):
+        for layer in self.snapshot.adapted:
+            if not isinstance(layer.wrapper, BaseTunerLayer):
                 raise NotImplementedError(
-                    f"{one.name}: adapters=False with hybrid_engine.pin_parameters=false or inference_tp_size above 1; "
-                    "DeepSpeed-Chat's LoRA cannot be switched off where it runs as it is. Set pin_parameters to true, "
-                    "and inference_tp_size to 1."
+                    f"{layer.name}: adapters=False with hybrid_engine.pin_parameters=false or inference_tp_size above "
+                    "1 is not available with DeepSpeed-Chat's LoRA, which cannot be switched off where it runs as it "
+                    "is. Set pin_parameters to true, and inference_tp_size to 1."
                 )
 
 

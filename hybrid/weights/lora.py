@@ -299,24 +299,20 @@ class PeftExperts(PeftAdapted):
     def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
         for wrapper in self.wrappers():
             weight, merged = base[wrapper.parameter_name], into[wrapper.parameter_name]
-            factors = [(wrapper.lora_A[one].weight, wrapper.lora_B[one].weight, one) for one in self.active()]
             for expert in range(wrapper.num_experts):
-                products = [
-                    LowRank(*expert_factors(wrapper, a, b, expert), wrapper.scaling[one]) for a, b, one in factors
-                ]
-                merge_low_rank(expert_matrix(wrapper, weight, expert), products, expert_matrix(wrapper, merged, expert))
+                deltas = [expert_delta(wrapper, adapter, expert) for adapter in self.active()]
+                merge_low_rank(expert_matrix(wrapper, weight, expert), deltas, expert_matrix(wrapper, merged, expert))
 
     def is_low_rank(self) -> bool:
         return False  # a product for each expert, over several parameters
 
 
-def expert_factors(
-    wrapper: lora.ParamWrapper, a: torch.Tensor, b: torch.Tensor, expert: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One expert's factors a [r, in] and b [out, r], from those of all experts: a [experts·r, in], b [out, r·experts]
-    (PEFT 0.21, ParamWrapper.get_delta_weight)."""
-    experts = wrapper.num_experts
-    return a.view(experts, -1, a.shape[-1])[expert], b.view(b.shape[0], -1, experts)[..., expert]
+def expert_delta(wrapper: lora.ParamWrapper, adapter: str, expert: int) -> LowRank:
+    """One expert's delta, from the factors of all experts: a [experts·r, in], b [out, r·experts] (PEFT 0.21,
+    ParamWrapper.get_delta_weight)."""
+    a, b, experts = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts
+    a, b = a.view(experts, -1, a.shape[-1])[expert], b.view(b.shape[0], -1, experts)[..., expert]
+    return LowRank(a, b, wrapper.scaling[adapter])
 
 
 def expert_matrix(wrapper: lora.ParamWrapper, weight: torch.Tensor, expert: int) -> torch.Tensor:

@@ -117,7 +117,7 @@ def read_weights(
 
 def active_adapters(adapted: tuple[Adapted, ...]) -> tuple:
     """The state of every adapted module, to be compared with an earlier one."""
-    return tuple(one.state() for one in adapted)
+    return tuple(layer.state() for layer in adapted)
 
 
 def make_groups(
@@ -128,8 +128,8 @@ def make_groups(
     A parameter that two parts share is in the first part's group. Adapter factors are in no group: they are gathered
     with the modules that they adapt.
     """
-    sources = {param for one in adapted for param in one.sources.values()}
-    factors = {param for one in adapted for param in one.wrapper.parameters()} - sources
+    sources = {param for layer in adapted for param in layer.sources.values()}
+    factors = {param for layer in adapted for param in layer.wrapper.parameters()} - sources
     bundles = [
         modules[start : start + layers_per_group]
         for modules in ([part.module for part in structure.outer], [part.module for part in structure.layers])
@@ -139,10 +139,10 @@ def make_groups(
     for bundle in bundles:
         params = dict.fromkeys(param for module in bundle for param in module.parameters())
         modules = {module for root in bundle for module in root.modules()}
-        here = [one for one in waiting if one.wrapper in modules or one.plain in modules]
+        here = [layer for layer in waiting if layer.wrapper in modules or layer.plain in modules]
         # A merge reads the base's copy, so the base must be in this group or an earlier one.
-        params.update(dict.fromkeys(param for one in here for param in one.sources.values()))
-        waiting = [one for one in waiting if one not in here]
+        params.update(dict.fromkeys(param for layer in here for param in layer.sources.values()))
+        waiting = [layer for layer in waiting if layer not in here]
         groups.append(Group(tuple(param for param in params if param not in taken), tuple(here)))
         taken.update(params)
     assert not waiting, f"{waiting[0].name} is in no part of the model"

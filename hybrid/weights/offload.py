@@ -98,13 +98,13 @@ def movable_states(optimizer: Any) -> list[OffloadStateTypeEnum]:
     states = OffloadStateTypeEnum
     if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return [states.optim_states, states.hp_params, states.lp_grads]
-    found = [states.optim_states, states.contiguous_grad_buffer]
+    movable = [states.optim_states, states.contiguous_grad_buffer]
     groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True)
     if not any(master is weight for master, weight in groups):  # in float32 they may be the weights themselves
-        found.append(states.hp_params)
+        movable.append(states.hp_params)
     if all(gradients is None for gradients in optimizer.averaged_gradients.values()):
-        found.append(states.lp_grads)  # moving would drop gradients that the next step still needs
-    return found
+        movable.append(states.lp_grads)  # moving would drop gradients that the next step still needs
+    return movable
 
 
 def relink(optimizer: Any) -> None:

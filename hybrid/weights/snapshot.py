@@ -123,9 +123,9 @@ class Snapshot:
 
     def _copied(self, group: Group, adapters: bool) -> list[nn.Parameter | Adapted]:
         """What is copied of a group: parameters, and modules whose adapters are merged or sliced."""
-        unmerged = [one for one in group.adapted if self.weights.is_unmerged(one, adapters)]
-        merged = [one for one in group.adapted if self.weights.is_merged(one, adapters)]
-        factors = () if self.decoder_only else (param for one in unmerged for param in one.adapter_params())
+        unmerged = [layer for layer in group.adapted if self.weights.is_unmerged(layer, adapters)]
+        merged = [layer for layer in group.adapted if self.weights.is_merged(layer, adapters)]
+        factors = () if self.decoder_only else (param for layer in unmerged for param in layer.adapter_params())
         params = [param for param in (*group.params, *factors) if self._is_copied(param)]
         return [*params, *(unmerged if self.decoder_only else ()), *merged]
 
@@ -146,11 +146,11 @@ class Snapshot:
                     self.stamps[param] = self.weights.stamp(param)
             if adapted:
                 with phase("merge"):
-                    for one in adapted:
-                        self.keep_adapters(one)
-                        self.stamps[one] = self.weights.stamp(one)
+                    for layer in adapted:
+                        self.keep_adapters(layer)
+                        self.stamps[layer] = self.weights.stamp(layer)
         sliced = sum(storage.nbytes for param, storage in fetch.storage.items() if not self._is_copied_whole(param))
-        temporary = max(temporary, *(one.merge_temporary_bytes() for one in adapted), 0)
+        temporary = max(temporary, *(layer.merge_temporary_bytes() for layer in adapted), 0)
         self.peak_bytes = max(self.peak_bytes, self.nbytes() + sliced + gathered_bytes + temporary)
         return gathered_bytes + fetch.nbytes
 
@@ -172,8 +172,8 @@ class Snapshot:
 
     def _read(self, adapted: Iterable[Adapted]) -> list[nn.Parameter]:
         """The parameters to gather for merging or slicing adapters: factors, and bases that are read whole."""
-        factors = [param for one in adapted for param in one.adapter_params()]
-        bases = [param for one in adapted if self._merges_into_gathered(one) for param in one.sources.values()]
+        factors = [param for layer in adapted for param in layer.adapter_params()]
+        bases = [param for layer in adapted if self._merges_into_gathered(layer) for param in layer.sources.values()]
         return list(dict.fromkeys([*factors, *bases]))
 
     def _merges_into_copies(self, adapted: Adapted) -> bool:
@@ -340,18 +340,19 @@ class Snapshot:
 
     def unmerged_factors(self, adapters: bool) -> list[torch.Tensor]:
         """The factors of all unmerged adapters."""
-        unmerged = [one for one in self.adapted if self.weights.is_unmerged(one, adapters)]
+        unmerged = [layer for layer in self.adapted if self.weights.is_unmerged(layer, adapters)]
         if not self.decoder_only:
-            return [self.tensor(param) for one in unmerged for param in one.adapter_params()]
-        deltas = [delta for one in unmerged for kept in self.factors.get(one, {}).values() for delta in kept]
+            return [self.tensor(param) for layer in unmerged for param in layer.adapter_params()]
+        deltas = [delta for layer in unmerged for kept in self.factors.get(layer, {}).values() for delta in kept]
         return [factor for delta in deltas for factor in (delta.a, delta.b)]
 
     def describe_adapters(self, module: nn.Module) -> str:
         """How many adapted modules inside `module` run unmerged and merged, for the log; "" if the snapshot merges all
         adapters or none is active."""
         within = set(module.modules())
-        active = [one for one in self.adapted if one.state() and not within.isdisjoint((one.wrapper, one.plain))]
-        unmerged = sum(self.weights.is_unmerged(one, adapters=True) for one in active)
+        here = [layer for layer in self.adapted if not within.isdisjoint((layer.wrapper, layer.plain))]
+        active = [layer for layer in here if layer.state()]
+        unmerged = sum(self.weights.is_unmerged(layer, adapters=True) for layer in active)
         if not self.weights.unmerged or not active:
             return ""
         others = ", merged in the others" * (unmerged < len(active))
@@ -393,7 +394,7 @@ class Snapshot:
         partitioned = [param for param in params if is_partitioned(param)]
         sliced = sum(whole_bytes(param) for param in partitioned if not self._is_copied_whole(param))
         read = sum(whole_bytes(param) for param in self._read(adapted) if is_partitioned(param))
-        merges = (one.merge_temporary_bytes() for one in adapted)
+        merges = (layer.merge_temporary_bytes() for layer in adapted)
         return sliced + read + max(sum(map(staging_bytes, partitioned)), *merges, 0)
 
     def add_whole(self, param: nn.Parameter, host: HostMemory | None) -> torch.Tensor:
@@ -445,7 +446,7 @@ def split_by_kind(weights: Iterable[nn.Parameter | Adapted]) -> tuple[list[nn.Pa
 def slices_by_owner(slices: dict[ParamRef, Slice], adapted: Iterable[Adapted]) -> dict[Owner, list[Slice]]:
     """The slices of each owner, each once. An adapted module owns its base parameter and its merged tensor, which have
     the same slices."""
-    wrapped = {one.wrapper: one for one in adapted}
+    wrapped = {layer.wrapper: layer for layer in adapted}
     by_key: dict[Owner, dict[tuple, Slice]] = {}
     for ref, part in slices.items():
         module, name = ref.module, ref.parameter
@@ -470,7 +471,7 @@ def joined_sources(
     A set can be joined if its parameters exist, are distinct, and agree in dtype and in all but the first dimension. A
     parameter that layers share belongs to the first layer's set.
     """
-    wrapped = {one.wrapper: one for one in adapted}
+    wrapped = {layer.wrapper: layer for layer in adapted}
     sources: dict[ParamRef, tuple[Adapted | None, nn.Parameter]] = {}
     taken: set[nn.Parameter] = set()
     for refs in joined:

@@ -53,7 +53,8 @@ class WeightStream:
         for number, segment in enumerate(segments):
             with self.phase("gather"):
                 fetch.wait()
-            merged = [one for one in segment if isinstance(one, Adapted) and self.weights.is_merged(one, adapters)]
+            adapted = [weight for weight in segment if isinstance(weight, Adapted)]
+            merged = [layer for layer in adapted if self.weights.is_merged(layer, adapters)]
             if merged:  # entering a phase synchronizes with the device
                 self._merge(merged)
             if number + 1 < len(segments):
@@ -80,21 +81,21 @@ class WeightStream:
         return fetch
 
     def _merge(self, adapted: list[Adapted]) -> None:
-        factors = [param for one in adapted for param in one.adapter_params()]
+        factors = [param for layer in adapted for param in layer.adapter_params()]
         with self.phase("merge"), torch.no_grad(), gathered(factors) as gathered_bytes:
             self.count(gathered_bytes)
-            for one in adapted:
-                self.snapshot.keep_adapters(one)
+            for layer in adapted:
+                self.snapshot.keep_adapters(layer)
 
     def planned(self) -> tuple[int, int]:
         """Planned bytes: 0 kept, and the peak: two layers, everything outside the layers, and the largest merge."""
         structure, groups = self.weights.info.structure, self.weights.groups
         layers = [sum(whole_bytes(param) for param in part.module.parameters()) for part in structure.layers]
         outer = {param for part in structure.outer for param in part.module.parameters()}
-        merged = [[one for one in group.adapted if self.weights.is_merged(one, True)] for group in groups]
+        merged = [[layer for layer in group.adapted if self.weights.is_merged(layer, True)] for group in groups]
         return 0, 2 * max(layers, default=0) + sum(map(whole_bytes, outer)) + max(map(merged_bytes, merged), default=0)
 
 
 def merged_bytes(adapted: Iterable[Adapted]) -> int:
     """Bytes of modules' merged weights. Biases are not counted: hardly any adapter changes one."""
-    return sum(whole_bytes(param) for one in adapted for name, param in one.sources.items() if name != "bias")
+    return sum(whole_bytes(param) for layer in adapted for name, param in layer.sources.items() if name != "bias")

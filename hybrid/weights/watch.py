@@ -89,12 +89,12 @@ def has_empty_partitions(param: torch.Tensor) -> bool:
 @torch.no_grad()
 def sampled(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """About SAMPLED elements of each parameter, as bytes: one uint8 tensor per dtype and device."""
-    found: dict[tuple, list[torch.Tensor]] = {}
+    by_kind: dict[tuple, list[torch.Tensor]] = {}
     for param in params:
         stride = max(param.numel() // SAMPLED, 1)
         if param.is_contiguous():
             elements = param.as_strided((min(param.numel(), SAMPLED),), (stride,))
         else:
             elements = param.flatten()[::stride]
-        found.setdefault((param.dtype, param.device), []).append(elements)
-    return [torch.cat(elements).view(torch.uint8) for elements in found.values()]
+        by_kind.setdefault((param.dtype, param.device), []).append(elements)
+    return [torch.cat(elements).view(torch.uint8) for elements in by_kind.values()]
