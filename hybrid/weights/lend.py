@@ -235,9 +235,9 @@ class Window:
         for layer in self.snapshot.adapted:
             if not isinstance(layer.wrapper, BaseTunerLayer):
                 raise NotImplementedError(
-                    f"{layer.name}: adapters=False with hybrid_engine.pin_parameters=false or inference_tp_size above "
-                    "1 is not available with DeepSpeed-Chat's LoRA, which cannot be switched off where it runs as it "
-                    "is. Set pin_parameters to true, and inference_tp_size to 1."
+                    f"{layer.name}: adapters=False is not available with hybrid_engine.pin_parameters=false or "
+                    "inference_tp_size above 1: DeepSpeed-Chat's LoRA cannot be switched off where it runs as it is. "
+                    "Set pin_parameters to true, and inference_tp_size to 1."
                 )
 
 
