@@ -292,7 +292,9 @@ class SharedCalls(Calls):
             return self.fused.bound_decoder(own.adapters)
         if not own.native:
             rank, reason = next(iter(reasons.items()))
-            self.fused.note_fallback(f"a request of rank {rank}, which runs with this one's: {reason or 'it asks so'}")
+            self.fused.note_fallback(
+                f"a request of rank {rank}, which runs with this one's: {reason or 'it cannot run fused'}"
+            )
         elif own.fallback_reason:
             self.fused.note_fallback(own.fallback_reason)
         return None

@@ -10,11 +10,11 @@ def coverage_of(containers: list[NativeContainer], fused: FusedModel, copied: bo
     containers: as installed, one of them a FusedContainer.  copied: whether anything runs on the snapshot.
     """
     fallback_reason, last = fused.fallback_reason_now(), fused.reasons.last
-    what = "" if fallback_reason else f"{fused.what}; the latest request ran natively: {last}" if last else fused.what
+    runs = "" if fallback_reason else fused.description + f"; the latest request ran natively: {last}" * bool(last)
     kind = NativeContainer.kind if fallback_reason else FusedContainer.kind
     rows = []
     for container in containers:
-        part, why = container.part, f"{container.why}: {fallback_reason}" if fallback_reason else what
+        part, why = container.part, f"{container.why}: {fallback_reason}" if fallback_reason else runs
         adapters = fused.snapshot.describe_adapters(part.module) if copied else ""
         why = f"{why}; {adapters}" if adapters else why
         rows.append({"module": part.name, "kind": part.kind, "container": kind, "why": why})

@@ -74,7 +74,7 @@ class FusedModel:
         self.fallback_reason = fallback_reason or no_decoder_reason(info, self.blank.embedding)
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """A description of what runs in the model's place."""
         decoder = f"a decoder of the {self.layout.family} family"
         if self.group is not None:
@@ -98,7 +98,7 @@ class FusedModel:
         if self.fallback_reason:
             return self.fallback_reason
         if hook := self.foreign_hooks.first():
-            return f"hooks on the model's modules want to see them run: {hook} (remove them before inference)"
+            return f"hooks run only with the model's own modules: {hook} (remove them before inference)"
         if torch.is_autocast_enabled(self.blank.embedding().device.type):
             return (
                 "autocast chooses the dtype of every operation (generate outside of torch.autocast; in DeepSpeed's "

@@ -94,8 +94,8 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
         self._share_seed()
         if config.enable_cuda_graph and self._fused.fallback_reason:
             self._graphs = GraphedForward(model)
-        elif config.enable_cuda_graph and "on Triton" not in self._fused.what:
-            raise NotImplementedError(f"enable_cuda_graph: true given; {self._fused.what} has no graphs")
+        elif config.enable_cuda_graph and "on Triton" not in self._fused.description:
+            raise NotImplementedError(f"enable_cuda_graph: true given; {self._fused.description} has no graphs")
 
     def _install(self, loaded: LoadedModel) -> None:
         """Build and install the containers over the loaded weights, which do not change from here on."""

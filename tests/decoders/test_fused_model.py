@@ -307,7 +307,9 @@ def test_user_hooks_run_the_model_natively_until_removed(before, calls):
     mlp = model.model.layers[1].mlp
     register = mlp.register_forward_pre_hook if before else mlp.register_forward_hook
     handle = register(lambda *args: hook_calls.append(1))
-    with pytest.warns(UserWarning, match=r"see them run: .*<lambda> on model\.layers\.1\.mlp \(remove them") as warned:
+    with pytest.warns(
+        UserWarning, match=r"the model's own modules: .*<lambda> on model\.layers\.1\.mlp \(remove them"
+    ) as warned:
         require_native(engine, reference, calls)
         engine.generate(IDS, **REQUEST)
         del hook_calls[6:12]
