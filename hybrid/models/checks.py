@@ -20,7 +20,7 @@ def require_covered(model: nn.Module, layout: DecoderLayout) -> None:
 
 
 def require_sizes(layout: DecoderLayout) -> None:
-    """Raise UnsupportedModel if a tensor's shape differs from the spec, a fused parameter has rows without a role, or
+    """Raise UnsupportedModel if a tensor's shape differs from the spec, a packed parameter has rows without a role, or
     the rotary tables are wider than a head."""
     if layout.spec.rotary_dim > layout.spec.head_dim:
         raise UnsupportedModel(
@@ -50,7 +50,7 @@ def picked_shape(ref: ParamRef) -> torch.Size:
 
 
 def require_whole(family: str, where: str, refs: Iterable[ParamRef]) -> None:
-    """Raise UnsupportedModel if the roles of a fused parameter do not cover all of it."""
+    """Raise UnsupportedModel if the roles of a packed parameter do not cover all of it."""
     picked: Counter[nn.Parameter] = Counter()
     sizes: dict[nn.Parameter, int] = {}
     for ref in refs:
@@ -59,7 +59,7 @@ def require_whole(family: str, where: str, refs: Iterable[ParamRef]) -> None:
     for param, size in sizes.items():
         if picked[param] % size:
             raise UnsupportedModel(
-                f"{family}: {where}has a fused parameter of {size} elements; its roles take {picked[param]}"
+                f"{family}: {where}has a packed parameter of {size} elements; its roles take {picked[param]}"
             )
 
 

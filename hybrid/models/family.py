@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from hybrid.models.spec import DecoderSpec, UnsupportedModel
 
-Pick = Callable[[torch.Tensor], torch.Tensor]  # a fused tensor [rows, …] to one role's rows
+Pick = Callable[[torch.Tensor], torch.Tensor]  # a packed tensor [rows, …] to one role's rows
 Table = Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
 
 # Settings that change what a decoder computes. If one is set and a row's `understands` does not name it, the row does
@@ -41,7 +41,7 @@ ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class Fused:
+class Packed:
     """A module whose weight rows belong to several roles.
 
     split: gives one `Pick` per role for a spec, in the order in which the row names the roles.
@@ -57,7 +57,7 @@ class Family:
 
     layers: path of the list of layers in the model.
     outer: role to path in the model; roles in `optional` may be missing.
-    layer: role to path in a layer, or several roles, "q k v", to `Fused`. Several maps are tried in order for each
+    layer: role to path in a layer, or several roles, "q k v", to `Packed`. Several maps are tried in order for each
         layer, so the most specific comes first.
     activation: the config's setting with the activation; "" if `spec` has it.
     own_embedding: the embedding module computes more than a lookup, and `spec` describes it.
@@ -72,7 +72,7 @@ class Family:
     name: str
     layers: str
     outer: Mapping[str, str]
-    layer: tuple[Mapping[str, str | Fused], ...]
+    layer: tuple[Mapping[str, str | Packed], ...]
     activation: str = "hidden_act"
     own_embedding: bool = False
     optional: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ def windows_by_type(config: PretrainedConfig) -> list[int]:
     return [window[kind] for kind in config.layer_types]
 
 
-# How the rows of a fused weight are divided among roles.
+# How the rows of a packed weight are divided among roles.
 
 
 def stacked(spec: DecoderSpec) -> tuple[Pick, ...]:

@@ -10,11 +10,11 @@ from transformers.pytorch_utils import Conv1D
 
 from hybrid.models.checks import require_covered, require_sizes
 from hybrid.models.families import FAMILIES
-from hybrid.models.family import ACTIVATIONS, CHOICES, Family, Fused, Pick, Table, declares, rope_end, rope_table
+from hybrid.models.family import ACTIVATIONS, CHOICES, Family, Packed, Pick, Table, declares, rope_end, rope_table
 from hybrid.models.modules import adapter_parameters, find, has, hugging_face_model, own_parameters, plain
 from hybrid.models.spec import DecoderLayout, DecoderSpec, LayerSpec, ParamRef, UnsupportedModel
 
-Roles = Mapping[str, str | Fused]  # as `Family.layer`
+Roles = Mapping[str, str | Packed]  # as `Family.layer`
 
 
 def read_decoder(model: nn.Module) -> DecoderLayout:
@@ -78,7 +78,7 @@ def layer_misfits(family: Family, layers: nn.ModuleList) -> list[str]:
 
 def map_misfits(roles: Roles, layer: nn.Module, name: str) -> list[str]:
     """The modules of `roles` that a layer lacks, and its parameters without a role, as reasons.  name: the layer's."""
-    paths = [value.path if isinstance(value, Fused) else value for value in roles.values()]
+    paths = [value.path if isinstance(value, Packed) else value for value in roles.values()]
     present = [path for path in paths if has(layer, path)]
     covered = adapter_parameters(layer).union(*(own_parameters(layer, path) for path in present))
     missing = [f"no {name}.{path}" for path in paths if path not in present]
@@ -215,7 +215,7 @@ class LayoutReader:
         """
         layer, roles = self.layers[0]
         path = next(value for role, value in roles.items() if role.split()[0] == "q")
-        path = path.path if isinstance(path, Fused) else path
+        path = path.path if isinstance(path, Packed) else path
         attention = layer.get_submodule(path.rpartition(".")[0])
         forward = inspect.unwrap(type(attention).forward)
         apply_rotary = forward.__globals__.get("apply_rotary_pos_emb")
@@ -240,7 +240,7 @@ def refs(root: nn.Module, roles: Roles, spec: DecoderSpec) -> dict[str, ParamRef
     """The ParamRefs of `roles` under `root`, by "<role>.weight" and "<role>.bias"."""
     by_role = {}
     for names, value in roles.items():
-        if isinstance(value, Fused):
+        if isinstance(value, Packed):
             for role, pick in zip(names.split(), value.split(spec), strict=True):
                 by_role |= module_refs(root.get_submodule(value.path), role, pick)
             continue

@@ -95,7 +95,7 @@ def test_partitioned_parameters_use_ds_shape():
     assert read_decoder(model).spec == read_decoder(tiny_model("phi3")).spec
     model.model.layers[1].self_attn.qkv_proj.weight.ds_shape = torch.Size((72, 32))
     with pytest.raises(
-        UnsupportedModel, match=r"phi3: layer 1 has a fused parameter of 2304 elements; its roles take 2048"
+        UnsupportedModel, match=r"phi3: layer 1 has a packed parameter of 2304 elements; its roles take 2048"
     ):
         read_decoder(model)
 
@@ -176,7 +176,7 @@ def test_a_parameter_without_a_role_raises():
         ("llama", "vocab_size", 50, r"llama: embedding.weight is \[97, 32\], and by the configuration \[50, 32\]"),
         ("llama", "num_hidden_layers", 2, "llama: 3 layers, and the configuration says 2"),
         ("gpt2", "n_positions", 7, r"gpt2: positions.weight is \[96, 32\], and by the configuration \[7, 32\]"),
-        ("phi3", "num_key_value_heads", 1, "fused parameter of 2048 elements; its roles take 1536"),
+        ("phi3", "num_key_value_heads", 1, "packed parameter of 2048 elements; its roles take 1536"),
         ("bloom", "n_head", 3, r"bloom: layer 0 q.weight"),
         ("mixtral", "num_local_experts", 8, r"mixtral: layer 0 router.weight is \[4, 32\]"),
     ],

@@ -1,6 +1,6 @@
 """BLOOM: ALiBi, a norm on the embedding, queries, keys and values interleaved by head."""
 
-from hybrid.models.family import Family, Fused, alibi_slopes, grouped
+from hybrid.models.family import Family, Packed, alibi_slopes, grouped
 
 BLOOM = Family(
     name="bloom",
@@ -14,7 +14,7 @@ BLOOM = Family(
     layer=(
         {
             "attention_norm": "input_layernorm",
-            "q k v": Fused("self_attention.query_key_value", grouped),
+            "q k v": Packed("self_attention.query_key_value", grouped),
             "o": "self_attention.dense",
             "mlp_norm": "post_attention_layernorm",
             "up": "mlp.dense_h_to_4h",

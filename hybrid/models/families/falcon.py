@@ -3,7 +3,7 @@
 from torch import nn
 from transformers import PretrainedConfig
 
-from hybrid.models.family import Family, Fused, alibi_slopes, grouped
+from hybrid.models.family import Family, Packed, alibi_slopes, grouped
 
 
 def num_kv_heads(model: nn.Module) -> int:
@@ -30,7 +30,7 @@ def misses_a_norm(config: PretrainedConfig) -> bool:
 
 
 ALWAYS = {
-    "q k v": Fused("self_attention.query_key_value", grouped),
+    "q k v": Packed("self_attention.query_key_value", grouped),
     "o": "self_attention.dense",
     "up": "mlp.dense_h_to_4h",
     "down": "mlp.dense_4h_to_h",

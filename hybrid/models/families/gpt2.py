@@ -1,6 +1,6 @@
 """GPT-2: learned positions, layer norms, and Conv1D, whose weights are [in, out]."""
 
-from hybrid.models.family import Family, Fused, stacked
+from hybrid.models.family import Family, Packed, stacked
 
 GPT2 = Family(
     name="gpt2",
@@ -14,7 +14,7 @@ GPT2 = Family(
     layer=(
         {
             "attention_norm": "ln_1",
-            "q k v": Fused("attn.c_attn", stacked),
+            "q k v": Packed("attn.c_attn", stacked),
             "o": "attn.c_proj",
             "mlp_norm": "ln_2",
             "up": "mlp.c_fc",

@@ -1,6 +1,6 @@
 """GPT-NeoX: queries, keys and values interleaved by head, rope on part of a head, parallel attention and MLP."""
 
-from hybrid.models.family import Family, Fused, grouped, key
+from hybrid.models.family import Family, Packed, grouped, key
 
 GPT_NEOX = Family(
     name="gpt_neox",
@@ -13,7 +13,7 @@ GPT_NEOX = Family(
     layer=(
         {
             "attention_norm": "input_layernorm",
-            "q k v": Fused("attention.query_key_value", grouped),
+            "q k v": Packed("attention.query_key_value", grouped),
             "o": "attention.dense",
             "mlp_norm": "post_attention_layernorm",
             "up": "mlp.dense_h_to_4h",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hybrid.models.family import Family, Fused, halves, key, one_window, stacked
+from hybrid.models.family import Family, Packed, halves, key, one_window, stacked
 
 LLAMA = Family(
     name="llama",
@@ -36,10 +36,10 @@ PHI3 = replace(
     layer=(
         {
             "attention_norm": "input_layernorm",
-            "q k v": Fused("self_attn.qkv_proj", stacked),
+            "q k v": Packed("self_attn.qkv_proj", stacked),
             "o": "self_attn.o_proj",
             "mlp_norm": "post_attention_layernorm",
-            "gate up": Fused("mlp.gate_up_proj", halves),
+            "gate up": Packed("mlp.gate_up_proj", halves),
             "down": "mlp.down_proj",
         },
     ),
