@@ -33,17 +33,15 @@ class Forward:
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.container.calls.lock:
-            return self._output(self.container, args, kwargs)
-
-    def _output(self, container: "NativeContainer", args: tuple, kwargs: dict[str, Any]) -> Any:
-        if container.part.kind == "model":
-            args, kwargs = as_model_inputs(args, kwargs, container.window.device)
-        if container.calls.inside:
-            return container.run(self.own, args, kwargs)
-        if not container.window.is_open and container.calls.rebuild():
-            return container.part.module.forward(*args, **kwargs)
-        return container.request(self.own, args, kwargs)
+        part, calls, window = self.container.part, self.container.calls, self.container.window
+        with calls.lock:
+            if part.kind == "model":
+                args, kwargs = as_model_inputs(args, kwargs, window.device)
+            if calls.inside:
+                return self.container.run(self.own, args, kwargs)
+            if not window.is_open and calls.rebuild():
+                return part.module.forward(*args, **kwargs)
+            return self.container.request(self.own, args, kwargs)
 
     def __reduce__(self) -> tuple:
         before = self.container.own_forward
