@@ -11,16 +11,17 @@ from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.decoders.torch_decoder import Copies, no_lora_deltas
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
-from hybrid.models.spec import OUTER_ROLES, DecoderLayout, LayerSpec, ParamRef, UnsupportedModel
+from hybrid.models.spec import JOINED, OUTER_ROLES, DecoderLayout, ParamRef, UnsupportedModel
 from hybrid.weights.int8 import scale_of
 from hybrid.weights.lora import LowRank
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of decoder.cpp's enum
-OUTER_NORMS = frozenset({"embedding_norm", "final_norm"})
-OUTER_MATRICES = ("project_in", "project_out", "head")
-NORM_ROLES = "attention_norm q_norm k_norm attention_post_norm mlp_norm mlp_post_norm".split()
-JOINED = {"qkv": ("q", "k", "v"), "o": ("o",), "up": ("gate", "up"), "down": ("down",), "router": ("router",)}
-JOINED |= {"experts_up": ("experts_gate_up",), "experts_down": ("experts_down",)}
+# The values of DecoderSpec's fields that are words, in the order of records.h's enums.
+ENUMS = {
+    "norm": ("rms", "layer"),
+    "activation": ("silu", "gelu", "gelu_tanh", "relu"),
+    "qk_norm": ("", "head", "row"),
+}
+NUMBERS = (ctypes.c_int64, ctypes.c_double)
 
 
 class CpuDecoder:
@@ -61,44 +62,20 @@ class CpuDecoder:
         self.lent: weakref.ref[PagedKV] | None = None  # the blocks whose addresses the layers' records hold
         self.tensors: list[torch.Tensor] = []  # keeps alive what the records below point to
         self.lora_records: list[ctypes.Array] = []  # keeps alive the LoRA records that the linears point to
-        spec = layout.spec
-        self.slopes = torch.tensor(spec.alibi) if spec.alibi else None
-        self.layer_records = (kernels.Layer * len(spec.layers))()
-        self.record = kernels.Decoder(
-            half=self.dtype == torch.bfloat16,
-            vocabulary=spec.vocab_size,
-            hidden=spec.hidden_size,
-            embedding_size=spec.embedding_size or spec.hidden_size,
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            layer_norm=spec.norm == "layer",
-            norm_float32=spec.norm_float32,
-            activation=ACTIVATIONS.index(spec.activation),
-            stepwise=spec.activation_stepwise,
-            gated=spec.gated,
-            parallel=spec.parallel,
-            rotary_dim=spec.rotary_dim,
-            interleaved=spec.rotary_interleaved,
-            rotary_float32=spec.rotary_float32,
-            qk_norm_row=spec.qk_norm == "row",
-            position_offset=spec.position_offset,
-            num_experts=spec.num_experts,
-            experts_per_token=spec.experts_per_token,
-            normalize_experts=spec.normalize_experts,
-            experts_float32=spec.experts_float32,
-            alibi_bfloat16=spec.alibi_bfloat16,
-            norm_eps=spec.norm_eps,
-            norm_offset=spec.norm_offset,
-            attention_scale=spec.attention_scale,
-            attention_softcap=spec.attention_softcap,
-            logits_softcap=spec.logits_softcap,
-            embedding_multiplier=spec.embedding_multiplier,
-            residual_multiplier=spec.residual_multiplier,
-            logits_divisor=spec.logits_divisor,
-            slopes=None if self.slopes is None else address(self.slopes, torch.float32),
-            layers=ctypes.addressof(self.layer_records),
-        )
+        self.alibi = torch.tensor(self.spec.alibi) if self.spec.alibi else None
+        self.layer_records = (kernels.Layer * len(self.spec.layers))()
+        self.record = self._record()
+
+    def _record(self) -> ctypes.Structure:
+        """The Decoder record, without weights: every number of the spec under its name."""
+        record = kernels.Decoder(bfloat16=self.dtype == torch.bfloat16, layers=ctypes.addressof(self.layer_records))
+        for name, kind in record._fields_:
+            if kind in NUMBERS and hasattr(self.spec, name):
+                value = getattr(self.spec, name)
+                setattr(record, name, ENUMS[name].index(value) if name in ENUMS else value)
+        record.embedding_size = self.spec.embedding_size or self.spec.hidden_size
+        record.alibi = None if self.alibi is None else address(self.alibi, torch.float32)
+        return record
 
     def bind(self) -> None:
         """Store the current addresses of all weights in the records. Raises UnsupportedModel for a mixture of
@@ -116,19 +93,14 @@ class CpuDecoder:
             self.record.embedding, self.record.embedding_rows = self._keep(embedding, self.dtype), len(embedding)
         if "positions.weight" in refs:
             self.record.positions = self._keep(self._matrix(refs["positions.weight"]), self.dtype)
-        for role in OUTER_NORMS.intersection(outer):
-            setattr(self.record, role, self._norm(refs, role))
-        matrices = {role: (role,) for role in OUTER_MATRICES if role in outer}
-        for role, record in self._linears(refs, matrices).items():
-            setattr(self.record, role, record)
+        self._bind_record(self.record, refs, outer)
         for index in layers:
-            before, own = self.layer_records[index], self.layout.layers[index]
-            bound = self._layer(self.spec.layers[index], own)
-            bound.cos, bound.sin, bound.keys, bound.values = before.cos, before.sin, before.keys, before.values
-            self.layer_records[index] = bound
-            self.record.intermediate = max(self.record.intermediate, bound.down.inputs)
-            if self.spec.layers[index].experts:
-                self.record.expert_intermediate = self._matrix(own["experts_down.weight"]).shape[2]
+            layer, roles = self.layer_records[index], self.layout.layers[index]
+            layer.window = self.spec.layers[index].window
+            self._bind_record(layer, roles, [name for name, _ in layer._fields_])
+            self.record.intermediate_size = max(
+                self.record.intermediate_size, layer.down.inputs, layer.experts_down.inputs
+            )
 
     def unbind(self) -> None:
         """Release the weights; bind again before anything runs."""
@@ -252,64 +224,49 @@ class CpuDecoder:
 
     # ------------------------------------------------------------- weights
 
-    def _layer(self, layer: LayerSpec, refs: dict[str, ParamRef]) -> ctypes.Structure:
-        return kernels.Layer(
-            **{role: self._norm(refs, role) for role in NORM_ROLES},
-            **self._linears(refs, JOINED),
-            window=layer.window,
-            experts=self.spec.num_experts if layer.experts else 0,
-        )
+    def _bind_record(self, record: ctypes.Structure, refs: dict[str, ParamRef], names: Collection[str]) -> None:
+        """Set the norms and matrices of a Decoder or Layer record that are in `names`: roles, or names of JOINED."""
+        lora_offset = 0
+        for name, kind in record._fields_:
+            if kind is kernels.Norm and name in names:
+                setattr(record, name, self._norm(refs, name))
+            elif kind is kernels.Linear and name in names:
+                linear, lora_offset = self._linear(refs, JOINED.get(name, (name,)), lora_offset)
+                setattr(record, name, linear)
+        self.record.lora_ranks = max(self.record.lora_ranks, lora_offset)
 
-    def _linears(self, refs: dict[str, ParamRef], names: dict[str, tuple[str, ...]]) -> dict[str, ctypes.Structure]:
-        """Records of matrices by name, each of the roles that it joins. Every unmerged LoRA factor gets its own
-        place in the buffer of A·x.
+    def _linear(
+        self, refs: dict[str, ParamRef], roles: tuple[str, ...], lora_offset: int
+    ) -> tuple[ctypes.Structure, int]:
+        """The record of the roles' matrices, stacked by rows; empty if the model has none of them. Their unmerged LoRA
+        deltas use the buffer of A·x from `lora_offset` on; the end of that part is returned too.
         """
-        found, at = {}, 0
-        for name, roles in names.items():
-            found[name] = self._linear(refs, roles)
-            at = self._put_unmerged(found[name], refs, roles, at)
-        self.record.side_ranks = max(self.record.side_ranks, at)  # floats per token in the buffer of A·x
-        return found
-
-    def _put_unmerged(
-        self, record: ctypes.Structure, refs: dict[str, ParamRef], roles: tuple[str, ...], at: int
-    ) -> int:
-        """Add the unmerged LoRA factors of a matrix's parts to its record. They use the buffer of A·x from `at` on;
-        returns the end of that part.
-        """
-        deltas, first = [], 0
-        for part, role in enumerate(role for role in roles if f"{role}.weight" in refs):
-            for a, b, scale in self.lora_deltas(refs[f"{role}.weight"]):
-                deltas.append(kernels.LoraDelta(self._factor(a), self._factor(b), len(a), first, len(b), at, scale))
-                at += len(a)
-            first += record.rows[part]
-        if deltas:
-            self.lora_records.append((kernels.LoraDelta * len(deltas))(*deltas))
-            record.sides, record.num_sides = ctypes.addressof(self.lora_records[-1]), len(deltas)
-        return at
-
-    def _linear(self, refs: dict[str, ParamRef], roles: tuple[str, ...]) -> ctypes.Structure:
-        """The record of the roles' matrices, stacked by rows; empty if the model has none of them."""
-        record = kernels.Linear()
+        record, deltas, first = kernels.Linear(), [], 0
         for role in roles:
-            if f"{role}.weight" not in refs:
+            ref, part = refs.get(f"{role}.weight"), record.parts
+            if ref is None:
                 continue
-            ref, part = refs[f"{role}.weight"], record.parts
-            weight = self._matrix(ref).flatten(0, -2)  # experts' rows stacked
-            stored = self.dtype
+            weight, dtype = self._matrix(ref).flatten(0, -2), self.dtype  # experts' rows stacked
             if weight.dtype == torch.int8:
-                stored, scale = torch.int8, scale_of(ref).flatten(0, -2)
+                dtype, scale = torch.int8, scale_of(ref).flatten(0, -2)
                 record.scale[part] = self._keep(scale.float().contiguous(), torch.float32)
                 record.groups = scale.shape[1]
-            bias = self._float(refs.get(f"{role}.bias"))
-            record.weight[part], record.rows[part], record.inputs = self._keep(weight, stored), *weight.shape
-            record.bias[part] = None if bias is None else self._keep(bias, torch.float32)
+            record.weight[part], record.rows[part], record.inputs = self._keep(weight, dtype), *weight.shape
+            record.bias[part] = self._vector(refs.get(f"{role}.bias"))
             record.parts = part + 1
-        return record
+            for a, b, scale in self.lora_deltas(ref):
+                deltas.append(
+                    kernels.LoraDelta(self._factor(a), self._factor(b), len(a), first, len(b), lora_offset, scale)
+                )
+                lora_offset += len(a)
+            first += len(weight)
+        if deltas:
+            self.lora_records.append((kernels.LoraDelta * len(deltas))(*deltas))
+            record.lora_deltas, record.num_lora_deltas = ctypes.addressof(self.lora_records[-1]), len(deltas)
+        return record, lora_offset
 
     def _norm(self, refs: dict[str, ParamRef], role: str) -> ctypes.Structure:
-        parts = (self._float(refs.get(f"{role}.{name}")) for name in ("weight", "bias"))
-        return kernels.Norm(*(None if part is None else self._keep(part, torch.float32) for part in parts))
+        return kernels.Norm(*(self._vector(refs.get(f"{role}.{name}")) for name in ("weight", "bias")))
 
     def _matrix(self, ref: ParamRef) -> torch.Tensor:
         """A role's matrix in the decoder's dtype or int8, contiguous; copied only if it is not so in the snapshot.
@@ -321,9 +278,11 @@ class CpuDecoder:
             raise UnsupportedModel(f"a matrix is {dtype} where the embedding is {self.dtype}")
         return self._contiguous(ref, dtype)
 
-    def _float(self, ref: ParamRef | None) -> torch.Tensor | None:
-        """A bias or a norm's weight in float32; None if it does not exist."""
-        return None if ref is None or self.weights(ref) is None else self._contiguous(ref, torch.float32)
+    def _vector(self, ref: ParamRef | None) -> int | None:
+        """The address of a bias or a norm's weight in float32; None if it does not exist."""
+        if ref is None or self.weights(ref) is None:
+            return None
+        return self._keep(self._contiguous(ref, torch.float32), torch.float32)
 
     def _contiguous(self, ref: ParamRef, dtype: torch.dtype) -> torch.Tensor:
         """The tensor of a ParamRef, contiguous and in `dtype`: in place if possible, else a copy; an existing copy

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -23,63 +24,32 @@ import torch
 SOURCES = Path(__file__).parent / "cpu"
 # A multiply-add is rounded once (fused) or twice. GCC 12 decides that loop by loop when it tunes for Zen or vectorizes
 # straight-line code; a row's result would then depend on the number of rows in its batch.
-ALIKE = ("-fno-tree-slp-vectorize", *(["--param=avoid-fma-max-bits=0"] if platform.machine() == "x86_64" else []))
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", *ALIKE)
+FUSED_ALIKE = ("-fno-tree-slp-vectorize", *(["--param=avoid-fma-max-bits=0"] if platform.machine() == "x86_64" else []))
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", *FUSED_ALIKE)
 COMPILERS = ("g++", "c++")
 
 _pointer, _int, _double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
-def record(name: str, **fields: type) -> type[ctypes.Structure]:
-    """A C struct with these fields, in order."""
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+def read_records(header: str) -> dict[str, type[ctypes.Structure]]:
+    """The structs of a C++ header as ctypes types, by name, in order. Raises KeyError for a field of unknown type."""
+    types, records = {"int64_t": _int, "double": _double}, {}
+    for struct, body in re.findall(r"^struct (\w+) \{(.*?)^\};", re.sub("//.*", "", header), re.DOTALL | re.MULTILINE):
+        fields = []
+        for declaration in body.split(";")[:-1]:
+            kind, declarators = re.fullmatch(r"\s*(?:const )?(\w+)(.*)", declaration, re.DOTALL).groups()
+            for declarator in declarators.split(","):
+                pointer, name, length = re.fullmatch(r"\s*(\*?)\s*(\w+)(?:\[(\d+)\])?", declarator).groups()
+                field = _pointer if pointer else types[kind]
+                fields.append((name, field * int(length) if length else field))
+        types[struct] = records[struct] = type(struct, (ctypes.Structure,), {"_fields_": fields})
+    return records
 
 
-# The structs of cpu/linear.h and cpu/decoder.cpp, field by field.
-LoraDelta = record(
-    "LoraDelta", a=_pointer, b=_pointer, **dict.fromkeys(("rank", "first", "rows", "at"), _int), scale=_double
+RECORDS = read_records((SOURCES / "records.h").read_text())
+LoraDelta, Linear, Norm, Layer, Decoder, Batch, Draw = (
+    RECORDS[name] for name in ("LoraDelta", "Linear", "Norm", "Layer", "Decoder", "Batch", "Draw")
 )
-Linear = record(
-    "Linear",
-    weight=_pointer * 3,
-    bias=_pointer * 3,
-    rows=_int * 3,
-    **dict.fromkeys(("parts", "inputs"), _int),
-    sides=_pointer,
-    num_sides=_int,
-    scale=_pointer * 3,
-    groups=_int,
-)
-Norm = record("Norm", weight=_pointer, bias=_pointer)
-Layer = record(
-    "Layer",
-    **dict.fromkeys(("attention_norm", "q_norm", "k_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"), Norm),
-    **dict.fromkeys(("qkv", "o", "up", "down", "router", "experts_up", "experts_down"), Linear),
-    **dict.fromkeys(("cos", "sin", "keys", "values"), _pointer),
-    **dict.fromkeys(("window", "experts"), _int),
-)
-Decoder = record(
-    "Decoder",
-    half=_int,
-    **dict.fromkeys(("vocabulary", "hidden", "embedding_size", "heads", "kv_heads", "head_dim"), _int),
-    **dict.fromkeys(("intermediate", "expert_intermediate", "layer_norm", "norm_float32"), _int),
-    **dict.fromkeys(("activation", "stepwise", "gated", "parallel"), _int),
-    **dict.fromkeys(("rotary_dim", "interleaved", "rotary_float32", "qk_norm_row", "position_offset"), _int),
-    **dict.fromkeys(("num_experts", "experts_per_token", "normalize_experts", "experts_float32"), _int),
-    **dict.fromkeys(("alibi_bfloat16", "embedding_rows", "side_ranks"), _int),
-    **dict.fromkeys(("norm_eps", "norm_offset", "attention_scale", "attention_softcap", "logits_softcap"), _double),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_divisor"), _double),
-    **dict.fromkeys(("slopes", "embedding", "positions"), _pointer),
-    **dict.fromkeys(("embedding_norm", "final_norm"), Norm),
-    **dict.fromkeys(("project_in", "project_out", "head"), Linear),
-    layers=_pointer,
-)
-Batch = record(
-    "Batch",
-    **dict.fromkeys(("tokens", "sequences", "table_width"), _int),
-    **dict.fromkeys(("ids", "positions", "cu_seqlens", "block_tables"), _pointer),
-)
-Draw = record("Draw", temperature=_double, top_k=_int, top_p=_double, min_p=_double)
 
 SIGNATURES = {
     "lanes": ([], _int),
@@ -108,6 +78,8 @@ def opened(path: Path) -> ctypes.CDLL:
     for name, (arguments, result) in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result
+    sizes = (_int * len(RECORDS)).in_dll(library, "record_sizes")
+    assert [*sizes] == [ctypes.sizeof(record) for record in RECORDS.values()], "records.h is read wrongly"
     return library
 
 
@@ -166,8 +138,8 @@ def processor() -> str:
     """What `-march=native` depends on, as text: architecture, processor name and instruction set flags."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    told = sorted({line for line in lines if line.split("\t")[0].strip() in ("model name", "flags", "Features")})
-    return platform.machine() + "".join(told)
+    lines = sorted({line for line in lines if line.split("\t")[0].strip() in ("model name", "flags", "Features")})
+    return platform.machine() + "".join(lines)
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype) -> int:

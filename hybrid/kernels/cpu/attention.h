@@ -1,22 +1,21 @@
 // Paged attention, one KV head at a time: its query heads share every load.
 //
-// A page holds PAGE tokens.  keys [pages, kv_heads, head_dim, PAGE], values [pages, kv_heads, PAGE, head_pad] of the
-// model's dtype; head_pad is head_dim rounded up to whole vectors. Softmax is computed page by page (Milakov and
-// Gimelshein 2018, arXiv:1805.02867), each query by itself: its result does not depend on the other queries.
+// A block holds BLOCK_SIZE tokens.  keys [blocks, kv_heads, head_dim, BLOCK_SIZE], values [blocks, kv_heads, BLOCK_SIZE,
+// head_pad] of the model's dtype; head_pad is head_dim rounded up to whole vectors. Softmax is computed block by block
+// (Milakov and Gimelshein 2018, arXiv:1805.02867), each query by itself: its result does not depend on the other queries.
 // Probabilities are rounded to the model's dtype before the product with values, as in torch's kernels. Scores are rounded
 // only where Hugging Face computes them step by step ("eager" attention: soft caps, BLOOM's bias).
 #pragma once
 #include "vector.h"
 
-constexpr int PAGE = 32;
-constexpr int PAGE_VECS = PAGE / LANES;
+constexpr int BLOCK_SIZE = 32;
+constexpr int BLOCK_VECS = BLOCK_SIZE / LANES;
 constexpr int QUERIES = LANES == 16 ? 6 : 3;  // computed together, so that their sums fill the registers
 
 struct AttentionShape {
-  int64_t heads, kv_heads, head_dim, head_pad;
+  int64_t kv_heads, head_dim, head_pad;
   float scale, softcap;
-  const float* slopes;  // ALiBi, by query head, or null
-  int64_t window;       // 0: none
+  int64_t window;  // 0: none
   bool alibi_bfloat16;
 };
 
@@ -25,37 +24,37 @@ struct Query {
   const float* q;   // [head_dim]
   float* out;       // [head_dim]
   int64_t position;
-  float slope;
+  float slope;  // ALiBi's; 0: none
 };
 
 // ALiBi's bias of keys at positions `token`, rounded as DecoderSpec.alibi_bfloat16 says.
-template <typename W> static inline Vec alibi(const AttentionShape& s, float slope, Vec token) {
-  if (!s.alibi_bfloat16) return rounded<W>(slope * token);
-  return rounded<W>(to_bf16(to_bf16(slope / s.scale) * to_bf16(token)) * s.scale);
+template <typename T> static inline Vec alibi(const AttentionShape& s, float slope, Vec token) {
+  if (!s.alibi_bfloat16) return rounded<T>(slope * token);
+  return rounded<T>(to_bf16(to_bf16(slope / s.scale) * to_bf16(token)) * s.scale);
 }
-template <typename W> static inline Vec capped(const AttentionShape& s, Vec dot) {
-  Vec score = rounded<W>(rounded<W>(rounded<W>(dot) * s.scale) / s.softcap);
-  return rounded<W>(rounded<W>(tanh(score)) * s.softcap);
+template <typename T> static inline Vec capped(const AttentionShape& s, Vec dot) {
+  Vec score = rounded<T>(rounded<T>(rounded<T>(dot) * s.scale) / s.softcap);
+  return rounded<T>(rounded<T>(tanh(score)) * s.softcap);
 }
 
-// Scores of N queries against the tokens of a page, scaled and capped; -inf for tokens that a query does not see.
-template <int N, typename W>
-static inline void page_scores(const AttentionShape& s, const Query* queries, const W* keys, int64_t page_start, Vec scores[N][PAGE_VECS]) {
-  Vec acc[N][PAGE_VECS] = {};
+// Scores of N queries against the tokens of a block, scaled and capped; -inf for tokens that a query does not see.
+template <int N, typename T>
+static inline void block_scores(const AttentionShape& s, const Query* queries, const T* keys, int64_t block_start, Vec scores[N][BLOCK_VECS]) {
+  Vec acc[N][BLOCK_VECS] = {};
   for (int64_t d = 0; d < s.head_dim; d++) {
-    Vec key[PAGE_VECS];
-    for (int j = 0; j < PAGE_VECS; j++) key[j] = load(keys + d * PAGE + j * LANES);
+    Vec key[BLOCK_VECS];
+    for (int j = 0; j < BLOCK_VECS; j++) key[j] = load(keys + d * BLOCK_SIZE + j * LANES);
     for (int n = 0; n < N; n++)
-      for (int j = 0; j < PAGE_VECS; j++) acc[n][j] += queries[n].q[d] * key[j];
+      for (int j = 0; j < BLOCK_VECS; j++) acc[n][j] += queries[n].q[d] * key[j];
   }
   for (int n = 0; n < N; n++)
-    for (int j = 0; j < PAGE_VECS; j++) {
-      Vec score = s.softcap ? capped<W>(s, acc[n][j]) : acc[n][j] * s.scale;
+    for (int j = 0; j < BLOCK_VECS; j++) {
+      Vec score = s.softcap ? capped<T>(s, acc[n][j]) : acc[n][j] * s.scale;
       VecI token;
-      for (int i = 0; i < LANES; i++) token[i] = int32_t(page_start + j * LANES + i);
+      for (int i = 0; i < LANES; i++) token[i] = int32_t(block_start + j * LANES + i);
       const int32_t position = int32_t(queries[n].position);
-      if (queries[n].slope) score += alibi<W>(s, queries[n].slope, __builtin_convertvector(token, Vec));
-      if (queries[n].slope && !s.alibi_bfloat16) score = rounded<W>(score);
+      if (queries[n].slope) score += alibi<T>(s, queries[n].slope, __builtin_convertvector(token, Vec));
+      if (queries[n].slope && !s.alibi_bfloat16) score = rounded<T>(score);
       VecI seen = token <= position;
       if (s.window) seen &= token > int32_t(position - s.window);
       scores[n][j] = seen ? score : splat(-INFINITY);
@@ -63,8 +62,8 @@ static inline void page_scores(const AttentionShape& s, const Query* queries, co
 }
 
 // out[n] = out[n] * shrink[n] + sum over tokens of p[n][token] * value[token], over C vectors of the head.
-template <int N, int C, typename W>
-static inline void add_values(const W* values, int64_t head_pad, int64_t tokens, const float p[N][PAGE], const float* shrink, float* out[N]) {
+template <int N, int C, typename T>
+static inline void add_values(const T* values, int64_t head_pad, int64_t tokens, const float p[N][BLOCK_SIZE], const float* shrink, float* out[N]) {
   Vec acc[N][C];
   for (int n = 0; n < N; n++)
     for (int c = 0; c < C; c++) acc[n][c] = load(out[n] + c * LANES) * shrink[n];
@@ -78,47 +77,47 @@ static inline void add_values(const W* values, int64_t head_pad, int64_t tokens,
     for (int c = 0; c < C; c++) store(out[n] + c * LANES, acc[n][c]);
 }
 
-// N queries of one KV head over the pages of their sequence.  work: float [N, head_pad].
-template <int N, typename W>
-static void attend(const AttentionShape& s, const Query* queries, int64_t kv_head, const W* keys, const W* values, const int32_t* table, float* work) {
+// N queries of one KV head over the blocks of their sequence.  work: float [N, head_pad].
+template <int N, typename T>
+static void attend(const AttentionShape& s, const Query* queries, int64_t kv_head, const T* keys, const T* values, const int32_t* table, float* work) {
   int64_t last = 0, first = INT64_MAX;
   for (int n = 0; n < N; n++) {
     last = std::max(last, queries[n].position);
     first = std::min(first, s.window ? std::max<int64_t>(queries[n].position - s.window + 1, 0) : 0);
   }
-  float *out[N], most[N], total[N];
+  float *out[N], max_score[N], total[N];
   for (int n = 0; n < N; n++) {
     out[n] = work + n * s.head_pad;
     std::memset(out[n], 0, s.head_pad * sizeof(float));
-    most[n] = -INFINITY;
+    max_score[n] = -INFINITY;
     total[n] = 0;
   }
-  for (int64_t page = first / PAGE; page <= last / PAGE; page++) {
-    const int64_t at = table[page] * s.kv_heads + kv_head, start = page * PAGE;
-    Vec scores[N][PAGE_VECS];
-    float p[N][PAGE], shrink[N];
-    page_scores<N>(s, queries, keys + at * s.head_dim * PAGE, start, scores);
+  for (int64_t block = first / BLOCK_SIZE; block <= last / BLOCK_SIZE; block++) {
+    const int64_t head_block = table[block] * s.kv_heads + kv_head, start = block * BLOCK_SIZE;
+    Vec scores[N][BLOCK_VECS];
+    float p[N][BLOCK_SIZE], shrink[N];
+    block_scores<N>(s, queries, keys + head_block * s.head_dim * BLOCK_SIZE, start, scores);
     for (int n = 0; n < N; n++) {
       Vec top = scores[n][0];
-      for (int j = 1; j < PAGE_VECS; j++) top = max(top, scores[n][j]);
-      const float now = std::max(most[n], largest(top));
-      if (now == -INFINITY) {  // no token of this page or an earlier one is seen
+      for (int j = 1; j < BLOCK_VECS; j++) top = max(top, scores[n][j]);
+      const float new_max = std::max(max_score[n], largest(top));
+      if (new_max == -INFINITY) {  // no token of this block or an earlier one is seen
         std::memset(p[n], 0, sizeof p[n]);
         shrink[n] = 1;
         continue;
       }
-      Vec mass = {};
-      for (int j = 0; j < PAGE_VECS; j++) {
-        Vec e = exp(scores[n][j] - now);
-        store(p[n] + j * LANES, rounded<W>(e));
-        mass += e;
+      Vec sum_exp = {};
+      for (int j = 0; j < BLOCK_VECS; j++) {
+        Vec e = exp(scores[n][j] - new_max);
+        store(p[n] + j * LANES, rounded<T>(e));
+        sum_exp += e;
       }
-      shrink[n] = exp(splat(most[n] - now))[0];
-      total[n] = total[n] * shrink[n] + sum(mass);
-      most[n] = now;
+      shrink[n] = exp(splat(max_score[n] - new_max))[0];
+      total[n] = total[n] * shrink[n] + sum(sum_exp);
+      max_score[n] = new_max;
     }
-    const W* value = values + at * PAGE * s.head_pad;
-    const int64_t tokens = std::min<int64_t>(PAGE, last - start + 1);  // the rest of the page was never written
+    const T* value = values + head_block * BLOCK_SIZE * s.head_pad;
+    const int64_t tokens = std::min<int64_t>(BLOCK_SIZE, last - start + 1);  // the rest of the block was never written
     int64_t c = 0;
     float* chunk[N];
     for (; c + 4 * LANES <= s.head_pad; c += 4 * LANES) {
@@ -131,5 +130,5 @@ static void attend(const AttentionShape& s, const Query* queries, int64_t kv_hea
     }
   }
   for (int n = 0; n < N; n++)
-    for (int64_t d = 0; d < s.head_dim; d++) queries[n].out[d] = rounded<W>(out[n][d] / total[n]);
+    for (int64_t d = 0; d < s.head_dim; d++) queries[n].out[d] = rounded<T>(out[n][d] / total[n]);
 }

@@ -24,19 +24,49 @@ static inline Vec dot_pairs(Vec sum, VecU a, VecU b) {
 static inline Vec dot_pairs(Vec sum, VecU a, VecU b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
 #endif
 
-// Converts, in place, a block of 32 floats that are bfloat16 values to 16 pairs in its first half, even elements low.
-static inline void paired(float* block) {
-  uint32_t pairs[LANES];
-  for (int i = 0; i < LANES; i++) {
-    uint32_t even, odd;
-    std::memcpy(&even, block + 2 * i, 4);
-    std::memcpy(&odd, block + 2 * i + 1, 4);
-    pairs[i] = even >> 16 | (odd & 0xffff0000u);
-  }
-  std::memcpy(block, pairs, sizeof pairs);
-}
 #else
 #define PAIRS 0
+#endif
+
+// The layouts of a row of x, drawn in linear.h, and how a vector of it is multiplied by one of W and added.
+
+struct Natural {  // float32 models
+  static void arrange(float*, int64_t) {}
+  static Vec multiply_add(Vec sum, Vec x, Vec w) { return sum + x * w; }
+};
+
+#if PAIRS
+struct Pairs {
+  static void arrange(float* row, int64_t size) {
+    for (int64_t k = 0; k + 2 * LANES <= size; k += 2 * LANES) {
+      uint32_t pairs[LANES];
+      for (int i = 0; i < LANES; i++) {
+        uint32_t even, odd;
+        std::memcpy(&even, row + k + 2 * i, 4);
+        std::memcpy(&odd, row + k + 2 * i + 1, 4);
+        pairs[i] = even >> 16 | (odd & 0xffff0000u);
+      }
+      std::memcpy(row + k, pairs, sizeof pairs);
+    }
+  }
+  static Vec multiply_add(Vec sum, Vec x, Vec w) { return dot_pairs(sum, (VecU)x, (VecU)w); }
+};
+using Bfloat16Layout = Pairs;
+#else
+struct EvenOdd {
+  static void arrange(float* row, int64_t size) {
+    for (int64_t k = 0; k + 2 * LANES <= size; k += 2 * LANES) {
+      float block[2 * LANES];
+      for (int i = 0; i < LANES; i++) {
+        block[i] = row[k + 2 * i];
+        block[i + LANES] = row[k + 2 * i + 1];
+      }
+      std::memcpy(row + k, block, sizeof block);
+    }
+  }
+  static Vec multiply_add(Vec sum, Vec x, Vec w) { return sum + x * w; }
+};
+using Bfloat16Layout = EvenOdd;
 #endif
 
 #if PAIRS && (defined(__AMX_BF16__) || EMULATE_BF16 > 1)  // tiles are made of pairs
@@ -75,8 +105,8 @@ static inline void _tile_dpbf16ps(int c, int a, int b) {
 #include <unistd.h>
 // Linux enables AMX for a process on request (arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 static inline bool tiles_ready() {
-  static const bool given = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-  return given;
+  static const bool permitted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return permitted;
 }
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -90,44 +120,44 @@ static inline void tiles_begin() {
 static inline void tiles_end() { _tile_release(); }
 #endif
 
-// Rows of x in pairs, [rows, ldx], to tiles [rows / 16, blocks, 16 pairs, 16 rows], rounded up and padded with zeros.
-static void make_tiles(const float* x, int64_t ldx, int64_t rows, int64_t blocks, uint32_t* tiles) {
+// `rows` rows of x, in Pairs, to tiles [rows / 16, blocks, 16 pairs, 16 rows], rounded up and padded with zeros.
+static void make_tiles(const float* x, int64_t stride, int64_t rows, int64_t blocks, uint32_t* tiles) {
   for (int64_t top = 0; top < rows; top += TILE)
     for (int64_t b = 0; b < blocks; b++, tiles += TILE * TILE)
       for (int64_t m = 0; m < TILE; m++) {
         uint32_t pairs[TILE] = {};
-        if (top + m < rows) std::memcpy(pairs, x + (top + m) * ldx + b * TILE_DEPTH, sizeof pairs);
+        if (top + m < rows) std::memcpy(pairs, x + (top + m) * stride + b * TILE_DEPTH, sizeof pairs);
         for (int64_t k = 0; k < TILE; k++) tiles[k * TILE + m] = pairs[k];
       }
 }
 
 // Blocks of 16 rows of W from `w` on, in place; fewer rows are copied and padded, so that every row is computed alike.
-struct Strip {
+struct TileRows {
   const bf16* w;
-  int64_t in, rows;
+  int64_t inputs, rows;
   alignas(64) bf16 copy[TILE][TILE_DEPTH];
 
   const bf16* block(int64_t b, int64_t& stride) {
-    stride = in * int64_t(sizeof(bf16));
+    stride = inputs * int64_t(sizeof(bf16));
     if (rows >= TILE) return w + b * TILE_DEPTH;
     stride = sizeof copy[0];
     std::memset(copy, 0, sizeof copy);
-    for (int64_t n = 0; n < rows; n++) std::memcpy(copy[n], w + n * in + b * TILE_DEPTH, sizeof copy[n]);
+    for (int64_t n = 0; n < rows; n++) std::memcpy(copy[n], w + n * inputs + b * TILE_DEPTH, sizeof copy[n]);
     return copy[0];
   }
 };
 
-// sums [2 strips, 2 tiles of x, 16 rows of W, 16 rows of x]
-static void tile_products(Strip (&strips)[2], const uint32_t* x0, const uint32_t* x1, int64_t blocks, float (*sums)[2][TILE][TILE]) {
+// sums [2 tiles of W, 2 tiles of x, 16 rows of W, 16 rows of x]
+static void tile_products(TileRows (&rows_of_w)[2], const uint32_t* x0, const uint32_t* x1, int64_t blocks, float (*sums)[2][TILE][TILE]) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t b = 0; b < blocks; b++) {
     int64_t stride;
-    const bf16* w = strips[0].block(b, stride);
+    const bf16* w = rows_of_w[0].block(b, stride);
     _tile_loadd(4, w, stride);
-    w = strips[1].block(b, stride);
+    w = rows_of_w[1].block(b, stride);
     _tile_loadd(5, w, stride);
     _tile_loadd(6, x0 + b * TILE * TILE, 64);
     _tile_loadd(7, x1 + b * TILE * TILE, 64);
@@ -140,33 +170,5 @@ static void tile_products(Strip (&strips)[2], const uint32_t* x0, const uint32_t
   _tile_stored(1, sums[0][1], 64);
   _tile_stored(2, sums[1][0], 64);
   _tile_stored(3, sums[1][1], 64);
-}
-
-// `columns` of linear.h, in AMX tiles. Elements of a row after its last whole block are added one by one.
-template <typename Out>
-static void tile_columns(const float* x, int64_t ldx, const bf16* w, const float* bias, int64_t in, float* y, int64_t ldy, int64_t rows, int64_t first, int64_t last, Out out) {
-  static thread_local std::vector<uint32_t> tiles;
-  const int64_t blocks = in / TILE_DEPTH, tail = blocks * TILE_DEPTH, of_a_tile = blocks * TILE * TILE;
-  tiles.resize(TILE_ROWS / TILE * of_a_tile);
-  alignas(64) float sums[2][2][TILE][TILE];
-  tiles_begin();
-  for (int64_t top = 0; top < rows; top += TILE_ROWS) {
-    const int64_t here = std::min(TILE_ROWS, rows - top);
-    make_tiles(x + top * ldx, ldx, here, blocks, tiles.data());
-    for (int64_t n = first; n < last; n += 2 * TILE) {
-      Strip strips[2] = {{w + n * in, in, std::min(TILE, last - n), {}}, {w + (n + TILE) * in, in, last - n - TILE, {}}};
-      for (int64_t m = 0; m < here; m += 2 * TILE) {
-        const uint32_t* x0 = tiles.data() + m / TILE * of_a_tile;
-        tile_products(strips, x0, m + TILE < here ? x0 + of_a_tile : x0, blocks, sums);
-        for (int64_t r = m; r < std::min(m + 2 * TILE, here); r++)
-          for (int64_t c = n; c < std::min(n + 2 * TILE, last); c++) {
-            float sum = sums[(c - n) / TILE][(r - m) / TILE][(c - n) % TILE][(r - m) % TILE];
-            for (int64_t k = tail; k < in; k++) sum += x[(top + r) * ldx + k] * to_float(w[c * in + k]);
-            out.template operator()<bf16>(y + (top + r) * ldy + c, to_bf16(sum + (bias ? bias[c] : 0.0f)));
-          }
-      }
-    }
-  }
-  tiles_end();
 }
 #endif

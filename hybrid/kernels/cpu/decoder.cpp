@@ -8,75 +8,39 @@
 #include "linear.h"
 #include "sampling.h"
 
-enum Activation { SILU, GELU, GELU_TANH, RELU };
-
-struct Norm {
-  const float* weight;  // null: no norm
-  const float* bias;
-};
-
-struct Layer {
-  Norm attention_norm, q_norm, k_norm, attention_post_norm, mlp_norm, mlp_post_norm;
-  Linear qkv, o, up, down, router;  // up: gate above up where the MLP is gated
-  Linear experts_up, experts_down;  // all experts' matrices, one above the other
-  const float *cos, *sin;  // [positions, rotary_dim / 2], or null
-  void *keys, *values;
-  int64_t window, experts;
-};
-
-struct Decoder {
-  int64_t half;  // 0: float32, 1: bfloat16
-  int64_t vocabulary, hidden, embedding_size, heads, kv_heads, head_dim, intermediate, expert_intermediate;
-  int64_t layer_norm, norm_float32, activation, stepwise, gated, parallel, rotary_dim, interleaved, rotary_float32, qk_norm_row;
-  int64_t position_offset, num_experts, experts_per_token, normalize_experts, experts_float32, alibi_bfloat16, embedding_rows;
-  int64_t side_ranks;  // floats per token of `reduced`: the maximum over layers and the part outside them
-  double norm_eps, norm_offset, attention_scale, attention_softcap, logits_softcap;
-  double embedding_multiplier, residual_multiplier, logits_divisor;
-  const float* slopes;
-  const void *embedding, *positions;
-  Norm embedding_norm, final_norm;
-  Linear project_in, project_out, head;
-  const Layer* layers;
-};
-
-struct Batch {
-  int64_t tokens, sequences, table_width;
-  const int64_t* ids;
-  const int32_t *positions, *cu_seqlens, *block_tables;
-};
-
 // The float work space: [tokens, ·] buffers, one after the other.
 struct Work {
-  float *normed, *mlp_normed, *delta, *qkv, *attended, *up, *expert_in, *expert_out, *shares, *reduced, *scratch;
+  float *normed, *mlp_normed, *projected, *qkv, *attended, *gate_up, *expert_in, *expert_out, *router_weights, *lora_ax, *scratch;
 };
 
 static int64_t head_pad(const Decoder& d) { return (d.head_dim + LANES - 1) / LANES * LANES; }
 
-static int64_t carve(const Decoder& d, int64_t tokens, int64_t threads, float* base, Work* work) {
+// Sets `work` to the buffers from `base` on, unless it is null; returns the number of floats that they take.
+static int64_t divide(const Decoder& d, int64_t tokens, int64_t threads, float* base, Work* work) {
   int64_t used = 0;
   auto take = [&](int64_t floats) {
-    float* here = base + used;
+    float* buffer = base + used;
     used += (floats + 15) / 16 * 16;
-    return here;
+    return buffer;
   };
-  const int64_t width = std::max({d.hidden, d.embedding_size, d.heads * d.head_dim});
+  const int64_t width = std::max({d.hidden_size, d.embedding_size, d.num_heads * d.head_dim});
   Work w;
   w.normed = take(tokens * width);
-  w.mlp_normed = take(tokens * d.hidden);
-  w.delta = take(tokens * std::max(d.hidden, d.embedding_size));
-  w.qkv = take(tokens * (d.heads + 2 * d.kv_heads) * d.head_dim);
-  w.attended = take(tokens * d.heads * d.head_dim);
-  w.up = take(tokens * std::max(d.intermediate, d.expert_intermediate) * 2);
-  w.expert_in = take(d.num_experts ? tokens * d.hidden : 0);
-  w.expert_out = take(d.num_experts ? tokens * d.hidden : 0);
-  w.shares = take(tokens * d.num_experts);
-  w.reduced = take(tokens * d.side_ranks);
+  w.mlp_normed = take(tokens * d.hidden_size);
+  w.projected = take(tokens * std::max(d.hidden_size, d.embedding_size));
+  w.qkv = take(tokens * (d.num_heads + 2 * d.num_kv_heads) * d.head_dim);
+  w.attended = take(tokens * d.num_heads * d.head_dim);
+  w.gate_up = take(tokens * d.intermediate_size * 2);
+  w.expert_in = take(d.num_experts ? tokens * d.hidden_size : 0);
+  w.expert_out = take(d.num_experts ? tokens * d.hidden_size : 0);
+  w.router_weights = take(tokens * d.num_experts);
+  w.lora_ax = take(tokens * d.lora_ranks);
   w.scratch = take(threads * (QUERIES * head_pad(d)));
   if (work) *work = w;
   return used;
 }
 
-template <typename W>
+template <typename T>
 struct Run {
   const Decoder& d;
   const Batch& batch;
@@ -88,21 +52,24 @@ struct Run {
 #pragma omp barrier
     }
   }
-  Part rows() const { return part(batch.tokens, 1, thread, threads); }
-  void ready(float* row, int64_t in) const { halved(row, in, (const W*)nullptr); }
+  Range rows() const { return partition(batch.tokens, 1, thread, threads); }
+  Range columns_of(const Linear& l) const { return partition(outputs(l), COLUMNS<T>, thread, threads); }
+  void arrange(float* row, int64_t size) const { Reader<T>::Layout::arrange(row, size); }
 
-  // LoRA A·x of l's unmerged adapters into `reduced` [tokens, rank]; ends in a barrier.
-  void reduce(const Linear& l, const float* x, int64_t ldx) const {
-    if (!l.num_sides) return;
-    reduce_sides<W>(l, x, ldx, batch.tokens, work.reduced, thread, threads);
+  // A·x of l's unmerged LoRA adapters into `lora_ax`; ends in a barrier if there are any.
+  void prepare_lora(const Linear& l, const Rows& x) const {
+    if (!l.num_lora_deltas) return;
+    lora_a<T>(l, x, work.lora_ax, thread, threads);
     barrier();
   }
-  // This thread's columns of y = l(x), unmerged adapters included. No barrier at the end.
-  void product(const Linear& l, const float* x, int64_t ldx, float* y, int64_t ldy) const {
-    reduce(l, x, ldx);
-    linear<W>(l, x, ldx, batch.tokens, y, ldy, Store{}, thread, threads);
-    const Part mine = part(outputs(l), COLUMNS<W>, thread, threads);
-    add_sides<W>(l, work.reduced, batch.tokens, y, ldy, mine.first, mine.last);
+  // This thread's columns of y = l(x), unmerged LoRA adapters included. No barrier at the end.
+  void product(const Linear& l, const float* x, int64_t x_stride, float* y, int64_t y_stride) const {
+    const Rows rows{x, x_stride, batch.tokens};
+    const Output out{Output::STORE, y, y_stride};
+    const Range mine = columns_of(l);
+    prepare_lora(l, rows);
+    linear<T>(l, rows, out, mine.first, mine.last);
+    add_lora<T>(l, work.lora_ax, batch.tokens, out, mine.first, mine.last);
   }
 
   // y = norm(x), rounded as in the model; y = x if there is no norm.
@@ -111,141 +78,132 @@ struct Run {
       if (y != x) std::memcpy(y, x, size * sizeof(float));
       return;
     }
-    double mean = 0, square = 0;
-    if (d.layer_norm) {
-      for (int64_t i = 0; i < size; i++) mean += x[i];
-      mean /= size;
-    }
-    const float centre = float(mean);
+    double total = 0;
+    if (d.norm == LAYER)
+      for (int64_t i = 0; i < size; i++) total += x[i];
+    const float mean = float(total / size);
     Vec squares = {};
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
-      Vec v = load(x + i) - centre;
+      Vec v = load(x + i) - mean;
       squares += v * v;
     }
-    square = sum(squares);
-    for (; i < size; i++) square += (x[i] - centre) * (x[i] - centre);
+    double square = sum(squares);
+    for (; i < size; i++) square += (x[i] - mean) * (x[i] - mean);
     const float factor = 1.0f / std::sqrt(float(square / size) + float(d.norm_eps)), offset = float(d.norm_offset);
     for (i = 0; i < size; i++) {
-      float v = (x[i] - centre) * factor;
-      if (d.layer_norm)
-        v = rounded<W>(v * n.weight[i] + (n.bias ? n.bias[i] : 0.0f));
+      float v = (x[i] - mean) * factor;
+      if (d.norm == LAYER)
+        v = rounded<T>(v * n.weight[i] + (n.bias ? n.bias[i] : 0.0f));
       else if (d.norm_float32)
-        v = rounded<W>(v * (n.weight[i] + offset));
+        v = rounded<T>(v * (n.weight[i] + offset));
       else
-        v = rounded<W>(rounded<W>(v) * (n.weight[i] + offset));
+        v = rounded<T>(rounded<T>(v) * (n.weight[i] + offset));
       y[i] = v;
     }
   }
 
   // gelu_new: transformers computes it in Python, with every operation rounded.
   Vec gelu_stepwise(Vec x) const {
-    Vec inner = rounded<W>(x + rounded<W>(0.044715f * rounded<W>(x * x * x)));
-    Vec gate = rounded<W>(1.0f + rounded<W>(tanh(rounded<W>(0.79788456080286536f * inner))));
-    return rounded<W>(0.5f * x) * gate;
+    Vec inner = rounded<T>(x + rounded<T>(0.044715f * rounded<T>(x * x * x)));
+    Vec gate = rounded<T>(1.0f + rounded<T>(tanh(rounded<T>(0.79788456080286536f * inner))));
+    return rounded<T>(0.5f * x) * gate;
   }
   Vec activated(Vec x) const {
     switch (d.activation) {
       case SILU: return x / (1.0f + exp(-max(x, splat(-88.0f))));  // e^89 overflows
       case GELU: return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f));
-      case GELU_TANH: return d.stepwise ? gelu_stepwise(x) : 0.5f * x * (1.0f + tanh(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+      case GELU_TANH: return d.activation_stepwise ? gelu_stepwise(x) : 0.5f * x * (1.0f + tanh(0.79788456080286536f * (x + 0.044715f * x * x * x)));
       default: return max(x, Vec{});
     }
   }
   // Elements [first, last) of a row: act(gate) · up of gate before up if gated, else act(up).
   void activate(float* row, int64_t first, int64_t last, int64_t intermediate) const {
-    auto made = [&](const float* gate, const float* up) {
-      const Vec v = rounded<W>(activated(load(gate)));
-      return d.gated ? rounded<W>(v * load(up)) : v;
+    auto activated_product = [&](const float* gate, const float* up) {
+      const Vec v = rounded<T>(activated(load(gate)));
+      return d.gated ? rounded<T>(v * load(up)) : v;
     };
     int64_t i = first;
-    for (; i + LANES <= last; i += LANES) store(row + i, made(row + i, row + intermediate + i));
+    for (; i + LANES <= last; i += LANES) store(row + i, activated_product(row + i, row + intermediate + i));
     if (i == last) return;
     float gate[LANES] = {}, up[LANES] = {};
     const int64_t rest = (last - i) * sizeof(float);
     std::memcpy(gate, row + i, rest);
     if (d.gated) std::memcpy(up, row + intermediate + i, rest);
-    store(gate, made(gate, up));
+    store(gate, activated_product(gate, up));
     std::memcpy(row + i, gate, rest);
   }
 
-  // The up (and gate) projection and activation of an MLP over `count` rows, for this thread's columns. No barrier at the
-  // end: a thread activates the columns that it has computed itself.
-  void expand(const Linear& up, const float* x, int64_t count, float* y, int64_t intermediate) const {
-    const int64_t width = outputs(up);
-    reduce(up, x, d.hidden);
-    const Part mine = part(intermediate, 2 * LANES, thread, threads);
+  // The up (and gate) projection and activation of an MLP over `count` rows of x, for this thread's columns. No barrier at
+  // the end: a thread activates the columns that it has computed itself.
+  void expand(const Linear& gate_up, const float* x, int64_t count, float* y, int64_t intermediate) const {
+    const int64_t width = outputs(gate_up);
+    const Rows rows{x, d.hidden_size, count};
+    prepare_lora(gate_up, rows);
+    const Range mine = partition(intermediate, 2 * LANES, thread, threads);
     if (mine.first >= mine.last) return;
-    auto half = [&](int64_t from) {  // columns `from` + mine of the joined matrix, which may be one part or two
-      int64_t offset = 0;
-      for (int p = 0; p < up.parts; p++) {
-        const int64_t first = std::max<int64_t>(mine.first + from - offset, 0);
-        const int64_t last = std::min(mine.last + from - offset, up.rows[p]);
-        if (first < last) columns_of<W>(up, p, x, d.hidden, y + offset, width, count, first, last, Store{});
-        offset += up.rows[p];
-      }
-      add_sides<W>(up, work.reduced, count, y, width, mine.first + from, mine.last + from);
-    };
-    half(0);
-    if (d.gated) half(intermediate);
+    for (int64_t from = 0; from < width; from += intermediate) {  // gate, up
+      linear<T>(gate_up, rows, {Output::STORE, y, width}, from + mine.first, from + mine.last);
+      add_lora<T>(gate_up, work.lora_ax, count, {Output::STORE, y, width}, from + mine.first, from + mine.last);
+    }
     for (int64_t m = 0; m < count; m++) {
       activate(y + m * width, mine.first, mine.last, intermediate);
-      // Parts begin at multiples of 2 · LANES: whole blocks, and in the last part the tail.
-      halved(y + m * width + mine.first, mine.last - mine.first, (const W*)nullptr);
+      // Ranges begin at multiples of 2 · LANES: whole blocks, and in the last range the tail.
+      arrange(y + m * width + mine.first, mine.last - mine.first);
     }
   }
 
   // Norm and RoPE of q and k, and the write of k and v to the KV cache, for this thread's tokens.
-  void turn_and_write(const Layer& layer) const {
-    const int64_t size = d.head_dim, q = d.heads * size, kv = d.kv_heads * size, pad = head_pad(d);
-    W *keys = (W*)layer.keys, *values = (W*)layer.values;
-    const Part mine = rows();
+  void rope_and_write(const Layer& layer) const {
+    const int64_t size = d.head_dim, q = d.num_heads * size, kv = d.num_kv_heads * size, pad = head_pad(d);
+    T *keys = (T*)layer.keys, *values = (T*)layer.values;
+    const Range mine = rows();
     int64_t sequence = 0;
     for (int64_t t = mine.first; t < mine.last; t++) {
       while (batch.cu_seqlens[sequence + 1] <= t) sequence++;
       float* row = work.qkv + t * (q + 2 * kv);
-      if (d.qk_norm_row) {
+      if (d.qk_norm == ROW) {
         norm(layer.q_norm, row, row, q);
         norm(layer.k_norm, row + q, row + q, kv);
       } else {
-        for (int64_t h = 0; h < d.heads; h++) norm(layer.q_norm, row + h * size, row + h * size, size);
-        for (int64_t h = 0; h < d.kv_heads; h++) norm(layer.k_norm, row + q + h * size, row + q + h * size, size);
+        for (int64_t h = 0; h < d.num_heads; h++) norm(layer.q_norm, row + h * size, row + h * size, size);
+        for (int64_t h = 0; h < d.num_kv_heads; h++) norm(layer.k_norm, row + q + h * size, row + q + h * size, size);
       }
       const int64_t position = batch.positions[t];
       if (layer.cos)
-        for (int64_t h = 0; h < d.heads + d.kv_heads; h++)
-          turn(row + h * size, layer.cos + position * (d.rotary_dim / 2), layer.sin + position * (d.rotary_dim / 2));
-      const int64_t page = batch.block_tables[sequence * batch.table_width + position / PAGE], slot = position % PAGE;
-      for (int64_t h = 0; h < d.kv_heads; h++) {
-        W* key = keys + (page * d.kv_heads + h) * size * PAGE + slot;
-        W* value = values + ((page * d.kv_heads + h) * PAGE + slot) * pad;
-        for (int64_t i = 0; i < size; i++) put(key + i * PAGE, row[q + h * size + i]);
-        for (int64_t i = 0; i < size; i++) put(value + i, row[q + kv + h * size + i]);
-        for (int64_t i = size; i < pad; i++) put(value + i, 0.0f);
+        for (int64_t h = 0; h < d.num_heads + d.num_kv_heads; h++)
+          rope(row + h * size, layer.cos + position * (d.rotary_dim / 2), layer.sin + position * (d.rotary_dim / 2));
+      const int64_t block = batch.block_tables[sequence * batch.table_width + position / BLOCK_SIZE], offset = position % BLOCK_SIZE;
+      for (int64_t h = 0; h < d.num_kv_heads; h++) {
+        T* key = keys + (block * d.num_kv_heads + h) * size * BLOCK_SIZE + offset;
+        T* value = values + ((block * d.num_kv_heads + h) * BLOCK_SIZE + offset) * pad;
+        for (int64_t i = 0; i < size; i++) store(key + i * BLOCK_SIZE, row[q + h * size + i]);
+        for (int64_t i = 0; i < size; i++) store(value + i, row[q + kv + h * size + i]);
+        for (int64_t i = size; i < pad; i++) store(value + i, 0.0f);
       }
     }
   }
-  void turn(float* head, const float* cos, const float* sin) const {
-    const int64_t half = d.rotary_dim / 2, step = d.interleaved ? 2 : 1, apart = d.interleaved ? 1 : half;
+  void rope(float* head, const float* cos, const float* sin) const {
+    const int64_t half = d.rotary_dim / 2, step = d.rotary_interleaved ? 2 : 1, apart = d.rotary_interleaved ? 1 : half;
     for (int64_t i = 0; i < half; i++) {
       float *a = head + i * step, *b = a + apart;
       const float x = *a, y = *b;
       if (d.rotary_float32) {
-        *a = rounded<W>(x * cos[i] - y * sin[i]);
-        *b = rounded<W>(y * cos[i] + x * sin[i]);
+        *a = rounded<T>(x * cos[i] - y * sin[i]);
+        *b = rounded<T>(y * cos[i] + x * sin[i]);
       } else {
-        *a = rounded<W>(rounded<W>(x * cos[i]) - rounded<W>(y * sin[i]));
-        *b = rounded<W>(rounded<W>(y * cos[i]) + rounded<W>(x * sin[i]));
+        *a = rounded<T>(rounded<T>(x * cos[i]) - rounded<T>(y * sin[i]));
+        *b = rounded<T>(rounded<T>(y * cos[i]) + rounded<T>(x * sin[i]));
       }
     }
   }
 
-  // Attention for this thread's part of the (KV head, token) pairs, in that order: consecutive tokens often share pages
+  // Attention for this thread's part of the (KV head, token) pairs, in that order: consecutive tokens often share blocks
   // (a common prefix), which then stay in the thread's cache.
   void attention(const Layer& layer) const {
-    const int64_t size = d.head_dim, group = d.heads / d.kv_heads, width = (d.heads + 2 * d.kv_heads) * size;
-    const AttentionShape shape{d.heads, d.kv_heads, size, head_pad(d), float(d.attention_scale), float(d.attention_softcap), d.slopes, layer.window, d.alibi_bfloat16 != 0};
-    const Part mine = part(d.kv_heads * batch.tokens, 1, thread, threads);
+    const int64_t size = d.head_dim, group = d.num_heads / d.num_kv_heads, width = (d.num_heads + 2 * d.num_kv_heads) * size;
+    const AttentionShape shape{d.num_kv_heads, size, head_pad(d), float(d.attention_scale), float(d.attention_softcap), layer.window, d.alibi_bfloat16 != 0};
+    const Range mine = partition(d.num_kv_heads * batch.tokens, 1, thread, threads);
     float* scratch = work.scratch + thread * QUERIES * shape.head_pad;
     Query queries[QUERIES];
     int64_t at = mine.first;
@@ -258,7 +216,7 @@ struct Run {
         int count = 0;
         const int32_t* table = batch.block_tables + sequence * batch.table_width;
         auto flush = [&] {
-          const W *keys = (const W*)layer.keys, *values = (const W*)layer.values;
+          const T *keys = (const T*)layer.keys, *values = (const T*)layer.values;
           int done = 0;
           while (count - done >= 3) attend<3>(shape, queries + done, head, keys, values, table, scratch), done += 3;
           if (count - done == 2) attend<2>(shape, queries + done, head, keys, values, table, scratch);
@@ -268,7 +226,7 @@ struct Run {
         for (; t < last; t++)
           for (int64_t g = 0; g < group; g++) {
             const int64_t h = head * group + g;
-            queries[count++] = {work.qkv + t * width + h * size, work.attended + (t * d.heads + h) * size, batch.positions[t], d.slopes ? d.slopes[h] : 0.0f};
+            queries[count++] = {work.qkv + t * width + h * size, work.attended + (t * d.num_heads + h) * size, batch.positions[t], d.alibi ? d.alibi[h] : 0.0f};
             if (count == QUERIES) flush();
           }
         flush();
@@ -277,32 +235,35 @@ struct Run {
     }
   }
 
-  // hidden += factor · norm(delta), for this thread's rows.
-  void add_normed(const Norm& n, const float* delta, float* hidden) const {
-    const float factor = float(d.residual_multiplier);
-    std::vector<float> row(d.hidden);
+  Output added_to(float* hidden) const { return {Output::ADD, hidden, d.hidden_size, float(d.residual_multiplier)}; }
+
+  // hidden += factor · norm(projected), for this thread's rows.
+  void add_normed(const Norm& n, float* hidden) const {
+    const Output out = added_to(hidden);
+    std::vector<float> row(d.hidden_size);
     for (int64_t t = rows().first; t < rows().last; t++) {
-      norm(n, delta + t * d.hidden, row.data(), d.hidden);
-      for (int64_t i = 0; i < d.hidden; i++) Add{factor}.template operator()<W>(hidden + t * d.hidden + i, row[i]);
+      norm(n, work.projected + t * d.hidden_size, row.data(), d.hidden_size);
+      for (int64_t i = 0; i < d.hidden_size; i++) out.write<T>(t, i, row[i]);
     }
   }
-  // hidden += attention + MLP, which are in `delta` and `normed`, for this thread's rows.
+  // hidden += attention + MLP, which are in `projected` and `normed`, for this thread's rows.
   void add_both(const Layer& layer, float* hidden) const {
     for (int64_t t = rows().first; t < rows().last; t++) {
-      float *attended = work.delta + t * d.hidden, *made = work.normed + t * d.hidden, *row = hidden + t * d.hidden;
-      norm(layer.attention_post_norm, attended, attended, d.hidden);
-      norm(layer.mlp_post_norm, made, made, d.hidden);
-      for (int64_t i = 0; i < d.hidden; i++) row[i] = rounded<W>(row[i] + rounded<W>(made[i] + attended[i]));
+      float *attended = work.projected + t * d.hidden_size, *mlp = work.normed + t * d.hidden_size, *row = hidden + t * d.hidden_size;
+      norm(layer.attention_post_norm, attended, attended, d.hidden_size);
+      norm(layer.mlp_post_norm, mlp, mlp, d.hidden_size);
+      for (int64_t i = 0; i < d.hidden_size; i++) row[i] = rounded<T>(row[i] + rounded<T>(mlp[i] + attended[i]));
     }
   }
-  // hidden += l(x), unmerged adapters included, through the post norm if there is one. Ends in a barrier.
-  void add_linear(const Linear& l, const float* x, int64_t ldx, const Norm& post, float* hidden) const {
-    if (post.weight || l.num_sides) {
-      product(l, x, ldx, work.delta, d.hidden);
+  // hidden += l(x), unmerged LoRA adapters included, through the post norm if there is one. Ends in a barrier.
+  void add_linear(const Linear& l, const float* x, int64_t x_stride, const Norm& post, float* hidden) const {
+    if (post.weight || l.num_lora_deltas) {
+      product(l, x, x_stride, work.projected, d.hidden_size);
       barrier();
-      add_normed(post, work.delta, hidden);
+      add_normed(post, hidden);
     } else {
-      linear<W>(l, x, ldx, batch.tokens, hidden, d.hidden, Add{float(d.residual_multiplier)}, thread, threads);
+      const Range mine = columns_of(l);
+      linear<T>(l, {x, x_stride, batch.tokens}, added_to(hidden), mine.first, mine.last);
     }
     barrier();
   }
@@ -310,36 +271,36 @@ struct Run {
   void layer(const Layer& layer, float* hidden) const {
     const bool own_norm = d.parallel && layer.mlp_norm.weight;
     for (int64_t t = rows().first; t < rows().last; t++) {
-      float* row = work.normed + t * d.hidden;
-      norm(layer.attention_norm, hidden + t * d.hidden, row, d.hidden);
+      float* row = work.normed + t * d.hidden_size;
+      norm(layer.attention_norm, hidden + t * d.hidden_size, row, d.hidden_size);
       if (d.parallel) {  // the MLP's input, before attention adds to the residual
-        float* other = work.mlp_normed + t * d.hidden;
+        float* other = work.mlp_normed + t * d.hidden_size;
         if (own_norm)
-          norm(layer.mlp_norm, hidden + t * d.hidden, other, d.hidden);
+          norm(layer.mlp_norm, hidden + t * d.hidden_size, other, d.hidden_size);
         else
-          std::memcpy(other, row, d.hidden * sizeof(float));
-        ready(other, d.hidden);
+          std::memcpy(other, row, d.hidden_size * sizeof(float));
+        arrange(other, d.hidden_size);
       }
-      ready(row, d.hidden);
+      arrange(row, d.hidden_size);
     }
     barrier();
-    const int64_t q = d.heads * d.head_dim;
-    product(layer.qkv, work.normed, d.hidden, work.qkv, (d.heads + 2 * d.kv_heads) * d.head_dim);
+    const int64_t q = d.num_heads * d.head_dim;
+    product(layer.qkv, work.normed, d.hidden_size, work.qkv, (d.num_heads + 2 * d.num_kv_heads) * d.head_dim);
     barrier();
-    turn_and_write(layer);
+    rope_and_write(layer);
     barrier();
     attention(layer);
     barrier();
-    if (d.half) {
-      for (int64_t t = rows().first; t < rows().last; t++) ready(work.attended + t * q, q);
+    if (d.bfloat16) {
+      for (int64_t t = rows().first; t < rows().last; t++) arrange(work.attended + t * q, q);
       barrier();
     }
-    const int64_t intermediate = outputs(layer.up) / (d.gated ? 2 : 1);
+    const int64_t intermediate = outputs(layer.gate_up) / (d.gated ? 2 : 1);
     if (d.parallel) {
-      product(layer.o, work.attended, q, work.delta, d.hidden);
-      expand(layer.up, work.mlp_normed, batch.tokens, work.up, intermediate);
+      product(layer.o, work.attended, q, work.projected, d.hidden_size);
+      expand(layer.gate_up, work.mlp_normed, batch.tokens, work.gate_up, intermediate);
       barrier();
-      product(layer.down, work.up, outputs(layer.up), work.normed, d.hidden);
+      product(layer.down, work.gate_up, outputs(layer.gate_up), work.normed, d.hidden_size);
       barrier();
       add_both(layer, hidden);
       barrier();
@@ -347,104 +308,105 @@ struct Run {
     }
     add_linear(layer.o, work.attended, q, layer.attention_post_norm, hidden);
     for (int64_t t = rows().first; t < rows().last; t++) {
-      norm(layer.mlp_norm, hidden + t * d.hidden, work.mlp_normed + t * d.hidden, d.hidden);
-      ready(work.mlp_normed + t * d.hidden, d.hidden);
+      norm(layer.mlp_norm, hidden + t * d.hidden_size, work.mlp_normed + t * d.hidden_size, d.hidden_size);
+      arrange(work.mlp_normed + t * d.hidden_size, d.hidden_size);
     }
     barrier();
-    if (layer.experts) {
+    if (layer.router.parts) {
       mixture(layer);
-      add_normed(layer.mlp_post_norm, work.delta, hidden);
+      add_normed(layer.mlp_post_norm, hidden);
       barrier();
       return;
     }
-    expand(layer.up, work.mlp_normed, batch.tokens, work.up, intermediate);
+    expand(layer.gate_up, work.mlp_normed, batch.tokens, work.gate_up, intermediate);
     barrier();
-    add_linear(layer.down, work.up, outputs(layer.up), layer.mlp_post_norm, hidden);
+    add_linear(layer.down, work.gate_up, outputs(layer.gate_up), layer.mlp_post_norm, hidden);
   }
 
-  // A mixture of experts into `delta`: each expert in turn over the tokens routed to it.
+  // A mixture of experts into `projected`: each expert in turn over the tokens routed to it.
   void mixture(const Layer& layer) const {
-    const int64_t experts = layer.experts, intermediate = d.expert_intermediate, width = intermediate * (d.gated ? 2 : 1);
-    product(layer.router, work.mlp_normed, d.hidden, work.shares, experts);
+    const int64_t experts = d.num_experts, intermediate = layer.experts_down.inputs, width = intermediate * (d.gated ? 2 : 1);
+    product(layer.router, work.mlp_normed, d.hidden_size, work.router_weights, experts);
     barrier();
     for (int64_t t = rows().first; t < rows().last; t++) {
-      route(work.shares + t * experts, experts);
-      std::memset(work.delta + t * d.hidden, 0, d.hidden * sizeof(float));
+      route(work.router_weights + t * experts, experts);
+      std::memset(work.projected + t * d.hidden_size, 0, d.hidden_size * sizeof(float));
     }
     barrier();
-    std::vector<int64_t> chosen;
+    std::vector<int64_t> tokens;
     for (int64_t e = 0; e < experts; e++) {
-      chosen.clear();
+      tokens.clear();
       for (int64_t t = 0; t < batch.tokens; t++)
-        if (work.shares[t * experts + e] != 0) chosen.push_back(t);
-      if (chosen.empty()) continue;
-      const Part mine = part(chosen.size(), 1, thread, threads);
+        if (work.router_weights[t * experts + e] != 0) tokens.push_back(t);
+      if (tokens.empty()) continue;
+      const Range mine = partition(tokens.size(), 1, thread, threads);
       for (int64_t i = mine.first; i < mine.last; i++)
-        std::memcpy(work.expert_in + i * d.hidden, work.mlp_normed + chosen[i] * d.hidden, d.hidden * sizeof(float));
+        std::memcpy(work.expert_in + i * d.hidden_size, work.mlp_normed + tokens[i] * d.hidden_size, d.hidden_size * sizeof(float));
       barrier();
-      const Linear up = rows_of<W>(layer.experts_up, e * width, width), down = rows_of<W>(layer.experts_down, e * d.hidden, d.hidden);
-      expand(up, work.expert_in, chosen.size(), work.up, intermediate);
+      const Linear gate_up = rows_of<T>(layer.experts_gate_up, e * width, width), down = rows_of<T>(layer.experts_down, e * d.hidden_size, d.hidden_size);
+      expand(gate_up, work.expert_in, tokens.size(), work.gate_up, intermediate);
       barrier();
-      linear<W>(down, work.up, width, chosen.size(), work.expert_out, d.hidden, Store{}, thread, threads);
+      const Range columns = columns_of(down);
+      linear<T>(down, {work.gate_up, width, int64_t(tokens.size())}, {Output::STORE, work.expert_out, d.hidden_size}, columns.first, columns.last);
       barrier();
       for (int64_t i = mine.first; i < mine.last; i++) {
-        const float share = work.shares[chosen[i] * experts + e];
-        for (int64_t k = 0; k < d.hidden; k++) {
-          const float scaled = work.expert_out[i * d.hidden + k] * share;
-          work.delta[chosen[i] * d.hidden + k] += d.experts_float32 ? scaled : rounded<W>(scaled);
+        const float weight = work.router_weights[tokens[i] * experts + e];
+        for (int64_t k = 0; k < d.hidden_size; k++) {
+          const float scaled = work.expert_out[i * d.hidden_size + k] * weight;
+          work.projected[tokens[i] * d.hidden_size + k] += d.experts_float32 ? scaled : rounded<T>(scaled);
         }
       }
       barrier();
     }
     for (int64_t t = rows().first; t < rows().last; t++)
-      for (int64_t k = 0; k < d.hidden; k++) work.delta[t * d.hidden + k] = rounded<W>(work.delta[t * d.hidden + k]);
+      for (int64_t k = 0; k < d.hidden_size; k++) work.projected[t * d.hidden_size + k] = rounded<T>(work.projected[t * d.hidden_size + k]);
   }
   // Router logits to expert weights, in place: softmax over all experts, the top experts_per_token kept, 0 elsewhere.
-  void route(float* shares, int64_t experts) const {
-    float most = shares[0];
-    for (int64_t e = 1; e < experts; e++) most = std::max(most, shares[e]);
+  void route(float* weights, int64_t experts) const {
+    float max_logit = weights[0];
+    for (int64_t e = 1; e < experts; e++) max_logit = std::max(max_logit, weights[e]);
     float total = 0;
-    for (int64_t e = 0; e < experts; e++) total += shares[e] = std::exp(shares[e] - most);
+    for (int64_t e = 0; e < experts; e++) total += weights[e] = std::exp(weights[e] - max_logit);
     std::vector<int64_t> order(experts);
     for (int64_t e = 0; e < experts; e++) order[e] = e;
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return shares[a] > shares[b]; });
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return weights[a] > weights[b]; });
     float kept = 0;
     for (int64_t i = 0; i < experts; i++) {
-      float& share = shares[order[i]];
-      share = i < d.experts_per_token ? share / total : 0.0f;
-      kept += share;
+      float& weight = weights[order[i]];
+      weight = i < d.experts_per_token ? weight / total : 0.0f;
+      kept += weight;
     }
     for (int64_t e = 0; e < experts; e++) {
-      const float share = d.normalize_experts ? shares[e] / kept : shares[e];
-      shares[e] = d.experts_float32 ? share : rounded<W>(share);
+      const float weight = d.normalize_experts ? weights[e] / kept : weights[e];
+      weights[e] = d.experts_float32 ? weight : rounded<T>(weight);
     }
   }
 
   void embed(float* hidden) const {
-    const W *table = (const W*)d.embedding, *positions = (const W*)d.positions;
-    float* rows_in = d.project_in.parts ? work.delta : hidden;
+    const T *table = (const T*)d.embedding, *positions = (const T*)d.positions;
+    float* rows_in = d.project_in.parts ? work.projected : hidden;
     const int64_t size = d.embedding_size;
     for (int64_t t = rows().first; t < rows().last; t++) {
       float* row = rows_in + t * size;
-      const W* source = table + batch.ids[t] * size;
+      const T* source = table + batch.ids[t] * size;
       for (int64_t i = 0; i < size; i++) {
         row[i] = to_float(source[i]);
-        if (d.embedding_multiplier != 1.0) row[i] = rounded<W>(row[i] * float(d.embedding_multiplier));
+        if (d.embedding_multiplier != 1.0) row[i] = rounded<T>(row[i] * float(d.embedding_multiplier));
       }
-      if (d.project_in.parts) ready(row, size);
+      if (d.project_in.parts) arrange(row, size);
     }
     barrier();
     if (d.project_in.parts) {
-      product(d.project_in, work.delta, size, hidden, d.hidden);
+      product(d.project_in, work.projected, size, hidden, d.hidden_size);
       barrier();
     }
     for (int64_t t = rows().first; t < rows().last; t++) {
-      float* row = hidden + t * d.hidden;
+      float* row = hidden + t * d.hidden_size;
       if (positions) {
-        const W* source = positions + (batch.positions[t] + d.position_offset) * d.hidden;
-        for (int64_t i = 0; i < d.hidden; i++) row[i] = rounded<W>(row[i] + to_float(source[i]));
+        const T* source = positions + (batch.positions[t] + d.position_offset) * d.hidden_size;
+        for (int64_t i = 0; i < d.hidden_size; i++) row[i] = rounded<T>(row[i] + to_float(source[i]));
       }
-      norm(d.embedding_norm, row, row, d.hidden);
+      norm(d.embedding_norm, row, row, d.hidden_size);
     }
     barrier();
   }
@@ -452,29 +414,29 @@ struct Run {
   // Logits of every row of hidden, into out [tokens, vocabulary].
   void logits(const float* hidden, float* out) const {
     for (int64_t t = rows().first; t < rows().last; t++) {
-      float* row = work.normed + t * d.hidden;
-      norm(d.final_norm, hidden + t * d.hidden, row, d.hidden);
-      ready(row, d.hidden);
+      float* row = work.normed + t * d.hidden_size;
+      norm(d.final_norm, hidden + t * d.hidden_size, row, d.hidden_size);
+      arrange(row, d.hidden_size);
     }
     barrier();
     const float* x = work.normed;
-    int64_t in = d.hidden;
+    int64_t in = d.hidden_size;
     if (d.project_out.parts) {
       in = d.embedding_size;
-      product(d.project_out, x, d.hidden, work.delta, in);
+      product(d.project_out, x, d.hidden_size, work.projected, in);
       barrier();
-      for (int64_t t = rows().first; t < rows().last; t++) ready(work.delta + t * in, in);
+      for (int64_t t = rows().first; t < rows().last; t++) arrange(work.projected + t * in, in);
       barrier();
-      x = work.delta;
+      x = work.projected;
     }
-    product(d.head, x, in, out, d.vocabulary);
+    product(d.head, x, in, out, d.vocab_size);
     barrier();
     if (d.logits_divisor == 1.0 && d.logits_softcap == 0.0) return;
-    for (int64_t i = rows().first * d.vocabulary; i < rows().last * d.vocabulary; i++) {
-      float value = rounded<W>(out[i] / float(d.logits_divisor));
+    for (int64_t i = rows().first * d.vocab_size; i < rows().last * d.vocab_size; i++) {
+      float value = rounded<T>(out[i] / float(d.logits_divisor));
       if (d.logits_softcap) {
         const float cap = float(d.logits_softcap);
-        value = rounded<W>(rounded<W>(std::tanh(rounded<W>(value / cap))) * cap);
+        value = rounded<T>(rounded<T>(std::tanh(rounded<T>(value / cap))) * cap);
       }
       out[i] = value;
     }
@@ -488,9 +450,9 @@ template <typename Body> static void team(int64_t threads, Body body) {
 
 template <typename Body> static void in_dtype(const Decoder& d, const Batch& batch, float* base, int64_t threads, Body body) {
   Work work;
-  carve(d, batch.tokens, threads, base, &work);
+  divide(d, batch.tokens, threads, base, &work);
   team(threads, [&](int thread, int count) {
-    if (d.half)
+    if (d.bfloat16)
       body(Run<bf16>{d, batch, work, thread, count});
     else
       body(Run<float>{d, batch, work, thread, count});
@@ -498,10 +460,13 @@ template <typename Body> static void in_dtype(const Decoder& d, const Batch& bat
 }
 
 extern "C" {
+// sizeof of each record, in the order of records.h.
+extern const int64_t record_sizes[] = {sizeof(LoraDelta), sizeof(Linear), sizeof(Norm), sizeof(Layer), sizeof(Decoder), sizeof(Batch), sizeof(Draw)};
+
 int64_t lanes() { return LANES; }
 
 // Floats of work space that a call with `tokens` tokens needs.
-int64_t work_floats(const Decoder* d, int64_t tokens, int64_t threads) { return carve(*d, tokens, threads, nullptr, nullptr); }
+int64_t work_floats(const Decoder* d, int64_t tokens, int64_t threads) { return divide(*d, tokens, threads, nullptr, nullptr); }
 
 // hidden float32 [tokens, hidden] through layers [first, last), in place; first = -1 computes it from the ids before.
 // Returns 0; or 1, with nothing changed, if an id is outside the embedding.
@@ -527,22 +492,22 @@ void logits(const Decoder* d, const float* hidden, int64_t count, float* out, fl
 // keys, positions int64 [rows]: of the sampling RNG.
 void sample(const float* logits, int64_t rows, int64_t vocabulary, const int64_t* keys, const int64_t* positions, const Draw* draw,
             int64_t* tokens, float* sampling_logps, float* old_logps, float* raw_logps, int64_t threads) {
-  const float inverse = draw->temperature > 0 ? float(1.0 / draw->temperature) : 1.0f;
+  const float inverse_temperature = draw->temperature > 0 ? float(1.0 / draw->temperature) : 1.0f;
   const bool truncated = draw->top_k > 0 || draw->top_p < 1 || draw->min_p > 0;
   team(threads, [&](int thread, int count) {
-    const Part mine = part(rows, 1, thread, count);
+    const Range mine = partition(rows, 1, thread, count);
     for (int64_t r = mine.first; r < mine.last; r++) {
-      const Row row(logits + r * vocabulary, vocabulary, inverse);
+      const Row row(logits + r * vocabulary, vocabulary, inverse_temperature);
       double mass = row.mass;
       if (draw->temperature == 0) {
         tokens[r] = row.argmax();
       } else {
         const double u = uniform(keys[r], positions[r]);
-        tokens[r] = truncated ? truncated_draw(row, *draw, u, mass) : row.inverse_cdf(u, inverse);
+        tokens[r] = truncated ? truncated_draw(row, *draw, u, mass) : row.inverse_cdf(u, inverse_temperature);
       }
-      const double gap = double(row.logits[tokens[r]]) - row.most;
-      sampling_logps[r] = float(gap * inverse - std::log(mass));
-      old_logps[r] = float(gap * inverse - std::log(row.mass));
+      const double gap = double(row.logits[tokens[r]]) - row.max_logit;
+      sampling_logps[r] = float(gap * inverse_temperature - std::log(mass));
+      old_logps[r] = float(gap * inverse_temperature - std::log(row.mass));
       raw_logps[r] = float(gap - std::log(row.raw));
     }
   });
@@ -552,13 +517,13 @@ void sample(const float* logits, int64_t rows, int64_t vocabulary, const int64_t
 // float32 [rows] each, both of softmax(logits / temperature).
 void score(const float* logits, int64_t rows, int64_t vocabulary, const int64_t* targets, double temperature,
            float* logps, float* entropies, int64_t threads) {
-  const float inverse = float(1.0 / temperature);
+  const float inverse_temperature = float(1.0 / temperature);
   team(threads, [&](int thread, int count) {
-    const Part mine = part(rows, 1, thread, count);
+    const Range mine = partition(rows, 1, thread, count);
     for (int64_t r = mine.first; r < mine.last; r++) {
-      const Row row(logits + r * vocabulary, vocabulary, inverse);
-      logps[r] = float((double(row.logits[targets[r]]) - row.most) * inverse - std::log(row.mass));
-      entropies[r] = float(std::log(row.mass) + row.spread(inverse) / row.mass);
+      const Row row(logits + r * vocabulary, vocabulary, inverse_temperature);
+      logps[r] = float((double(row.logits[targets[r]]) - row.max_logit) * inverse_temperature - std::log(row.mass));
+      entropies[r] = float(std::log(row.mass) + row.entropy_sum(inverse_temperature) / row.mass);
     }
   });
 }

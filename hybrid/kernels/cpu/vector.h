@@ -67,18 +67,36 @@ static inline float to_bf16(float x) {
   std::memcpy(&x, &u, 4);
   return x;
 }
-// Rounding to the model's dtype W.
-template <typename W> static inline Vec rounded(Vec v);
+// Rounding to the model's dtype T.
+template <typename T> static inline Vec rounded(Vec v);
 template <> inline Vec rounded<float>(Vec v) { return v; }
 template <> inline Vec rounded<bf16>(Vec v) { return to_bf16(v); }
-template <typename W> static inline float rounded(float x);
+template <typename T> static inline float rounded(float x);
 template <> inline float rounded<float>(float x) { return x; }
 template <> inline float rounded<bf16>(float x) { return to_bf16(x); }
-static inline void put(float* p, float x) { *p = x; }
-static inline void put(bf16* p, float x) {
+static inline void store(float* p, float x) { *p = x; }
+static inline void store(bf16* p, float x) {
+  x = to_bf16(x);
   uint32_t u;
   std::memcpy(&u, &x, 4);
-  p->bits = uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+  p->bits = uint16_t(u >> 16);
+}
+
+// A product plus a sum, rounded twice or once. Without these, GCC 12 decides loop by loop, and a row may run in several.
+static inline float unfused(float product) {
+#if defined(__x86_64__)
+  asm("" : "+x"(product));
+#elif defined(__aarch64__)
+  asm("" : "+w"(product));
+#endif
+  return product;
+}
+static inline float fused_multiply_add(float x, float y, float z) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(x, y, z);
+#else
+  return x * y + z;
+#endif
 }
 
 // e^x to about one unit in the last place (Cephes' expf); 0 below -87.3.
