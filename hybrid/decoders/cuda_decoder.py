@@ -13,7 +13,7 @@ from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_lora_deltas
 from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
 from hybrid.kernels.triton_attention import SPLIT, decode_attention, prefill_attention
 from hybrid.kernels.triton_experts import mixture
-from hybrid.kernels.triton_fused import HeadNorm, add_layer_norm, add_rms_norm, gated_activation, rope_and_write
+from hybrid.kernels.triton_fused import HeadNorm, add_norm, gated_activation, rope_and_write
 from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.weights.lora import LowRank
 
@@ -266,7 +266,6 @@ class CudaDecoder(TorchDecoder):
         multiplier: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """residual + multiplier * x: normed by `role`, and not normed."""
-        weight, spec = tensors[f"{role}.weight"], self.spec
-        if spec.norm == "layer":
-            return add_layer_norm(x, residual, weight, tensors.get(f"{role}.bias"), spec.norm_eps, multiplier)
-        return add_rms_norm(x, residual, weight, spec.norm_eps, spec.norm_offset, spec.norm_float32, multiplier)
+        weight, bias, spec = tensors[f"{role}.weight"], tensors.get(f"{role}.bias"), self.spec
+        choices = spec.norm_eps, spec.norm_offset, spec.norm_float32
+        return add_norm(x, residual, weight, bias, *choices, multiplier, centered=spec.norm == "layer")

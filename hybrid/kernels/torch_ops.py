@@ -5,7 +5,7 @@ forward differ only in the order of sums.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -29,9 +29,7 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
-def mean_of_rows(x: torch.Tensor) -> torch.Tensor:
-    """The mean over the last dimension.  [..., size] to [..., 1]"""
-    return x.mean(-1, keepdim=True)
+mean_of_rows = partial(torch.mean, dim=-1, keepdim=True)
 
 
 def rms_norm(
@@ -61,24 +59,34 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
     float32 to round only the result. Pairs are (i, i + rotary_dim / 2), or neighbours (2i, 2i + 1) if `interleaved`.
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    turning, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
-    one, other = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
-    pair = one * cos - other * sin, other * cos + one * sin
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+    rotary, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+    first, second = (rotary[..., ::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, dim=-1)
+    pair = first * cos - second * sin, second * cos + first * sin
+    rotated_part = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((rotated_part.to(x.dtype), rest), dim=-1)
+
+
+def routed(
+    x: torch.Tensor, router: torch.Tensor, per_token: int, normalize: bool, float32: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and indices of the experts of each token, [tokens, per_token].  Arguments as in `mixture`."""
+    weights, experts = F.linear(x, router).float().softmax(-1).topk(per_token, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights if float32 else weights.to(x.dtype), experts
 
 
 def mixture(
     x: torch.Tensor,
     router: torch.Tensor,
-    here: range,
+    local_experts: range,
     matrix: Callable[[str, int], torch.Tensor],
     per_token: int,
     normalize: bool,
     float32: bool,
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """A mixture of gated experts, or the contribution of the experts in `here`.  [tokens, hidden], x's dtype
+    """A mixture of gated experts, or the contribution of `local_experts`.  [tokens, hidden], x's dtype
 
     x [tokens, hidden], router [experts, hidden].
     matrix: ("experts_gate_up", expert) to [2 · inner, hidden], gate above up; ("experts_down", expert) to
@@ -86,18 +94,15 @@ def mixture(
     per_token: experts per token.  normalize: the chosen experts' weights are divided by their sum.
     float32: these weights stay float32; else they are rounded to x's dtype. Outputs are summed in float32.
     """
-    weights, chosen = F.linear(x, router).float().softmax(-1).topk(per_token, dim=-1)  # [tokens, per_token]
-    if normalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    weights = weights if float32 else weights.to(x.dtype)
+    weights, chosen = routed(x, router, per_token, normalize, float32)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
-        if expert not in here:
+        if expert not in local_experts:
             continue
         token, rank = (chosen == expert).nonzero(as_tuple=True)
         gate, up = F.linear(x[token], matrix("experts_gate_up", expert)).chunk(2, dim=-1)
-        made = F.linear(activation(gate) * up, matrix("experts_down", expert))
-        out.index_add_(0, token, (made * weights[token, rank, None]).float())
+        expert_out = F.linear(activation(gate) * up, matrix("experts_down", expert))
+        out.index_add_(0, token, (expert_out * weights[token, rank, None]).float())
     return out.to(x.dtype)
 
 
@@ -129,26 +134,17 @@ def sequence_groups(
     begins, ends = cu_seqlens.tolist(), lengths.tolist()
     members: dict[int, list[int]] = {}
     for sequence, (begin, end) in enumerate(pairwise(begins)):
-        members.setdefault(end - begin, []).append(sequence)
-    return tuple(
-        one_group(part, new, begins, ends, block_tables, block_size)
-        for new, sequences in members.items()
-        if new
-        for part in parts(sequences, new, ends)
-    )
+        if end > begin:
+            members.setdefault(end - begin, []).append(sequence)
+    groups = []
+    for new, sequences in members.items():
+        size = max(1, SCORES_AT_A_TIME // (new * max(ends[sequence] for sequence in sequences)))
+        parts = (sequences[start : start + size] for start in range(0, len(sequences), size))
+        groups += [make_group(part, new, begins, ends, block_tables, block_size) for part in parts]
+    return tuple(groups)
 
 
-def parts(sequences: list[int], new: int, ends: list[int]) -> Iterator[list[int]]:
-    """The sequences in parts of at most SCORES_AT_A_TIME scores per head, at least one sequence each.
-
-    new: new tokens of each sequence.  ends: total tokens, by sequence.
-    """
-    at_a_time = max(1, SCORES_AT_A_TIME // (new * max(ends[sequence] for sequence in sequences)))
-    for start in range(0, len(sequences), at_a_time):
-        yield sequences[start : start + at_a_time]
-
-
-def one_group(
+def make_group(
     sequences: list[int], new: int, begins: list[int], ends: list[int], block_tables: torch.Tensor, block_size: int
 ) -> Group:
     """The Group of `sequences`, each of which has `new` new tokens.
@@ -159,13 +155,13 @@ def one_group(
     longest = max(ends[sequence] for sequence in sequences)
     first, length = index([begins[i] for i in sequences]), index([ends[i] for i in sequences])
     steps = torch.arange(new, device=block_tables.device)
-    place = torch.arange(longest, device=block_tables.device)
-    place = torch.where(place < length[:, None], place, 0)
-    blocks = block_tables[index(sequences)].long().gather(1, place // block_size)
+    position_ids = torch.arange(longest, device=block_tables.device)
+    position_ids = torch.where(position_ids < length[:, None], position_ids, 0)
+    blocks = block_tables[index(sequences)].long().gather(1, position_ids // block_size)
     return Group(
         rows=first[:, None] + steps,
         positions=(length - new)[:, None] + steps,
-        slot_mapping=blocks * block_size + place % block_size,
+        slot_mapping=blocks * block_size + position_ids % block_size,
         fresh=all(ends[sequence] == new for sequence in sequences),
     )
 
@@ -176,10 +172,10 @@ def alibi_bias(slopes: torch.Tensor, positions: int, dtype: torch.dtype, product
     product_scale: if 0, slope · position is rounded to `dtype`. Otherwise slope / product_scale, the position and their
     product are rounded to bfloat16, and the product is multiplied by product_scale in `dtype` (Falcon).
     """
-    places = torch.arange(positions, device=slopes.device)
+    position_ids = torch.arange(positions, device=slopes.device)
     if not product_scale:
-        return (slopes[:, None] * places).to(dtype)
-    return ((slopes / product_scale).bfloat16()[:, None] * places.bfloat16()).to(dtype) * product_scale
+        return (slopes[:, None] * position_ids).to(dtype)
+    return ((slopes / product_scale).bfloat16()[:, None] * position_ids.bfloat16()).to(dtype) * product_scale
 
 
 def paged_attention(
@@ -207,8 +203,8 @@ def paged_attention(
         k = keys.flatten(0, 1)[group.slot_mapping].transpose(1, 2)  # [sequences, kv_heads, longest, head_dim]
         v = values.flatten(0, 1)[group.slot_mapping].transpose(1, 2)
         extra = None if bias is None else bias[:, : k.shape[2]]
-        found = attend(q[group.rows].transpose(1, 2), k, v, visible(group, window), scale, softcap, extra)
-        out[group.rows] = found.transpose(1, 2)
+        attended = attend(q[group.rows].transpose(1, 2), k, v, visible(group, window), scale, softcap, extra)
+        out[group.rows] = attended.transpose(1, 2)
     return out
 
 
@@ -217,9 +213,9 @@ def visible(group: Group, window: int) -> torch.Tensor | None:
     longest, query = group.slot_mapping.shape[1], group.positions.unsqueeze(-1)
     if group.fresh and not 0 < window < longest:
         return None
-    place = torch.arange(longest, device=query.device)
-    seen = place <= query
-    return (seen & (place > query - window) if window else seen).unsqueeze(1)
+    position_ids = torch.arange(longest, device=query.device)
+    seen = position_ids <= query
+    return (seen & (position_ids > query - window) if window else seen).unsqueeze(1)
 
 
 def sdpa_attention(
@@ -282,5 +278,5 @@ def eager_attention(
         scores = torch.tanh(scores / softcap) * softcap
     seen = causal(new, longest, q.device) if seen is None else seen
     scores = scores.view(sequences, heads, new, longest).masked_fill(~seen, -torch.inf)
-    chances = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
-    return torch.bmm(chances.view(len(q), -1, longest), v).view(sequences, heads, new, head_dim)
+    probs = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
+    return torch.bmm(probs.view(len(q), -1, longest), v).view(sequences, heads, new, head_dim)

@@ -111,12 +111,12 @@ def _decode_kernel(
     begin = tl.maximum(split * SPLIT, length - window)
     end = tl.minimum(split * SPLIT + SPLIT, length)
     if begin < end:
-        member = tl.arange(0, BLOCK_G)
-        head = kv_head * GROUP + member
+        group_head = tl.arange(0, BLOCK_G)
+        head = kv_head * GROUP + group_head
         dims = tl.arange(0, BLOCK_D)
-        is_head, is_dim = member < GROUP, dims < HEAD_DIM
-        at = row.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM + dims[None, :]
-        query = tl.load(q + at, mask=is_head[:, None] & is_dim[None, :], other=0.0)
+        is_head, is_dim = group_head < GROUP, dims < HEAD_DIM
+        query_offsets = row.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM + dims[None, :]
+        query = tl.load(q + query_offsets, mask=is_head[:, None] & is_dim[None, :], other=0.0)
         best = tl.full((BLOCK_G,), MASKED, tl.float32)
         total = tl.zeros((BLOCK_G,), tl.float32)
         out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
@@ -126,18 +126,18 @@ def _decode_kernel(
             block_rows = _block_rows(
                 block_tables + row.to(tl.int64) * table_stride, tokens, live, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM
             )
-            offsets, there = block_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
-            k = tl.load(keys + offsets, mask=there, other=0.0)
-            addend = 0.0
+            offsets, mask = block_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
+            k = tl.load(keys + offsets, mask=mask, other=0.0)
+            key_bias = 0.0
             if HAS_BIAS:
-                added = bias + head[:, None] * bias_stride + tokens[None, :]
-                addend = tl.load(added, mask=is_head[:, None] & live[None, :], other=0.0)
-            scores = _scores(query, k, addend, scale, SOFTCAP, HAS_BIAS, ROUNDED)
-            v = tl.load(values + offsets, mask=there, other=0.0)
+                bias_at = bias + head[:, None] * bias_stride + tokens[None, :]
+                key_bias = tl.load(bias_at, mask=is_head[:, None] & live[None, :], other=0.0)
+            scores = _scores(query, k, key_bias, scale, SOFTCAP, HAS_BIAS, ROUNDED)
+            v = tl.load(values + offsets, mask=mask, other=0.0)
             best, total, out = _softmax_step(tl.where(live[None, :], scores, MASKED), v, best, total, out)
         part = (row.to(tl.int64) * (KV_HEADS * GROUP) + head) * splits + split
-        into = parts + part[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(into, out / total[:, None], mask=is_head[:, None] & is_dim[None, :])
+        part_out = parts + part[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(part_out, out / total[:, None], mask=is_head[:, None] & is_dim[None, :])
         tl.store(log_totals + part, best + tl.log(total), mask=is_head)
 
 
@@ -159,14 +159,14 @@ def _join_kernel(
     length = tl.load(lengths + row)
     dims = tl.arange(0, BLOCK_D)
     best, total = tl.full((), MASKED, tl.float32), tl.full((), 0.0, tl.float32)
-    joined = tl.zeros((BLOCK_D,), tl.float32)
+    sum_out = tl.zeros((BLOCK_D,), tl.float32)
     for split in range(tl.maximum(length - window, 0) // SPLIT, tl.cdiv(length, SPLIT)):
         log_total = tl.load(log_totals + cell * splits + split)
         part = tl.load(parts + (cell * splits + split) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
         new_best = tl.maximum(best, log_total)
         shrink, weight = tl.exp(best - new_best), tl.exp(log_total - new_best)
-        joined, total, best = joined * shrink + part * weight, total * shrink + weight, new_best
-    tl.store(out + cell * HEAD_DIM + dims, joined / total, mask=dims < HEAD_DIM)
+        sum_out, total, best = sum_out * shrink + part * weight, total * shrink + weight, new_best
+    tl.store(out + cell * HEAD_DIM + dims, sum_out / total, mask=dims < HEAD_DIM)
 
 
 def decode_attention(
@@ -191,8 +191,8 @@ def decode_attention(
     rounded: scores are rounded to q's dtype step by step, as in Hugging Face's "eager" attention.
     Gives [sequences, heads, head_dim] in q's dtype.
     """
-    sizes = _sizes(q, keys, values, bias)
     require_contiguous(q.device, torch.int32, lengths, *block_tables[:1])
+    constants = _constants(q, keys, values, bias, softcap, rounded)
     sequences, heads, head_dim = q.shape
     out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
     splits = triton.cdiv(block_tables.shape[1] * keys.shape[1], SPLIT)
@@ -200,72 +200,49 @@ def decode_attention(
     if splits > 1:
         parts = torch.empty((sequences, heads, splits, head_dim), dtype=torch.float32, device=q.device)
     log_totals = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
-    _decode_kernel[(sequences, keys.shape[2], splits)](
-        q,
-        keys,
-        values,
-        lengths,
-        block_tables,
-        log_totals if bias is None else bias,
-        parts,
-        log_totals,
-        scale,
-        window,
-        q.stride(0),
-        block_tables.stride(0),
-        0 if bias is None else bias.stride(0),
-        SPLIT=SPLIT,
-        BLOCK_G=max(16, triton.next_power_of_2(sizes["GROUP"])),  # tl.dot's minimum
-        SOFTCAP=softcap,
-        HAS_BIAS=bias is not None,
-        ROUNDED=rounded,
-        **_tile(head_dim, q.dtype),
-        **sizes,
+    tensors = (q, keys, values, lengths, block_tables, log_totals if bias is None else bias, parts, log_totals)
+    block_g = max(16, triton.next_power_of_2(constants["GROUP"]))  # tl.dot's minimum
+    grid = (sequences, keys.shape[2], splits)
+    _decode_kernel[grid](
+        *tensors, scale, window, *_strides(q, block_tables, bias), SPLIT=SPLIT, BLOCK_G=block_g, **constants
     )
     if splits > 1:
-        _join_kernel[(sequences, heads)](
-            parts,
-            log_totals,
-            lengths,
-            out,
-            window,
-            splits,
-            HEAD_DIM=head_dim,
-            SPLIT=SPLIT,
-            BLOCK_D=sizes["BLOCK_D"],
-        )
+        sizes = {"HEAD_DIM": head_dim, "SPLIT": SPLIT, "BLOCK_D": constants["BLOCK_D"]}
+        _join_kernel[(sequences, heads)](parts, log_totals, lengths, out, window, splits, **sizes)
     return out
 
 
-def _sizes(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None
-) -> dict[str, int]:
-    """Compile-time sizes of both kernels.  q [n, heads, head_dim]; keys, values [blocks, BLOCK_SIZE, kv_heads,
-    head_dim].
+def _strides(q: torch.Tensor, block_tables: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, int, int]:
+    """Elements from a row to the next one; 0 without a bias."""
+    return q.stride(0), block_tables.stride(0), 0 if bias is None else bias.stride(0)
 
-    Asserts dtypes, devices and strides.
+
+def _constants(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, softcap: float, rounded: bool
+) -> dict[str, int | float]:
+    """Compile-time constants of both kernels.  Shapes as in `prefill_attention`. Asserts dtypes, devices and strides.
+
+    TILE (cached tokens per loop step) and num_warps: the widest tile that compiles for sm_80 and sm_90 without register
+    spills. float32 does not use tensor cores (TF32 is less precise), and its products need more registers.
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = keys.shape[1:3]
     require_contiguous(q.device, q.dtype, keys, values)
     assert bias is None or (bias.device == q.device and bias.stride(1) == 1), "the bias of a head must be contiguous"
     assert q.stride()[1:] == (head_dim, 1), "the heads of a token must be contiguous"
+    tile, num_warps = (16, 8) if q.dtype.itemsize == 4 else (64, 4) if head_dim <= 128 else (32, 8)
     return {
         "KV_HEADS": kv_heads,
         "GROUP": heads // kv_heads,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # tl.dot's minimum
+        "SOFTCAP": softcap,
+        "HAS_BIAS": bias is not None,
+        "ROUNDED": rounded,
+        "TILE": tile,
+        "num_warps": num_warps,
     }
-
-
-def _tile(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Cached tokens per loop step and number of warps: the widest tile that compiles for sm_80 and sm_90 without
-    register spills. float32 does not use tensor cores (TF32 is less precise), and its products need more registers.
-    """
-    if dtype.itemsize == 4:
-        return {"TILE": 16, "num_warps": 8}
-    return {"TILE": 64, "num_warps": 4} if head_dim <= 128 else {"TILE": 32, "num_warps": 8}
 
 
 @triton.jit
@@ -325,12 +302,12 @@ def _prefill_kernel(
         position = length - count + query
         dims = tl.arange(0, BLOCK_D)
         is_query, is_dim = query < count, dims < HEAD_DIM
-        ours = is_query[:, None] & is_dim[None, :]
+        query_mask = is_query[:, None] & is_dim[None, :]
         token = (first + query).to(tl.int64)[:, None]
-        turned = tl.load(q + token * q_stride + head * HEAD_DIM + dims[None, :], mask=ours, other=0.0)
+        query_rows = tl.load(q + token * q_stride + head * HEAD_DIM + dims[None, :], mask=query_mask, other=0.0)
         best = tl.full((BLOCK_Q,), MASKED, tl.float32)
         total = tl.zeros((BLOCK_Q,), tl.float32)
-        joined = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+        sum_out = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
         begin = tl.maximum(length - count + index - window + 1, 0) // TILE * TILE
         end = tl.minimum(length - count + index + BLOCK_Q, length)
         for start in range(begin, end, TILE):
@@ -345,18 +322,18 @@ def _prefill_kernel(
                 KV_HEADS,
                 HEAD_DIM,
             )
-            offsets, there = block_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
-            k = tl.load(keys + offsets, mask=there, other=0.0)
-            addend = 0.0
+            offsets, mask = block_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
+            k = tl.load(keys + offsets, mask=mask, other=0.0)
+            key_bias = 0.0
             if HAS_BIAS:
-                addend = tl.load(bias + head * bias_stride + tokens, mask=live, other=0.0)[None, :]
-            scores = _scores(turned, k, addend, scale, SOFTCAP, HAS_BIAS, ROUNDED)
-            v = tl.load(values + offsets, mask=there, other=0.0)
+                key_bias = tl.load(bias + head * bias_stride + tokens, mask=live, other=0.0)[None, :]
+            scores = _scores(query_rows, k, key_bias, scale, SOFTCAP, HAS_BIAS, ROUNDED)
+            v = tl.load(values + offsets, mask=mask, other=0.0)
             distance = position[:, None] - tokens[None, :]
-            seen = (distance >= 0) & (distance < window) & live[None, :]
-            best, total, joined = _softmax_step(tl.where(seen, scores, MASKED), v, best, total, joined)
-        to = out + (token * (KV_HEADS * GROUP) + head) * HEAD_DIM + dims[None, :]
-        tl.store(to, joined / total[:, None], mask=ours)
+            visible = (distance >= 0) & (distance < window) & live[None, :]
+            best, total, sum_out = _softmax_step(tl.where(visible, scores, MASKED), v, best, total, sum_out)
+        row_out = out + (token * (KV_HEADS * GROUP) + head) * HEAD_DIM + dims[None, :]
+        tl.store(row_out, sum_out / total[:, None], mask=query_mask)
 
 
 def prefill_attention(
@@ -379,31 +356,13 @@ def prefill_attention(
     lengths int32 [sequences]: tokens in the cache, the new ones included.
     All other arguments as in `decode_attention`.  Gives [tokens, heads, head_dim] in q's dtype.
     """
-    sizes = _sizes(q, keys, values, bias)
     require_contiguous(q.device, torch.int32, cu_seqlens, lengths, *block_tables[:1])
+    constants = _constants(q, keys, values, bias, softcap, rounded)
     (tokens, heads, head_dim), sequences = q.shape, len(lengths)
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     block = 64 if q.dtype.itemsize == 2 else 32
-    _prefill_kernel[(tokens // block + sequences, heads)](
-        q,
-        keys,
-        values,
-        cu_seqlens,
-        lengths,
-        block_tables,
-        lengths if bias is None else bias,
-        out,
-        sequences,
-        scale,
-        window or UNBOUNDED,
-        q.stride(0),
-        block_tables.stride(0),
-        0 if bias is None else bias.stride(0),
-        BLOCK_Q=block,
-        SOFTCAP=softcap,
-        HAS_BIAS=bias is not None,
-        ROUNDED=rounded,
-        **_tile(head_dim, q.dtype),
-        **sizes,
-    )
+    tensors = (q, keys, values, cu_seqlens, lengths, block_tables, lengths if bias is None else bias, out)
+    window, strides = window or UNBOUNDED, _strides(q, block_tables, bias)
+    grid = (tokens // block + sequences, heads)
+    _prefill_kernel[grid](*tensors, sequences, scale, window, *strides, BLOCK_Q=block, **constants)
     return out

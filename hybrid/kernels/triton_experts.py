@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional as F
 
 from hybrid.kernels import require_contiguous
+from hybrid.kernels.torch_ops import routed
 from hybrid.kernels.triton_attention import owner_of_block
 
 BLOCK_OUT = 64  # output columns per program
@@ -52,11 +52,11 @@ def _grouped_linear_kernel(
         for start in range(0, inputs, BLOCK_IN):
             element = start + tl.arange(0, BLOCK_IN)
             a = tl.load(rows + element[None, :], mask=live[:, None] & (element < inputs)[None, :], other=0.0)
-            there = (element < inputs)[:, None] & (column < outputs)[None, :]
-            b = tl.load(matrix + element[:, None] * weight_column_stride, mask=there, other=0.0)
+            mask = (element < inputs)[:, None] & (column < outputs)[None, :]
+            b = tl.load(matrix + element[:, None] * weight_column_stride, mask=mask, other=0.0)
             total += tl.dot(a, b, input_precision="ieee")
-    to = out + item[:, None] * outputs + column[None, :]
-    tl.store(to, total, mask=live[:, None] & (column < outputs)[None, :])
+    row_out = out + item[:, None] * outputs + column[None, :]
+    tl.store(row_out, total, mask=live[:, None] & (column < outputs)[None, :])
 
 
 def grouped_linear(
@@ -74,22 +74,12 @@ def grouped_linear(
     out = torch.empty((items, outputs), dtype=x.dtype, device=x.device)
     full = x.dtype.itemsize == 4
     block = 64 if items > 32 * groups and not full else 16
-    _grouped_linear_kernel[(items // block + groups, triton.cdiv(outputs, BLOCK_OUT))](
-        x,
-        weight,
-        order,
-        starts,
-        out,
-        groups,
-        inputs,
-        outputs,
-        x.stride(0),
-        *weight.stride(),
-        PER_ROW=per_row,
-        BLOCK=block,
-        BLOCK_OUT=BLOCK_OUT,
-        BLOCK_IN=16 if full else 64,
-        num_warps=8 if full else 4,
+    grid = (items // block + groups, triton.cdiv(outputs, BLOCK_OUT))
+    strides = (x.stride(0), *weight.stride())
+    blocks = {"PER_ROW": per_row, "BLOCK": block, "BLOCK_OUT": BLOCK_OUT, "BLOCK_IN": 16 if full else 64}
+    num_warps = 8 if full else 4
+    _grouped_linear_kernel[grid](
+        x, weight, order, starts, out, groups, inputs, outputs, *strides, **blocks, num_warps=num_warps
     )
     return out
 
@@ -109,15 +99,12 @@ def mixture(
     x [tokens, hidden], router [experts, hidden], gate_up [experts, 2 · inner, hidden], down [experts, hidden, inner].
     gated: [items, 2 · inner], gate before up, to act(gate) * up [items, inner].
     """
-    weights, chosen = F.linear(x, router).float().softmax(-1).topk(per_token, dim=-1)  # [tokens, per_token]
-    if normalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    weights = weights if float32 else weights.to(x.dtype)
+    weights, chosen = routed(x, router, per_token, normalize, float32)
     expert = chosen.flatten()
     order = expert.argsort(stable=True)
     experts = torch.arange(len(gate_up) + 1, device=x.device)
     starts = torch.searchsorted(expert[order], experts).int()  # index of each expert's first item, and the end
     order = order.int()
     inner = gated(grouped_linear(x, gate_up, order, starts, per_token))
-    made = grouped_linear(inner, down, order, starts, 1).unflatten(0, (-1, per_token))
-    return (made * weights[..., None]).float().sum(1).to(x.dtype)
+    out = grouped_linear(inner, down, order, starts, 1).unflatten(0, (-1, per_token))
+    return (out * weights[..., None]).float().sum(1).to(x.dtype)

@@ -67,66 +67,40 @@ def _add_norm_kernel(
     tl.store(normed + row * width + columns, h.to(dtype), mask=live)
 
 
-def add_rms_norm(
+def add_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     eps: float,
     offset: float = 0.0,
     float32_weight: bool = False,
     multiplier: float = 1.0,
+    centered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMS norm of residual + multiplier * x, and that sum, which is rounded to x's dtype before the norm.
 
-    x, residual [rows, width], rows may be strided; weight [width]. Gives (normed, sum), [rows, width] in x's dtype;
-    without a residual the sum is x itself. offset: added to the weight (Gemma). float32_weight: the weight is applied
-    before rounding (Gemma, OLMo2); otherwise after (Llama).
+    x, residual [rows, width], rows may be strided; weight [width]; bias [width] or None. Gives (normed, sum),
+    [rows, width] in x's dtype; without a residual the sum is x itself. offset: added to the weight (Gemma).
+    float32_weight: the weight is applied before rounding (Gemma, OLMo2), as in layer norms; otherwise after (Llama).
+    centered: layer norm.
     """
-    return _add_norm(x, residual, weight, None, eps, offset, multiplier, False, float32_weight)
-
-
-def add_layer_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    multiplier: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Layer norm of residual + multiplier * x, and that sum; shapes as in `add_rms_norm`.  weight, bias [width]."""
-    return _add_norm(x, residual, weight, bias, eps, 0.0, multiplier, True, True)
-
-
-def _add_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    multiplier: float,
-    centered: bool,
-    float32_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both norms.  centered: layer norm, else RMS norm."""
     rows, width = x.shape
-    others = [x] if residual is None else [x, residual]
-    assert all(one.dtype == x.dtype and one.device == x.device for one in others), "the sum is of one dtype and device"
-    assert all(one.stride(1) == 1 for one in others), "rows must be contiguous"
-    for of_channels in [weight] if bias is None else [weight, bias]:
-        require_contiguous(x.device, of_channels.dtype, of_channels)
+    inputs = [x] if residual is None else [x, residual]
+    assert all(tensor.dtype == x.dtype and tensor.device == x.device for tensor in inputs), (
+        "the sum is of one dtype and device"
+    )
+    assert all(tensor.stride(1) == 1 for tensor in inputs), "rows must be contiguous"
+    for vector in [weight] if bias is None else [weight, bias]:
+        require_contiguous(x.device, vector.dtype, vector)
     normed = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normed)
     block = triton.next_power_of_2(width)
+    tensors = (x, x if residual is None else residual, weight, weight if bias is None else bias, normed, total)
+    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     _add_norm_kernel[(rows,)](
-        x,
-        x if residual is None else residual,
-        weight,
-        weight if bias is None else bias,
-        normed,
-        total,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
+        *tensors,
+        *strides,
         width,
         eps,
         offset,
@@ -134,7 +108,7 @@ def _add_norm(
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
         CENTERED=centered,
-        FLOAT32_WEIGHT=float32_weight,
+        FLOAT32_WEIGHT=float32_weight or centered,
         BLOCK=block,
         num_warps=4 if block <= 4096 else 8,
     )
@@ -200,7 +174,7 @@ def _rope_and_write_kernel(
     sin,
     rows,
     slot_mapping,
-    turned,
+    q_out,
     keys,
     values,
     q_stride,
@@ -227,7 +201,7 @@ def _rope_and_write_kernel(
     source, target, norm = v + token * v_stride, values + block_row, k_norm
     first, heads = (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_H, block * 0 + KV_HEADS
     if block < Q_BLOCKS:
-        source, target, norm = q + token * q_stride, turned + token * (HEADS * HEAD_DIM), q_norm
+        source, target, norm = q + token * q_stride, q_out + token * (HEADS * HEAD_DIM), q_norm
         first, heads = block * BLOCK_H, block * 0 + HEADS
     elif block < Q_BLOCKS + KV_BLOCKS:
         source, target = k + token * k_stride, keys + block_row
@@ -244,22 +218,22 @@ def _rope_and_write_kernel(
             x = _head_normed(x, inverse_rms, norm + column, norm_offset, column < HEAD_DIM, FLOAT32_WEIGHT)
         if ROTARY > 0:
             half: tl.constexpr = ROTARY // 2
-            turns = column < ROTARY
+            is_rotary = column < ROTARY
             if INTERLEAVED:
                 before, partner, angle = column % 2 == 0, column ^ 1, column // 2
             else:
                 before = column < half
                 partner, angle = tl.where(before, column + half, column - half), column % half
-            other = tl.load(source + head * HEAD_DIM + partner, mask=live & turns, other=0.0)
+            partner_x = tl.load(source + head * HEAD_DIM + partner, mask=live & is_rotary, other=0.0)
             if HAS_NORM:
-                other = _head_normed(other, inverse_rms, norm + partner, norm_offset, turns, FLOAT32_WEIGHT)
+                partner_x = _head_normed(partner_x, inverse_rms, norm + partner, norm_offset, is_rotary, FLOAT32_WEIGHT)
             entry = tl.load(rows + token).to(tl.int64) * half + angle
-            c = tl.load(cos + entry, mask=turns, other=1.0).to(tl.float32)
-            s = tl.load(sin + entry, mask=turns, other=0.0).to(tl.float32)
+            c = tl.load(cos + entry, mask=is_rotary, other=1.0).to(tl.float32)
+            s = tl.load(sin + entry, mask=is_rotary, other=0.0).to(tl.float32)
             # Products are rounded to the dtype of cos and sin, then their sum to x's: x * cos + rotate_half(x) * sin.
-            along = (x.to(tl.float32) * c).to(cos.dtype.element_ty).to(tl.float32)
-            across = (other.to(tl.float32) * tl.where(before, -s, s)).to(cos.dtype.element_ty).to(tl.float32)
-            x = (along + across).to(x.dtype)
+            x_cos = (x.to(tl.float32) * c).to(cos.dtype.element_ty).to(tl.float32)
+            partner_sin = (partner_x.to(tl.float32) * tl.where(before, -s, s)).to(cos.dtype.element_ty).to(tl.float32)
+            x = (x_cos + partner_sin).to(x.dtype)
     tl.store(target + head * HEAD_DIM + column, x, mask=live)
 
 
@@ -267,7 +241,7 @@ def _rope_and_write_kernel(
 class HeadNorm:
     """RMS norm of each head of q and k, before RoPE.
 
-    q, k: weights [head_dim].  eps, offset, float32_weight: as in `add_rms_norm`.
+    q, k: weights [head_dim].  eps, offset, float32_weight: as in `add_norm`.
     """
 
     q: torch.Tensor
@@ -313,36 +287,24 @@ def rope_and_write(
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q, k, v)), "the heads of a token must be contiguous"
     rotary = 0 if cos is None else 2 * cos.shape[1]
     changes = rotary > 0 or norm is not None
-    turned = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device) if changes else q
+    q_out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device) if changes else q
     q_blocks, kv_blocks = triton.cdiv(heads, HEAD_BLOCK) if changes else 0, triton.cdiv(kv_heads, HEAD_BLOCK)
+    eps, offset, float32_weight = (0.0, 0.0, False) if norm is None else (norm.eps, norm.offset, norm.float32_weight)
+    weights = (q, k) if norm is None else (norm.q, norm.k)
+    tables = (rows, rows) if cos is None else (cos, sin)
     _rope_and_write_kernel[(tokens, q_blocks + 2 * kv_blocks)](
-        q,
-        k,
-        v,
-        q if norm is None else norm.q,
-        k if norm is None else norm.k,
-        rows if cos is None else cos,
-        rows if sin is None else sin,
-        rows,
-        slot_mapping,
-        turned,
-        keys,
-        values,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        0.0 if norm is None else norm.eps,
-        0.0 if norm is None else norm.offset,
+        *(q, k, v, *weights, *tables, rows, slot_mapping, q_out, keys, values),
+        *(q.stride(0), k.stride(0), v.stride(0), eps, offset),
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         ROTARY=rotary,
         INTERLEAVED=interleaved,
         HAS_NORM=norm is not None,
-        FLOAT32_WEIGHT=norm is not None and norm.float32_weight,
+        FLOAT32_WEIGHT=float32_weight,
         Q_BLOCKS=q_blocks,
         KV_BLOCKS=kv_blocks,
         BLOCK_H=HEAD_BLOCK,
         BLOCK_D=triton.next_power_of_2(head_dim),
     )
-    return turned
+    return q_out

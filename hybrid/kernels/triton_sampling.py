@@ -45,12 +45,12 @@ def _masses_kernel(
     """One program per row and chunk: sums of exp(logit - row's maximum), to masses float32 [3, rows, chunks]: of the
     tokens that min-p keeps, at the row's temperature; of all tokens, at that temperature; of all, at temperature 1."""
     row, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    others = tl.arange(0, CHUNKS)
-    best = tl.max(tl.load(maxima + row * chunks + others, mask=others < chunks, other=float("-inf")), 0)
+    chunk_ids = tl.arange(0, CHUNKS)
+    best = tl.max(tl.load(maxima + row * chunks + chunk_ids, mask=chunk_ids < chunks, other=float("-inf")), 0)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=ids < vocab, other=float("-inf")) - best
-    heat = tl.load(temperature + row)
-    scaled = tl.exp(x / tl.where(heat == 0, 1.0, heat))
+    row_temperature = tl.load(temperature + row)
+    scaled = tl.exp(x / tl.where(row_temperature == 0, 1.0, row_temperature))
     kept = tl.where(scaled >= tl.load(min_p + row), scaled, 0.0)
     cell, step = row * chunks + chunk, tl.num_programs(0) * chunks
     tl.store(masses + cell, tl.sum(kept, 0))
@@ -59,10 +59,10 @@ def _masses_kernel(
 
 
 @triton.jit
-def _first(found, index, otherwise, SIZE: tl.constexpr):
-    """The smallest `index` where `found`; if there is none, the largest where `otherwise`, or 0."""
-    first = tl.min(tl.where(found, index, SIZE), 0)
-    last = tl.maximum(tl.max(tl.where(otherwise, index, -1), 0), 0)
+def _first(candidates, index, fallback, SIZE: tl.constexpr):
+    """The smallest `index` where `candidates`; if there is none, the largest where `fallback`, or 0."""
+    first = tl.min(tl.where(candidates, index, SIZE), 0)
+    last = tl.maximum(tl.max(tl.where(fallback, index, -1), 0), 0)
     return tl.where(first == SIZE, last, first)
 
 
@@ -90,33 +90,33 @@ def _pick_kernel(
     If rounding leaves no such chunk or token, the last one with any mass. A token without mass is never drawn.
     """
     row, rows = tl.program_id(0), tl.num_programs(0)
-    others = tl.arange(0, CHUNKS)
-    there, cells = others < chunks, row * chunks + others
-    chunk_best = tl.load(maxima + cells, mask=there, other=float("-inf"))
+    chunk_ids = tl.arange(0, CHUNKS)
+    is_chunk, cells = chunk_ids < chunks, row * chunks + chunk_ids
+    chunk_best = tl.load(maxima + cells, mask=is_chunk, other=float("-inf"))
     best = tl.max(chunk_best, 0)
-    mass = tl.load(masses + cells, mask=there, other=0.0).to(tl.float64)
+    mass = tl.load(masses + cells, mask=is_chunk, other=0.0).to(tl.float64)
     passed = tl.cumsum(mass, 0)
     target = _uniform(tl.load(keys + row), tl.load(steps + row)) * tl.max(passed, 0)
-    drawn = _first((passed > target) & (mass > 0), others, mass > 0, CHUNKS)
-    heat = tl.load(temperature + row)
-    chunk = tl.where(heat == 0, _first(chunk_best == best, others, there, CHUNKS), drawn)
-    rest = (target - tl.sum(tl.where(others == chunk - 1, passed, 0.0), 0)).to(tl.float32)
+    drawn = _first((passed > target) & (mass > 0), chunk_ids, mass > 0, CHUNKS)
+    row_temperature = tl.load(temperature + row)
+    chunk = tl.where(row_temperature == 0, _first(chunk_best == best, chunk_ids, is_chunk, CHUNKS), drawn)
+    rest = (target - tl.sum(tl.where(chunk_ids == chunk - 1, passed, 0.0), 0)).to(tl.float32)
 
-    places = tl.arange(0, CHUNK)
-    ids = chunk * CHUNK + places
+    offsets = tl.arange(0, CHUNK)
+    ids = chunk * CHUNK + offsets
     x = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=ids < vocab, other=float("-inf")) - best
-    divisor = tl.where(heat == 0, 1.0, heat)
+    divisor = tl.where(row_temperature == 0, 1.0, row_temperature)
     scaled = tl.exp(x / divisor)
     kept = tl.where(scaled >= tl.load(min_p + row), scaled, 0.0)
-    drawn = _first((tl.cumsum(kept, 0) > rest) & (kept > 0), places, kept > 0, CHUNK)
-    place = tl.where(heat == 0, _first(x == 0, places, ids < vocab, CHUNK), drawn)
-    chosen = tl.sum(tl.where(places == place, x, 0.0), 0)
+    drawn = _first((tl.cumsum(kept, 0) > rest) & (kept > 0), offsets, kept > 0, CHUNK)
+    offset = tl.where(row_temperature == 0, _first(x == 0, offsets, ids < vocab, CHUNK), drawn)
+    chosen = tl.sum(tl.where(offsets == offset, x, 0.0), 0)
 
-    everything = masses + rows * chunks + cells
-    sampling_total = tl.sum(tl.load(masses + cells, mask=there, other=0.0), 0)
-    old_total = tl.sum(tl.load(everything, mask=there, other=0.0), 0)
-    raw_total = tl.sum(tl.load(everything + rows * chunks, mask=there, other=0.0), 0)
-    tl.store(tokens + row, (chunk * CHUNK + place).to(tl.int64))
+    unmasked = masses + rows * chunks + cells
+    sampling_total = tl.sum(tl.load(masses + cells, mask=is_chunk, other=0.0), 0)
+    old_total = tl.sum(tl.load(unmasked, mask=is_chunk, other=0.0), 0)
+    raw_total = tl.sum(tl.load(unmasked + rows * chunks, mask=is_chunk, other=0.0), 0)
+    tl.store(tokens + row, (chunk * CHUNK + offset).to(tl.int64))
     tl.store(sampling_logprobs + row, chosen / divisor - tl.log(sampling_total))
     tl.store(old_logprobs + row, chosen / divisor - tl.log(old_total))
     tl.store(raw_logprobs + row, chosen - tl.log(raw_total))
@@ -146,19 +146,6 @@ def sample(
     logprobs = torch.empty((3, rows), dtype=torch.float32, device=logits.device).unbind()
     _maxima_kernel[(rows, chunks)](logits, maxima, logits.stride(0), vocab, CHUNK=CHUNK)
     _masses_kernel[(rows, chunks)](logits, maxima, masses, temperature, min_p, logits.stride(0), vocab, **sizes)
-    _pick_kernel[(rows,)](
-        logits,
-        maxima,
-        masses,
-        keys,
-        steps,
-        temperature,
-        min_p,
-        tokens,
-        *logprobs,
-        logits.stride(0),
-        vocab,
-        chunks,
-        **sizes,
-    )
+    settings = (keys, steps, temperature, min_p, tokens, *logprobs)
+    _pick_kernel[(rows,)](logits, maxima, masses, *settings, logits.stride(0), vocab, chunks, **sizes)
     return tokens, *logprobs

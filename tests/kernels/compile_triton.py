@@ -80,9 +80,9 @@ def launch_fused(dtype: torch.dtype) -> None:
         )
     triton_fused.rope_and_write(q, kv, kv, None, None, slot_mapping, slot_mapping, blocks, blocks)
     x = torch.empty(4, 4096, dtype=dtype)
-    triton_fused.add_rms_norm(x, x, x[0], 1e-5)
-    triton_fused.add_rms_norm(x, None, x[0], 1e-5, 1.0, True)
-    triton_fused.add_layer_norm(x, x, x[0], x[0], 1e-5)
+    triton_fused.add_norm(x, x, x[0], None, 1e-5)
+    triton_fused.add_norm(x, None, x[0], None, 1e-5, 1.0, True)
+    triton_fused.add_norm(x, x, x[0], x[0], 1e-5, centered=True)
     for activation in triton_fused.ACTIVATIONS:
         triton_fused.gated_activation(x, activation)
 

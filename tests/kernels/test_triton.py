@@ -218,10 +218,10 @@ def test_add_rms_norm_matches_the_familys_layer(norm, dtype):
     choice = {"offset": 1.0, "float32_weight": True} if norm is Gemma2RMSNorm else {}
     choice |= {"float32_weight": True} if norm is Olmo2RMSNorm else {}
     x, residual = random(5, 60, dtype=dtype)[:, :48], random(5, 48, dtype=dtype)
-    normed, total = fused.add_rms_norm(x, residual, layer.weight, 1e-5, **choice, multiplier=0.3)
+    normed, total = fused.add_norm(x, residual, layer.weight, None, 1e-5, **choice, multiplier=0.3)
     assert torch.equal(total, residual + x * 0.3)
     close_with_the_same_rounding(normed, layer(total))
-    normed, total = fused.add_rms_norm(x, None, layer.weight, 1e-5, **choice)
+    normed, total = fused.add_norm(x, None, layer.weight, None, 1e-5, **choice)
     assert total is x
     close_with_the_same_rounding(normed, layer(x))
 
@@ -231,7 +231,7 @@ def test_add_rms_norm_matches_the_familys_layer(norm, dtype):
 def test_add_layer_norm_matches_torch(bias, dtype):
     x, residual, weight = random(3, 48, dtype=dtype) + 3, random(3, 48, dtype=dtype), random(48, dtype=dtype)
     bias = random(48, dtype=dtype) if bias else None
-    normed, total = fused.add_layer_norm(x, residual, weight, bias, 1e-5)
+    normed, total = fused.add_norm(x, residual, weight, bias, 1e-5, centered=True)
     assert torch.equal(total, x + residual)
     close_with_the_same_rounding(normed, F.layer_norm((x + residual), (48,), weight, bias, 1e-5))
 
