@@ -25,7 +25,7 @@ from hybrid.decoders.containers import containers_of, parts_of
 from hybrid.decoders.coverage import coverage_of
 from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
 from hybrid.decoders.fused_model import FusedModel
-from hybrid.decoders.tp_modules import SharedModules, first_output
+from hybrid.decoders.tp_modules import SharedContainer, SharedModules, first_output
 from hybrid.deepspeed_api import DeepSpeedSurface
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.generate import Route, refuse_model_inputs, require_decoder
@@ -145,7 +145,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         self._snapshot, self._fused = fused.snapshot, fused
         # If this rank has no whole copy, the model's own layers run on weights that ZeRO-3 gathers as they run.
         self._streams = self._planner.in_use != Mode() and shared is None
-        self._meetings = None if shared is None else shared.meetings
+        self._module_exchange = None if shared is None else shared.exchange
         self._switched_hooks = EngineHooks(self._switched_modules, self._training_hooks)
         self._other_hooks = EngineHooks(self._other_modules, self._training_hooks)
         self._window = Window(
@@ -165,7 +165,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if shared is None:
             self._containers = containers_of(parts, self._calls)
         else:
-            self._containers = shared.containers(parts, self._calls)
+            self._containers = [SharedContainer(part, self._calls, shared.exchange) for part in parts]
 
     def _switched_modules(self) -> set[nn.Module]:
         """The modules whose forward is a container's in eval mode."""
@@ -180,17 +180,17 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         if not self.in_step:
             return Calls(self._window, self._fused, self.call_lock, self._rebuild_if_changed)
         partitioned, group = self.zero_optimization_stage() == 3, self._group.group
-        native = None if shared is None else shared.meetings
+        native = None if shared is None else shared.exchange
         if self._exchange is not None:
             native, group = ExpertForwards(self._policy, self._exchange, self.device), self._exchange.group
         elif self._streams and partitioned:
             native = LayerwiseForwards(
                 self._builder.info.structure,
-                self._training_hooks,
                 self._profiler.phase,
                 self._profiler.gathered,
                 self.device,
                 self._rollout_settings.sync_interval,
+                hooks=self._training_hooks,
             )
         # Gathering partitioned weights is a collective of all ranks, not only of the group.
         group = None if partitioned else group
@@ -357,8 +357,8 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
     def _release(self) -> None:
         """When inference ends, free what the settings say is not kept."""
         with self._profiler.phase("release"):
-            if self._meetings is not None:
-                self._meetings.release()
+            if self._module_exchange is not None:
+                self._module_exchange.release()
             if self._settings.release_inference_cache:
                 self._free_kv()
             if self._fused.streams or not self._rollout_settings.keep_snapshot:
@@ -664,7 +664,7 @@ class HybridEngine(DeepSpeedSurface, DeepSpeedEngine):
         one gathered group, the containers, the KV cache and the fused decoder's largest forward. `fallback_reason`: why
         the latest request that could not run fused ran in the model's own layers, and the remedy; "" if every request
         ran fused."""
-        others = 0 if self._meetings is None else self._meetings.nbytes()
+        others = 0 if self._module_exchange is None else self._module_exchange.nbytes()
         return {
             **self._profiler.stats(),
             "snapshot_bytes": self._snapshot.nbytes(),

@@ -18,7 +18,7 @@ from hybrid.generation.block_pool import blocks_for
 from hybrid.generation.model_runner import PREFILL_TOKENS
 from hybrid.generation.scoring import LOGIT_ROWS
 from hybrid.models.model_info import ModelInfo
-from hybrid.parallel import lowest, world_size
+from hybrid.parallel import min_over_ranks, world_size
 from hybrid.weights.gather import is_partitioned
 
 
@@ -118,8 +118,8 @@ class MemoryPlanner:
         allowed = [mode for mode in allowed if size == "auto" or mode.tp_size == size]
         device = torch.device(get_accelerator().current_device_name())
         if self.limit is None:
-            self.limit = lowest(free_bytes(), device)
-        num_seqs = {mode: lowest(self._num_seqs_that_fit(mode), device) for mode in allowed}
+            self.limit = min_over_ranks(free_bytes(), device)
+        num_seqs = {mode: min_over_ranks(self._num_seqs_that_fit(mode), device) for mode in allowed}
         self.in_use = chosen = max(allowed, key=num_seqs.get)
         tokens = self.settings.max_out_tokens
         if not num_seqs[chosen]:

@@ -22,44 +22,41 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def own_row_ids(rows: int, who: int | None = None) -> torch.Tensor:
-    """Row ids for `rows` prompts of this rank, or of group number `who`, unique over all ranks.  int64 [rows]"""
-    return torch.arange(rows) + (rank() if who is None else who) * ROWS_PER_RANK
+def own_row_ids(rows: int, number: int | None = None) -> torch.Tensor:
+    """Row ids for `rows` prompts of this rank, or of group `number`, unique over all ranks.  int64 [rows]"""
+    return torch.arange(rows) + (rank() if number is None else number) * ROWS_PER_RANK
 
 
 def all_ranks(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
     """Whether `flag` is true on every rank of `group` (None: of the world). A collective of these ranks."""
     if world_size() == 1:
         return flag
-    unmet = torch.tensor(0 if flag else 1, device=device)
-    dist.all_reduce(unmet, group=group)
-    return unmet.item() == 0
+    return not any_rank([not flag], device, group)[0]
 
 
-def lowest(number: int, device: torch.device) -> int:
+def min_over_ranks(number: int, device: torch.device) -> int:
     """The minimum of `number` over all ranks. A collective."""
-    if world_size() == 1:
-        return number
-    found = torch.tensor(number, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return int(found)
+    minimum = torch.tensor(number, device=device)
+    if world_size() > 1:
+        dist.all_reduce(minimum, op=dist.ReduceOp.MIN)
+    return int(minimum)
 
 
 def any_rank(flags: list[bool], device: torch.device, group: dist.ProcessGroup | None = None) -> list[bool]:
     """For each flag, whether it is true on any rank of the group. A collective."""
-    found = torch.tensor(flags, dtype=torch.int32, device=device)
-    dist.all_reduce(found, group=group)
-    return [count > 0 for count in found.tolist()]
+    counts = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(counts, group=group)
+    return [count > 0 for count in counts.tolist()]
 
 
-def all_objects(thing: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `thing`, in the order of the group's ranks. A collective.
+def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value`, in the order of the group's ranks. A collective.
 
     An object that cannot be pickled raises before this rank enters the collective.
     """
-    found = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, thing, group=group)
-    return found
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 class LostRankError(RuntimeError):
@@ -80,8 +77,8 @@ LOST_RANK_MESSAGES = (
 def is_lost_rank(error: BaseException) -> bool:
     """Whether an error means that a collective failed because another rank has exited or timed out."""
     text = str(error).partition("\n")[0]
-    said = isinstance(error, RuntimeError) and any(message in text for message in LOST_RANK_MESSAGES)
-    return said or isinstance(error, LostRankError)
+    matches = isinstance(error, RuntimeError) and any(message in text for message in LOST_RANK_MESSAGES)
+    return matches or isinstance(error, LostRankError)
 
 
 @contextmanager
@@ -117,7 +114,7 @@ class Guard:
         self.device, self.group = device, group
         self.is_on = self.failed_here = False
 
-    def require_all_well(self) -> None:
+    def check_other_ranks(self) -> None:
         """Raise ForwardInterrupted if another rank's part has failed. Call it before each collective of a forward."""
         if self.is_on and any_rank([False], self.device, self.group)[0]:
             raise ForwardInterrupted
@@ -130,14 +127,14 @@ class Guard:
             return forward()
         try:
             output = forward()
-            self.require_all_well()
+            self.check_other_ranks()
         except ForwardInterrupted:
-            errors = all_objects("", self.group)
+            errors = all_gather_objects("", self.group)
             failed = "; ".join(f"rank {index}: {error}" for index, error in enumerate(errors) if error)
             raise RuntimeError(f"a forward that ranks run together failed on another rank ({failed})") from None
         except Exception as error:
             any_rank([True], self.device, self.group)
-            self.failed_here = "" in all_objects(f"{type(error).__name__}: {error}", self.group)
+            self.failed_here = "" in all_gather_objects(f"{type(error).__name__}: {error}", self.group)
             raise
         return output
 
@@ -166,8 +163,8 @@ class InferenceGroup:
         firsts = range(0, world_size(), size) if size > 1 and connected and group is None else ()
         for first in firsts:  # new_group is a collective of all ranks, for every group
             members = list(range(first, first + size))
-            made = dist.new_group(members)
-            self.group = made if rank() in members else self.group
+            new_group = dist.new_group(members)
+            self.group = new_group if rank() in members else self.group
         self.tensor = self if tensor_size in (None, size) else InferenceGroup(tensor_size, connected)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -186,13 +183,13 @@ class InferenceGroup:
         """All-gather of tensors that have one shape on every rank.  [size, ...]"""
         if self.size == 1:
             return tensor[None]
-        found = tensor.new_empty(self.size, *tensor.shape)
-        dist.all_gather(list(found.unbind()), tensor.contiguous(), group=self.group)
-        return found
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self.group)
+        return gathered
 
-    def gather_objects(self, thing: Any) -> list[Any]:
-        """`all_objects` over this group. A collective."""
-        return all_objects(thing, self.group)
+    def gather_objects(self, value: Any) -> list[Any]:
+        """`all_gather_objects` over this group. A collective."""
+        return all_gather_objects(value, self.group)
 
     def gather_rows(self, rows: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
         """All-gather of tensors [count, ...] whose row counts differ by rank. A collective.
@@ -201,7 +198,7 @@ class InferenceGroup:
         """
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
-        return [found[:count] for found, count in zip(self.gather(padded), counts, strict=True)]
+        return [gathered[:count] for gathered, count in zip(self.gather(padded), counts, strict=True)]
 
 
 def engine_name() -> str:

@@ -7,33 +7,18 @@ those of the other ranks with dummy steps, and raises its own error once all ran
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hybrid.call_lock import CallLock
+from hybrid.decoders.collective_forwards import CollectiveForwards
 from hybrid.decoders.fused_model import AnyDecoder, FusedModel
-from hybrid.parallel import LostRankError, all_objects, is_lost_rank, lost_rank_reported
+from hybrid.decoders.tp_forwards import ModuleExchange
+from hybrid.parallel import LostRankError, all_gather_objects, is_lost_rank, lost_rank_reported
 from hybrid.profiling import Phase
 from hybrid.weights.lend import Window
-
-
-class Steps(Protocol):
-    """Forwards that ranks run together: a decoder that they share, or the model's own modules."""
-
-    def finish(self) -> None:
-        """Run dummy steps until every rank is done."""
-
-
-class NativeSteps(Steps, Protocol):
-    """The model's own forwards, if they are collectives."""
-
-    def opened(self, guarded: bool) -> AbstractContextManager:
-        """Inside the block, the model's own forwards run by `run`.  guarded: a forward may fail on one rank alone."""
-
-    def run(self, module: torch.nn.Module, forward: Callable) -> Any:
-        """A forward of a module, run together with those of the other ranks."""
 
 
 class Calls:
@@ -69,7 +54,7 @@ class Calls:
             yield
         except Exception:
             if not self.has_begun:
-                self._stand_aside(self.window.resolved(adapters))
+                self._join_others(self.window.resolved(adapters))
             raise
 
     @contextmanager
@@ -90,18 +75,13 @@ class Calls:
         """
         self.has_begun = True
         with self.window.opened(adapters), self._inside():
-            yield self._own_decoder(tokens, fallback_reason)
+            if tokens is None and fallback_reason:
+                self.fused.note_fallback(fallback_reason)
+            yield None if tokens is None else self.fused.decoder(self.window.uses_adapters, tokens)
 
     def native(self, module: torch.nn.Module, forward: Callable) -> Any:
         """The output of a forward of the model's own, inside a request."""
         return forward()
-
-    def _own_decoder(self, tokens: int | None, fallback_reason: str) -> AnyDecoder | None:
-        if tokens is not None:
-            return self.fused.decoder(self.window.uses_adapters, tokens)
-        if fallback_reason:
-            self.fused.note_fallback(fallback_reason)
-        return None
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -111,17 +91,17 @@ class Calls:
         finally:
             self.inside = before
 
-    def _stand_aside(self, adapters: bool) -> None:
+    def _join_others(self, adapters: bool) -> None:
         self.window.join_refresh(adapters)
 
 
 @dataclass(frozen=True)
-class Note:
+class RequestHeader:
     """A rank's message in the exchange before a request.
 
     step: "request", "block" (a user's window opens) or "leave" (it closes).
     adapters: of the window.
-    wants: False if the rank's own request failed and it only joins with dummy steps.
+    active: False if the rank's own request failed and it only joins with dummy steps.
     module: name of the submodule that is called directly; "" for the model.
     native, fallback_reason: whether the request cannot run fused, and why.
     needs_check: whether the rank's decoder must be checked first.
@@ -130,7 +110,7 @@ class Note:
 
     step: str
     adapters: bool = True
-    wants: bool = True
+    active: bool = True
     module: str = ""
     native: bool = False
     fallback_reason: str = ""
@@ -145,8 +125,13 @@ class Note:
     def __str__(self) -> str:
         if self.step == "leave":
             return "leaves `with engine.inference()`"
-        what = {"request": f"calls {self.module or 'the model'}", "block": "opens `with engine.inference()`"}[self.step]
-        return what if self.adapters else f"{what} with adapters=False"
+        call = f"calls {self.module or 'the model'}" if self.step == "request" else "opens `with engine.inference()`"
+        return call if self.adapters else f"{call} with adapters=False"
+
+
+def active_headers(headers: list[RequestHeader]) -> list[RequestHeader]:
+    """The headers of ranks that make a request or open a window."""
+    return [header for header in headers if header.step != "leave" and header.active]
 
 
 class SharedCalls(Calls):
@@ -163,13 +148,12 @@ class SharedCalls(Calls):
         lock: CallLock | None,
         rebuild: Callable[[], bool],
         group: dist.ProcessGroup | None,
-        native: NativeSteps | None,
+        native: CollectiveForwards | ModuleExchange | None,
         phase: Phase,
     ):
         super().__init__(window, fused, lock, rebuild)
-        self.group, self.native_steps, self.phase = group, native, phase
-        self.steps: Steps | None = None  # of the running request
-        self.decoder: AnyDecoder | None = None
+        self.group, self.native_forwards, self.phase = group, native, phase
+        self.decoder: AnyDecoder | None = None  # of the running request
         self.lost = False  # a rank has ended: no further exchange is possible
 
     @contextmanager
@@ -185,7 +169,7 @@ class SharedCalls(Calls):
             self._require_same_adapters(adapters)
             yield
             return
-        self._require_same(self._exchange(Note("block", adapters)))
+        self._require_same(self._exchange(RequestHeader("block", adapters)))
         with self.window.opened(adapters):
             try:
                 yield
@@ -211,44 +195,43 @@ class SharedCalls(Calls):
         self.has_begun = True
         native = tokens is None or fallback_reason != ""
         needs_check = not native and self.fused.needs_check()
-        own = Note(
-            "request", adapters, True, module, native, fallback_reason, needs_check, self.fused.has_foreign_hooks()
-        )
-        notes = self._exchange(own)
-        self._require_same(notes)
-        with self._running(own, notes) as decoder:
+        hooked = self.fused.has_foreign_hooks()
+        own = RequestHeader("request", adapters, True, module, native, fallback_reason, needs_check, hooked)
+        headers = self._exchange(own)
+        self._require_same(headers)
+        with self._running(own, headers) as decoder:
             yield decoder
 
     def native(self, module: torch.nn.Module, forward: Callable) -> Any:
-        return forward() if self.native_steps is None else self.native_steps.run(module, forward)
+        return forward() if self.native_forwards is None else self.native_forwards.run(module, forward)
 
-    def _stand_aside(self, adapters: bool) -> None:
+    def _join_others(self, adapters: bool) -> None:
         """Join the other ranks' request with dummy steps after this rank's own has failed."""
         if not self.lost:
             hooked = self.fused.has_foreign_hooks()
-            self._follow(self._exchange(Note("request", adapters, wants=False, hooked=hooked)))
+            self._follow(self._exchange(RequestHeader("request", adapters, active=False, hooked=hooked)))
 
     def _leave(self) -> None:
         while not self.lost:
-            notes = self._exchange(Note("leave", hooked=self.fused.has_foreign_hooks()))
-            if all(note.step == "leave" for note in notes):
+            headers = self._exchange(RequestHeader("leave", hooked=self.fused.has_foreign_hooks()))
+            if all(header.step == "leave" for header in headers):
                 return
-            self._follow(notes)
+            self._follow(headers)
 
-    def _follow(self, notes: list[Note]) -> None:
+    def _follow(self, headers: list[RequestHeader]) -> None:
         """Join the other ranks' request or block. Does nothing if their calls differ: they raise then."""
-        wanted = [note for note in notes if note.step != "leave" and note.wants]
-        if len({note.key for note in wanted}) != 1 or wanted[0].module:
+        active = active_headers(headers)
+        if len({header.key for header in active}) != 1 or active[0].module:
             return
-        if wanted[0].step == "block":
-            with self.window.opened(wanted[0].adapters):
+        if active[0].step == "block":
+            with self.window.opened(active[0].adapters):
                 self._leave()
             return
-        with self._running(replace(wanted[0], native=False, fallback_reason="", needs_check=False), notes):
+        with self._running(replace(active[0], native=False, fallback_reason="", needs_check=False), headers):
             pass
 
     @contextmanager
-    def _running(self, own: Note, notes: list[Note]) -> Iterator[AnyDecoder | None]:
+    def _running(self, own: RequestHeader, headers: list[RequestHeader]) -> Iterator[AnyDecoder | None]:
         """Run what the ranks have agreed on, and dummy steps until every rank is done. Gives the decoder, or None."""
         try:
             with (
@@ -257,37 +240,37 @@ class SharedCalls(Calls):
                 self._inside(),
                 torch.no_grad(),
             ):
-                guarded = any(note.hooked for note in notes)
-                self.decoder = self._agreed_decoder(own, notes)
-                with self._forwards(guarded) if self.decoder is None else nullcontext():
-                    self.steps = self.native_steps if self.decoder is None else self.decoder
+                self.decoder = self._agreed_decoder(own, headers)
+                native = self.decoder is None
+                with self._native_opened(any(header.hooked for header in headers)) if native else nullcontext():
                     try:
                         yield self.decoder
                     except BaseException as error:
                         self.lost = is_lost_rank(error)
                         raise
                     finally:
-                        if self.steps is not None and not self.lost:
+                        shared = self.native_forwards if native else self.decoder
+                        if shared is not None and not self.lost:
                             with self.phase("wait"):
-                                self.steps.finish()
+                                shared.finish()
         except LostRankError:
             self.lost = True
             raise
         finally:
-            self.decoder = self.steps = None
+            self.decoder = None
 
-    def _forwards(self, guarded: bool = False) -> AbstractContextManager:
-        return nullcontext() if self.native_steps is None else self.native_steps.opened(guarded)
+    def _native_opened(self, guarded: bool = False) -> AbstractContextManager:
+        return nullcontext() if self.native_forwards is None else self.native_forwards.opened(guarded)
 
-    def _agreed_decoder(self, own: Note, notes: list[Note]) -> AnyDecoder | None:
-        reasons = {rank: note.fallback_reason for rank, note in enumerate(notes) if note.native}
-        if not reasons and any(note.needs_check for note in notes):
-            with self._forwards():
-                differs = self.fused.check(own.adapters)
-            verdicts = all_objects(differs, self.group)
-            reasons = {rank: verdict for rank, verdict in enumerate(verdicts) if verdict}
+    def _agreed_decoder(self, own: RequestHeader, headers: list[RequestHeader]) -> AnyDecoder | None:
+        reasons = {rank: header.fallback_reason for rank, header in enumerate(headers) if header.native}
+        if not reasons and any(header.needs_check for header in headers):
+            with self._native_opened():
+                difference = self.fused.check(own.adapters)
+            differences = all_gather_objects(difference, self.group)
+            reasons = {rank: reason for rank, reason in enumerate(differences) if reason}
             if reasons:
-                self.fused.refuse(differs or next(iter(reasons.values())))
+                self.fused.refuse(difference or next(iter(reasons.values())))
         if not reasons:
             return self.fused.bound_decoder(own.adapters)
         if not own.native:
@@ -316,25 +299,25 @@ class SharedCalls(Calls):
                 "together; make the call after the other one"
             )
 
-    def _exchange(self, note: Note) -> list[Note]:
-        """Every rank's note, by rank. A collective. Raises LostRankError if a rank has ended."""
+    def _exchange(self, header: RequestHeader) -> list[RequestHeader]:
+        """Every rank's header, by rank. A collective. Raises LostRankError if a rank has ended."""
         if self.lost:
             raise LostRankError("another rank has ended: nothing can be generated any more, start the run again")
         try:
             with lost_rank_reported("waiting for its next call"):
-                return all_objects(note, self.group)
+                return all_gather_objects(header, self.group)
         except LostRankError:
             self.lost = True
             raise
 
-    def _require_same(self, notes: list[Note]) -> None:
+    def _require_same(self, headers: list[RequestHeader]) -> None:
         """Raise RuntimeError if the ranks' calls differ, or if only some ranks call a submodule, for which there are
         no dummy steps.
         """
-        wanted = [note for note in notes if note.step != "leave" and note.wants]
-        with_part = any(note.module for note in wanted)
-        if len({note.key for note in wanted}) > 1 or (with_part and len(wanted) < len(notes)):
-            calls = "; ".join(f"rank {rank} {note}" for rank, note in enumerate(notes))
+        active = active_headers(headers)
+        calls_module = any(header.module for header in active)
+        if len({header.key for header in active}) > 1 or (calls_module and len(active) < len(headers)):
+            calls = "; ".join(f"rank {rank} {header}" for rank, header in enumerate(headers))
             raise RuntimeError(
                 f"ranks make different calls: {calls}. With inference_tp_size above 1, pin_parameters=false or expert "
                 "parallelism, every rank must make the same calls in the same order"

@@ -2,8 +2,8 @@
 dummy steps.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hybrid.decoders.deepspeed_moe import Exchange, needs_equal_messages, padded_forward
-from hybrid.decoders.tp_modules import attribute
+from hybrid.decoders.deepspeed_moe import TokenExchange, needs_equal_messages, padded_forward
 from hybrid.models.structure import Structure
 from hybrid.parallel import Guard, any_rank
 from hybrid.profiling import Phase
 from hybrid.weights.gather import gathered
-from hybrid.weights.module_tables import unhooked
+from hybrid.weights.module_tables import attribute, unhooked
 
 
 class CollectiveForwards:
@@ -70,25 +69,31 @@ class CollectiveForwards:
 
 
 class LayerwiseForwards(CollectiveForwards):
-    """Forwards of a model whose weights ZeRO-3 has partitioned. The parameters outside the layers are gathered for the
-    whole forward, each layer's while it runs. A rank whose forward fails, or that has none, gathers the same layers.
+    """Forwards of a model whose weights are partitioned over the ranks. The parameters outside the layers are gathered
+    for the whole forward, each layer's while it runs. A rank whose forward fails, or that has none, gathers the same
+    layers.
 
-    hooks: gives ZeRO-3's hooks, which would gather on their own and are taken off.
+    whole: makes parameters whole inside a block, and gives the number of bytes gathered.
     phase, gathered_bytes: time and count the gathering.
+    hooks: gives ZeRO-3's hooks, which would gather on their own and are taken off.
+    before_forward: called before each forward of the model.
     """
 
     def __init__(
         self,
         structure: Structure,
-        hooks: Callable[[], list[RemovableHandle]],
         phase: Phase,
         gathered_bytes: Callable[[int], None],
         device: torch.device,
-        interval: int,
+        interval: int = 1,
         group: dist.ProcessGroup | None = None,
+        whole: Callable[[list[nn.Parameter]], AbstractContextManager[int]] = gathered,
+        hooks: Callable[[], list[RemovableHandle]] = list,
+        before_forward: Callable[[], None] = lambda: None,
     ):
         super().__init__(device, group, interval)
-        self.hooks, self.phase, self.gathered_bytes = hooks, phase, gathered_bytes
+        self.phase, self.gathered_bytes, self.whole = phase, gathered_bytes, whole
+        self.hooks, self.before_forward = hooks, before_forward
         self.outer = list(dict.fromkeys(param for part in structure.outer for param in part.module.parameters()))
         self.layers = [part.module for part in structure.layers]
         self.index = {layer: index for index, layer in enumerate(self.layers)}
@@ -110,7 +115,7 @@ class LayerwiseForwards(CollectiveForwards):
 
     def _run(self, module: nn.Module, forward: Callable) -> Any:
         if module in self.index or not any(child in self.index for child in module.modules()):
-            with self._in_forward(), self._whole(list(module.parameters())):
+            with self._in_forward(), self._gathered(module.parameters()):
                 return forward()
         return self._pass(forward)
 
@@ -119,8 +124,9 @@ class LayerwiseForwards(CollectiveForwards):
 
     def _pass(self, forward: Callable) -> Any:
         """Run a forward of the whole model. Every layer has been gathered at its end, also if it raises."""
+        self.before_forward()
         self.passed = 0
-        with self._in_forward(), self._whole(self.outer):
+        with self._in_forward(), self._gathered(self.outer):
             try:
                 return forward()
             finally:
@@ -134,53 +140,21 @@ class LayerwiseForwards(CollectiveForwards):
             )
         self._skip_to(index)
         self.passed += 1
-        with self._whole(list(self.layers[index].parameters())):
+        with self._gathered(self.layers[index].parameters()):
             return forward()
 
     def _skip_to(self, index: int) -> None:
         """Gather the layers before `index` that this rank does not run: gathering is a collective."""
         while self.passed < index:
             self.passed += 1
-            with self._whole(list(self.layers[self.passed - 1].parameters())):
+            with self._gathered(self.layers[self.passed - 1].parameters()):
                 pass
 
     @contextmanager
-    def _whole(self, params: list[nn.Parameter]) -> Iterator[None]:
-        with ExitStack() as whole:
+    def _gathered(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
+        with ExitStack() as stack:
             with self.phase("gather"):
-                self.gathered_bytes(whole.enter_context(gathered(params)))
-            yield
-
-
-class SliceForwards(LayerwiseForwards):
-    """Forwards of a model whose weights are sliced over the ranks of a group: layers are put together as they run.
-
-    slices: gives whole parameters for a block.  note: called before each forward of the model.  The other arguments are
-        LayerwiseForwards'.
-    """
-
-    def __init__(
-        self,
-        slices: Any,
-        structure: Structure,
-        phase: Phase,
-        gathered_bytes: Callable[[int], None],
-        device: torch.device,
-        group: dist.ProcessGroup,
-        note: Callable[[], None],
-    ):
-        super().__init__(structure, list, phase, gathered_bytes, device, 1, group)
-        self.slices, self.note = slices, note
-
-    def _pass(self, forward: Callable) -> Any:
-        self.note()
-        return super()._pass(forward)
-
-    @contextmanager
-    def _whole(self, params: list[nn.Parameter]) -> Iterator[None]:
-        with ExitStack() as whole:
-            with self.phase("gather"):
-                self.gathered_bytes(whole.enter_context(self.slices.whole(params)))
+                self.gathered_bytes(stack.enter_context(self.whole(list(params))))
             yield
 
 
@@ -191,7 +165,7 @@ class ExpertForwards(CollectiveForwards):
     generators.
     """
 
-    def __init__(self, model: nn.Module, exchange: Exchange, device: torch.device):
+    def __init__(self, model: nn.Module, exchange: TokenExchange, device: torch.device):
         super().__init__(device, exchange.group)
         self.model, self.exchange, self.guard = model, exchange, Guard(device, exchange.group)
 
@@ -206,7 +180,7 @@ class ExpertForwards(CollectiveForwards):
 
     def _guarded(self, own: Callable) -> Callable:
         def forward(*args: Any) -> torch.Tensor:
-            self.guard.require_all_well()
+            self.guard.check_other_ranks()
             return own(*args)
 
         return forward

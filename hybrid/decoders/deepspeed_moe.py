@@ -15,7 +15,7 @@ def expert_layers(model: nn.Module) -> dict[str, MoE]:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TokenExchange:
     """Ranks whose forwards send tokens to each other's experts, and so are collectives.
 
     group: these ranks; None: all ranks.  layers: the MoE layers that send tokens.
@@ -54,7 +54,7 @@ def padded_forward(layer: MOELayer) -> Callable:
     return forward
 
 
-def exchange_tokens(layers: dict[str, MoE]) -> Exchange | None:
+def exchange_tokens(layers: dict[str, MoE]) -> TokenExchange | None:
     """The ranks and layers that exchange tokens; None if no layer sends tokens to other ranks.
 
     Creates the layers' expert groups: a collective of all ranks, unless the groups exist.
@@ -66,5 +66,6 @@ def exchange_tokens(layers: dict[str, MoE]) -> Exchange | None:
     if not parallel:
         return None
     widest = max(parallel, key=lambda layer: layer.ep_size)
-    within = all(widest.ep_size % layer.ep_size == 0 for layer in parallel)  # groups are consecutive ranks
-    return Exchange(widest.deepspeed_moe.ep_group if within else None, tuple(layer.deepspeed_moe for layer in parallel))
+    nested = all(widest.ep_size % layer.ep_size == 0 for layer in parallel)  # groups are consecutive ranks
+    group = widest.deepspeed_moe.ep_group if nested else None
+    return TokenExchange(group, tuple(layer.deepspeed_moe for layer in parallel))

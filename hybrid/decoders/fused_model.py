@@ -12,16 +12,17 @@ from hybrid.decoders.cpu_decoder import Workspace
 from hybrid.decoders.fallback import NO_WARNING, FallbackReasons, ForeignHooks, no_decoder_reason
 from hybrid.decoders.selection import DecoderSelection, WholeDecoder, kernels_for
 from hybrid.decoders.self_check import require_equal
-from hybrid.decoders.streamed_decoder import Passes, StreamedDecoder
+from hybrid.decoders.shared_decoder import SharedDecoder
+from hybrid.decoders.streamed_decoder import LayerwiseDecoder, StreamedDecoder
 from hybrid.decoders.torch_decoder import Copies
-from hybrid.decoders.tp_decoder import Pool, ShardedDecoder, SharedDecoder
+from hybrid.decoders.tp_decoder import Pool, ShardedDecoder, TensorParallelDecoder
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streaming import WeightStream
 
-AnyDecoder = WholeDecoder | SharedDecoder | StreamedDecoder
+AnyDecoder = WholeDecoder | SharedDecoder
 
 
 @dataclass
@@ -195,16 +196,16 @@ class FusedModel:
     def _decoder(self, weights: BoundWeights) -> AnyDecoder:
         """The decoder over these weights, not yet bound."""
         if self.streams:
-            passes = Passes(
+            layerwise = LayerwiseDecoder(
                 self.layout,
                 lambda layout: self.selection.decoder(layout, weights),
                 self.stream,
                 lambda ref: next((owner for owner in weights.owner(ref) if owner is not None), None),
                 weights.adapters,
             )
-            return StreamedDecoder(passes, weights.embedding().ds_process_group)
+            return StreamedDecoder(layerwise, weights.embedding().ds_process_group)
         decoder = self._lockstep(weights, self.copies)
-        return decoder if self.group is None else SharedDecoder(decoder, self.pool)
+        return decoder if self.group is None else TensorParallelDecoder(decoder, self.pool)
 
     def _lockstep(self, weights: BoundWeights, copies: Copies | None = None) -> WholeDecoder:
         """A decoder over whole weights, or over this rank's slices for all ranks' tokens; not yet bound."""

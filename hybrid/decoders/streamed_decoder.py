@@ -9,6 +9,7 @@ from torch import nn
 
 from hybrid.decoders.batch import PackedBatch, PagedKV
 from hybrid.decoders.cpu_decoder import CpuDecoder
+from hybrid.decoders.shared_decoder import SharedDecoder
 from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.parallel import any_rank
@@ -25,7 +26,7 @@ Segment = int | str  # a layer's index, BEFORE or AFTER
 Owner = nn.Parameter | Adapted
 
 
-class Passes:
+class LayerwiseDecoder:
     """A decoder that runs segment by segment. Its functions are collectives: all ranks call the same ones in the same
     order.
 
@@ -42,7 +43,7 @@ class Passes:
         adapters: bool,
     ):
         # All layers use the same positions' rope tables: compute them once.
-        rotary = {key: Remembered(table) for key, table in layout.rotary.items()}
+        rotary = {key: CachedRope(table) for key, table in layout.rotary.items()}
         self.inner = make(replace(layout, rotary=rotary))
         self.spec, self.layout, self.dtype = layout.spec, self.inner.layout, self.inner.dtype
         self.stream, self.owner, self.adapters = stream, owner, adapters
@@ -83,24 +84,24 @@ class Passes:
         self,
         segments: Collection[Segment],
         work: dict[Segment, Callable],
-        given: torch.Tensor | None = None,
+        x: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Run `work`, from segment to segment, on `given`; returns the last result. A segment's weights are gathered
-        while it runs.
+        """Run `work`, segment by segment, on `x`; returns the last result. A segment's weights are gathered while it
+        runs.
 
         Every rank gathers the weights of all `segments`, with or without work, and also after its own work has raised.
         """
-        gathered = self.stream.gathered_in_order([self._owners(segment) for segment in segments], self.adapters)
+        gathering = self.stream.gathered_in_order([self._owners(segment) for segment in segments], self.adapters)
         try:
-            for segment, _ in zip(segments, gathered, strict=False):  # `gathered` is exhausted below
+            for segment, _ in zip(segments, gathering, strict=False):  # `gathering` is exhausted below
                 if segment in work:
                     self._bind(segment)
-                    given = work[segment](given)
+                    x = work[segment](x)
         finally:
             self.inner.unbind()
-            for _ in gathered:
+            for _ in gathering:
                 pass
-        return given
+        return x
 
     def _bind(self, segment: Segment) -> None:
         self.inner.unbind()
@@ -112,90 +113,55 @@ class Passes:
             refs = [ref for name, ref in self.layout.outer.items() if name.partition(".")[0] in roles]
         else:
             refs = self.layout.layers[segment].values()
-        found = (self.owner(ref) for ref in refs)
-        return list(dict.fromkeys(one for one in found if one is not None))
+        return [owner for owner in dict.fromkeys(map(self.owner, refs)) if owner is not None]
 
 
-class StreamedDecoder:
-    """Runs Passes for ranks with batches of their own: every forward waits for all ranks of the group, and gathers the
-    weights once for all of them.
+class StreamedDecoder(SharedDecoder):
+    """Runs a LayerwiseDecoder for ranks with batches of their own: a forward gathers the weights once for all of them.
 
-    To its callers it is a decoder of this rank's batch. `finish` runs dummy steps until every rank is done.
     group: the ranks that the weights are partitioned over.
     """
 
-    def __init__(self, passes: Passes, group: dist.ProcessGroup):
-        self.lockstep, self.group = passes, group
-        self.spec, self.layout, self.dtype = passes.spec, passes.layout, passes.dtype
-        self.kv, self.reserve = passes.kv, passes.reserve
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights and activations."""
-        return self.lockstep.device
+    def __init__(self, layerwise: LayerwiseDecoder, group: dist.ProcessGroup):
+        super().__init__(layerwise)
+        self.group, self.kv = group, layerwise.kv
 
     def bind(self) -> None:
-        """Does nothing: the weights are read at every pass."""
+        """Does nothing: the weights are read at every forward."""
 
     def nbytes(self) -> int:
         """Bytes of weight copies that are kept: none."""
         return 0
 
-    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The last layer's output for every token, [tokens, hidden]. Writes the new tokens' keys and values to `kv`."""
-        return self._together(batch, kv)
-
-    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
-        return self._together(batch, kv, judged=True)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the last layer's output [n, hidden].  float32 [n, vocab]"""
-        return self._together(rows=hidden, judged=True)
-
-    def finish(self) -> None:
-        """Run dummy steps until every rank is done."""
-        while self._meet(False, False) != [False, False]:
-            pass
-
-    def _together(
+    def _exchange(
         self,
         batch: PackedBatch | None = None,
         kv: PagedKV | None = None,
         rows: torch.Tensor | None = None,
-        judged: bool = False,
-    ) -> torch.Tensor:
-        passes, work = self.lockstep, {}
+        wants_logits: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        model, layers, work = self.lockstep, range(len(self.spec.layers)), {}
         if batch is not None:
-            work[BEFORE] = lambda _: passes.inner.embed(batch.ids, batch.positions)
-            work |= {index: passes.layer(index, batch, kv) for index in range(len(self.spec.layers))}
-        if judged:
-            work[AFTER] = passes.inner.logits
-        return self._meet(batch is not None, judged, work, rows)
-
-    def _meet(self, forward: bool, judged: bool, work: dict | None = None, given: torch.Tensor | None = None):
-        """An all-reduce of whether any rank wants a forward, and logits; then a pass over the segments that these
-        need.
-
-        Returns the result of this rank's work; without work, what any rank wanted.
-        """
-        wanted = any_rank([forward, judged], self.device, self.group)
-        layers = range(len(self.spec.layers))
-        segments = [BEFORE, *layers] * wanted[0] + [AFTER] * wanted[1]
-        if segments:
-            given = self.lockstep.run(segments, work or {}, given)
-        return wanted if work is None else given
+            work[BEFORE] = lambda _: model.inner.embed(batch.ids, batch.positions)
+            work |= {index: model.layer(index, batch, kv) for index in layers}
+        if wants_logits or rows is not None:
+            work[AFTER] = model.inner.logits
+        forward, logits = any_rank([BEFORE in work, AFTER in work], self.device, self.group)
+        if not forward and not logits:
+            return None
+        output = model.run([BEFORE, *layers] * forward + [AFTER] * logits, work, rows)
+        return output, output  # the last thing that this rank wants
 
 
-class Remembered:
-    """A rope table that caches its latest result."""
+class CachedRope:
+    """A rope table that keeps its latest result."""
 
     def __init__(self, table: Callable):
         self.table = table
-        self.asked: tuple[torch.Tensor, torch.dtype] | None = None
+        self.key: tuple[torch.Tensor, torch.dtype] | None = None
 
     def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """As `DecoderLayout.rotary`'s tables: cos and sin."""
-        if self.asked is None or self.asked[1] != dtype or not torch.equal(self.asked[0], positions):
-            self.given, self.asked = self.table(positions, dtype), (positions, dtype)
-        return self.given
+        if self.key is None or self.key[1] != dtype or not torch.equal(self.key[0], positions):
+            self.cos_sin, self.key = self.table(positions, dtype), (positions, dtype)
+        return self.cos_sin

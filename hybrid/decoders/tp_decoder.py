@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
+from hybrid.decoders.shared_decoder import SharedDecoder
 from hybrid.decoders.torch_decoder import Copies, Step, TorchDecoder, no_lora_deltas
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import DecoderLayout, ParamRef
@@ -47,9 +48,9 @@ class ShardedDecoder(TorchDecoder):
 
     def _looked_up(self, ids: torch.Tensor) -> torch.Tensor:
         table = self.outer["embedding.weight"]
-        own = ids - self.tensor.index * len(table)
-        here = (own >= 0) & (own < len(table))
-        return self.tensor.sum(F.embedding(own * here, table) * here[:, None])
+        rows = ids - self.tensor.index * len(table)
+        is_own = (rows >= 0) & (rows < len(table))
+        return self.tensor.sum(F.embedding(rows * is_own, table) * is_own[:, None])
 
     def _attention(self, index: int, read: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
         return self.tensor.sum(super()._attention(index, read, step, kv))
@@ -134,118 +135,80 @@ class Pool:
         self.kv, self.capacity, self.copies, self.is_read = None, 0, [], False
 
 
-class Brought(NamedTuple):
-    """The header of a rank's message in an exchange, all integers.
+class BatchHeader(NamedTuple):
+    """What a rank brings to an exchange, all integers.
 
-    wants: whether the rank wants a forward or logits; 0 for a dummy step.
+    active: whether the rank wants a forward or logits; 0 for a dummy step.
     tokens, sequences, width: of its batch and block tables.
     copies: number of block copies.  num_blocks: number of its blocks.
-    rows: number of hidden states that it wants logits of.  judged: whether it wants the logits of its batch.
+    rows: number of hidden states that it wants logits of.  wants_logits: whether it wants the logits of its batch.
     """
 
-    wants: int = 0
+    active: int = 0
     tokens: int = 0
     sequences: int = 0
     width: int = 0
     copies: int = 0
     num_blocks: int = 0
     rows: int = 0
-    judged: int = 0
+    wants_logits: int = 0
 
     @property
-    def message(self) -> int:
-        """Number of int64 in the message that holds the batch and the copies."""
-        return (
-            2 * self.tokens + 2 * self.sequences + (self.sequences > 0) + self.sequences * self.width + 2 * self.copies
-        )
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of int64 in the message: ids, positions, cu_seqlens, lengths, block tables, copies."""
+        starts = self.sequences + (self.sequences > 0)
+        return self.tokens, self.tokens, starts, self.sequences, self.sequences * self.width, 2 * self.copies
 
 
-class SharedDecoder:
-    """Runs a ShardedDecoder for ranks with batches of their own: every forward waits for all ranks of the group, whose
-    batches run as one.
-
-    To its callers it is a decoder of this rank's batch. `finish` runs dummy steps until every rank is done.
-    """
+class TensorParallelDecoder(SharedDecoder):
+    """Runs a ShardedDecoder on the batches of all ranks of its group as one."""
 
     def __init__(self, sharded: ShardedDecoder, pool: Pool):
-        self.lockstep, self.pool, self.group = sharded, pool, sharded.group
-        self.spec, self.layout, self.dtype = sharded.spec, sharded.layout, sharded.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.lockstep.device
-
-    def bind(self) -> None:
-        """Read the weights, on first use or again."""
-        self.lockstep.bind()
-
-    def nbytes(self) -> int:
-        """Bytes of weight copies: joined matrices."""
-        return self.lockstep.nbytes()
-
-    def reserve(self, tokens: int) -> None:
-        """Does nothing, as TorchDecoder's."""
+        super().__init__(sharded)
+        self.pool, self.group = pool, sharded.group
 
     def kv(self, num_blocks: int) -> SharedBlocks:
         """Blocks of this rank, allocated in the group's pool at the next exchange."""
         spec = self.spec
-        block_bytes = 2 * len(spec.layers) * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
-        return SharedBlocks(self.pool, num_blocks, block_bytes * self.group.size)
-
-    def forward(self, batch: PackedBatch, kv: SharedBlocks) -> torch.Tensor:
-        """The last layer's output for this rank's tokens.  [tokens, hidden]"""
-        return self._meet(batch, kv)[0]
-
-    def decode(self, batch: PackedBatch, kv: SharedBlocks) -> torch.Tensor:
-        """Logits after one new token for each of this rank's sequences.  float32 [sequences, vocab]"""
-        return self._meet(batch, kv, judged=True)[1]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the last layer's output [n, hidden].  float32 [n, vocab]"""
-        return self._meet(rows=hidden)[1]
+        block = 2 * len(spec.layers) * BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+        return SharedBlocks(self.pool, num_blocks, block * self.group.size)
 
     def finish(self) -> None:
         """Run dummy steps until every rank is done."""
         self.pool.copies = []
-        while self._meet() is not None:
-            pass
+        super().finish()
         self.pool.is_read = False  # every rank's call is done
 
-    def _meet(
+    def _exchange(
         self,
         batch: PackedBatch | None = None,
         kv: SharedBlocks | None = None,
         rows: torch.Tensor | None = None,
-        judged: bool = False,
+        wants_logits: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Exchange headers and batches, then run all ranks' forwards and logits. A collective.
-
-        Returns this rank's hidden states and logits; None if no rank wants anything.
-        """
-        wants = batch is not None or rows is not None
-        own = Brought(wants=int(wants), rows=0 if rows is None else len(rows), judged=int(judged))
+        no_rows = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
+        active, rows = batch is not None or rows is not None, no_rows if rows is None else rows
+        own = BatchHeader(active=int(active), rows=len(rows), wants_logits=int(wants_logits))
         if batch is not None:
             sequences, width = batch.block_tables.shape
             own = own._replace(tokens=len(batch.ids), sequences=sequences, width=width)
             own = own._replace(copies=len(self.pool.copies), num_blocks=kv.num_blocks)
-        all_brought = [Brought(*one) for one in self.group.gather(torch.tensor(own, device=self.device)).tolist()]
-        if not any(one.wants for one in all_brought):
+        headers = [BatchHeader(*header) for header in self.group.gather(torch.tensor(own, device=self.device)).tolist()]
+        if not any(header.active for header in headers):
             return None
-        nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
-        hidden = asked = [nothing] * self.group.size
-        if any(one.tokens for one in all_brought):
-            together, blocks = self._together(batch, all_brought)
-            hidden = self.lockstep.forward(together, blocks).split([one.tokens for one in all_brought])
-        if any(one.rows for one in all_brought):
-            asked = self.group.gather_rows(nothing if rows is None else rows, [one.rows for one in all_brought])
-        asked = [own if one.judged else rows for one, own, rows in zip(all_brought, hidden, asked, strict=True)]
+        hidden = inputs = [no_rows] * self.group.size  # of the head
+        if any(header.tokens for header in headers):
+            joined, blocks = self._joined_batch(batch, headers)
+            hidden = self.lockstep.forward(joined, blocks).split([header.tokens for header in headers])
+        if any(header.rows for header in headers):
+            inputs = self.group.gather_rows(rows, [header.rows for header in headers])
+        inputs = [h if header.wants_logits else x for header, h, x in zip(headers, hidden, inputs, strict=True)]
         logits = torch.empty(0, self.spec.vocab_size, device=self.device)
-        if any(map(len, asked)):
-            logits = self.lockstep.logits(torch.cat(asked)).split([len(rows) for rows in asked])[self.group.index]
+        if any(map(len, inputs)):
+            logits = self.lockstep.logits(torch.cat(inputs)).split([len(x) for x in inputs])[self.group.index]
         return hidden[self.group.index], logits
 
-    def _together(self, batch: PackedBatch | None, all_brought: list[Brought]) -> tuple[PackedBatch, PagedKV]:
+    def _joined_batch(self, batch: PackedBatch | None, headers: list[BatchHeader]) -> tuple[PackedBatch, PagedKV]:
         """All ranks' batches as one, and the pool's blocks, after the pending block copies."""
         message = torch.zeros(0, dtype=torch.int64, device=self.device)
         if batch is not None:
@@ -253,31 +216,21 @@ class SharedDecoder:
             parts = (batch.ids, batch.positions, batch.cu_seqlens, batch.lengths, batch.block_tables, copies)
             message = torch.cat([part.flatten().long() for part in parts])
             self.pool.copies = []
-        messages = self.group.gather_rows(message, [one.message for one in all_brought])
-        blocks = self.pool.grow(self.lockstep.kv, max(one.num_blocks for one in all_brought), self.group.size)
-        capacity, width, tokens = self.pool.capacity, max(one.width for one in all_brought), 0
-        ids, positions, cu_seqlens, lengths, block_tables, copies = [], [], [], [], [], []
-        for index, (one, said) in enumerate(zip(all_brought, messages, strict=True)):
-            if not one.tokens:
+        messages = self.group.gather_rows(message, [sum(header.sizes) for header in headers])
+        blocks = self.pool.grow(self.lockstep.kv, max(header.num_blocks for header in headers), self.group.size)
+        width, tokens, batches = max(header.width for header in headers), 0, []
+        for index, (header, message) in enumerate(zip(headers, messages, strict=True)):
+            if not header.tokens:
                 continue
-            sizes = (one.tokens, one.tokens, one.sequences + 1, one.sequences, one.sequences * one.width)
-            *parts, wanted = said.split([*sizes, 2 * one.copies])
-            ids.append(parts[0])
-            positions.append(parts[1])
-            cu_seqlens.append(parts[2][:-1] + tokens)
-            lengths.append(parts[3])
-            table = parts[4].view(one.sequences, one.width)
-            block_tables.append(F.pad(table, (0, width - one.width)) + index * capacity)
-            copies.append(wanted.view(-1, 2) + index * capacity)
-            tokens += one.tokens
-        sources, targets = torch.cat(copies).unbind(1)
+            first_block = index * self.pool.capacity
+            ids, positions, cu_seqlens, lengths, table, copies = message.split(header.sizes)
+            table = F.pad(table.view(header.sequences, header.width), (0, width - header.width)) + first_block
+            copies = copies.view(-1, 2) + first_block
+            batches.append((ids, positions, cu_seqlens[:-1] + tokens, lengths, table, copies))
+            tokens += header.tokens
+        ids, positions, cu_seqlens, lengths, block_tables, copies = map(torch.cat, zip(*batches, strict=True))
+        sources, targets = copies.unbind(1)
         if len(sources):
             blocks.copy(sources.tolist(), targets.tolist())
-        cu_seqlens.append(cu_seqlens[0].new_tensor([tokens]))
-        return PackedBatch(
-            ids=torch.cat(ids),
-            positions=torch.cat(positions).int(),
-            cu_seqlens=torch.cat(cu_seqlens).int(),
-            lengths=torch.cat(lengths).int(),
-            block_tables=torch.cat(block_tables).int(),
-        ), blocks
+        cu_seqlens = F.pad(cu_seqlens, (0, 1), value=tokens)
+        return PackedBatch(ids, positions.int(), cu_seqlens.int(), lengths.int(), block_tables.int()), blocks

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from hybrid.parallel import Guard, InferenceGroup, LostRankError, lost_rank_reported
+from hybrid.parallel import Guard, InferenceGroup, LostRankError, all_gather_objects, lost_rank_reported
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Call:
     fresh: int
 
 
-class Meetings:
+class ModuleExchange:
     """Exchanges of module calls among the ranks of a group.
 
     Every rank holds its own heads of every rank's caches. A cache is made when its owner first uses it, and freed when
@@ -64,7 +64,7 @@ class Meetings:
         self.running = False  # a module runs on every rank: the modules that it calls need no exchange
         self.own: WeakKeyDictionary[Cache, tuple[int, int]] = WeakKeyDictionary()  # number, tokens after the last call
         self.others: dict[tuple[int, int], Cache] = {}  # other ranks' caches, by rank and number
-        self.gone: list[int] = []  # numbers of own caches that have been freed
+        self.freed: list[int] = []  # numbers of own caches that have been freed
         self.numbers = count()
 
     def call(self, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -76,7 +76,7 @@ class Meetings:
         autocast = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
         sent_args, sent_kwargs = tree_map(self._sent, (args, kwargs), is_leaf=is_cache)
         call = Call(part, sent_args, sent_kwargs, autocast, next(self.numbers))
-        _, output, failure = self._meet(call, args, kwargs)
+        _, output, failure = self._exchange(call, args, kwargs)
         if failure is not None:
             raise failure
         return output
@@ -85,7 +85,7 @@ class Meetings:
         """Run the other ranks' calls until every rank is done. An error in one of them is raised on the rank that
         made the call.
         """
-        while self._meet(None)[0]:
+        while self._exchange(None)[0]:
             pass
 
     def opened(self, guarded: bool) -> AbstractContextManager:
@@ -113,38 +113,38 @@ class Meetings:
         finally:
             self.running = before
 
-    def _meet(
-        self, wanted: Call | None, args: tuple = (), kwargs: dict[str, Any] | None = None
+    def _exchange(
+        self, own_call: Call | None, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> tuple[bool, Any, Exception | None]:
         """Exchange the ranks' calls and run them. Returns whether any rank made a call, the output of this rank's
         call, and this rank's error.
         """
-        leaving = self.gone.copy()
-        del self.gone[: len(leaving)]
+        freed = self.freed.copy()
+        del self.freed[: len(freed)]
         with lost_rank_reported("waiting for its next request"):
-            brought = self.group.gather_objects((wanted, leaving))
-        outcome = failure = None
-        for rank, (call, gone) in enumerate(brought):
-            for number in gone:
+            messages = all_gather_objects((own_call, freed), self.group.group)
+        own_output = failure = None
+        for rank, (call, freed) in enumerate(messages):
+            for number in freed:
                 self.others.pop((rank, number), None)
             if call is None:
                 continue
             own = rank == self.group.index
-            given = (args, kwargs) if own else tree_map(partial(self._received, rank), (call.args, call.kwargs))
+            inputs = (args, kwargs) if own else tree_map(partial(self._received, rank), (call.args, call.kwargs))
             try:
-                output = self._run(call, *given)
+                output = self._run(call, *inputs)
             except LostRankError:
                 raise
             except Exception as error:  # on every rank; the calling rank and the rank where it arose raise it
                 failure = error if own or self.guard.failed_here else failure
                 continue
-            self._keep_caches((*given, output), rank, call.fresh)
-            outcome = output if own else outcome
-        return any(call is not None for call, _ in brought), outcome, failure
+            self._keep_caches((*inputs, output), rank, call.fresh)
+            own_output = output if own else own_output
+        return any(call is not None for call, _ in messages), own_output, failure
 
     def _run(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
-        doing = lost_rank_reported("computing together with it")
-        with doing, self.together(), torch.autocast(self.device.type, call.autocast, enabled=call.autocast is not None):
+        autocast = torch.autocast(self.device.type, call.autocast, enabled=call.autocast is not None)
+        with lost_rank_reported("computing together with it"), self.together(), autocast:
             return self.guard.run(lambda: self.parts[call.part].forward(*args, **kwargs))
 
     def _sent(self, leaf: Any) -> Any:
@@ -158,8 +158,8 @@ class Meetings:
         if leaf not in self.own or self.own[leaf][1] != tokens:
             raise NotImplementedError(
                 f"past_key_values: a {type(leaf).__name__} of {tokens} tokens given, which ranks of "
-                "hybrid_engine.inference_tp_size do not have their heads of; what can go on are DynamicCaches that are "
-                "empty, or that this engine filled since it is in eval mode and nobody has changed"
+                "hybrid_engine.inference_tp_size do not hold their heads of; allowed are DynamicCaches that are empty, "
+                "or that only this engine has filled since eval()"
             )
         return SentCache(self.own[leaf][0])
 
@@ -179,12 +179,12 @@ class Meetings:
                 if cache not in self.own:
                     self._number(cache, fresh)
                 self.own[cache] = (self.own[cache][0], cache.get_seq_length())
-            elif not any(cache is known for known in self.others.values()):
+            elif not any(cache is other for other in self.others.values()):
                 self.others[rank, fresh] = cache
 
     def _number(self, cache: Cache, number: int) -> None:
         self.own[cache] = (number, 0)
-        finalize(cache, self.gone.append, number)
+        finalize(cache, self.freed.append, number)
 
 
 def is_cache(leaf: Any) -> bool:

@@ -14,14 +14,14 @@ from transformers.cache_utils import Cache
 from hybrid.decoders.calls import Calls
 from hybrid.decoders.comparison import output_difference
 from hybrid.decoders.containers import NativeContainer
-from hybrid.decoders.tp_forwards import Meetings
+from hybrid.decoders.tp_forwards import ModuleExchange
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import Part
 from hybrid.models.tp_plan import Share
 from hybrid.parallel import InferenceGroup, all_ranks
 from hybrid.weights.lora import Adapted
-from hybrid.weights.module_tables import ModuleTree
+from hybrid.weights.module_tables import ModuleTree, attribute
 from hybrid.weights.slices import Shard, chunk
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
@@ -44,14 +44,10 @@ class SharedModules:
         new_cache: Callable[[], Cache],
     ):
         self.info, self.plan, self.group, self.device = info, info.tp_plan, group, device
-        self.meetings = Meetings(group, device, new_cache)
+        self.exchange = ModuleExchange(group, device, new_cache)
         self.shard = Shard(group.size, group.index)
-        self.plain = {one.wrapper: one.plain for one in adapted}
+        self.plain = {module.wrapper: module.plain for module in adapted}
         self.is_lent = False
-
-    def containers(self, parts: list[Part], calls: Calls) -> list["SharedContainer"]:
-        """Containers of the model's parts."""
-        return [SharedContainer(part, calls, self.meetings) for part in parts]
 
     def require_same(self, expected: torch.Tensor) -> None:
         """Raise UnsupportedModel, on every rank, if the sliced model's output differs from `expected`, [tokens, n],
@@ -60,7 +56,7 @@ class SharedModules:
         A collective. Call it inside an open window, before containers are installed.
         """
         try:
-            with self.meetings.together():
+            with self.exchange.together():
                 reason = whole_difference(first_output(self.info, self.device), expected)
         except UnsupportedModel as error:
             reason = str(error)
@@ -84,12 +80,12 @@ class SharedModules:
                     stack.enter_context(attribute(module, "forward", self._around(share, module.forward)))
                     if share.style.before == "lookup":  # torch requires it below the rows; only training uses it
                         stack.enter_context(attribute(module, "padding_idx", None))
-            for one in self.plan.attentions:
-                heads, kv_heads = one.heads // self.group.size, max(one.kv_heads // self.group.size, 1)
+            for attention in self.plan.attentions:
+                heads, kv_heads = attention.heads // self.group.size, max(attention.kv_heads // self.group.size, 1)
                 local = dict.fromkeys(HEAD_COUNTS, heads) | dict.fromkeys(KV_HEAD_COUNTS, kv_heads)
                 for name, number in {**local, "num_key_value_groups": heads // kv_heads}.items():
-                    if hasattr(one.module, name):
-                        stack.enter_context(attribute(one.module, name, number))
+                    if hasattr(attention.module, name):
+                        stack.enter_context(attribute(attention.module, name, number))
             yield
 
     def _running(self, module: nn.Module) -> list[nn.Module]:
@@ -101,32 +97,32 @@ class SharedModules:
     def _around(self, share: Share, own: Callable) -> Callable:
         style, group = share.style, self.group
 
-        def forward(given: torch.Tensor, *args: Any) -> torch.Tensor:
-            if not self.meetings.running:
+        def forward(x: torch.Tensor, *args: Any) -> torch.Tensor:
+            if not self.exchange.running:
                 raise RuntimeError(
                     f"a {type(share.module).__name__} that ranks share is called by itself; with "
                     "hybrid_engine.inference_tp_size above 1, call a layer or the model"
                 )
             if style.before == "part":
-                given = chunk(given, given.dim() - 1, self.shard)
+                x = chunk(x, x.dim() - 1, self.shard)
             if style.before == "lookup":
-                return self._looked_up(given, share.width, own)
-            output = own(given, *args)
-            self.meetings.guard.require_all_well()
+                return self._embedding(x, share.width, own)
+            output = own(x, *args)
+            self.exchange.guard.check_other_ranks()
             if style.after == "sum":
                 return group.sum(output)
             return group.gather(output).movedim(0, -2).flatten(-2)[..., : share.width]
 
         return forward
 
-    def _looked_up(self, ids: torch.Tensor, vocabulary: int, own: Callable) -> torch.Tensor:
+    def _embedding(self, ids: torch.Tensor, vocabulary: int, own: Callable) -> torch.Tensor:
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             raise IndexError(f"token ids from {int(ids.min())} to {int(ids.max())} given; the model has {vocabulary}")
         rows = -(-vocabulary // self.group.size)
         ids = ids - self.group.index * rows
-        here = (ids >= 0) & (ids < rows)
-        own_rows = own(ids * here) * here[..., None]
-        self.meetings.guard.require_all_well()
+        is_own = (ids >= 0) & (ids < rows)
+        own_rows = own(ids * is_own) * is_own[..., None]
+        self.exchange.guard.check_other_ranks()
         return self.group.sum(own_rows)
 
 
@@ -135,10 +131,10 @@ class SharedContainer(NativeContainer):
 
     why = "the Hugging Face module itself, sharded over ranks by the model's tp_plan"
 
-    def __init__(self, part: Part, calls: Calls, meetings: Meetings):
+    def __init__(self, part: Part, calls: Calls, exchange: ModuleExchange):
         super().__init__(part, calls)
-        self.meetings = meetings
-        meetings.parts[part.name] = part.module
+        self.exchange = exchange
+        exchange.parts[part.name] = part.module
 
     def request(self, original: Callable, args: tuple, kwargs: dict):
         """The module's output, if the user calls it directly. Other ranks may call another module."""
@@ -147,28 +143,15 @@ class SharedContainer(NativeContainer):
 
     def run(self, original: Callable, args: tuple, kwargs: dict):
         """The module's output, inside a request. Raises NotImplementedError for `output_attentions`."""
-        if self.meetings.running:
+        if self.exchange.running:
             return original(*args, **kwargs)
-        if kwargs.get("output_attentions") or getattr(
-            getattr(self.part.module, "config", None), "output_attentions", False
-        ):
+        config = getattr(self.part.module, "config", None)
+        if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
             raise NotImplementedError(
-                "output_attentions=True: a rank of hybrid_engine.inference_tp_size above 1 has those of its heads "
-                "alone; set inference_tp_size to 1"
+                "output_attentions=True: with hybrid_engine.inference_tp_size above 1 a rank has only its own heads; "
+                "set inference_tp_size to 1"
             )
-        return self.meetings.call(self.part.name, args, kwargs)
-
-
-@contextmanager
-def attribute(owner: object, name: str, value: object) -> Iterator[None]:
-    """Inside the block the attribute is `value`; afterwards the previous value is restored, or the class's."""
-    before = {name: owner.__dict__[name]} if name in owner.__dict__ else {}
-    owner.__dict__[name] = value
-    try:
-        yield
-    finally:
-        del owner.__dict__[name]
-        owner.__dict__.update(before)
+        return self.exchange.call(self.part.name, args, kwargs)
 
 
 CHECKED_TOKENS = 16

@@ -91,7 +91,7 @@ class AutoTP:
             return {**int8, **slice_modules(self.model, self.slices, group)}
         shared = SharedModules(self.info, [], group, torch.device("cpu"), DynamicCache)
         self.undo.enter_context(shared.lent())
-        self.undo.enter_context(shared.meetings.together())  # every call is made by all ranks
+        self.undo.enter_context(shared.exchange.together())  # every call is made by all ranks
         slices: dict[str, list[Slice]] = {}  # a tied parameter has several, all sliced alike
         for ref, part in planned_slices(self.plan, shard_of(group)).items():
             param = ref.module._parameters.get(ref.parameter)

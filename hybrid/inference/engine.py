@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import InferenceConfig, RolloutConfig, read_inference_config
 from hybrid.decoders.calls import Calls, SharedCalls
-from hybrid.decoders.collective_forwards import ExpertForwards, SliceForwards
+from hybrid.decoders.collective_forwards import ExpertForwards, LayerwiseForwards
 from hybrid.decoders.containers import containers_of, parts_of
 from hybrid.decoders.coverage import coverage_of
 from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
@@ -148,9 +148,15 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
             steps = ExpertForwards(self.module, self._exchange, self._device)
             return SharedCalls(*own, self._exchange.group, steps, self._profiler.phase)
         if loaded.slices is not None:
-            counted = (self._profiler.phase, self._profiler.gathered)
-            ranks = (self._device, self._group.group)
-            steps = SliceForwards(loaded.slices, loaded.info.structure, *counted, *ranks, self._note_gathering)
+            steps = LayerwiseForwards(
+                loaded.info.structure,
+                self._profiler.phase,
+                self._profiler.gathered,
+                self._device,
+                group=self._group.group,
+                whole=loaded.slices.whole,
+                before_forward=self._note_gathering,
+            )
             return SharedCalls(*own, self._group.group, steps, self._profiler.phase)
         return Calls(*own)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from hybrid.parallel import all_objects
+from hybrid.parallel import all_gather_objects
 
 
 class HostMemory:
@@ -25,7 +25,7 @@ class HostMemory:
         """Shared memory for the ranks of `group`; None unless they compute on the CPUs of one host and can open each
         other's files under /proc."""
         host = cls(group)
-        keys = all_objects(host_key(), group)
+        keys = all_gather_objects(host_key(), group)
         if keys[0] is None or len(set(keys)) > 1:
             return None
         return None if host._opened(1) is None else host
@@ -52,7 +52,7 @@ class HostMemory:
             memory = torch.from_file(path[0], shared=True, size=nbytes, dtype=torch.uint8)
         except RuntimeError:  # no permission to open the first rank's files under /proc
             memory = None
-        is_open = all(all_objects(memory is not None, self.group))
+        is_open = all(all_gather_objects(memory is not None, self.group))
         if file is not None:
             os.close(file)  # mappings stay valid
         return memory if is_open else None

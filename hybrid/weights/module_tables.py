@@ -179,3 +179,15 @@ def unhooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
             after = {**kept, **hooks}
             hooks.clear()
             hooks.update(after)
+
+
+@contextmanager
+def attribute(owner: object, name: str, value: object) -> Iterator[None]:
+    """Inside the block the attribute is `value`; afterwards the previous value is restored, or the class's."""
+    before = {name: owner.__dict__[name]} if name in owner.__dict__ else {}
+    owner.__dict__[name] = value
+    try:
+        yield
+    finally:
+        del owner.__dict__[name]
+        owner.__dict__.update(before)
