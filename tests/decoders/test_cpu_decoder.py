@@ -113,6 +113,7 @@ RAGGED = {
     "opt": {"hidden_size": 42, "num_attention_heads": 3, "word_embed_proj_dim": 19, "ffn_dim": 53},
     "gpt_neox": {"hidden_size": 42, "num_attention_heads": 3, "intermediate_size": 53},
     "mixtral": ODD,
+    "granite": {},  # the residual is added with a factor
 }
 
 

@@ -1,5 +1,7 @@
 """The CPU kernels: sampling and logprobs against float64 and Hugging Face's warpers; compiling, and the fallback."""
 
+import ctypes
+import dataclasses
 import os
 import stat
 import subprocess
@@ -31,6 +33,7 @@ from hybrid.generation.sampler import (
     uniform,
 )
 from hybrid.kernels import cpu_library as kernels
+from hybrid.models.spec import JOINED, LAYER_ROLES, OUTER_ROLES, DecoderSpec
 
 DRAWERS = {"kernels": sample_tokens, "torch": sample_tokens_in_torch}
 DRAWS = {
@@ -265,6 +268,39 @@ def test_other_warpers_stay_processors():
     assert (len(before), draw) == (1, SamplingMetadata())
     before, draw = split_warpers(LogitsProcessorList([top_k]), do_sample=False)
     assert (list(before), draw) == ([top_k], SamplingMetadata(temperature=0)), "greedy search must keep processors"
+
+
+# Records
+
+
+def test_decoder_records_have_the_names_of_decoder_specs():
+    """A field on one side only would be read as 0, or never."""
+    names = {name for name, _ in kernels.Decoder._fields_}
+    numbers = {name for name, kind in kernels.Decoder._fields_ if kind in (ctypes.c_int64, ctypes.c_double)}
+    spec = {field.name for field in dataclasses.fields(DecoderSpec)}
+    assert spec - names == {"max_positions"}
+    assert numbers - spec == {"bfloat16", "embedding_rows", "intermediate_size", "lora_ranks"}
+
+
+def test_layer_records_have_the_names_of_roles():
+    kinds = (kernels.Norm, kernels.Linear)
+    names = [name for name, kind in kernels.Layer._fields_ if kind in kinds]
+    assert {role for name in names for role in JOINED.get(name, (name,))} == set(LAYER_ROLES)
+    outer = {name for name, kind in kernels.Decoder._fields_ if kind in kinds}
+    assert outer == set(OUTER_ROLES) - {"embedding", "positions"}
+
+
+def test_a_record_that_differs_from_the_librarys_is_an_error(monkeypatch):
+    longer = kernels.read_records("struct Draw {\n  double temperature, top_p;\n  const float* logits[3];\n};")
+    assert ctypes.sizeof(longer["Draw"]) == 40
+    monkeypatch.setattr(kernels, "RECORDS", {**kernels.RECORDS, **longer})
+    with pytest.raises(AssertionError, match="records.h is read wrongly"):
+        kernels.opened(kernels.built(kernels.FLAGS))
+
+
+def test_a_field_of_an_unknown_type_is_an_error():
+    with pytest.raises(KeyError, match="short"):
+        kernels.read_records("struct Draw {\n  short top_k;\n};")
 
 
 # Compiling

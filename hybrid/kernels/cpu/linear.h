@@ -212,9 +212,8 @@ static inline __attribute__((always_inline)) void tile(const float* x, int64_t x
   }
 }
 
-// N columns of y, M rows at a time.
-template <int M, int N, typename V>
-static __attribute__((noinline)) void strip(const Rows& x, const Matrix<V>& w, const Output& y) {
+// N columns of y.
+template <int N, typename V> static __attribute__((noinline)) void strip(const Rows& x, const Matrix<V>& w, const Output& y) {
   using T = typename Reader<V>::Model;
   Four sums[N];
   auto write = [&](int64_t m, int count) {
@@ -222,29 +221,37 @@ static __attribute__((noinline)) void strip(const Rows& x, const Matrix<V>& w, c
       for (int i = 0; i < count; i++) y.write<T>(m + i, n, rounded<T>(sums[n].at[i] + (w.bias ? w.bias[n] : 0.0f)));
   };
   int64_t m = 0;
-  for (; m + M <= x.count; m += M) {
-    tile<M, N>(x.row(m), x.stride, w, sums);
-    write(m, M);
+  for (; m + ROWS <= x.count; m += ROWS) {
+    tile<ROWS, N>(x.row(m), x.stride, w, sums);
+    write(m, ROWS);
   }
-  if constexpr (M > 1) {
-    switch (x.count - m) {
-      case 3: tile<3, N>(x.row(m), x.stride, w, sums); break;
-      case 2: tile<2, N>(x.row(m), x.stride, w, sums); break;
-      case 1: tile<1, N>(x.row(m), x.stride, w, sums); break;
-      default: return;
-    }
-    write(m, x.count - m);
+  switch (x.count - m) {
+    case 3: tile<3, N>(x.row(m), x.stride, w, sums); break;
+    case 2: tile<2, N>(x.row(m), x.stride, w, sums); break;
+    case 1: tile<1, N>(x.row(m), x.stride, w, sums); break;
+    default: return;
   }
+  write(m, x.count - m);
+}
+
+// The columns of y for one row of x, N at a time; returns how many of `count` are computed, a multiple of N.
+template <int N, typename V> static __attribute__((noinline)) int64_t one_row(const float* x, const Matrix<V>& w, const Output& y, int64_t count) {
+  using T = typename Reader<V>::Model;
+  Four sums[N];
+  int64_t n = 0;
+  for (; n + N <= count; n += N) {
+    tile<1, N>(x, 0, w.from(n), sums);
+    for (int i = 0; i < N; i++) y.write<T>(0, n + i, rounded<T>(sums[i].at[0] + (w.bias ? w.bias[n + i] : 0.0f)));
+  }
+  return n;
 }
 
 // Columns [0, count) of y.
 template <typename V> static void strips(const Rows& x, const Matrix<V>& w, const Output& y, int64_t count) {
-  constexpr int C = COLUMNS<V>, ONE_ROW = COLUMNS_OF_ONE_ROW;
-  int64_t n = 0;
-  if (x.count == 1)
-    for (; n + ONE_ROW <= count; n += ONE_ROW) strip<1, ONE_ROW>(x, w.from(n), y.at(0, n));
-  for (; n + C <= count; n += C) strip<ROWS, C>(x, w.from(n), y.at(0, n));
-  for (; n < count; n++) strip<ROWS, 1>(x, w.from(n), y.at(0, n));
+  constexpr int C = COLUMNS<V>;
+  int64_t n = x.count == 1 ? one_row<COLUMNS_OF_ONE_ROW>(x.data, w, y, count) : 0;
+  for (; n + C <= count; n += C) strip<C>(x, w.from(n), y.at(0, n));
+  for (; n < count; n++) strip<1>(x, w.from(n), y.at(0, n));
 }
 
 // `count` rows of W as floats in the order of x, so that sums are bit-identical to those over W itself.
