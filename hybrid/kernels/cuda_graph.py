@@ -55,8 +55,8 @@ class GraphedStep:
     step: inputs by name, [sequences, ...] each, to outputs, [sequences, ...] each. It is also run before and during a
         capture, so its side effects must be repeatable. Addresses that it reads must not change; see `reset`.
     blank: by name, the inputs of padding sequences, [max_capture_size, ...], on the device. Sequences that fill a batch
-        up to
-        a captured size compute these, and write to the KV cache: each has length 1 and only block 0 in its block table.
+        up to a captured size compute these, and write to the KV cache: each has length 1 and only block 0 in its
+        block table.
         BLOCK 0 IS RESERVED: it is never given to a sequence.
     max_graphs: graphs that are kept; the least recently used one is dropped.
     capture: captures a run.
@@ -107,15 +107,15 @@ class GraphedStep:
         """The number of sequences of the inputs. Raises ValueError if names, shapes or dtypes do not fit `blank`."""
         if inputs.keys() != self.inputs.keys():
             raise ValueError(f"the step takes {sorted(self.inputs)}, and was given {sorted(inputs)}")
-        for name, given in inputs.items():
+        for name, tensor in inputs.items():
             held = self.inputs[name]
-            fits = given.dim() == held.dim() and all(a <= b for a, b in zip(given.shape, held.shape, strict=True))
-            if not fits or given.dtype != held.dtype:
+            fits = tensor.dim() == held.dim() and all(a <= b for a, b in zip(tensor.shape, held.shape, strict=True))
+            if not fits or tensor.dtype != held.dtype:
                 raise ValueError(
-                    f"{name} is {given.dtype} {tuple(given.shape)}, and the graphs hold at most "
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, and the graphs hold at most "
                     f"{held.dtype} {tuple(held.shape)}"
                 )
-        counts = {len(given) for given in inputs.values()}
+        counts = set(map(len, inputs.values()))
         if len(counts) != 1 or 0 in counts:
             raise ValueError(f"inputs are of {sorted(counts)} sequences; one number for all, at least 1, is allowed")
         return counts.pop()
@@ -126,8 +126,8 @@ class GraphedStep:
         for name, view in views.items():
             view.copy_(self.blank[name][:size])
         if self.outputs is None:
-            made = self.step(views)
-            self.outputs = tuple(output.new_empty(self.max_capture_size, *output.shape[1:]) for output in made)
+            shapes = ((output, (self.max_capture_size, *output.shape[1:])) for output in self.step(views))
+            self.outputs = tuple(output.new_empty(shape) for output, shape in shapes)
 
         def run() -> None:
             for held, output in zip(self.outputs, self.step(views), strict=True):
@@ -160,38 +160,38 @@ class GraphedForward:
         Raises NotImplementedError if inputs or outputs are not tensors and plain values (a cache, for example), or the
         forward cannot be captured.
         """
-        given, structure = tree_flatten((args, kwargs))
-        require_plain(given, "given to")
-        key = (structure, *map(kind_of_input, given))
+        leaves, structure = tree_flatten((args, kwargs))
+        require_plain(leaves, "given to")
+        key = (structure, *map(kind_of_input, leaves))
         if key not in self.graphs:
-            self.graphs[key] = self._captured(given, structure)
+            self.graphs[key] = self._captured(leaves, structure)
             if len(self.graphs) > self.max_graphs:
                 self.graphs.popitem(last=False)
         self.graphs.move_to_end(key)
         graph = self.graphs[key]
-        for held, new in zip(graph.inputs, given, strict=True):
+        for held, new in zip(graph.inputs, leaves, strict=True):
             if isinstance(held, torch.Tensor):
                 held.copy_(new)
         graph.captured.replay()
         return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, graph.outputs)
 
-    def _captured(self, given: list, structure: TreeSpec) -> "CapturedForward":
-        held = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
+    def _captured(self, leaves: list, structure: TreeSpec) -> "CapturedForward":
+        held = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         args, kwargs = tree_unflatten(held, structure)
-        made = CapturedForward(held)
+        captured = CapturedForward(held)
 
         def run() -> None:
-            made.outputs = self.module(*args, **kwargs)
+            captured.outputs = self.module(*args, **kwargs)
 
         require_plain(tree_leaves(self.module(*args, **kwargs)), "made by")
         pool = next((graph.captured.pool for graph in self.graphs.values()), None)
         try:
-            made.captured = self.capture(run, pool)
+            captured.captured = self.capture(run, pool)
         except RuntimeError as error:
             raise NotImplementedError(
                 f"enable_cuda_graph: this forward of {type(self.module).__name__} cannot be captured: {error}"
             ) from error
-        return made
+        return captured
 
 
 @dataclass
@@ -208,10 +208,11 @@ def require_plain(values: list, where: str) -> None:
 
     where: "given to" or "made by", for the error message.
     """
-    odd = sorted({type(one).__name__ for one in values if not isinstance(one, torch.Tensor | int | float | str | None)})
-    if odd:
+    plain = torch.Tensor | int | float | str | None
+    others = sorted({type(value).__name__ for value in values if not isinstance(value, plain)})
+    if others:
         raise NotImplementedError(
-            f"enable_cuda_graph: {', '.join(odd)} {where} a forward; a graph has tensors and numbers alone: give "
+            f"enable_cuda_graph: {', '.join(others)} {where} a forward; a graph takes tensors and numbers only: give "
             "use_cache=False"
         )
 

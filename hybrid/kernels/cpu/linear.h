@@ -4,7 +4,7 @@
 // ever packed or copied. Every output is the same chain of sums, whatever the tile and the batch.
 //
 //   columns   blocks for the caches: rows of x stay in L1, rows of W in L2
-//    strip    COLUMNS rows of W over all rows of x of a block
+//    strip    COLUMNS rows of W over all rows of x of a block; `one_row` for a single row of x
 //     tile    ROWS rows of x; over the groups of scales of int8 weights
 //      dots   the sums
 //
