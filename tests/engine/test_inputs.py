@@ -117,7 +117,7 @@ def test_inference_engine_accepts_any_dtype(ranks, tp_size, inject):
 
 def check_moved(monkeypatch) -> None:
     """With the model on another device every input is moved there before it is read."""
-    from hybrid import engine as hybrid_engine
+    from hybrid.generation import generator
 
     engine = engine_of(tiny_model("llama"), settings(0))  # no gathering, which would need the device
     ids, mask = prompts(2, 5, padded=True)
@@ -126,12 +126,17 @@ def check_moved(monkeypatch) -> None:
     class Seen(Exception):
         pass
 
-    def record_inputs(model, args, kwargs, decoding):
+    def record_inputs(model, args, kwargs):
         seen.extend([*args, *(value for value in kwargs.values() if isinstance(value, torch.Tensor))])
         raise Seen
 
-    monkeypatch.setattr(hybrid_engine, "generate", record_inputs)
-    monkeypatch.setattr(engine, "device", torch.device("meta"))
+    def record_prompts(params, prompt_ids, prompt_mask, *more):
+        seen.extend([prompt_ids, prompt_mask])
+        raise Seen
+
+    monkeypatch.setattr(generator, "hugging_face_generate", record_inputs)
+    monkeypatch.setattr(generator, "rollout_request", record_prompts)
+    monkeypatch.setattr(engine._generator, "device", torch.device("meta"))
     calls = [
         lambda: engine.generate(ids, attention_mask=mask),
         lambda: engine.generate(input_ids=ids, attention_mask=mask, position_ids=ids),
