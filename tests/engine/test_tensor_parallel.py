@@ -211,7 +211,7 @@ def check_native() -> None:
     assert torch.equal(tuned.generate(ids, adapters=False, **request).sequences, expected.sequences)
     assert tuned.weight_version == 0
     chat = engine_of(with_chat_lora(tiny_model("llama")), tp_settings(2))
-    with pytest.raises(NotImplementedError, match="inference_tp_size above 1; DeepSpeed-Chat's LoRA cannot"):
+    with pytest.raises(NotImplementedError, match="inference_tp_size above 1: DeepSpeed-Chat's LoRA cannot"):
         chat.generate(ids, adapters=False, **request)
     config = tp_settings(2)
     config["rollout"] = {"containers": "native"}
