@@ -8,8 +8,6 @@ from pathlib import Path
 import hybrid
 from hybrid.compat.trl import rollout_func
 from hybrid.config import BLOCKS, FORWARDED, Block, InferenceConfig
-from hybrid.deepspeed_api import DeepSpeedSurface
-from hybrid.inference.deepspeed_api import DeepSpeedInferenceSurface
 
 PAGE, INFERENCE_PAGE = (Path(__file__).parent / name for name in ("api.md", "inference.md"))
 TABLE_BEGINS, TABLE_ENDS = "<!-- written by docs/make_api.py -->\n", "<!-- to here -->\n"
@@ -75,12 +73,9 @@ def key_texts(block: type[Block]) -> dict[str, str]:
 
 def members(kind: type) -> list[tuple[str, object]]:
     """What a class of ours brings, in its order: methods and properties that have a docstring of ours."""
-    bases = {hybrid.HybridEngine: [DeepSpeedSurface], hybrid.InferenceEngine: [DeepSpeedInferenceSurface]}
-    sources = [kind, *bases.get(kind, [])]
     return [
         (name, member.fget if isinstance(member, property) else inspect.unwrap(getattr(member, "__func__", member)))
-        for source in sources
-        for name, member in vars(source).items()
+        for name, member in vars(kind).items()
         if not name.startswith("_") and (callable(member) or isinstance(member, property | classmethod | staticmethod))
         if getattr(member, "__doc__", None)
     ]

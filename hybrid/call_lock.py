@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 REPORT_AFTER_S = 60.0  # longer than most calls, short enough that a deadlock is reported soon
@@ -23,70 +22,52 @@ class CallLock:
 
     def __init__(self, report_after_s: float = REPORT_AFTER_S):
         self.report_after_s = report_after_s
-        self._mutex = threading.Lock()  # guards the attributes below
+        self._changed = threading.Condition()  # guards the attributes below
         self._owner: threading.Thread | None = None
         self._task: asyncio.Task | None = None
         self._depth = 0
-        self._waiting: deque[Waiter] = deque()
+        self._waiting: deque[threading.Thread] = deque()
 
     def __enter__(self) -> "CallLock":
         me, task = threading.current_thread(), current_task()
-        with self._mutex:
+
+        def is_next() -> bool:
+            return self._owner is None and self._waiting[0] is me
+
+        with self._changed:
             if self._owner is me:
                 self._require_same_task(task)
                 self._depth += 1
                 return self
-            if self._owner is None:
-                self._acquire(me, task)
-                return self
-            waiter = Waiter(me, task)
-            self._waiting.append(waiter)
-        try:
-            self._wait(waiter)
-        except BaseException:
-            self._cancel(waiter)
-            raise
+            self._waiting.append(me)
+            try:
+                if not self._changed.wait_for(is_next, self.report_after_s):
+                    self._report(me)
+                    self._changed.wait_for(is_next)
+            finally:
+                self._waiting.remove(me)
+                self._changed.notify_all()  # after an exception another thread may be next
+            self._owner, self._task, self._depth = me, task, 1
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        with self._mutex:
+        with self._changed:
             if self._owner is not threading.current_thread():
                 raise RuntimeError(
                     "`with engine.inference()` ends in another thread than it began in; open and close it in one thread"
                 )
             self._depth -= 1
             if self._depth == 0:
-                self._release()
+                self._owner = self._task = None
+                self._changed.notify_all()
 
-    def _acquire(self, thread: threading.Thread | None, task: asyncio.Task | None) -> None:
-        self._owner, self._task, self._depth = thread, task, 1
-
-    def _release(self) -> None:
-        self._owner = self._task = None
-        if self._waiting:
-            waiter = self._waiting.popleft()
-            self._acquire(waiter.thread, waiter.task)
-            waiter.acquired.set()
-
-    def _wait(self, waiter: "Waiter") -> None:
-        if waiter.acquired.wait(self.report_after_s):
-            return
-        holder = self._owner
+    def _report(self, thread: threading.Thread) -> None:
         warnings.warn(
-            f"thread {waiter.thread.name!r} has waited {self.report_after_s:.0f} s for an engine that thread "
-            f"{getattr(holder, 'name', None)!r} uses: calls of one engine run one at a time, and `with "
+            f"thread {thread.name!r} has waited {self.report_after_s:.0f} s for an engine that thread "
+            f"{getattr(self._owner, 'name', None)!r} uses: calls of one engine run one at a time, and `with "
             "engine.inference()` keeps other threads out until it ends",
             stacklevel=4,
         )
-        waiter.acquired.wait()
-
-    def _cancel(self, waiter: "Waiter") -> None:
-        """Leave the queue after an exception; pass the lock on if it was handed over meanwhile."""
-        with self._mutex:
-            if waiter.acquired.is_set():
-                self._release()
-            else:
-                self._waiting.remove(waiter)
 
     def _require_same_task(self, task: asyncio.Task | None) -> None:
         if self._task is not None and task is not self._task:
@@ -94,15 +75,6 @@ class CallLock:
                 "another asyncio task of this thread is within `with engine.inference()`, at an await; end the block "
                 "before you await, or make each call in a thread of its own (asyncio.to_thread)"
             )
-
-
-@dataclass(frozen=True, eq=False)
-class Waiter:
-    """A waiting thread; `acquired` is set when it gets the lock."""
-
-    thread: threading.Thread
-    task: asyncio.Task | None
-    acquired: threading.Event = field(default_factory=threading.Event)
 
 
 def current_task() -> asyncio.Task | None:

@@ -187,10 +187,6 @@ class InferenceGroup:
         dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self.group)
         return gathered
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """`all_gather_objects` over this group. A collective."""
-        return all_gather_objects(value, self.group)
-
     def gather_rows(self, rows: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
         """All-gather of tensors [count, ...] whose row counts differ by rank. A collective.
 

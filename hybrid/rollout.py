@@ -130,10 +130,10 @@ class RolloutBatch:
     weight_version: int
     timings: dict[str, float] = field(default_factory=dict)
 
-    def first_rows(self, count: int) -> "RolloutBatch":
-        """A batch of the first `count` rows."""
-        tensors = {name: value[:count] for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, finish_reason=self.finish_reason[:count], **tensors)
+    def select_rows(self, rows: list[int]) -> "RolloutBatch":
+        """A batch of the given rows, repeats allowed."""
+        tensors = {name: value[rows] for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, finish_reason=[self.finish_reason[row] for row in rows], **tensors)
 
     @property
     def sequences(self) -> torch.Tensor:

@@ -94,7 +94,7 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
         sampled = samples if params.temperature > 0 else 1  # greedy samples of a prompt are equal
         with self.engine.inference():
             batch = joined([self.engine.rollout(ids, mask, params, sampled, row_ids=rows) for ids, mask, rows in parts])
-        batch = repeated(batch, samples // sampled)
+        batch = batch.select_rows([row for row in range(len(batch.prompt_ids)) for _ in range(samples // sampled)])
         pad = self.pad_token_id
         if pad is None:
             pad = pad_token_id(self.engine.module, end_token_ids(self.engine.module, params.stop_token_ids))
@@ -146,17 +146,11 @@ def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any =
     return deepspeed_rollout.build_rollout(rollout_cfg, student_engine, tokenizer, **kwargs)
 
 
-def repeated(batch: RolloutBatch, times: int) -> RolloutBatch:
-    """A batch with each row repeated `times` times, copies next to each other."""
-    tensors = {name: tensor.repeat_interleave(times, dim=0) for name, tensor in tensors_of(batch).items()}
-    return replace(batch, **tensors, finish_reason=[reason for reason in batch.finish_reason for _ in range(times)])
-
-
 def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     """Batches with one prompt_len concatenated; completions are zero-padded on the right to the longest."""
     width = max(batch.completion_ids.shape[1] for batch in batches)
     tensors = {}
-    for name in tensors_of(batches[0]):
+    for name in (name for name, value in vars(batches[0]).items() if isinstance(value, torch.Tensor)):
         parts = [getattr(batch, name) for batch in batches]
         if not name.startswith("prompt_"):
             parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
@@ -167,11 +161,6 @@ def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         finish_reason=[reason for batch in batches for reason in batch.finish_reason],
         timings={name: sum(batch.timings[name] for batch in batches) for name in batches[0].timings},
     )
-
-
-def tensors_of(batch: RolloutBatch) -> dict[str, torch.Tensor]:
-    """A batch's tensors by field."""
-    return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
 
 
 def profile(batch: RolloutBatch, samples: int, total_s: float) -> dict[str, float]:

@@ -31,11 +31,10 @@ from hybrid.generation.generate import (
 )
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.lockstep import FusedForward, NativeForward, Outputs, in_lockstep
-from hybrid.generation.native_scoring import score_natively
 from hybrid.generation.request import GenerateInputs, Request, rollout_request
 from hybrid.generation.sampler import Seeds, sequence_keys, wrapped
 from hybrid.generation.scheduler import Completions, Scheduler
-from hybrid.generation.scoring import Scores, score_packed
+from hybrid.generation.scoring import Scores, score_natively, score_packed
 from hybrid.inputs import as_ids, as_mask, as_model_inputs
 from hybrid.models.model_info import ModelInfo
 from hybrid.parallel import InferenceGroup, own_row_ids
@@ -217,7 +216,7 @@ class Generator:
             dummy_ids = prompt_ids.new_zeros(1, prompt_ids.shape[1])
             dummy_params = replace(params, max_new_tokens=1, min_new_tokens=0)
             dummy_mask = torch.ones_like(dummy_ids)
-            return self.rollout(dummy_ids, dummy_mask, dummy_params, 1, adapters, None, weight_version).first_rows(0)
+            return self.rollout(dummy_ids, dummy_mask, dummy_params, 1, adapters, None, weight_version).select_rows([])
         require_generate(self.info)
         before = self.profiler.stats()
         ids, mask = (tensor.repeat_interleave(num_generations, dim=0) for tensor in (prompt_ids, prompt_mask))

@@ -1,5 +1,7 @@
 """The KV cache of the native path: storage that outlives a call, grows in steps, and is written in place."""
 
+import itertools
+
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -19,8 +21,9 @@ class KVCache:
         """Make the growing layers of an empty Hugging Face cache use this storage. Other layers, such as sliding
         windows and linear attention, keep theirs.
         """
-        if cache.layer_class_to_replicate is DynamicLayer:
-            cache.layer_class_to_replicate = LayerFactory(self)
+        if cache.layer_class_to_replicate is DynamicLayer:  # the cache makes its layers in order, on first use
+            indices = itertools.count()
+            cache.layer_class_to_replicate = lambda: GrowingLayer(self, next(indices))
         for index, layer in enumerate(cache.layers):
             if type(layer) is DynamicLayer and not layer.is_initialized:
                 cache.layers[index] = GrowingLayer(self, index)
@@ -42,18 +45,6 @@ class KVCache:
     def release(self) -> None:
         """Drop the storage. A cache that still uses it keeps it alive."""
         self.storage.clear()
-
-
-class LayerFactory:
-    """Makes the layers of a Hugging Face cache that creates them in order, on first use."""
-
-    def __init__(self, owner: KVCache):
-        self.owner = owner
-        self.made = 0
-
-    def __call__(self) -> "GrowingLayer":
-        self.made += 1
-        return GrowingLayer(self.owner, self.made - 1)
 
 
 class GrowingLayer(DynamicLayer):

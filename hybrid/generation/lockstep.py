@@ -29,42 +29,30 @@ class Outputs:
 
     def __init__(self, config: GenerationConfig, encoder_outputs):
         self.as_dict, self.encoder_outputs = config.return_dict_in_generate, encoder_outputs
+        decoder = "" if encoder_outputs is None else "decoder_"
         requested = {
             "scores": config.output_scores,
             "logits": config.output_logits,
-            "attentions": config.output_attentions,
-            "cross_attentions": config.output_attentions,
-            "hidden_states": config.output_hidden_states,
+            f"{decoder}attentions": config.output_attentions,
+            "cross_attentions": config.output_attentions and encoder_outputs is not None,
+            f"{decoder}hidden_states": config.output_hidden_states,
         }
         self.steps: dict[str, tuple] = {name: () for name, is_on in requested.items() if is_on and self.as_dict}
 
     def add(self, outputs, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Add a step: the model's outputs, the processed scores and the raw logits, both [sequences, vocab]."""
-        decoder = "" if self.encoder_outputs is None else "decoder_"
-        made = {"scores": scores, "logits": logits, "cross_attentions": getattr(outputs, "cross_attentions", None)}
+        made = {"scores": scores, "logits": logits}
         for name, steps in self.steps.items():
-            step = made[name] if name in made else getattr(outputs, f"{decoder}{name}", None)
-            self.steps[name] = (*steps, step)
+            self.steps[name] = (*steps, made[name] if name in made else getattr(outputs, name, None))
 
     def result(self, sequences: torch.Tensor, cache: Cache | None):
         """`sequences`, or Hugging Face's output object if the caller asked for a dict."""
         if not self.as_dict:
             return sequences
-        steps = dict(self.steps)
-        cross_attentions = steps.pop("cross_attentions", None)
         if self.encoder_outputs is None:
-            return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache, **steps)
-        return GenerateEncoderDecoderOutput(
-            sequences=sequences,
-            scores=steps.get("scores"),
-            logits=steps.get("logits"),
-            encoder_attentions=self.encoder_outputs.get("attentions"),
-            encoder_hidden_states=self.encoder_outputs.get("hidden_states"),
-            decoder_attentions=steps.get("attentions"),
-            cross_attentions=cross_attentions,
-            decoder_hidden_states=steps.get("hidden_states"),
-            past_key_values=cache,
-        )
+            return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache, **self.steps)
+        encoder = {f"encoder_{name}": self.encoder_outputs.get(name) for name in ("attentions", "hidden_states")}
+        return GenerateEncoderDecoderOutput(sequences=sequences, past_key_values=cache, **encoder, **self.steps)
 
 
 class NativeForward:

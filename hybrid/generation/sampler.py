@@ -84,12 +84,7 @@ def uniform(keys: torch.Tensor, positions: torch.Tensor | int) -> torch.Tensor:
 
     keys int64 [n], positions int64 [n] or an int for all keys; returns float64 [n].
     """
-    bits = mixed(
-        keys + (positions + 1) * GOLDEN
-        if isinstance(positions, torch.Tensor)
-        else keys + wrapped(GOLDEN * (positions + 1))
-    )
-    return shifted(bits, 11).double() * 2.0**-53
+    return shifted(mixed(keys + (torch.as_tensor(positions) + 1) * GOLDEN), 11).double() * 2.0**-53
 
 
 def inverse_cdf(scores: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -172,7 +167,10 @@ def sample_tokens(
 ) -> SamplerOutput:
     """Sample a token for each row of logits, float32 [n, vocab].  keys, positions: int64 [n], as in `uniform`."""
     if logits.is_cuda and has_triton() and not metadata.top_k and metadata.top_p == 1.0:
-        return sample_tokens_in_triton(logits, keys, positions, metadata)
+        from hybrid.kernels.triton_sampling import sample  # needs triton, which a CPU install lacks
+
+        settings = (logits.new_full((len(logits),), value) for value in (metadata.temperature, metadata.min_p))
+        return SamplerOutput(*sample(logits, keys, positions.int(), *settings))
     library = cpu_library() if logits.device.type == "cpu" else None
     if library is None:
         return sample_tokens_in_torch(logits, keys, positions, metadata)
@@ -196,16 +194,6 @@ def sample_tokens(
         torch.get_num_threads(),
     )
     return drawn
-
-
-def sample_tokens_in_triton(
-    logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, metadata: SamplingMetadata
-) -> SamplerOutput:
-    """`sample_tokens` in two passes over the vocabulary, for draws without top_k and top_p."""
-    from hybrid.kernels.triton_sampling import sample  # needs triton, which a CPU install lacks
-
-    settings = (logits.new_full((len(logits),), value) for value in (metadata.temperature, metadata.min_p))
-    return SamplerOutput(*sample(logits, keys, positions.int(), *settings))
 
 
 def sample_tokens_in_torch(

@@ -1,8 +1,11 @@
-"""Logprobs of given sequences."""
+"""Logprobs of given sequences: by a fused decoder, or by a model's own forward over rows of similar length."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +18,8 @@ from hybrid.inputs import as_ids, as_mask
 from hybrid.models.modules import hugging_face_model
 
 LOGIT_ROWS = 256  # tokens whose logits are in memory at once
+FORWARD_TOKENS = 4096  # tokens of a model's own forward, padding included; a longer row gets its own forward
+WHOLE_LOGIT_TOKENS = 1024  # the same, for forwards that compute the logits of all their tokens
 
 
 @dataclass(frozen=True)
@@ -103,3 +108,157 @@ def padded_forward(model: nn.Module, call: Callable | None = None) -> Callable:
         return call(input_ids=ids, attention_mask=mask, use_cache=False, **more)
 
     return forward
+
+
+# By the model's own forward
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """The rows of one forward, padded on the right.
+
+    ids, mask: int64 [rows, width].  row: int64 [rows], each row's index in the input.  first: int64 [rows], the input
+        column of each row's first token.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    row: torch.Tensor
+    first: torch.Tensor
+
+
+def score_natively(
+    model: nn.Module,
+    sequences: torch.Tensor,
+    attention_mask: torch.Tensor,
+    temperature: float,
+    rows_per_forward: int,
+    in_parts: bool = True,
+) -> Scores:
+    """Scores of `sequences` by the model's own forward, at most `rows_per_forward` rows and FORWARD_TOKENS tokens at
+    once.
+
+    sequences, attention_mask: int64 [rows, tokens], at least one row.
+    in_parts: False if each forward is a collective.
+
+    If `in_parts` and the model takes `logits_to_keep`, logits exist for LOGIT_ROWS tokens at a time: the head runs for
+    each part, the decoder under it once. Otherwise a forward computes the logits of all its tokens, and has at most
+    WHOLE_LOGIT_TOKENS.
+    """
+    in_parts = in_parts and takes_few_logits(model)
+    lengths = [last - first for first, last in zip(*spans(attention_mask), strict=True)]
+    most_tokens = FORWARD_TOKENS if in_parts else WHOLE_LOGIT_TOKENS
+    logps = torch.zeros(len(sequences), sequences.shape[1] - 1, device=sequences.device)
+    entropies = torch.zeros_like(logps)
+    for together in similar(lengths, rows_per_forward, most_tokens):
+        batch = padded(sequences, attention_mask, together)
+        for columns, logits in logits_of(model, batch, in_parts):
+            scored = (batch.mask[:, columns] * batch.mask[:, columns + 1]).bool()
+            rows, kept_columns = scored.nonzero(as_tuple=True)
+            at = columns[kept_columns]
+            scores = score_tokens(logits[rows, kept_columns].float(), batch.ids[rows, at + 1], temperature)
+            column = batch.first[rows] + at
+            logps[batch.row[rows], column], entropies[batch.row[rows], column] = scores
+    return Scores(logps, entropies)
+
+
+def logits_of(model: nn.Module, batch: PaddedBatch, in_parts: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields columns of a batch, int64 [columns], and the logits after them [rows, columns, vocab], for at most
+    LOGIT_ROWS tokens at a time.
+
+    in_parts: run the head once for each part of the columns; else run the model once.
+    """
+    rows, width = batch.ids.shape
+    columns = torch.arange(width - 1, device=batch.ids.device).split(max(1, LOGIT_ROWS // rows))
+    if in_parts:
+        with decoder_once(model) as outputs:
+            for part in columns:
+                call = functools.partial(model, logits_to_keep=part)
+                logits = padded_forward(model, call)(batch.ids, batch.mask).logits
+                if not outputs:  # no decoder where Hugging Face's models have it: it would run for each part
+                    break
+                yield part, logits
+            else:
+                return
+    logits = padded_forward(model)(batch.ids, batch.mask).logits
+    for part in columns:
+        yield part, logits[:, part]
+
+
+def takes_few_logits(model: nn.Module) -> bool:
+    """Whether the model's forward can compute the logits of selected tokens alone, by `logits_to_keep`."""
+    owner = hugging_face_model(model)
+    return "logits_to_keep" in inspect.signature(owner.forward).parameters and bool(decoders(owner))
+
+
+def decoders(model: nn.Module) -> list[nn.Module]:
+    """Modules that a Hugging Face model may call for hidden states: its base model, or the decoder in that (OPT)."""
+    candidates = [getattr(model, "base_model", model)]
+    if hasattr(model, "get_decoder"):
+        candidates.append(model.get_decoder())
+    return [module for module in dict.fromkeys(candidates) if isinstance(module, nn.Module) and module is not model]
+
+
+@contextmanager
+def decoder_once(model: nn.Module) -> Iterator[dict]:
+    """Inside the block, the decoder under the model's head runs in the first forward only; later forwards reuse its
+    output.
+
+    Gives the outputs by decoder, empty until one has run. The model's own forward computes the logits each time, so
+    scaling and soft caps around the head apply.
+    """
+    outputs: dict[nn.Module, Any] = {}
+    with ExitStack() as stack:
+        for decoder in decoders(hugging_face_model(model)):
+            stack.enter_context(forward_once(decoder, outputs))
+        yield outputs
+
+
+@contextmanager
+def forward_once(module: nn.Module, outputs: dict[nn.Module, Any]) -> Iterator[None]:
+    """Inside the block, the module's forward runs at its first call only; `outputs` keeps and gives its output."""
+    own, before = module.forward, {name: value for name, value in module.__dict__.items() if name == "forward"}
+
+    @functools.wraps(own)
+    def forward(*args, **kwargs):
+        if module not in outputs:
+            outputs[module] = own(*args, **kwargs)
+        return outputs[module]
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        module.__dict__.update(before)
+
+
+def spans(mask: torch.Tensor) -> tuple[list[int], list[int]]:
+    """The first unmasked column of each row, and the column after the last one.  mask [rows, tokens]"""
+    first = mask.argmax(dim=1)
+    last = mask.shape[1] - mask.flip(1).argmax(dim=1)
+    return first.tolist(), last.tolist()
+
+
+def similar(lengths: list[int], most_rows: int, most_tokens: int) -> list[list[int]]:
+    """Batches of rows, longest first, of at most `most_rows` rows and `most_tokens` tokens with padding, but at least
+    one row.
+    """
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        last = batches[-1] if batches else []
+        if last and len(last) < most_rows and (len(last) + 1) * lengths[last[0]] <= most_tokens:
+            last.append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def padded(sequences: torch.Tensor, mask: torch.Tensor, rows: list[int]) -> PaddedBatch:
+    """A batch of some rows, without columns that are padding in all of them; at least two columns wide."""
+    first, last = spans(mask[rows])
+    width = max(2, *(end - begin for begin, end in zip(first, last, strict=True)))
+    ids, kept = (tensor.new_zeros(len(rows), width) for tensor in (sequences, mask))
+    for index, (row, begin, end) in enumerate(zip(rows, first, last, strict=True)):
+        ids[index, : end - begin], kept[index, : end - begin] = sequences[row, begin:end], mask[row, begin:end]
+    return PaddedBatch(ids, kept, torch.tensor(rows, device=ids.device), torch.tensor(first, device=ids.device))

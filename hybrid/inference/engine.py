@@ -4,13 +4,14 @@ import inspect
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from pydantic import BaseModel
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from hybrid.call_lock import CallLock, one_at_a_time
@@ -28,7 +29,6 @@ from hybrid.generation.generator import Generator
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.sampler import Seeds, wrapped
 from hybrid.inference.build import LoadedModel, ModelLoader
-from hybrid.inference.deepspeed_api import DeepSpeedInferenceSurface
 from hybrid.inference.loader import materialize, restored_on_error
 from hybrid.inference.ranks import inference_group, join_ranks
 from hybrid.inference.validation import validated
@@ -56,12 +56,17 @@ def init_inference(
     return InferenceEngine(model, read_inference_config(config, kwargs))
 
 
-class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
+class InferenceEngine(nn.Module):
     """An engine that runs forwards and generates, and does not train. Built by `hybrid.init_inference`.
 
     model, config: as for `init_inference`.
     Threads may share an engine: their calls run one at a time, in the order in which they were made.
     """
+
+    # DeepSpeed's (0.19.8); the same value in every engine.
+    local_cuda_graph = is_compiled = False
+    quantization_scales = ep_group = expert_mp_group = None
+    quantize_merge_count = 1
 
     def __init__(self, model: nn.Module, config: str | Path | dict[str, Any] | BaseModel | None = None):
         settings = config if isinstance(config, InferenceConfig) else read_inference_config(config, {})
@@ -245,6 +250,53 @@ class InferenceEngine(DeepSpeedInferenceSurface, nn.Module):
     def coverage(self) -> list[dict[str, str]]:
         """For each part of the model its `module` name, its `kind`, the `container` that runs it, and the reason."""
         return coverage_of(self._containers, self._fused)
+
+    # Further methods and attributes of DeepSpeed's InferenceEngine (0.19.8).
+
+    @property
+    def mp_group(self) -> torch.distributed.ProcessGroup | None:
+        """The tensor-parallel group; None if this rank is alone in it."""
+        return self._group.tensor.group
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The model's generation config, which transformers' pipelines read from the engine."""
+        return self.module.generation_config
+
+    @property
+    def cuda_graph_created(self) -> bool:
+        """Whether a forward has been captured as a CUDA graph."""
+        return self._graphs is not None and bool(self._graphs.graphs)
+
+    @property
+    def model_profile_enabled(self) -> bool:
+        """Whether `profile_model_time` was called."""
+        return self._times.enabled
+
+    @one_at_a_time
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """Time every forward from now on, also inside `generate`; `model_times` gives the results.
+
+        use_cuda_events: use CUDA events if there are any; otherwise the clock, with a device synchronization.
+        """
+        if not self._times.enabled and self._graphs is None:
+            self._own_hooks += [
+                self.module.register_forward_pre_hook(self._times.begin),
+                self.module.register_forward_hook(self._times.end),
+            ]
+        self._times.enable(use_cuda_events)
+
+    @one_at_a_time
+    def model_times(self) -> list[float]:
+        """Milliseconds of each forward since the last call. Raises AssertionError if profiling is not enabled."""
+        return self._times.taken()
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not supported: raises NotImplementedError."""
+        raise NotImplementedError(
+            "compile: an engine's containers are not compiled by torch; compile a model that is in no engine, or use "
+            "replace_with_kernel_inject=true"
+        )
 
 
 def accepts_use_cache(module: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from deepspeed.checkpoint.constants import (
     AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS,
     UNIVERSAL_CHECKPOINT_INFO,
 )
+from deepspeed.moe.layer import MoE
 
 from hybrid.inference.tensor_files import (
     FileTensor,
@@ -31,6 +32,7 @@ from hybrid.inference.tensor_files import (
 
 MODEL_FILES = "mp_rank_*_model_states.pt"
 EXPERT_FILES = "layer_*_expert_*_model_states.pt"
+EXPERTS = "deepspeed_moe.experts.deepspeed_experts"  # path in a layer of the numbered experts (0.19.8)
 # Keys that ZeRO-3's model files have.
 ZERO_KEYS = tuple("module buffer_names param_shapes shared_params frozen_param_shapes frozen_param_fragments".split())
 # Name endings of parameters that concatenate several matrices, so that a tensor-parallel part has a part of each.
@@ -58,6 +60,27 @@ def open_training_checkpoint(folder: Path, parts: int, shapes: Mapping[str, torc
     if len(ranks) == 1:
         return experts | ranks[0]
     return experts | joined_by_map(ranks, first.get(UNIVERSAL_CHECKPOINT_INFO) or {}, shapes, folder)
+
+
+def own_experts(layers: dict[str, MoE], tensors: Tensors) -> Tensors:
+    """The tensors of a training checkpoint without the experts of other ranks.
+
+    The checkpoint numbers experts over all ranks; the result uses this rank's local numbers.  layers: MoE layers by
+    name, with their expert-parallel groups set.
+    """
+    selected: Tensors = {}
+    pattern = re.compile(rf"(.*)\.{re.escape(EXPERTS)}\.(\d+)\.(.*)")
+    for name, tensor in tensors.items():
+        matched = pattern.fullmatch(name)
+        if matched is None or matched[1] not in layers:
+            selected[name] = tensor
+            continue
+        layer, number = layers[matched[1]], int(matched[2])
+        rank = torch.distributed.get_rank(layer.deepspeed_moe.ep_group) if layer.ep_size > 1 else 0
+        own = number - rank * layer.num_local_experts
+        if 0 <= own < layer.num_local_experts:
+            selected[f"{matched[1]}.{EXPERTS}.{own}.{matched[3]}"] = tensor
+    return selected
 
 
 def engine_state(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:

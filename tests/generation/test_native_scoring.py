@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hybrid
-from hybrid.generation import native_scoring
-from hybrid.generation.native_scoring import FORWARD_TOKENS, LOGIT_ROWS, score_natively, similar
+from hybrid.generation import scoring
+from hybrid.generation.scoring import FORWARD_TOKENS, LOGIT_ROWS, score_natively, similar
 from tests.tiny_models import ALL_FAMILIES, tiny_model, with_peft
 
 TEMPERATURE = 0.7
@@ -58,7 +58,7 @@ class ForwardCounts:
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_scores_of_every_family_match_hugging_face(family, monkeypatch):
-    monkeypatch.setattr(native_scoring, "LOGIT_ROWS", 9)  # several chunks of each forward
+    monkeypatch.setattr(scoring, "LOGIT_ROWS", 9)  # several chunks of each forward
     model = tiny_model(family).eval()
     layer = next(module for module in model.modules() if isinstance(module, nn.ModuleList))[0]
     forwards = ForwardCounts(layer, model.get_output_embeddings())
@@ -71,7 +71,7 @@ def test_scores_of_every_family_match_hugging_face(family, monkeypatch):
 
 
 def test_scores_with_an_adapter_match_peft(monkeypatch):
-    monkeypatch.setattr(native_scoring, "LOGIT_ROWS", 9)
+    monkeypatch.setattr(scoring, "LOGIT_ROWS", 9)
     require_scores(with_peft(tiny_model("llama")).eval())
 
 
@@ -143,7 +143,7 @@ class DecoderElsewhere(WithoutLogitsToKeep):
 
 @pytest.mark.parametrize("wrapper", [WithoutLogitsToKeep, DecoderElsewhere])
 def test_models_without_logits_to_keep_are_scored(wrapper, monkeypatch):
-    monkeypatch.setattr(native_scoring, "LOGIT_ROWS", 9)
+    monkeypatch.setattr(scoring, "LOGIT_ROWS", 9)
     model = wrapper(tiny_model("llama").eval())
     require_scores(model)
     require_scores(tiny_model("llama").eval(), in_parts=False)
