@@ -31,7 +31,7 @@ from hybrid.config import (
     TensorParallelConfig,
     WeightQuantConfig,
 )
-from hybrid.models.families.llama import LLAMA, OLMO2
+from hybrid.models.families import LLAMA, OLMO2, without
 from rlhf_examples.common.arguments import PPOArguments
 from tests.compat.test_install import fresh_accelerate_state, quietly
 from tests.tiny_models import prompts, tiny_model, with_peft
@@ -78,7 +78,7 @@ def test_files_named_in_pages_exist(page):
 
 def test_the_example_row_of_a_family_matches_the_code():
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "hybrid/models/README.md").read_text(), re.S)
-    names = {"replace": replace, "LLAMA": LLAMA}
+    names = {"replace": replace, "without": without, "LLAMA": LLAMA}
     exec(code, names)
     assert names["OLMO2"] == OLMO2
 
