@@ -6,8 +6,8 @@ from hybrid.engine import HybridEngine
 from hybrid.generation.numerics import sampling_metrics
 from hybrid.generation.sampler import selective_log_softmax
 from hybrid.generation.scoring import Scores, padded_forward
+from hybrid.inference.auto_tp import LayerPolicy
 from hybrid.inference.engine import InferenceEngine, init_inference
-from hybrid.inference.injection_policy import LayerPolicy
 from hybrid.initialize import initialize
 from hybrid.rollout import RolloutBatch, SamplingParams
 

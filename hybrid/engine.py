@@ -98,8 +98,6 @@ class HybridEngine(DeepSpeedEngine):
         self._run_on(self._builder.make(self._planner.in_use, self._group))
         self._replace_refused_decoder()
         self._routes = [Route(self._policy, self.generate)] if self._builder.info.can_generate else []
-        for route in self._routes:
-            route.open()
         if isinstance(head := getattr(self.module, "score", None), nn.Module):
             # A sequence classifier's head: TRL's PPO trainer reads it through DeepSpeed's engine.
             self.__dict__["score"] = head

@@ -27,13 +27,6 @@ def own_row_ids(rows: int, number: int | None = None) -> torch.Tensor:
     return torch.arange(rows) + (rank() if number is None else number) * ROWS_PER_RANK
 
 
-def all_ranks(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether `flag` is true on every rank of `group` (None: of the world). A collective of these ranks."""
-    if world_size() == 1:
-        return flag
-    return not any_rank([not flag], device, group)[0]
-
-
 def min_over_ranks(number: int, device: torch.device) -> int:
     """The minimum of `number` over all ranks. A collective."""
     minimum = torch.tensor(number, device=device)
@@ -43,7 +36,9 @@ def min_over_ranks(number: int, device: torch.device) -> int:
 
 
 def any_rank(flags: list[bool], device: torch.device, group: dist.ProcessGroup | None = None) -> list[bool]:
-    """For each flag, whether it is true on any rank of the group. A collective."""
+    """For each flag, whether it is true on any rank of `group` (None: of the world). A collective of these ranks."""
+    if world_size() == 1:
+        return flags
     counts = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(counts, group=group)
     return [count > 0 for count in counts.tolist()]

@@ -157,23 +157,20 @@ class ModelTimes:
     @contextmanager
     def forward(self, continues: bool = False) -> Iterator[None]:
         """Time the block as a forward; with `continues`, add its time to the previous forward."""
-        before = self._taken() if continues and self.times else []
+        before = self.taken() if continues and self.times else []
         self.begin()
         try:
             yield
         finally:
             self.end()
         if before:
-            self.times = [*before[:-1], before[-1] + self._taken()[0]]
+            self.times = [*before[:-1], before[-1] + self.taken()[0]]
 
-    def _taken(self) -> list[float]:
+    def taken(self) -> list[float]:
+        """Milliseconds of each forward since the last call."""
+        assert self.enabled, "model profiling is not enabled"
         if self.use_events:
             self.synchronize()
         times = [entry[0].elapsed_time(entry[1]) if isinstance(entry, tuple) else entry for entry in self.times]
         self.times = []
         return times
-
-    def taken(self) -> list[float]:
-        """Milliseconds of each forward since the last call."""
-        assert self.enabled, "model profiling is not enabled"
-        return self._taken()

@@ -19,7 +19,7 @@ from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import Part
 from hybrid.models.tp_plan import Share
-from hybrid.parallel import InferenceGroup, all_ranks
+from hybrid.parallel import InferenceGroup, any_rank
 from hybrid.weights.lora import Adapted
 from hybrid.weights.module_tables import ModuleTree, attribute
 from hybrid.weights.slices import Shard, chunk
@@ -60,7 +60,7 @@ class SharedModules:
                 reason = whole_difference(first_output(self.info, self.device), expected)
         except UnsupportedModel as error:
             reason = str(error)
-        if not all_ranks(not reason, self.device):
+        if any_rank([bool(reason)], self.device)[0]:
             raise UnsupportedModel(reason or "another rank cannot follow the tp_plan")
 
     @contextmanager

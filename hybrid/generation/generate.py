@@ -118,7 +118,7 @@ def with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Route:
-    """Replaces a module's `generate`: every call goes through the engine.
+    """Replaces a module's `generate`, until it is closed: every call goes through the engine.
 
     through: the engine's `generate`. A copy or a pickle of the module has its class's `generate` again.
     """
@@ -127,6 +127,7 @@ class Route:
         functools.update_wrapper(self, module.generate)  # callers read the signature
         self.module, self.own, self.through = module, module.generate, through
         self.before = module.__dict__.get("generate")  # a `generate` set on the instance, such as a user's patch
+        module.generate = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.through(*args, **kwargs)
@@ -134,12 +135,8 @@ class Route:
     def __reduce__(self) -> tuple:
         return getattr, (self.module, "generate")
 
-    def open(self) -> None:
-        """Install the route as the module's `generate`."""
-        self.module.generate = self
-
     def close(self) -> None:
-        """Restore the module's own `generate`, unless it has been replaced again since `open`."""
+        """Restore the module's own `generate`, unless it has been replaced again since."""
         if self.module.__dict__.get("generate") is self:
             del self.module.generate
             if self.before is not None:

@@ -6,18 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import (
-    DynamicCache,
-    EosTokenCriteria,
-    GenerationConfig,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import DynamicCache, EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
 
@@ -53,10 +42,10 @@ ROWWISE = (
 )
 # The warpers that `SamplingMetadata` implements, and its field for each, in the order of `generate` (5.23).
 WARPERS = {
-    TemperatureLogitsWarper: "temperature",
-    TopKLogitsWarper: "top_k",
-    TopPLogitsWarper: "top_p",
-    MinPLogitsWarper: "min_p",
+    processes.TemperatureLogitsWarper: "temperature",
+    processes.TopKLogitsWarper: "top_k",
+    processes.TopPLogitsWarper: "top_p",
+    processes.MinPLogitsWarper: "min_p",
 }
 
 Processors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (ids, scores, rows) -> scores
@@ -102,7 +91,7 @@ def rollout_request(
 ) -> Request:
     """The request of a rollout.  prompt_ids, prompt_mask: int64 [rows, prompt_len], each prompt once per generation."""
     stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=prompt_ids.device)
-    processors = LogitsProcessorList()
+    processors = processes.LogitsProcessorList()
     if params.repetition_penalty != 1.0:
         padding = prompt_mask.argmax(dim=1)
         processors.append(processes.RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty), padding))
@@ -134,7 +123,7 @@ class GenerateInputs:
     """
 
     input_ids: torch.Tensor
-    logits_processor: LogitsProcessorList
+    logits_processor: processes.LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
     config: GenerationConfig
     model_kwargs: dict[str, Any]
@@ -217,7 +206,7 @@ class GenerateInputs:
 
 
 def process_rows(
-    processors: LogitsProcessorList, ids: torch.Tensor, scores: torch.Tensor, rows: torch.Tensor
+    processors: processes.LogitsProcessorList, ids: torch.Tensor, scores: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
     """The batch's processors applied to some of its rows: scores [n, vocab] of rows int64 [n] with ids [n, tokens].
 
@@ -232,8 +221,8 @@ def process_rows(
 
 
 def split_warpers(
-    processors: LogitsProcessorList, do_sample: bool
-) -> tuple[LogitsProcessorList, SamplingMetadata | None]:
+    processors: processes.LogitsProcessorList, do_sample: bool
+) -> tuple[processes.LogitsProcessorList, SamplingMetadata | None]:
     """The processors before the warpers at the end of the list, and the SamplingMetadata that is equal to the warpers.
 
     Without sampling it is greedy. If the warpers are not the last processors, or are configured in a way that
@@ -246,11 +235,10 @@ def split_warpers(
         split -= 1
     tail = list(processors[split:])
     order = [list(WARPERS).index(type(warper)) for warper in tail]
-    keeps_more = any(
-        getattr(warper, "min_tokens_to_keep", 1) > 1 for warper in tail if not isinstance(warper, TopKLogitsWarper)
-    )
+    others = (warper for warper in tail if not isinstance(warper, processes.TopKLogitsWarper))
+    keeps_more = any(getattr(warper, "min_tokens_to_keep", 1) > 1 for warper in others)
     fills = any(getattr(warper, "filter_value", -torch.inf) != -torch.inf for warper in tail)
     if order != sorted(set(order)) or keeps_more or fills:
         return processors, None
     settings = {WARPERS[type(warper)]: getattr(warper, WARPERS[type(warper)]) for warper in tail}
-    return LogitsProcessorList(processors[:split]), SamplingMetadata(**settings)
+    return processes.LogitsProcessorList(processors[:split]), SamplingMetadata(**settings)

@@ -4,13 +4,7 @@ import ctypes
 from dataclasses import dataclass
 
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as processes
 
 from hybrid.inputs import as_ids
 from hybrid.kernels import has_triton
@@ -132,17 +126,17 @@ class SamplingMetadata:
         """Whether the distribution is truncated."""
         return self.temperature > 0 and bool(self.top_k or self.top_p < 1.0 or self.min_p)
 
-    def warpers(self) -> LogitsProcessorList:
+    def warpers(self) -> processes.LogitsProcessorList:
         """Hugging Face's processors with the same effect on logits."""
-        steps = LogitsProcessorList()
+        steps = processes.LogitsProcessorList()
         if self.temperature not in (0, 1.0):
-            steps.append(TemperatureLogitsWarper(self.temperature))
+            steps.append(processes.TemperatureLogitsWarper(self.temperature))
         if self.top_k:
-            steps.append(TopKLogitsWarper(self.top_k))
+            steps.append(processes.TopKLogitsWarper(self.top_k))
         if self.top_p < 1.0:
-            steps.append(TopPLogitsWarper(self.top_p))
+            steps.append(processes.TopPLogitsWarper(self.top_p))
         if self.min_p:
-            steps.append(MinPLogitsWarper(self.min_p))
+            steps.append(processes.MinPLogitsWarper(self.min_p))
         return steps
 
 

@@ -27,6 +27,7 @@ from hybrid.inference.tensor_files import (
 from hybrid.inference.training_checkpoints import MODEL_FILES, open_training_checkpoint
 
 JSON_NAME = "ds_inference_config.json"  # DeepSpeed's file name
+PART_NAME = "tp_{:02d}.safetensors"  # of a rank's part
 JSON_TYPES = ("megatron", "bloom", "ds_model")  # DeepSpeed's values, in lower case
 
 
@@ -175,18 +176,13 @@ def save_mp_checkpoint(
         rows = tensor.chunk(size) if tensor.dim() else (tensor,)
         if index < len(rows):
             parts[name] = rows[index].contiguous().clone()
-    save_file(parts, folder / part_name(index), metadata={"format": "pt"})
+    save_file(parts, folder / PART_NAME.format(index), metadata={"format": "pt"})
     if index == 0:
         content = {
             "type": "ds_model",
-            "checkpoints": [part_name(other) for other in range(size)],
+            "checkpoints": [PART_NAME.format(other) for other in range(size)],
             "version": 1.0,
             "parallelization": "tp",
             "tp_size": size,
         }
         (folder / JSON_NAME).write_text(json.dumps(content, indent=1))
-
-
-def part_name(index: int) -> str:
-    """The file name of a rank's part."""
-    return f"tp_{index:02d}.safetensors"

@@ -60,18 +60,17 @@ def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def cast_model(model: nn.Module, cast: Cast) -> None:
-    """Cast and move a model's own weights.
-
-    Non-persistent buffers (rotary frequencies) are moved but keep their dtype, as in a model that was built in `dtype`:
-    rounding the frequencies would shift every position.
-    """
+    """Cast and move a model's own weights; non-persistent buffers, which `move_buffers` moves, are not cast."""
     for name, tensor in state_tensors(model).items():
         tensor.data = cast(name, tensor.data)
-    move_buffers(model, cast.device)
 
 
-def move_buffers(model: nn.Module, device: torch.device | None) -> None:
-    """Move a model's buffers without casting; those on the meta device, which are loaded later, are skipped."""
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move a model's buffers; those on the meta device, which are loaded later, are skipped.
+
+    They keep their dtype, as in a model that was built in the dtype of the weights: rounding the frequencies of rotary
+    embeddings would shift every position.
+    """
     for buffer in model.buffers():
         if not buffer.is_meta:
             buffer.data = buffer.data.to(device)

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hybrid.config import InferenceConfig, MoEConfig, Refusal, refuse, unsupported, value_if_set
-from hybrid.inference.auto_tp import AutoTP
-from hybrid.inference.injection_policy import read_policy, require_divisible_heads
+from hybrid.inference.auto_tp import AutoTP, read_policy, require_divisible_heads
 from hybrid.inference.ranks import callers_group, expert_parallel_size, group_size, tensor_parallel_size
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
