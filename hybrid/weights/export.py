@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -295,25 +294,8 @@ def merged_tensors(adapted: Adapted, values: Values) -> Tensors:
     """An adapted module's tensors with the active adapters merged: summed in float32, then rounded once to the dtype
     that the weight has in `values`."""
     base = {key: values[param] for key, param in adapted.sources.items()}
-    with lent(adapted, values):
-        changed = adapted.merged(base)
+    changed = adapted.merged(base, values.__getitem__)
     return base | {key: tensor.to(base.get(key, tensor).dtype) for key, tensor in changed.items()}
-
-
-@contextmanager
-def lent(adapted: Adapted, values: Values) -> Iterator[None]:
-    """Inside the block the adapter's modules hold `values` in place of their parameters. Their parameter dictionaries
-    are replaced: ZeRO-3's would gather on access (deepspeed 0.19.8)."""
-    own, before = adapted.own, {module: module._parameters for module in adapted.own}
-    try:
-        adapted.own = {m: {key: values.get(param, param) for key, param in params.items()} for m, params in own.items()}
-        for module, tensors in adapted.own.items():
-            module._parameters = tensors
-        yield
-    finally:
-        adapted.own = own
-        for module, params in before.items():
-            module._parameters = params
 
 
 def joined(*names: str) -> str:

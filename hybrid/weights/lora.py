@@ -5,7 +5,7 @@ formula for that module's weights with the active adapters merged. Training weig
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,28 @@ class LowRank(NamedTuple):
     scale: float
 
 
+class AdapterParams(NamedTuple):
+    """The training parameters of one active adapter in one module.
+
+    a, b: the factors as `LowRank`, or their transposes.  bias: added to the module's, times the scale.
+    magnitude: DoRA's vector [out].
+    """
+
+    a: nn.Parameter
+    b: nn.Parameter
+    scale: float
+    bias: nn.Parameter | None = None
+    magnitude: nn.Parameter | None = None
+
+
+Whole = Callable[[nn.Parameter], torch.Tensor]  # gives a parameter's full tensor
+
+
+def itself(param: nn.Parameter) -> torch.Tensor:
+    """The `Whole` of parameters that are gathered."""
+    return param
+
+
 def merged_weight(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float) -> torch.Tensor:
     """W + s·B·A as a new float32 tensor (LoRA, arXiv:2106.09685).  weight [out, in], lora_a [r, in], lora_b [out, r].
 
@@ -42,31 +64,6 @@ def merged_weight(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tens
     the old bits back.
     """
     return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=scale)
-
-
-def dora_weight(
-    weight: torch.Tensor,
-    base: torch.Tensor,
-    lora_a: torch.Tensor,
-    lora_b: torch.Tensor,
-    scale: float,
-    magnitude: torch.Tensor,
-) -> torch.Tensor:
-    """m · (W + s·B·A) / ‖W₀ + s·B·A‖ in float32 (DoRA, arXiv:2402.09353).
-
-    weight, base [out, in], lora_a [r, in], lora_b [out, r], magnitude [out]. The norm, over each output row, is of the
-    `base` weight W₀; `weight` W may already contain other adapters. This is the order of PEFT's forward in eval mode
-    (0.21).
-    """
-    norm = torch.linalg.norm(merged_weight(base, lora_a, lora_b, scale), dim=1)
-    return (magnitude.float() / norm).unsqueeze(1) * merged_weight(weight, lora_a, lora_b, scale)
-
-
-def row_blocks(weight: torch.Tensor) -> Iterator[slice]:
-    """Slices over the rows of a weight [out, in], each of at most MERGE_ELEMENTS elements or one row."""
-    rows, columns = weight.shape
-    step = max(MERGE_ELEMENTS // max(columns, 1), 1)
-    yield from (slice(start, start + step) for start in range(0, rows, step))
 
 
 def merge_low_rank(
@@ -77,16 +74,19 @@ def merge_low_rank(
 ) -> None:
     """Write W + Σ scale · b · a to `into`, summed in float32 and rounded once.  weight, into [out, in]
 
-    magnitudes: of each delta, DoRA's vector [out], or None; None: no delta has one.
+    magnitudes: of each delta, DoRA's vector m [out], or None; None: no delta has one. With DoRA (arXiv:2402.09353) the
+        sum up to and with that delta is multiplied by m / ‖W + scale · b · a‖: the norm, over each output row, is of
+        the base weight with that delta alone. This is the order of PEFT's forward in eval mode (0.21).
     """
     magnitudes = magnitudes or [None] * len(deltas)
-    for rows in row_blocks(weight):
+    step = max(MERGE_ELEMENTS // max(weight.shape[1], 1), 1)
+    for rows in (slice(start, start + step) for start in range(0, len(weight), step)):
         total = weight[rows]
         for (a, b, scale), magnitude in zip(deltas, magnitudes, strict=True):
-            if magnitude is None:
-                total = merged_weight(total, a, b[rows], scale)
-            else:
-                total = dora_weight(total, weight[rows], a, b[rows], scale, magnitude[rows])
+            total = merged_weight(total, a, b[rows], scale)
+            if magnitude is not None:
+                norm = torch.linalg.norm(merged_weight(weight[rows], a, b[rows], scale), dim=1)
+                total = (magnitude[rows].float() / norm).unsqueeze(1) * total
         into[rows] = total
 
 
@@ -103,11 +103,8 @@ class Adapted(ABC):
     """
 
     def __init__(self, name: str, parent: nn.Module, wrapper: nn.Module, plain: nn.Module, sources: dict):
-        self.name = name
-        self.parent = parent
-        self.child = name.rpartition(".")[2]
-        self.wrapper = wrapper
-        self.plain = plain
+        self.name, self.parent, self.child = name, parent, name.rpartition(".")[2]
+        self.wrapper, self.plain = wrapper, plain
         self.own = {module: dict(module._parameters) for module in wrapper.modules()}
         self.sources = {key: param for key, param in sources.items() if param is not None}
         for key, param in self.sources.items():
@@ -121,47 +118,55 @@ class Adapted(ABC):
         """The active adapters and their scales, comparable with those of an earlier merge. Empty: none is active."""
 
     @abstractmethod
+    def active_params(self) -> list[AdapterParams]:
+        """The parameters of the active adapters, in their order."""
+
     def adapter_params(self) -> list[nn.Parameter]:
         """The adapters' parameters that `merge` reads."""
+        params = [param for a, b, _, *others in self.active_params() for param in (a, b, *others)]
+        return [param for param in params if param is not None]
 
     def changed(self) -> dict[str, torch.Size]:
         """Full shapes of the tensors of `plain` that the active adapters change, by parameter name."""
         return {"weight": whole_shape(self.sources["weight"])}
 
-    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
+    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor], whole: Whole = itself) -> None:
         """Write the tensors of `changed` to `into`, from full `base` tensors: summed in float32 and rounded once.
 
         At most MERGE_ELEMENTS (at least a row) of one weight are in float32 at once, in addition to the factors.
         """
-        merge_low_rank(base["weight"], self.low_rank(lambda param: param), into["weight"])
+        weight, merged = self.as_stored(base["weight"]), self.as_stored(into["weight"])
+        merge_low_rank(weight, self.low_rank(whole), merged, self.magnitudes(whole))
 
-    def merged(self, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def merged(self, base: dict[str, torch.Tensor], whole: Whole = itself) -> dict[str, torch.Tensor]:
         """The tensors of `changed` with the active adapters merged, as new tensors in the base's dtype."""
         weight = next(iter(base.values()))
         into = {name: weight.new_empty(shape) for name, shape in self.changed().items()}
-        self.merge(base, into)
+        self.merge(base, into, whole)
         return into
 
     def merge_temporary_bytes(self) -> int:
         """Bytes that `merge` needs in addition to the factors and its output: a block of rows and its float32 sum."""
-        sizes = [(whole_shape(param), self._per_element(param)) for param in self.sources.values()]
-        blocks = [min(shape.numel(), max(MERGE_ELEMENTS, shape[-1])) * each for shape, each in sizes if len(shape) > 1]
-        return max(blocks, default=0)
-
-    def _per_element(self, param: torch.Tensor) -> int:
-        """Temporary bytes of `merge` per element of a block of rows."""
-        return 4 if param.dtype == torch.float32 else 8
+        with_dora = any(params.magnitude is not None for params in self.active_params())
+        blocks = [0]
+        for param in self.sources.values():
+            shape, nbytes = whole_shape(param), (4 if param.dtype == torch.float32 else 8) + 4 * with_dora
+            if len(shape) > 1:
+                blocks.append(min(shape.numel(), max(MERGE_ELEMENTS, shape[-1])) * nbytes)
+        return max(blocks)
 
     def is_low_rank(self) -> bool:
         """Whether the active adapters only add low-rank products to `weight` and change no other tensor."""
-        return False
+        return all(params.bias is None and params.magnitude is None for params in self.active_params())
 
-    def low_rank(self, whole: Callable[[nn.Parameter], torch.Tensor]) -> list[LowRank]:
-        """The deltas of the active adapters to `weight` [out, in], in their order. Expects `is_low_rank`.
+    def low_rank(self, whole: Whole = itself) -> list[LowRank]:
+        """The deltas of the active adapters to `weight` [out, in], in their order. Expects `is_low_rank`."""
+        return [LowRank(whole(a), whole(b), scale) for a, b, scale, *_ in self.active_params()]
 
-        whole: gives a parameter's full tensor.
-        """
-        return []
+    def magnitudes(self, whole: Whole = itself) -> list[torch.Tensor | None]:
+        """DoRA's magnitude vector [out] of each active adapter, or None."""
+        vectors = [params.magnitude for params in self.active_params()]
+        return [None if vector is None else whole(vector) for vector in vectors]
 
     def can_run_unmerged(self) -> bool:
         """Whether the module may be computed unmerged: y = W x, then y + scale · b (a x) for each of `low_rank`.
@@ -203,49 +208,36 @@ class PeftAdapted(Adapted):
                 )
         return names
 
-    def _per_element(self, param: torch.Tensor) -> int:
-        return super()._per_element(param) + 4 * any(magnitude is not None for magnitude in self.magnitudes())
-
-    def is_low_rank(self) -> bool:
-        return not any(adapter in self.wrapper.lora_variant for adapter in self.active())
-
-    def magnitudes(self) -> list[nn.Parameter | None]:
-        """The DoRA magnitude vector [out] of each active adapter, or None."""
-        vectors, variants = self.wrapper.lora_magnitude_vector, self.wrapper.lora_variant
-        return [vectors[adapter].weight if adapter in variants else None for adapter in self.active()]
+    def magnitude(self, adapter: str) -> nn.Parameter | None:
+        """An adapter's DoRA magnitude vector [out], or None."""
+        return self.wrapper.lora_magnitude_vector[adapter].weight if adapter in self.wrapper.lora_variant else None
 
 
 class PeftLinear(PeftAdapted):
     """`lora.Linear` over nn.Linear or Conv1D (whose weight is [in, out]: `fan_in_fan_out`)."""
 
-    def adapter_params(self) -> list[nn.Parameter]:
-        factors = [factor for a in self.active() for factor in (self.wrapper.lora_A[a], self.wrapper.lora_B[a])]
-        params = [param for factor in factors for param in self.own[factor].values()]
-        return [param for param in (*params, *self.magnitudes()) if param is not None]
+    def active_params(self) -> list[AdapterParams]:
+        params = []
+        for name in self.active():
+            a, b = self.own[self.wrapper.lora_A[name]], self.own[self.wrapper.lora_B[name]]
+            scale = self.wrapper.scaling[name]
+            params.append(AdapterParams(a["weight"], b["weight"], scale, b["bias"], self.magnitude(name)))
+        return params
 
     def changed(self) -> dict[str, torch.Size]:
         weight = whole_shape(self.sources["weight"])
-        biased = any(self.wrapper.lora_B[adapter].bias is not None for adapter in self.active())
+        biased = any(params.bias is not None for params in self.active_params())
         outputs = weight[1] if self.wrapper.fan_in_fan_out else weight[0]
         return {"weight": weight} | ({"bias": torch.Size([outputs])} if biased else {})
 
-    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
-        wrapper, deltas = self.wrapper, self.low_rank(lambda param: param)
-        merge_low_rank(self.as_stored(base["weight"]), deltas, self.as_stored(into["weight"]), self.magnitudes())
+    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor], whole: Whole = itself) -> None:
+        super().merge(base, into, whole)
         if "bias" in into:
             bias = base["bias"].float() if "bias" in base else 0.0
-            for adapter in self.active():
-                if wrapper.lora_B[adapter].bias is not None:
-                    bias = bias + wrapper.scaling[adapter] * wrapper.lora_B[adapter].bias.float()
+            for params in self.active_params():
+                if params.bias is not None:
+                    bias = bias + params.scale * whole(params.bias).float()
             into["bias"].copy_(bias)
-
-    def is_low_rank(self) -> bool:
-        return super().is_low_rank() and all(self.wrapper.lora_B[a].bias is None for a in self.active())
-
-    def low_rank(self, whole: Callable[[nn.Parameter], torch.Tensor]) -> list[LowRank]:
-        wrapper = self.wrapper
-        factors = [(self.own[wrapper.lora_A[a]], self.own[wrapper.lora_B[a]], a) for a in self.active()]
-        return [LowRank(whole(a["weight"]), whole(b["weight"]), wrapper.scaling[name]) for a, b, name in factors]
 
     def as_stored(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.T if self.wrapper.fan_in_fan_out else rows
@@ -254,23 +246,17 @@ class PeftLinear(PeftAdapted):
 class PeftEmbedding(PeftAdapted):
     """`lora.Embedding`: weight [vocabulary, hidden], factors A [r, vocabulary] and B [hidden, r]."""
 
-    def adapter_params(self) -> list[nn.Parameter]:
-        factors = (self.wrapper.lora_embedding_A, self.wrapper.lora_embedding_B)
-        params = [factor[adapter] for adapter in self.active() for factor in factors]
-        return params + [param for param in self.magnitudes() if param is not None]
-
-    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
+    def active_params(self) -> list[AdapterParams]:
         a, b, scaling = self.wrapper.lora_embedding_A, self.wrapper.lora_embedding_B, self.wrapper.scaling
-        deltas = [LowRank(a[adapter], b[adapter], scaling[adapter]) for adapter in self.active()]
-        # Transposed: DoRA's norms are over the vocabulary.
-        merge_low_rank(base["weight"].T, deltas, into["weight"].T, self.magnitudes())
+        return [AdapterParams(b[n], a[n], scaling[n], magnitude=self.magnitude(n)) for n in self.active()]
 
-    def low_rank(self, whole: Callable[[nn.Parameter], torch.Tensor]) -> list[LowRank]:
-        wrapper = self.wrapper
-        return [
-            LowRank(whole(wrapper.lora_embedding_B[a]).T, whole(wrapper.lora_embedding_A[a]).T, wrapper.scaling[a])
-            for a in self.active()
-        ]
+    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor], whole: Whole = itself) -> None:
+        # Transposed: DoRA's norms are over the vocabulary.
+        deltas = [LowRank(b.T, a.T, scale) for a, b, scale in self.low_rank(whole)]
+        merge_low_rank(base["weight"].T, deltas, into["weight"].T, self.magnitudes(whole))
+
+    def low_rank(self, whole: Whole = itself) -> list[LowRank]:
+        return [LowRank(a.T, b.T, scale) for a, b, scale in super().low_rank(whole)]
 
 
 class PeftExperts(PeftAdapted):
@@ -284,34 +270,34 @@ class PeftExperts(PeftAdapted):
             module = module.base_layer
         return chain
 
-    def adapter_params(self) -> list[nn.Parameter]:
+    def active_params(self) -> list[AdapterParams]:
         return [
-            factor[adapter].weight
+            AdapterParams(wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.scaling[name])
             for wrapper in self.wrappers()
-            for adapter in self.active()
-            for factor in (wrapper.lora_A, wrapper.lora_B)
+            for name in self.active()
         ]
 
     def changed(self) -> dict[str, torch.Size]:
         names = [wrapper.parameter_name for wrapper in self.wrappers()]
         return {name: whole_shape(self.sources[name]) for name in names}
 
-    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
+    def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor], whole: Whole = itself) -> None:
         for wrapper in self.wrappers():
             weight, merged = base[wrapper.parameter_name], into[wrapper.parameter_name]
             for expert in range(wrapper.num_experts):
-                deltas = [expert_delta(wrapper, adapter, expert) for adapter in self.active()]
+                deltas = [expert_delta(wrapper, adapter, expert, whole) for adapter in self.active()]
                 merge_low_rank(expert_matrix(wrapper, weight, expert), deltas, expert_matrix(wrapper, merged, expert))
 
     def is_low_rank(self) -> bool:
         return False  # a product for each expert, over several parameters
 
 
-def expert_delta(wrapper: lora.ParamWrapper, adapter: str, expert: int) -> LowRank:
+def expert_delta(wrapper: lora.ParamWrapper, adapter: str, expert: int, whole: Whole) -> LowRank:
     """One expert's delta, from the factors of all experts: a [experts·r, in], b [out, r·experts] (PEFT 0.21,
     ParamWrapper.get_delta_weight)."""
-    a, b, experts = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts
-    a, b = a.view(experts, -1, a.shape[-1])[expert], b.view(b.shape[0], -1, experts)[..., expert]
+    a, b = whole(wrapper.lora_A[adapter].weight), whole(wrapper.lora_B[adapter].weight)
+    a = a.view(wrapper.num_experts, -1, a.shape[-1])[expert]
+    b = b.view(b.shape[0], -1, wrapper.num_experts)[..., expert]
     return LowRank(a, b, wrapper.scaling[adapter])
 
 
@@ -329,16 +315,12 @@ class ChatLinear(Adapted):
     def state(self) -> tuple:
         return (self.wrapper.lora_scaling,)
 
-    def adapter_params(self) -> list[nn.Parameter]:
+    def active_params(self) -> list[AdapterParams]:
         own = self.own[self.wrapper]
-        return [own["lora_right_weight"], own["lora_left_weight"]]
+        return [AdapterParams(own["lora_right_weight"], own["lora_left_weight"], self.wrapper.lora_scaling)]
 
-    def is_low_rank(self) -> bool:
-        return True
-
-    def low_rank(self, whole: Callable[[nn.Parameter], torch.Tensor]) -> list[LowRank]:
-        right, left = map(whole, self.adapter_params())
-        return [LowRank(right.T, left.T, self.wrapper.lora_scaling)]
+    def low_rank(self, whole: Whole = itself) -> list[LowRank]:
+        return [LowRank(a.T, b.T, scale) for a, b, scale in super().low_rank(whole)]
 
 
 def is_chat_lora(module: nn.Module) -> bool:

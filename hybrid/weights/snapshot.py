@@ -490,7 +490,7 @@ def joined_sources(
 
 def sliced_factors(adapted: Adapted, part: Slice) -> list[LowRank]:
     """The factors of a module's low-rank deltas to a slice of its weight. Expects them gathered."""
-    deltas = adapted.low_rank(lambda param: param)
+    deltas = adapted.low_rank()
     return [part.of_factors(delta._replace(b=selected_rows(part.ref, adapted, delta.b))) for delta in deltas]
 
 
