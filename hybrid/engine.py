@@ -154,7 +154,7 @@ class HybridEngine(DeepSpeedEngine):
             lends=not self._streams,
             merges=not self._streams or (fused.is_shared and not fused.fallback_reason),
             hooks=(self._switched_hooks, self._other_hooks),
-            shared=shared,
+            slices_lent=nullcontext if shared is None else shared.lent,
             states=self._states,
             device=self.device,
         )

@@ -4,6 +4,7 @@ import torch
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
+from hybrid.models.modules import active_copy
 from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.weights.joined import JoinedBuffers
 from hybrid.weights.lora import Adapted, LowRank
@@ -38,9 +39,7 @@ class BoundWeights:
         there is none."""
         module = ref.module
         if isinstance(module, ModulesToSaveWrapper):
-            active = None if module.disable_adapters else next(iter(module.active_adapters), None)
-            saved = module.modules_to_save
-            module = saved[active] if active in saved else module.original_module  # noqa: SIM401 - a ModuleDict has no get
+            module = active_copy(module)
         adapted = self.adapted.get(module)
         return adapted, (module._parameters if adapted is None else adapted.sources).get(ref.parameter)
 

@@ -1,7 +1,7 @@
 """Checks of a `DecoderLayout` before it is used: every parameter has a role, every shape agrees with the spec."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ def require_sizes(layout: DecoderLayout) -> None:
     groups = [("", layout.outer)] + [(f"layer {index} ", roles) for index, roles in enumerate(layout.layers)]
     for where, roles in groups:
         shapes = {role: picked_shape(ref) for role, ref in roles.items() if parameter_at(ref) is not None}
-        weights = weight_shapes(layout.spec, intermediate_size(shapes))
+        inner = shapes.get("down.weight", shapes.get("experts_down.weight", (0,)))[-1]  # the inputs of `down`
+        weights = weight_shapes(layout.spec, inner)
         for role, shape in shapes.items():
             name, _, kind = role.partition(".")
             expected = weights[name] if kind == "weight" else weights[name][:1]
@@ -42,7 +43,7 @@ def require_sizes(layout: DecoderLayout) -> None:
 
 def picked_shape(ref: ParamRef) -> torch.Size:
     """The shape of the tensor at `ref`, after `select`."""
-    whole = torch.empty(whole_shape(ref), device="meta")
+    whole = torch.empty(whole_shape(parameter_at(ref)), device="meta")
     try:
         return whole.shape if ref.select is None else ref.select(whole).shape
     except (RuntimeError, IndexError):  # the rows cannot be divided by the spec's sizes
@@ -55,17 +56,12 @@ def require_whole(family: str, where: str, refs: Iterable[ParamRef]) -> None:
     sizes: dict[nn.Parameter, int] = {}
     for ref in refs:
         picked[parameter_at(ref)] += picked_shape(ref).numel()
-        sizes[parameter_at(ref)] = whole_shape(ref).numel()
+        sizes[parameter_at(ref)] = whole_shape(parameter_at(ref)).numel()
     for param, size in sizes.items():
         if picked[param] % size:
             raise UnsupportedModel(
                 f"{family}: {where}has a packed parameter of {size} elements; its roles take {picked[param]}"
             )
-
-
-def intermediate_size(shapes: Mapping[str, torch.Size]) -> int:
-    """The MLP's inner size, taken from the inputs of its down projection; 0 without one."""
-    return shapes.get("down.weight", shapes.get("experts_down.weight", (0,)))[-1]
 
 
 def weight_shapes(spec: DecoderSpec, inner: int) -> dict[str, tuple[int, ...]]:

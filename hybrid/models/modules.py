@@ -2,7 +2,7 @@
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from hybrid.models.spec import ParamRef
@@ -58,7 +58,13 @@ def parameter_at(ref: ParamRef) -> nn.Parameter | None:
     return getattr(plain(ref.module), ref.parameter, None)
 
 
-def whole_shape(ref: ParamRef) -> torch.Size:
-    """The full shape of the parameter at `ref`; the `shape` of one partitioned by ZeRO-3 is empty."""
-    param = parameter_at(ref)
+def whole_shape(param: torch.Tensor) -> torch.Size:
+    """The parameter's full shape; the `shape` of one partitioned by ZeRO-3 is empty."""
     return getattr(param, "ds_shape", param.shape)
+
+
+def active_copy(wrapper: ModulesToSaveWrapper) -> nn.Module:
+    """The copy that PEFT's modules_to_save compute with: the active adapter's, or the original."""
+    active = None if wrapper.disable_adapters else next(iter(wrapper.active_adapters), None)
+    copies = wrapper.modules_to_save
+    return copies[active] if active in copies else wrapper.original_module  # noqa: SIM401 - a ModuleDict has no get

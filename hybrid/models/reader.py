@@ -139,6 +139,7 @@ class LayoutReader:
         if {len(windows), len(self.rotary_keys), config.num_hidden_layers} != {count}:
             raise self._unsupported(f"{count} layers, and the configuration says {config.num_hidden_layers}")
         roles = {role for _, layer_roles in self.layers for role in layer_roles}
+        positions = family.positions or (rope_end if any(self.rotary_keys) else lambda config: 0)
         fields = {
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,
@@ -150,7 +151,7 @@ class LayoutReader:
             "norm_eps": self._norm_eps(),
             **self._activation(),
             "gated": any("gate" in role or role == "router" for role in roles),
-            "max_positions": self._max_positions(),
+            "max_positions": positions(config),
             **self._rotary(),
             **{name: value(self.model) if callable(value) else value for name, value in family.spec.items()},
         }
@@ -182,11 +183,6 @@ class LayoutReader:
         if len(values) != 1 or None in values:
             raise self._unsupported(f"its norms have the epsilons {values}, which must be one for all")
         return values.pop()
-
-    def _max_positions(self) -> int:
-        if self.family.positions is not None:
-            return self.family.positions(self.config)
-        return rope_end(self.config) if any(self.rotary_keys) else 0
 
     def _rotary(self) -> dict:
         """The spec's rotary fields: `rotary_dim`, `rotary_float32` and, unless the row makes its own tables,

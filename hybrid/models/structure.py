@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hybrid.models.modules import hugging_face_model
+from hybrid.models.modules import hugging_face_model, whole_shape
 
 # Settings with a number of layers, of decoder or encoder.
 LAYER_COUNTS = "num_hidden_layers n_layer num_layers encoder_layers decoder_layers num_decoder_layers".split()
@@ -87,5 +87,4 @@ def kind_of(model: nn.Module, module: nn.Module) -> str:
     if module is head:
         return "head"
     weight = module._parameters.get("weight")
-    shape = getattr(weight, "ds_shape", getattr(weight, "shape", ()))  # ZeRO-3 empties `shape`
-    return "norm" if len(shape) == 1 else "other"
+    return "norm" if weight is not None and len(whole_shape(weight)) == 1 else "other"

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hybrid.models.modules import hugging_face_model, plain, whole_shape
-from hybrid.models.spec import ParamRef, UnsupportedModel
+from hybrid.models.spec import UnsupportedModel
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def share_of(module: nn.Module, style: Style, named: dict[str, Style]) -> Share 
     if not isinstance(bare, kind) and not (kind is nn.Linear and hasattr(bare, "lora_left_weight")):
         return None
     cuts = {"weight": style.cut, "bias": "once" if style.cut == "columns" else style.cut}
-    rows, columns = whole_shape(ParamRef(module, "weight"))
+    rows, columns = whole_shape(bare.weight)
     return Share(module, cuts, style, width=columns if style.cut == "columns" else rows)
 
 

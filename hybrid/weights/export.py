@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import peft
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from hybrid.models.modules import active_copy
 from hybrid.weights.gather import gathered
 from hybrid.weights.lora import Adapted, read_adapters
 
@@ -141,7 +143,6 @@ class Shards:
 
 # Tensors
 
-
 Wrappers = dict[nn.Module, Adapted]
 
 
@@ -230,32 +231,19 @@ def adapter_tensors(model: peft.PeftModel, override: Override | None) -> Tensors
 
 
 def layers_of(name: str, module: nn.Module, wrappers: Wrappers) -> Iterator[list[SavedModule]]:
-    """The modules that are gathered together: those of a layer (a child of an nn.ModuleList); elsewhere each module
-    alone."""
+    """A module and all modules inside it without their adapters, by what is gathered together: the modules of a layer
+    (a child of an nn.ModuleList); elsewhere each module alone."""
     saved = unwrapped(name, module, wrappers)
     yield [saved]
     for key, child in saved.module.named_children():
-        if isinstance(saved.module, nn.ModuleList):
-            yield [*modules_of(joined(name, key), child, wrappers)]
-        else:
-            yield from layers_of(joined(name, key), child, wrappers)
-
-
-def modules_of(name: str, module: nn.Module, wrappers: Wrappers) -> Iterator[SavedModule]:
-    """A module and all modules inside it, without their adapters."""
-    saved = unwrapped(name, module, wrappers)
-    yield saved
-    for key, child in saved.module.named_children():
-        yield from modules_of(joined(name, key), child, wrappers)
+        inner = layers_of(joined(name, key), child, wrappers)
+        yield from [[*chain.from_iterable(inner)]] if isinstance(saved.module, nn.ModuleList) else inner
 
 
 def unwrapped(name: str, module: nn.Module, wrappers: Wrappers) -> SavedModule:
     """The module without adapters; for PEFT's modules_to_save the active copy."""
     if isinstance(module, ModulesToSaveWrapper):
-        active = None if module.disable_adapters else next(iter(module.active_adapters), None)
-        copies = module.modules_to_save
-        module = copies[active] if active in copies else module.original_module  # noqa: SIM401 - no get
-        return SavedModule(name, module, None)
+        return SavedModule(name, active_copy(module), None)
     adapted = wrappers.get(module)
     return SavedModule(name, module if adapted is None else adapted.plain, adapted)
 
@@ -286,8 +274,7 @@ def read(param: nn.Parameter, override: Override | None) -> torch.Tensor | None:
 def on_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A copy in host memory, in `dtype` if given and the tensor is floating point. A copy also on CPUs: the gathered
     tensor is freed afterwards."""
-    floating = dtype is not None and tensor.is_floating_point()
-    return tensor.detach().to("cpu", dtype if floating else tensor.dtype, copy=True)
+    return tensor.detach().to("cpu", dtype if dtype and tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
 def merged_tensors(adapted: Adapted, values: Values) -> Tensors:

@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from hybrid.models.modules import whole_shape
 from hybrid.weights.host_memory import HostMemory
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
@@ -18,11 +19,6 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # 
 def is_partitioned(param: torch.Tensor) -> bool:
     """Whether ZeRO-3 partitions this parameter (it may be gathered at the moment)."""
     return hasattr(param, "ds_id")
-
-
-def whole_shape(param: torch.Tensor) -> torch.Size:
-    """The parameter's full (unpartitioned) shape."""
-    return param.ds_shape if is_partitioned(param) else param.shape
 
 
 def whole_bytes(param: torch.Tensor) -> int:
@@ -102,7 +98,8 @@ class Fetch:
         self.works: list[dist.Work] = []
         for param in storage:
             if param in direct and host:
-                own_part(param, storage[param]).copy_(own_shard(param))
+                own_part = parts_of(param, storage[param])[dist.get_rank(param.ds_process_group)]
+                own_part.copy_(own_shard(param))
             elif param in direct:
                 self.works += self._bring(param)
 
@@ -149,11 +146,6 @@ def parts_of(param: torch.Tensor, storage: torch.Tensor) -> list[torch.Tensor]:
     """Views of each rank's shard in `storage` [numel], without padding; those of the last ranks may be empty."""
     size, count = param.ds_tensor.ds_numel, dist.get_world_size(param.ds_process_group)
     return [storage[rank * size : (rank + 1) * size] for rank in range(count)]
-
-
-def own_part(param: torch.Tensor, storage: torch.Tensor) -> torch.Tensor:
-    """A view of this rank's shard in `storage` [numel], without padding."""
-    return parts_of(param, storage)[dist.get_rank(param.ds_process_group)]
 
 
 def own_shard(param: torch.Tensor) -> torch.Tensor:

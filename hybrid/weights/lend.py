@@ -7,7 +7,7 @@ again on access and run the base weights (deepspeed 0.19.8). Afterwards the mode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import getitem
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
@@ -53,13 +53,6 @@ STATE_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 Table = tuple[dict, str, dict]  # a module's `__dict__`, the name of a dictionary in it, and that dictionary
 
 
-class Lendable(Protocol):
-    """Modules that ranks run together, on slices (decoders/tp_modules.py)."""
-
-    def lent(self) -> AbstractContextManager:
-        """Inside the block the modules compute with slices. A nested block does nothing."""
-
-
 class Window:
     """The window of a model: inside `opened()` the model computes with the snapshot's tensors.
 
@@ -67,7 +60,7 @@ class Window:
         run (streaming), or only the fused decoder reads the snapshot.
     merges: whether the snapshot contains the adapters, merged or as unmerged factors.
     hooks: the training engine's hooks on the model, which are off while the snapshot is lent.
-    shared: the model's modules if ranks run them together; they compute with slices while the snapshot is lent.
+    slices_lent: if ranks run the model's modules together, a context in which these compute with slices.
     states: training states that are in host memory while a window is open.
     device: where a call of the model moves its inputs to; None: they stay where they are.
     """
@@ -80,13 +73,13 @@ class Window:
         lends: bool,
         merges: bool,
         hooks: Sequence[EngineHooks] = (),
-        shared: Lendable | None = None,
+        slices_lent: Callable[[], AbstractContextManager] = nullcontext,
         states: TrainingStates | None = None,
         device: torch.device | None = None,
     ):
         self.model, self.snapshot, self.profiler, self.device = model, snapshot, profiler, device
         self.lends, self.merges = lends, merges
-        self.hooks, self.shared, self.states = hooks, shared, states
+        self.hooks, self.slices_lent, self.states = hooks, slices_lent, states
         self.is_collective = world_size() > 1 and any(map(is_partitioned, model.parameters()))  # refreshing
         self.adapters: list[bool] = []  # whether adapters are used, for each open window, the outermost first
         self.replaced: list[Table] = []  # the model's own dictionaries that are replaced now, in order
@@ -133,8 +126,8 @@ class Window:
                 for hooks in self.hooks if self.lends else ():
                     stack.enter_context(hooks.off())
                 stack.enter_context(self._lent(adapters))
-                if self.shared is not None and self.lends:
-                    stack.enter_context(self.shared.lent())
+                if self.lends:
+                    stack.enter_context(self.slices_lent())
             self.adapters.append(adapters)
             stack.callback(self.adapters.pop)
             yield

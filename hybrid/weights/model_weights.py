@@ -1,6 +1,6 @@
 """A model's weights as snapshots copy them: adapted modules, groups that are gathered together, and their version."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
@@ -17,7 +17,7 @@ class WeightVersion:
     steps: int = 0
     loads: int = 0
     adapter_changes: int = 0
-    adapters: tuple = field(default=())  # the active adapters at the last `see_adapters`
+    adapters: tuple = ()  # the active adapters at the last `see_adapters`
     updating: bool = False  # an optimizer may have written weights since the last `end_update`
 
     @property
@@ -108,7 +108,7 @@ def read_weights(
     Raises NotImplementedError, with the module's name, for an adapter that cannot be merged.
     """
     adapted = tuple(read_adapters(info.model))
-    version = WeightVersion() if version is None else version
+    version = version or WeightVersion()
     version.adapters = active_adapters(adapted)
     groups = make_groups(info.model, info.structure, adapted, layers_per_group)
     trainable = frozenset(param for param in info.model.parameters() if param.requires_grad)

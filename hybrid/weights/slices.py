@@ -162,14 +162,7 @@ class Slice:
         return low_rank._replace(b=self.cut(low_rank.b))
 
 
-WHOLE_KEY = ("whole",)
-
-
-def whole_slice(ref: ParamRef) -> Slice:
-    """The slice of a parameter that is all of it."""
-    return Slice(ref, WHOLE_KEY, None)
-
-
+WHOLE_KEY = ("whole",)  # of a slice that is all of a parameter
 VOCABULARY = ("embedding.weight", "head.weight")  # sliced alike, so that tied weights are kept once
 
 

@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
+from hybrid.models.modules import whole_shape
 from hybrid.models.spec import ParamRef
 from hybrid.profiling import Phase
 from hybrid.weights.gather import (
@@ -26,13 +27,12 @@ from hybrid.weights.gather import (
     storage_for,
     whole_bytes,
     whole_in,
-    whole_shape,
 )
 from hybrid.weights.host_memory import HostMemory
 from hybrid.weights.joined import JoinedBuffers
 from hybrid.weights.lora import Adapted, LowRank, merge_low_rank
 from hybrid.weights.model_weights import Group, ModelWeights, State
-from hybrid.weights.slices import WHOLE_KEY, Slice, whole_slice
+from hybrid.weights.slices import WHOLE_KEY, Slice
 
 Owner = nn.Parameter | tuple[Adapted, str]  # what slices are kept of: a parameter, or a merged tensor (module, name)
 
@@ -84,11 +84,11 @@ class Snapshot:
             refs = {param: ref for ref, (_, param) in self.sources.items()}
             anywhere = ParamRef(self.weights.info.model, "")
             for param in filter(is_partitioned, self.weights.info.model.parameters()):
-                kept.setdefault(param, [whole_slice(refs.get(param, anywhere))])
+                kept.setdefault(param, [Slice(refs.get(param, anywhere), WHOLE_KEY, None)])
             for adapted in self.adapted:
                 for name in (*adapted.sources, "bias"):
                     ref = refs.get(adapted.sources.get(name), anywhere)
-                    kept.setdefault((adapted, name), [whole_slice(ref)])
+                    kept.setdefault((adapted, name), [Slice(ref, WHOLE_KEY, None)])
         return kept
 
     # ------------------------------------------------------------- refresh
@@ -103,9 +103,8 @@ class Snapshot:
 
     def must_gather(self, adapters: bool) -> bool:
         """Whether `refresh` has copies to update. With partitioned parameters it is then a collective."""
-        if self.is_fresh(adapters):
-            return False
-        return any(self.stale(self._copied(group, adapters)) for group in self.weights.groups)
+        groups = () if self.is_fresh(adapters) else self.weights.groups
+        return any(self.stale(self._copied(group, adapters)) for group in groups)
 
     def refresh(self, phase: Phase, adapters: bool) -> int:
         """Update every stale copy, group by group; with `adapters` False, merged weights are not updated.
@@ -233,7 +232,10 @@ class Snapshot:
             self.stamps.pop(part.ref, None)
         parts = self.parts.setdefault(owner, {})
         if part.key not in parts:
-            data = self._joined_part(part.ref, merged) if joined else torch.empty(shape, dtype=dtype, device=device)
+            if joined:
+                data = self.joined.part(part.ref, merged, self._blank, self.device)
+            else:
+                data = torch.empty(shape, dtype=dtype, device=device)
             self._add(owner, part.key, data)
         return parts[part.key].data
 
@@ -246,10 +248,6 @@ class Snapshot:
         self.layout += 1
 
     # ------------------------------------------------------ joined buffers
-
-    def _joined_part(self, ref: ParamRef, merged: bool) -> torch.Tensor:
-        """The part of the joined buffer that belongs to `ref`."""
-        return self.joined.part(ref, merged, self._blank, self.device)
 
     def _blank(self, ref: ParamRef) -> torch.Tensor:
         """A meta tensor with the shape and dtype of what is kept at `ref`."""
@@ -286,7 +284,8 @@ class Snapshot:
         for ref in refs_to_fill:
             adapted, param = self.sources[ref]
             if self.stamps.get(ref) != self.weights.stamp(param):
-                self.fills[ref] = self._joined_part(ref, True).copy_(self._part(param, ref))
+                buffer = self.joined.part(ref, True, self._blank, self.device)
+                self.fills[ref] = buffer.copy_(self._part(param, ref))
                 self.stamps[ref] = self.weights.stamp(param)
                 self.stamps.pop(adapted, None)  # the merged weight that was here is overwritten
         for ref in self.fills.keys() - set(refs_to_fill):
@@ -352,9 +351,9 @@ class Snapshot:
         within = set(module.modules())
         here = [layer for layer in self.adapted if not within.isdisjoint((layer.wrapper, layer.plain))]
         active = [layer for layer in here if layer.state()]
-        unmerged = sum(self.weights.is_unmerged(layer, adapters=True) for layer in active)
         if not self.weights.unmerged or not active:
             return ""
+        unmerged = sum(self.weights.is_unmerged(layer, adapters=True) for layer in active)
         others = ", merged in the others" * (unmerged < len(active))
         return f"adapters unmerged in {unmerged} of {len(active)} modules{others}"
 
@@ -380,11 +379,11 @@ class Snapshot:
         if self.weights.is_unmerged(weight, True):
             # An upper bound: a rank keeps one of the two factors in full, and a slice of the other.
             return sum(map(whole_bytes, weight.adapter_params()))
-        sources = {name: param for name, param in weight.sources.items() if name != "bias"}  # adapters rarely change it
         return sum(
             planned_part_bytes(part, param)
-            for name, param in sources.items()
+            for name, param in weight.sources.items()
             for part in self.kept.get((weight, name), ())
+            if name != "bias"  # adapters rarely change it
         )
 
     def _planned_temporary(self, weights: list[nn.Parameter | Adapted]) -> int:
@@ -450,7 +449,6 @@ def slices_by_owner(slices: dict[ParamRef, Slice], adapted: Iterable[Adapted]) -
     by_key: dict[Owner, dict[tuple, Slice]] = {}
     for ref, part in slices.items():
         module, name = ref.module, ref.parameter
-        owners: list[Owner | None]
         if module in wrapped:
             owners = [(wrapped[module], name), wrapped[module].sources.get(name)]
         elif name in module._parameters:
