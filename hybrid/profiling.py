@@ -25,11 +25,6 @@ class Iteration:
     tokens: int = 0
     gathered_bytes: int = 0
 
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since this iteration began."""
-        return time.perf_counter() - self.started
-
 
 class Profiler:
     """Times the phases of an engine's iterations.
@@ -79,7 +74,7 @@ class Profiler:
         generating_s = self.now.seconds["prefill"] + self.now.seconds["decode"] + self.now.seconds["wait"]
         return {
             **seconds,
-            "elapsed_s": self.now.elapsed_s,
+            "elapsed_s": time.perf_counter() - self.now.started,
             "tokens": self.now.tokens,
             "tokens_per_s": self.now.tokens / generating_s if generating_s > 0 else 0.0,
             "gathered_bytes": self.now.gathered_bytes,
@@ -93,7 +88,7 @@ class Profiler:
         if self.evals and not any(self.now.seconds.values()):
             return
         self.evals += 1
-        latency, samples = self.now.elapsed_s, self.samples.since_last()
+        latency, samples = time.perf_counter() - self.now.started, self.samples.since_last()
         if self.evals > 1:
             self.finished_s.append(latency)
             self.finished_samples += samples

@@ -173,8 +173,7 @@ def check_rollout(
     prompt_ids: Any, prompt_mask: Any, params: SamplingParams, num_generations: int, row_ids: Any
 ) -> None:
     """Check a rollout's arguments. Raises TypeError for what is no tensor; ValueError for a dtype, a shape or a number
-    that is not allowed, a row that is not left padded, and several generations without sampling.
-    """
+    that is not allowed, a row that is not left padded, and several generations without sampling."""
     check_prompts(prompt_ids, prompt_mask)
     mask = prompt_mask.bool()
     wrong = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1).nonzero().flatten().tolist()

@@ -118,8 +118,7 @@ class BlockPool:
 
     def _ensure_free(self, num_blocks: int) -> None:
         """Make sure that `num_blocks` blocks are free; the storage grows by steps. Blocks in use keep their numbers and
-        content.
-        """
+        content."""
         if len(self.free_blocks) >= num_blocks:
             return
         old, needed = self.capacity, self.capacity + num_blocks - len(self.free_blocks) + (self.capacity == 0)

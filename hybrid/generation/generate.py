@@ -164,8 +164,7 @@ def hugging_face_method(config: GenerationConfig, kwargs: dict[str, Any]) -> str
 
 def prepared_config(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> GenerationConfig:
     """The GenerationConfig that `generate` builds from its arguments and the model's own configuration (transformers
-    5.23).
-    """
+    5.23)."""
     kwargs = dict(kwargs)
     config = kwargs.pop("generation_config", None)
     return model._prepare_generation_config(args[1] if len(args) > 1 else config, **kwargs)[0]

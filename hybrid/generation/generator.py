@@ -96,12 +96,7 @@ class Generator:
     ) -> Any:
         """The output of the model's own `generate`, with our decode loop as its decoding method.
 
-        adapters: None uses the model's active adapters; False the base model.  seed: of the sampling keys; None: the
-            next.
-
-        Raises TypeError or ValueError for prompts that cannot be decoded, a model without `generate`, a sequence that
-        would be too long, or stop strings without a tokenizer; NotImplementedError for `adapter_names` and for decoding
-        methods that cannot run.
+        Arguments and errors are those of `HybridEngine.generate`.
         """
         prompts = prompts_of(self.model, args, kwargs)
         args, kwargs = as_model_inputs(args, kwargs, self.device)
@@ -132,14 +127,12 @@ class Generator:
         """Decode prompts as Hugging Face's `_sample` does (transformers 5.23), with our cache, sampler and window.
 
         Returns int64 [sequences, length], or Hugging Face's output object if `return_dict_in_generate` is set.
-        Raises NotImplementedError for methods other than greedy search and sampling; ValueError if a sequence is too
-        long, or if the sequences do not fit into `rollout.kv_cache_bytes`.
         """
         require_sampling(inputs.config)
         self._require_max_out_tokens(inputs.prompt_len, inputs.max_new_tokens)
         keys = inputs.input_ids.new_zeros(len(inputs.input_ids))
         if inputs.config.do_sample:
-            keys = self._sampling_keys(inputs.num_prompts, len(keys), seed)
+            keys = self._sampling_keys(len(keys) // inputs.config.num_return_sequences, len(keys), seed)
         fallback_reason = inputs.fallback_reason(model)
         request, totals = None, []
         if not fallback_reason:

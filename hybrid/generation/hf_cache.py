@@ -19,8 +19,7 @@ class KVCache:
 
     def adopt(self, cache: Cache) -> None:
         """Make the growing layers of an empty Hugging Face cache use this storage. Other layers, such as sliding
-        windows and linear attention, keep theirs.
-        """
+        windows and linear attention, keep theirs."""
         if cache.layer_class_to_replicate is DynamicLayer:  # the cache makes its layers in order, on first use
             indices = itertools.count()
             cache.layer_class_to_replicate = lambda: GrowingLayer(self, next(indices))

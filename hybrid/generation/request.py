@@ -130,11 +130,6 @@ class GenerateInputs:
     streamer: BaseStreamer | None = None
 
     @property
-    def num_prompts(self) -> int:
-        """Prompts, before `generate()` has repeated them."""
-        return len(self.input_ids) // self.config.num_return_sequences
-
-    @property
     def prompt_len(self) -> int:
         """Tokens of the prompts, padding included."""
         embeds = self.model_kwargs.get("inputs_embeds")

@@ -165,8 +165,7 @@ class Scheduler:
 
     def oversized_row(self) -> tuple[SequenceGroup, list[int]]:
         """Remove and return the first waiting row, which fits only without the blocks that its group would keep for its
-        other rows. Their prompt is prefilled again.
-        """
+        other rows. Their prompt is prefilled again."""
         group = self.waiting[0]
         alone, row = replace(group, waiting=[]), group.waiting.pop(0)
         group.blocks, group.logits = [], None
@@ -191,8 +190,7 @@ class Scheduler:
 
     def allocate(self, group: SequenceGroup, rows: list[int]) -> None:
         """Give rows of a prefilled group their blocks: full blocks are shared, the last one, which decoding writes to,
-        is copied; the group's last row takes the group's own.
-        """
+        is copied; the group's last row takes the group's own."""
         full, partial = group.blocks[: group.num_full_blocks], group.blocks[group.num_full_blocks :]
         is_last = not group.waiting
         copies = [self.block_pool.allocate(len(partial)) for _ in rows[is_last:]]

@@ -171,7 +171,12 @@ def logits_of(model: nn.Module, batch: PaddedBatch, in_parts: bool) -> Iterator[
     rows, width = batch.ids.shape
     columns = torch.arange(width - 1, device=batch.ids.device).split(max(1, LOGIT_ROWS // rows))
     if in_parts:
-        with decoder_once(model) as outputs:
+        # The decoder under the head runs in the first forward only. The model's own forward computes the logits each
+        # time, so scaling and soft caps around the head apply.
+        outputs: dict[nn.Module, Any] = {}
+        with ExitStack() as stack:
+            for decoder in decoders(hugging_face_model(model)):
+                stack.enter_context(forward_once(decoder, outputs))
             for part in columns:
                 call = functools.partial(model, logits_to_keep=part)
                 logits = padded_forward(model, call)(batch.ids, batch.mask).logits
@@ -197,21 +202,6 @@ def decoders(model: nn.Module) -> list[nn.Module]:
     if hasattr(model, "get_decoder"):
         candidates.append(model.get_decoder())
     return [module for module in dict.fromkeys(candidates) if isinstance(module, nn.Module) and module is not model]
-
-
-@contextmanager
-def decoder_once(model: nn.Module) -> Iterator[dict]:
-    """Inside the block, the decoder under the model's head runs in the first forward only; later forwards reuse its
-    output.
-
-    Gives the outputs by decoder, empty until one has run. The model's own forward computes the logits each time, so
-    scaling and soft caps around the head apply.
-    """
-    outputs: dict[nn.Module, Any] = {}
-    with ExitStack() as stack:
-        for decoder in decoders(hugging_face_model(model)):
-            stack.enter_context(forward_once(decoder, outputs))
-        yield outputs
 
 
 @contextmanager
@@ -242,8 +232,7 @@ def spans(mask: torch.Tensor) -> tuple[list[int], list[int]]:
 
 def similar(lengths: list[int], most_rows: int, most_tokens: int) -> list[list[int]]:
     """Batches of rows, longest first, of at most `most_rows` rows and `most_tokens` tokens with padding, but at least
-    one row.
-    """
+    one row."""
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         last = batches[-1] if batches else []

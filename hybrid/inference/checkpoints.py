@@ -26,6 +26,8 @@ from hybrid.inference.tensor_files import (
 )
 from hybrid.inference.training_checkpoints import MODEL_FILES, open_training_checkpoint
 
+HUGGING_FACE_NAMES = ("model.safetensors.index.json", "model.safetensors")  # in the order of precedence
+HUGGING_FACE_NAMES += ("pytorch_model.bin.index.json", "pytorch_model.bin")
 JSON_NAME = "ds_inference_config.json"  # DeepSpeed's file name
 PART_NAME = "tp_{:02d}.safetensors"  # of a rank's part
 JSON_TYPES = ("megatron", "bloom", "ds_model")  # DeepSpeed's values, in lower case
@@ -41,7 +43,7 @@ def open_checkpoint(
         there, to `base_dir`; the files that it names are searched for in `folders_of`.
     parts: the number of tensor-parallel parts that the checkpoint must have; 1: any number.
     shapes: of the model's tensors, from which the dimension follows along which parts are joined.
-    Raises ValueError if a file is missing or damaged, or the format is unknown.
+    Raises ValueError if a file is missing or damaged, the format is unknown, or a key of the JSON has an invalid value.
     """
     if isinstance(source, dict):
         return open_description(source, folders_of(source, base_dir, Path()), parts, shapes)
@@ -51,29 +53,26 @@ def open_checkpoint(
     if path.is_dir():
         return open_directory(path, parts, shapes)
     require_files([path])
-    if path.suffix != ".json":
-        require_one_part(path, parts)
-        return open_file(path)
-    content = read_json(path)
+    content = read_json(path) if path.suffix == ".json" else {"weight_map": None}
     if "weight_map" in content or path.name.endswith(".index.json"):
-        require_one_part(path, parts)
-        return open_index(path)
+        return open_weights(path, parts)
     return open_description(content, folders_of(content, base_dir, path.parent), parts, shapes)
 
 
-def open_directory(path: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
-    """The tensors in a directory, in the first known format found there.
+def open_weights(path: Path, parts: int) -> Tensors:
+    """The tensors of a file of weights, or of the files that an index names."""
+    require_one_part(path, parts)
+    return open_index(path) if path.suffix == ".json" else open_file(path)
 
-    Raises ValueError if there is none, or a file is missing or damaged.
-    """
+
+def open_directory(path: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
+    """The tensors in a directory, in the first known format found there."""
     if (path / JSON_NAME).is_file():
         content = read_json(path / JSON_NAME)
         return open_description(content, folders_of(content, "", path), parts, shapes)
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        index = path / f"{name}.index.json"
-        if index.is_file() or (path / name).is_file():
-            require_one_part(path, parts)
-            return open_index(index) if index.is_file() else open_file(path / name)
+    for name in HUGGING_FACE_NAMES:
+        if (path / name).is_file():
+            return open_weights(path / name, parts)
     if (path / "latest").is_file():
         tag = (path / "latest").read_text(errors="replace").strip()
         if not tag or not (path / tag).is_dir():
@@ -92,7 +91,7 @@ def folders_of(content: dict[str, Any], base_dir: str, folder: Path) -> list[Pat
 
     With a base directory B, which is the JSON's own `base_dir` or else the argument: B relative to the working
     directory, as in DeepSpeed; B relative to `base_dir`; B relative to the JSON's `folder`; that folder. Without one:
-    the JSON's folder; the working directory. Raises ValueError if the JSON's `base_dir` is not a string.
+    the JSON's folder; the working directory.
     """
     base = content.get("base_dir") or base_dir
     if not isinstance(base, str):
@@ -110,7 +109,6 @@ def open_description(
         (parts of the same tensors; the default for Megatron). `tp_size`. `version`: Megatron's layout; null: read it
         from the files. `base_dir`.
     folders: where to search for the files; the first folder with all of them is used.
-    Raises ValueError for a key with an invalid value, and for missing or damaged files.
     """
     split, full = listed_files(content)
     has_all = (folder for folder in folders if all((folder / name).is_file() for name in (*split, *full)))
@@ -141,10 +139,7 @@ def open_description(
 
 
 def listed_files(content: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The file names in DeepSpeed's JSON: those of `checkpoints` or "tp", and those of "non_tp".
-
-    Raises ValueError if `checkpoints` is missing, empty, or has another form.
-    """
+    """The file names in DeepSpeed's JSON: those of `checkpoints` or "tp", and those of "non_tp"."""
     files = content.get("checkpoints")
     if not isinstance(files, list | dict):
         raise ValueError(

@@ -1,5 +1,5 @@
 """Tensors in files, by name, read one at a time, and joining of tensor-parallel parts. Pickles are read with
-`weights_only=True`."""
+`weights_only=True`. What cannot be read or joined raises ValueError."""
 
 import json
 import pickle
@@ -56,10 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def open_file(path: Path) -> Tensors:
-    """The tensors of one file: safetensors, or a pickle of a state dict, at the top level or under one of WRAPPERS.
-
-    Raises ValueError if it is damaged or holds no tensors.
-    """
+    """The tensors of one file: safetensors, or a pickle of a state dict, at the top level or under one of WRAPPERS."""
     if path.suffix == ".safetensors":
         try:
             file = safe_open(path, framework="pt")
@@ -79,10 +76,7 @@ def open_file(path: Path) -> Tensors:
 
 
 def load_pickle(path: Path) -> Any:
-    """The content of a file saved by torch, on the CPU; memory-mapped if the file is a zip archive.
-
-    Raises ValueError if it is damaged.
-    """
+    """The content of a file saved by torch, on the CPU; memory-mapped if the file is a zip archive."""
     try:
         with torch.serialization.safe_globals(DEEPSPEEDS):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -101,10 +95,7 @@ def in_memory(tensor: torch.Tensor) -> FileTensor:
 
 
 def open_index(path: Path) -> Tensors:
-    """The tensors of Hugging Face's sharded files, by their index, a JSON file.
-
-    Raises ValueError if the index is invalid, or a file or tensor is missing.
-    """
+    """The tensors of Hugging Face's sharded files, by their index, a JSON file."""
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
         raise ValueError(f"checkpoint: {path} has no weight_map, which names the files of tensors")

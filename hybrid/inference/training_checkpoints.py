@@ -99,8 +99,7 @@ def joined_by_map(
     """Join the ranks' parts by the map that DeepSpeed's automatic tensor parallelism saves or, for tensors without an
     entry (split by other code), by their shapes.
 
-    info: the checkpoint's UNIVERSAL_CHECKPOINT_INFO. Raises ValueError if parts cannot be joined, or the map is of
-    another version.
+    info: the checkpoint's UNIVERSAL_CHECKPOINT_INFO.
     """
     if unknown := info.get(AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS):
         raise ValueError(f"checkpoint: {folder} has parts that DeepSpeed does not know how to put together: {unknown}")
@@ -134,8 +133,7 @@ def rebuilt(entry: dict[str, Any], parts: list[FileTensor]) -> torch.Tensor:
 def zero3_tensors(folder: Path, index: int) -> Tensors:
     """The tensors of a ZeRO-3 checkpoint, for one tensor-parallel rank.
 
-    Each data-parallel rank has an equal share of every parameter's elements, in the order of the parameters. Raises
-    ValueError if files are missing or damaged.
+    Each data-parallel rank has an equal share of every parameter's elements, in the order of the parameters.
     """
     file = f"zero_pp_rank_{{}}_mp_rank_{index:02d}_{{}}_states.pt"
     ranks = range(len(list(folder.glob(file.format("*", "model")))) or 1)
@@ -160,8 +158,7 @@ def zero3_tensors(folder: Path, index: int) -> Tensors:
 def flat_weights(path: Path, ranks: int, width: int) -> list[torch.Tensor]:
     """A rank's partitions of all parameters, as flat float32 tensors, one per parameter group.
 
-    width: the number of elements that they must have together. Raises ValueError if they have fewer, or the file was
-    saved with another number of ranks.
+    ranks, width: the number of ranks that must have saved them, and of elements that they must have together.
     """
     state = engine_state(path, ("optimizer_state_dict",))["optimizer_state_dict"]
     if state["partition_count"] != ranks:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from hybrid.weights.int8 import require_groups
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.slices import require_divisible
 
-STACK_LEVEL = 7  # of the caller of `init_inference`, for warnings: below it are a decorator and the engine
+warn = partial(warnings.warn, stacklevel=6)  # of the caller of `init_inference`
 
 
 def validated(info: ModelInfo, config: InferenceConfig, moe_layers: dict[str, MoE]) -> InferenceConfig:
@@ -46,11 +47,6 @@ def validated(info: ModelInfo, config: InferenceConfig, moe_layers: dict[str, Mo
     if config.moe.ep_group is not None and expert_parallel_size(config.moe) == 1:
         warn("moe.ep_group: given with ep_size=1; it has no effect, give ep_size too")
     return config
-
-
-def warn(message: str) -> None:
-    """Warn the caller of `init_inference`."""
-    warnings.warn(message, stacklevel=STACK_LEVEL)
 
 
 def rows(info: ModelInfo, config: InferenceConfig) -> Iterator[Refusal]:
