@@ -115,9 +115,10 @@ class Builder:
             raise UnsupportedModel(self.info.reasons["tp_plan"])
         return Snapshot(self.weights, planned_slices(self.info.tp_plan, Shard(group.size, group.index)))
 
-    def no_copies(self) -> Snapshot:
-        """A snapshot that copies nothing: the model's own layers run on weights that are gathered as they run."""
-        return Snapshot(replace(self.weights, groups=()))
+    def layer_by_layer(self, reason: str) -> FusedModel:
+        """No decoder, for `reason`, and a snapshot that copies nothing: weights are gathered as the model's layers
+        run."""
+        return self.fused(Snapshot(replace(self.weights, groups=())), layer_by_layer(reason))
 
     def fused(
         self,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
-from hybrid.build import Builder, Mode, layer_by_layer
+from hybrid.build import Builder, Mode
 from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig, refuse
 from hybrid.decoders.calls import Calls, SharedCalls
@@ -128,7 +128,7 @@ class HybridEngine(DeepSpeedEngine):
                 shared.require_same(expected)
             self._snapshot.release()
         except UnsupportedModel as reason:
-            self._run_on(self._builder.fused(self._builder.no_copies(), layer_by_layer(f"{why}; {reason}")))
+            self._run_on(self._builder.layer_by_layer(f"{why}; {reason}"))
 
     def _empty_cache(self) -> DynamicCache:
         """A cache like those of the model's `generate()`, with its own storage."""

@@ -100,11 +100,6 @@ def key(name: str, default: Any = None) -> Callable[[nn.Module], Any]:
     return setting
 
 
-def declares(config: PretrainedConfig, name: str) -> bool:
-    """Whether the configuration's class has this setting. An instance also keeps unknown settings it was given."""
-    return hasattr(type(config), name)
-
-
 def one_window(config: PretrainedConfig) -> list[int]:
     """`LayerSpec.window` of every layer: the same window."""
     return [config.sliding_window or 0] * config.num_hidden_layers

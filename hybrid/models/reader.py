@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hybrid.models.checks import require_covered, require_sizes
 from hybrid.models.families import FAMILIES
-from hybrid.models.family import ACTIVATIONS, CHOICES, Family, Packed, Pick, Table, declares, rope_end, rope_table
+from hybrid.models.family import ACTIVATIONS, CHOICES, Family, Packed, Pick, Table, rope_end, rope_table
 from hybrid.models.modules import adapter_parameters, find, has, hugging_face_model, own_parameters, plain
 from hybrid.models.spec import DecoderLayout, DecoderSpec, LayerSpec, ParamRef, UnsupportedModel
 
@@ -54,7 +54,8 @@ def misfits(family: Family, model: nn.Module) -> list[str]:
         reasons += layer_misfits(family, layers)
     else:
         reasons.append(f"no layers in {family.layers}")
-    reasons += [f"the configuration has no {name}" for name in family.declares if not declares(config, name)]
+    # Asked of the class: an instance also keeps unknown settings it was given.
+    reasons += [f"the configuration has no {name}" for name in family.declares if not hasattr(type(config), name)]
     reasons += [
         f"{name}={getattr(config, name)!r} is not supported"
         for name in CHOICES
@@ -96,7 +97,11 @@ class LayoutReader:
 
     def __init__(self, family: Family, model: nn.Module):
         self.family, self.model, self.config = family, model, model.config
-        self._require_supported()
+        if getattr(self.config, "is_causal", True) is False:
+            raise self._unsupported("config.is_causal=False; decoders have causal attention")
+        for setting, is_set in family.refuses.items():
+            if is_set(self.config):
+                raise self._unsupported(f"{setting} is not supported")
         self.outer = {role: path for role, path in family.outer.items() if has(model, path)}
         self.layers = [
             (layer, next(roles for roles in family.layer if not map_misfits(roles, layer, "")))
@@ -121,14 +126,6 @@ class LayoutReader:
 
     def _unsupported(self, reason: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self.family.name}: {reason}")
-
-    def _require_supported(self) -> None:
-        """Raise UnsupportedModel if the config has a value that the family's row refuses, or is_causal=False."""
-        if getattr(self.config, "is_causal", True) is False:
-            raise self._unsupported("config.is_causal=False; decoders have causal attention")
-        for setting, is_set in self.family.refuses.items():
-            if is_set(self.config):
-                raise self._unsupported(f"{setting} is not supported")
 
     def _spec(self) -> DecoderSpec:
         """The spec, from the configuration's common settings and the row's `spec`, which has precedence."""
@@ -249,13 +246,10 @@ def refs(root: nn.Module, roles: Roles, spec: DecoderSpec) -> dict[str, ParamRef
 def module_refs(module: nn.Module, role: str, pick: Pick | None = None) -> dict[str, ParamRef]:
     """The ParamRefs of a module's weight and bias. A linear module without bias gets a ref for it too: an adapter may
     add one."""
-    weight = transposed(pick) if isinstance(plain(module), Conv1D) else pick
+    weight = pick
+    if isinstance(plain(module), Conv1D):  # its weight is [in, out]
+        weight = (lambda whole: whole.T) if pick is None else (lambda whole: pick(whole.T))
     by_role = {f"{role}.weight": ParamRef(module, "weight", weight)}
     if hasattr(plain(module), "bias"):
         by_role[f"{role}.bias"] = ParamRef(module, "bias", pick)
     return by_role
-
-
-def transposed(pick: Pick | None) -> Pick:
-    """`pick` applied to the transpose of a weight [in, out]."""
-    return (lambda weight: weight.T) if pick is None else (lambda weight: pick(weight.T))

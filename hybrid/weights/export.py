@@ -198,11 +198,12 @@ def tensors_of(saved: SavedModule, values: Values, ignored: set[str]) -> Tensors
     """A module's tensors to save, buffers included, by their full names in the model.
 
     values: the module's gathered parameters.  ignored: names that are not saved.
+    Merged adapters are summed in float32, then rounded once to the dtype that the weight has in `values`.
     """
+    tensors = {key: values[param] for key, param in saved.params.items() if param in values}
     if saved.is_merged:
-        tensors = merged_tensors(saved.adapted, values)
-    else:
-        tensors = {key: values[param] for key, param in saved.params.items() if param in values}
+        merged = saved.adapted.merged(tensors, values.__getitem__)
+        tensors |= {key: tensor.to(tensors.get(key, tensor).dtype) for key, tensor in merged.items()}
     for key, buffer in saved.module._buffers.items():
         if buffer is not None and key not in saved.module._non_persistent_buffers_set:
             tensors[key] = on_host(buffer)
@@ -275,14 +276,6 @@ def on_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Ten
     """A copy in host memory, in `dtype` if given and the tensor is floating point. A copy also on CPUs: the gathered
     tensor is freed afterwards."""
     return tensor.detach().to("cpu", dtype if dtype and tensor.is_floating_point() else tensor.dtype, copy=True)
-
-
-def merged_tensors(adapted: Adapted, values: Values) -> Tensors:
-    """An adapted module's tensors with the active adapters merged: summed in float32, then rounded once to the dtype
-    that the weight has in `values`."""
-    base = {key: values[param] for key, param in adapted.sources.items()}
-    changed = adapted.merged(base, values.__getitem__)
-    return base | {key: tensor.to(base.get(key, tensor).dtype) for key, tensor in changed.items()}
 
 
 def joined(*names: str) -> str:
