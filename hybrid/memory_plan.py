@@ -17,7 +17,6 @@ from hybrid.decoders.self_check import checked_lengths
 from hybrid.generation.block_pool import blocks_for
 from hybrid.generation.model_runner import PREFILL_TOKENS
 from hybrid.generation.scoring import LOGIT_ROWS
-from hybrid.models.model_info import ModelInfo
 from hybrid.parallel import min_over_ranks, world_size
 from hybrid.weights.gather import is_partitioned
 
@@ -163,8 +162,12 @@ def need_of(mode: Mode, weight_bytes: tuple[int, int], fused: FusedModel, rollou
         kv = min(kv, rollout.kv_cache_bytes or kv)
         logits = logit_rows(decoder, max(rows, 1), tokens) * vocabulary * 4
         if decoder is None:
-            # The head's logits are made after the layers' temporaries are freed.
-            activations = max(native_activation_bytes(info, rows * tokens) - logits, 0)
+            # Of the model's own layers, approximately: four times the hidden size (the residual stream, its norm, the
+            # attention output, a float32 copy) and three times the MLP's inner size. The head's logits are made after
+            # these temporaries are freed.
+            hidden = info.size("hidden_size")
+            width = 4 * hidden + 3 * (info.size("intermediate_size") or 4 * hidden)
+            activations = max(rows * tokens * width * next(info.model.parameters()).element_size() - logits, 0)
         else:
             # A forward has the tokens of all ranks of the group.
             at_once = max(mode.tp_size * min(rows * tokens, PREFILL_TOKENS), sum(checked_lengths(decoder)))
@@ -179,16 +182,8 @@ def logit_rows(decoder: WholeDecoder | None, rows: int, tokens: int) -> int:
 
     The CPU kernels sample and score without a copy; torch's operations make temporaries of the same size.
     """
-    in_torch = not isinstance(decoder, CpuDecoder)
-    return max((5 if in_torch else 3) * rows, (5 if in_torch else 1) * min(rows * tokens, LOGIT_ROWS))
-
-
-def native_activation_bytes(info: ModelInfo, tokens: int) -> int:
-    """Approximate activation bytes of the model's own layers over `tokens` tokens: four times the hidden size (the
-    residual stream, its norm, the attention output, a float32 copy) and three times the MLP's inner size."""
-    hidden = info.size("hidden_size")
-    inner = info.size("intermediate_size") or 4 * hidden
-    return tokens * (4 * hidden + 3 * inner) * next(info.model.parameters()).element_size()
+    for_decoding, for_scoring = (3, 1) if isinstance(decoder, CpuDecoder) else (5, 5)
+    return max(for_decoding * rows, for_scoring * min(rows * tokens, LOGIT_ROWS))
 
 
 def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:

@@ -35,8 +35,6 @@ def can_generate(module: nn.Module) -> bool:
 def generating_part(model: nn.Module) -> nn.Module:
     """The part of `model` that generates: itself, or the only module in it that can, such as the policy in a wrapper
     that also has a value model. `model` if there is none or more than one."""
-    if can_generate(model):
-        return model
     generating: list[nn.Module] = []
     within: set[nn.Module] = set()  # an adapter's wrapper can generate, and so can its base: the outermost counts
     for module in model.modules():

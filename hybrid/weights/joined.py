@@ -31,9 +31,9 @@ class JoinedBuffers:
             self.parts |= {(merged, member): part for member, part in zip(refs, parts, strict=True)}
         return self.parts[merged, ref]
 
-    def release(self, merged: bool | None = None) -> None:
-        """Free the buffers: of merged weights alone (merged=True), of base weights alone (False), or all (None)."""
-        self.parts = {key: part for key, part in self.parts.items() if merged is not None and key[0] != merged}
+    def release(self, only_merged: bool = False) -> None:
+        """Free all buffers, or only those of merged weights."""
+        self.parts = {key: part for key, part in self.parts.items() if only_merged and not key[0]}
 
 
 def one_above_another(blanks: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -418,7 +418,7 @@ class Snapshot:
         for ref in self.fills:
             self.stamps.pop(ref, None)
         self.fills.clear()
-        self.joined.release(merged=True)
+        self.joined.release(only_merged=True)
         self._forget()
 
     def release(self) -> None:
