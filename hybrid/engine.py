@@ -21,8 +21,7 @@ from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig, refuse
 from hybrid.decoders.calls import Calls, SharedCalls
 from hybrid.decoders.collective_forwards import ExpertForwards, LayerwiseForwards
-from hybrid.decoders.containers import containers_of, parts_of
-from hybrid.decoders.coverage import coverage_of
+from hybrid.decoders.containers import containers_of, coverage_of, parts_of
 from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.tp_modules import SharedContainer, SharedModules, first_output
@@ -360,7 +359,7 @@ class HybridEngine(DeepSpeedEngine):
                 self._module_exchange.release()
             if self._settings.release_inference_cache:
                 self._free_kv()
-            if self._fused.streams or not self._rollout_settings.keep_snapshot:
+            if self._fused.stream is not None or not self._rollout_settings.keep_snapshot:
                 self._snapshot.release()
                 self._fused.release()
             if self._settings.release_inference_cache or not self._rollout_settings.keep_snapshot:
@@ -368,7 +367,7 @@ class HybridEngine(DeepSpeedEngine):
 
     def _free_kv(self) -> None:
         self._generator.release_kv()
-        self._fused.release_blocks()
+        self._fused.pool.release()
 
     @contextmanager
     def _training_state(self) -> Iterator[None]:

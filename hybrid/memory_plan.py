@@ -12,7 +12,7 @@ from hybrid.build import Builder, Mode
 from hybrid.config import RolloutConfig
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.fused_model import FusedModel
-from hybrid.decoders.selection import WholeDecoder
+from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.decoders.self_check import checked_lengths
 from hybrid.generation.block_pool import blocks_for
 from hybrid.generation.model_runner import PREFILL_TOKENS

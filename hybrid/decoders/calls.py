@@ -19,6 +19,7 @@ from hybrid.decoders.tp_forwards import ModuleExchange
 from hybrid.parallel import LostRankError, all_gather_objects, is_lost_rank, lost_rank_reported
 from hybrid.profiling import Phase
 from hybrid.weights.lend import Window
+from hybrid.weights.module_tables import attribute
 
 
 class Calls:
@@ -29,6 +30,8 @@ class Calls:
         gives True; these calls are then out of date.
     """
 
+    inside = False  # a request is running: forwards of the model are part of it
+
     def __init__(
         self,
         window: Window,
@@ -38,7 +41,6 @@ class Calls:
     ):
         self.window, self.fused, self.rebuild = window, fused, rebuild
         self.lock = CallLock() if lock is None else lock
-        self.inside = False  # a request is running: forwards of the model are part of it
         self.has_begun = False  # the current call has reached the exchange, or the refresh, of its request
 
     @contextmanager
@@ -74,7 +76,7 @@ class Calls:
         module: name of the submodule that is called directly; "" for the model.
         """
         self.has_begun = True
-        with self.window.opened(adapters), self._inside():
+        with self.window.opened(adapters), attribute(self, "inside", True):
             if tokens is None and fallback_reason:
                 self.fused.note_fallback(fallback_reason)
             yield None if tokens is None else self.fused.decoder(self.window.uses_adapters, tokens)
@@ -82,14 +84,6 @@ class Calls:
     def native(self, module: torch.nn.Module, forward: Callable) -> Any:
         """The output of a forward of the model's own, inside a request."""
         return forward()
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        before, self.inside = self.inside, True
-        try:
-            yield
-        finally:
-            self.inside = before
 
     def _join_others(self, adapters: bool) -> None:
         self.window.join_refresh(adapters)
@@ -188,14 +182,14 @@ class SharedCalls(Calls):
         """
         adapters = self.window.resolved(adapters)
         if tokens is not None:
-            fallback_reason = self.fused.fallback_reason_for(tokens)
+            fallback_reason = self.fused.fallback_reason_now(tokens)
         if self.inside:
             yield self._nested(adapters, tokens, fallback_reason)
             return
         self.has_begun = True
         native = tokens is None or fallback_reason != ""
         needs_check = not native and self.fused.needs_check()
-        hooked = self.fused.has_foreign_hooks()
+        hooked = bool(self.fused.foreign_hooks.first())
         own = RequestHeader("request", adapters, True, module, native, fallback_reason, needs_check, hooked)
         headers = self._exchange(own)
         self._require_same(headers)
@@ -208,12 +202,12 @@ class SharedCalls(Calls):
     def _join_others(self, adapters: bool) -> None:
         """Join the other ranks' request with dummy steps after this rank's own has failed."""
         if not self.lost:
-            hooked = self.fused.has_foreign_hooks()
+            hooked = bool(self.fused.foreign_hooks.first())
             self._follow(self._exchange(RequestHeader("request", adapters, active=False, hooked=hooked)))
 
     def _leave(self) -> None:
         while not self.lost:
-            headers = self._exchange(RequestHeader("leave", hooked=self.fused.has_foreign_hooks()))
+            headers = self._exchange(RequestHeader("leave", hooked=bool(self.fused.foreign_hooks.first())))
             if all(header.step == "leave" for header in headers):
                 return
             self._follow(headers)
@@ -237,7 +231,7 @@ class SharedCalls(Calls):
             with (
                 lost_rank_reported("computing together with it"),
                 self.window.opened(own.adapters),
-                self._inside(),
+                attribute(self, "inside", True),
                 torch.no_grad(),
             ):
                 self.decoder = self._agreed_decoder(own, headers)

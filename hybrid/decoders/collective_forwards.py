@@ -53,14 +53,6 @@ class CollectiveForwards:
         self.count += 1
         return (self.count - 1) % self.interval > 0 or any_rank([wants], self.device, self.group)[0]
 
-    @contextmanager
-    def _in_forward(self) -> Iterator[None]:
-        self.running = True
-        try:
-            yield
-        finally:
-            self.running = False
-
     def _run(self, module: nn.Module, forward: Callable) -> Any:
         raise NotImplementedError
 
@@ -115,7 +107,7 @@ class LayerwiseForwards(CollectiveForwards):
 
     def _run(self, module: nn.Module, forward: Callable) -> Any:
         if module in self.index or not any(child in self.index for child in module.modules()):
-            with self._in_forward(), self._gathered(module.parameters()):
+            with attribute(self, "running", True), self._gathered(module.parameters()):
                 return forward()
         return self._pass(forward)
 
@@ -126,7 +118,7 @@ class LayerwiseForwards(CollectiveForwards):
         """Run a forward of the whole model. Every layer has been gathered at its end, also if it raises."""
         self.before_forward()
         self.passed = 0
-        with self._in_forward(), self._gathered(self.outer):
+        with attribute(self, "running", True), self._gathered(self.outer):
             try:
                 return forward()
             finally:
@@ -187,7 +179,7 @@ class ExpertForwards(CollectiveForwards):
 
     def _run(self, module: nn.Module, forward: Callable) -> Any:
         devices = [] if self.device.type == "cpu" else [self.device]
-        with self._in_forward(), torch.random.fork_rng(devices, device_type=self.device.type):
+        with attribute(self, "running", True), torch.random.fork_rng(devices, device_type=self.device.type):
             return self.guard.run(forward)
 
     def _dummy_step(self) -> None:

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybrid.decoders.batch import BLOCK_SIZE, is_packable, packed
 from hybrid.decoders.calls import Calls
-from hybrid.decoders.fused_model import AnyDecoder
+from hybrid.decoders.fused_model import AnyDecoder, FusedModel
 from hybrid.inputs import as_model_inputs
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.structure import Part
@@ -174,3 +174,20 @@ def padded_logits(decoder: AnyDecoder, ids: torch.Tensor, mask: torch.Tensor) ->
     padded = torch.zeros(*ids.shape, logits.shape[1], dtype=decoder.dtype, device=decoder.device)
     padded[real] = logits.to(decoder.dtype)
     return padded
+
+
+def coverage_of(containers: list[NativeContainer], fused: FusedModel, copied: bool = True) -> list[dict[str, str]]:
+    """What runs where: for each container its part's `module` name, its `kind`, the `container` that runs, and `why`.
+
+    containers: as installed, one of them a FusedContainer.  copied: whether anything runs on the snapshot.
+    """
+    fallback_reason, last = fused.fallback_reason_now(), fused.reasons.last
+    runs = "" if fallback_reason else fused.description + f"; the latest request ran natively: {last}" * bool(last)
+    kind = NativeContainer.kind if fallback_reason else FusedContainer.kind
+    rows = []
+    for container in containers:
+        part, why = container.part, f"{container.why}: {fallback_reason}" if fallback_reason else runs
+        adapters = fused.snapshot.describe_adapters(part.module) if copied else ""
+        why = f"{why}; {adapters}" if adapters else why
+        rows.append({"module": part.name, "kind": part.kind, "container": kind, "why": why})
+    return rows

@@ -3,15 +3,14 @@
 import ctypes
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from weakref import WeakValueDictionary
 
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
-from hybrid.decoders.torch_decoder import Copies, no_lora_deltas
+from hybrid.decoders.torch_decoder import Copies, WholeDecoder, no_lora_deltas
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
-from hybrid.models.spec import JOINED, OUTER_ROLES, DecoderLayout, ParamRef, UnsupportedModel
+from hybrid.models.spec import JOINED, DecoderLayout, ParamRef, UnsupportedModel
 from hybrid.weights.int8 import scale_of
 from hybrid.weights.lora import LowRank
 
@@ -24,21 +23,16 @@ ENUMS = {
 NUMBERS = (ctypes.c_int64, ctypes.c_double)
 
 
-class CpuDecoder:
+class CpuDecoder(WholeDecoder):
     """The decoder of a DecoderLayout, computed by the library of `kernels.cpu_library`.
 
-    weights: gives a ParamRef's whole tensor, before its `select`; None for a bias that does not exist.
-    lora_deltas: gives the unmerged LoRA factors of a weight, as TorchDecoder's.
     dtype: of the matrices, float32 or bfloat16. Activations are float32, rounded to `dtype` where Hugging Face rounds.
-    copies: weight copies shared with other decoders of the model.  workspace: shared with decoders that never run at
-        the same time.
+    workspace: shared with decoders that never run at the same time.
 
     A weight is read in place if its role's tensor is a contiguous part of what `weights` gives; others, such as
     transposed ones, are copied. Weights may be int8 if `reads_int8` accepts them.
     Raises UnsupportedModel for a dtype, or a mixture of dtypes, that the kernels do not support.
     """
-
-    context_block = BLOCK_SIZE  # softmax is computed block by block
 
     def __init__(
         self,
@@ -50,14 +44,11 @@ class CpuDecoder:
         copies: Copies | None = None,
         workspace: "Workspace | None" = None,
     ):
-        self.copies: Copies = WeakValueDictionary() if copies is None else copies
         if dtype not in (torch.float32, torch.bfloat16):
             raise UnsupportedModel(f"the CPU kernels compute float32 and bfloat16, not {dtype}")
-        self.layout, self.spec, self.weights, self.dtype = layout, layout.spec, weights, dtype
-        self.library, self.lora_deltas = library, lora_deltas
-        self.device = torch.device("cpu")
+        super().__init__(layout, weights, dtype, lora_deltas, copies)
+        self.library, self.device = library, torch.device("cpu")
         self.workspace = Workspace() if workspace is None else workspace
-        self.most_tokens = self.most_logits = 0  # the most of any forward so far
         self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.lent: weakref.ref[PagedKV] | None = None  # the blocks whose addresses the layers' records hold
         self.tensors: list[torch.Tensor] = []  # keeps alive what the records below point to
@@ -83,7 +74,7 @@ class CpuDecoder:
         """
         self.rope, self.lent = {}, None
         self.unbind()
-        self.bind_part(OUTER_ROLES, range(len(self.spec.layers)))
+        super().bind()
 
     def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
         """The same for the outer weights of the roles `outer`, and for the layers with indices `layers`."""
@@ -152,12 +143,6 @@ class CpuDecoder:
         """Run layers `first` to `last` (exclusive) over `hidden` [tokens, hidden]; returns a new tensor, float32."""
         return self._run(hidden.float().clone(), batch, kv, first, last)
 
-    def decode_layers(
-        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int
-    ) -> torch.Tensor:
-        """`layers` for one new token of each sequence, as `decode` runs them."""
-        return self.layers(hidden, batch, kv, first, last)
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the last layer's output [n, hidden], rounded as the model rounds them.  float32 [n, vocab]"""
         self.most_logits = max(self.most_logits, len(hidden))
@@ -168,16 +153,6 @@ class CpuDecoder:
         pointers = [address(tensor, torch.float32) for tensor in (hidden, out, work)]
         self.library.logits(self._self(), pointers[0], len(hidden), *pointers[1:], threads)
         return out
-
-    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
-        return self.logits(self.forward(batch, kv))
-
-    def nbytes(self) -> int:
-        """Bytes of weight copies, those shared with other decoders included: transposed matrices, and biases and
-        norms in float32.
-        """
-        return sum(copy.nbytes for copy in self.copies.values())
 
     def activation_bytes(self, tokens: int) -> int:
         """Bytes that a forward over `tokens` tokens takes: the workspace, which is kept, and the hidden states."""

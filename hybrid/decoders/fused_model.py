@@ -10,14 +10,14 @@ from torch.utils.hooks import RemovableHandle
 from hybrid.decoders.bound_weights import BoundWeights, MetaWeights
 from hybrid.decoders.cpu_decoder import Workspace
 from hybrid.decoders.fallback import NO_WARNING, FallbackReasons, ForeignHooks, no_decoder_reason
-from hybrid.decoders.selection import DecoderSelection, WholeDecoder, kernels_for
+from hybrid.decoders.selection import int8_weights_of, kernels_for, whole_decoder
 from hybrid.decoders.self_check import require_equal
 from hybrid.decoders.shared_decoder import SharedDecoder
-from hybrid.decoders.streamed_decoder import LayerwiseDecoder, StreamedDecoder
-from hybrid.decoders.torch_decoder import Copies
+from hybrid.decoders.streamed_decoder import StreamedDecoder
+from hybrid.decoders.torch_decoder import Copies, WholeDecoder
 from hybrid.decoders.tp_decoder import Pool, ShardedDecoder, TensorParallelDecoder
 from hybrid.models.model_info import ModelInfo
-from hybrid.models.spec import UnsupportedModel
+from hybrid.models.spec import DecoderLayout, UnsupportedModel
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streaming import WeightStream
@@ -60,7 +60,7 @@ class FusedModel:
         stream: WeightStream | None = None,
     ):
         self.info, self.layout, self.snapshot, self.group, self.pool = info, info.layout, snapshot, group, Pool()
-        self.stream = stream
+        self.stream, self.is_shared = stream, group is not None or stream is not None  # ranks run the decoder together
         self.bound: dict[bool, Bound] = {}  # by whether adapters are used
         self.copies: Copies = WeakValueDictionary()  # weight copies, shared by these decoders
         self.checked, self.warns = False, warns and info.can_generate
@@ -71,7 +71,7 @@ class FusedModel:
         self.checked_forwards: list[tuple] = []
         self.one_block: int | None = None  # bytes of a block, cached by `block_bytes`
         self.blank = MetaWeights(info.layout, snapshot)
-        self.selection = DecoderSelection(list(info.model.modules()), max_capture_size)
+        self.max_capture_size, self.workspace = max_capture_size, Workspace()
         self.fallback_reason = fallback_reason or no_decoder_reason(info, self.blank.embedding)
 
     @property
@@ -80,22 +80,16 @@ class FusedModel:
         decoder = f"a decoder of the {self.layout.family} family"
         if self.group is not None:
             return f"{decoder}, sharded over {self.group.size} ranks"
-        int8 = self.selection.int8_weights()
+        int8 = int8_weights_of(self.info.model)
         decoder += " over int8 weights" * bool(int8) + f", on {kernels_for(self.blank.embedding(), int8)}"
-        return decoder + ", with weights gathered layer by layer" * self.streams
+        return decoder + ", with weights gathered layer by layer" * (self.stream is not None)
 
-    @property
-    def streams(self) -> bool:
-        """Whether weights are gathered as the decoder runs."""
-        return self.stream is not None
+    def fallback_reason_now(self, tokens: int = 0) -> str:
+        """Why the model must run natively now, and what the user can do about it; "" if it need not.
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether ranks run the decoder together."""
-        return self.group is not None or self.streams
-
-    def fallback_reason_now(self) -> str:
-        """Why the model must run natively now, and what the user can do about it; "" if it need not."""
+        tokens: of the longest sequence. Beyond `DecoderSpec.max_positions` the model runs natively: its position tables
+            end there, or depend on the sequence's length.
+        """
         if self.fallback_reason:
             return self.fallback_reason
         if hook := self.foreign_hooks.first():
@@ -104,6 +98,11 @@ class FusedModel:
             return (
                 "autocast chooses the dtype of every operation (generate outside of torch.autocast; in DeepSpeed's "
                 "configuration take bf16 or fp16 instead of torch_autocast)"
+            )
+        if 0 < self.layout.spec.max_positions < tokens:
+            return (
+                f"beyond {self.layout.spec.max_positions} tokens, its max_position_embeddings, the model's tables "
+                "depend on a sequence's length (ask for shorter sequences)"
             )
         return ""
 
@@ -115,10 +114,6 @@ class FusedModel:
         """
         self.reasons.note(self.fallback_reason_now() or reason, self.warns)
 
-    def has_foreign_hooks(self) -> bool:
-        """Whether user code runs within the model's forwards, where it may raise."""
-        return self.foreign_hooks.first() != ""
-
     def decoder(self, adapters: bool, tokens: int) -> AnyDecoder | None:
         """The decoder, bound to the current weights, for sequences of up to `tokens` tokens; None if the model must run
         natively, which is warned about.
@@ -126,7 +121,7 @@ class FusedModel:
         For a rank that runs the decoder by itself, inside an open window; `adapters` as the window has them. The first
         call runs the self-check. If a layer differs, the decoder is disabled for good.
         """
-        if reason := self.fallback_reason_for(tokens):
+        if reason := self.fallback_reason_now(tokens):
             self.note_fallback(reason)
             return None
         if self.needs_check() and (reason := self.check(adapters)):
@@ -134,21 +129,6 @@ class FusedModel:
             self.note_fallback()
             return None
         return self.bound_decoder(adapters)
-
-    def fallback_reason_for(self, tokens: int) -> str:
-        """Why the model must run natively now, for sequences of up to `tokens` tokens; "" if it need not.
-
-        Beyond `DecoderSpec.max_positions` it must: the model's position tables end there, or depend on the sequence's
-        length.
-        """
-        if reason := self.fallback_reason_now():
-            return reason
-        if 0 < self.layout.spec.max_positions < tokens:
-            return (
-                f"beyond {self.layout.spec.max_positions} tokens, its max_position_embeddings, the model's tables "
-                "depend on a sequence's length (ask for shorter sequences)"
-            )
-        return ""
 
     def needs_check(self) -> bool:
         """Whether the decoder must be compared with the model's own layers before it runs: on first use, and after a
@@ -163,7 +143,7 @@ class FusedModel:
         """
         try:
             decoder, forwards = self.bound_decoder(adapters), self._forwards()
-            require_equal(getattr(decoder, "lockstep", decoder), self.info)
+            require_equal(decoder.inner if isinstance(decoder, TensorParallelDecoder) else decoder, self.info)
             self.checked, self.checked_forwards = True, forwards
         except UnsupportedModel as reason:
             return str(reason)
@@ -195,24 +175,22 @@ class FusedModel:
 
     def _decoder(self, weights: BoundWeights) -> AnyDecoder:
         """The decoder over these weights, not yet bound."""
-        if self.streams:
-            layerwise = LayerwiseDecoder(
-                self.layout,
-                lambda layout: self.selection.decoder(layout, weights),
-                self.stream,
-                lambda ref: next((owner for owner in weights.owner(ref) if owner is not None), None),
-                weights.adapters,
-            )
-            return StreamedDecoder(layerwise, weights.embedding().ds_process_group)
-        decoder = self._lockstep(weights, self.copies)
+        if self.stream is not None:
+            return StreamedDecoder(self.layout, weights, self.stream, self._whole_decoder)
+        decoder = self._own_decoder(weights, self.copies)
         return decoder if self.group is None else TensorParallelDecoder(decoder, self.pool)
 
-    def _lockstep(self, weights: BoundWeights, copies: Copies | None = None) -> WholeDecoder:
+    def _own_decoder(self, weights: BoundWeights, copies: Copies | None = None) -> WholeDecoder:
         """A decoder over whole weights, or over this rank's slices for all ranks' tokens; not yet bound."""
         if self.group is None:
-            return self.selection.decoder(self.layout, weights, copies)
-        dtype = weights.embedding().dtype
-        return ShardedDecoder(self.layout, weights.tensor, dtype, self.group, weights.lora_deltas, copies)
+            return self._whole_decoder(self.layout, weights, copies)
+        return ShardedDecoder(self.layout, weights, self.group, copies)
+
+    def _whole_decoder(
+        self, layout: DecoderLayout, weights: BoundWeights, copies: Copies | None = None
+    ) -> WholeDecoder:
+        int8 = int8_weights_of(self.info.model)
+        return whole_decoder(layout, weights, int8, self.max_capture_size, self.workspace, copies)
 
     def block_bytes(self) -> int:
         """Bytes of a block of the KV cache; 0 if there is no decoder."""
@@ -220,36 +198,27 @@ class FusedModel:
             return 0
         if self.one_block is None:
             ranks = 1 if self.group is None else self.group.size
-            self.one_block = self._lockstep(self.blank).kv(1).nbytes * ranks
+            self.one_block = self._own_decoder(self.blank).kv(1).nbytes * ranks
         return self.one_block
 
     def planned(self) -> WholeDecoder | None:
         """The decoder with adapters over weights that take no memory, for memory plans; None if there is no decoder."""
         if self.fallback_reason:
             return None
-        decoder = self._lockstep(self.blank)
+        decoder = self._own_decoder(self.blank)
         decoder.bind()
         return decoder
 
     def peak_activation_bytes(self) -> int:
         """Bytes of activations in the largest forward so far, plus those of the most logits."""
-        peaks = [0]
-        for bound in self.bound.values():
-            decoder = getattr(bound.decoder, "lockstep", bound.decoder)
-            decoder = getattr(decoder, "inner", decoder)
-            logits = decoder.most_logits * decoder.spec.vocab_size * 4
-            peaks.append((decoder.activation_bytes(decoder.most_tokens) if decoder.most_tokens else 0) + logits)
-        return max(peaks)
+        decoders = [getattr(bound.decoder, "inner", bound.decoder) for bound in self.bound.values()]
+        return max((decoder.peak_activation_bytes() for decoder in decoders), default=0)
 
     def nbytes(self) -> int:
         """Bytes of weight copies that decoders hold in addition to the snapshot."""
-        return 0 if self.streams else sum(copy.nbytes for copy in self.copies.values())
-
-    def release_blocks(self) -> None:
-        """Free the blocks that the ranks of the group share."""
-        self.pool.release()
+        return sum(copy.nbytes for copy in self.copies.values())
 
     def release(self) -> None:
         """Free the decoders and their copies."""
         self.bound.clear()
-        self.selection.workspace = Workspace()
+        self.workspace = Workspace()

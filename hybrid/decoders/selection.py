@@ -8,13 +8,12 @@ from torch import nn
 from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace, reads_int8
 from hybrid.decoders.int8_decoder import Int8Decoder
-from hybrid.decoders.torch_decoder import Copies, TorchDecoder
+from hybrid.decoders.torch_decoder import Copies, TorchDecoder, WholeDecoder
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.spec import DecoderLayout
 from hybrid.weights.int8 import int8_weights
 
-WholeDecoder = CpuDecoder | TorchDecoder  # a CudaDecoder is a TorchDecoder
 CPU_KERNELS, TRITON, TORCH = "CPU kernels", "Triton", "torch's operations"
 Int8Weights = Sequence[tuple[torch.Tensor, torch.Tensor]]  # weights, each with its scales
 
@@ -30,29 +29,29 @@ def kernels_for(weight: torch.Tensor, int8: Int8Weights = ()) -> str:
     return TRITON if weight.device.type == "cuda" and has_triton() and not int8 else TORCH
 
 
-class DecoderSelection:
-    """Makes a model's decoders over whole weights, on the kernels that `kernels_for` selects.
+def int8_weights_of(model: nn.Module) -> Int8Weights:
+    """The model's int8 weights, each with its scales."""
+    return [pair for module in model.modules() for pair in int8_weights(module)]
 
-    modules: all modules of the model.
-    max_capture_size: decode steps of up to so many rows are CUDA graphs; 0: no graphs.
+
+def whole_decoder(
+    layout: DecoderLayout,
+    weights: BoundWeights,
+    int8: Int8Weights,
+    max_capture_size: int,
+    workspace: Workspace,
+    copies: Copies | None = None,
+) -> WholeDecoder:
+    """A decoder in the embedding's dtype, over whole weights, on the kernels that `kernels_for` selects.
+
+    int8: the model's int8 weights.  max_capture_size: as CudaDecoder's.  workspace, copies: as CpuDecoder's.
     """
+    embedding = weights.embedding()
+    kernels, reads = kernels_for(embedding, int8), (layout, weights.tensor, embedding.dtype)
+    if kernels == CPU_KERNELS:
+        return CpuDecoder(*reads, cpu_library(), weights.lora_deltas, copies, workspace)
+    if kernels == TRITON:
+        from hybrid.decoders.cuda_decoder import CudaDecoder  # needs triton, which a CPU install lacks
 
-    def __init__(self, modules: list[nn.Module], max_capture_size: int):
-        self.modules, self.max_capture_size = modules, max_capture_size
-        self.workspace = Workspace()  # shared by CpuDecoders
-
-    def int8_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The model's int8 weights, each with its scales."""
-        return [pair for module in self.modules for pair in int8_weights(module)]
-
-    def decoder(self, layout: DecoderLayout, weights: BoundWeights, copies: Copies | None = None) -> WholeDecoder:
-        """A decoder in the embedding's dtype, over whole weights.  copies: as TorchDecoder's."""
-        embedding, int8 = weights.embedding(), self.int8_weights()
-        kernels, reads = kernels_for(embedding, int8), (layout, weights.tensor, embedding.dtype)
-        if kernels == CPU_KERNELS:
-            return CpuDecoder(*reads, cpu_library(), weights.lora_deltas, copies, self.workspace)
-        if kernels == TRITON:
-            from hybrid.decoders.cuda_decoder import CudaDecoder  # needs triton, which a CPU install lacks
-
-            return CudaDecoder(*reads, self.max_capture_size, lora_deltas=weights.lora_deltas, copies=copies)
-        return Int8Decoder(*reads) if int8 else TorchDecoder(*reads, weights.lora_deltas, copies)
+        return CudaDecoder(*reads, max_capture_size, lora_deltas=weights.lora_deltas, copies=copies)
+    return Int8Decoder(*reads) if int8 else TorchDecoder(*reads, weights.lora_deltas, copies)

@@ -15,9 +15,8 @@ from torch import nn
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV, packed
 from hybrid.decoders.comparison import difference, output_difference, spread_apart
-from hybrid.decoders.cpu_decoder import CpuDecoder
-from hybrid.decoders.streamed_decoder import LayerwiseDecoder
-from hybrid.decoders.torch_decoder import TorchDecoder
+from hybrid.decoders.streamed_decoder import StreamedDecoder
+from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 
@@ -26,7 +25,7 @@ STEPS = 3  # decode steps of each sequence
 SHORT = (BLOCK_SIZE + 2, STEPS + 1)
 
 DIFFERS = "of the fused container differs from the model's own"
-CheckedDecoder = CpuDecoder | TorchDecoder | LayerwiseDecoder  # of a decoder that ranks share, its lockstep form
+CheckedDecoder = WholeDecoder | StreamedDecoder  # of a TensorParallelDecoder, its inner one
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def layer_run(
                 outputs[forward.rows] = run_layers(inputs[forward.rows], forward.batch, kv, index, index + 1).float()
         return outputs
 
-    if isinstance(decoder, LayerwiseDecoder):  # a streamed decoder's decode steps run `layers`
+    if isinstance(decoder, StreamedDecoder):  # a streamed decoder's decode steps run `layers`
         layers = decoder.inner.layers
         return decoder.run([index], {index: lambda _: run(layers, layers)})
     return run(decoder.layers, decoder.decode_layers)

@@ -11,26 +11,22 @@ from hybrid.decoders.batch import PackedBatch
 class SharedDecoder(ABC):
     """To its callers a decoder of this rank's batch. Every function that computes waits for all ranks of the group.
 
-    lockstep: the decoder that all ranks run at once, with the same steps.
+    inner: the decoder that computes.
     """
 
-    def __init__(self, lockstep: Any):
-        self.lockstep = lockstep
-        self.spec, self.layout, self.dtype = lockstep.spec, lockstep.layout, lockstep.dtype
-        self.reserve = lockstep.reserve
+    def __init__(self, inner: Any):
+        self.inner = inner
+        self.spec, self.layout, self.dtype = inner.spec, inner.layout, inner.dtype
+        self.reserve = inner.reserve
 
     @property
     def device(self) -> torch.device:
         """The device of the weights and activations."""
-        return self.lockstep.device
+        return self.inner.device
 
     def bind(self) -> None:
         """Read the weights, on first use or again."""
-        self.lockstep.bind()
-
-    def nbytes(self) -> int:
-        """Bytes of weight copies."""
-        return self.lockstep.nbytes()
+        self.inner.bind()
 
     def forward(self, batch: PackedBatch, kv: Any) -> torch.Tensor:
         """The last layer's output for this rank's tokens, [tokens, hidden]. Writes their keys and values to `kv`."""

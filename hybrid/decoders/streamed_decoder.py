@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hybrid.decoders.batch import PackedBatch, PagedKV
-from hybrid.decoders.cpu_decoder import CpuDecoder
+from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.shared_decoder import SharedDecoder
-from hybrid.decoders.torch_decoder import TorchDecoder
-from hybrid.models.spec import DecoderLayout, ParamRef
+from hybrid.decoders.torch_decoder import WholeDecoder
+from hybrid.models.spec import DecoderLayout
 from hybrid.parallel import any_rank
 from hybrid.weights.lora import Adapted
 from hybrid.weights.streaming import WeightStream
@@ -23,79 +23,51 @@ ENDS = {
     AFTER: ("final_norm", "project_out", "head"),
 }
 Segment = int | str  # a layer's index, BEFORE or AFTER
-Owner = nn.Parameter | Adapted
 
 
-class LayerwiseDecoder:
-    """A decoder that runs segment by segment. Its functions are collectives: all ranks call the same ones in the same
-    order.
+class StreamedDecoder(SharedDecoder):
+    """Runs a decoder segment by segment, for ranks with batches of their own: a forward gathers the weights once for
+    all of them. All ranks call the same functions in the same order.
 
-    make: makes the decoder of a layout.  owner: gives the parameter or adapted module that holds a ParamRef's weight.
-    adapters: whether adapters are merged into the weights.
+    make: makes the decoder of a layout over `weights`.
     """
 
     def __init__(
         self,
         layout: DecoderLayout,
-        make: Callable[[DecoderLayout], CpuDecoder | TorchDecoder],
+        weights: BoundWeights,
         stream: WeightStream,
-        owner: Callable[[ParamRef], Owner | None],
-        adapters: bool,
+        make: Callable[[DecoderLayout, BoundWeights], WholeDecoder],
     ):
         # All layers use the same positions' rope tables: compute them once.
         rotary = {key: CachedRope(table) for key, table in layout.rotary.items()}
-        self.inner = make(replace(layout, rotary=rotary))
-        self.spec, self.layout, self.dtype = layout.spec, self.inner.layout, self.inner.dtype
-        self.stream, self.owner, self.adapters = stream, owner, adapters
-        self.kv, self.reserve = self.inner.kv, self.inner.reserve
-        self.context_block = self.inner.context_block
+        super().__init__(make(replace(layout, rotary=rotary), weights))
+        self.weights, self.stream, self.group = weights, stream, weights.embedding().ds_process_group
+        self.kv, self.context_block = self.inner.kv, self.inner.context_block
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights and activations."""
-        return self.inner.device
+    def bind(self) -> None:
+        """Does nothing: the weights are read at every forward."""
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """As TorchDecoder's."""
         return self.run([BEFORE], {BEFORE: lambda _: self.inner.embed(ids, positions)})
 
-    def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
-        """As TorchDecoder's."""
-        span = range(first, last)
-        return self.run(span, {index: self.layer(index, batch, kv) for index in span}, hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As TorchDecoder's."""
-        return self.run([AFTER], {AFTER: self.inner.logits}, hidden)
-
-    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """As TorchDecoder's."""
-        return self.layers(self.embed(batch.ids, batch.positions), batch, kv, 0, len(self.spec.layers))
-
-    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """As TorchDecoder's."""
-        return self.logits(self.forward(batch, kv))
-
-    def layer(self, index: int, batch: PackedBatch, kv: PagedKV) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A layer, as a function of its input."""
-        return lambda hidden: self.inner.layers(hidden, batch, kv, index, index + 1)
-
     def run(
-        self,
-        segments: Collection[Segment],
-        work: dict[Segment, Callable],
-        x: torch.Tensor | None = None,
+        self, segments: Collection[Segment], work: dict[Segment, Callable], x: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """Run `work`, segment by segment, on `x`; returns the last result. A segment's weights are gathered while it
         runs.
 
         Every rank gathers the weights of all `segments`, with or without work, and also after its own work has raised.
         """
-        gathering = self.stream.gathered_in_order([self._owners(segment) for segment in segments], self.adapters)
+        gathering = self.stream.gathered_in_order(
+            [self._owners(segment) for segment in segments], self.weights.adapters
+        )
         try:
             for segment, _ in zip(segments, gathering, strict=False):  # `gathering` is exhausted below
                 if segment in work:
-                    self._bind(segment)
+                    self.inner.unbind()
+                    self.inner.bind_part(ENDS.get(segment, ()), [] if segment in ENDS else [segment])
                     x = work[segment](x)
         finally:
             self.inner.unbind()
@@ -103,35 +75,14 @@ class LayerwiseDecoder:
                 pass
         return x
 
-    def _bind(self, segment: Segment) -> None:
-        self.inner.unbind()
-        self.inner.bind_part(ENDS.get(segment, ()), [] if segment in ENDS else [segment])
-
-    def _owners(self, segment: Segment) -> list[Owner]:
+    def _owners(self, segment: Segment) -> list[nn.Parameter | Adapted]:
         if segment in ENDS:
             roles = ENDS[segment]
             refs = [ref for name, ref in self.layout.outer.items() if name.partition(".")[0] in roles]
         else:
             refs = self.layout.layers[segment].values()
-        return [owner for owner in dict.fromkeys(map(self.owner, refs)) if owner is not None]
-
-
-class StreamedDecoder(SharedDecoder):
-    """Runs a LayerwiseDecoder for ranks with batches of their own: a forward gathers the weights once for all of them.
-
-    group: the ranks that the weights are partitioned over.
-    """
-
-    def __init__(self, layerwise: LayerwiseDecoder, group: dist.ProcessGroup):
-        super().__init__(layerwise)
-        self.group, self.kv = group, layerwise.kv
-
-    def bind(self) -> None:
-        """Does nothing: the weights are read at every forward."""
-
-    def nbytes(self) -> int:
-        """Bytes of weight copies that are kept: none."""
-        return 0
+        owners = (param if adapted is None else adapted for adapted, param in map(self.weights.owner, refs))
+        return [owner for owner in dict.fromkeys(owners) if owner is not None]
 
     def _exchange(
         self,
@@ -140,16 +91,17 @@ class StreamedDecoder(SharedDecoder):
         rows: torch.Tensor | None = None,
         wants_logits: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        model, layers, work = self.lockstep, range(len(self.spec.layers)), {}
+        layers, work = range(len(self.spec.layers)), {}
         if batch is not None:
-            work[BEFORE] = lambda _: model.inner.embed(batch.ids, batch.positions)
-            work |= {index: model.layer(index, batch, kv) for index in layers}
+            work[BEFORE] = lambda _: self.inner.embed(batch.ids, batch.positions)
+            for index in layers:
+                work[index] = partial(self.inner.layers, batch=batch, kv=kv, first=index, last=index + 1)
         if wants_logits or rows is not None:
-            work[AFTER] = model.inner.logits
+            work[AFTER] = self.inner.logits
         forward, logits = any_rank([BEFORE in work, AFTER in work], self.device, self.group)
         if not forward and not logits:
             return None
-        output = model.run([BEFORE, *layers] * forward + [AFTER] * logits, work, rows)
+        output = self.run([BEFORE, *layers] * forward + [AFTER] * logits, work, rows)
         return output, output  # the last thing that this rank wants
 
 

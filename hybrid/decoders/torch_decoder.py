@@ -65,16 +65,15 @@ def no_lora_deltas(ref: ParamRef) -> list[LowRank]:
     return []
 
 
-class TorchDecoder:
-    """The decoder that `layout` describes, in `dtype`. Call `bind` first, and the functions under `torch.no_grad()`.
+class WholeDecoder:
+    """A decoder of `layout` in `dtype`. Call `bind` first, and the functions under `torch.no_grad()`.
 
-    weights: gives a ParamRef's whole tensor, before its `select`; None for a bias that does not exist. Tensors of the
-        right dtype are read in place, joined ones if their parts are adjacent in memory; others are copied.
+    weights: gives a ParamRef's whole tensor, before its `select`; None for a bias that does not exist.
     lora_deltas: gives the unmerged LoRA factors of a weight; b has the rows of the ParamRef.
     copies: weight copies shared with the model's other decoders; the decoders that read a copy keep it alive.
     """
 
-    context_block = BLOCK_SIZE  # attention reads whole blocks
+    context_block = BLOCK_SIZE  # cached tokens that attention reads at a time
 
     def __init__(
         self,
@@ -84,23 +83,55 @@ class TorchDecoder:
         lora_deltas: Callable[[ParamRef], list[LowRank]] = no_lora_deltas,
         copies: Copies | None = None,
     ):
-        self.copies: Copies = WeakValueDictionary() if copies is None else copies
-        self.layout = layout
-        self.spec = layout.spec
-        self.weights = weights
+        self.layout, self.spec, self.weights, self.dtype = layout, layout.spec, weights, dtype
         self.lora_deltas = lora_deltas
-        self.dtype = dtype
+        self.copies: Copies = WeakValueDictionary() if copies is None else copies
+        self.most_tokens = self.most_logits = 0  # the most of any forward so far
+
+    def bind(self) -> None:
+        """Read all weights, on first use or again. Copies are refreshed in place and keep their addresses."""
+        self.bind_part(OUTER_ROLES, range(len(self.spec.layers)))
+
+    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
+        return self.logits(self.forward(batch, kv))
+
+    def decode_layers(
+        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int
+    ) -> torch.Tensor:
+        """`layers` for one new token of each sequence, as `decode` runs them."""
+        return self.layers(hidden, batch, kv, first, last)
+
+    def nbytes(self) -> int:
+        """Bytes of weight copies, those shared with other decoders included."""
+        return sum(copy.nbytes for copy in self.copies.values())
+
+    def peak_activation_bytes(self) -> int:
+        """Bytes of activations in the largest forward so far, plus those of the most logits."""
+        activations = self.activation_bytes(self.most_tokens) if self.most_tokens else 0
+        return activations + self.most_logits * self.spec.vocab_size * 4
+
+
+class TorchDecoder(WholeDecoder):
+    """The decoder in torch operations. Tensors of the right dtype are read in place, joined ones if their parts are
+    adjacent in memory; others are copied.
+    """
+
+    def __init__(
+        self,
+        layout: DecoderLayout,
+        weights: Callable[[ParamRef], torch.Tensor | None],
+        dtype: torch.dtype,
+        lora_deltas: Callable[[ParamRef], list[LowRank]] = no_lora_deltas,
+        copies: Copies | None = None,
+    ):
+        super().__init__(layout, weights, dtype, lora_deltas, copies)
         self.first_expert = 0  # index of the first expert whose weights this rank has
         self.widest = 0  # the most elements per token that a layer holds at once
-        self.most_tokens = self.most_logits = 0  # the most of any forward so far
         stepwise = self.spec.activation_stepwise
         self.activation = torch_ops.gelu_new if stepwise else torch_ops.ACTIVATIONS[self.spec.activation]
         self.outer = Tensors()
         self.blocks = [Tensors() for _ in layout.layers]
-
-    def bind(self) -> None:
-        """Read all weights, on first use or again. Copies are refreshed in place and keep their addresses."""
-        self.bind_part(OUTER_ROLES, range(len(self.blocks)))
 
     @torch.no_grad()
     def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
@@ -185,10 +216,6 @@ class TorchDecoder:
         """The device of the weights, also before they are gathered."""
         return self.weights(self.layout.outer["embedding.weight"]).device
 
-    def nbytes(self) -> int:
-        """Bytes of weight copies, those shared with other decoders included."""
-        return sum(copy.nbytes for copy in self.copies.values())
-
     def _width(self, block: Tensors) -> int:
         """The most elements per token that a layer holds at once.
 
@@ -213,16 +240,6 @@ class TorchDecoder:
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """The last layer's output for every token, [tokens, hidden]. Writes the new tokens' keys and values to `kv`."""
         return self.layers(self.embed(batch.ids, batch.positions), batch, kv)
-
-    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
-        return self.logits(self.forward(batch, kv))
-
-    def decode_layers(
-        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int
-    ) -> torch.Tensor:
-        """`layers` for one new token of each sequence, as `decode` runs them."""
-        return self.layers(hidden, batch, kv, first, last)
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The first layer's input, [tokens, hidden].  ids: int64 [tokens].  positions: integers [tokens]."""

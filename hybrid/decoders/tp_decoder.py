@@ -10,12 +10,12 @@ import torch
 from torch.nn import functional as F
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
+from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.shared_decoder import SharedDecoder
-from hybrid.decoders.torch_decoder import Copies, Step, TorchDecoder, no_lora_deltas
+from hybrid.decoders.torch_decoder import Copies, Step, TorchDecoder
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.parallel import InferenceGroup
-from hybrid.weights.lora import LowRank
 from hybrid.weights.slices import Shard, shard_spec
 
 
@@ -23,23 +23,15 @@ class ShardedDecoder(TorchDecoder):
     """TorchDecoder over a rank's slices of the weights. Its functions are collectives: every rank calls them with the
     same tokens, and gets the same hidden states and logits.
 
-    weights: gives this rank's slice of a ParamRef's tensor; None if it has none.
-    lora_deltas: gives LoRA factors sliced in the same way.
+    weights: this rank's slices.
     group: the calling ranks. Heads, matrices and vocabulary are sharded over `group.tensor`, experts over all of it.
     """
 
-    def __init__(
-        self,
-        layout: DecoderLayout,
-        weights: Callable[[ParamRef], torch.Tensor | None],
-        dtype: torch.dtype,
-        group: InferenceGroup,
-        lora_deltas: Callable[[ParamRef], list[LowRank]] = no_lora_deltas,
-        copies: Copies | None = None,
-    ):
+    def __init__(self, layout: DecoderLayout, weights: BoundWeights, group: InferenceGroup, copies: Copies | None):
         self.group, self.tensor = group, group.tensor
         local = shard_spec(layout.spec, Shard(self.tensor.size, self.tensor.index))
-        super().__init__(replace(layout, spec=local), weights, dtype, lora_deltas, copies)
+        dtype = weights.embedding().dtype
+        super().__init__(replace(layout, spec=local), weights.tensor, dtype, weights.lora_deltas, copies)
         ranks = group.size // self.tensor.size  # number of shards of the experts
         self.first_expert = group.index // self.tensor.size * -(-local.num_experts // ranks)
 
@@ -199,13 +191,13 @@ class TensorParallelDecoder(SharedDecoder):
         hidden = inputs = [no_rows] * self.group.size  # of the head
         if any(header.tokens for header in headers):
             joined, blocks = self._joined_batch(batch, headers)
-            hidden = self.lockstep.forward(joined, blocks).split([header.tokens for header in headers])
+            hidden = self.inner.forward(joined, blocks).split([header.tokens for header in headers])
         if any(header.rows for header in headers):
             inputs = self.group.gather_rows(rows, [header.rows for header in headers])
         inputs = [h if header.wants_logits else x for header, h, x in zip(headers, hidden, inputs, strict=True)]
         logits = torch.empty(0, self.spec.vocab_size, device=self.device)
         if any(map(len, inputs)):
-            logits = self.lockstep.logits(torch.cat(inputs)).split([len(x) for x in inputs])[self.group.index]
+            logits = self.inner.logits(torch.cat(inputs)).split([len(x) for x in inputs])[self.group.index]
         return hidden[self.group.index], logits
 
     def _joined_batch(self, batch: PackedBatch | None, headers: list[BatchHeader]) -> tuple[PackedBatch, PagedKV]:
@@ -217,7 +209,7 @@ class TensorParallelDecoder(SharedDecoder):
             message = torch.cat([part.flatten().long() for part in parts])
             self.pool.copies = []
         messages = self.group.gather_rows(message, [sum(header.sizes) for header in headers])
-        blocks = self.pool.grow(self.lockstep.kv, max(header.num_blocks for header in headers), self.group.size)
+        blocks = self.pool.grow(self.inner.kv, max(header.num_blocks for header in headers), self.group.size)
         width, tokens, batches = max(header.width for header in headers), 0, []
         for index, (header, message) in enumerate(zip(headers, messages, strict=True)):
             if not header.tokens:

@@ -2,8 +2,8 @@
 then all ranks run every rank's call in rank order.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from hybrid.parallel import Guard, InferenceGroup, LostRankError, all_gather_objects, lost_rank_reported
+from hybrid.weights.module_tables import attribute
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,9 @@ class ModuleExchange:
         held = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager:
         """Inside the block, all ranks run the same modules without an exchange."""
-        before, self.running = self.running, True
-        try:
-            yield
-        finally:
-            self.running = before
+        return attribute(self, "running", True)
 
     def _exchange(
         self, own_call: Call | None, args: tuple = (), kwargs: dict[str, Any] | None = None

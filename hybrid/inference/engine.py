@@ -18,8 +18,7 @@ from hybrid.call_lock import CallLock, one_at_a_time
 from hybrid.config import InferenceConfig, RolloutConfig, read_inference_config
 from hybrid.decoders.calls import Calls, SharedCalls
 from hybrid.decoders.collective_forwards import ExpertForwards, LayerwiseForwards
-from hybrid.decoders.containers import containers_of, parts_of
-from hybrid.decoders.coverage import coverage_of
+from hybrid.decoders.containers import containers_of, coverage_of, parts_of
 from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.extension_lock import extension_lock_reported
@@ -243,7 +242,7 @@ class InferenceEngine(nn.Module):
         self._graphs = None
         self._close()
         self._snapshot.release()
-        self._fused.release_blocks()
+        self._fused.pool.release()
         self._fused.release()
         self._generator.release_kv()
 

@@ -21,6 +21,9 @@ from pathlib import Path
 
 import torch
 
+from hybrid.kernels import require_contiguous
+
+HOST = torch.device("cpu")
 SOURCES = Path(__file__).parent / "cpu"
 # A multiply-add is rounded once (fused) or twice. GCC 12 decides that loop by loop when it tunes for Zen or vectorizes
 # straight-line code; a row's result would then depend on the number of rows in its batch.
@@ -144,7 +147,5 @@ def processor() -> str:
 
 def address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     """The address of a tensor's data; asserts that it is of `dtype`, contiguous and in host memory."""
-    assert tensor.dtype == dtype, f"the kernel reads {dtype}, not {tensor.dtype}"
-    assert tensor.device.type == "cpu", f"the kernel reads host memory, not {tensor.device}"
-    assert tensor.is_contiguous(), "the kernel reads contiguous tensors"
+    require_contiguous(HOST, dtype, tensor)
     return tensor.data_ptr()
