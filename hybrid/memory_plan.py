@@ -12,8 +12,8 @@ from hybrid.build import Builder, Mode
 from hybrid.config import RolloutConfig
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.fused_model import FusedModel
-from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.decoders.self_check import checked_lengths
+from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.generation.block_pool import blocks_for
 from hybrid.generation.model_runner import PREFILL_TOKENS
 from hybrid.generation.scoring import LOGIT_ROWS

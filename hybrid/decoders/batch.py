@@ -28,9 +28,7 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PagedKV:
-    """Keys and values of every layer, in blocks of BLOCK_SIZE tokens. The decoder that allocates a block decides its
-    layout.
-    """
+    """Keys and values of every layer, in blocks of BLOCK_SIZE tokens, laid out by the decoder that allocates them."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]

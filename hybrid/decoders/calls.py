@@ -305,9 +305,7 @@ class SharedCalls(Calls):
             raise
 
     def _require_same(self, headers: list[RequestHeader]) -> None:
-        """Raise RuntimeError if the ranks' calls differ, or if only some ranks call a submodule, for which there are
-        no dummy steps.
-        """
+        """Raise RuntimeError if calls differ, or if only some ranks call a submodule: it has no dummy steps."""
         active = active_headers(headers)
         calls_module = any(header.module for header in active)
         if len({header.key for header in active}) > 1 or (calls_module and len(active) < len(headers)):

@@ -1,6 +1,4 @@
-"""The model's own forwards where they are collectives: a forward waits for all ranks, and ranks without one run
-dummy steps.
-"""
+"""The model's own forwards where they are collectives: ranks without a forward run dummy steps with the others."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

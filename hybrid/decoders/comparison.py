@@ -44,7 +44,8 @@ def difference(
     residual = torch.zeros_like(expected) if residual is None else residual
     added, error = (expected - residual).abs(), (actual - expected).abs()
     added = RELATIVE[dtype] * (added.median(dim=1, keepdim=True).values + added)
-    ulp = unit_in_the_last_place(torch.maximum(residual.abs(), expected.abs()), dtype)
+    exponents = torch.frexp(torch.maximum(residual.abs(), expected.abs()).clamp(min=1e-30)).exponent  # of [0.5, 1)
+    ulp = torch.finfo(dtype).eps * torch.exp2(exponents.float() - 1)  # unit in the last place
     units = error / (added + ulp)
     typical, worst = units.median(dim=1).values, units.amax(dim=1)
     wrong = ~((typical <= TYPICAL) & (worst <= WORST))
@@ -58,12 +59,6 @@ def difference(
         f"{what} by {error[token]:.3g}, where {allowed[token]:.3g} is allowed (the median over channels; "
         f"{int(wrong.sum())} of {len(wrong)} tokens differ, a channel by up to {worst[token]:.3g} roundings)"
     )
-
-
-def unit_in_the_last_place(size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The distance between neighbouring numbers of `dtype` at magnitudes `size`."""
-    exponents = torch.frexp(size.clamp(min=1e-30)).exponent  # of mantissas in [0.5, 1)
-    return torch.finfo(dtype).eps * torch.exp2(exponents.float() - 1)
 
 
 def output_difference(

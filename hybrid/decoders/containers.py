@@ -96,9 +96,7 @@ class NativeContainer:
 
 
 class FusedContainer(NativeContainer):
-    """Replaces the whole model's forward: calls for logits alone run through the fused decoder, others through the
-    model.
-    """
+    """Replaces the whole model's forward: calls for logits alone run through the fused decoder, others natively."""
 
     kind = "fused"
 
@@ -160,9 +158,7 @@ def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] |
 
 
 def padded_logits(decoder: AnyDecoder, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Logits [rows, tokens, vocab] in the decoder's dtype, 0 at masked tokens.  ids: int64 [rows, tokens].  mask:
-    the same shape.
-    """
+    """Logits [rows, tokens, vocab] in the decoder's dtype, 0 at masked tokens.  ids, mask: int64 [rows, tokens]."""
     real = mask.bool()
     pieces = [row[kept] for row, kept in zip(ids, real, strict=True)]
     width = -(-max(map(len, pieces)) // BLOCK_SIZE)

@@ -15,11 +15,7 @@ from hybrid.weights.int8 import scale_of
 from hybrid.weights.lora import LowRank
 
 # The values of DecoderSpec's fields that are words, in the order of records.h's enums.
-ENUMS = {
-    "norm": ("rms", "layer"),
-    "activation": ("silu", "gelu", "gelu_tanh", "relu"),
-    "qk_norm": ("", "head", "row"),
-}
+ENUMS = {"norm": ("rms", "layer"), "activation": ("silu", "gelu", "gelu_tanh", "relu"), "qk_norm": ("", "head", "row")}
 NUMBERS = (ctypes.c_int64, ctypes.c_double)
 
 
@@ -51,8 +47,6 @@ class CpuDecoder(WholeDecoder):
         self.workspace = Workspace() if workspace is None else workspace
         self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.lent: weakref.ref[PagedKV] | None = None  # the blocks whose addresses the layers' records hold
-        self.tensors: list[torch.Tensor] = []  # keeps alive what the records below point to
-        self.lora_records: list[ctypes.Array] = []  # keeps alive the LoRA records that the linears point to
         self.alibi = torch.tensor(self.spec.alibi) if self.spec.alibi else None
         self.layer_records = (kernels.Layer * len(self.spec.layers))()
         self.record = self._record()
@@ -69,9 +63,7 @@ class CpuDecoder(WholeDecoder):
         return record
 
     def bind(self) -> None:
-        """Store the current addresses of all weights in the records. Raises UnsupportedModel for a mixture of
-        dtypes.
-        """
+        """Store the addresses of all weights in the records. Raises UnsupportedModel for a mixture of dtypes."""
         self.rope, self.lent = {}, None
         self.unbind()
         super().bind()
@@ -95,7 +87,8 @@ class CpuDecoder(WholeDecoder):
 
     def unbind(self) -> None:
         """Release the weights; bind again before anything runs."""
-        self.tensors, self.lora_records = [], []
+        self.tensors: list[torch.Tensor] = []  # keeps alive what the records point to
+        self.lora_records: list[ctypes.Array] = []  # keeps alive the LoRA records that the linears point to
 
     def kv(self, num_blocks: int) -> PagedKV:
         """Allocate blocks, their content undefined.
@@ -260,9 +253,7 @@ class CpuDecoder(WholeDecoder):
         return self._keep(self._contiguous(ref, torch.float32), torch.float32)
 
     def _contiguous(self, ref: ParamRef, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor of a ParamRef, contiguous and in `dtype`: in place if possible, else a copy; an existing copy
-        is refreshed.
-        """
+        """A ParamRef's tensor, contiguous and in `dtype`: in place if possible, else a copy, which is refreshed."""
         source = self.weights(ref).detach()
         selected = source if ref.select is None else ref.select(source)
         lies_there = selected.untyped_storage()._cdata == source.untyped_storage()._cdata

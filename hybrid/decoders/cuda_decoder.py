@@ -53,8 +53,7 @@ class CudaDecoder(TorchDecoder):
         copies: Copies | None = None,
     ):
         super().__init__(layout, weights, dtype, lora_deltas, copies)
-        self.max_capture_size = max_capture_size
-        self.capture = capture
+        self.max_capture_size, self.capture = max_capture_size, capture
         self.positions = 0  # positions in the rope tables and ALiBi's bias
         self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.bias: torch.Tensor | None = None  # ALiBi's, [heads, positions]
@@ -76,9 +75,7 @@ class CudaDecoder(TorchDecoder):
         self.addresses = addresses
 
     def reserve(self, tokens: int) -> None:
-        """Build the rope tables and ALiBi's bias for sequences of up to `tokens` tokens. Graphs are dropped if the
-        tables grow.
-        """
+        """Build rope tables and ALiBi's bias for up to `tokens` tokens. Graphs are dropped if the tables grow."""
         blocks = -(-tokens // BLOCK_SIZE)
         if blocks * BLOCK_SIZE <= self.positions:
             return
@@ -92,13 +89,9 @@ class CudaDecoder(TorchDecoder):
         bias = self._alibi_bias(self.positions)
         self.bias = None if bias is None else bias.contiguous()
 
-    def layers(
-        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int = 0, last: int | None = None
-    ) -> torch.Tensor:
-        """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes the new tokens' keys and
-        values to `kv`.
-        """
-        return self._layers(hidden, self._step(batch), kv, range(first, len(self.blocks) if last is None else last))
+    def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
+        """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes keys and values to `kv`."""
+        return self._layers(hidden, self._step(batch), kv, range(first, last))
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after one new token for each sequence, float32 [sequences, vocabulary]; valid until the next call.
@@ -157,9 +150,7 @@ class CudaDecoder(TorchDecoder):
         return Step(batch, decoding, blocks * BLOCK_SIZE + positions % BLOCK_SIZE)
 
     def _layers(self, hidden: torch.Tensor, step: Step, kv: PagedKV, span: range) -> torch.Tensor:
-        """Run the layers of `span`. What a layer adds to the residual stream is added by the next layer's norm
-        kernel.
-        """
+        """Run the layers of `span`. What a layer adds to the residual stream, the next layer's norm kernel adds."""
         pending = None
         for index in span:
             hidden, pending = self._layer(index, hidden, pending, step, kv)
@@ -168,9 +159,7 @@ class CudaDecoder(TorchDecoder):
     def _layer(
         self, index: int, hidden: torch.Tensor, pending: torch.Tensor | None, step: Step, kv: PagedKV
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a layer. Takes and returns the residual stream [tokens, hidden] and the tensor that is still to be
-        added to it.
-        """
+        """Run a layer. Takes and gives the residual stream [tokens, hidden] and what is still to be added to it."""
         block = self.blocks[index]
         x, hidden = self._added_and_normed(block, "attention_norm", hidden, pending)
         attended = self._norm(block, "attention_post_norm", self._attention(index, x, step, kv))
@@ -192,26 +181,11 @@ class CudaDecoder(TorchDecoder):
             weights = (self.blocks[index][f"{role}.weight"] for role in ("q_norm", "k_norm"))
             head_norm = HeadNorm(*weights, spec.norm_eps, spec.norm_offset, spec.norm_float32)
         q = rope_and_write(
-            q,
-            k,
-            v,
-            cos,
-            sin,
-            batch.positions,
-            step.slot_mapping,
-            keys,
-            values,
-            spec.rotary_interleaved,
-            head_norm,
+            q, k, v, cos, sin, batch.positions, step.slot_mapping, keys, values, spec.rotary_interleaved, head_norm
         )
-        features = (
-            spec.attention_scale,
-            spec.attention_softcap,
-            layer.window,
-            self.bias,
-            # Hugging Face's eager attention, which models with soft caps and BLOOM use, rounds the scores.
-            spec.attention_softcap > 0 or (spec.alibi is not None and not spec.alibi_bfloat16),
-        )
+        # Hugging Face's eager attention, which models with soft caps and BLOOM use, rounds the scores.
+        rounded = spec.attention_softcap > 0 or (spec.alibi is not None and not spec.alibi_bfloat16)
+        features = spec.attention_scale, spec.attention_softcap, layer.window, self.bias, rounded
         if step.decoding:
             return decode_attention(q, keys, values, batch.lengths, batch.block_tables, *features)
         return prefill_attention(q, keys, values, batch.cu_seqlens, batch.lengths, batch.block_tables, *features)
@@ -222,16 +196,9 @@ class CudaDecoder(TorchDecoder):
             return super()._mlp(index, x)
         if not spec.layers[index].experts:
             return self._linear(block, "down", self._gated(self._linear(block, "gate_up", x)))
-        return mixture(
-            x,
-            block["router.weight"],
-            block["experts_gate_up.weight"],
-            block["experts_down.weight"],
-            spec.experts_per_token,
-            spec.normalize_experts,
-            spec.experts_float32,
-            self._gated,
-        )
+        weights = (block[f"{role}.weight"] for role in ("router", "experts_gate_up", "experts_down"))
+        settings = spec.experts_per_token, spec.normalize_experts, spec.experts_float32, self._gated
+        return mixture(x, *weights, *settings)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """act(gate) * up.  gate_up: [rows, 2 * width], gate before up"""
@@ -243,9 +210,7 @@ class CudaDecoder(TorchDecoder):
     def _added_and_normed(
         self, tensors: dict[str, torch.Tensor], role: str, hidden: torch.Tensor, pending: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream with `pending` added: normed by `role`, unchanged if there is no such norm, and not
-        normed.
-        """
+        """The residual stream with `pending` added: normed by `role` if there is such a norm, and not normed."""
         if f"{role}.weight" not in tensors:
             hidden = hidden if pending is None else self._added(hidden, pending)
             return hidden, hidden

@@ -1,6 +1,4 @@
-"""Reasons for running a model's own layers instead of the fused decoder: which hooks count, and one warning per
-reason.
-"""
+"""Reasons for running a model's own layers: which hooks count, and one warning per reason."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -62,14 +60,12 @@ class ForeignHooks:
         for name, module in self.modules:
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 for number, hook in hooks.items():
-                    if number not in self.harmless and not self._is_harmless(number, hook):
+                    if number in self.harmless:
+                        continue
+                    if not is_known_hook(hook) and number not in {handle.id for handle in self.own_hooks()}:
                         return f"{getattr(hook, '__qualname__', type(hook).__name__)} on {name or 'the model'}"
+                    self.harmless.add(number)
         return ""
-
-    def _is_harmless(self, number: int, hook: Callable) -> bool:
-        if is_known_hook(hook) or number in {handle.id for handle in self.own_hooks()}:
-            self.harmless.add(number)
-        return number in self.harmless
 
 
 def no_decoder_reason(info: ModelInfo, embedding: Callable[[], torch.Tensor]) -> str:

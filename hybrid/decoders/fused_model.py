@@ -131,9 +131,7 @@ class FusedModel:
         return self.bound_decoder(adapters)
 
     def needs_check(self) -> bool:
-        """Whether the decoder must be compared with the model's own layers before it runs: on first use, and after a
-        forward within the layers has been replaced.
-        """
+        """Whether the self-check must run: on first use, and after a forward within the layers has been replaced."""
         return not self.checked or self.checked_forwards != self._forwards()
 
     def check(self, adapters: bool) -> str:
@@ -159,9 +157,7 @@ class FusedModel:
         return [(type(module).forward, module.__dict__.get("forward")) for module in self.inner]
 
     def bound_decoder(self, adapters: bool) -> AnyDecoder:
-        """The decoder, bound to the current weights. Call it inside an open window, with `adapters` as the window
-        has them.
-        """
+        """The decoder, bound to the current weights. Call it in an open window, with `adapters` as the window's."""
         with_adapters = adapters and any(adapted.state() for adapted in self.snapshot.adapted)
         if with_adapters not in self.bound:
             weights = BoundWeights(self.layout, self.snapshot, with_adapters)

@@ -129,9 +129,7 @@ def layer_differences(
 def layer_run(
     decoder: CheckedDecoder, index: int, inputs: torch.Tensor, sequences: Sequences, kv: PagedKV
 ) -> torch.Tensor:
-    """A layer's output for `inputs` [tokens, hidden], by prefills and then decode steps, float32. Streamed weights
-    are gathered once for all of them.
-    """
+    """A layer's output for `inputs` [tokens, hidden], by prefills, then decode steps, float32. Gathers weights once."""
 
     def run(layers: Callable, decode_layers: Callable) -> torch.Tensor:
         outputs = torch.full_like(inputs, torch.nan, dtype=torch.float32)
@@ -149,9 +147,7 @@ def layer_run(
 def step_differences(
     decoder: CheckedDecoder, sequences: Sequences, native: NativeOutputs, kv: PagedKV
 ) -> Iterator[str]:
-    """Yields what differs in the logits of whole forwards, over the keys and values that `layer_differences` wrote;
-    "" if nothing does.
-    """
+    """Yields what differs in the logits of forwards, over `layer_differences`' keys and values; "" if nothing does."""
     dtype, experts = decoder.dtype, any(layer.experts for layer in decoder.spec.layers)
     max_capture_size = getattr(decoder, "max_capture_size", 0)
 

@@ -36,9 +36,7 @@ class Step:
 
 @dataclass(frozen=True)
 class LoraDelta:
-    """An unmerged LoRA delta, scale · b (a x), of a product's columns from `first` on.  a: [r, in].  b: [columns,
-    r].
-    """
+    """An unmerged LoRA delta, scale · b (a x), of columns `first` on of a product.  a: [r, in].  b: [columns, r]."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -87,6 +85,7 @@ class WholeDecoder:
         self.lora_deltas = lora_deltas
         self.copies: Copies = WeakValueDictionary() if copies is None else copies
         self.most_tokens = self.most_logits = 0  # the most of any forward so far
+        self.unbind()
 
     def bind(self) -> None:
         """Read all weights, on first use or again. Copies are refreshed in place and keep their addresses."""
@@ -117,21 +116,13 @@ class TorchDecoder(WholeDecoder):
     adjacent in memory; others are copied.
     """
 
-    def __init__(
-        self,
-        layout: DecoderLayout,
-        weights: Callable[[ParamRef], torch.Tensor | None],
-        dtype: torch.dtype,
-        lora_deltas: Callable[[ParamRef], list[LowRank]] = no_lora_deltas,
-        copies: Copies | None = None,
-    ):
-        super().__init__(layout, weights, dtype, lora_deltas, copies)
-        self.first_expert = 0  # index of the first expert whose weights this rank has
-        self.widest = 0  # the most elements per token that a layer holds at once
-        stepwise = self.spec.activation_stepwise
-        self.activation = torch_ops.gelu_new if stepwise else torch_ops.ACTIVATIONS[self.spec.activation]
-        self.outer = Tensors()
-        self.blocks = [Tensors() for _ in layout.layers]
+    first_expert = 0  # index of the first expert whose weights this rank has
+    widest = 0  # the most elements per token that a layer holds at once
+
+    @property
+    def activation(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The MLP's activation."""
+        return torch_ops.gelu_new if self.spec.activation_stepwise else torch_ops.ACTIVATIONS[self.spec.activation]
 
     @torch.no_grad()
     def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
@@ -146,7 +137,7 @@ class TorchDecoder(WholeDecoder):
 
     def unbind(self) -> None:
         """Release the weights; bind again before anything runs."""
-        self.outer, self.blocks = Tensors(), [Tensors() for _ in self.blocks]
+        self.outer, self.blocks = Tensors(), [Tensors() for _ in self.spec.layers]
 
     def _bound(self, refs: Mapping[str, ParamRef]) -> Tensors:
         """The tensors of these ParamRefs by role; joined ones replace their parts."""
@@ -188,9 +179,7 @@ class TorchDecoder(WholeDecoder):
         return whole if whole is None or ref.select is None else ref.select(whole)
 
     def _joined(self, refs: Sequence[ParamRef | None], pieces: list[torch.Tensor]) -> torch.Tensor:
-        """The tensors of these ParamRefs stacked by rows: in place if they are adjacent in memory, else a copy; an
-        existing copy is refreshed.
-        """
+        """These ParamRefs' tensors stacked by rows: in place if adjacent in memory, else a copy, which is refreshed."""
         if pieces[0].dtype == self.dtype and (in_place := as_one(pieces)) is not None:
             return in_place
         sources = (None if ref is None else self.weights(ref) for ref in refs)
@@ -239,7 +228,7 @@ class TorchDecoder(WholeDecoder):
 
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """The last layer's output for every token, [tokens, hidden]. Writes the new tokens' keys and values to `kv`."""
-        return self.layers(self.embed(batch.ids, batch.positions), batch, kv)
+        return self.layers(self.embed(batch.ids, batch.positions), batch, kv, 0, len(self.blocks))
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The first layer's input, [tokens, hidden].  ids: int64 [tokens].  positions: integers [tokens]."""
@@ -258,15 +247,10 @@ class TorchDecoder(WholeDecoder):
         """Rows of the embedding, [tokens, embedding_size]."""
         return F.embedding(ids, self.outer["embedding.weight"])
 
-    def layers(
-        self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int = 0, last: int | None = None
-    ) -> torch.Tensor:
-        """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes the new tokens' keys and
-        values to `kv`.
-        """
-        span = range(first, len(self.blocks) if last is None else last)
-        step = self._step(batch, {self.spec.layers[index].rotary for index in span} - {""})
-        for index in span:
+    def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
+        """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes keys and values to `kv`."""
+        step = self._step(batch, {layer.rotary for layer in self.spec.layers[first:last]} - {""})
+        for index in range(first, last):
             hidden = self._layer(index, hidden, step, kv)
         return hidden
 
@@ -346,31 +330,20 @@ class TorchDecoder(WholeDecoder):
         keys, values = kv.keys[index], kv.values[index]
         keys.view(-1, *k.shape[1:])[step.slot_mapping] = k
         values.view(-1, *v.shape[1:])[step.slot_mapping] = v
-        return torch_ops.paged_attention(
-            q,
-            keys,
-            values,
-            step.groups,
-            spec.attention_scale,
-            spec.attention_softcap,
-            layer.window,
-            step.bias,
-            eager=spec.alibi is not None and not spec.alibi_bfloat16,  # BLOOM rounds attention scores
-        )
+        eager = spec.alibi is not None and not spec.alibi_bfloat16  # BLOOM rounds attention scores
+        features = spec.attention_scale, spec.attention_softcap, layer.window, step.bias, eager
+        return torch_ops.paged_attention(q, keys, values, step.groups, *features)
 
     def _mlp(self, index: int, x: torch.Tensor) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec
         if spec.layers[index].experts:
-            return torch_ops.mixture(
-                x,
-                block["router.weight"],
-                range(self.first_expert, self.first_expert + len(block["experts_down.weight"])),
-                lambda role, expert: self._expert(block, role, expert - self.first_expert),
-                spec.experts_per_token,
-                spec.normalize_experts,
-                spec.experts_float32,
-                self.activation,
-            )
+            local_experts = range(self.first_expert, self.first_expert + len(block["experts_down.weight"]))
+            settings = spec.experts_per_token, spec.normalize_experts, spec.experts_float32, self.activation
+
+            def matrix(role: str, expert: int) -> torch.Tensor:
+                return self._expert(block, role, expert - self.first_expert)
+
+            return torch_ops.mixture(x, block["router.weight"], local_experts, matrix, *settings)
         if spec.gated:
             gate, up = self._linear(block, "gate_up", x).chunk(2, dim=-1)
             return self._linear(block, "down", self.activation(gate) * up)

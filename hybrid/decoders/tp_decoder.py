@@ -1,6 +1,4 @@
-"""Inference tensor parallelism: a decoder sharded over a group of ranks by heads, MLP columns and vocabulary, and
-the exchange that runs all ranks' batches as one.
-"""
+"""Inference tensor parallelism: a decoder sharded over a group of ranks, which runs all ranks' batches as one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,16 +57,13 @@ class ShardedDecoder(TorchDecoder):
         if self.spec.qk_norm != "row" or role not in ("q_norm", "k_norm"):
             return super()._norm(tensors, role, x)
         # Key heads that several ranks hold are counted once for each of them, in the sum and in `size`.
-        size = x.shape[-1] * self.tensor.size
-        spec = self.spec
-        return torch_ops.rms_norm(
-            x,
-            tensors[f"{role}.weight"],
-            spec.norm_eps,
-            spec.norm_offset,
-            spec.norm_float32,
-            mean_of=lambda squares: self.tensor.sum(squares.sum(-1, keepdim=True)) / size,
-        )
+        size, spec = x.shape[-1] * self.tensor.size, self.spec
+
+        def mean_of(squares: torch.Tensor) -> torch.Tensor:
+            return self.tensor.sum(squares.sum(-1, keepdim=True)) / size
+
+        choices = spec.norm_eps, spec.norm_offset, spec.norm_float32
+        return torch_ops.rms_norm(x, tensors[f"{role}.weight"], *choices, mean_of)
 
 
 class SharedBlocks:

@@ -1,6 +1,4 @@
-"""Runs a model's own modules tensor-parallel for ranks with inputs of their own: every call waits for all ranks,
-then all ranks run every rank's call in rank order.
-"""
+"""Runs a model's own modules tensor-parallel: all ranks run every rank's calls, in rank order."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -83,9 +81,7 @@ class ModuleExchange:
         return output
 
     def finish(self) -> None:
-        """Run the other ranks' calls until every rank is done. An error in one of them is raised on the rank that
-        made the call.
-        """
+        """Run the other ranks' calls until every rank is done. An error is raised on the rank that made the call."""
         while self._exchange(None)[0]:
             pass
 
@@ -112,9 +108,7 @@ class ModuleExchange:
     def _exchange(
         self, own_call: Call | None, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> tuple[bool, Any, Exception | None]:
-        """Exchange the ranks' calls and run them. Returns whether any rank made a call, the output of this rank's
-        call, and this rank's error.
-        """
+        """Run the ranks' calls. Gives whether there was any, the output of this rank's call, and its error."""
         freed = self.freed.copy()
         del self.freed[: len(freed)]
         with lost_rank_reported("waiting for its next request"):

@@ -1,6 +1,4 @@
-"""Tensor parallelism through a model's own modules: each runs on this rank's slices, with the collectives around its
-forward.
-"""
+"""Tensor parallelism through a model's own modules, on this rank's slices, with the collectives around them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

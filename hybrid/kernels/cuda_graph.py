@@ -69,12 +69,9 @@ class GraphedStep:
         max_graphs: int = 64,
         capture: Callable[[Callable[[], None], object | None], Captured] = capture_on_device,
     ):
-        self.step = step
-        self.blank = dict(blank)
+        self.step, self.blank, self.max_graphs, self.capture = step, dict(blank), max_graphs, capture
         self.max_capture_size = len(next(iter(blank.values())))
         self.capture_sizes = capture_sizes(self.max_capture_size)
-        self.max_graphs = max_graphs
-        self.capture = capture
         self.inputs = {name: tensor.clone() for name, tensor in blank.items()}
         self.outputs: tuple[torch.Tensor, ...] | None = None  # of all graphs, [max_capture_size, ...]
         self.graphs: OrderedDict[int, Captured] = OrderedDict()

@@ -234,7 +234,10 @@ def sdpa_attention(
     """
     sequences, heads, new, head_dim = q.shape
     kv_heads = k.shape[1]
-    mask = seen if bias is None else biased(bias, seen, k.shape[2], new, q.dtype)
+    mask = seen
+    if bias is not None:
+        seen = causal(new, k.shape[2], q.device) if seen is None else seen
+        mask = torch.where(seen, bias[:, None].to(q.dtype), -torch.inf)  # [sequences or 1, heads, new, longest]
     if new == 1:  # treat the query heads of a KV head as queries, so that keys are not repeated
         q = q.reshape(sequences, kv_heads, -1, head_dim)
         mask = mask if mask is None or mask.shape[1] == 1 else mask.reshape(len(mask), kv_heads, -1, mask.shape[-1])
@@ -242,12 +245,6 @@ def sdpa_attention(
         q, k, v, mask, scale=scale, is_causal=mask is None and new > 1, enable_gqa=q.shape[1] != kv_heads
     )
     return out.reshape(sequences, heads, new, head_dim)
-
-
-def biased(bias: torch.Tensor, seen: torch.Tensor | None, longest: int, new: int, dtype: torch.dtype) -> torch.Tensor:
-    """An additive mask [sequences or 1, heads, new, longest]: `bias` [heads, longest] where seen, -inf elsewhere."""
-    seen = causal(new, longest, bias.device) if seen is None else seen
-    return torch.where(seen, bias[:, None].to(dtype), -torch.inf)
 
 
 def causal(new: int, longest: int, device: torch.device) -> torch.Tensor:

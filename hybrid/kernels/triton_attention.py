@@ -120,12 +120,11 @@ def _decode_kernel(
         best = tl.full((BLOCK_G,), MASKED, tl.float32)
         total = tl.zeros((BLOCK_G,), tl.float32)
         out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+        table = block_tables + row.to(tl.int64) * table_stride
         for start in range(begin // TILE * TILE, end, TILE):
             tokens = start + tl.arange(0, TILE)
             live = (tokens >= begin) & (tokens < end)
-            block_rows = _block_rows(
-                block_tables + row.to(tl.int64) * table_stride, tokens, live, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM
-            )
+            block_rows = _block_rows(table, tokens, live, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
             offsets, mask = block_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
             k = tl.load(keys + offsets, mask=mask, other=0.0)
             key_bias = 0.0
@@ -143,15 +142,7 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def _join_kernel(
-    parts,
-    log_totals,
-    lengths,
-    out,
-    window,
-    splits,
-    HEAD_DIM: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    parts, log_totals, lengths, out, window, splits, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """One program per sequence and head: combines its splits in order into out [sequences, heads, head_dim]."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -310,18 +301,11 @@ def _prefill_kernel(
         sum_out = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
         begin = tl.maximum(length - count + index - window + 1, 0) // TILE * TILE
         end = tl.minimum(length - count + index + BLOCK_Q, length)
+        table = block_tables + row.to(tl.int64) * table_stride
         for start in range(begin, end, TILE):
             tokens = start + tl.arange(0, TILE)
             live = tokens < end
-            block_rows = _block_rows(
-                block_tables + row.to(tl.int64) * table_stride,
-                tokens,
-                live,
-                head // GROUP,
-                BLOCK_SIZE,
-                KV_HEADS,
-                HEAD_DIM,
-            )
+            block_rows = _block_rows(table, tokens, live, head // GROUP, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
             offsets, mask = block_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
             k = tl.load(keys + offsets, mask=mask, other=0.0)
             key_bias = 0.0

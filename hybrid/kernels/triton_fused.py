@@ -87,9 +87,7 @@ def add_norm(
     """
     rows, width = x.shape
     inputs = [x] if residual is None else [x, residual]
-    assert all(tensor.dtype == x.dtype and tensor.device == x.device for tensor in inputs), (
-        "the sum is of one dtype and device"
-    )
+    assert all((tensor.dtype, tensor.device) == (x.dtype, x.device) for tensor in inputs), "the sum is of one dtype"
     assert all(tensor.stride(1) == 1 for tensor in inputs), "rows must be contiguous"
     for vector in [weight] if bias is None else [weight, bias]:
         require_contiguous(x.device, vector.dtype, vector)

@@ -91,7 +91,7 @@ class Decoding:
     def run(self, begins: list[int], ends: list[int]) -> list[torch.Tensor]:
         """Logits of the spans, in one forward."""
         batch = self.batch(list(zip(begins, ends, strict=True)))
-        hidden = self.decoder.layers(self.decoder.embed(batch.ids, batch.positions), batch, self.kv)
+        hidden = self.decoder.forward(batch, self.kv)
         return list(self.decoder.logits(hidden).split([e - b for b, e in zip(begins, ends, strict=True)]))
 
     @torch.no_grad()

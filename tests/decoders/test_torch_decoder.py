@@ -119,7 +119,7 @@ class Run:
     def logits(self, begins: list[int], ends: list[int]) -> list[torch.Tensor]:
         """Each sequence's logits of those tokens, float32 [new, vocabulary]."""
         batch = self.batch(begins, ends)
-        hidden = self.decoder.layers(self.decoder.embed(batch.ids, batch.positions), batch, self.kv)
+        hidden = self.decoder.forward(batch, self.kv)
         counts = [end - begin for begin, end in zip(begins, ends, strict=True)]
         return list(self.decoder.logits(hidden).split(counts))
 
