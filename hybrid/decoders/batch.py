@@ -70,8 +70,7 @@ def table_of(blocks: list[list[int]], device: torch.device) -> torch.Tensor:
 def packed(pieces: list[torch.Tensor], begins: list[int], blocks: list[list[int]], device: torch.device) -> PackedBatch:
     """A batch of pieces of sequences.
 
-    pieces: int64 [n] each.  begins: the position of each piece's first token in its sequence.  blocks: of each
-        sequence.
+    pieces: int64 [n] each.  begins: position of each piece's first token in its sequence.  blocks: of each sequence.
     """
     sizes = torch.tensor([len(piece) for piece in pieces])
     begin = torch.tensor(begins)

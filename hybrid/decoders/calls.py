@@ -45,9 +45,7 @@ class Calls:
 
     @contextmanager
     def call(self, adapters: bool | None = None) -> Iterator[None]:
-        """Wraps a user's whole call, which makes at most one request. If the call raises before its request, this
-        rank still joins the collectives that the other ranks' requests make.
-        """
+        """Wraps a user's call of at most one request. If it raises before, this rank joins the others' collectives."""
         if self.inside:
             yield
             return

@@ -151,8 +151,7 @@ class LayerwiseForwards(CollectiveForwards):
 class ExpertForwards(CollectiveForwards):
     """Forwards of a model with DeepSpeed's expert parallelism: each sends tokens to the experts of all ranks.
 
-    The gates' random draws (deepspeed 0.19.8: `use_rts`, `top2_2nd_expert_sampling`) do not change training's
-    generators.
+    The gates' random draws (deepspeed 0.19.8: `use_rts`, `top2_2nd_expert_sampling`) leave training's generators alone.
     """
 
     def __init__(self, model: nn.Module, exchange: TokenExchange, device: torch.device):

@@ -1,6 +1,4 @@
-"""Containers replace modules' forwards in eval mode: the native one runs the Hugging Face module itself over the
-snapshot's tensors, the fused one a whole decoder.
-"""
+"""Containers replace forwards in eval mode: by the Hugging Face module over the snapshot, or by a whole decoder."""
 
 import functools
 from collections.abc import Callable
@@ -137,8 +135,7 @@ def containers_of(parts: list[Part], calls: Calls) -> list[NativeContainer]:
 
 
 def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Ids and mask, int64 [rows, tokens], of a call that asks for the logits of whole sequences without a cache; else
-    None.
+    """Ids and mask, int64 [rows, tokens], of a call for the logits of whole sequences without a cache; else None.
 
     Padding may be on either side of a sequence but not inside it; positions must count from its first token.
     """

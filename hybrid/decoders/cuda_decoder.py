@@ -96,8 +96,7 @@ class CudaDecoder(TorchDecoder):
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after one new token for each sequence, float32 [sequences, vocabulary]; valid until the next call.
 
-        Replayed from a graph for at most `max_capture_size` sequences. Graphs are captured again if the blocks have
-        moved.
+        Replayed from a graph for at most `max_capture_size` sequences; captured again if the blocks have moved.
         """
         num_seqs = len(batch.ids)
         assert num_seqs == len(batch.lengths), f"a decode step of {num_seqs} tokens for {len(batch.lengths)} sequences"

@@ -35,8 +35,7 @@ def needs_equal_messages(layer: MOELayer) -> bool:
 def padded_forward(layer: MOELayer) -> Callable:
     """The layer's forward on as many tokens as the rank with the most has. A collective of the layer's group.
 
-    The rank's tokens are repeated at the end, marked as unused so that they displace none, and the outputs cut off
-    again.
+    The rank's tokens are repeated at the end, marked as unused so that they displace none; these outputs are cut off.
     """
     own = layer.forward
 

@@ -33,8 +33,7 @@ NO_WARNING = "rollout.containers=native, or replace_with_kernel_inject=false, ru
 def is_known_hook(hook: Callable) -> bool:
     """Whether a forward hook or forward pre-hook is a framework's that does not change a fused decoder's results.
 
-    The input-gradient hook is recognised by its name and by what its code does, because every framework has its own
-    copy.
+    The input-gradient hook is recognised by its name and its code, because every framework has its own copy.
     """
     while isinstance(hook, partial):
         hook = hook.func

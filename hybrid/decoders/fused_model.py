@@ -87,8 +87,7 @@ class FusedModel:
     def fallback_reason_now(self, tokens: int = 0) -> str:
         """Why the model must run natively now, and what the user can do about it; "" if it need not.
 
-        tokens: of the longest sequence. Beyond `DecoderSpec.max_positions` the model runs natively: its position tables
-            end there, or depend on the sequence's length.
+        tokens: of the longest sequence. Beyond `DecoderSpec.max_positions` its tables end or depend on the length.
         """
         if self.fallback_reason:
             return self.fallback_reason
@@ -109,8 +108,7 @@ class FusedModel:
     def note_fallback(self, reason: str = "") -> None:
         """Record that a request runs natively; a new reason is warned about.
 
-        reason: the request's own reason, and what the user can do about it. A reason that holds for every request takes
-            precedence.
+        reason: the request's own, and what the user can do about it. One that holds for every request takes precedence.
         """
         self.reasons.note(self.fallback_reason_now() or reason, self.warns)
 

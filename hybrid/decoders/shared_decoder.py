@@ -53,8 +53,7 @@ class SharedDecoder(ABC):
         rows: torch.Tensor | None = None,
         wants_logits: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Run what the ranks want: a collective. Returns this rank's hidden states and logits, as far as it wants
-        them; None if no rank wants anything.
+        """A collective. Gives the hidden states and logits that this rank wants; None if no rank wants anything.
 
         batch, kv: of a forward.  rows: hidden states to give logits of.  wants_logits: whether to give the batch's.
         """

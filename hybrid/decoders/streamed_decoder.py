@@ -55,14 +55,12 @@ class StreamedDecoder(SharedDecoder):
     def run(
         self, segments: Collection[Segment], work: dict[Segment, Callable], x: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Run `work`, segment by segment, on `x`; returns the last result. A segment's weights are gathered while it
-        runs.
+        """Run `work` on `x`, segment by segment, while the segment's weights are gathered; returns the last result.
 
         Every rank gathers the weights of all `segments`, with or without work, and also after its own work has raised.
         """
-        gathering = self.stream.gathered_in_order(
-            [self._owners(segment) for segment in segments], self.weights.adapters
-        )
+        owners = [self._owners(segment) for segment in segments]
+        gathering = self.stream.gathered_in_order(owners, self.weights.adapters)
         try:
             for segment, _ in zip(segments, gathering, strict=False):  # `gathering` is exhausted below
                 if segment in work:

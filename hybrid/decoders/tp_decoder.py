@@ -102,8 +102,7 @@ class Pool:
     def grow(self, make: Callable[[int], PagedKV], capacity: int, ranks: int) -> PagedKV:
         """The blocks, at least `capacity` for each rank.
 
-        While calls run, their content is kept. Between calls, storage that is too small is freed before new storage is
-        allocated.
+        While calls run, their content is kept. Between calls, storage that is too small is freed first.
         """
         if self.kv is None or capacity > self.capacity:
             if not self.is_read:

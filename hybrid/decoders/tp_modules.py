@@ -48,8 +48,7 @@ class SharedModules:
         self.is_lent = False
 
     def require_same(self, expected: torch.Tensor) -> None:
-        """Raise UnsupportedModel, on every rank, if the sliced model's output differs from `expected`, [tokens, n],
-        which is `first_output` with whole weights.
+        """Raise UnsupportedModel, on every rank, if `first_output` on slices differs from `expected`, on whole weights.
 
         A collective. Call it inside an open window, before containers are installed.
         """
@@ -63,8 +62,7 @@ class SharedModules:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside the block, modules have the forwards and the numbers of heads for slices; afterwards their own are
-        restored.
+        """Inside the block, modules have the forwards and the numbers of heads for slices; afterwards their own again.
 
         A nested block, which lends other slices, changes neither.
         """
@@ -158,8 +156,7 @@ CHECKED_TOKENS = 16
 def first_output(info: ModelInfo, device: torch.device) -> torch.Tensor:
     """The model's output for a few random tokens: logits or hidden states.  [tokens, n]
 
-    Raises UnsupportedModel if it is not a Hugging Face model, or does not run: it needs other inputs, or slices do not
-    fit.
+    Raises UnsupportedModel if it is no Hugging Face model, or does not run: its inputs or the slices do not fit.
     """
     if info.config is None:
         raise UnsupportedModel(f"{type(info.model).__name__} is no Hugging Face model")

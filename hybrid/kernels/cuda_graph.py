@@ -154,8 +154,7 @@ class GraphedForward:
     def __call__(self, *args, **kwargs):
         """The module's output, in new tensors.
 
-        Raises NotImplementedError if inputs or outputs are not tensors and plain values (a cache, for example), or the
-        forward cannot be captured.
+        Raises NotImplementedError for inputs or outputs other than tensors and plain values, or if capturing fails.
         """
         leaves, structure = tree_flatten((args, kwargs))
         require_plain(leaves, "given to")

@@ -128,8 +128,7 @@ def sequence_groups(
 ) -> tuple[Group, ...]:
     """The sequences of a packed batch, in groups. Synchronises with the device.
 
-    cu_seqlens int32 [sequences + 1], lengths int32 [sequences], block_tables int32 [sequences, blocks]: as in
-    PackedBatch.
+    cu_seqlens int32 [sequences + 1], lengths int32 [sequences], block_tables int32 [sequences, blocks]: PackedBatch's.
     """
     begins, ends = cu_seqlens.tolist(), lengths.tolist()
     members: dict[int, list[int]] = {}

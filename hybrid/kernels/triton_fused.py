@@ -96,20 +96,9 @@ def add_norm(
     block = triton.next_power_of_2(width)
     tensors = (x, x if residual is None else residual, weight, weight if bias is None else bias, normed, total)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
-    _add_norm_kernel[(rows,)](
-        *tensors,
-        *strides,
-        width,
-        eps,
-        offset,
-        multiplier,
-        HAS_RESIDUAL=residual is not None,
-        HAS_BIAS=bias is not None,
-        CENTERED=centered,
-        FLOAT32_WEIGHT=float32_weight or centered,
-        BLOCK=block,
-        num_warps=4 if block <= 4096 else 8,
-    )
+    features = {"HAS_RESIDUAL": residual is not None, "HAS_BIAS": bias is not None, "CENTERED": centered}
+    features |= {"FLOAT32_WEIGHT": float32_weight or centered, "num_warps": 4 if block <= 4096 else 8}
+    _add_norm_kernel[(rows,)](*tensors, *strides, width, eps, offset, multiplier, **features, BLOCK=block)
     return normed, total
 
 
@@ -290,19 +279,12 @@ def rope_and_write(
     eps, offset, float32_weight = (0.0, 0.0, False) if norm is None else (norm.eps, norm.offset, norm.float32_weight)
     weights = (q, k) if norm is None else (norm.q, norm.k)
     tables = (rows, rows) if cos is None else (cos, sin)
+    tensors = (q, k, v, *weights, *tables, rows, slot_mapping, q_out, keys, values)
+    strides = (q.stride(0), k.stride(0), v.stride(0))
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "ROTARY": rotary}
+    sizes |= {"Q_BLOCKS": q_blocks, "KV_BLOCKS": kv_blocks, "BLOCK_H": HEAD_BLOCK}
+    features = {"INTERLEAVED": interleaved, "HAS_NORM": norm is not None, "FLOAT32_WEIGHT": float32_weight}
     _rope_and_write_kernel[(tokens, q_blocks + 2 * kv_blocks)](
-        *(q, k, v, *weights, *tables, rows, slot_mapping, q_out, keys, values),
-        *(q.stride(0), k.stride(0), v.stride(0), eps, offset),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        ROTARY=rotary,
-        INTERLEAVED=interleaved,
-        HAS_NORM=norm is not None,
-        FLOAT32_WEIGHT=float32_weight,
-        Q_BLOCKS=q_blocks,
-        KV_BLOCKS=kv_blocks,
-        BLOCK_H=HEAD_BLOCK,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        *tensors, *strides, eps, offset, **sizes, **features, BLOCK_D=triton.next_power_of_2(head_dim)
     )
     return q_out
