@@ -26,7 +26,7 @@ from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.tp_modules import SharedContainer, SharedModules, first_output
 from hybrid.generation.block_pool import BlockPool
-from hybrid.generation.generate import Route, refuse_model_inputs, require_decoder
+from hybrid.generation.generate import Route, require_token_ids
 from hybrid.generation.generator import Generator
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.sampler import Seeds
@@ -175,8 +175,9 @@ class HybridEngine(DeepSpeedEngine):
 
     def _make_calls(self, shared: SharedModules | None) -> Calls:
         """What runs requests: of this rank alone, or of all ranks that compute together."""
+        own = (self._window, self._fused, self.call_lock, self._rebuild_if_changed)
         if not self.in_step:
-            return Calls(self._window, self._fused, self.call_lock, self._rebuild_if_changed)
+            return Calls(*own)
         partitioned, group = self.zero_optimization_stage() == 3, self._group.group
         native = None if shared is None else shared.exchange
         if self._exchange is not None:
@@ -192,7 +193,6 @@ class HybridEngine(DeepSpeedEngine):
             )
         # Gathering partitioned weights is a collective of all ranks, not only of the group.
         group = None if partitioned else group
-        own = (self._window, self._fused, self.call_lock, self._rebuild_if_changed)
         return SharedCalls(*own, group, native, self._profiler.phase)
 
     def _make_generator(self) -> Generator:
@@ -581,8 +581,7 @@ class HybridEngine(DeepSpeedEngine):
         `generate`, a sequence longer than `max_out_tokens`, or one that memory limits do not allow;
         NotImplementedError for an encoder-decoder and for `model_inputs`.
         """
-        refuse_model_inputs(model_inputs, "rollout")
-        require_decoder(self._builder.info, "rollout")
+        require_token_ids(self._builder.info, model_inputs, "rollout")
         with self._call(adapters):
             return self._generator.rollout(
                 prompt_ids, prompt_mask, sampling, num_generations, adapters, row_ids, self._snapshot.weights.number()
@@ -607,8 +606,7 @@ class HybridEngine(DeepSpeedEngine):
         Raises TypeError or ValueError for invalid sequences, a temperature of 0 or less, or sequences that the KV cache
         cannot hold; NotImplementedError for an encoder-decoder and for `model_inputs`.
         """
-        refuse_model_inputs(model_inputs, "score")
-        require_decoder(self._builder.info, "score")
+        require_token_ids(self._builder.info, model_inputs, "score")
         with self._call(adapters):
             return self._generator.score(sequences, attention_mask, adapters, temperature, rows_per_forward)
 

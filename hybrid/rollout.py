@@ -8,9 +8,6 @@ from transformers import GenerationConfig
 
 from hybrid.inputs import is_integer
 
-# Left unset: `generate` warns if they are set together with max_new_tokens and min_new_tokens, which take precedence.
-DECIDED_BY_NEW_TOKENS = ("max_length", "min_length")
-
 
 class WholeGenerationConfig(GenerationConfig):
     """A GenerationConfig that `generate` does not complete from the model's own.
@@ -66,7 +63,7 @@ class SamplingParams:
         temperature, suppressed tokens or penalties do not apply to the rollout."""
         stop = end_token_ids(model, self.stop_token_ids)
         settings = GenerationConfig._get_default_generation_params()
-        for name in DECIDED_BY_NEW_TOKENS:
+        for name in ("max_length", "min_length"):  # max_new_tokens and min_new_tokens take precedence, with a warning
             settings.pop(name, None)
         settings |= {
             "do_sample": self.temperature > 0,

@@ -10,7 +10,6 @@ from torch import nn
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerationMode
 
-from hybrid.decoders.batch import PackedBatch, PagedKV
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.models.model_info import ModelInfo
 from hybrid.profiling import ModelTimes
@@ -55,21 +54,18 @@ def require_generate(info: ModelInfo) -> None:
         )
 
 
-def require_decoder(info: ModelInfo, call: str) -> None:
-    """Raise NotImplementedError if the model is an encoder-decoder: its prompt and completion are not one sequence."""
-    if info.is_encoder_decoder:
-        raise NotImplementedError(
-            f"{call}: {type(info.model).__name__} is an encoder-decoder; {call} takes decoders, whose prompt and "
-            "completion are one sequence. engine.generate() and forwards in eval mode run with encoder-decoders"
-        )
-
-
-def refuse_model_inputs(model_inputs: dict[str, Any], call: str) -> None:
-    """Raise NotImplementedError if a call gives inputs other than token ids and their mask, such as images."""
+def require_token_ids(info: ModelInfo, model_inputs: dict[str, Any], call: str) -> None:
+    """Raise NotImplementedError if a call gives inputs other than token ids and their mask, such as images, or if the
+    model is an encoder-decoder: its prompt and completion are not one sequence."""
     if model_inputs:
         raise NotImplementedError(
             f"{call}: {', '.join(model_inputs)} given; {call} takes token ids and their mask alone. engine.generate() "
             "and forwards in eval mode take what the model takes"
+        )
+    if info.is_encoder_decoder:
+        raise NotImplementedError(
+            f"{call}: {type(info.model).__name__} is an encoder-decoder; {call} takes decoders, whose prompt and "
+            "completion are one sequence. engine.generate() and forwards in eval mode run with encoder-decoders"
         )
 
 
@@ -177,16 +173,7 @@ class TimedDecoder:
         self.decoder, self.times = decoder, times
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.decoder, name)
-
-    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        with self.times.forward():
-            return self.decoder.forward(batch, kv)
-
-    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        with self.times.forward():
-            return self.decoder.decode(batch, kv)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        with self.times.forward(continues=True):
-            return self.decoder.logits(hidden)
+        attribute = getattr(self.decoder, name)
+        if name in ("forward", "decode", "logits"):
+            return self.times.forward(continues=name == "logits")(attribute)
+        return attribute

@@ -32,21 +32,14 @@ from hybrid.generation.generate import (
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.lockstep import FusedForward, NativeForward, Outputs, in_lockstep
 from hybrid.generation.request import GenerateInputs, Request, rollout_request
-from hybrid.generation.sampler import Seeds, sequence_keys, wrapped
+from hybrid.generation.sampler import Seeds, stream_keys, wrapped
 from hybrid.generation.scheduler import Completions, Scheduler
 from hybrid.generation.scoring import Scores, score_natively, score_packed
 from hybrid.inputs import as_ids, as_mask, as_model_inputs
 from hybrid.models.model_info import ModelInfo
 from hybrid.parallel import InferenceGroup, own_row_ids
 from hybrid.profiling import ModelTimes, Profiler
-from hybrid.rollout import (
-    RolloutBatch,
-    SamplingParams,
-    check_prompts,
-    check_rollout,
-    end_token_ids,
-    pad_token_id,
-)
+from hybrid.rollout import RolloutBatch, SamplingParams, check_prompts, check_rollout, end_token_ids, pad_token_id
 
 ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
 STEPS_ON_DEVICES = 8  # decode steps between two checks for ended sequences: a check waits for the device
@@ -313,7 +306,9 @@ class Generator:
         if self.seed_group is not None:
             seed = int(self.seed_group.share(torch.tensor(wrapped(seed), device=self.device)))
         rows = own_row_ids(num_prompts, self.key_range) if row_ids is None else as_ids(row_ids, torch.device("cpu"))
-        return sequence_keys(seed, rows, num_sequences).to(self.device)
+        repeats = num_sequences // len(rows)
+        samples = torch.arange(repeats).repeat(len(rows))
+        return stream_keys(seed, rows.repeat_interleave(repeats), samples).to(self.device)
 
     def _require_max_out_tokens(self, prompt_len: int, max_new_tokens: int) -> None:
         """Raise TooManyTokensError if prompt and completion exceed `max_out_tokens`."""

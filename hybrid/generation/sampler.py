@@ -36,16 +36,6 @@ def stream_keys(seed: int, rows: torch.Tensor, samples: torch.Tensor) -> torch.T
     return mixed(key ^ mixed(samples + GOLDEN))
 
 
-def sequence_keys(seed: int, row_ids: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """The RNG key of each sequence, int64 [num_sequences], on the CPU. Samples of one prompt are consecutive.
-
-    row_ids: int64 [prompts].
-    """
-    repeats = num_sequences // len(row_ids)
-    samples = torch.arange(repeats).repeat(len(row_ids))
-    return stream_keys(seed, row_ids.repeat_interleave(repeats), samples)
-
-
 def wrapped(seed: int) -> int:
     """Any integer wrapped to int64."""
     return (seed + 2**63) % 2**64 - 2**63

@@ -12,7 +12,7 @@ from torch import nn
 from hybrid.config import InferenceConfig
 from hybrid.decoders.tp_modules import first_output, whole_difference
 from hybrid.inference.auto_tp import AutoTP
-from hybrid.inference.checkpoints import open_checkpoint, save_mp_checkpoint
+from hybrid.inference.checkpoints import open_checkpoint, own_experts, save_mp_checkpoint
 from hybrid.inference.loader import (
     Cast,
     CheckpointWeights,
@@ -27,7 +27,6 @@ from hybrid.inference.loader import (
     set_tensor,
     state_tensors,
 )
-from hybrid.inference.training_checkpoints import own_experts
 from hybrid.inference.validation import why_no_fused_slices
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel

@@ -29,8 +29,7 @@ from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.sampler import Seeds, wrapped
 from hybrid.inference.build import LoadedModel, ModelLoader
 from hybrid.inference.loader import materialize, restored_on_error
-from hybrid.inference.ranks import inference_group, join_ranks
-from hybrid.inference.validation import validated
+from hybrid.inference.validation import inference_group, join_ranks, validated
 from hybrid.inputs import as_model_inputs
 from hybrid.kernels.cuda_graph import GraphedForward
 from hybrid.models.model_info import ModelInfo

@@ -1,11 +1,14 @@
-"""`init_inference`'s settings checked against the model, the ranks and the device, before anything changes."""
+"""`init_inference`'s settings checked against the model, the ranks and the device, before anything changes; and the
+ranks that share one copy of the weights, by the tensor- and expert-parallel settings."""
 
+import os
 import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
@@ -14,12 +17,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from hybrid.config import InferenceConfig, MoEConfig, Refusal, refuse, unsupported, value_if_set
+from hybrid.config import InferenceConfig, MoEConfig, Refusal, TensorParallelConfig, refuse, unsupported, value_if_set
 from hybrid.inference.auto_tp import AutoTP, read_policy, require_divisible_heads
-from hybrid.inference.ranks import callers_group, expert_parallel_size, group_size, tensor_parallel_size
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
-from hybrid.parallel import world_size
+from hybrid.parallel import InferenceGroup, world_size
 from hybrid.weights.gather import is_partitioned
 from hybrid.weights.int8 import require_groups
 from hybrid.weights.lora import read_adapters
@@ -214,3 +216,48 @@ def is_causal(model: nn.Module) -> bool:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     only_causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
     return (isinstance(model, PreTrainedModel) and model.can_generate()) or kind in only_causal
+
+
+# Ranks
+
+
+def callers_group(settings: TensorParallelConfig) -> torch.distributed.ProcessGroup | None:
+    """The caller's process group for tensor parallelism, from `mpu` or `tp_group`; None if neither is given."""
+    return settings.tp_group if settings.mpu is None else settings.mpu.get_model_parallel_group()
+
+
+def tensor_parallel_size(settings: TensorParallelConfig) -> int:
+    """The tensor-parallel size: of the caller's group, or `tp_size`."""
+    group = callers_group(settings)
+    if not settings.enabled:
+        return 1
+    return settings.tp_size if group is None else torch.distributed.get_world_size(group)
+
+
+def expert_parallel_size(settings: MoEConfig) -> int:
+    """The expert-parallel size."""
+    return settings.ep_size if settings.enabled else 1
+
+
+def group_size(config: InferenceConfig) -> int:
+    """The number of ranks that share one copy of the weights: tensor- times expert-parallel size."""
+    return tensor_parallel_size(config.tensor_parallel) * expert_parallel_size(config.moe)
+
+
+def inference_group(config: InferenceConfig) -> InferenceGroup:
+    """The ranks that share one copy of the weights: the caller's group, or consecutive ranks. Building a new group is a
+    collective of all ranks."""
+    size = group_size(config)
+    group = callers_group(config.tensor_parallel) if expert_parallel_size(config.moe) == 1 else config.moe.ep_group
+    tensor_size = tensor_parallel_size(config.tensor_parallel)
+    return InferenceGroup(size, group=group if size > 1 else None, tensor_size=tensor_size)
+
+
+def join_ranks(config: InferenceConfig) -> None:
+    """Initialize torch.distributed and select the device, if `config` needs several ranks and a launcher started
+    them."""
+    launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    several = config.tensor_parallel.tp_size * config.moe.ep_size > 1
+    if several and launched and not torch.distributed.is_initialized():
+        comm.init_distributed(get_accelerator().communication_backend_name(), auto_mpi_discovery=False)
+        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))

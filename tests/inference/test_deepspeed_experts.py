@@ -12,7 +12,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import nn
 
 import hybrid
-from hybrid.inference.training_checkpoints import EXPERTS
+from hybrid.inference.checkpoints import EXPERTS
 from tests.tiny_models import prompts, tiny_model
 
 SIZE, VOCABULARY, COUNT = 16, 97, 4
