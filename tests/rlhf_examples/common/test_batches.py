@@ -209,7 +209,7 @@ def capped(logits: torch.Tensor) -> torch.Tensor:
     return 3 * torch.tanh(logits / 3)
 
 
-@pytest.mark.parametrize("after_head", [None, capped], ids=str)
+@pytest.mark.parametrize("after_head", [None, capped], ids=["no function", "capped"])
 @pytest.mark.parametrize(("rows", "chunk_size"), [(13, 4), (12, 4), (13, 1), (3, 50), (0, 4)])
 def test_chunked_logprobs_have_equal_values_and_gradients(rows, chunk_size, after_head):
     torch.manual_seed(0)
