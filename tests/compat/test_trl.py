@@ -230,6 +230,7 @@ def check_beams(folder: str) -> None:
 
 
 @needs_trl
+@pytest.mark.slow
 def test_beam_search_of_generation_kwargs_matches_trl_alone(ranks, tmp_path):
     """TRL passes `num_beams` in a GenerationConfig: completions, losses and weights equal those of TRL alone."""
     ranks.run(check_beams, str(tmp_path))

@@ -29,8 +29,6 @@ QUICK = (
     "qwen3",
     "gemma2",
     "bloom",
-    "phi3, rope on half a head",
-    "mixtral",
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter cannot do bfloat16 (triton 3.7.1)
@@ -124,9 +122,7 @@ def cuda_decoder(model: torch.nn.Module, max_capture_size: int = 0) -> CudaDecod
     return decoder
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in VARIANTS]
-)
+@pytest.mark.parametrize("variant", slow_but(QUICK, VARIANTS))
 def test_logits_equal_hugging_face(variant):
     """Prefill, decode steps in graphs with padding sequences, a token behind a prefix; every mechanism in float32."""
     model = small(variant)
@@ -158,9 +154,7 @@ def test_unmerged_lora_matches_peft(variant):
         assert distance(Decoding(decoder, ids).every_logit(), hugging_face(model, ids)) < 2e-6
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=[] if name in ("qwen3", "bloom") else pytest.mark.slow) for name in QUICK]
-)
+@pytest.mark.parametrize("variant", slow_but(["qwen3", "bloom"], [*QUICK, "phi3, rope on half a head", "mixtral"]))
 def test_half_precision_logits_round_as_hugging_face(variant):
     """Independent roundings would be √2 times as far apart; 0.4 to 0.8 measured in float16."""
     model = small(variant)

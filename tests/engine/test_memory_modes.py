@@ -159,6 +159,7 @@ def check_auto() -> None:
     assert str(engine_with(auto, layers=DEEP, max_num_seqs=8).memory_plan(1, 1, 1).in_use) == "pinned"
 
 
+@pytest.mark.slow
 def test_auto_takes_the_fastest_mode_that_fits(ranks):
     ranks.run(check_auto)
 

@@ -231,7 +231,7 @@ def check_bytes(ranks: int) -> None:
     assert (factors == parameter_bytes(engine, "lora_")) == (ranks == 1)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", slow_but([1], [1, 2]))
 def test_a_new_version_gathers_only_lora_factors(ranks, size):
     ranks.run(check_bytes, size)
 

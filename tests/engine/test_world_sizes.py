@@ -31,7 +31,7 @@ def test_rollout_and_step_at_world_sizes_1_and_3(world_size):
     pool = RankPool(world_size)
     try:
         pool.run(check_rollout_and_step)
-        pool.run(check_family, "llama", "peft")
+        pool.run(check_family, "llama", "peft", [(0, 0), (3, 0)])
         if world_size > 1:
             pool.run(check_exception, 3, "peft")
             pool.run(check_collectives, "none", 3)

@@ -87,9 +87,9 @@ def check_wrapper(adapter: str, stage: int, block: dict) -> None:
 @pytest.mark.parametrize(
     ("adapter", "stage", "block"),
     [
-        ("none", 3, {}),
+        pytest.param("none", 3, {}, marks=pytest.mark.slow),
         ("peft", 3, {}),
-        ("none", 0, {}),
+        pytest.param("none", 0, {}, marks=pytest.mark.slow),
         ("none", 3, {"pin_parameters": False}),
         ("none", 3, {"inference_tp_size": 2}),
     ],

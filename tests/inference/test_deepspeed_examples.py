@@ -27,6 +27,7 @@ from transformers import (
 
 import hybrid
 from tests.inference.test_int8 import rounded
+from tests.marks import slow_but
 from tests.tiny_models import tiny_model
 
 SENTENCES = (
@@ -191,8 +192,13 @@ def baseline_of(args: Arguments) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("use_kernel", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "use_kernel"),
+    slow_but(
+        [("bloom", True), ("opt", False), ("gptj", True)],
+        [(family, use_kernel) for family in FAMILIES for use_kernel in (True, False)],
+    ),
+)
 def test_texts_match_hugging_face_at_one_rank(tmp_path, monkeypatch, family, use_kernel):
     """`--greedy`, with and without `--use_meta_tensor`."""
     monkeypatch.chdir(tmp_path)
@@ -277,8 +283,13 @@ def check_ranks(folder: str, family: str, use_kernel: bool) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("use_kernel", [True, False])
-@pytest.mark.parametrize("family", ["bloom", "opt", "llama"])
+@pytest.mark.parametrize(
+    ("family", "use_kernel"),
+    slow_but(
+        [("bloom", True), ("opt", False)],
+        [(family, use_kernel) for family in ("bloom", "opt", "llama") for use_kernel in (True, False)],
+    ),
+)
 def test_texts_match_hugging_face_at_two_ranks(ranks, tmp_path, family, use_kernel):
     write_model(family, tmp_path / "model")
     ranks.run(check_ranks, str(tmp_path), family, use_kernel)

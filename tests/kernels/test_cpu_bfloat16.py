@@ -15,6 +15,7 @@ from hybrid.kernels.cpu_library import FLAGS, SOURCES, built, cpu_library, opene
 from hybrid.models.reader import read_decoder
 from tests.decoders.test_cpu_decoder import CpuRun
 from tests.decoders.test_torch_decoder import average, distance, hugging_face, own_weights, sequences
+from tests.marks import slow_but
 from tests.tiny_models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
@@ -90,7 +91,7 @@ def require_compiles(compiler: str, *flags: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", slow_but(["AVX2", "AMX"], BUILDS))
 @pytest.mark.parametrize(("family", "dtype"), [("gemma3_text", torch.float32), ("qwen3", torch.bfloat16)])
 def test_every_build_matches_hugging_face(family, dtype, build):
     library = opened(built(BUILDS[build]))
@@ -108,7 +109,7 @@ def test_every_build_matches_hugging_face(family, dtype, build):
         assert average(actual, expected) < average(expected, exact)
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", slow_but(["AVX2", "AMX"], BUILDS))
 def test_a_large_negative_gate_is_zero(build):
     """e^89 is no float32; gates of massive activations are that large (OLMo 2 norms behind its MLPs)."""
     model = tiny_model("olmo2").eval()
@@ -119,7 +120,7 @@ def test_a_large_negative_gate_is_zero(build):
     assert distance(CpuRun(decoder, sequences()).every_logit(), hugging_face(model)) < 2e-6
 
 
-@pytest.mark.parametrize("level", [1, 2], ids=["pairs", "tiles"])
+@pytest.mark.parametrize("level", slow_but([2], [1, 2]), ids=["pairs", "tiles"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_emulated_bfloat16_products_match_plain_vectors(family, level):
     library = opened(built(BUILDS["AVX-512 with bfloat16" if level == 1 else "AMX"]))

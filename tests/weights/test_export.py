@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hybrid
 from hybrid.weights.export import Shards
 from tests.engines import engine_of, settings, storage_digest, train_step
+from tests.marks import slow_but
 from tests.tiny_models import ChatLoRA, prompts, tiny_model, with_peft
 
 LINEAR = ("q_proj", "down_proj")
@@ -125,7 +126,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("qwen2, tied, bfloat16", "LoRA, gpt2, ZeRO-2", "DoRA", "LoRA on experts", "modules_to_save")
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_save_pretrained_writes_the_trained_weights(ranks, tmp_path, case):
     ranks.run(check_saved, str(tmp_path), *CASES[case])
 

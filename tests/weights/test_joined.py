@@ -15,6 +15,7 @@ from hybrid.weights.gather import Fetch, whole_in
 from hybrid.weights.joined import as_one, one_above_another
 from hybrid.weights.lora import merged_weight, read_adapters
 from tests.engines import engine_of, settings, train_step
+from tests.marks import slow_but
 from tests.tiny_models import prompts, tiny_model, with_chat_lora, with_peft
 from tests.weights.test_gather import Odd
 from tests.weights.test_lora import shake
@@ -76,8 +77,10 @@ def check_torch_decoder(targets: str, size: int, family: str) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "targets"),
+    slow_but([(1, "some"), (2, "all")], [(size, targets) for size in (1, 2) for targets in TARGETS]),
+)
 def test_joined_matrices_are_read_in_the_gathered_buffers(ranks, targets, size):
     ranks.run(check_torch_decoder, targets, size, "llama")
 

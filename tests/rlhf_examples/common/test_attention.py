@@ -82,6 +82,7 @@ def test_sft_with_packing_trains_alike_with_every_attention(ranks, small, tmp_pa
     require_the_same_curves("sft", ranks, small, tmp_path)
 
 
+@pytest.mark.slow
 def test_ppo_trains_alike_with_every_attention(ranks, small, tmp_path):
     reward = {"reward": [str(small / "reward_model")]}
     require_the_same_curves("ppo", ranks, small, tmp_path, **reward)
