@@ -40,9 +40,10 @@ test-slow: .venv/.installed ## as many slow tests as start within 25 minutes, in
 test-all: .venv/.installed ## every test
 	$(TESTS)
 
-check: .venv/.installed ## ruff, format, layout and the tests that need no ranks
+check: .venv/.installed ## ruff, format, layout and quick tests (a minute)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q tests/test_layout.py tests/test_config.py tests/generation tests/weights tests/rlhf_examples/common/test_losses.py
+	$(TESTS) -q -m "not slow" tests/test_layout.py tests/test_config.py tests/generation tests/weights \
+		tests/rlhf_examples/common/test_losses.py
 
 bench: .venv/.installed ## the switch and rollouts under ZeRO-3: every way to hold weights, Hugging Face's ways
 	$(LAUNCH) -m benchmarks.modes
