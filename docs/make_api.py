@@ -8,6 +8,7 @@ from pathlib import Path
 import hybrid
 from hybrid.compat.trl import rollout_func
 from hybrid.config import BLOCKS, FORWARDED, Block, InferenceConfig
+from hybrid.deepspeed_api import DeepSpeedMethods
 
 PAGE, INFERENCE_PAGE = (Path(__file__).parent / name for name in ("api.md", "inference.md"))
 TABLE_BEGINS, TABLE_ENDS = "<!-- written by docs/make_api.py -->\n", "<!-- to here -->\n"
@@ -75,7 +76,8 @@ def members(kind: type) -> list[tuple[str, object]]:
     """What a class of ours brings, in its order: methods and properties that have a docstring of ours."""
     return [
         (name, member.fget if isinstance(member, property) else inspect.unwrap(getattr(member, "__func__", member)))
-        for name, member in vars(kind).items()
+        for source in (kind, *({DeepSpeedMethods} & set(kind.__bases__)))
+        for name, member in vars(source).items()
         if not name.startswith("_") and (callable(member) or isinstance(member, property | classmethod | staticmethod))
         if getattr(member, "__doc__", None)
     ]

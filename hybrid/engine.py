@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from hybrid.decoders.containers import containers_of, coverage_of, parts_of
 from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.tp_modules import SharedContainer, SharedModules, first_output
+from hybrid.deepspeed_api import DeepSpeedMethods
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.generate import Route, require_token_ids
 from hybrid.generation.generator import Generator
@@ -47,7 +48,7 @@ from hybrid.weights.slices import require_divisible
 from hybrid.weights.watch import WeightWatch
 
 
-class HybridEngine(DeepSpeedEngine):
+class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     """DeepSpeed's engine for ZeRO 0-3, whose model also generates, fast and in the same process.
 
     In train mode it is DeepSpeed's engine. In eval mode forwards run without gradients over a snapshot of the weights,
@@ -59,8 +60,6 @@ class HybridEngine(DeepSpeedEngine):
     calls such as forward, backward, step. Calls that are collectives (all calls, if `in_step`; under ZeRO-3 the first
     one after a step) must come in the same order on every rank.
     """
-
-    is_lora_fused = False  # whether `fuse_lora_weight()` was called last; has no effect on generation
 
     def __init__(self, args: Any, model: nn.Module, *, blocks: tuple[HybridEngineConfig, RolloutConfig], **kwargs: Any):
         self.call_lock = CallLock()
@@ -673,78 +672,6 @@ class HybridEngine(DeepSpeedEngine):
             "fallback_reason": self._builder.fallback_reasons.last,
             "native_reason": self._builder.fallback_reasons.last,  # its name in 0.2, for a release
         }
-
-    # -------------------------------- methods of DeepSpeed's hybrid engine (0.19.8)
-
-    @one_at_a_time
-    def fuse_lora_weight(self) -> None:
-        """Merge the adapters into inference's copy now instead of in the next `generate()`. Under ZeRO-3 a collective.
-
-        Merges nothing if `rollout.lora` is "unmerged" or weights are gathered layer by layer.
-        """
-        with self._calls.block(adapters=True):
-            self.is_lora_fused = True
-
-    @one_at_a_time
-    def unfuse_lora_weight(self) -> None:
-        """Free the merged weights. The next `generate()` merges again; `adapters=False` generates without adapters.
-
-        Raises RuntimeError inside `inference()`.
-        """
-        self._refuse_in_window("unfuse_lora_weight()")
-        self._snapshot.drop_merged()
-        self.is_lora_fused = False
-
-    unfuse_lora_weight_non_pinned = unfuse_lora_weight
-
-    def retake_inference_cache(self) -> None:
-        """Does nothing: the KV cache is allocated when a request needs it."""
-
-    @one_at_a_time
-    def release_inference_cache(self) -> None:
-        """Free the KV cache; the next `generate()` allocates a new one.
-
-        Raises RuntimeError inside `inference()`.
-        """
-        self._refuse_in_window("release_inference_cache()")
-        self._free_kv()
-
-    @property
-    def layer_params(self) -> list[list[nn.Parameter]]:
-        """The training parameters of each transformer layer, without adapters.
-
-        Raises RuntimeError inside `inference()`.
-        """
-        return self._params_by_layer(of_adapters=False)
-
-    @property
-    def layer_lora_params(self) -> list[list[nn.Parameter]]:
-        """The adapters' parameters in each transformer layer. Raises RuntimeError inside `inference()`."""
-        return self._params_by_layer(of_adapters=True)
-
-    @property
-    def all_lora_params(self) -> list[nn.Parameter]:
-        """The parameters of the active adapters."""
-        return [param for adapted in self._snapshot.adapted for param in adapted.adapter_params()]
-
-    @property
-    def all_layers_params(self) -> list[nn.Parameter]:
-        """Every training parameter."""
-        return list(self.module.parameters())
-
-    def _params_by_layer(self, of_adapters: bool) -> list[list[nn.Parameter]]:
-        self._refuse_in_window("reading training parameters")  # inside, the model holds lent tensors
-        factors, layers = set(self.all_lora_params), self._builder.info.layers
-        return [[param for param in layer.parameters() if (param in factors) == of_adapters] for layer in layers]
-
-    def prepare_shared_prefill(self, *args, **kwargs) -> NoReturn:
-        """Not supported, raises NotImplementedError: the engine detects equal prompts and prefills each once."""
-        raise NotImplementedError(
-            "prepare_shared_prefill: this engine prefills equal prompts once without being told; use "
-            "hybrid.HybridRollout(engine), or engine.rollout(..., num_generations=n)"
-        )
-
-    repeat_shared_prefill_cache = prepare_shared_prefill
 
 
 def require_divisible_heads(info: ModelInfo, size: int | str) -> None:

@@ -127,6 +127,10 @@ class RolloutBatch:
     weight_version: int
     timings: dict[str, float] = field(default_factory=dict)
 
+    def first_rows(self, count: int) -> "RolloutBatch":
+        """A batch of the first `count` rows."""
+        return self.select_rows(list(range(len(self.prompt_ids))[:count]))
+
     def select_rows(self, rows: list[int]) -> "RolloutBatch":
         """A batch of the given rows, repeats allowed."""
         tensors = {name: value[rows] for name, value in vars(self).items() if isinstance(value, torch.Tensor)}

@@ -20,6 +20,7 @@ LAYERS = [
     ("hybrid.initialize",),
     ("hybrid.engine",),
     ("hybrid.inference",),
+    ("hybrid.deepspeed_api",),
     ("hybrid.memory_plan",),
     ("hybrid.build",),
     ("hybrid.generation",),

@@ -1,0 +1,93 @@
+"""The methods of DeepSpeed's own hybrid engine (`DeepSpeedHybridEngine`, 0.19.8) that scripts call, on our engine."""
+
+from typing import NoReturn
+
+from torch import nn
+
+from hybrid.build import Builder
+from hybrid.call_lock import CallLock, one_at_a_time
+from hybrid.decoders.calls import Calls
+from hybrid.weights.snapshot import Snapshot
+
+
+class DeepSpeedMethods:
+    """The public names that `DeepSpeedHybridEngine` has in addition to a training engine's. A base of `HybridEngine`.
+
+    Fusing and unfusing change only inference's copy of the weights; the training weights keep their bytes.
+    """
+
+    call_lock: CallLock
+    _calls: Calls
+    _snapshot: Snapshot
+    _builder: Builder
+    is_lora_fused = False  # whether `fuse_lora_weight()` was called last; has no effect on generation
+
+    @one_at_a_time
+    def fuse_lora_weight(self) -> None:
+        """Merge the adapters into inference's copy now instead of in the next `generate()`. Under ZeRO-3 a collective.
+
+        Merges nothing if `rollout.lora` is "unmerged" or weights are gathered layer by layer.
+        """
+        with self._calls.block(adapters=True):
+            self.is_lora_fused = True
+
+    @one_at_a_time
+    def unfuse_lora_weight(self) -> None:
+        """Free the merged weights. The next `generate()` merges again; `adapters=False` generates without adapters.
+
+        Raises RuntimeError inside `inference()`.
+        """
+        self._refuse_in_window("unfuse_lora_weight()")
+        self._snapshot.drop_merged()
+        self.is_lora_fused = False
+
+    unfuse_lora_weight_non_pinned = unfuse_lora_weight
+
+    def retake_inference_cache(self) -> None:
+        """Does nothing: the KV cache is allocated when a request needs it."""
+
+    @one_at_a_time
+    def release_inference_cache(self) -> None:
+        """Free the KV cache; the next `generate()` allocates a new one.
+
+        Raises RuntimeError inside `inference()`.
+        """
+        self._refuse_in_window("release_inference_cache()")
+        self._free_kv()
+
+    @property
+    def layer_params(self) -> list[list[nn.Parameter]]:
+        """The training parameters of each transformer layer, without adapters.
+
+        Raises RuntimeError inside `inference()`.
+        """
+        return self._params_by_layer(of_adapters=False)
+
+    @property
+    def layer_lora_params(self) -> list[list[nn.Parameter]]:
+        """The adapters' parameters in each transformer layer. Raises RuntimeError inside `inference()`."""
+        return self._params_by_layer(of_adapters=True)
+
+    @property
+    def all_lora_params(self) -> list[nn.Parameter]:
+        """The parameters of the active adapters."""
+        return [param for adapted in self._snapshot.adapted for param in adapted.adapter_params()]
+
+    @property
+    def all_layers_params(self) -> list[nn.Parameter]:
+        """Every training parameter."""
+        return list(self.module.parameters())
+
+    def _params_by_layer(self, of_adapters: bool) -> list[list[nn.Parameter]]:
+        self._refuse_in_window("reading training parameters")  # inside, the model holds lent tensors
+        factors, layers = set(self.all_lora_params), self._builder.info.layers
+        return [[param for param in layer.parameters() if (param in factors) == of_adapters] for layer in layers]
+
+    def prepare_shared_prefill(self, *args, **kwargs) -> NoReturn:
+        """Not supported, raises NotImplementedError: the engine detects equal prompts and prefills each once."""
+        raise NotImplementedError(
+            "prepare_shared_prefill: this engine prefills equal prompts once without being told; use "
+            "hybrid.HybridRollout(engine), or engine.rollout(..., num_generations=n)"
+        )
+
+    repeat_shared_prefill_cache = prepare_shared_prefill
