@@ -184,7 +184,7 @@ def test_forward_inputs_are_cast_and_moved_by_name():
     ("tensor", "message"),
     [
         (torch.zeros(3, dtype=torch.int32), "reads torch.int64, not torch.int32"),
-        (torch.zeros(3, dtype=torch.int64, device="meta"), "not meta"),
+        (torch.zeros(3, dtype=torch.int64, device="meta"), "runs on cpu, and a tensor is on meta"),
         (torch.zeros(6, dtype=torch.int64)[::2], "contiguous"),
     ],
 )
