@@ -85,7 +85,7 @@ def current_task() -> asyncio.Task | None:
         return None
 
 
-def one_at_a_time(method: Callable) -> Callable:
+def with_call_lock(method: Callable) -> Callable:
     """Decorator: run a method while holding the engine's CallLock, `self.call_lock`."""
 
     @functools.wraps(method)

@@ -200,8 +200,8 @@ def refuse(rows: Iterable[Refusal]) -> None:
     for row in rows:
         if row.when:
             value = str(row.value).lower() if isinstance(row.value, bool) else repr(row.value)
-            given = "given" if row.value is None else f"{value} given"
-            raise row.error(f"{row.setting}: {given}; {row.reason}")
+            value = "" if row.value is None else f"{value} "
+            raise row.error(f"{row.setting}: {value}given; {row.reason}")
 
 
 # `init_inference`

@@ -5,7 +5,7 @@ from typing import NoReturn
 from torch import nn
 
 from hybrid.build import Builder
-from hybrid.call_lock import CallLock, one_at_a_time
+from hybrid.call_lock import CallLock, with_call_lock
 from hybrid.decoders.calls import Calls
 from hybrid.weights.snapshot import Snapshot
 
@@ -22,7 +22,7 @@ class DeepSpeedMethods:
     _builder: Builder
     is_lora_fused = False  # whether `fuse_lora_weight()` was called last; has no effect on generation
 
-    @one_at_a_time
+    @with_call_lock
     def fuse_lora_weight(self) -> None:
         """Merge the adapters into inference's copy now instead of in the next `generate()`. Under ZeRO-3 a collective.
 
@@ -31,7 +31,7 @@ class DeepSpeedMethods:
         with self._calls.block(adapters=True):
             self.is_lora_fused = True
 
-    @one_at_a_time
+    @with_call_lock
     def unfuse_lora_weight(self) -> None:
         """Free the merged weights. The next `generate()` merges again; `adapters=False` generates without adapters.
 
@@ -46,7 +46,7 @@ class DeepSpeedMethods:
     def retake_inference_cache(self) -> None:
         """Does nothing: the KV cache is allocated when a request needs it."""
 
-    @one_at_a_time
+    @with_call_lock
     def release_inference_cache(self) -> None:
         """Free the KV cache; the next `generate()` allocates a new one.
 
@@ -86,7 +86,7 @@ class DeepSpeedMethods:
     def prepare_shared_prefill(self, *args, **kwargs) -> NoReturn:
         """Not supported, raises NotImplementedError: the engine detects equal prompts and prefills each once."""
         raise NotImplementedError(
-            "prepare_shared_prefill: this engine prefills equal prompts once without being told; use "
+            "prepare_shared_prefill: this engine prefills equal prompts once by itself; use "
             "hybrid.HybridRollout(engine), or engine.rollout(..., num_generations=n)"
         )
 

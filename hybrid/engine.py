@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
 from hybrid.build import Builder, Mode
-from hybrid.call_lock import CallLock, one_at_a_time
+from hybrid.call_lock import CallLock, with_call_lock
 from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig, refuse
 from hybrid.decoders.calls import Calls, SharedCalls
 from hybrid.decoders.collective_forwards import ExpertForwards, LayerwiseForwards
@@ -66,7 +66,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         read_adapters(model)  # raises for adapters that cannot be merged, before DeepSpeed partitions anything
         # Read again below: DeepSpeed casts the model, and a decoder's constants depend on the dtype (Gemma).
         require_divisible_heads(ModelInfo(generating_part(model)), blocks[0].inference_tp_size)
-        given_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
+        mpu_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
         if self._rollout_settings.offload_states:
@@ -92,7 +92,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         if isinstance(optimizer := getattr(self, "basic_optimizer", None), torch.optim.Optimizer):
             self._before_update = optimizer.register_step_pre_hook(self._version.begin_update)
         self._exchange = exchange_tokens(expert_layers(self._policy))
-        self._group = InferenceGroup(self._planner.in_use.tp_size, group=given_group)
+        self._group = InferenceGroup(self._planner.in_use.tp_size, group=mpu_group)
         self._run_on(self._builder.make(self._planner.in_use, self._group))
         self._replace_refused_decoder()
         self._routes = [Route(self._policy, self.generate)] if self._builder.info.can_generate else []
@@ -216,7 +216,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
     # ---------------------------------------------------------------- modes
 
-    @one_at_a_time
+    @with_call_lock
     def eval(self) -> None:
         """Switch to eval mode: forwards run in the inference containers, without gradients.
 
@@ -230,7 +230,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         self._in_eval = True
         super().eval()
 
-    @one_at_a_time
+    @with_call_lock
     def train(self, mode: bool = True) -> None:
         """Switch to train mode: the model has its own forwards, and this is DeepSpeed's engine.
 
@@ -283,7 +283,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 self._uninstall()
                 self._release()
 
-    @one_at_a_time
+    @with_call_lock
     def destroy(self) -> None:
         """Restore the model's forwards, free all copies, then destroy DeepSpeed's engine.
 
@@ -382,7 +382,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
     # ------------------------------------------------------------- training
 
-    @one_at_a_time
+    @with_call_lock
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """In train mode DeepSpeed's forward; in eval mode the model over the snapshot, without gradients.
 
@@ -401,7 +401,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         with self._profiler.phase("train", wait_for_device=False), lost_rank_reported("training"):
             yield
 
-    @one_at_a_time
+    @with_call_lock
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's backward. Raises RuntimeError in eval mode, where forwards have no gradients."""
         if self._in_eval or self._window.is_open:
@@ -409,7 +409,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         with self._training():
             return super().backward(*args, **kwargs)
 
-    @one_at_a_time
+    @with_call_lock
     def step(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's step. The weights get a new version if it applied an update, or raised when it would have.
 
@@ -451,19 +451,19 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         exclude_frozen_parameters: leaves them out under all their names; DeepSpeed (0.19.8) keeps a tied head.
         """
         with self._training_state():
-            found = super().module_state_dict(destination, prefix, keep_vars, exclude_frozen_parameters)
+            state_dict = super().module_state_dict(destination, prefix, keep_vars, exclude_frozen_parameters)
         if exclude_frozen_parameters:
             for name, parameter in self.module.named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
-                    found.pop(prefix + name, None)
-        return found
+                    state_dict.pop(prefix + name, None)
+        return state_dict
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The whole weights on rank 0 under ZeRO-3, as accelerate requests them; also allowed inside `inference()`."""
         with self._training_state():
             return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
 
-    @one_at_a_time
+    @with_call_lock
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's load_checkpoint; the weights get a new version. Raises RuntimeError inside `inference()`."""
         self._refuse_in_window("load_checkpoint()")
@@ -472,7 +472,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         finally:
             self.mark_weights_changed()
 
-    @one_at_a_time
+    @with_call_lock
     def load_module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's load_module_state_dict; the weights get a new version.
 
@@ -484,7 +484,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         finally:
             self.mark_weights_changed()
 
-    @one_at_a_time
+    @with_call_lock
     def save_pretrained(
         self,
         directory: str | Path,
@@ -523,7 +523,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     # ------------------------------------------------------------ inference
 
     @property
-    @one_at_a_time
+    @with_call_lock
     def weight_version(self) -> int:
         """A number that grows with every step that applied an update, every load, every other detected write to weights
         (see `mark_weights_changed`), and every change of the active adapters."""
@@ -552,7 +552,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 )
             return self._generator.generate(args, kwargs, adapters, seed)
 
-    @one_at_a_time
+    @with_call_lock
     def next_seed(self) -> int:
         """The seed of the next call without a `seed`: a function of torch's initial seed (`torch.manual_seed`) and of
         the number of such calls. The sequence restarts when the initial seed changes."""
@@ -659,12 +659,12 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         one gathered group, the containers, the KV cache and the fused decoder's largest forward. `fallback_reason`: why
         the latest request that could not run fused ran in the model's own layers, and the remedy; "" if every request
         ran fused."""
-        others = 0 if self._module_exchange is None else self._module_exchange.nbytes()
+        exchange_bytes = 0 if self._module_exchange is None else self._module_exchange.nbytes()
         return {
             **self._profiler.stats(),
             "snapshot_bytes": self._snapshot.nbytes(),
             "container_bytes": self._fused.nbytes(),
-            "kv_bytes": self._generator.kv_bytes() + others,
+            "kv_bytes": self._generator.kv_bytes() + exchange_bytes,
             "peak_bytes": self._snapshot.peak_bytes
             + self._fused.nbytes()
             + self._generator.peak_kv_bytes()

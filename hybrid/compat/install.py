@@ -41,7 +41,7 @@ class Patch:
     function: Callable | None = None
 
     @property
-    def wanted(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the function must build our engine: after `install()` or in an `installed()` block."""
         return self.lasting or self.blocks > 0
 
@@ -52,19 +52,19 @@ class Patch:
 
             @functools.wraps(original)
             def function(*args: Any, **kwargs: Any) -> Any:
-                return self.build(original, *args, **kwargs) if self.wanted else original(*args, **kwargs)
+                return self.build(original, *args, **kwargs) if self.is_active else original(*args, **kwargs)
 
             self.function = function
         if original is self.function.__wrapped__:
             setattr(deepspeed, self.name, self.function)
 
     def revert(self) -> None:
-        """Restore the original function if our engine is no longer wanted.
+        """Restore the original function unless it is active.
 
         Warns and keeps our function if another library's patch wraps it.
         """
         current = getattr(deepspeed, self.name)
-        if self.wanted or self.function is None or current is self.function.__wrapped__:
+        if self.is_active or self.function is None or current is self.function.__wrapped__:
             return
         if current is self.function:
             setattr(deepspeed, self.name, self.function.__wrapped__)

@@ -16,7 +16,7 @@ from hybrid.parallel import rank
 # transformers 5.23, TRL 1.16): ZeRO's and the engine's, the FLOPS profiler's, NEFTune's (off in eval mode), activation
 # offloading's, and those that collect hidden states, which stay on the layers after the first forward that asked for
 # hidden states.
-KNOWN_MODULES = (
+HARMLESS_HOOK_MODULES = (
     "deepspeed.runtime.zero.",
     "deepspeed.runtime.engine",
     "deepspeed.profiling.",
@@ -30,14 +30,14 @@ DECODER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NO_WARNING = "rollout.containers=native, or replace_with_kernel_inject=false, runs so without this warning"
 
 
-def is_known_hook(hook: Callable) -> bool:
+def is_harmless_hook(hook: Callable) -> bool:
     """Whether a forward hook or forward pre-hook is a framework's that does not change a fused decoder's results.
 
     The input-gradient hook is recognised by its name and its code, because every framework has its own copy.
     """
     while isinstance(hook, partial):
         hook = hook.func
-    if (getattr(hook, "__module__", None) or "").startswith(KNOWN_MODULES):
+    if (getattr(hook, "__module__", None) or "").startswith(HARMLESS_HOOK_MODULES):
         return True
     code = getattr(hook, "__code__", None)
     return code is not None and code.co_name in INPUT_GRADIENT_HOOKS and code.co_names == ("requires_grad_",)
@@ -61,7 +61,7 @@ class ForeignHooks:
                 for number, hook in hooks.items():
                     if number in self.harmless:
                         continue
-                    if not is_known_hook(hook) and number not in {handle.id for handle in self.own_hooks()}:
+                    if not is_harmless_hook(hook) and number not in {handle.id for handle in self.own_hooks()}:
                         return f"{getattr(hook, '__qualname__', type(hook).__name__)} on {name or 'the model'}"
                     self.harmless.add(number)
         return ""

@@ -69,7 +69,7 @@ class FusedModel:
         # The engine replaces no forward within the layers, so any change there is the user's.
         self.inner = [module for layer in info.layers for module in layer.modules() if module is not layer]
         self.checked_forwards: list[tuple] = []
-        self.one_block: int | None = None  # bytes of a block, cached by `block_bytes`
+        self.kv_block_bytes: int | None = None  # bytes of a block, cached by `block_bytes`
         self.blank = MetaWeights(info.layout, snapshot)
         self.max_capture_size, self.workspace = max_capture_size, Workspace()
         self.fallback_reason = fallback_reason or no_decoder_reason(info, self.blank.embedding)
@@ -190,10 +190,10 @@ class FusedModel:
         """Bytes of a block of the KV cache; 0 if there is no decoder."""
         if self.fallback_reason:
             return 0
-        if self.one_block is None:
+        if self.kv_block_bytes is None:
             ranks = 1 if self.group is None else self.group.size
-            self.one_block = self._own_decoder(self.blank).kv(1).nbytes * ranks
-        return self.one_block
+            self.kv_block_bytes = self._own_decoder(self.blank).kv(1).nbytes * ranks
+        return self.kv_block_bytes
 
     def planned(self) -> WholeDecoder | None:
         """The decoder with adapters over weights that take no memory, for memory plans; None if there is no decoder."""

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import JOINED, OUTER_ROLES, DecoderLayout, ParamRef
-from hybrid.weights.joined import as_one
+from hybrid.weights.joined import joined_view
 from hybrid.weights.lora import LowRank
 
 # Copies of weights, by their sources. A model's decoders, with and without adapters, share the copies that both read; a
@@ -174,7 +174,7 @@ class TorchDecoder(WholeDecoder):
 
     def _joined(self, refs: Sequence[ParamRef | None], pieces: list[torch.Tensor]) -> torch.Tensor:
         """These ParamRefs' tensors stacked by rows: in place if adjacent in memory, else a copy, which is refreshed."""
-        if pieces[0].dtype == self.dtype and (in_place := as_one(pieces)) is not None:
+        if pieces[0].dtype == self.dtype and (in_place := joined_view(pieces)) is not None:
             return in_place
         sources = (None if ref is None else self.weights(ref) for ref in refs)
         addresses = (0 if source is None else source.data_ptr() for source in sources)

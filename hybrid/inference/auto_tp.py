@@ -334,12 +334,12 @@ def can_be_sliced(layer: nn.Module, end: str) -> bool:
     """
     path, _, last = end.rpartition(".")
     block = layer.get_submodule(path)
-    others = {name: child for name, child in block.named_children() if name != last}
-    linear = {name: child for name, child in others.items() if is_linear(child)}
+    children = {name: child for name, child in block.named_children() if name != last}
+    linear = {name: child for name, child in children.items() if is_linear(child)}
     if path == "":  # an MLP without a module of its own, between other parts of the layer
-        others = linear
+        children = linear
     widths = {width_of(child) for child in linear.values()}
-    norms = [param for name, child in others.items() if name not in linear for param in child.parameters()]
+    norms = [param for name, child in children.items() if name not in linear for param in child.parameters()]
     return (
         bool(linear)
         and not (block._parameters and path)

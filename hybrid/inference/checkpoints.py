@@ -35,7 +35,7 @@ from hybrid.inference.tensor_files import (
     open_index,
     read_json,
     require_files,
-    require_one_part,
+    require_unsplit,
     shortened,
 )
 
@@ -82,7 +82,7 @@ def open_checkpoint(
 
 def open_weights(path: Path, parts: int) -> Tensors:
     """The tensors of a file of weights, or of the files that an index names."""
-    require_one_part(path, parts)
+    require_unsplit(path, parts)
     return open_index(path) if path.suffix == ".json" else open_file(path)
 
 
@@ -155,7 +155,7 @@ def open_description(
             raise ValueError(f"checkpoint: version={version!r} given; it is a number, or null")
         files = [joined_parts(files[start : start + size], shapes, version) for start in range(0, len(files), size)]
     else:
-        require_one_part(base, parts)
+        require_unsplit(base, parts)
     return merged([*files, *(open_file(base / name) for name in full)])
 
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
-from hybrid.call_lock import CallLock, one_at_a_time
+from hybrid.call_lock import CallLock, with_call_lock
 from hybrid.config import InferenceConfig, RolloutConfig, read_inference_config
 from hybrid.decoders.calls import Calls, SharedCalls
 from hybrid.decoders.collective_forwards import ExpertForwards, LayerwiseForwards
@@ -181,7 +181,7 @@ class InferenceEngine(nn.Module):
         initial = torch.tensor(wrapped(torch.initial_seed()), device=self._device)
         self._generator.seeds = Seeds(int(self._group.tensor.share(initial)))
 
-    @one_at_a_time
+    @with_call_lock
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's output, or with `return_tuple=false` its first tensor. Without gradients.
@@ -199,7 +199,7 @@ class InferenceEngine(nn.Module):
                 output = self._graphs(*inputs, **kwargs)
         return output if self._config.return_tuple else first_tensor(output)
 
-    @one_at_a_time
+    @with_call_lock
     def generate(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
         """Hugging Face's `generate`, with its arguments and results. Every call starts with an empty KV cache. Inputs
         may be on any device and ids of any integer dtype; the output is on the model's device.
@@ -231,7 +231,7 @@ class InferenceEngine(nn.Module):
             )
         return super().train(False)
 
-    @one_at_a_time
+    @with_call_lock
     def destroy(self) -> None:
         """Put the model's own forwards back, and free the KV cache, buffers, graphs and hooks of the engine."""
         for container in self._containers:
@@ -271,7 +271,7 @@ class InferenceEngine(nn.Module):
         """Whether `profile_model_time` was called."""
         return self._times.enabled
 
-    @one_at_a_time
+    @with_call_lock
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Time every forward from now on, also inside `generate`; `model_times` gives the results.
 
@@ -284,7 +284,7 @@ class InferenceEngine(nn.Module):
             ]
         self._times.enable(use_cuda_events)
 
-    @one_at_a_time
+    @with_call_lock
     def model_times(self) -> list[float]:
         """Milliseconds of each forward since the last call. Raises AssertionError if profiling is not enabled."""
         return self._times.taken()

@@ -251,7 +251,7 @@ def materialize(model: nn.Module, missing: Collection[str], device: torch.device
 
     Raises ValueError if there are any and the model is not a Hugging Face model.
     """
-    slots: dict[nn.Module, list[tuple[dict, str]]] = {}  # by module: the dictionary and the name in it
+    unset: dict[nn.Module, list[tuple[dict, str]]] = {}  # by module: the dictionary and the name in it
     names: list[str] = []
     for path, module in model.named_modules():
         for own in (module._parameters, module._buffers):
@@ -259,10 +259,10 @@ def materialize(model: nn.Module, missing: Collection[str], device: torch.device
                 name = f"{path}.{leaf}" if path else leaf
                 unsaved = name in missing or leaf in module._non_persistent_buffers_set
                 if unsaved and tensor is not None and tensor.is_meta:
-                    slots.setdefault(module, []).append((own, leaf))
+                    unset.setdefault(module, []).append((own, leaf))
                     names.append(name)
     require_initializable(model, names)
-    for module, tensors in slots.items():
+    for module, tensors in unset.items():
         for own, leaf in tensors:
             empty = torch.empty_like(own[leaf], device=device)
             if isinstance(own[leaf], nn.Parameter):
@@ -273,14 +273,14 @@ def materialize(model: nn.Module, missing: Collection[str], device: torch.device
     if not names:
         return
     by_name = dict((*model.named_parameters(), *model.named_buffers()))
-    others = [by_name[name] for name in by_name.keys() - set(names)]
-    unmarked = [tensor for tensor in others if not getattr(tensor, "_is_hf_initialized", False)]
+    loaded = [by_name[name] for name in by_name.keys() - set(names)]
+    unmarked = [tensor for tensor in loaded if not getattr(tensor, "_is_hf_initialized", False)]
     try:
         for tensor in unmarked:
             tensor._is_hf_initialized = True  # transformers' initialization then leaves it as it is
         for path, module in model.named_modules():
             # A module's tensor may be initialized by a module around it (FalconH1's multipliers, transformers 5.23).
-            if module not in slots and any(name.startswith(f"{path}." if path else "") for name in names):
+            if module not in unset and any(name.startswith(f"{path}." if path else "") for name in names):
                 model._init_weights(module)
     finally:
         for tensor in unmarked:

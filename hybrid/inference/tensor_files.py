@@ -127,7 +127,7 @@ def merged(files: list[Tensors]) -> Tensors:
     return tensors
 
 
-def require_one_part(path: Path, parts: int) -> None:
+def require_unsplit(path: Path, parts: int) -> None:
     """Raise ValueError if `parts`, the number of tensor-parallel parts, is not 1 for a checkpoint that is not split."""
     if parts != 1:
         raise ValueError(

@@ -205,10 +205,10 @@ def require_plain(values: list, where: str) -> None:
     where: "given to" or "made by", for the error message.
     """
     plain = torch.Tensor | int | float | str | None
-    others = sorted({type(value).__name__ for value in values if not isinstance(value, plain)})
-    if others:
+    kinds = sorted({type(value).__name__ for value in values if not isinstance(value, plain)})
+    if kinds:
         raise NotImplementedError(
-            f"enable_cuda_graph: {', '.join(others)} {where} a forward; a graph takes tensors and numbers only: give "
+            f"enable_cuda_graph: {', '.join(kinds)} {where} a forward; a graph takes tensors and numbers only: give "
             "use_cache=False"
         )
 

@@ -68,7 +68,7 @@ def weight_shapes(spec: DecoderSpec, inner: int) -> dict[str, tuple[int, ...]]:
     """The expected shape of each role's weight.  inner: the MLP's inner size."""
     hidden, experts = spec.hidden_size, spec.num_experts
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    one_head = spec.qk_norm == "head"
+    per_head = spec.qk_norm == "head"
     norms = "attention_norm attention_post_norm mlp_norm mlp_post_norm embedding_norm final_norm".split()
     return {
         **dict.fromkeys(norms, (hidden,)),
@@ -81,8 +81,8 @@ def weight_shapes(spec: DecoderSpec, inner: int) -> dict[str, tuple[int, ...]]:
         "k": (kv, hidden),
         "v": (kv, hidden),
         "o": (hidden, q),
-        "q_norm": (spec.head_dim if one_head else q,),
-        "k_norm": (spec.head_dim if one_head else kv,),
+        "q_norm": (spec.head_dim if per_head else q,),
+        "k_norm": (spec.head_dim if per_head else kv,),
         "gate": (inner, hidden),
         "up": (inner, hidden),
         "down": (hidden, inner),

@@ -15,7 +15,7 @@ from hybrid.models.family import (
     grouped,
     halves,
     key,
-    one_window,
+    same_window,
     stacked,
     windows_by_type,
 )
@@ -49,7 +49,7 @@ LLAMA = Family(
 
 # One sliding window for every layer.
 MISTRAL = replace(
-    LLAMA, name="mistral", windows=one_window, declares=("sliding_window",), understands=("sliding_window",)
+    LLAMA, name="mistral", windows=same_window, declares=("sliding_window",), understands=("sliding_window",)
 )
 
 # Queries, keys and values in one matrix, and gate and up in another.
@@ -209,7 +209,7 @@ QWEN3_MOE = replace(
     QWEN3,
     name="qwen3_moe",
     layer=({**without(QWEN3.layer[0], "gate", "up", "down"), **EXPERTS}, QWEN3.layer[0]),
-    windows=one_window,
+    windows=same_window,
     spec={
         **QWEN3.spec,
         "num_experts": key("num_experts"),

@@ -100,7 +100,7 @@ def key(name: str, default: Any = None) -> Callable[[nn.Module], Any]:
     return setting
 
 
-def one_window(config: PretrainedConfig) -> list[int]:
+def same_window(config: PretrainedConfig) -> list[int]:
     """`LayerSpec.window` of every layer: the same window."""
     return [config.sliding_window or 0] * config.num_hidden_layers
 

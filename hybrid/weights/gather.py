@@ -50,8 +50,8 @@ def has_plain_shard(param: torch.Tensor) -> bool:
     """Whether this rank's shard of a partitioned parameter is plain data in memory: not quantized, not on NVMe, and not
     laid out by MiCS in nested groups (deepspeed 0.19.8)."""
     shard = param.ds_tensor
-    stored = shard.final_location != OffloadDeviceEnum.nvme and not hasattr(shard, "ds_quant_scale")
-    return stored and not hasattr(param, "comm")
+    is_in_memory = shard.final_location != OffloadDeviceEnum.nvme and not hasattr(shard, "ds_quant_scale")
+    return is_in_memory and not hasattr(param, "comm")
 
 
 def storage_for(param: torch.Tensor, host: HostMemory | None = None) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Fetch:
         self.storage, self.host = storage, host
         absent = set(missing(storage))
         direct = {param for param in absent if has_plain_shard(param)}
-        self.others = [param for param in storage if param not in direct]
+        self.through_deepspeed = [param for param in storage if param not in direct]
         self.nbytes = sum(map(whole_bytes, absent))
         self.staged: dict[torch.Tensor, torch.Tensor] = {}  # targets of all-gathers that write padding too
         self.works: list[dist.Work] = []
@@ -117,8 +117,8 @@ class Fetch:
         self.works, self.staged = [], {}
         if self.host:
             self.host.barrier()
-        with gathered(self.others):
-            for param in self.others:
+        with gathered(self.through_deepspeed):
+            for param in self.through_deepspeed:
                 whole_in(self.storage[param], param).copy_(param)
 
     def _bring(self, param: torch.Tensor) -> list[dist.Work]:
@@ -135,10 +135,10 @@ class Fetch:
             return [all_gather(target, param.ds_tensor.data.to(target.device), group=group, async_op=True)]
         parts = parts_of(param, storage)
         own = parts[dist.get_rank(group)].copy_(own_shard(param))
-        others = [rank for rank in range(len(parts)) if rank != dist.get_rank(group)]
+        peers = [rank for rank in range(len(parts)) if rank != dist.get_rank(group)]
         return [
-            *(dist.isend(own, group=group, group_dst=rank) for rank in others if len(own)),
-            *(dist.irecv(parts[rank], group=group, group_src=rank) for rank in others if len(parts[rank])),
+            *(dist.isend(own, group=group, group_dst=rank) for rank in peers if len(own)),
+            *(dist.irecv(parts[rank], group=group, group_src=rank) for rank in peers if len(parts[rank])),
         ]
 
 

@@ -27,7 +27,7 @@ class JoinedBuffers:
         """
         if (merged, ref) not in self.parts:
             refs = self.sets[ref]
-            parts = one_above_another([blank(member) for member in refs], device)
+            parts = empty_rows([blank(member) for member in refs], device)
             self.parts |= {(merged, member): part for member, part in zip(refs, parts, strict=True)}
         return self.parts[merged, ref]
 
@@ -36,14 +36,14 @@ class JoinedBuffers:
         self.parts = {key: part for key, part in self.parts.items() if only_merged and not key[0]}
 
 
-def one_above_another(blanks: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
+def empty_rows(blanks: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Views of one new uninitialized tensor, shaped like `blanks`, concatenated along dimension 0."""
     rows = [len(blank) for blank in blanks]
     whole = torch.empty(sum(rows), *blanks[0].shape[1:], dtype=blanks[0].dtype, device=device)
     return whole.split(rows)
 
 
-def as_one(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def joined_view(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """A view of `pieces` as one tensor, concatenated along dimension 0; None if they are not adjacent in memory."""
     first = pieces[0]
     end = first.storage_offset()

@@ -123,7 +123,7 @@ class Adapted(ABC):
 
     def adapter_params(self) -> list[nn.Parameter]:
         """The adapters' parameters that `merge` reads."""
-        params = [param for a, b, _, *others in self.active_params() for param in (a, b, *others)]
+        params = [param for a, b, _, *optional in self.active_params() for param in (a, b, *optional)]
         return [param for param in params if param is not None]
 
     def changed(self) -> dict[str, torch.Size]:
@@ -135,7 +135,7 @@ class Adapted(ABC):
 
         At most MERGE_ELEMENTS (at least a row) of one weight are in float32 at once, in addition to the factors.
         """
-        weight, merged = self.as_stored(base["weight"]), self.as_stored(into["weight"])
+        weight, merged = self.in_weight_layout(base["weight"]), self.in_weight_layout(into["weight"])
         merge_low_rank(weight, self.low_rank(whole), merged, self.magnitudes(whole))
 
     def merged(self, base: dict[str, torch.Tensor], whole: Whole = itself) -> dict[str, torch.Tensor]:
@@ -178,7 +178,7 @@ class Adapted(ABC):
             return False
         return {param.dtype for param in self.adapter_params()} == {self.sources["weight"].dtype}
 
-    def as_stored(self, rows: torch.Tensor) -> torch.Tensor:
+    def in_weight_layout(self, rows: torch.Tensor) -> torch.Tensor:
         """`rows` [out, n] in the layout of `weight`: transposed to [n, out] if the weight is [in, out]."""
         return rows
 
@@ -239,7 +239,7 @@ class PeftLinear(PeftAdapted):
                     bias = bias + params.scale * whole(params.bias).float()
             into["bias"].copy_(bias)
 
-    def as_stored(self, rows: torch.Tensor) -> torch.Tensor:
+    def in_weight_layout(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.T if self.wrapper.fan_in_fan_out else rows
 
 

@@ -91,7 +91,7 @@ class EngineHooks:
             table = handle.hooks_dict_ref()
             if table is not None and handle.id in table:
                 handles.setdefault(id(table), []).append(handle)
-        self.owners, self.names, self.tables, self.own, self.among_others = [], [], [], [], []
+        self.owners, self.names, self.tables, self.own, self.in_mixed_tables = [], [], [], [], []
         for module in self.modules():
             if type(module).forward is nn.Module.forward:  # a ModuleList or ModuleDict, which is never called
                 continue
@@ -99,7 +99,7 @@ class EngineHooks:
                 table = module.__dict__[name]
                 own = handles.get(id(table), [])
                 if len(own) < len(table):
-                    self.among_others += own
+                    self.in_mixed_tables += own
                 elif own:
                     self.owners.append(module.__dict__)
                     self.names.append(name)
@@ -129,7 +129,7 @@ class EngineHooks:
             return
         if not self._is_current():
             self._read()
-        with unhooked(self.among_others):
+        with unhooked(self.in_mixed_tables):
             self.is_off = True
             set_all(self.owners, self.names, self.empty)
             try:

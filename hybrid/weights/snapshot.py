@@ -354,8 +354,8 @@ class Snapshot:
         if not self.weights.unmerged or not active:
             return ""
         unmerged = sum(self.weights.is_unmerged(layer, adapters=True) for layer in active)
-        others = ", merged in the others" * (unmerged < len(active))
-        return f"adapters unmerged in {unmerged} of {len(active)} modules{others}"
+        rest = ", merged in the others" * (unmerged < len(active))
+        return f"adapters unmerged in {unmerged} of {len(active)} modules{rest}"
 
     # -------------------------------------------------------------- memory
 
@@ -494,7 +494,7 @@ def sliced_factors(adapted: Adapted, part: Slice) -> list[LowRank]:
 
 def selected_rows(ref: ParamRef, adapted: Adapted, b: torch.Tensor) -> torch.Tensor:
     """The rows of a factor b [out, r] that belong to `ref`."""
-    rows = adapted.as_stored(b)
+    rows = adapted.in_weight_layout(b)
     return rows if ref.select is None else ref.select(rows)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
-from rlhf_examples.common.losses import IMPORTANCE_SAMPLING_MODES, LOSS_TYPES
+from rlhf_examples.common.losses import IMPORTANCE_SAMPLING_MODES, LOSS_TYPES, require_choice
 from rlhf_examples.common.trackers import check_report_to
 from rlhf_examples.data.texts import RecordFormat
 
@@ -115,7 +115,7 @@ class RunArguments(DataArguments):
 
     def __post_init__(self):
         check_report_to(self.report_to)
-        require_one_of(
+        require_choices(
             self,
             dtype=("float32", "bfloat16"),
             lora_export=("merged", "adapter"),
@@ -167,7 +167,7 @@ class TrainArguments(RunArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        require_one_of(self, zero_stage=(0, 1, 2, 3))
+        require_choices(self, zero_stage=(0, 1, 2, 3))
         require_range(
             self,
             per_device_train_batch_size=(1, None),
@@ -208,7 +208,7 @@ class RewardModelArguments(TrainArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        require_one_of(self, loss_form=("last", "tokenwise"))
+        require_choices(self, loss_form=("last", "tokenwise"))
 
 
 @dataclass
@@ -296,7 +296,7 @@ class RolloutArguments(RunArguments):
             raise ValueError(
                 f"reward_weights: {self.reward_weights} given for {len(self.reward)} rewards; give a weight for each"
             )
-        require_one_of(
+        require_choices(
             self,
             actor_zero_stage=(0, 1, 2, 3),
             logprob_mode=("recompute", "sampling"),
@@ -357,7 +357,7 @@ class PPOArguments(RolloutArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        require_one_of(self, critic_zero_stage=(0, 1, 2, 3))
+        require_choices(self, critic_zero_stage=(0, 1, 2, 3))
         require_range(self, ppo_epochs=(1, None))
 
 
@@ -394,7 +394,7 @@ class GRPOArguments(RolloutArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        require_one_of(
+        require_choices(
             self,
             loss_type=LOSS_TYPES,
             scale_rewards=("group", "batch", "none"),
@@ -428,7 +428,7 @@ class GenerationArguments(DataArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        require_one_of(self, dtype=("float32", "bfloat16"), zero_stage=(0, 3))
+        require_choices(self, dtype=("float32", "bfloat16"), zero_stage=(0, 3))
         require_attention_of_dtype(self)
 
 
@@ -482,7 +482,7 @@ class ThroughputArguments(GenerationArguments):
     rounds: int = arg(3, "measurements of each, in alternation")
 
     def __post_init__(self):
-        require_one_of(self, dtype=("float32", "bfloat16"))
+        require_choices(self, dtype=("float32", "bfloat16"))
         require_attention_of_dtype(self)
 
 
@@ -527,7 +527,7 @@ class ChatArguments:
     attn_implementation: str = arg("", ATTENTION)
 
     def __post_init__(self):
-        require_one_of(self, dtype=("float32", "bfloat16", "int8"))
+        require_choices(self, dtype=("float32", "bfloat16", "int8"))
         require_attention_of_dtype(self)
         RecordFormat(chat_template_kwargs=self.chat_template_kwargs)  # raises ValueError unless it is a JSON object
 
@@ -558,11 +558,10 @@ def require_pass_at_k(args: Any) -> None:
         )
 
 
-def require_one_of(args: Any, **allowed: tuple) -> None:
+def require_choices(args: Any, **allowed: tuple) -> None:
     """Raises ValueError if a field's value is not among the allowed ones."""
     for name, values in allowed.items():
-        if getattr(args, name) not in values:
-            raise ValueError(f"{name}: {getattr(args, name)!r} given; allowed: {', '.join(map(str, values))}")
+        require_choice(name, getattr(args, name), values)
 
 
 def require_attention_of_dtype(args: Any) -> None:

@@ -56,10 +56,10 @@ def mean_metrics(
     return dict(zip(names, (sums / counts.clamp(min=1)).tolist(), strict=True))
 
 
-def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def require_choice(name: str, value: object, allowed: tuple) -> None:
     """Raises ValueError if `value` is not one of `allowed`."""
     if value not in allowed:
-        raise ValueError(f"{name}: {value!r} given; allowed: {', '.join(allowed)}")
+        raise ValueError(f"{name}: {value!r} given; allowed: {', '.join(map(str, allowed))}")
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -243,7 +243,7 @@ def importance_sampling_weights(
     ratio outside the bounds becomes the bound. *_mask: it becomes 0, which removes the token or row from the loss.
     Raises ValueError for another mode.
     """
-    require_one_of("mode", mode, IMPORTANCE_SAMPLING_MODES)
+    require_choice("mode", mode, IMPORTANCE_SAMPLING_MODES)
     kept = mask.bool()
     log_ratio = torch.where(kept, old_logps - sampling_logps, 0.0)
     if mode.startswith("sequence"):
@@ -454,7 +454,7 @@ def group_advantages(
     than two rewards are left for the deviation.
     Raises ValueError for another scale_rewards, or if the number of rewards is no multiple of num_generations.
     """
-    require_one_of("scale_rewards", scale_rewards, ("group", "batch", "none"))
+    require_choice("scale_rewards", scale_rewards, ("group", "batch", "none"))
     groups = in_groups(rewards, num_generations)
     advantages = groups - groups.nanmean(dim=1, keepdim=True)
     if scale_rewards == "group":
@@ -487,9 +487,9 @@ def rloo_advantages(rewards: torch.Tensor, num_generations: int) -> torch.Tensor
     Raises ValueError if the number of rewards is no multiple of num_generations.
     """
     groups = in_groups(rewards, num_generations)
-    num_others = (~groups.isnan()).sum(dim=1, keepdim=True) - 1
-    baselines = (groups.nansum(dim=1, keepdim=True) - groups) / num_others
-    return torch.where(num_others > 0, groups - baselines, 0.0).nan_to_num(nan=0.0).flatten()
+    num_averaged = (~groups.isnan()).sum(dim=1, keepdim=True) - 1
+    baselines = (groups.nansum(dim=1, keepdim=True) - groups) / num_averaged
+    return torch.where(num_averaged > 0, groups - baselines, 0.0).nan_to_num(nan=0.0).flatten()
 
 
 def in_groups(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
@@ -527,7 +527,7 @@ def loss_denominator(
     many optimizer steps it is learned: for that, pass the sequences, tokens and micro batches of the generation.
     Raises ValueError for another loss_type.
     """
-    require_one_of("loss_type", loss_type, LOSS_TYPES)
+    require_choice("loss_type", loss_type, LOSS_TYPES)
     number = {"grpo": sequences, "dr_grpo": sequences * max_completion_length}.get(loss_type, tokens)
     return max(number, 1) / micro_batches
 
@@ -567,8 +567,8 @@ def grpo_loss(
     clip_ratio/high_mean, clip_ratio/region_mean by token or, at the sequence level, by row.
     Raises ValueError for another loss_type or level, or for a beta without ref_logps.
     """
-    require_one_of("loss_type", loss_type, LOSS_TYPES)
-    require_one_of("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
+    require_choice("loss_type", loss_type, LOSS_TYPES)
+    require_choice("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
     if beta and ref_logps is None:
         raise ValueError(f"beta: {beta} given without ref_logps; give the reference's logprobs, or a beta of 0")
     kept = mask.bool()

@@ -107,9 +107,9 @@ class RecordFormat:
 
     def missing(self, names: tuple[str, ...], record: dict[str, Any]) -> BadRecord:
         """The error for a record without these columns, with the columns that it has and the flags that map them."""
-        *others, last = (self.column(name) for name in names)
+        *first, last = (self.column(name) for name in names)
         flags = ", ".join(f"--{name}_column" for name in names)
-        lacking = f"none of {', '.join(others)} and {last}" if others else f"no {last}"
+        lacking = f"none of {', '.join(first)} and {last}" if first else f"no {last}"
         columns = ", ".join(sorted(record)) or "(none)"
         return BadRecord(f"{lacking} among the columns {columns}; name the column with {flags}")
 

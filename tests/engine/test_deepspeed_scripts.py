@@ -136,7 +136,7 @@ def check_names() -> None:
     with engine.inference(), pytest.raises(RuntimeError, match="release_inference_cache.. inside"):
         engine.release_inference_cache()
     for call in (engine.prepare_shared_prefill, engine.repeat_shared_prefill_cache):
-        with pytest.raises(NotImplementedError, match="prefills equal prompts once without being told"):
+        with pytest.raises(NotImplementedError, match="prefills equal prompts once by itself"):
             call(2, 4)
 
 

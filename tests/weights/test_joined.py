@@ -12,7 +12,7 @@ from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.models.reader import read_decoder
 from hybrid.weights import gather, lora
 from hybrid.weights.gather import Fetch, whole_in
-from hybrid.weights.joined import as_one, one_above_another
+from hybrid.weights.joined import empty_rows, joined_view
 from hybrid.weights.lora import merged_weight, read_adapters
 from tests.engines import engine_of, settings, train_step
 from tests.marks import slow_but
@@ -136,16 +136,16 @@ def test_all_gather_padding_does_not_overwrite_joined_buffers(ranks):
 
 
 def test_as_one_joins_adjacent_views():
-    parts = one_above_another([torch.empty(3, 4, device="meta"), torch.empty(2, 4, device="meta")], torch.device("cpu"))
-    joined = as_one(parts)
+    parts = empty_rows([torch.empty(3, 4, device="meta"), torch.empty(2, 4, device="meta")], torch.device("cpu"))
+    joined = joined_view(parts)
     assert joined.shape == (5, 4)
     assert joined.data_ptr() == parts[0].data_ptr()
-    assert as_one(parts[::-1]) is None
-    assert as_one([parts[0], torch.empty(2, 4)]) is None
-    assert as_one([parts[0][:2], parts[1]]) is None
+    assert joined_view(parts[::-1]) is None
+    assert joined_view([parts[0], torch.empty(2, 4)]) is None
+    assert joined_view([parts[0][:2], parts[1]]) is None
     transposed = torch.randn(4, 6)  # as in a Conv1D
-    assert torch.equal(as_one([transposed.T[:2], transposed.T[2:]]), transposed.T)
-    assert as_one([transposed[:2].T, transposed[2:].T]) is None
+    assert torch.equal(joined_view([transposed.T[:2], transposed.T[2:]]), transposed.T)
+    assert joined_view([transposed[:2].T, transposed[2:].T]) is None
 
 
 def own_weights(ref):

@@ -59,7 +59,7 @@ def set_by_scripts() -> set[tuple[str, str]]:
 
 
 # Arithmetic inside a loss or a controller, and parameters that depend on the batch only.
-INNER = {"mean_metrics", "require_one_of", "pairs_loss", "FixedKLController", "in_groups"}
+INNER = {"mean_metrics", "require_choice", "pairs_loss", "FixedKLController", "in_groups"}
 
 
 def test_every_option_is_set_by_a_script():
