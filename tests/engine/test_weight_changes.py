@@ -1,6 +1,7 @@
 """However weights or adapters are changed, the next rollout uses the current ones."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -303,6 +304,52 @@ def check_adapters_change(stage: int, blocks: dict, in_eval: bool, folder: str) 
 )
 def test_rollouts_use_adapters_added_removed_or_changed(ranks, stage, blocks, in_eval, tmp_path):
     ranks.run(check_adapters_change, stage, blocks, in_eval, str(tmp_path))
+
+
+BIASED = {"lora_bias": {"lora_bias": True}, "lora_only": {"bias": "lora_only"}, "all": {"bias": "all"}}
+
+
+def check_adapter_without_bias(bias: str, mode: str, inference_tp_size: int) -> None:
+    """From an adapter with a bias to adapters without one and back: tokens and logits are PEFT's after each switch and
+    step. `second` adapts modules of the first and others."""
+    model = with_peft(tiny_model("opt"), target_modules=["fc1", "fc2", "q_proj", "v_proj"], **BIASED[bias])
+    model.add_adapter("second", lora(target_modules=["fc1", "q_proj", "k_proj"]))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name and name.endswith("bias"):
+                param.normal_()
+    model.set_adapter("default")
+    blocks = {"hybrid_engine": {"inference_tp_size": inference_tp_size}, "rollout": {"lora": mode}}
+    engine = engine_of(model, settings(3, **blocks))
+    require_current(engine, "at first")
+    for step in range(2):
+        biases = [param.clone() for param in trained_biases(model)]
+        assert biases, "no bias is trained"
+        train_step(engine, step)
+        assert any(not torch.equal(*pair) for pair in zip(biases, trained_biases(model), strict=True))
+        for active in (["second"], ["default"], ["second", "default"], ["second"], ["default"]):
+            model.base_model.set_adapter(active)
+            require_current(engine, f"{active} after step {step}")
+        with model.disable_adapter():
+            require_current(engine, f"no adapter after step {step}")
+
+
+def trained_biases(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's shards of the biases that require gradients."""
+    return [
+        param.ds_tensor for name, param in model.named_parameters() if name.endswith("bias") and param.requires_grad
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bias", "mode", "inference_tp_size"),
+    slow_but(
+        [("lora_bias", "merged", 1), ("lora_bias", "unmerged", 1), ("lora_only", "unmerged", 1)],
+        itertools.product(BIASED, ["merged", "unmerged"], [1, 2]),
+    ),
+)
+def test_no_bias_stays_of_an_adapter_that_is_not_active(ranks, bias, mode, inference_tp_size):
+    ranks.run(check_adapter_without_bias, bias, mode, inference_tp_size)
 
 
 def check_unmergeable() -> None:
