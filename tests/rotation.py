@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+STARTED = pytest.StashKey[float]()
+
 
 def pytest_addoption(parser):
     parser.addoption("--rotation", default="", help="order the files by a hash of this text, such as a commit")
@@ -13,9 +15,6 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[STARTED] = time.monotonic()
-
-
-STARTED = pytest.StashKey[float]()
 
 
 @pytest.hookimpl(trylast=True)  # after tests have been deselected by their marks

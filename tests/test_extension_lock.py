@@ -109,6 +109,7 @@ class WaitingModule(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.slow
 def test_init_inference_names_the_lock_that_it_waits_for(tmp_path):
     lock = abandoned_lock(str(tmp_path))
     with Messages(lock) as messages:

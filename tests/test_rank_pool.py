@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,8 +138,11 @@ def test_close_leaves_no_process():
         os.kill(pid, 0)
 
 
-def test_a_script_is_killed_at_its_timeout(tmp_path):
-    script = tmp_path / "sleeper.py"
-    script.write_text("import time; print('here', flush=True); time.sleep(60)")
+def test_a_script_is_killed_at_its_timeout(tmp_path, monkeypatch):
+    """The clock jumps past the timeout once the script has printed."""
+    script, printed = tmp_path / "sleeper.py", tmp_path / "printed"
+    script.write_text(f"import time; print('here', flush=True); open({str(printed)!r}, 'w'); time.sleep(60)")
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 60 * printed.exists(), sleep=time.sleep)
+    monkeypatch.setattr(rank_pool, "time", clock)
     with pytest.raises(RankFailure, match="here"):
-        run_script([str(script)], world_size=1, timeout_s=15)
+        run_script([str(script)], world_size=1, timeout_s=60)

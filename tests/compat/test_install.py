@@ -30,6 +30,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import hybrid
 from hybrid.compat import install as drop_in
 from tests.engines import settings, storage_digest
+from tests.marks import slow_but
 from tests.tiny_models import ADAPTERS, prompts, tiny_model, tiny_non_decoder, twin
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -281,7 +282,7 @@ def require_generate_through(engine: hybrid.HybridEngine, module: torch.nn.Modul
     assert torch.equal(module.generate(inputs=ids, **request), engine.generate(ids, **request))
 
 
-@pytest.mark.parametrize("adapter", list(ADAPTERS))
+@pytest.mark.parametrize("adapter", slow_but(["peft"], ADAPTERS))
 def test_deepspeed_initialize_builds_a_hybrid_engine(ranks, adapter):
     ranks.run(check_deepspeed_initialize, adapter)
 
@@ -372,7 +373,7 @@ def check_accelerate(adapter: str) -> None:
     assert runs[0] == runs[1], "generation changed the training"
 
 
-@pytest.mark.parametrize("adapter", ["none", "peft"])
+@pytest.mark.parametrize("adapter", slow_but(["peft"], ["none", "peft"]))
 def test_accelerate_builds_a_hybrid_engine(ranks, adapter):
     ranks.run(check_accelerate, adapter)
 

@@ -20,6 +20,7 @@ from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRolloutC
 import hybrid
 from hybrid.generation.sampler import Seeds
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
+from tests.marks import slow_but
 from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin
 
 ENDS = [2, 9, 14, 23, 37, 52, 66, 81]  # enough for random models to end early
@@ -59,7 +60,7 @@ def check_greedy(adapter: str, samples: int) -> int:
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize("adapter", ["none", "peft"])
+@pytest.mark.parametrize("adapter", slow_but(["peft"], ["none", "peft"]))
 def test_greedy_rollouts_match_deepspeeds(ranks, adapter, samples):
     for ended in ranks.run(check_greedy, adapter, samples):
         assert 0 < ended < 15 * samples, "all completions have the same length: the test of masks is vacuous"

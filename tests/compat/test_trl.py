@@ -236,6 +236,7 @@ def test_beam_search_of_generation_kwargs_matches_trl_alone(ranks, tmp_path):
     ranks.run(check_beams, str(tmp_path))
 
 
+@pytest.mark.slow
 @needs_trl
 def test_rloo_trains_bit_identically_to_trl_alone(ranks, tmp_path):
     ranks.run(check_trains_alike, "rloo", "none", str(tmp_path), [NO_GATHER, DEFAULT], beta=0.05)

@@ -13,7 +13,17 @@ from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import UnsupportedModel
-from tests.decoders.test_torch_decoder import VARIANTS, Run, average, distance, hugging_face, own_weights, sequences
+from tests.decoders.test_torch_decoder import (
+    QUICK,
+    VARIANTS,
+    Run,
+    average,
+    distance,
+    hugging_face,
+    own_weights,
+    sequences,
+)
+from tests.marks import slow_but
 from tests.tiny_models import ALL_FAMILIES, VOCABULARY, tiny_model
 
 CPU = torch.device("cpu")
@@ -73,7 +83,7 @@ def test_logits_equal_hugging_face(variant):
     assert distance(actual, hugging_face(model)) < 2e-6  # sums in another order: 1 to 5e-7 measured
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(QUICK, VARIANTS))
 def test_bfloat16_logits_round_as_hugging_face(variant):
     family, changes = VARIANTS[variant]
     model = tiny_model(family, **changes).eval()

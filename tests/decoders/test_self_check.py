@@ -27,6 +27,7 @@ from hybrid.models.structure import read_structure
 from hybrid.weights.int8 import in_int8
 from tests.decoders.test_torch_decoder import own_weights
 from tests.engines import engine_of, settings
+from tests.marks import slow_but
 from tests.tiny_models import ALL_FAMILIES, prompts, tiny_model, twin
 
 CHANNEL, MASSIVE = 5, 1000.0
@@ -96,7 +97,7 @@ def test_a_correct_decoder_is_accepted(family, dtype):
         assert self_check_reason(decoder_of(model), model) == "", tokens
 
 
-@pytest.mark.parametrize("kind", [CpuDecoder, TorchDecoder])
+@pytest.mark.parametrize("kind", slow_but([CpuDecoder], [CpuDecoder, TorchDecoder]))
 def test_a_correct_decoder_is_accepted_for_every_seed(kind):
     """50 models with massive activations."""
     for seed in range(50):
@@ -166,7 +167,7 @@ DEFECTS: dict[str, Callable[[nn.Module, str], None]] = {
 @pytest.mark.parametrize(
     ("family", "dtype"), cases(["llama", "qwen2", "mistral", "mixtral", "gemma2", "gpt2", "opt", "bloom"]), **by_name
 )
-@pytest.mark.parametrize("tokens", ["no", "some", "every"])
+@pytest.mark.parametrize("tokens", slow_but(["some"], ["no", "some", "every"]))
 def test_every_defect_of_a_layer_is_rejected(tokens, family, dtype):
     """With and without massive activations; the same decoder is accepted for the correct model."""
     model = tiny_model(family, dtype=dtype).eval()
@@ -305,7 +306,7 @@ def check_steps(kind: str) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("kind", ["tensor parallel", "streaming"])
+@pytest.mark.parametrize("kind", slow_but(["tensor parallel"], ["tensor parallel", "streaming"]))
 def test_wrong_decode_attention_is_rejected_on_every_rank(ranks, kind):
     ranks.run(check_steps, kind)
 

@@ -16,6 +16,7 @@ from hybrid.weights.model_weights import read_weights
 from hybrid.weights.snapshot import Snapshot
 from tests.decoders.test_cpu_decoder import RAGGED, CpuRun, SegmentedForward, threads
 from tests.decoders.test_torch_decoder import Run, average, distance, hugging_face, sequences
+from tests.marks import slow_but
 from tests.tiny_models import ADAPTERS, ALL_FAMILIES, VOCABULARY, tiny_model, with_chat_lora, with_peft
 
 KINDS = {TorchDecoder: Run, CpuDecoder: CpuRun}
@@ -60,7 +61,9 @@ def decoder_of(kind: type, model: torch.nn.Module, adapters: bool = True) -> Tor
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize(
+    "family", slow_but(["llama", "gpt2", "bloom", "gemma3_text", "falcon", "mixtral"], ALL_FAMILIES)
+)
 def test_logits_match_peft(kind, family):
     model = with_two_adapters(tiny_model(family)).eval()
     expected = hugging_face(model)
@@ -72,7 +75,7 @@ def test_logits_match_peft(kind, family):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", WHOLLY_UNMERGED)
+@pytest.mark.parametrize("family", slow_but(["llama", "gpt2", "bloom", "gemma3_text", "falcon"], WHOLLY_UNMERGED))
 def test_bfloat16_logits_round_as_peft(kind, family):
     model = with_two_adapters(tiny_model(family)).eval()
     exact = hugging_face(model)
@@ -125,7 +128,7 @@ def test_unmerged_adapters_copy_no_base_weights(adapter):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", RAGGED)
+@pytest.mark.parametrize("family", slow_but(["llama", "opt", "mixtral"], RAGGED))
 def test_a_row_is_bit_identical_in_every_batch_and_split(family, dtype):
     model = with_two_adapters(tiny_model(family, **RAGGED[family]), r=17).to(dtype).eval()
     decoder = decoder_of(CpuDecoder, model)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engines import engine_of, settings, train_step
+from tests.marks import slow_but
 from tests.tiny_models import prompts, tiny_model, twin
 
 ZERO = {"stage3_param_persistence_threshold": 0}
@@ -42,7 +43,7 @@ def check_rollouts_and_training(config: dict, dtype: torch.dtype = torch.float32
     assert torch.equal(engine.generate(ids, **request), plain.generate(ids, **request))
 
 
-@pytest.mark.parametrize("name", OFFLOADS)
+@pytest.mark.parametrize("name", slow_but(["optimizer and parameters"], OFFLOADS))
 def test_offload_generates_and_trains_as_without_switching(ranks, name):
     config = settings(zero_optimization=OFFLOADS[name], zero_force_ds_cpu_optimizer=False)
     ranks.run(check_rollouts_and_training, config)
@@ -62,7 +63,7 @@ def check_autocast(stage: int) -> None:
     check_rollouts_and_training(settings(stage, torch_autocast=autocast), torch.bfloat16)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([3], [0, 3]))
 def test_autocast_forwards_in_eval_mode_equal_training_forwards(ranks, stage):
     ranks.run(check_autocast, stage)
 

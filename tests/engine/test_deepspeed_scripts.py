@@ -10,6 +10,7 @@ from deepspeed.runtime.zero import GatheredParameters
 import hybrid
 from tests.compat.test_install import quietly
 from tests.engines import engine_of, settings, storage_digest, train_step
+from tests.marks import slow_but
 from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin
 
 INTERNAL = {  # how DeepSpeed builds its containers, which are not ours
@@ -71,7 +72,7 @@ def check_chat_loop(adapter: str, stage: int) -> None:
     assert engine.weight_version == 3
 
 
-@pytest.mark.parametrize(("adapter", "stage"), [("chat", 3), ("none", 3), ("chat", 2)])
+@pytest.mark.parametrize(("adapter", "stage"), slow_but([("chat", 3)], [("chat", 3), ("none", 3), ("chat", 2)]))
 def test_deepspeed_chats_training_loop_runs_unchanged(ranks, adapter, stage):
     ranks.run(check_chat_loop, adapter, stage)
 
@@ -105,7 +106,9 @@ def check_fusing(adapter: str, stage: int, **rollout) -> None:
     assert storage_digest(engine) != digest
 
 
-@pytest.mark.parametrize(("adapter", "stage"), [("peft", 3), ("chat", 3), ("peft", 0), ("none", 3)])
+@pytest.mark.parametrize(
+    ("adapter", "stage"), slow_but([("peft", 3), ("chat", 3)], [("peft", 3), ("chat", 3), ("peft", 0), ("none", 3)])
+)
 def test_fusing_lora_never_writes_base_weights(ranks, adapter, stage):
     ranks.run(check_fusing, adapter, stage)
 

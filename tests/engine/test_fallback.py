@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import hybrid
 from tests.engines import engine_of, settings, train_step
+from tests.marks import slow_but
 from tests.tiny_models import prompts, tiny_model, twin, with_chat_lora, with_peft
 
 FUSED = {"containers": "fused"}  # independent of `--containers`
@@ -86,7 +87,9 @@ def test_gradient_checkpointing_keeps_the_fused_decoder(ranks, make):
     ranks.run(check_checkpointing, make)
 
 
-@pytest.mark.parametrize("block", [{"inference_tp_size": 2}, {"pin_parameters": False}], ids=str)
+@pytest.mark.parametrize(
+    "block", slow_but([{"inference_tp_size": 2}], [{"inference_tp_size": 2}, {"pin_parameters": False}]), ids=str
+)
 def test_gradient_checkpointing_keeps_the_fused_decoder_with_tp_and_streaming(ranks, block):
     ranks.run(check_checkpointing, peft_on_a_checkpointed_model, **block)
 

@@ -39,7 +39,7 @@ MODES = {
 }
 
 
-QUICK = ("pinned", "tp 2", "streaming")
+QUICK = ("pinned", "tp 2")
 
 
 class Fault(ArithmeticError):
@@ -409,7 +409,7 @@ def outlive(rank: int, port: int, mode: str, where: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("mode", slow_but(QUICK, MODES))
+@pytest.mark.parametrize("mode", slow_but(["tp 2"], MODES))
 def test_survivor_of_a_killed_rank_raises_lost_rank_error(mode, tmp_path):
     """Within the limit the survivor raises LostRankError in training and, where decoding has collectives, in
     generate(); otherwise it still generates."""

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.engines import LARGE, engine_of, settings, train_step
+from tests.engines import LARGE, Recorder, engine_of, settings, train_step
+from tests.marks import slow_but
 from tests.tiny_models import ADAPTERS, FAMILIES, ChatLoRA, prompts, tiny_model, twin, with_peft
 from tests.weights.test_lora import SETTINGS, shake
 
@@ -42,17 +43,12 @@ def check_family(family: str, adapter: str, stages: list[tuple[int, int]]) -> No
 
 # GPT-2 has no nn.Linear for DeepSpeed-Chat's LoRA to adapt.
 # Its LoRA is the same in every family: most of these cases are slow tests.
-SLOW = [(family, "chat") for family in FAMILIES if family not in ("llama", "opt", "mixtral")]
-SLOW += [(family, "peft") for family in ("qwen2", "qwen3", "mistral", "phi3", "opt", "gptj")]
-CASES = [
-    pytest.param(family, adapter, marks=[pytest.mark.slow] * ((family, adapter) in SLOW))
-    for family in FAMILIES
-    for adapter in ADAPTERS
-    if (family, adapter) != ("gpt2", "chat")
-]
+CASES = [(family, adapter) for family in FAMILIES for adapter in ADAPTERS if (family, adapter) != ("gpt2", "chat")]
+QUICK = [(family, "peft") for family in ("llama", "gpt2", "gpt_neox", "bloom", "gemma3_text", "mixtral")]
+QUICK += [("opt", "chat"), ("gptj", "none"), ("phi3", "none"), ("qwen3", "none")]
 
 
-@pytest.mark.parametrize(("family", "adapter"), CASES)
+@pytest.mark.parametrize(("family", "adapter"), slow_but(QUICK, CASES))
 def test_greedy_equals_hugging_face(ranks, family, adapter):
     ranks.run(check_family, family, adapter, STAGES if family == "llama" else [(3, 0)])
 
@@ -169,19 +165,6 @@ def test_generate_arguments_and_outputs_match_hugging_face(ranks):
     ranks.run(check_contract)
 
 
-class Recorder:
-    """A streamer that keeps what it gets."""
-
-    def __init__(self):
-        self.pieces, self.ended = [], False
-
-    def put(self, value):
-        self.pieces.append(value.flatten().tolist())
-
-    def end(self):
-        self.ended = True
-
-
 def check_streamer_and_stop_strings(path: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -242,7 +225,7 @@ def check_bf16(adapter: str) -> None:
         assert engine.generate(ids, attention_mask=mask, max_new_tokens=5).shape == (3, 12)
 
 
-@pytest.mark.parametrize("adapter", ["none", "peft"])
+@pytest.mark.parametrize("adapter", slow_but(["peft"], ["none", "peft"]))
 def test_bfloat16(ranks, adapter):
     ranks.run(check_bf16, adapter)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hybrid.kernels.cpu_library import cpu_library
 from tests.engines import CONTAINERS, engine_of, settings, train_step
+from tests.marks import slow_but
 from tests.tiny_models import FAMILIES, prompts, tiny_model, with_peft
 
 LINE = re.compile(
@@ -40,7 +41,7 @@ def check_coverage(family: str) -> None:
     assert [names[row["module"]].forward.__func__ for row in rows] == own
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", slow_but(["gpt2", "bloom", "gemma3_text", "mixtral"], FAMILIES))
 def test_coverage_lists_every_module(ranks, family):
     ranks.run(check_coverage, family)
 

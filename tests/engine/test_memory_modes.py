@@ -88,7 +88,7 @@ def require_plan(family: str, adapter: str, stage: int) -> None:
 @pytest.mark.parametrize(
     ("family", "adapter", "stage"),
     slow_but(
-        [("llama", "none", 3), ("llama", "peft", 2)],
+        [("llama", "peft", 3)],
         [("llama", "none", 3), ("llama", "peft", 3), ("gpt2", "none", 3), ("llama", "peft", 2)],
     ),
 )
@@ -96,6 +96,7 @@ def test_memory_plan_equals_measured_memory(ranks, family, adapter, stage):
     ranks.run(check_plan, family, adapter, stage)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
 @pytest.mark.parametrize("lanes", [8, 16])
 def test_memory_plan_equals_measured_memory_at_other_vector_widths(ranks, lanes):
@@ -261,7 +262,7 @@ def check_peak(name: str, adapter: str) -> None:
 @pytest.mark.parametrize(
     ("name", "adapter"),
     slow_but(
-        [("pinned", "none"), ("tensor parallel 2", "peft")],
+        [("tensor parallel 2", "peft")],
         itertools.product(("pinned", "tensor parallel 2"), ("none", "peft")),
     ),
 )
@@ -282,6 +283,7 @@ def check_streaming_peak() -> None:
     assert need.gather / 2 <= live.peak <= need.gather + rows + 2**16, (live.peak, need)
 
 
+@pytest.mark.slow
 def test_peak_memory_of_streaming_is_two_layers(ranks):
     ranks.run(check_streaming_peak)
 

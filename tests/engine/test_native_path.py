@@ -8,6 +8,7 @@ from torch import nn
 
 import hybrid
 from tests.engines import engine_of, settings
+from tests.marks import slow_but
 from tests.tiny_models import prompts, tiny_model, twin, with_peft
 
 NATIVE = {"containers": "native"}
@@ -75,7 +76,7 @@ def require_own_logprobs(reference: nn.Module, batch: hybrid.RolloutBatch) -> No
     torch.testing.assert_close(batch.raw_per_token_logps[real], logps[real], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("family", slow_but(["gemma3_text", "gpt2"], ["llama", "mistral", "gemma3_text", "gpt2"]))
 def test_equal_prompts_are_prefilled_once(ranks, family):
     ranks.run(check_equal_prompts, family)
 

@@ -86,7 +86,7 @@ def generate(engine: HybridEngine) -> None:
 @pytest.mark.parametrize(
     ("stage", "dtype", "adapter"),
     slow_but(
-        [(2, torch.float32, False), (3, torch.bfloat16, True)],
+        [(3, torch.bfloat16, True)],
         [
             (1, torch.bfloat16, False),
             (2, torch.float32, False),
@@ -135,7 +135,11 @@ def check_offloaded(stage: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype"), [(1, torch.bfloat16), (2, torch.float32), (3, torch.float32), (3, torch.bfloat16)]
+    ("stage", "dtype"),
+    slow_but(
+        [(2, torch.float32), (3, torch.bfloat16)],
+        [(1, torch.bfloat16), (2, torch.float32), (3, torch.float32), (3, torch.bfloat16)],
+    ),
 )
 def test_which_states_are_offloaded(ranks, stage, dtype):
     ranks.run(check_offloaded, stage, dtype)
@@ -168,7 +172,7 @@ def check_exception(stage: int) -> None:
         assert all(map(torch.equal, optimizer_state(hit), optimizer_state(calm)))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", slow_but([3], [2, 3]))
 def test_states_are_restored_after_an_exception(ranks, stage):
     ranks.run(check_exception, stage)
 

@@ -10,6 +10,7 @@ from deepspeed.runtime.zero import GatheredParameters
 
 import hybrid
 from tests.engines import engine_of, settings, train_step
+from tests.marks import slow_but
 from tests.tiny_models import ADAPTERS, FAMILIES, prompts, tiny_model, twin, with_peft
 
 SAMPLING = hybrid.SamplingParams(max_new_tokens=12, seed=11, temperature=0.8)
@@ -44,12 +45,12 @@ def check_logprobs(family: str, adapter: str) -> None:
     torch.testing.assert_close(scores.entropies.double(), entropy, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", slow_but(["llama", "opt", "bloom", "gemma3_text", "mixtral"], FAMILIES))
 def test_rollout_logprobs_match_the_training_forward(ranks, family):
     ranks.run(check_logprobs, family, "none")
 
 
-@pytest.mark.parametrize("adapter", ["peft", "chat"])
+@pytest.mark.parametrize("adapter", slow_but(["peft"], ["peft", "chat"]))
 def test_rollout_logprobs_with_an_adapter_match_the_training_forward(ranks, adapter):
     ranks.run(check_logprobs, "qwen3", adapter)
 
@@ -196,7 +197,7 @@ def check_reference(kind: str) -> None:
         assert torch.equal(engine.generate(ids, **request), adapted.generate(ids, **request))
 
 
-@pytest.mark.parametrize("kind", ["peft", "chat"])
+@pytest.mark.parametrize("kind", slow_but(["peft"], ["peft", "chat"]))
 def test_adapters_false_is_the_base_model(ranks, kind):
     ranks.run(check_reference, kind)
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import hybrid
 from tests.engines import engine_of, settings, train_step
+from tests.marks import slow_but
 from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin, with_peft
 
 IDS, MASK = prompts(2, 5, padded=True)
@@ -116,7 +117,7 @@ def check_saving(stage: int, adapter: str, blocks: dict, folder: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "adapter", "blocks"),
     [
-        (0, "peft", {}),
+        pytest.param(0, "peft", {}, marks=pytest.mark.slow),
         pytest.param(1, "none", {}, marks=pytest.mark.slow),
         pytest.param(2, "peft", {"rollout": {"offload_states": True}}, marks=pytest.mark.slow),
         pytest.param(3, "none", {}, marks=pytest.mark.slow),
@@ -182,7 +183,9 @@ def check_copies(stage: int, adapter: str) -> None:
             clone(input_ids=IDS, labels=IDS).loss.backward()
 
 
-@pytest.mark.parametrize(("stage", "adapter"), [(0, "none"), (0, "peft"), (2, "peft"), (3, "peft")])
+@pytest.mark.parametrize(
+    ("stage", "adapter"), slow_but([(3, "peft")], [(0, "none"), (0, "peft"), (2, "peft"), (3, "peft")])
+)
 def test_a_copy_made_in_eval_mode_is_independent(ranks, stage, adapter):
     ranks.run(check_copies, stage, adapter)
 
@@ -220,12 +223,15 @@ def check_saving_in_a_window_raises(blocks: dict, adapters: bool | None, folder:
 
 @pytest.mark.parametrize(
     ("blocks", "adapters"),
-    [
-        ({}, None),
-        ({}, False),
-        ({"hybrid_engine": {"inference_tp_size": 2}, "rollout": {"containers": "native"}}, None),
-        ({"hybrid_engine": {"pin_parameters": False}}, False),
-    ],
+    slow_but(
+        [({}, None), ({"hybrid_engine": {"pin_parameters": False}}, False)],
+        [
+            ({}, None),
+            ({}, False),
+            ({"hybrid_engine": {"inference_tp_size": 2}, "rollout": {"containers": "native"}}, None),
+            ({"hybrid_engine": {"pin_parameters": False}}, False),
+        ],
+    ),
 )
 def test_saving_or_copying_the_snapshot_raises(ranks, blocks, adapters, tmp_path):
     ranks.run(check_saving_in_a_window_raises, blocks, adapters, str(tmp_path))
@@ -255,7 +261,8 @@ def check_destroyed(stage: int, adapter: str, blocks: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "adapter", "containers"), [(0, "peft", "native"), (2, "none", "fused"), (3, "none", "native")]
+    ("stage", "adapter", "containers"),
+    slow_but([(3, "none", "native")], [(0, "peft", "native"), (2, "none", "fused"), (3, "none", "native")]),
 )
 def test_the_model_of_a_destroyed_engine_runs_without_it(ranks, stage, adapter, containers):
     blocks = {"hybrid_engine": {"inference_tp_size": 2}, "rollout": {"containers": containers}}

@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 import hybrid
 from hybrid.decoders import fused_model as fused
 from hybrid.decoders.cpu_decoder import CpuDecoder
-from tests.engines import engine_of, settings
+from tests.engines import Recorder, engine_of, settings
 from tests.tiny_models import prompts, tiny_model, twin
 
 # Fused for any `--containers`, since only fused engines schedule. Heads of 16 need no padding in KV blocks.
@@ -175,19 +175,6 @@ def check_processors() -> None:
 
 def test_custom_logits_processors_rowwise_and_batchwise(ranks):
     ranks.run(check_processors)
-
-
-class Recorder:
-    """A streamer that keeps what it gets."""
-
-    def __init__(self):
-        self.pieces, self.ended = [], False
-
-    def put(self, value):
-        self.pieces.append(value.flatten().tolist())
-
-    def end(self):
-        self.ended = True
 
 
 def check_streamer() -> None:

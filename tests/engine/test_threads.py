@@ -9,6 +9,7 @@ import torch
 
 import hybrid
 from tests.engines import engine_of, settings, train_step
+from tests.marks import slow_but
 from tests.tiny_models import prompts, tiny_model, twin, with_peft
 
 THREADS, ROUNDS = 3, 2
@@ -99,6 +100,6 @@ def threads_of_a_hybrid_engine(stage: int, containers: str) -> None:
     train_step(engine)
 
 
-@pytest.mark.parametrize(("stage", "containers"), [(3, "fused"), (0, "native")])
+@pytest.mark.parametrize(("stage", "containers"), slow_but([(3, "fused")], [(3, "fused"), (0, "native")]))
 def test_threads_of_a_hybrid_engine_get_their_own_results(ranks, stage, containers):
     ranks.run(threads_of_a_hybrid_engine, stage, containers)

@@ -59,7 +59,7 @@ def check_equals_peft(family: str, adapter: str, config: dict) -> None:
         instance.destroy()
 
 
-QUICK = {(0, "llama", "fused"), (3, "mixtral", "fused"), (3, "llama", "native")}
+QUICK = {(3, "mixtral", "fused")}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_deepspeed_chats_adapters_run_unmerged(ranks, containers):
     ("family", "adapter"),
     [
         pytest.param("llama", "peft", marks=pytest.mark.slow),
-        ("llama", "chat"),
+        pytest.param("llama", "chat", marks=pytest.mark.slow),
         pytest.param("gpt2", "peft", marks=pytest.mark.slow),
         pytest.param("phi3", "peft", marks=pytest.mark.slow),
         pytest.param("bloom", "peft", marks=pytest.mark.slow),
@@ -97,11 +97,7 @@ def test_tensor_parallel_unmerged_lora_matches_peft(ranks, family, adapter):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "plain",
-        "dora",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora bias", "embedding", "rank pattern")),
-    ],
+    slow_but(["dora"], ["plain", "dora", "lora bias", "embedding", "rank pattern"]),
 )
 def test_tensor_parallel_merged_lora_matches_peft(ranks, name):
     ranks.run(check_shared, "opt" if name == "lora bias" else "llama", name, "merged")
@@ -247,7 +243,7 @@ def check_nothing_is_copied(stage: int) -> None:
         train_step(engine, step)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", slow_but([2], [0, 1, 2]))
 def test_unpartitioned_weights_are_not_copied(ranks, stage):
     ranks.run(check_nothing_is_copied, stage)
 
@@ -269,6 +265,6 @@ def check_bfloat16(size: int) -> None:
     assert (actual - rounded).abs().mean() < (0.9, 1.2)[size - 1] * (rounded - expected).abs().mean()
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", slow_but([2], [1, 2]))
 def test_bfloat16_rounds_as_peft(ranks, size):
     ranks.run(check_bfloat16, size)

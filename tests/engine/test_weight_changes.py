@@ -96,7 +96,7 @@ def check_step_that_raises(stage: int, adapter: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "adapter"), slow_but([(2, "peft"), (3, "peft")], [(0, "peft"), (2, "peft"), (3, "none"), (3, "peft")])
+    ("stage", "adapter"), slow_but([(3, "peft")], [(0, "peft"), (2, "peft"), (3, "none"), (3, "peft")])
 )
 def test_rollouts_use_the_weights_of_a_step_that_applied_and_then_raised(ranks, stage, adapter, tmp_path):
     ranks.run(check_step_that_raises, stage, adapter, str(tmp_path))
@@ -114,7 +114,7 @@ def check_optimizers_own_step(stage: int) -> None:
     require_current(engine, "optimizer.step()")
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([3], [0, 3]))
 def test_rollouts_use_the_weights_of_optimizer_step(ranks, stage):
     ranks.run(check_optimizers_own_step, stage)
 
@@ -192,7 +192,7 @@ def check_written(stage: int, adapter: str, blocks: dict) -> None:
 @pytest.mark.parametrize(
     ("stage", "adapter", "blocks"),
     [
-        (2, "none", {}),
+        pytest.param(2, "none", {}, marks=pytest.mark.slow),
         (3, "peft", {}),
         pytest.param(0, "peft", {}, marks=pytest.mark.slow),
         pytest.param(3, "none", {}, marks=pytest.mark.slow),
@@ -294,7 +294,7 @@ def check_adapters_change(stage: int, blocks: dict, in_eval: bool, folder: str) 
 @pytest.mark.parametrize(
     ("stage", "blocks", "in_eval"),
     [
-        (0, {}, True),
+        pytest.param(0, {}, True, marks=pytest.mark.slow),
         pytest.param(3, {}, True, marks=pytest.mark.slow),
         (3, {}, False),
         pytest.param(3, {"rollout": {"lora": "unmerged"}}, True, marks=pytest.mark.slow),
@@ -370,5 +370,6 @@ def check_unmergeable() -> None:
     train_step(engine)
 
 
+@pytest.mark.slow
 def test_adding_an_adapter_that_cannot_be_merged_raises(ranks):
     ranks.run(check_unmergeable)

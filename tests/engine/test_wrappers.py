@@ -90,8 +90,8 @@ def check_wrapper(adapter: str, stage: int, block: dict) -> None:
         pytest.param("none", 3, {}, marks=pytest.mark.slow),
         ("peft", 3, {}),
         pytest.param("none", 0, {}, marks=pytest.mark.slow),
-        ("none", 3, {"pin_parameters": False}),
-        ("none", 3, {"inference_tp_size": 2}),
+        pytest.param("none", 3, {"pin_parameters": False}, marks=pytest.mark.slow),
+        pytest.param("none", 3, {"inference_tp_size": 2}, marks=pytest.mark.slow),
     ],
     ids=["whole", "adapters", "stage 0", "streaming", "tensor parallel"],
 )

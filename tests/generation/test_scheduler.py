@@ -20,6 +20,7 @@ from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.request import Request
 from hybrid.generation.sampler import SamplingMetadata, mixed, sample_tokens_in_torch, shifted, stream_keys
 from hybrid.generation.scheduler import Completions, Scheduler
+from tests.marks import slow_but
 
 VOCABULARY, PAD = 23, 0
 ENDS = (2, 7)
@@ -209,8 +210,8 @@ MIXTURE = [
 ]
 
 
-@pytest.mark.parametrize("num_scheduler_steps", [1, 5, 8])
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 100])
+@pytest.mark.parametrize("num_scheduler_steps", slow_but([1, 8], [1, 5, 8]))
+@pytest.mark.parametrize("max_num_seqs", slow_but([2, 100], [1, 2, 3, 100]))
 def test_completions_do_not_depend_on_max_num_seqs(max_num_seqs, num_scheduler_steps):
     request = request_of(MIXTURE)
     actual, decoder, _ = run_scheduler(request, max_num_seqs, num_scheduler_steps)
@@ -282,7 +283,7 @@ def test_prefill_is_split_into_chunks(monkeypatch, at_once):
 
 
 @pytest.mark.parametrize("max_num_seqs", [2, 100])
-@pytest.mark.parametrize("num_scheduler_steps", [1, 5])
+@pytest.mark.parametrize("num_scheduler_steps", slow_but([5], [1, 5]))
 def test_the_kv_cache_limit_is_kept(max_num_seqs, num_scheduler_steps):
     """From one row's blocks upwards; all rows finish, and more blocks allow larger batches."""
     request = request_of(MIXTURE)

@@ -195,7 +195,7 @@ def baseline_of(args: Arguments) -> list[str]:
 @pytest.mark.parametrize(
     ("family", "use_kernel"),
     slow_but(
-        [("bloom", True), ("opt", False), ("gptj", True)],
+        [("bloom", True)],
         [(family, use_kernel) for family in FAMILIES for use_kernel in (True, False)],
     ),
 )
@@ -212,7 +212,7 @@ def test_texts_match_hugging_face_at_one_rank(tmp_path, monkeypatch, family, use
         assert texts == expected, f"use_meta_tensor={is_meta}"
 
 
-@pytest.mark.parametrize("use_kernel", [True, False])
+@pytest.mark.parametrize("use_kernel", slow_but([True], [True, False]))
 def test_int8_texts_match_hugging_face_with_rounded_weights(tmp_path, monkeypatch, use_kernel):
     """The oracle is Hugging Face over weights rounded to int8."""
     args = Arguments(write_model("llama", tmp_path), use_kernel=use_kernel, dtype="int8")
@@ -236,7 +236,7 @@ def test_float16_matches_or_raises_by_the_accelerator(tmp_path):
                 inference_test(args)
 
 
-@pytest.mark.parametrize("use_kernel", [True, False])
+@pytest.mark.parametrize("use_kernel", slow_but([True], [True, False]))
 def test_a_pretrained_model(stories260k, use_kernel):
     args = Arguments(str(stories260k), use_kernel=use_kernel, batch_size=8, max_new_tokens=20)
     expected = baseline_of(args)
@@ -244,6 +244,7 @@ def test_a_pretrained_model(stories260k, use_kernel):
         assert inference_test(args)[1] == expected
 
 
+@pytest.mark.slow
 def test_performance_and_profiling(tmp_path):
     """`--test_performance` reads sizes of `pipe.model.config`, and uses the profiling of DeepSpeed's engine."""
     args = Arguments(write_model("bloom", tmp_path), use_kernel=True, test_performance=True, batch_size=9)
@@ -257,6 +258,7 @@ def test_performance_and_profiling(tmp_path):
     assert len(pipe.model.model_times()) == 5 and pipe.model.model_times() == []
 
 
+@pytest.mark.slow
 def test_sampled_texts_depend_on_torchs_seed(tmp_path):
     """Without `--greedy`, the script's default: the same seed gives the same texts, another seed others."""
     args = Arguments(write_model("llama", tmp_path), use_kernel=True, greedy=False)
@@ -286,7 +288,7 @@ def check_ranks(folder: str, family: str, use_kernel: bool) -> None:
 @pytest.mark.parametrize(
     ("family", "use_kernel"),
     slow_but(
-        [("bloom", True), ("opt", False)],
+        [("opt", False)],
         [(family, use_kernel) for family in ("bloom", "opt", "llama") for use_kernel in (True, False)],
     ),
 )

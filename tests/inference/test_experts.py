@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import hybrid
 from tests.inference.test_tensor_parallel import check_equal
+from tests.marks import slow_but
 from tests.rank_pool import RankPool
 from tests.tiny_models import tiny_model, tiny_non_decoder, twin
 
@@ -34,7 +35,7 @@ def check_experts(family: str, ep_size: int, tp_size: int, folder: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", slow_but(["mixtral"], MIXTURES))
 def test_two_ranks_hold_half_of_the_experts_each(ranks, tmp_path, family):
     tiny_model(family).save_pretrained(tmp_path)
     ranks.run(check_experts, family, 2, 1, str(tmp_path))

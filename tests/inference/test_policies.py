@@ -13,6 +13,7 @@ from transformers.models.roberta.modeling_roberta import RobertaLayer
 from transformers.models.t5.modeling_t5 import T5Block
 
 import hybrid
+from tests.marks import slow_but
 from tests.tiny_models import NON_DECODERS, prompts, tiny_model, tiny_non_decoder, twin
 
 # Policies of DeepSpeed's documentation and tests, with the names of transformers 5.
@@ -64,7 +65,7 @@ def check_policy(name: str, folder: str) -> None:
         assert engine.coverage()[0]["container"] == "native"
 
 
-@pytest.mark.parametrize("name", NON_DECODERS)
+@pytest.mark.parametrize("name", slow_but(["t5", "bert"], NON_DECODERS))
 def test_two_ranks_match_hugging_face(ranks, tmp_path, name):
     tiny_non_decoder(name).save_pretrained(tmp_path)
     ranks.run(check_policy, name, str(tmp_path))
@@ -112,7 +113,7 @@ def check_packed_decoder() -> None:
     assert attention.c_attn.weight.shape == (48, 32) and attention.split_size == 16
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", slow_but(["gpt2", "llama"], DECODERS))
 def test_decoders_sliced_by_a_policy_match_hugging_face(ranks, tmp_path, name):
     tiny_model(name).save_pretrained(tmp_path)
     ranks.run(check_decoder, name, str(tmp_path))

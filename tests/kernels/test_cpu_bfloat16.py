@@ -64,7 +64,7 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", slow_but(["AVX2", "AMX"], MACHINES))
 @pytest.mark.skipif(not X86, reason="a compiler for x86-64 is needed")
 def test_the_build_for_every_machine_compiles(machine):
     """With the real instructions, which this machine may lack. Tiles need pairs: with tiles alone, AMX's processor
@@ -91,7 +91,7 @@ def require_compiles(compiler: str, *flags: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("build", slow_but(["AVX2", "AMX"], BUILDS))
+@pytest.mark.parametrize("build", slow_but(["AVX2"], BUILDS))
 @pytest.mark.parametrize(("family", "dtype"), [("gemma3_text", torch.float32), ("qwen3", torch.bfloat16)])
 def test_every_build_matches_hugging_face(family, dtype, build):
     library = opened(built(BUILDS[build]))
@@ -109,7 +109,7 @@ def test_every_build_matches_hugging_face(family, dtype, build):
         assert average(actual, expected) < average(expected, exact)
 
 
-@pytest.mark.parametrize("build", slow_but(["AVX2", "AMX"], BUILDS))
+@pytest.mark.parametrize("build", slow_but(["AVX2"], BUILDS))
 def test_a_large_negative_gate_is_zero(build):
     """e^89 is no float32; gates of massive activations are that large (OLMo 2 norms behind its MLPs)."""
     model = tiny_model("olmo2").eval()
@@ -120,7 +120,8 @@ def test_a_large_negative_gate_is_zero(build):
     assert distance(CpuRun(decoder, sequences()).every_logit(), hugging_face(model)) < 2e-6
 
 
-@pytest.mark.parametrize("level", slow_but([2], [1, 2]), ids=["pairs", "tiles"])
+@pytest.mark.slow  # the kernels of this machine have its own products, tested in every other file
+@pytest.mark.parametrize("level", [1, 2], ids=["pairs", "tiles"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_emulated_bfloat16_products_match_plain_vectors(family, level):
     library = opened(built(BUILDS["AVX-512 with bfloat16" if level == 1 else "AMX"]))

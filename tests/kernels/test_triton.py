@@ -27,6 +27,7 @@ from hybrid.kernels import triton_attention as attention
 from hybrid.kernels import triton_fused as fused
 from hybrid.kernels.triton_experts import mixture
 from hybrid.kernels.triton_sampling import CHUNK, sample
+from tests.marks import slow_but
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -123,6 +124,7 @@ SLACK = {"bias": 10.0}
 GROUPED = (6, 2, 20)
 CASES = [(feature, GROUPED, dtype) for feature in FEATURES for dtype in (torch.float32, HALF)]
 CASES += [("plain", shape, torch.float32) for shape in ((2, 2, 16), (4, 1, 80))]
+QUICK = [("plain", (4, 1, 80), torch.float32), *((feature, GROUPED, HALF) for feature in list(FEATURES)[1:])]
 
 
 def choices(features: dict, heads: int) -> dict:
@@ -131,7 +133,7 @@ def choices(features: dict, heads: int) -> dict:
     return {"bias": slopes[:, None] * torch.arange(20 * BLOCK_SIZE, device=DEVICE)} if "bias" in features else features
 
 
-@pytest.mark.parametrize(("feature", "shape", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(("feature", "shape", "dtype"), slow_but(QUICK, CASES), ids=str)
 def test_decode_attention_matches_float64(feature, shape, dtype):
     heads, kv_heads, head_dim = shape
     cache = Cache([1, 300, 32, 65, 513], kv_heads, head_dim, dtype)
@@ -149,7 +151,7 @@ def test_decode_attention_matches_float64(feature, shape, dtype):
         )
 
 
-@pytest.mark.parametrize(("feature", "shape", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(("feature", "shape", "dtype"), slow_but(QUICK, CASES), ids=str)
 def test_prefill_attention_matches_float64(feature, shape, dtype):
     """Whole prompts, one token after a long prefix, several tokens after a prefix, more than a block of them."""
     heads, kv_heads, head_dim = shape
@@ -266,8 +268,8 @@ def gated_experts(family: str) -> torch.nn.Module:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("family", slow_but(["qwen3_moe"], ["mixtral", "qwen3_moe"]))
+@pytest.mark.parametrize("tokens", slow_but([3, 40], [1, 3, 40]))
 def test_mixture_matches_hugging_face(tokens, family):
     """Some experts get no tokens, others more than a block."""
     module, x = gated_experts(family), random(tokens, 48)
@@ -296,9 +298,13 @@ def written(blocks: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
     return blocks.flatten(0, 1)[slot_mapping]
 
 
-@pytest.mark.parametrize(("dtype", "block_tables"), [(torch.float32,) * 2, (HALF,) * 2, (HALF, torch.float32)], ids=str)
-@pytest.mark.parametrize("normed", ["", "llama", "gemma"])
-@pytest.mark.parametrize("rotary", [0, 8, 20])
+@pytest.mark.parametrize(
+    ("dtype", "block_tables"),
+    slow_but([(torch.float32,) * 2, (HALF, torch.float32)], [(torch.float32,) * 2, (HALF,) * 2, (HALF, torch.float32)]),
+    ids=str,
+)
+@pytest.mark.parametrize("normed", slow_but(["gemma"], ["", "llama", "gemma"]))
+@pytest.mark.parametrize("rotary", slow_but([8, 20], [0, 8, 20]))
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_and_write_matches_hugging_face(interleaved, rotary, normed, dtype, block_tables):
     """Ten query heads (more than one program takes) and two KV heads of size 20, of which `rotary` elements are
@@ -366,8 +372,10 @@ def drawn(logits: torch.Tensor, keys: torch.Tensor, steps: torch.Tensor, tempera
     return sample(logits, keys, steps, ones * temperature, ones * min_p)
 
 
-@pytest.mark.parametrize("vocab", [11, CHUNK, CHUNK + 1, 3 * CHUNK + 77])
-@pytest.mark.parametrize(("temperature", "min_p"), [(1.0, 0.0), (0.7, 0.0), (1.3, 0.05)])
+@pytest.mark.parametrize("vocab", slow_but([11, CHUNK, 3 * CHUNK + 77], [11, CHUNK, CHUNK + 1, 3 * CHUNK + 77]))
+@pytest.mark.parametrize(
+    ("temperature", "min_p"), slow_but([(0.7, 0.0), (1.3, 0.05)], [(1.0, 0.0), (0.7, 0.0), (1.3, 0.05)])
+)
 def test_the_sampled_token_is_where_the_cumulative_softmax_passes_u(vocab, temperature, min_p):
     logits = random(8, vocab) * 3
     logits[:, ::3] = -math.inf  # as processors leave them

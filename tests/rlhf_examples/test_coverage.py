@@ -27,6 +27,7 @@ from rlhf_examples.common.engines import deepspeed_config, load_rollout_engine
 from rlhf_examples.common.models import load_exported
 from rlhf_examples.common.rollouts import sampling
 from tests.engines import engine_of, train_step
+from tests.marks import slow_but
 from tests.rlhf_examples.scripts import make_small_models, run_in_this_rank
 from tests.rlhf_examples.test_recipes import CONFIGS, RECIPES
 from tests.tiny_models import prompts, tiny_model, with_peft
@@ -115,7 +116,9 @@ def roll_out_and_score(engine: hybrid.HybridEngine, params: hybrid.SamplingParam
     return batch
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+@pytest.mark.parametrize(
+    "name", slow_but(["16gpu_70b_lora", "gsm8k", "stories_lora"], sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+)
 def test_every_recipe_runs_fused(ranks, tmp_path, name):
     assert steps_of(name), "the recipe has no generating step"
     ranks.run(check_recipe, name, str(tmp_path))

@@ -53,6 +53,7 @@ def require_the_same_after(point: str, script: str, mortal_ranks, small, undistu
 PPO = {"adap_kl_ctrl": True, "kl_target": 0.01, "kl_horizon": 20, "enable_ema": True}
 
 
+@pytest.mark.slow
 def test_ppo_killed_while_saving_resumes(mortal_ranks, small, undisturbed, tmp_path):
     require_the_same_after("while saving", "ppo", mortal_ranks, small, undisturbed, tmp_path, **PPO)
     coefs = [row["objective/kl_coef"] for row in logged(tmp_path)]

@@ -15,6 +15,7 @@ import hybrid
 from rlhf_examples import chat, evaluate, pipeline
 from rlhf_examples.common.arguments import ChatArguments, EvaluateArguments
 from rlhf_examples.common.run_log import read_metrics
+from tests.marks import slow_but
 from tests.rank_pool import run_script
 from tests.rlhf_examples.scripts import (
     ROLLOUTS,
@@ -196,7 +197,7 @@ def test_chat_matches_transformers(ranks, done, capfd):
     assert messages[2]["content"] in prompt, "an answer is missing in the next prompt"
 
 
-@pytest.mark.parametrize("script", ["sft", "grpo"])
+@pytest.mark.parametrize("script", slow_but(["grpo"], ["sft", "grpo"]))
 def test_streamed_records_with_bfloat16(ranks, tmp_path, script):
     """Records are streamed from a file, and the model trains and generates in bfloat16."""
     texts = ({"prompt": f"anna found {number} red balls .", "completion": "ben was happy ."} for number in range(40))

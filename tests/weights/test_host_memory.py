@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hybrid.weights import host_memory
 from hybrid.weights.host_memory import HostMemory
 from tests.engines import engine_of, require_same_rollouts, settings
+from tests.marks import slow_but
 from tests.tiny_models import tiny_model
 
 
@@ -49,6 +50,6 @@ def raise_permission_error(*_args, **_kwargs) -> None:
     raise RuntimeError("unable to open file: Permission denied (13)")
 
 
-@pytest.mark.parametrize("how", ["another host", "no permission"])
+@pytest.mark.parametrize("how", slow_but(["another host"], ["another host", "no permission"]))
 def test_streaming_without_shared_memory_is_bit_identical(ranks, how):
     ranks.run(check_not_shared, how)

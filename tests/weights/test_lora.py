@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hybrid.weights.lora import merged_weight, read_adapters
+from tests.marks import slow_but
 from tests.tiny_models import ChatLoRA, prompts, tiny_model, with_peft
 
 SETTINGS = {
@@ -85,7 +86,7 @@ def test_lora_on_expert_parameters_merges():
     assert_merge_equals(adapted)
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", slow_but([True], [False, True]))
 def test_several_active_adapters_merge(dora):
     model = with_peft(tiny_model("llama"), use_dora=dora)
     for name, rank in (("second", 2), ("third", 6)):

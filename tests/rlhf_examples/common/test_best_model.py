@@ -15,6 +15,7 @@ from rlhf_examples.common.actor import Evaluation
 from rlhf_examples.common.arguments import GRPOArguments, PPOArguments, SFTArguments, arguments_of, parse_arguments
 from rlhf_examples.common.best_model import BestModel
 from rlhf_examples.common.checkpoint import Checkpoints
+from tests.marks import slow_but
 from tests.rank_pool import RankFailure, RankPool
 from tests.rlhf_examples.scripts import logged, make_small_models, models_of, run_in_this_rank
 
@@ -188,7 +189,7 @@ def test_ppo_exports_the_best_and_ends_early(ranks, small, tmp_path):
     require_the_best("ppo", ranks, small, tmp_path)
 
 
-@pytest.mark.parametrize("script", ["dpo", "grpo"])
+@pytest.mark.parametrize("script", slow_but(["dpo"], ["dpo", "grpo"]))
 def test_an_unknown_metric_raises_with_the_available_ones(script, ranks, small, tmp_path):
     settings = {**models_of(script, small), "metric_for_best_model": "accuracy", "eval_every": 1}
     available = {"dpo": "eval_loss, eval_rewards/accuracies, .*", "grpo": "eval_number_of_words"}[script]

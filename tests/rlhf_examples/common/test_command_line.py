@@ -106,6 +106,7 @@ def test_input_errors_of_a_later_step_are_one_line(monkeypatch, capsys, caplog):
     assert "Traceback" in caplog.text
 
 
+@pytest.mark.slow
 def test_only_one_rank_prints_the_error():
     done = run_script(["-m", "rlhf_examples.grpo", "--reward", "x", "--temprature", "1"], 2, timeout_s=120)
     lines = [line for line in done.stdout.splitlines() if line.startswith("error")]

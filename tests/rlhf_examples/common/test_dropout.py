@@ -26,7 +26,7 @@ def config_with_dropout(family: str, **changes):
     return own
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", slow_but(["llama", "gpt2", "bloom", "falcon", "opt", "mixtral"], ALL_FAMILIES))
 def test_without_dropout_training_forwards_repeat(family):
     """Dropout modules and functions, layerdrop, and Mixtral's router jitter."""
     torch.manual_seed(0)
@@ -53,6 +53,7 @@ def directory_with_dropout(family: str, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "family"), slow_but([("dpo", "gpt2")], [("dpo", "gpt2"), ("ppo", "opt"), ("grpo", "gpt2")])
 )

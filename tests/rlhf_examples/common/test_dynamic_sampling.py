@@ -137,6 +137,7 @@ def run(pool: RankPool, small, directory, **changes) -> list[dict[str, float]]:
     return logged(directory)
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_is_equal_at_one_and_two_ranks_and_resumes(one_rank, ranks, small, tmp_path):
     two_ranks = run(ranks, small, tmp_path / "two")
     single_rank = run(one_rank, small, tmp_path / "one")

@@ -23,6 +23,7 @@ from rlhf_examples.common.measures import (
 from rlhf_examples.common.models import LoRA, ValueModel, load_policy
 from rlhf_examples.common.run_log import read_metrics
 from rlhf_examples.common.scorers import Rewards, Scorer
+from tests.marks import slow_but
 from tests.rlhf_examples.common.test_models import on_first_rank, training
 from tests.rlhf_examples.scripts import make_small_models, models_of, run_in_this_rank
 from tests.tiny_models import prompts, tiny_model, with_peft
@@ -163,7 +164,7 @@ def run_and_read(script: str, folder: str) -> list[dict]:
     return read_metrics(Path(folder) / "run")
 
 
-@pytest.mark.parametrize("script", ["ppo", "sft"])
+@pytest.mark.parametrize("script", slow_but(["ppo"], ["ppo", "sft"]))
 def test_a_run_logs_its_measures(ranks, tmp_path, script):
     (rows, _) = ranks.run(run_and_read, script, str(tmp_path))
     names = EVERYWHERE | (OF_PPO if script == "ppo" else set())

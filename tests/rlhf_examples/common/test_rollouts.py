@@ -34,6 +34,7 @@ from rlhf_examples.common.rollouts import (
 from rlhf_examples.data.synthetic import synthetic_tokenizer
 from rlhf_examples.ppo import Models, make_experience, ppo_iteration
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest
+from tests.marks import slow_but
 from tests.rlhf_examples.scripts import make_small_models, number_of_words
 from tests.tiny_models import prompts, tiny_model
 
@@ -74,7 +75,11 @@ def check_bytes(directory: Path, lora_dim: int, logprob_mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("lora_dim", "logprob_mode"),
-    [(0, "recompute"), pytest.param(4, "recompute", marks=pytest.mark.slow), (4, "sampling")],
+    [
+        pytest.param(0, "recompute", marks=pytest.mark.slow),
+        pytest.param(4, "recompute", marks=pytest.mark.slow),
+        (4, "sampling"),
+    ],
 )
 def test_an_iteration_gathers_the_policy_once(ranks, small, lora_dim, logprob_mode):
     ranks.run(check_bytes, small, lora_dim, logprob_mode)
@@ -189,7 +194,7 @@ def count_collectives(directory: Path, zero_stage: int, lora_dim: int) -> list[i
     return counts
 
 
-@pytest.mark.parametrize("lora_dim", [0, 4])
+@pytest.mark.parametrize("lora_dim", slow_but([4], [0, 4]))
 def test_a_second_window_gathers_nothing(ranks, small, lora_dim):
     """Counted in torch.distributed: with gathered weights ZeRO-3 runs the collectives of ZeRO-0, which are
     reductions."""

@@ -14,6 +14,7 @@ from rlhf_examples.common.engines import make_engine
 from rlhf_examples.common.models import load_policy
 from rlhf_examples.common.run_directory import begin_run, require_same_settings
 from tests.engines import storage_digest, train_step
+from tests.marks import slow_but
 from tests.rlhf_examples.common.test_models import on_first_rank, training
 from tests.rlhf_examples.scripts import SCRIPTS, make_small_models, models_of, run_in_this_rank
 from tests.tiny_models import tiny_model
@@ -193,6 +194,6 @@ def check_frozen_left_out(folder: str, stage: int) -> None:
         load_trained(lacking, second.module)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([3], [0, 2, 3]))
 def test_a_lora_checkpoint_excludes_the_frozen_base(ranks, tmp_path, stage):
     ranks.run(check_frozen_left_out, str(tmp_path), stage)

@@ -16,6 +16,7 @@ from rlhf_examples.common.arguments import RewardServerArguments
 from rlhf_examples.common.ranks import gather_objects
 from rlhf_examples.common.served_rewards import served_rewards
 from rlhf_examples.rewards import SERVERS, address_of, load_reward, reward_name
+from tests.marks import slow_but
 from tests.rlhf_examples.scripts import TINY, logged, make_small_models, models_of
 
 REWARD = "tests.rlhf_examples.scripts:number_of_words"
@@ -47,6 +48,7 @@ def check_grpo(directory: str) -> None:
     assert SERVERS not in os.environ
 
 
+@pytest.mark.slow
 def test_grpo_trains_alike_with_a_served_reward(ranks, tmp_path):
     make_small_models(tmp_path)
     ranks.run(check_grpo, str(tmp_path))
@@ -87,7 +89,7 @@ with served_rewards({{"sums": RewardServerArguments({SUMS!r}, port=0)}}):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", slow_but([signal.SIGKILL], [signal.SIGTERM, signal.SIGKILL]))
 def test_a_reward_server_ends_with_its_parent_process(number):
     holder = subprocess.Popen([sys.executable, "-c", HOLDING], stdout=subprocess.PIPE, text=True)
     try:

@@ -242,6 +242,7 @@ def test_a_directory_without_a_log_raises(tmp_path):
         write_report(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_the_report(run, tmp_path):
     shutil.copytree(run / "sft", tmp_path / "sft")
     command = [sys.executable, "-m", "rlhf_examples.report", str(tmp_path)]
