@@ -90,6 +90,7 @@ def test_a_death_is_reported_even_if_its_peer_raises(separate_ranks, monkeypatch
         separate_ranks.run(exit_on_one_rank, "exit")
 
 
+@pytest.mark.slow
 def test_a_death_between_runs_is_reported_once(separate_ranks):
     separate_ranks.run(sum_over_ranks, 0)
     separate_ranks.processes[1].kill()

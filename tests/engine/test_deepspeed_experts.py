@@ -71,7 +71,7 @@ def check_lengths(k: int, drop_tokens: bool) -> None:
     engine.train()
 
 
-@pytest.mark.parametrize(("k", "drop_tokens"), slow_but([(2, False), (1, True)], [(2, True), (2, False), (1, True)]))
+@pytest.mark.parametrize(("k", "drop_tokens"), slow_but([(2, False)], [(2, True), (2, False), (1, True)]))
 def test_ranks_with_different_batches_and_lengths_match_the_unsharded_model(ranks, k, drop_tokens):
     ranks.run(check_lengths, k, drop_tokens)
 

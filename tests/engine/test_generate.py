@@ -260,5 +260,6 @@ def check_streaming() -> None:
         assert engine.stats()["snapshot_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_streaming_ranks_with_different_lengths_match_hugging_face(ranks):
     ranks.run(check_streaming)

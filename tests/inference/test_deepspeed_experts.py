@@ -158,7 +158,7 @@ def check_generate(k: int, drop_tokens: bool) -> None:
     assert torch.equal(second_engine.generate(ids, **request), reference.generate(ids, **request))
 
 
-@pytest.mark.parametrize(("k", "drop_tokens"), slow_but([(2, False), (1, True)], [(2, True), (2, False), (1, True)]))
+@pytest.mark.parametrize(("k", "drop_tokens"), slow_but([(2, False)], [(2, True), (2, False), (1, True)]))
 def test_generate_with_experts_over_two_ranks(ranks, k, drop_tokens):
     ranks.run(check_generate, k, drop_tokens)
 
