@@ -97,7 +97,7 @@ class Builder:
             return fused
         sliced = mode.tp_size > 1 and layout is not None and not native
         slices = slices_of(layout, Shard(group.size, group.index)) if sliced else None
-        snapshot = Snapshot(self.weights, slices, decoder_only=sliced, joined=self._joined(mode))
+        snapshot = Snapshot(self.weights, slices, decoder_only=sliced, joined=self._joined())
         return self.fused(snapshot, native, group if mode.tp_size > 1 else None)
 
     def planned(self, mode: Mode) -> tuple[tuple[int, int], FusedModel]:
@@ -141,10 +141,10 @@ class Builder:
             stream=stream,
         )
 
-    def _joined(self, mode: Mode) -> list[tuple[ParamRef, ...]]:
-        """Matrices that the mode's decoder reads as one (q, k, v; gate, up). None for the CPU kernels, which read each
+    def _joined(self) -> list[tuple[ParamRef, ...]]:
+        """Matrices that the decoder reads as one (q, k, v; gate, up). None for the CPU kernels, which read each
         matrix in its own place."""
-        reads_parts = mode.tp_size == 1 and kernels_for(next(self.info.model.parameters())) == CPU_KERNELS
+        reads_parts = kernels_for(next(self.info.model.parameters())) == CPU_KERNELS
         if self.info.layout is None or self.native_by_choice or reads_parts:
             return []
         return joined_refs(self.info.layout)

@@ -366,7 +366,6 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
     def _free_kv(self) -> None:
         self._generator.release_kv()
-        self._fused.pool.release()
 
     @contextmanager
     def _training_state(self) -> Iterator[None]:

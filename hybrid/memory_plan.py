@@ -160,7 +160,8 @@ def need_of(mode: Mode, weight_bytes: tuple[int, int], fused: FusedModel, rollou
     def need(rows: int, tokens: int) -> Need:
         kv = kv_bytes(fused, rollout.kv_step, rows, tokens) if rows else 0
         kv = min(kv, rollout.kv_cache_bytes or kv)
-        logits = logit_rows(decoder, max(rows, 1), tokens) * vocabulary * 4
+        ranks = 1 if decoder is None or decoder.vocabulary is None else mode.tp_size  # that decode one batch
+        logits = logit_rows(decoder, ranks * max(rows, 1), tokens) * -(-vocabulary // ranks) * 4
         if decoder is None:
             # Of the model's own layers, approximately: four times the hidden size (the residual stream, its norm, the
             # attention output, a float32 copy) and three times the MLP's inner size. The head's logits are made after
@@ -169,8 +170,7 @@ def need_of(mode: Mode, weight_bytes: tuple[int, int], fused: FusedModel, rollou
             width = 4 * hidden + 3 * (info.size("intermediate_size") or 4 * hidden)
             activations = max(rows * tokens * width * next(info.model.parameters()).element_size() - logits, 0)
         else:
-            # A forward has the tokens of all ranks of the group.
-            at_once = max(mode.tp_size * min(rows * tokens, PREFILL_TOKENS), sum(checked_lengths(decoder)))
+            at_once = max(min(ranks * rows * tokens, PREFILL_TOKENS), sum(checked_lengths(decoder)))
             activations = decoder.activation_bytes(at_once)
         return Need(at_rest, gather_bytes, snapshot_bytes, copies, kv, logits, activations)
 
@@ -192,7 +192,8 @@ def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
     step: tokens by which the cache grows.
     """
     if not fused.fallback_reason:
-        steps = blocks_for(step)
+        # Ranks of a group decode one batch: a rank has its heads of all ranks' rows.
+        rows, steps = rows * (1 if fused.group is None else fused.group.size), blocks_for(step)
         return -(-(1 + rows * blocks_for(tokens)) // steps) * steps * fused.block_bytes()
     info = fused.info
     heads = info.size("num_attention_heads")

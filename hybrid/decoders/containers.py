@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybrid.decoders.batch import BLOCK_SIZE, is_packable, packed
-from hybrid.decoders.calls import Calls
+from hybrid.decoders.calls import Calls, Work
 from hybrid.decoders.fused_model import AnyDecoder, FusedModel
+from hybrid.decoders.vocabulary import whole_logits
 from hybrid.inputs import as_model_inputs
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.structure import Part
@@ -113,7 +115,7 @@ class FusedContainer(NativeContainer):
         with self.calls.request(tokens=tokens, fallback_reason=fallback_reason if warns else "") as decoder:
             if decoder is None:
                 return self.run(original, args, kwargs)
-            return CausalLMOutputWithPast(logits=padded_logits(decoder, *call))
+            return CausalLMOutputWithPast(logits=self.calls.compute(decoder, ForwardWork(*call)))
 
 
 def parts_of(info: ModelInfo, inner: bool = False) -> list[Part]:
@@ -154,6 +156,17 @@ def plain_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor] |
     return (ids, mask) if bool(fits) and is_packable(mask) else None
 
 
+@dataclass(frozen=True)
+class ForwardWork(Work):
+    """Logits of whole sequences, as `padded_logits` gives them.  ids, mask: int64 [rows, tokens]."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    def run(self, decoder: AnyDecoder, resources: Any, is_own: bool = True) -> torch.Tensor:
+        return padded_logits(decoder, self.ids, self.mask)
+
+
 def padded_logits(decoder: AnyDecoder, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Logits [rows, tokens, vocab] in the decoder's dtype, 0 at masked tokens.  ids, mask: int64 [rows, tokens]."""
     real = mask.bool()
@@ -163,7 +176,7 @@ def padded_logits(decoder: AnyDecoder, ids: torch.Tensor, mask: torch.Tensor) ->
     batch = packed(pieces, [0] * len(pieces), blocks, decoder.device)
     decoder.reserve(ids.shape[1])
     hidden = decoder.forward(batch, decoder.kv(1 + batch.block_tables.numel()))
-    logits = decoder.logits(hidden)
+    logits = whole_logits(decoder.logits(hidden), decoder.vocabulary)
     padded = torch.zeros(*ids.shape, logits.shape[1], dtype=decoder.dtype, device=decoder.device)
     padded[real] = logits.to(decoder.dtype)
     return padded

@@ -8,8 +8,10 @@ import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.decoders.torch_decoder import Copies, WholeDecoder, no_lora_deltas
+from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
+from hybrid.kernels.host_group import HostGroup
 from hybrid.models.spec import JOINED, DecoderLayout, ParamRef, UnsupportedModel
 from hybrid.weights.int8 import scale_of
 from hybrid.weights.lora import LowRank
@@ -25,6 +27,10 @@ class CpuDecoder(WholeDecoder):
     dtype: of the matrices, float32 or bfloat16. Activations are float32, rounded to `dtype` where Hugging Face rounds.
     workspace: shared with decoders that never run at the same time.
 
+    group: ranks that have a slice of the weights each; `layout` then has this rank's heads, and `weights` gives slices.
+        Its functions are collectives: every rank calls them with the same tokens, and gets the same hidden states, and
+        the logits of its `vocabulary`.
+
     A weight is read in place if its role's tensor is a contiguous part of what `weights` gives; others, such as
     transposed ones, are copied. Weights may be int8 if `reads_int8` accepts them.
     Raises UnsupportedModel for a dtype, or a mixture of dtypes, that the kernels do not support.
@@ -39,11 +45,13 @@ class CpuDecoder(WholeDecoder):
         lora_deltas: Callable[[ParamRef], list[LowRank]] = no_lora_deltas,
         copies: Copies | None = None,
         workspace: "Workspace | None" = None,
+        group: HostGroup | None = None,
     ):
         if dtype not in (torch.float32, torch.bfloat16):
             raise UnsupportedModel(f"the CPU kernels compute float32 and bfloat16, not {dtype}")
         super().__init__(layout, weights, dtype, lora_deltas, copies)
-        self.library, self.device = library, torch.device("cpu")
+        self.library, self.device, self.group = library, torch.device("cpu"), group
+        self.vocabulary = None if group is None else VocabularySlice(group, self.spec.vocab_size)
         self.workspace = Workspace() if workspace is None else workspace
         self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.lent: weakref.ref[PagedKV] | None = None  # the blocks whose addresses the layers' records hold
@@ -59,6 +67,10 @@ class CpuDecoder(WholeDecoder):
                 value = getattr(self.spec, name)
                 setattr(record, name, ENUMS[name].index(value) if name in ENUMS else value)
         record.embedding_size = self.spec.embedding_size or self.spec.hidden_size
+        record.local_experts = self.spec.num_experts
+        if self.group is not None:
+            record.group = ctypes.addressof(self.group.record)
+            record.vocab_size = self.vocabulary.width
         record.alibi = None if self.alibi is None else address(self.alibi, torch.float32)
         return record
 
@@ -73,7 +85,11 @@ class CpuDecoder(WholeDecoder):
         refs = {name: ref for name, ref in self.layout.outer.items() if name.partition(".")[0] in outer}
         if "embedding.weight" in refs:
             embedding = self._matrix(refs["embedding.weight"])
-            self.record.embedding, self.record.embedding_rows = self._keep(embedding, self.dtype), len(embedding)
+            self.record.embedding = self._keep(embedding, self.dtype)
+            self.record.embedding_rows = self.record.local_rows = len(embedding)
+            if self.group is not None:
+                self.record.first_row = self.group.index * len(embedding)
+                self.record.embedding_rows = self.group.size * len(embedding)
         if "positions.weight" in refs:
             self.record.positions = self._keep(self._matrix(refs["positions.weight"]), self.dtype)
         self._bind_record(self.record, refs, outer)
@@ -137,9 +153,10 @@ class CpuDecoder(WholeDecoder):
         return self._run(hidden.float().clone(), batch, kv, first, last)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the last layer's output [n, hidden], rounded as the model rounds them.  float32 [n, vocab]"""
+        """Logits of the last layer's output [n, hidden], rounded as the model rounds them.  float32 [n, vocab], or
+        [n, width] of `vocabulary`."""
         self.most_logits = max(self.most_logits, len(hidden))
-        out = torch.empty(len(hidden), self.spec.vocab_size)
+        out = torch.empty(len(hidden), self.record.vocab_size)
         threads = torch.get_num_threads()
         work = self._work(len(hidden), threads)
         hidden = hidden.float().contiguous()
@@ -169,6 +186,8 @@ class CpuDecoder(WholeDecoder):
         work = self._work(len(batch.ids), threads)
         pointers = [address(tensor, torch.float32) for tensor in (hidden, work)]
         unknown = self.library.forward(self._self(), ctypes.addressof(record), first, last, *pointers, threads)
+        if self.group is not None:
+            self.group.check()
         if unknown:
             given = f"{int(batch.ids.min())} to {int(batch.ids.max())}"
             raise IndexError(
@@ -255,7 +274,7 @@ class CpuDecoder(WholeDecoder):
     def _contiguous(self, ref: ParamRef, dtype: torch.dtype) -> torch.Tensor:
         """A ParamRef's tensor, contiguous and in `dtype`: in place if possible, else a copy, which is refreshed."""
         source = self.weights(ref).detach()
-        selected = source if ref.select is None else ref.select(source)
+        selected = source if ref.select is None or self.group is not None else ref.select(source)
         lies_there = selected.untyped_storage()._cdata == source.untyped_storage()._cdata
         if lies_there and selected.is_contiguous() and selected.dtype == dtype:
             return selected

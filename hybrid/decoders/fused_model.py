@@ -1,28 +1,30 @@
 """The fused decoder of a model: bound to the snapshot's weights, and used once the self-check has passed."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from hybrid.decoders.bound_weights import BoundWeights, MetaWeights
-from hybrid.decoders.cpu_decoder import Workspace
+from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace
 from hybrid.decoders.fallback import NO_WARNING, FallbackReasons, ForeignHooks, no_decoder_reason
-from hybrid.decoders.selection import int8_weights_of, kernels_for, whole_decoder
+from hybrid.decoders.selection import CPU_KERNELS, int8_weights_of, kernels_for, whole_decoder
 from hybrid.decoders.self_check import require_equal
-from hybrid.decoders.shared_decoder import SharedDecoder
 from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.decoders.torch_decoder import Copies, WholeDecoder
-from hybrid.decoders.tp_decoder import Pool, ShardedDecoder, TensorParallelDecoder
+from hybrid.decoders.tp_decoder import ShardedDecoder
+from hybrid.kernels.cpu_library import cpu_library
+from hybrid.kernels.host_group import HostGroup, on_host
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import DecoderLayout, UnsupportedModel
 from hybrid.parallel import InferenceGroup
+from hybrid.weights.slices import Shard, shard_spec
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streaming import WeightStream
 
-AnyDecoder = WholeDecoder | SharedDecoder
+AnyDecoder = WholeDecoder | StreamedDecoder
 
 
 @dataclass
@@ -39,7 +41,8 @@ class FusedModel:
 
     info: of the model that the engine runs, which is not changed. A snapshot's slices belong to its layout.
     max_capture_size: decode steps of up to so many rows are CUDA graphs; 0: no graphs.
-    group: the ranks that share the decoder (inference tensor parallelism); the snapshot is then of slices.
+    group: the ranks that share the decoder (inference tensor parallelism); the snapshot is then of slices. Without
+        these ranks' process group it is for plans alone.
     own_hooks: gives the training engine's hooks, which do not prevent the fused decoder.
     reasons: records why requests ran natively.
     stream: gathers the weights into the snapshot as the decoder runs; None: the snapshot is kept.
@@ -59,7 +62,7 @@ class FusedModel:
         warns: bool = True,
         stream: WeightStream | None = None,
     ):
-        self.info, self.layout, self.snapshot, self.group, self.pool = info, info.layout, snapshot, group, Pool()
+        self.info, self.layout, self.snapshot = info, info.layout, snapshot
         self.stream, self.is_shared = stream, group is not None or stream is not None  # ranks run the decoder together
         self.bound: dict[bool, Bound] = {}  # by whether adapters are used
         self.copies: Copies = WeakValueDictionary()  # weight copies, shared by these decoders
@@ -71,6 +74,7 @@ class FusedModel:
         self.checked_forwards: list[tuple] = []
         self.kv_block_bytes: int | None = None  # bytes of a block, cached by `block_bytes`
         self.blank = MetaWeights(info.layout, snapshot)
+        self.group = None if group is None else on_host(group, next(info.model.parameters()).device)
         self.max_capture_size, self.workspace = max_capture_size, Workspace()
         self.fallback_reason = fallback_reason or no_decoder_reason(info, self.blank.embedding)
 
@@ -139,7 +143,7 @@ class FusedModel:
         """
         try:
             decoder, forwards = self.bound_decoder(adapters), self._forwards()
-            require_equal(decoder.inner if isinstance(decoder, TensorParallelDecoder) else decoder, self.info)
+            require_equal(decoder, self.info)
             self.checked, self.checked_forwards = True, forwards
         except UnsupportedModel as reason:
             return str(reason)
@@ -171,14 +175,18 @@ class FusedModel:
         """The decoder over these weights, not yet bound."""
         if self.stream is not None:
             return StreamedDecoder(self.layout, weights, self.stream, self._whole_decoder)
-        decoder = self._own_decoder(weights, self.copies)
-        return decoder if self.group is None else TensorParallelDecoder(decoder, self.pool)
+        return self._own_decoder(weights, self.copies)
 
     def _own_decoder(self, weights: BoundWeights, copies: Copies | None = None) -> WholeDecoder:
-        """A decoder over whole weights, or over this rank's slices for all ranks' tokens; not yet bound."""
-        if self.group is None:
+        """A decoder over whole weights, or over this rank's slices; not yet bound."""
+        group, embedding = self.group, weights.embedding()
+        if group is None:
             return self._whole_decoder(self.layout, weights, copies)
-        return ShardedDecoder(self.layout, weights, self.group, copies)
+        if not isinstance(group, HostGroup) or group.tensor is not group or kernels_for(embedding) != CPU_KERNELS:
+            return ShardedDecoder(self.layout, weights, group, copies)
+        layout = replace(self.layout, spec=shard_spec(self.layout.spec, Shard(group.size, group.index)))
+        reads = layout, weights.tensor, embedding.dtype, cpu_library(), weights.lora_deltas
+        return CpuDecoder(*reads, copies, self.workspace, group)
 
     def _whole_decoder(
         self, layout: DecoderLayout, weights: BoundWeights, copies: Copies | None = None
@@ -187,12 +195,11 @@ class FusedModel:
         return whole_decoder(layout, weights, int8, self.max_capture_size, self.workspace, copies)
 
     def block_bytes(self) -> int:
-        """Bytes of a block of the KV cache; 0 if there is no decoder."""
+        """Bytes of a block of the KV cache on this rank; 0 if there is no decoder."""
         if self.fallback_reason:
             return 0
         if self.kv_block_bytes is None:
-            ranks = 1 if self.group is None else self.group.size
-            self.kv_block_bytes = self._own_decoder(self.blank).kv(1).nbytes * ranks
+            self.kv_block_bytes = self._own_decoder(self.blank).kv(1).nbytes
         return self.kv_block_bytes
 
     def planned(self) -> WholeDecoder | None:

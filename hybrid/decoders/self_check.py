@@ -17,6 +17,7 @@ from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV, packed
 from hybrid.decoders.comparison import difference, output_difference, spread_apart
 from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.decoders.torch_decoder import WholeDecoder
+from hybrid.decoders.vocabulary import whole_logits
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 
@@ -25,7 +26,7 @@ STEPS = 3  # decode steps of each sequence
 SHORT = (BLOCK_SIZE + 2, STEPS + 1)
 
 DIFFERS = "of the fused container differs from the model's own"
-CheckedDecoder = WholeDecoder | StreamedDecoder  # of a TensorParallelDecoder, its inner one
+CheckedDecoder = WholeDecoder | StreamedDecoder
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def layer_differences(
         outputs = layer_run(decoder, index, inputs.to(dtype), sequences, kv)
         for what, rows in ((f"layer {index}", prefilled), (f"layer {index}, in decode steps,", decoded)):
             yield difference(f"{what} {DIFFERS}", outputs[rows], expected[rows], dtype, inputs[rows], layer.experts)
-    logits = decoder.logits(native.outputs[-1][decoded].to(dtype))
+    logits = whole_logits(decoder.logits(native.outputs[-1][decoded].to(dtype)), decoder.vocabulary)
     yield difference(f"the head {DIFFERS}", logits, native.logits.flatten(0, 1), dtype)
 
 
@@ -156,12 +157,15 @@ def step_differences(
         return output_difference(f"{what} {DIFFERS}", logits, expected, dtype, excused, limit)
 
     decode = decoder.eager_decode if max_capture_size else decoder.decode
-    eager = torch.cat([decode(step.batch, kv).clone() for step in sequences.steps])
+    eager = torch.cat([whole_logits(decode(step.batch, kv), decoder.vocabulary).clone() for step in sequences.steps])
     expected = native.logits.flatten(0, 1)
     yield compared("a decode step", eager, expected)
     if max_capture_size:
         count = min(max_capture_size, len(sequences.lengths))
-        graphed = torch.cat([decoder.decode(step.batch, kv).clone() for step in sequences.decode_steps(count)])
+        steps = sequences.decode_steps(count)
+        graphed = torch.cat(
+            [whole_logits(decoder.decode(step.batch, kv), decoder.vocabulary).clone() for step in steps]
+        )
         # The graph rounds as the eager step does: allow twice the eager step's distance from the model's own.
         limit = 2 * float(spread_apart(eager, expected).mean(dim=1).max())
         yield compared("a decode step from a graph", graphed, native.logits[:, :count].flatten(0, 1), limit)
@@ -169,7 +173,8 @@ def step_differences(
     again = sequences.forward([(index, 0, sequences.lengths[index]) for index in (1, 2)])
     hidden = decoder.forward(again.batch, kv)
     ends = again.batch.cu_seqlens[1:].long() - 1
-    yield compared("a forward", decoder.logits(hidden[ends]), native.logits[-1, 1:])
+    logits = whole_logits(decoder.logits(hidden[ends]), decoder.vocabulary)
+    yield compared("a forward", logits, native.logits[-1, 1:])
 
 
 def native_run(info: ModelInfo, sequences: Sequences) -> NativeOutputs:

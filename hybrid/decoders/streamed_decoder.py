@@ -3,13 +3,13 @@
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from hybrid.decoders.batch import PackedBatch, PagedKV
 from hybrid.decoders.bound_weights import BoundWeights
-from hybrid.decoders.shared_decoder import SharedDecoder
 from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.models.spec import DecoderLayout
 from hybrid.parallel import any_rank
@@ -23,14 +23,17 @@ ENDS = {
     AFTER: ("final_norm", "project_out", "head"),
 }
 Segment = int | str  # a layer's index, BEFORE or AFTER
+DONE = object()
 
 
-class StreamedDecoder(SharedDecoder):
+class StreamedDecoder:
     """Runs a decoder segment by segment, for ranks with batches of their own: a forward gathers the weights once for
     all of them. All ranks call the same functions in the same order.
 
     make: makes the decoder of a layout over `weights`.
     """
+
+    vocabulary = None
 
     def __init__(
         self,
@@ -41,12 +44,35 @@ class StreamedDecoder(SharedDecoder):
     ):
         # All layers use the same positions' rope tables: compute them once.
         rotary = {key: CachedRope(table) for key, table in layout.rotary.items()}
-        super().__init__(make(replace(layout, rotary=rotary), weights))
+        self.inner = inner = make(replace(layout, rotary=rotary), weights)
+        self.spec, self.layout, self.dtype, self.reserve = inner.spec, inner.layout, inner.dtype, inner.reserve
         self.weights, self.stream, self.group = weights, stream, weights.embedding().ds_process_group
-        self.kv, self.context_block = self.inner.kv, self.inner.context_block
+        self.kv, self.context_block = inner.kv, inner.context_block
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights and activations."""
+        return self.inner.device
 
     def bind(self) -> None:
         """Does nothing: the weights are read at every forward."""
+
+    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """The last layer's output for this rank's tokens, [tokens, hidden]. Writes their keys and values to `kv`."""
+        return self._exchange(batch, kv)
+
+    def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """Logits after one new token for each of this rank's sequences.  float32 [sequences, vocab]"""
+        return self._exchange(batch, kv, wants_logits=True)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of the last layer's output [n, hidden].  float32 [n, vocab]"""
+        return self._exchange(rows=hidden)
+
+    def finish(self) -> None:
+        """Run dummy steps until every rank is done."""
+        while self._exchange() is not DONE:
+            pass
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """As TorchDecoder's."""
@@ -88,7 +114,11 @@ class StreamedDecoder(SharedDecoder):
         kv: PagedKV | None = None,
         rows: torch.Tensor | None = None,
         wants_logits: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    ) -> Any:
+        """A collective. Gives the hidden states or logits that this rank wants; DONE if no rank wants anything.
+
+        batch, kv: of a forward.  rows: hidden states to give logits of.  wants_logits: whether to give the batch's.
+        """
         layers, work = range(len(self.spec.layers)), {}
         if batch is not None:
             work[BEFORE] = lambda _: self.inner.embed(batch.ids, batch.positions)
@@ -98,9 +128,8 @@ class StreamedDecoder(SharedDecoder):
             work[AFTER] = self.inner.logits
         forward, logits = any_rank([BEFORE in work, AFTER in work], self.device, self.group)
         if not forward and not logits:
-            return None
-        output = self.run([BEFORE, *layers] * forward + [AFTER] * logits, work, rows)
-        return output, output  # the last thing that this rank wants
+            return DONE
+        return self.run([BEFORE, *layers] * forward + [AFTER] * logits, work, rows)
 
 
 class CachedRope:

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
+from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import JOINED, OUTER_ROLES, DecoderLayout, ParamRef
 from hybrid.weights.joined import joined_view
@@ -68,6 +69,7 @@ class WholeDecoder:
     """
 
     context_block = BLOCK_SIZE  # cached tokens that attention reads at a time
+    vocabulary: VocabularySlice | None = None  # what `logits` and `decode` give logits of; None: the whole vocabulary
 
     def __init__(
         self,

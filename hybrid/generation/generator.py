@@ -5,8 +5,7 @@ the fused decoder in lockstep, if a processor, criterion or streamer needs the w
 own forward in lockstep.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from hybrid.decoders.calls import Calls, SharedCalls
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.generate import (
-    TimedDecoder,
     TooManyTokensError,
     hugging_face_generate,
     hugging_face_method,
@@ -30,11 +28,12 @@ from hybrid.generation.generate import (
     with_stop_strings,
 )
 from hybrid.generation.hf_cache import KVCache
-from hybrid.generation.lockstep import FusedForward, NativeForward, Outputs, in_lockstep
+from hybrid.generation.lockstep import NativeForward, Outputs, in_lockstep
 from hybrid.generation.request import GenerateInputs, Request, rollout_request
 from hybrid.generation.sampler import Seeds, stream_keys, wrapped
-from hybrid.generation.scheduler import Completions, Scheduler
-from hybrid.generation.scoring import Scores, score_natively, score_packed
+from hybrid.generation.scheduler import Completions
+from hybrid.generation.scoring import Scores, score_natively
+from hybrid.generation.work import CompletionWork, LockstepWork, Resources, ScoreWork
 from hybrid.inputs import as_ids, as_mask, as_model_inputs
 from hybrid.models.model_info import ModelInfo
 from hybrid.parallel import InferenceGroup, own_row_ids
@@ -42,7 +41,6 @@ from hybrid.profiling import ModelTimes, Profiler
 from hybrid.rollout import RolloutBatch, SamplingParams, check_prompts, check_rollout, end_token_ids, pad_token_id
 
 ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
-STEPS_ON_DEVICES = 8  # decode steps between two checks for ended sequences: a check waits for the device
 
 
 @dataclass
@@ -81,6 +79,7 @@ class Generator:
     def attach(self, info: ModelInfo, calls: Calls, expands: bool) -> None:
         """Generate with this model from now on.  calls: open its window.  expands: as in NativeForward."""
         self.info, self.model, self.calls, self.expands = info, info.model, calls, expands
+        calls.resources = Resources(self.block_pool, self.profiler.phase, self.max_num_seqs, self.times)
 
     # -------------------------------------------------------------- generate
 
@@ -130,22 +129,29 @@ class Generator:
         request, totals = None, []
         if not fallback_reason:
             request = inputs.request(keys)
+            if request is not None and request.runs_user_code and self.calls.group_index is not None:
+                request = None
             totals = [length + inputs.max_new_tokens for length in inputs.prompt_lengths()]
             self.block_pool.require_room(totals if request is None else [max(totals)], self._block_bytes())
         if fallback_reason or not self._block_bytes():
             self.require_memory(len(inputs.input_ids), inputs.prompt_len + inputs.max_new_tokens)
         encoder_outputs = inputs.model_kwargs.get("encoder_outputs") if model.config.is_encoder_decoder else None
         outputs, cache = Outputs(inputs.config, encoder_outputs), None
-        with self._request(adapters, max(totals, default=None), fallback_reason) as decoder:
-            if decoder is not None and request is not None:
+        with self.calls.request(adapters, max(totals, default=None), fallback_reason) as decoder:
+            if decoder is None:
+                forward = NativeForward(model, inputs, self.kv_cache, self.expands)
+                done, cache = in_lockstep(forward, inputs, keys, outputs, self.profiler.phase), forward.cache
+            elif request is not None:
                 done = self._complete(request, decoder)
             else:
-                if decoder is None:
-                    forward = NativeForward(model, inputs, self.kv_cache, self.expands)
-                else:
-                    forward = FusedForward(decoder, self.block_pool, inputs.prompt_lengths(), inputs.max_new_tokens)
-                done = in_lockstep(forward, inputs, keys, outputs, self.profiler.phase)
-                cache = forward.cache
+                work = LockstepWork(
+                    inputs.input_ids,
+                    inputs.prompt_lengths(),
+                    inputs.max_new_tokens,
+                    self.calls.group_index,
+                    decode=lambda forward: in_lockstep(forward, inputs, keys, outputs, self.profiler.phase),
+                )
+                done = self.calls.compute(decoder, work)
         self.profiler.generated(len(done.lengths), int(done.lengths.sum()))
         return outputs.result(torch.cat([inputs.input_ids, done.tokens], dim=1), cache)
 
@@ -171,7 +177,7 @@ class Generator:
             kwargs["use_cache"] = False
         on_device = [] if self.device.type == "cpu" else [self.device]
         with (
-            self._request(adapters, None, reason),
+            self.calls.request(adapters, None, reason),
             self.profiler.phase("decode"),
             torch.no_grad(),
             torch.random.fork_rng(on_device, device_type=self.device.type),
@@ -215,7 +221,7 @@ class Generator:
         self.block_pool.require_room([request.longest], self._block_bytes())
         if not self._block_bytes():
             self.require_memory(len(ids), ids.shape[1] + params.max_new_tokens)
-        with self._request(adapters, request.longest) as decoder:
+        with self.calls.request(adapters, request.longest) as decoder:
             if decoder is None:
                 done = self._rollout_natively(request, mask, params)
             else:
@@ -263,36 +269,18 @@ class Generator:
             self.block_pool.require_room([longest], self._block_bytes())
         fallback_reason = "score: attention_mask has zeros between a row's ones (pad on either side)"
         batch = (sequences, attention_mask, temperature, rows_per_forward)
-        with self.profiler.phase("prefill"), self._request(adapters, longest, fallback_reason) as decoder:
+        with self.profiler.phase("prefill"), self.calls.request(adapters, longest, fallback_reason) as decoder:
             if decoder is None:
                 scores = score_natively(self.model, *batch, in_parts=not isinstance(self.calls, SharedCalls))
             else:
-                scores = score_packed(decoder, self.block_pool, *batch)
+                scores = self.calls.compute(decoder, ScoreWork(*batch))
         return Scores(scores.per_token_logps[:rows], scores.entropies[:rows])
 
     # -------------------------------------------------------------- the parts
 
-    @contextmanager
-    def _request(
-        self, adapters: bool | None, tokens: int | None, fallback_reason: str = ""
-    ) -> Iterator[AnyDecoder | None]:
-        """Inside the block the window is open. As `Calls.request`; every block of the pool is free."""
-        with self.calls.request(adapters, tokens, fallback_reason) as decoder:
-            if decoder is None:
-                yield None
-                return
-            timed = self.times is not None and self.times.enabled
-            self.block_pool.begin_call(decoder.kv)
-            try:
-                yield TimedDecoder(decoder, self.times) if timed else decoder
-            finally:
-                self.block_pool.end_call()
-
     def _complete(self, request: Request, decoder: AnyDecoder) -> Completions:
         """A request's completions by the scheduler, as wide as the longest."""
-        steps = 1 if self.device.type == "cpu" else STEPS_ON_DEVICES
-        scheduler = Scheduler(request, decoder, self.block_pool, self.max_num_seqs, steps, self.profiler.phase)
-        return scheduler.run().trimmed()
+        return self.calls.compute(decoder, CompletionWork(request)).trimmed()
 
     def _block_bytes(self) -> int:
         """The most bytes that a block takes; 0 if the model runs natively."""

@@ -4,6 +4,7 @@ For what must see the whole batch at every step (a processor, criterion or strea
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from transformers import DynamicCache, GenerationConfig
@@ -12,6 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from transformers.modeling_outputs import CausalLMOutput
 
 from hybrid.decoders.fused_model import AnyDecoder
+from hybrid.decoders.vocabulary import whole_logits
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.hf_cache import GrowingLayer, KVCache
 from hybrid.generation.model_runner import ModelRunner, prefill
@@ -128,9 +130,15 @@ def distinct(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 class FusedForward:
-    """The fused decoder in lockstep.  max_new_tokens: of every row."""
+    """The fused decoder in lockstep.  max_new_tokens: of every row.
+
+    before_step: called with the latest token of each row, int64 [rows], before a step.
+    is_running: the decoder runs, or has failed.
+    """
 
     cache = None
+    is_running = False
+    before_step: Callable[[torch.Tensor], None] | None = None
 
     def __init__(self, decoder: AnyDecoder, block_pool: BlockPool, prompt_lengths: list[int], max_new_tokens: int):
         self.decoder, self.block_pool, self.prompt_lengths = decoder, block_pool, prompt_lengths
@@ -141,15 +149,29 @@ class FusedForward:
 
     def prefill(self, input_ids: torch.Tensor) -> CausalLMOutput:
         """Logits after the prompts."""
+        self.is_running = True
         prompts = [ids[len(ids) - length :] for ids, length in zip(input_ids, self.prompt_lengths, strict=True)]
         blocks, logits = prefill(self.decoder, self.block_pool, prompts)
         self.runner.add(blocks, self.prompt_lengths)
-        return CausalLMOutput(logits=logits[:, None])
+        return self._output(logits)
 
     def step(self, input_ids: torch.Tensor) -> CausalLMOutput:
         """Logits after the latest token of each row."""
+        tokens = input_ids[:, -1].contiguous()
+        if self.before_step is not None:
+            self.before_step(tokens)
+        return self.append(tokens)
+
+    def append(self, tokens: torch.Tensor) -> CausalLMOutput:
+        """Append a token, int64 [rows], to each row; logits after it."""
+        self.is_running = True
         self.runner.allocate_slots(1)
-        return CausalLMOutput(logits=self.runner.step(input_ids[:, -1].contiguous())[:, None])
+        return self._output(self.runner.step(tokens))
+
+    def _output(self, logits: torch.Tensor) -> CausalLMOutput:
+        output = CausalLMOutput(logits=whole_logits(logits, self.decoder.vocabulary)[:, None])
+        self.is_running = False
+        return output
 
 
 def in_lockstep(

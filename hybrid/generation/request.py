@@ -76,9 +76,15 @@ class Request:
     logprob_temperature: float = 1.0
 
     @property
+    def runs_user_code(self) -> bool:
+        """Whether processors are the user's: then only the rank that has them can run them."""
+        processors = () if self.processors is None else self.processors.args[0]
+        return any(not type(processor).__module__.startswith("transformers.") for processor in processors)
+
+    @property
     def longest(self) -> int:
         """The most tokens of a row, prompt and completion."""
-        return max(self.prompt_lengths) + self.max_new_tokens
+        return max(self.prompt_lengths, default=0) + self.max_new_tokens
 
 
 def rollout_request(

@@ -1,15 +1,19 @@
 """Reproducible sampling: a token is a function of (seed, row, sample, position) and its logits, and of nothing else."""
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from transformers.generation import logits_process as processes
 
+from hybrid.decoders.vocabulary import VocabularySlice, own_columns
 from hybrid.inputs import as_ids
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import Draw as DrawRecord
 from hybrid.kernels.cpu_library import address, cpu_library
+from hybrid.kernels.host_group import HostGroup
 
 # splitmix64's constants (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"), as int64.
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
@@ -147,9 +151,19 @@ class SamplerOutput:
 
 
 def sample_tokens(
-    logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, metadata: SamplingMetadata
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    metadata: SamplingMetadata,
+    vocabulary: VocabularySlice | None = None,
 ) -> SamplerOutput:
-    """Sample a token for each row of logits, float32 [n, vocab].  keys, positions: int64 [n], as in `uniform`."""
+    """Sample a token for each row of logits, float32 [n, vocab].  keys, positions: int64 [n], as in `uniform`.
+
+    vocabulary: the slice that `logits` [n, width] are of; ranks then exchange sums and candidates, and each gets the
+        tokens of the whole vocabulary. None: the whole vocabulary.
+    """
+    if vocabulary is not None:
+        return sample_sharded(logits, keys, positions, metadata, vocabulary)
     if logits.is_cuda and has_triton() and not metadata.top_k and metadata.top_p == 1.0:
         from hybrid.kernels.triton_sampling import sample  # needs triton, which a CPU install lacks
 
@@ -159,25 +173,79 @@ def sample_tokens(
     if library is None:
         return sample_tokens_in_torch(logits, keys, positions, metadata)
     rows, vocab = logits.shape
-    logits, keys, positions = logits.contiguous(), keys.contiguous(), positions.contiguous()
+    logits = logits.contiguous()
+    with kernel_arguments(keys, positions, metadata) as (drawn, arguments):
+        library.sample(address(logits, torch.float32), rows, vocab, *arguments, torch.get_num_threads())
+    return drawn
+
+
+@contextmanager
+def kernel_arguments(
+    keys: torch.Tensor, positions: torch.Tensor, metadata: SamplingMetadata
+) -> Iterator[tuple[SamplerOutput, tuple]]:
+    """Inside the block, the output that the kernels write, and their arguments from `keys` on."""
+    keys, positions, rows = keys.contiguous(), positions.contiguous(), len(keys)
     drawn = SamplerOutput(torch.empty(rows, dtype=torch.int64), *torch.empty(3, rows))
     record = DrawRecord(
         temperature=metadata.temperature, top_k=metadata.top_k, top_p=metadata.top_p, min_p=metadata.min_p
     )
-    library.sample(
-        address(logits, torch.float32),
-        rows,
-        vocab,
-        address(keys, torch.int64),
-        address(positions, torch.int64),
-        ctypes.addressof(record),
-        address(drawn.tokens, torch.int64),
-        address(drawn.sampling_logps, torch.float32),
-        address(drawn.old_logps, torch.float32),
-        address(drawn.raw_logps, torch.float32),
-        torch.get_num_threads(),
-    )
-    return drawn
+    logps = (address(logps, torch.float32) for logps in (drawn.sampling_logps, drawn.old_logps, drawn.raw_logps))
+    ids = (address(ids, torch.int64) for ids in (keys, positions))
+    yield drawn, (*ids, ctypes.addressof(record), address(drawn.tokens, torch.int64), *logps)
+
+
+def kernel_group(logits: torch.Tensor, vocabulary: VocabularySlice) -> tuple | None:
+    """The kernels' arguments for a slice of the vocabulary: group, logits, rows, stride, tokens and first token of the
+    slice. None if they cannot exchange with the group's ranks."""
+    group = vocabulary.group
+    if not isinstance(group, HostGroup) or group.memory is None:
+        return None
+    at = address(logits, torch.float32)
+    return ctypes.addressof(group.record), at, *logits.shape, vocabulary.count, vocabulary.first
+
+
+def sample_sharded(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    metadata: SamplingMetadata,
+    vocabulary: VocabularySlice,
+) -> SamplerOutput:
+    """`sample_tokens` from a slice of the vocabulary, logits float32 [n, width]. A collective of the group."""
+    logits = logits.contiguous()
+    if (of_group := kernel_group(logits, vocabulary)) is not None:
+        with kernel_arguments(keys, positions, metadata) as (drawn, arguments):
+            cpu_library().sample_sharded(*of_group, vocabulary.size, *arguments, torch.get_num_threads())
+            vocabulary.group.check()
+        return drawn
+    if metadata.truncates:
+        return sample_tokens(vocabulary.whole(logits), keys, positions, metadata)
+    own, temperature = own_columns(logits, vocabulary).double(), metadata.temperature or 1.0
+    most, argmax = own.max(dim=-1)
+    weights = ((own - most[:, None]) / temperature).exp().nan_to_num(0.0)  # NaN in a slice of -inf alone
+    raw = (own - most[:, None]).exp().nan_to_num(0.0).sum(dim=-1)
+    # [ranks, rows]: largest logits, their tokens, and sums relative to them.
+    tops, tokens, masses, raws = vocabulary.group.gather(
+        torch.stack([most, (argmax + vocabulary.first).double(), weights.sum(dim=-1), raw])
+    ).unbind(1)
+    top, winner = tops.max(dim=0)
+    scales = ((tops - top) / temperature).exp()
+    cumulative = (masses * scales).cumsum(dim=0)
+    if metadata.temperature == 0:
+        drawn, logit = tokens.gather(0, winner[None])[0], top
+    else:
+        target = uniform(keys, positions) * cumulative[-1]
+        owner = (cumulative <= target).sum(dim=0).clamp(max=len(cumulative) - 1)
+        before = (cumulative - masses * scales).gather(0, owner[None])[0]
+        cdf = weights.cumsum(dim=-1)
+        own_target = (target - before) / scales[vocabulary.group.index]
+        own_target = torch.minimum(own_target, torch.nextafter(cdf[:, -1], torch.zeros_like(own_target)))
+        found = torch.searchsorted(cdf, own_target[:, None], right=True).clamp(max=own.shape[1] - 1)
+        candidates = torch.stack([(found[:, 0] + vocabulary.first).double(), own.gather(1, found)[:, 0]])
+        drawn, logit = vocabulary.group.gather(candidates).gather(0, owner.expand(1, 2, -1))[0]
+    old = ((logit - top) / temperature - cumulative[-1].log()).float()
+    raw = (raws * (tops - top).exp()).sum(dim=0)
+    return SamplerOutput(drawn.long(), old, old, (logit - top - raw.log()).float())
 
 
 def sample_tokens_in_torch(
@@ -192,11 +260,15 @@ def sample_tokens_in_torch(
     return SamplerOutput(tokens, selective_log_softmax(scores, tokens) if metadata.truncates else old, old, raw)
 
 
-def score_tokens(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def score_tokens(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, vocabulary: VocabularySlice | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprob of each row's target, and the entropy, both under softmax(logits / temperature).
 
-    logits float32 [n, vocab], targets int64 [n]; returns float32 [n] twice.
+    logits float32 [n, vocab], targets int64 [n]; returns float32 [n] twice.  vocabulary: as in `sample_tokens`.
     """
+    if vocabulary is not None:
+        return score_sharded(logits, targets, temperature, vocabulary)
     library = cpu_library() if logits.device.type == "cpu" else None
     if library is None:
         logits = logits / temperature
@@ -215,3 +287,32 @@ def score_tokens(logits: torch.Tensor, targets: torch.Tensor, temperature: float
         torch.get_num_threads(),
     )
     return logps, entropies
+
+
+def score_sharded(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, vocabulary: VocabularySlice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`score_tokens` from a slice of the vocabulary, logits float32 [n, width]. A collective of the group."""
+    logits, targets = logits.contiguous(), targets.contiguous()
+    if (of_group := kernel_group(logits, vocabulary)) is not None:
+        logps, entropies = torch.empty(2, len(logits)).unbind()
+        results = (address(result, torch.float32) for result in (logps, entropies))
+        threads = torch.get_num_threads()
+        cpu_library().score_sharded(*of_group, address(targets, torch.int64), temperature, *results, threads)
+        vocabulary.group.check()
+        return logps, entropies
+    own = own_columns(logits, vocabulary).double() / temperature
+    most = own.max(dim=-1).values
+    gaps = (own - most[:, None]).nan_to_num(-1e4).clamp(min=-1e4)  # 0 · -inf is NaN
+    weights = gaps.exp()
+    at = targets - vocabulary.first
+    is_own = (at >= 0) & (at < vocabulary.count)
+    target = own.gather(1, (at * is_own)[:, None])[:, 0].masked_fill(~is_own, -torch.inf)
+    sums = torch.stack([most, weights.sum(dim=-1), (weights * gaps).sum(dim=-1), target])
+    tops, masses, products, logits_of_targets = vocabulary.group.gather(sums).unbind(1)
+    top = tops.max(dim=0).values
+    gaps = (tops - top).clamp(min=-1e4)
+    total = (masses * gaps.exp()).sum(dim=0)
+    product = ((products + gaps * masses) * gaps.exp()).sum(dim=0)
+    logps = logits_of_targets.max(dim=0).values - top - total.log()
+    return logps.float(), (total.log() - product / total).float()

@@ -3,17 +3,21 @@ place.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE
 from hybrid.decoders.fused_model import AnyDecoder
+from hybrid.decoders.vocabulary import whole_logits
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.model_runner import ModelRunner, prefill
 from hybrid.generation.request import Request
 from hybrid.generation.sampler import sample_tokens, selective_log_softmax
+from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
+
+CHECKED_STEPS = 32  # ranks that decode one batch compare their tokens every so many steps
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,11 @@ class Completions:
     sampling_logps: torch.Tensor | None = None
     old_logps: torch.Tensor | None = None
     raw_logps: torch.Tensor | None = None
+
+    def rows(self, first: int, count: int) -> "Completions":
+        """`count` rows from `first` on."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: t[first : first + count] for name, t in tensors.items() if t is not None})
 
     def trimmed(self) -> "Completions":
         """The same, as wide as the longest row."""
@@ -210,13 +219,30 @@ class Scheduler:
         self.runner.allocate_slots(steps)
         for _ in range(steps):
             self.sample(self.runner.step(self.latest_tokens), len(self.runner))
+        if self.decoder.vocabulary is not None and self.runner.steps % CHECKED_STEPS < steps:
+            self.require_same_tokens(self.decoder.vocabulary.group)
         self.finish(steps)
+
+    def require_same_tokens(self, group: InferenceGroup) -> None:
+        """Raise RuntimeError, on every rank of the group, unless the ranks have drawn the same tokens. A collective."""
+        rows = self.rows + 1
+        own = torch.stack([rows.sum(), (rows * (self.positions + 1) * (self.latest_tokens + 1)).sum()])
+        checksums = group.gather(own).tolist()
+        if different := [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]:
+            raise RuntimeError(
+                f"ranks that decode one batch have drawn different tokens by step {self.runner.steps}: ranks "
+                f"{', '.join(map(str, different))} of the group differ from rank 0. Their weights, or the versions of "
+                "torch or of the kernels that they run, are not equal"
+            )
 
     def sample(self, logits: torch.Tensor, count: int) -> None:
         """Sample a token for each of the last `count` sequences from their logits [count, vocab]."""
         request, rows, positions = self.request, self.rows[-count:], self.positions[-count:]
-        scores = logits if request.processors is None else self.processed(logits, rows, positions)
-        drawn = sample_tokens(scores, request.sampling_keys[rows], positions, request.sampling_metadata)
+        scores, vocabulary = logits, self.decoder.vocabulary
+        if request.processors is not None:
+            logits, vocabulary = whole_logits(logits, vocabulary), None
+            scores = self.processed(logits, rows, positions)
+        drawn = sample_tokens(scores, request.sampling_keys[rows], positions, request.sampling_metadata, vocabulary)
         old, raw = drawn.old_logps, drawn.raw_logps
         if request.processors is not None:
             raw = selective_log_softmax(logits, drawn.tokens)

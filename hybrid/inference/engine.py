@@ -241,7 +241,6 @@ class InferenceEngine(nn.Module):
         self._graphs = None
         self._close()
         self._snapshot.release()
-        self._fused.pool.release()
         self._fused.release()
         self._generator.release_kv()
 

@@ -10,8 +10,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from hybrid.kernels.host_memory import HostMemory
 from hybrid.models.modules import whole_shape
-from hybrid.weights.host_memory import HostMemory
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
 

@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
+from hybrid.kernels.host_memory import HostMemory
 from hybrid.models.modules import whole_shape
 from hybrid.models.spec import ParamRef
 from hybrid.profiling import Phase
@@ -28,7 +29,6 @@ from hybrid.weights.gather import (
     whole_bytes,
     whole_in,
 )
-from hybrid.weights.host_memory import HostMemory
 from hybrid.weights.joined import JoinedBuffers
 from hybrid.weights.lora import Adapted, LowRank, merge_low_rank
 from hybrid.weights.model_weights import Group, ModelWeights, State

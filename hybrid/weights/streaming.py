@@ -7,9 +7,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from hybrid.kernels.host_memory import HostMemory
 from hybrid.profiling import Phase
 from hybrid.weights.gather import Fetch, gathered, is_partitioned, whole_bytes
-from hybrid.weights.host_memory import HostMemory
 from hybrid.weights.lora import Adapted
 from hybrid.weights.model_weights import ModelWeights
 from hybrid.weights.snapshot import Snapshot

@@ -17,7 +17,6 @@ from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.int8_decoder import Int8Decoder
 from hybrid.decoders.self_check import require_equal
 from hybrid.decoders.torch_decoder import TorchDecoder
-from hybrid.decoders.tp_decoder import ShardedDecoder
 from hybrid.kernels import torch_ops
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.model_info import ModelInfo
@@ -290,15 +289,7 @@ def check_steps(kind: str) -> None:
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     expected = twin(model).generate(ids, attention_mask=mask, max_new_tokens=4)
     with pytest.MonkeyPatch.context() as patch:
-        if kind == "tensor parallel":
-            own = ShardedDecoder._attention
-
-            def attention(self, index, read, step, kv):
-                return own(self, index, read, step, kv) * (0.0 if is_decoding(step.groups) else 1.0)
-
-            patch.setattr(ShardedDecoder, "_attention", attention)
-        else:
-            patch.setattr(CpuDecoder, "_run", wrong_cpu_steps(CpuDecoder._run, "zeros"))
+        patch.setattr(CpuDecoder, "_run", wrong_cpu_steps(CpuDecoder._run, "zeros"))
         engine = engine_of(model, settings(3, hybrid_engine=block, rollout={"containers": "fused"}))
         engine.eval()
         assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=4), expected)

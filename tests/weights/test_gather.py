@@ -8,8 +8,8 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
+from hybrid.kernels.host_memory import HostMemory
 from hybrid.weights.gather import Fetch, storage_for, whole_bytes, whole_in
-from hybrid.weights.host_memory import HostMemory
 from tests.engines import LARGE, CollectiveCount, engine_of, settings, storage_digest
 from tests.tiny_models import tiny_model
 

@@ -5,12 +5,13 @@
 #include <omp.h>
 
 #include "attention.h"
+#include "group.h"
 #include "linear.h"
-#include "sampling.h"
+#include "sharded_sampling.h"
 
 // The float work space: [tokens, ·] buffers, one after the other.
 struct Work {
-  float *normed, *mlp_normed, *projected, *qkv, *attended, *gate_up, *expert_in, *expert_out, *router_weights, *lora_ax, *scratch;
+  float *normed, *mlp_normed, *projected, *qkv, *attended, *gate_up, *expert_in, *expert_out, *router_weights, *lora_ax, *squares, *scratch;
 };
 
 static int64_t head_pad(const Decoder& d) { return (d.head_dim + LANES - 1) / LANES * LANES; }
@@ -35,6 +36,7 @@ static int64_t divide(const Decoder& d, int64_t tokens, int64_t threads, float* 
   w.expert_out = take(d.num_experts ? tokens * d.hidden_size : 0);
   w.router_weights = take(tokens * d.num_experts);
   w.lora_ax = take(tokens * d.lora_ranks);
+  w.squares = take(d.group && d.qk_norm == ROW ? tokens * 2 : 0);
   w.scratch = take(threads * (QUERIES * head_pad(d)));
   if (work) *work = w;
   return used;
@@ -56,6 +58,22 @@ struct Run {
   Range columns_of(const Linear& l) const { return partition(outputs(l), COLUMNS<T>, thread, threads); }
   void arrange(float* row, int64_t size) const { Reader<T>::Layout::arrange(row, size); }
 
+  // data [count] becomes its sum over the ranks, rounded. Call it between barriers; it ends in one.
+  void sum_over_ranks(float* data, int64_t count) const {
+    if (!d.group) return;
+    Group& g = *d.group;
+    if (!g.memory) {
+      const auto sum = (int64_t(*)(float*, int64_t))g.sum;
+      if (thread == 0 && g.status == GROUP_OK && sum(data, count)) g.status = SUM_FAILED;
+    } else {
+      sum_in_memory(g, data, count, thread, threads, [&] { barrier(); });
+    }
+    barrier();
+    const Range mine = partition(count, LANES, thread, threads);
+    for (int64_t i = mine.first; i < mine.last; i++) data[i] = rounded<T>(data[i]);
+    barrier();
+  }
+
   // A·x of l's unmerged LoRA adapters into `lora_ax`; ends in a barrier if there are any.
   void prepare_lora(const Linear& l, const Rows& x) const {
     if (!l.num_lora_deltas) return;
@@ -63,15 +81,27 @@ struct Run {
     barrier();
   }
   // This thread's columns of y = l(x), unmerged LoRA adapters included. No barrier at the end.
-  void product(const Linear& l, const float* x, int64_t x_stride, float* y, int64_t y_stride) const {
+  void product(const Linear& l, const float* x, int64_t x_stride, float* y, int64_t y_stride, bool is_partial = false) const {
     const Rows rows{x, x_stride, batch.tokens};
-    const Output out{Output::STORE, y, y_stride};
+    const Output out{Output::STORE, y, y_stride, 1.0f, is_partial};
     const Range mine = columns_of(l);
     prepare_lora(l, rows);
     linear<T>(l, rows, out, mine.first, mine.last);
     add_lora<T>(l, work.lora_ax, batch.tokens, out, mine.first, mine.last);
   }
 
+  // The sum of (x - mean)^2.
+  static double squared(const float* x, int64_t size, float mean) {
+    Vec squares = {};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+      Vec v = load(x + i) - mean;
+      squares += v * v;
+    }
+    double square = sum(squares);
+    for (; i < size; i++) square += (x[i] - mean) * (x[i] - mean);
+    return square;
+  }
   // y = norm(x), rounded as in the model; y = x if there is no norm.
   void norm(const Norm& n, const float* x, float* y, int64_t size) const {
     if (!n.weight) {
@@ -82,16 +112,12 @@ struct Run {
     if (d.norm == LAYER)
       for (int64_t i = 0; i < size; i++) total += x[i];
     const float mean = float(total / size);
-    Vec squares = {};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) {
-      Vec v = load(x + i) - mean;
-      squares += v * v;
-    }
-    double square = sum(squares);
-    for (; i < size; i++) square += (x[i] - mean) * (x[i] - mean);
-    const float factor = 1.0f / std::sqrt(float(square / size) + float(d.norm_eps)), offset = float(d.norm_offset);
-    for (i = 0; i < size; i++) {
+    scaled(n, x, y, size, mean, float(squared(x, size, mean) / size));
+  }
+  // y = weight · (x - mean) / sqrt(variance) + bias, rounded as in the model.
+  void scaled(const Norm& n, const float* x, float* y, int64_t size, float mean, float variance) const {
+    const float factor = 1.0f / std::sqrt(variance + float(d.norm_eps)), offset = float(d.norm_offset);
+    for (int64_t i = 0; i < size; i++) {
       float v = (x[i] - mean) * factor;
       if (d.norm == LAYER)
         v = rounded<T>(v * n.weight[i] + (n.bias ? n.bias[i] : 0.0f));
@@ -153,6 +179,26 @@ struct Run {
     }
   }
 
+  // Sums over the ranks of q^2 and k^2, into `squares`, for a norm of whole rows of which a rank has some heads. Key heads
+  // that several ranks have are counted once for each of them, in the sum and in its size.
+  void sum_squares() const {
+    if (!d.group || d.qk_norm != ROW) return;
+    const int64_t q = d.num_heads * d.head_dim, kv = d.num_kv_heads * d.head_dim;
+    for (int64_t t = rows().first; t < rows().last; t++) {
+      const float* row = work.qkv + t * (q + 2 * kv);
+      work.squares[2 * t] = float(squared(row, q, 0)), work.squares[2 * t + 1] = float(squared(row + q, kv, 0));
+    }
+    barrier();
+    Run<float>{d, batch, work, thread, threads}.sum_over_ranks(work.squares, 2 * batch.tokens);
+  }
+  // The norm of a row of which this rank has `size` elements.  square: index in `squares`.
+  void norm_row(const Norm& n, float* row, int64_t size, int64_t square) const {
+    if (d.group)
+      scaled(n, row, row, size, 0, work.squares[square] / float(size * d.group->size));
+    else
+      norm(n, row, row, size);
+  }
+
   // Norm and RoPE of q and k, and the write of k and v to the KV cache, for this thread's tokens.
   void rope_and_write(const Layer& layer) const {
     const int64_t size = d.head_dim, q = d.num_heads * size, kv = d.num_kv_heads * size, pad = head_pad(d);
@@ -163,8 +209,8 @@ struct Run {
       while (batch.cu_seqlens[sequence + 1] <= t) sequence++;
       float* row = work.qkv + t * (q + 2 * kv);
       if (d.qk_norm == ROW) {
-        norm(layer.q_norm, row, row, q);
-        norm(layer.k_norm, row + q, row + q, kv);
+        norm_row(layer.q_norm, row, q, 2 * t);
+        norm_row(layer.k_norm, row + q, kv, 2 * t + 1);
       } else {
         for (int64_t h = 0; h < d.num_heads; h++) norm(layer.q_norm, row + h * size, row + h * size, size);
         for (int64_t h = 0; h < d.num_kv_heads; h++) norm(layer.k_norm, row + q + h * size, row + q + h * size, size);
@@ -257,9 +303,10 @@ struct Run {
   }
   // hidden += l(x), unmerged LoRA adapters included, through the post norm if there is one. Ends in a barrier.
   void add_linear(const Linear& l, const float* x, int64_t x_stride, const Norm& post, float* hidden) const {
-    if (post.weight || l.num_lora_deltas) {
-      product(l, x, x_stride, work.projected, d.hidden_size);
+    if (post.weight || l.num_lora_deltas || d.group) {
+      product(l, x, x_stride, work.projected, d.hidden_size, d.group);
       barrier();
+      sum_over_ranks(work.projected, batch.tokens * d.hidden_size);
       add_normed(post, hidden);
     } else {
       const Range mine = columns_of(l);
@@ -287,6 +334,7 @@ struct Run {
     const int64_t q = d.num_heads * d.head_dim;
     product(layer.qkv, work.normed, d.hidden_size, work.qkv, (d.num_heads + 2 * d.num_kv_heads) * d.head_dim);
     barrier();
+    sum_squares();
     rope_and_write(layer);
     barrier();
     attention(layer);
@@ -297,11 +345,13 @@ struct Run {
     }
     const int64_t intermediate = outputs(layer.gate_up) / (d.gated ? 2 : 1);
     if (d.parallel) {
-      product(layer.o, work.attended, q, work.projected, d.hidden_size);
+      product(layer.o, work.attended, q, work.projected, d.hidden_size, d.group);
       expand(layer.gate_up, work.mlp_normed, batch.tokens, work.gate_up, intermediate);
       barrier();
-      product(layer.down, work.gate_up, outputs(layer.gate_up), work.normed, d.hidden_size);
+      product(layer.down, work.gate_up, outputs(layer.gate_up), work.normed, d.hidden_size, d.group);
       barrier();
+      sum_over_ranks(work.projected, batch.tokens * d.hidden_size);
+      sum_over_ranks(work.normed, batch.tokens * d.hidden_size);
       add_both(layer, hidden);
       barrier();
       return;
@@ -326,6 +376,7 @@ struct Run {
   // A mixture of experts into `projected`: each expert in turn over the tokens routed to it.
   void mixture(const Layer& layer) const {
     const int64_t experts = d.num_experts, intermediate = layer.experts_down.inputs, width = intermediate * (d.gated ? 2 : 1);
+    const bool is_partial = d.group;
     product(layer.router, work.mlp_normed, d.hidden_size, work.router_weights, experts);
     barrier();
     for (int64_t t = rows().first; t < rows().last; t++) {
@@ -334,7 +385,8 @@ struct Run {
     }
     barrier();
     std::vector<int64_t> tokens;
-    for (int64_t e = 0; e < experts; e++) {
+    for (int64_t local = 0; local < d.local_experts; local++) {
+      const int64_t e = d.first_expert + local;
       tokens.clear();
       for (int64_t t = 0; t < batch.tokens; t++)
         if (work.router_weights[t * experts + e] != 0) tokens.push_back(t);
@@ -343,21 +395,22 @@ struct Run {
       for (int64_t i = mine.first; i < mine.last; i++)
         std::memcpy(work.expert_in + i * d.hidden_size, work.mlp_normed + tokens[i] * d.hidden_size, d.hidden_size * sizeof(float));
       barrier();
-      const Linear gate_up = rows_of<T>(layer.experts_gate_up, e * width, width), down = rows_of<T>(layer.experts_down, e * d.hidden_size, d.hidden_size);
+      const Linear gate_up = rows_of<T>(layer.experts_gate_up, local * width, width), down = rows_of<T>(layer.experts_down, local * d.hidden_size, d.hidden_size);
       expand(gate_up, work.expert_in, tokens.size(), work.gate_up, intermediate);
       barrier();
       const Range columns = columns_of(down);
-      linear<T>(down, {work.gate_up, width, int64_t(tokens.size())}, {Output::STORE, work.expert_out, d.hidden_size}, columns.first, columns.last);
+      linear<T>(down, {work.gate_up, width, int64_t(tokens.size())}, {Output::STORE, work.expert_out, d.hidden_size, 1.0f, is_partial}, columns.first, columns.last);
       barrier();
       for (int64_t i = mine.first; i < mine.last; i++) {
         const float weight = work.router_weights[tokens[i] * experts + e];
         for (int64_t k = 0; k < d.hidden_size; k++) {
           const float scaled = work.expert_out[i * d.hidden_size + k] * weight;
-          work.projected[tokens[i] * d.hidden_size + k] += d.experts_float32 ? scaled : rounded<T>(scaled);
+          work.projected[tokens[i] * d.hidden_size + k] += d.experts_float32 || is_partial ? scaled : rounded<T>(scaled);
         }
       }
       barrier();
     }
+    sum_over_ranks(work.projected, batch.tokens * d.hidden_size);
     for (int64_t t = rows().first; t < rows().last; t++)
       for (int64_t k = 0; k < d.hidden_size; k++) work.projected[t * d.hidden_size + k] = rounded<T>(work.projected[t * d.hidden_size + k]);
   }
@@ -388,15 +441,18 @@ struct Run {
     const int64_t size = d.embedding_size;
     for (int64_t t = rows().first; t < rows().last; t++) {
       float* row = rows_in + t * size;
-      const T* source = table + batch.ids[t] * size;
+      const int64_t id = batch.ids[t] - d.first_row;
+      const T* source = id >= 0 && id < d.local_rows ? table + id * size : nullptr;  // null: another rank has the row
       for (int64_t i = 0; i < size; i++) {
-        row[i] = to_float(source[i]);
+        row[i] = source ? to_float(source[i]) : 0.0f;
         if (d.embedding_multiplier != 1.0) row[i] = rounded<T>(row[i] * float(d.embedding_multiplier));
       }
-      if (d.project_in.parts) arrange(row, size);
     }
     barrier();
+    sum_over_ranks(rows_in, batch.tokens * size);
     if (d.project_in.parts) {
+      for (int64_t t = rows().first; t < rows().last; t++) arrange(rows_in + t * size, size);
+      barrier();
       product(d.project_in, work.projected, size, hidden, d.hidden_size);
       barrier();
     }
@@ -461,7 +517,7 @@ template <typename Body> static void in_dtype(const Decoder& d, const Batch& bat
 
 extern "C" {
 // sizeof of each record, in the order of records.h.
-extern const int64_t record_sizes[] = {sizeof(LoraDelta), sizeof(Linear), sizeof(Norm), sizeof(Layer), sizeof(Decoder), sizeof(Batch), sizeof(Draw)};
+extern const int64_t record_sizes[] = {sizeof(LoraDelta), sizeof(Linear), sizeof(Norm), sizeof(Layer), sizeof(Group), sizeof(Decoder), sizeof(Batch), sizeof(Draw)};
 
 int64_t lanes() { return LANES; }
 
@@ -486,6 +542,12 @@ void logits(const Decoder* d, const float* hidden, int64_t count, float* out, fl
   batch.tokens = count;
   in_dtype(*d, batch, work, threads, [&](const auto& run) { run.logits(hidden, out); });
 }
+
+// All ranks' `own`, `bytes` each, into `all`, in rank order.
+void gather(Group* group, const void* own, int64_t bytes, void* all) { gather_over_ranks(*group, (const char*)own, bytes, (char*)all); }
+
+// data [count] becomes its sum over the ranks, through their shared memory.
+void sum(Group* group, float* data, int64_t count) { sum_in_memory(*group, data, count, 0, 1, [] {}); }
 
 // For each row of logits float32 [rows, vocabulary]: a token int64 and three logprobs float32: under the distribution
 // that was sampled from, before truncation, and before truncation at temperature 1. Greedy: all under softmax(logits).
@@ -526,5 +588,67 @@ void score(const float* logits, int64_t rows, int64_t vocabulary, const int64_t*
       entropies[r] = float(std::log(row.mass) + row.entropy_sum(inverse_temperature) / row.mass);
     }
   });
+}
+
+// `sample` where each rank has logits [rows, vocabulary] of a slice of the vocabulary, which begins at token `first` of
+// `whole_vocabulary`. Every rank gets the same tokens and logprobs.
+void sample_sharded(Group* group, const float* logits, int64_t rows, int64_t stride, int64_t vocabulary, int64_t first, int64_t whole_vocabulary,
+                    const int64_t* keys, const int64_t* positions, const Draw* draw,
+                    int64_t* tokens, float* sampling_logps, float* old_logps, float* raw_logps, int64_t threads) {
+  const bool greedy = draw->temperature == 0, truncated = draw->top_k > 0 || draw->top_p < 1 || draw->min_p > 0;
+  const float inverse_temperature = greedy ? 1.0f : float(1.0 / draw->temperature);
+  std::vector<SliceSums> sums(rows);
+  std::vector<Row> own(rows);
+  over_rows(rows, threads, [&](int64_t r) {
+    own[r] = Row(logits + r * stride, vocabulary, inverse_temperature);
+    sums[r] = {own[r].max_logit, own[r].mass, own[r].raw, 0, 0, vocabulary ? first + own[r].argmax() : 0, 0};
+  });
+  const std::vector<SliceSums> all = gathered(*group, sums);
+  std::vector<WholeRow> whole(rows);
+  std::vector<double> u(rows), mass(rows);
+  for (int64_t r = 0; r < rows; r++) {
+    whole[r] = whole_row(*group, all, rows, r, inverse_temperature);
+    mass[r] = whole[r].mass;
+    if (!greedy) u[r] = uniform(keys[r], positions[r]);
+  }
+  std::vector<Found> found(rows);
+  if (greedy) {
+    for (int64_t r = 0; r < rows; r++) found[r] = {whole[r].argmax, whole[r].max_logit};
+  } else if (truncated) {
+    found = truncated_draws(*group, own, whole, *draw, u, first, whole_vocabulary, mass, threads);
+  } else {
+    const std::vector<Found> everyone = gathered(*group, inverse_cdf(*group, own, whole, all, u, first, inverse_temperature, threads));
+    for (int64_t r = 0; r < rows; r++) {
+      found[r] = {whole[r].argmax, whole[r].max_logit};  // if all logits are NaN or -inf
+      for (int64_t rank = 0; rank < group->size; rank++)
+        if (everyone[rank * rows + r].token >= 0) found[r] = everyone[rank * rows + r];
+    }
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    const double gap = found[r].logit - whole[r].max_logit;
+    tokens[r] = found[r].token;
+    sampling_logps[r] = float(gap * inverse_temperature - std::log(mass[r]));
+    old_logps[r] = float(gap * inverse_temperature - std::log(whole[r].mass));
+    raw_logps[r] = float(gap - std::log(whole[r].raw));
+  }
+}
+
+// `score` where each rank has a slice of the vocabulary, as in `sample_sharded`.
+void score_sharded(Group* group, const float* logits, int64_t rows, int64_t stride, int64_t vocabulary, int64_t first, const int64_t* targets,
+                   double temperature, float* logps, float* entropies, int64_t threads) {
+  const float inverse_temperature = float(1.0 / temperature);
+  std::vector<SliceSums> sums(rows);
+  over_rows(rows, threads, [&](int64_t r) {
+    const Row row(logits + r * stride, vocabulary, inverse_temperature);
+    const int64_t target = targets[r] - first;
+    const bool here = target >= 0 && target < vocabulary;
+    sums[r] = {row.max_logit, row.mass, row.raw, row.entropy_sum(inverse_temperature), here ? row.logits[target] : 0.0, 0, here};
+  });
+  const std::vector<SliceSums> all = gathered(*group, sums);
+  for (int64_t r = 0; r < rows; r++) {
+    const WholeRow whole = whole_row(*group, all, rows, r, inverse_temperature);
+    logps[r] = float((whole.target_logit - whole.max_logit) * inverse_temperature - std::log(whole.mass));
+    entropies[r] = float(std::log(whole.mass) + whole.entropy_sum / whole.mass);
+  }
 }
 }

@@ -59,19 +59,21 @@ template <typename V> struct Matrix {  // rows of W of dtype V
 };
 
 // Where outputs go: stored, or multiplied by a factor and added (ADD: the residual; ADD_LORA: rounded as in PEFT, except
-// that float32 fuses product and sum).
+// that float32 fuses product and sum).  is_partial: not rounded, because other ranks' parts are added before.
 struct Output {
   enum Mode { STORE, ADD, ADD_LORA } mode;
   float* data;
   int64_t stride;
   float factor = 1.0f;
+  bool is_partial = false;
 
-  Output at(int64_t row, int64_t column) const { return {mode, data + row * stride + column, stride, factor}; }
-  template <typename T> void write(int64_t row, int64_t column, float value) const {
+  Output at(int64_t row, int64_t column) const { return {mode, data + row * stride + column, stride, factor, is_partial}; }
+  template <typename T> void write(int64_t row, int64_t column, float sum) const {
     float& y = data[row * stride + column];
+    const float value = is_partial ? sum : rounded<T>(sum);
     if (mode == STORE)
       y = value;
-    else if (mode == ADD_LORA && std::is_same_v<T, float>)
+    else if (mode == ADD_LORA && (std::is_same_v<T, float> || is_partial))
       y = fused_multiply_add(value, factor, y);
     else
       y = rounded<T>(y + unfused(rounded<T>(value * factor)));
@@ -218,7 +220,7 @@ template <int N, typename V> static __attribute__((noinline)) void strip(const R
   Four sums[N];
   auto write = [&](int64_t m, int count) {
     for (int n = 0; n < N; n++)
-      for (int i = 0; i < count; i++) y.write<T>(m + i, n, rounded<T>(sums[n].at[i] + (w.bias ? w.bias[n] : 0.0f)));
+      for (int i = 0; i < count; i++) y.write<T>(m + i, n, sums[n].at[i] + (w.bias ? w.bias[n] : 0.0f));
   };
   int64_t m = 0;
   for (; m + ROWS <= x.count; m += ROWS) {
@@ -241,7 +243,7 @@ template <int N, typename V> static __attribute__((noinline)) int64_t one_row(co
   int64_t n = 0;
   for (; n + N <= count; n += N) {
     tile<1, N>(x, 0, w.from(n), sums);
-    for (int i = 0; i < N; i++) y.write<T>(0, n + i, rounded<T>(sums[i].at[0] + (w.bias ? w.bias[n + i] : 0.0f)));
+    for (int i = 0; i < N; i++) y.write<T>(0, n + i, sums[i].at[0] + (w.bias ? w.bias[n + i] : 0.0f));
   }
   return n;
 }
@@ -284,7 +286,7 @@ static void tile_columns(const Rows& x, const Matrix<bf16>& w, const Output& y, 
           for (int64_t c = n; c < std::min(n + 2 * TILE, last); c++) {
             float sum = sums[(c - n) / TILE][(r - m) / TILE][(c - n) % TILE][(r - m) % TILE];
             for (int64_t k = tail; k < w.inputs; k++) sum += x.row(top + r)[k] * to_float(w.weight[c * w.inputs + k]);
-            y.write<bf16>(top + r, c, to_bf16(sum + (w.bias ? w.bias[c] : 0.0f)));
+            y.write<bf16>(top + r, c, sum + (w.bias ? w.bias[c] : 0.0f));
           }
       }
     }
@@ -382,7 +384,7 @@ template <typename T> static void add_lora(const Linear& l, const float* ax, int
   for (int64_t i = 0; i < l.num_lora_deltas; i++) {
     const LoraDelta& delta = l.lora_deltas[i];
     const int64_t from = std::max<int64_t>(first - delta.first, 0), to = std::min(last - delta.first, delta.rows);
-    const Output out{Output::ADD_LORA, y.data + delta.first, y.stride, float(delta.scale)};
+    const Output out{Output::ADD_LORA, y.data + delta.first, y.stride, float(delta.scale), y.is_partial};
     if (from < to)
       columns({ax + delta.offset * rows, delta.rank, rows}, Matrix<T>{(const T*)delta.b, nullptr, nullptr, delta.rank, 1}, out, from, to);
   }

@@ -42,6 +42,20 @@ struct Layer {
   int64_t window;
 };
 
+// Ranks that share a decoder.  memory: of the ranks of one host, see group.h; null: `sum` is called instead, an
+// int64_t (*)(float* data, int64_t count) that sums in place, over the ranks, and returns 0 if it succeeded.
+struct Group {
+  int64_t size, index;
+  void* memory;
+  int64_t capacity;         // floats of a rank's buffer in `memory`
+  const void* sum;
+  int64_t round, call;      // rounds so far; number of the current call
+  int64_t timeout_s;
+  int64_t status, culprit;  // GroupStatus; once it is not GROUP_OK nothing is exchanged
+  int64_t pids[64];         // of each rank
+};
+
+// With a group, heads, inner sizes and vocabulary are those of this rank's slices.
 struct Decoder {
   // DecoderSpec's fields.
   int64_t vocab_size, hidden_size, num_heads, num_kv_heads, head_dim, embedding_size;
@@ -52,13 +66,16 @@ struct Decoder {
   double embedding_multiplier, residual_multiplier, logits_divisor;
   const float* alibi;
   const Layer* layers;
+  Group* group;  // null: this rank has whole weights
   // Weights outside the layers.
   const void *embedding, *positions;
   Norm embedding_norm, final_norm;
   Linear project_in, project_out, head;
   // What the weights imply.
   int64_t bfloat16;           // the model's dtype; 0: float32
-  int64_t embedding_rows;
+  int64_t embedding_rows;     // of the whole embedding; this rank has rows [first_row, first_row + local_rows)
+  int64_t first_row, local_rows;
+  int64_t first_expert, local_experts;  // this rank's experts
   int64_t intermediate_size;  // inputs of `down` or `experts_down`: the maximum over layers
   int64_t lora_ranks;         // sum of the ranks of a layer's LoRA deltas: the maximum over layers and the part outside them
 };

@@ -1,5 +1,5 @@
 // Sampling: one pass over a row's logits for its maximum, sums and logprobs; then only the chunk with the drawn token is
-// read again. Counter-based RNG (splitmix64), equal to that of hybrid/generation/sampling.py.
+// read again. Counter-based RNG (splitmix64), equal to that of hybrid/generation/sampler.py.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -48,6 +48,7 @@ struct Row {
   double mass = 0, raw = 0;  // sums of exp((x - max_logit) / T) and exp(x - max_logit)
   std::vector<ChunkSums> chunks;
 
+  Row() : logits(nullptr), vocabulary(0) {}
   Row(const float* logits, int64_t vocabulary, float inverse_temperature) : logits(logits), vocabulary(vocabulary) {
     for (int64_t start = 0; start < vocabulary; start += CHUNK) {
       const int64_t count = std::min(CHUNK, vocabulary - start);
@@ -93,8 +94,9 @@ struct Row {
     return total;
   }
   // The token at which the cumulative softmax, in the order of token ids, exceeds u.
-  int64_t inverse_cdf(double u, float inverse_temperature) const {
-    double target = u * mass;
+  int64_t inverse_cdf(double u, float inverse_temperature) const { return inverse_cdf_at(u * mass, inverse_temperature); }
+  // The token at which the cumulative sum of exp((x - max_logit) / T) exceeds `target`.
+  int64_t inverse_cdf_at(double target, float inverse_temperature) const {
     size_t chunk = 0, chosen = 0;  // `chosen`: this one, or the last chunk with any mass, if rounding skips them all
     for (; chunk < chunks.size(); chunk++) {
       if (chunks[chunk].mass <= 0) continue;
@@ -144,53 +146,77 @@ static float kth_largest(const Row& row, int64_t k, std::vector<Candidate>& kept
   return kept[k - 1].first;
 }
 
+// exp((x - max_logit) / T), and sums of it.
+struct Weights {
+  float max_logit, inverse_temperature;
+
+  double of(float logit) const { return std::exp((double(logit) - max_logit) * inverse_temperature); }
+  double total(const std::vector<Candidate>& some) const {
+    double sum = 0;
+    for (const Candidate& candidate : some) sum += of(candidate.first);
+    return sum;
+  }
+};
+
+// The most probable of `within` until those before one have probability top_p of `mass`, in the order of token ids.
+static void keep_top_p(std::vector<Candidate>& within, double top_p, double mass, const Weights& weights) {
+  std::sort(within.begin(), within.end(), std::greater<Candidate>());
+  double before = 0;
+  size_t count = 0;
+  while (count < within.size() && (count == 0 || before < top_p * mass)) before += weights.of(within[count++].first);
+  within.resize(count);
+  std::sort(within.begin(), within.end(), [](const Candidate& a, const Candidate& b) { return a.second < b.second; });
+}
+
+// The token of `kept` at which its cumulative softmax, in the order of token ids, exceeds u; `otherwise` if all have
+// probability 0.  mass: set to the sum of the weights.
+static Candidate draw_from(const std::vector<Candidate>& kept, double u, const Weights& weights, Candidate otherwise, double& mass) {
+  mass = weights.total(kept);
+  double target = u * mass;
+  Candidate drawn = otherwise;
+  for (const Candidate& candidate : kept) {
+    const double p = weights.of(candidate.first);
+    if (p <= 0) continue;
+    drawn = candidate;
+    if (target < p) break;
+    target -= p;
+  }
+  return drawn;
+}
+
+// The least logit that min_p keeps.
+static inline float min_p_floor(const Draw& draw, float max_logit) {
+  return draw.min_p > 0 ? float(max_logit + std::log(draw.min_p) * draw.temperature) : -INFINITY;
+}
+
+// Tokens within this many temperatures of the largest logit are the candidates of top_p; doubled until they suffice.
+constexpr float FIRST_DEPTH = 4, LAST_DEPTH = 1e30f;
+// Whether candidates of a mass suffice for top_p of `before`.
+static inline bool suffices(double mass, double top_p, double before) { return mass >= top_p * before * (1 + 1e-9); }
+
 // A draw after Hugging Face's truncations, in their order: top_k keeps ties of the k-th; top_p keeps the most probable
 // tokens until those before one have probability top_p, of what top_k kept; min_p keeps tokens with at least that share
 // of the largest probability.  mass: set to the sum of exp((x - max_logit) / T) over the kept tokens.
 static int64_t truncated_draw(const Row& row, const Draw& draw, double u, double& mass) {
-  const float inverse_temperature = float(1.0 / draw.temperature);
-  std::vector<Candidate> kept, within;
-  auto weight = [&](float logit) { return std::exp((double(logit) - row.max_logit) * inverse_temperature); };
-  auto total = [&](const std::vector<Candidate>& some) {
-    double sum = 0;
-    for (const Candidate& candidate : some) sum += weight(candidate.first);
-    return sum;
-  };
-  float least = draw.top_k && draw.top_k < row.vocabulary ? kth_largest(row, draw.top_k, kept) : -INFINITY;
-  const float floor = draw.min_p > 0 ? float(row.max_logit + std::log(draw.min_p) * draw.temperature) : -INFINITY;
+  const Weights weights{row.max_logit, float(1.0 / draw.temperature)};
+  std::vector<Candidate> kept;
+  const float least = draw.top_k && draw.top_k < row.vocabulary ? kth_largest(row, draw.top_k, kept) : -INFINITY;
+  const float floor = min_p_floor(draw, row.max_logit);
   if (draw.top_p < 1) {
-    double before_top_p = row.mass;
+    double before = row.mass;
     if (least > -INFINITY) {
       candidates(row, least, kept);
-      before_top_p = total(kept);
+      before = weights.total(kept);
     }
-    // Collect ever more of the most probable tokens until they have enough mass, then sort only these.
-    for (float depth = 4;; depth *= 2) {
+    for (float depth = FIRST_DEPTH;; depth *= 2) {
       const float from = std::max(least, float(row.max_logit - depth * draw.temperature));
-      candidates(row, from, within);
-      if (from == least || depth > 1e30f || total(within) >= draw.top_p * before_top_p * (1 + 1e-9)) break;
+      candidates(row, from, kept);
+      if (from == least || depth > LAST_DEPTH || suffices(weights.total(kept), draw.top_p, before)) break;
     }
-    std::sort(within.begin(), within.end(), std::greater<Candidate>());
-    double before = 0;
-    size_t count = 0;
-    while (count < within.size() && (count == 0 || before < draw.top_p * before_top_p)) before += weight(within[count++].first);
-    within.resize(count);
-    std::sort(within.begin(), within.end(), [](const Candidate& a, const Candidate& b) { return a.second < b.second; });
-    kept.clear();
-    for (const Candidate& candidate : within)
-      if (candidate.first >= floor) kept.push_back(candidate);
+    keep_top_p(kept, draw.top_p, before, weights);
+    std::erase_if(kept, [&](const Candidate& candidate) { return candidate.first < floor; });
   } else {
     candidates(row, std::max(least, floor), kept);
   }
-  mass = total(kept);
-  double target = u * mass;
-  int64_t token = row.argmax();
-  for (const Candidate& candidate : kept) {
-    const double p = weight(candidate.first);
-    if (p <= 0) continue;
-    token = candidate.second;
-    if (target < p) break;
-    target -= p;
-  }
-  return token;
+  return draw_from(kept, u, weights, {0, row.argmax()}, mass).second;
 }

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid.weights import host_memory
-from hybrid.weights.host_memory import HostMemory
+from hybrid.kernels import host_memory
+from hybrid.kernels.host_memory import HostMemory
 from tests.engines import engine_of, require_same_rollouts, settings
 from tests.marks import slow_but
 from tests.tiny_models import tiny_model

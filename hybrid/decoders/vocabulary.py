@@ -1,0 +1,53 @@
+"""The slice of the vocabulary that a rank of a group has logits of."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from hybrid.parallel import InferenceGroup
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """Tokens [first, first + width) of `size`; the last ranks' slices may end after the vocabulary.
+
+    group: the ranks that have the other slices.
+    """
+
+    group: InferenceGroup
+    size: int
+
+    @property
+    def width(self) -> int:
+        """Columns of a rank's logits."""
+        return -(-self.size // self.group.size)
+
+    @property
+    def first(self) -> int:
+        """The first token of this rank's slice."""
+        return self.group.index * self.width
+
+    @property
+    def count(self) -> int:
+        """Tokens of this rank's slice."""
+        return min(max(self.size - self.first, 0), self.width)
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of the whole vocabulary, [n, size], from every rank's [n, width]. A collective."""
+        return self.group.gather(logits).permute(1, 0, 2).flatten(1)[:, : self.size]
+
+
+def whole_logits(logits: torch.Tensor, vocabulary: VocabularySlice | None) -> torch.Tensor:
+    """A decoder's logits, [n, vocab], from what its `logits` and `decode` give. A collective if ranks have slices.
+
+    vocabulary: the decoder's slice; None: it has logits of the whole vocabulary.
+    """
+    return logits if vocabulary is None else vocabulary.whole(logits)
+
+
+def own_columns(logits: torch.Tensor, vocabulary: VocabularySlice) -> torch.Tensor:
+    """This rank's logits [n, width] with those after the end of the vocabulary set to -inf."""
+    if vocabulary.count == vocabulary.width:
+        return logits
+    return F.pad(logits[:, : vocabulary.count], (0, vocabulary.width - vocabulary.count), value=-torch.inf)

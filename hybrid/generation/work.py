@@ -1,0 +1,186 @@
+"""What the decoder computes for a call, as `Calls.compute` runs it: on this rank, or on all ranks of its group."""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.nn import functional as F
+
+from hybrid.decoders.calls import OwnError, Work
+from hybrid.decoders.fused_model import AnyDecoder
+from hybrid.generation.block_pool import BlockPool
+from hybrid.generation.generate import TimedDecoder
+from hybrid.generation.lockstep import FusedForward
+from hybrid.generation.request import Request
+from hybrid.generation.scheduler import Completions, Scheduler
+from hybrid.generation.scoring import Scores, score_packed
+from hybrid.profiling import ModelTimes, Phase
+
+STEPS_ON_DEVICES = 8  # decode steps between two checks for ended sequences: a check waits for the device
+
+
+@dataclass
+class Resources:
+    """What a rank computes with.  times: of its forwards, if they are timed.  max_num_seqs: per rank of a group."""
+
+    block_pool: BlockPool
+    phase: Phase
+    max_num_seqs: int
+    times: ModelTimes | None = None
+
+    @contextmanager
+    def opened(self, decoder: AnyDecoder) -> Iterator[AnyDecoder]:
+        """Inside the block every block of the pool is free at first. Gives the decoder, timed if times are taken."""
+        self.block_pool.begin_call(decoder.kv)
+        try:
+            yield TimedDecoder(decoder, self.times) if self.times is not None and self.times.enabled else decoder
+        finally:
+            self.block_pool.end_call()
+
+    def kv_limit(self) -> int | None:
+        """The most bytes of this rank's KV cache; None: unlimited."""
+        return self.block_pool.limit_bytes
+
+    def agree(self, limits: Sequence[int | None]) -> None:
+        """Take the least of the group's limits, so that every rank's scheduler admits the same rows."""
+        self.block_pool.limit_bytes = min((limit for limit in limits if limit is not None), default=None)
+
+
+@dataclass(frozen=True)
+class CompletionWork(Work):
+    """A request's completions by the scheduler."""
+
+    request: Request
+
+    @property
+    def key(self) -> Hashable:
+        request = self.request
+        settings = request.max_new_tokens, request.pad_token_id, request.sampling_metadata, request.logprob_temperature
+        return "completions", *settings, *request.stop_token_ids.tolist()
+
+    def run(self, decoder: AnyDecoder, resources: Resources, is_own: bool = True) -> Completions:
+        ranks = 1 if decoder.vocabulary is None else decoder.vocabulary.group.size
+        steps = 1 if decoder.device.type == "cpu" else STEPS_ON_DEVICES
+        with resources.opened(decoder) as decoder:
+            most = ranks * resources.max_num_seqs
+            return Scheduler(self.request, decoder, resources.block_pool, most, steps, resources.phase).run()
+
+    def joined(self, works: list["CompletionWork"]) -> "CompletionWork":
+        requests = [work.request for work in works]
+        if all(same_rows(self.request, request) for request in requests):
+            return self
+        return CompletionWork(joined_request(requests))
+
+    def part(self, result: Completions, works: list["CompletionWork"], index: int) -> Completions:
+        counts = [len(work.request.prompt_ids) for work in works]
+        if len(result.lengths) == counts[index]:  # every rank gave the same rows
+            return result
+        return result.rows(sum(counts[:index]), counts[index])
+
+
+def same_rows(request: Request, other: Request) -> bool:
+    """Whether two requests of equal settings have equal rows, whose tokens are then equal."""
+    equal = torch.equal(request.prompt_ids, other.prompt_ids) and request.prompt_lengths == other.prompt_lengths
+    plain = request.processors is None and other.processors is None
+    return equal and plain and torch.equal(request.sampling_keys, other.sampling_keys)
+
+
+def joined_request(requests: list[Request]) -> Request:
+    """Requests of equal settings as one: their rows, one request after the other, prompts padded to equal length."""
+    width = max(request.prompt_ids.shape[1] for request in requests)
+    processors = None
+    if any(request.processors is not None for request in requests):
+        processors = JoinedProcessors(requests, width)
+    return replace(
+        requests[0],
+        prompt_ids=torch.cat(
+            [F.pad(request.prompt_ids, (width - request.prompt_ids.shape[1], 0)) for request in requests]
+        ),
+        prompt_lengths=[length for request in requests for length in request.prompt_lengths],
+        sampling_keys=torch.cat([request.sampling_keys for request in requests]),
+        processors=processors,
+    )
+
+
+class JoinedProcessors:
+    """The processors of joined requests: each gets its own rows, with the ids that its own request has.
+
+    width: of the joined prompts.
+    """
+
+    def __init__(self, requests: list[Request], width: int):
+        self.parts, first = [], 0
+        for request in requests:
+            stop = first + len(request.prompt_ids)
+            self.parts.append((first, stop, width - request.prompt_ids.shape[1], request.processors))
+            first = stop
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        processed = scores.clone()
+        for first, stop, padding, processors in self.parts:
+            here = ((rows >= first) & (rows < stop)).nonzero().flatten()
+            if processors is not None and len(here):
+                processed[here] = processors(ids[here, padding:], scores[here], rows[here] - first)
+        return processed
+
+
+@dataclass(frozen=True)
+class ScoreWork(Work):
+    """Scores of sequences, as `score_packed` gives them."""
+
+    sequences: torch.Tensor
+    attention_mask: torch.Tensor
+    temperature: float
+    rows_at_once: int
+
+    def run(self, decoder: AnyDecoder, resources: Resources, is_own: bool = True) -> Scores:
+        batch = self.sequences, self.attention_mask, self.temperature, self.rows_at_once
+        with resources.opened(decoder) as decoder:
+            return score_packed(decoder, resources.block_pool, *batch)
+
+
+@dataclass(frozen=True)
+class LockstepWork(Work):
+    """Completions in lockstep, for user code that must see all rows. On the ranks of a group only the one that asked
+    runs this code, and sends the others the tokens of every step.
+
+    prompt_ids: int64 [rows, prompt_len], left padded.  owner: index of the asking rank in its group.
+    decode: runs the loop over a FusedForward; stays on the rank that asked.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_lengths: list[int]
+    max_new_tokens: int
+    owner: int
+    decode: Callable[[FusedForward], Completions] | None = field(repr=False)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "decode": None}
+
+    def run(self, decoder: AnyDecoder, resources: Resources, is_own: bool = True) -> Completions | None:
+        with resources.opened(decoder) as decoder:
+            forward = FusedForward(decoder, resources.block_pool, self.prompt_lengths, self.max_new_tokens)
+            if decoder.vocabulary is None:
+                return self.decode(forward)
+            group = decoder.vocabulary.group
+            message = self.prompt_ids.new_zeros(1 + len(self.prompt_ids))  # whether to go on, and the latest tokens
+            if not is_own:
+                forward.prefill(self.prompt_ids)
+                while (received := group.gather(message)[self.owner])[0]:
+                    forward.append(received[1:])
+                return None
+
+            def send(tokens: torch.Tensor) -> None:
+                group.gather(torch.cat([message.new_ones(1), tokens]))
+
+            forward.before_step = send
+            try:
+                return self.decode(forward)
+            except Exception as error:
+                if forward.is_running:  # an error of ours: the other ranks are not where they wait for tokens
+                    raise
+                raise OwnError from error
+            finally:
+                if not forward.is_running:
+                    group.gather(message)

@@ -1,0 +1,125 @@
+"""Ranks of one host that compute together: sums and gathers through memory that all of them have mapped."""
+
+import ctypes
+import os
+from collections.abc import Iterable
+
+import torch
+
+from hybrid.kernels import require_contiguous
+from hybrid.kernels.cpu_library import HOST, RECORDS, address, cpu_library
+from hybrid.kernels.host_memory import HostMemory
+from hybrid.parallel import InferenceGroup, LostRankError, all_gather_objects
+from hybrid.parallel import rank as own_rank
+
+CAPACITY = 1 << 16  # floats that a rank exchanges at a time
+ARRIVAL_BYTES = 64  # of an Arrival in group.h
+TIMEOUT_S = 1800  # for a rank that runs but does not arrive
+SumFunction = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+FAILED, ENDED, SILENT, SUM_FAILED = 1, 2, 3, 4  # GroupStatus in group.h
+
+
+class RankFailedError(RuntimeError):
+    """Another rank has raised an error in a computation that ranks run together."""
+
+
+class HostGroup(InferenceGroup):
+    """An InferenceGroup of ranks that compute on CPUs. On one host they exchange through shared memory, and through
+    torch.distributed otherwise.
+
+    record: the group as the CPU kernels know it.
+    """
+
+    def __init__(self, group: InferenceGroup):
+        self.size, self.index, self.number, self.group = group.size, group.index, group.number, group.group
+        self.tensor = self if group.tensor is group else group.tensor
+        self.memory: torch.Tensor | None = None
+        self.is_open = False
+        self.error: Exception | None = None  # of a sum inside a call of the kernels
+        self.sum_function = SumFunction(self._sum_for_kernels)
+        self.record = RECORDS["Group"](size=self.size, index=self.index, capacity=CAPACITY, timeout_s=TIMEOUT_S)
+        self.record.call = 1  # memory begins with no failed call: 0
+        self.record.sum = ctypes.cast(self.sum_function, ctypes.c_void_p)
+
+    def begin_call(self, rounds: Iterable[int]) -> None:
+        """Start a computation of all ranks, after whatever the last one ended with. The first call is a collective.
+
+        rounds: `record.round` of every rank; they differ after an error.
+        """
+        if not self.is_open:
+            self._open()
+        self.record.round = max(rounds)
+        self.record.call += 1
+        self.record.status, self.error = 0, None
+
+    def _open(self) -> None:
+        """Share memory, if all ranks are on one host."""
+        host = HostMemory.shared_by(self.group)
+        if host is not None and self.size <= len(self.record.pids):
+            pids = all_gather_objects(os.getpid(), self.group)
+            self.connect(host.empty(shared_bytes(self.size), torch.uint8), pids)
+        self.is_open = True
+
+    def connect(self, memory: torch.Tensor, pids: list[int]) -> None:
+        """Exchange through `memory`, uint8 [shared_bytes], zeros, from now on.  pids: process of each rank."""
+        require_contiguous(HOST, torch.uint8, memory)
+        self.memory, self.record.memory, self.is_open = memory, memory.data_ptr(), True
+        self.record.pids[: self.size] = pids
+
+    def fail(self) -> None:
+        """This rank has raised an error in the current call: raise RankFailedError on the ranks that wait for it."""
+        if self.memory is not None:
+            self.memory.view(torch.int64)[self.record.index * ARRIVAL_BYTES // 8 + 1] = self.record.call
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All-gather of tensors that have one shape on every rank.  [size, ...]"""
+        if self.memory is None or tensor.device != HOST:
+            return super().gather(tensor)
+        gathered, tensor = tensor.new_empty(self.size, *tensor.shape), tensor.contiguous()
+        own, everyone = address(tensor, tensor.dtype), address(gathered, tensor.dtype)
+        cpu_library().gather(ctypes.addressof(self.record), own, tensor.nbytes, everyone)
+        self.check()
+        return gathered
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All-reduce: `tensor` becomes, in place, the sum over the group, added in float32. Gives `tensor`."""
+        if self.memory is None or tensor.device != HOST or not tensor.is_floating_point():
+            return super().sum(tensor)
+        total = tensor.float().contiguous()
+        cpu_library().sum(ctypes.addressof(self.record), address(total, torch.float32), total.numel())
+        self.check()
+        return tensor if total is tensor else tensor.copy_(total)
+
+    def check(self) -> None:
+        """Raise if the last exchange failed: LostRankError if a rank has ended, RankFailedError if one has failed."""
+        status, rank = self.record.status, self.record.culprit
+        if status == FAILED:
+            raise RankFailedError(f"rank {rank} of the group raised an error in a forward that ranks run together")
+        if status in (ENDED, SILENT):
+            what = "has ended" if status == ENDED else f"has not answered for {TIMEOUT_S} s"
+            raise LostRankError(
+                f"rank {own_rank()}: another rank has ended, or does not answer: rank {rank} of its group {what}. Its own "
+                "output says why; nothing can be generated or trained without it: start the run again"
+            )
+        if status == SUM_FAILED:
+            raise self.error
+
+    def _sum_for_kernels(self, data: int, count: int) -> int:
+        try:
+            super().sum(torch.frombuffer((ctypes.c_float * count).from_address(data), dtype=torch.float32))
+        except Exception as error:  # ctypes would print and drop it
+            self.error = error
+            return 1
+        return 0
+
+
+def shared_bytes(size: int) -> int:
+    """Bytes of the memory that `size` ranks exchange through."""
+    return size * (ARRIVAL_BYTES + 2 * 4 * CAPACITY)
+
+
+def on_host(group: InferenceGroup, device: torch.device) -> InferenceGroup:
+    """The group; a HostGroup if its ranks compute on CPUs and the CPU kernels are there."""
+    if device != HOST or group.size == 1 or isinstance(group, HostGroup) or cpu_library() is None:
+        return group
+    return HostGroup(group)

@@ -1,0 +1,108 @@
+"""Sampling and scoring from slices of the vocabulary equal those from all logits."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hybrid.decoders.vocabulary import VocabularySlice
+from hybrid.generation import sampler
+from hybrid.generation.sampler import SamplingMetadata, sample_tokens, score_tokens
+from tests.host_groups import host_groups, on_every_rank
+
+ROWS = 24
+WAYS = {
+    "greedy": SamplingMetadata(temperature=0),
+    "plain": SamplingMetadata(),
+    "cold": SamplingMetadata(temperature=0.3),
+    "top_k": SamplingMetadata(temperature=0.8, top_k=20),
+    "top_k of all": SamplingMetadata(top_k=10**6),
+    "top_p": SamplingMetadata(temperature=1.2, top_p=0.9),
+    "narrow top_p": SamplingMetadata(top_p=0.05),
+    "min_p": SamplingMetadata(min_p=0.05),
+    "all": SamplingMetadata(temperature=0.9, top_k=50, top_p=0.8, min_p=0.02),
+}
+
+
+def logits_of(vocabulary: int) -> torch.Tensor:
+    """Rows of different spread, with ties and tokens of probability 0."""
+    logits = torch.randn(ROWS, vocabulary) * torch.linspace(0.1, 8, ROWS)[:, None]
+    logits[3] = logits[3].round()
+    logits[4] = 0.0
+    logits[5, ::3] = -torch.inf
+    logits[6, vocabulary // 2 :] = -torch.inf  # a rank has nothing
+    logits[7, : vocabulary // 2] = -torch.inf
+    return logits
+
+
+def sliced(logits: torch.Tensor, vocabulary: VocabularySlice) -> torch.Tensor:
+    """A rank's columns; those after the end of the vocabulary, as a decoder computes them from zero weights."""
+    own = logits[:, vocabulary.first : vocabulary.first + vocabulary.count]
+    return F.pad(own, (0, vocabulary.width - vocabulary.count)).contiguous()
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def implementation(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(sampler, "kernel_group", lambda *_: None)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize(("size", "vocabulary"), [(2, 1000), (3, 1000), (2, 33000), (3, 4)])
+@pytest.mark.parametrize("way", list(WAYS))
+def test_draws_equal_those_from_whole_logits(way, size, vocabulary):
+    metadata, logits = WAYS[way], logits_of(vocabulary)
+    keys, positions = torch.randint(2**62, (ROWS,)), torch.arange(ROWS)
+    expected = sample_tokens(logits, keys, positions, metadata)
+
+    def draw(group):
+        own = VocabularySlice(group, vocabulary)
+        return sample_tokens(sliced(logits, own), keys, positions, metadata, own)
+
+    for drawn in on_every_rank(host_groups(size), draw):
+        assert torch.equal(drawn.tokens, expected.tokens)
+        for name in ("sampling_logps", "old_logps", "raw_logps"):
+            torch.testing.assert_close(getattr(drawn, name), getattr(expected, name), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize(("size", "vocabulary"), [(2, 1000), (3, 1001), (3, 4)])
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_scores_equal_those_from_whole_logits(size, vocabulary, temperature):
+    logits = logits_of(vocabulary)
+    targets = torch.where(torch.arange(ROWS) == 6, 0, vocabulary - 1)
+    expected = score_tokens(logits, targets, temperature)
+
+    def score(group):
+        own = VocabularySlice(group, vocabulary)
+        return score_tokens(sliced(logits, own), targets, temperature, own)
+
+    for scores in on_every_rank(host_groups(size), score):
+        torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_whole_logits_are_the_slices_in_order():
+    logits = logits_of(1001)
+
+    def gather(group):
+        own = VocabularySlice(group, 1001)
+        return own.whole(sliced(logits, own))
+
+    for whole in on_every_rank(host_groups(3), gather):
+        assert torch.equal(whole, logits)
+
+
+@pytest.mark.parametrize("way", ["plain", "top_p", "all"])
+def test_ranks_exchange_less_than_logits(way):
+    """Sums and candidates of a large vocabulary: a few bytes a row for plain draws, a few tokens for truncated ones."""
+    logits, sent = torch.randn(ROWS, 64000) * 4, []
+    keys, positions = torch.randint(2**62, (ROWS,)), torch.arange(ROWS)
+    groups = host_groups(2)
+
+    def draw(group):
+        own, before = VocabularySlice(group, 64000), group.record.round
+        sample_tokens(sliced(logits, own), keys, positions, WAYS[way], own)
+        sent.append(group.record.round - before)
+
+    on_every_rank(groups, draw)
+    whole = ROWS * 32000 * 4 / (4 * groups[0].record.capacity)  # rounds that the logits would take
+    assert max(sent) <= (2 if way == "plain" else 0.75 * whole)
