@@ -59,7 +59,10 @@ def main() -> None:
     start_ranks()
     contenders = make_contenders(args)
     engine = next(iter(contenders.values())).engine
-    ids = torch.randint(1, SHAPES[args.shape]["vocab"], (args.sequences, args.prompt_length)).to(engine.device)
+    generator = torch.Generator().manual_seed(dist.get_rank())  # equal prompts of two ranks would be decoded once
+    ids = torch.randint(1, SHAPES[args.shape]["vocab"], (args.sequences, args.prompt_length), generator=generator).to(
+        engine.device
+    )
     request = {
         "attention_mask": torch.ones_like(ids),
         "max_new_tokens": args.new_tokens,

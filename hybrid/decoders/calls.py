@@ -4,11 +4,9 @@ A rank's request may fail, or a rank may have none, at any time. If requests lea
 those of the other ranks with dummy steps, and raises its own error once all ranks are done.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from io import BytesIO
 from typing import Any
 
 import torch
@@ -17,103 +15,13 @@ import torch.distributed as dist
 from hybrid.call_lock import CallLock
 from hybrid.decoders.collective_forwards import CollectiveForwards
 from hybrid.decoders.fused_model import AnyDecoder, FusedModel
+from hybrid.decoders.group_work import GroupWork, Work
 from hybrid.decoders.tp_forwards import ModuleExchange
 from hybrid.kernels.host_group import HostGroup
-from hybrid.parallel import InferenceGroup, LostRankError, all_gather_objects, is_lost_rank, lost_rank_reported
+from hybrid.parallel import LostRankError, all_gather_objects, is_lost_rank, lost_rank_reported
 from hybrid.profiling import Phase
 from hybrid.weights.lend import Window
 from hybrid.weights.module_tables import attribute
-
-
-class Work(ABC):
-    """What a rank wants of the decoder, in a form that other ranks can run too: inputs without user code."""
-
-    @property
-    def key(self) -> Hashable:
-        """Work of several ranks with equal keys runs as one; None: it runs by itself."""
-        return None
-
-    @abstractmethod
-    def run(self, decoder: AnyDecoder, resources: Any, is_own: bool = True) -> Any:
-        """The result.  resources: of the rank that runs it.  is_own: whether that rank asked for it."""
-
-    def joined(self, works: list["Work"]) -> "Work":
-        """This and other work with the same key as one, in the order of `works`."""
-        raise NotImplementedError
-
-    def part(self, result: Any, works: list["Work"], index: int) -> Any:
-        """The result of works[index], from that of the joined work."""
-        return result
-
-
-class GroupWork:
-    """Runs the work of all ranks of a group on all of them, in the same order: their decoder is a collective.
-
-    resources: as in Work.run.  limit_bytes: of the KV cache may differ by rank; `resources.agree` is given the least.
-    """
-
-    def __init__(self, group: InferenceGroup, device: torch.device):
-        self.group, self.device = group, device
-        self.is_pending = False  # other ranks wait for this rank's work of the current request
-
-    def run(self, decoder: AnyDecoder, own: Work | None, resources: Any) -> Any:
-        """The result of this rank's work, None without any. A collective.
-
-        Raises what this rank's work raised, once all ranks' work is done; RankFailedError or LostRankError for an error
-        that the ranks cannot go on after.
-        """
-        self.is_pending = False
-        messages = all_gather_objects(packed_work((own, resources.kv_limit())), self.group.group)
-        works, limits = zip(*(unpacked_work(message, self.device) for message in messages), strict=True)
-        resources.agree(limits)
-        result = failure = None
-        try:
-            for indices in batches_of(works):
-                parts = [works[index] for index in indices]
-                is_own = self.group.index in indices
-                if is_own and len(parts) == 1:
-                    parts = [own]  # with what cannot be sent
-                work = parts[0].joined(parts) if len(parts) > 1 else parts[0]
-                try:
-                    output = work.run(decoder, resources, is_own)
-                except OwnError as error:  # in user code, on this rank alone
-                    failure = error.__cause__
-                    continue
-                if is_own:
-                    result = work.part(output, parts, indices.index(self.group.index))
-        except BaseException:
-            if isinstance(self.group, HostGroup):
-                self.group.fail()
-            raise
-        if failure is not None:
-            raise failure
-        return result
-
-
-class OwnError(Exception):
-    """Raised from an error of user code that only this rank runs; the other ranks know that it has ended."""
-
-
-def batches_of(works: Sequence[Work | None]) -> list[list[int]]:
-    """The indices of works that run as one, in the order of the first of each."""
-    batches: dict[Hashable, list[int]] = {}
-    for index, work in enumerate(works):
-        if work is not None:
-            batches.setdefault((index,) if work.key is None else work.key, []).append(index)
-    return list(batches.values())
-
-
-def packed_work(value: Any) -> bytes:
-    """An object with tensors as bytes."""
-    buffer = BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpacked_work(message: bytes, device: torch.device) -> Any:
-    """The object of `packed_work`; tensors that were not on the CPU are on `device`."""
-    place = lambda storage, where: storage if where == "cpu" else storage.to(device)  # noqa: E731
-    return torch.load(BytesIO(message), map_location=place, weights_only=False)
 
 
 class Calls:
@@ -127,6 +35,7 @@ class Calls:
     inside = False  # a request is running: forwards of the model are part of it
     resources: Any = None  # what a Work runs on, see `Generator.attach`
     group_index: int | None = None  # this rank's index among those that decode one batch; None: it decodes its own
+    exchanges_work = False  # ranks run each other's work, so it must not have user code
 
     def __init__(
         self,
@@ -175,8 +84,8 @@ class Calls:
                 self.fused.note_fallback(fallback_reason)
             yield None if tokens is None else self.fused.decoder(self.window.uses_adapters, tokens)
 
-    def compute(self, decoder: AnyDecoder, work: Work) -> Any:
-        """The result of work by the decoder, inside a request."""
+    def compute(self, decoder: AnyDecoder | None, work: Work) -> Any:
+        """The result of work by the decoder, None for the model's own forwards, inside a request."""
         return work.run(decoder, self.resources)
 
     def native(self, module: torch.nn.Module, forward: Callable) -> Any:
@@ -248,6 +157,7 @@ class SharedCalls(Calls):
         super().__init__(window, fused, lock, rebuild)
         self.group, self.native_forwards, self.phase = group, native, phase
         self.group_work = None
+        self.exchanges_work = fused.group is not None or isinstance(native, ModuleExchange)
         if fused.group is not None:
             self.group_work, self.group_index = GroupWork(fused.group, window.device), fused.group.index
         self.decoder: AnyDecoder | None = None  # of the running request
@@ -299,8 +209,12 @@ class SharedCalls(Calls):
         with self._running(own, headers) as decoder:
             yield decoder
 
-    def compute(self, decoder: AnyDecoder, work: Work) -> Any:
-        return work.run(decoder, self.resources) if self.group_work is None else self._compute_together(decoder, work)
+    def compute(self, decoder: AnyDecoder | None, work: Work) -> Any:
+        if decoder is None and isinstance(self.native_forwards, ModuleExchange):
+            return self.native_forwards.compute(work, self.resources)
+        if decoder is None or self.group_work is None:
+            return work.run(decoder, self.resources)
+        return self._compute_together(decoder, work)
 
     def _compute_together(self, decoder: AnyDecoder, work: Work | None) -> Any:
         if work is not None and not self.group_work.is_pending:
@@ -371,6 +285,8 @@ class SharedCalls(Calls):
     def _finish(self) -> None:
         """Take part in what the other ranks still want."""
         if self.decoder is None:
+            if isinstance(self.native_forwards, ModuleExchange):
+                self.native_forwards.resources = self.resources
             if self.native_forwards is not None:
                 self.native_forwards.finish()
         elif self.group_work is None:

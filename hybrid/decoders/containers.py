@@ -10,8 +10,9 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybrid.decoders.batch import BLOCK_SIZE, is_packable, packed
-from hybrid.decoders.calls import Calls, Work
+from hybrid.decoders.calls import Calls
 from hybrid.decoders.fused_model import AnyDecoder, FusedModel
+from hybrid.decoders.group_work import Work
 from hybrid.decoders.vocabulary import whole_logits
 from hybrid.inputs import as_model_inputs
 from hybrid.models.model_info import ModelInfo

@@ -1,4 +1,6 @@
-"""Runs a model's own modules tensor-parallel: all ranks run every rank's calls, in rank order."""
+"""Runs a model's own modules tensor-parallel: all ranks run every rank's work as one batch, and single calls in rank
+order.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,16 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from hybrid.decoders.group_work import Work, packed_work, run_all, unpacked_work
+from hybrid.kernels.host_group import HostGroup, on_host
 from hybrid.parallel import Guard, InferenceGroup, LostRankError, all_gather_objects, lost_rank_reported
 from hybrid.weights.module_tables import attribute
-
-
-@dataclass(frozen=True)
-class SentTensor:
-    """A pickled tensor.  content: on the host.  on_device: whether it was on the model's device."""
-
-    content: torch.Tensor
-    on_device: bool
 
 
 @dataclass(frozen=True)
@@ -57,13 +53,14 @@ class ModuleExchange:
     """
 
     def __init__(self, group: InferenceGroup, device: torch.device, new_cache: Callable[[], Cache]):
-        self.group, self.device, self.new_cache = group, device, new_cache
+        self.group, self.device, self.new_cache = on_host(group, device), device, new_cache
         self.guard = Guard(device, group.group)
         self.parts: dict[str, nn.Module] = {}
         self.running = False  # a module runs on every rank: the modules that it calls need no exchange
         self.own: WeakKeyDictionary[Cache, tuple[int, int]] = WeakKeyDictionary()  # number, tokens after the last call
         self.others: dict[tuple[int, int], Cache] = {}  # other ranks' caches, by rank and number
         self.freed: list[int] = []  # numbers of own caches that have been freed
+        self.resources: Any = None  # what work runs on, from `Generator.attach`
         self.numbers = count()
 
     def call(self, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -79,6 +76,14 @@ class ModuleExchange:
         if failure is not None:
             raise failure
         return output
+
+    def compute(self, work: Work, resources: Any) -> Any:
+        """The result of work by the model's own forwards, which every rank runs on all ranks' rows. As `call`."""
+        self.resources = resources
+        _, result, failure = self._exchange(work)
+        if failure is not None:
+            raise failure
+        return result
 
     def finish(self) -> None:
         """Run the other ranks' calls until every rank is done. An error is raised on the rank that made the call."""
@@ -106,18 +111,25 @@ class ModuleExchange:
         return attribute(self, "running", True)
 
     def _exchange(
-        self, own_call: Call | None, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self, own_call: Call | Work | None, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> tuple[bool, Any, Exception | None]:
-        """Run the ranks' calls. Gives whether there was any, the output of this rank's call, and its error."""
+        """Run the ranks' calls and work. Gives whether there was any, the output of this rank's, and its error."""
         freed = self.freed.copy()
         del self.freed[: len(freed)]
         with lost_rank_reported("waiting for its next request"):
-            messages = all_gather_objects((own_call, freed), self.group.group)
-        own_output = failure = None
-        for rank, (call, freed) in enumerate(messages):
+            own_round = self.group.record.round if isinstance(self.group, HostGroup) else 0
+            messages = all_gather_objects(packed_work((own_call, freed, own_round)), self.group.group)
+        messages = [unpacked_work(message, self.device) for message in messages]
+        if isinstance(self.group, HostGroup):
+            self.group.begin_call(round for _, _, round in messages)
+        for rank, (_, freed, _) in enumerate(messages):
             for number in freed:
                 self.others.pop((rank, number), None)
-            if call is None:
+        works = [call if isinstance(call, Work) else None for call, *_ in messages]
+        own_work = own_call if isinstance(own_call, Work) else None
+        own_output, failure = self._compute(works, own_work)
+        for rank, (call, *_) in enumerate(messages):
+            if not isinstance(call, Call):
                 continue
             own = rank == self.group.index
             inputs = (args, kwargs) if own else tree_map(partial(self._received, rank), (call.args, call.kwargs))
@@ -130,7 +142,18 @@ class ModuleExchange:
                 continue
             self._keep_caches((*inputs, output), rank, call.fresh)
             own_output = output if own else own_output
-        return any(call is not None for call, _ in messages), own_output, failure
+        return any(call is not None for call, *_ in messages), own_output, failure
+
+    def _compute(self, works: list[Work | None], own: Work | None) -> tuple[Any, Exception | None]:
+        """Run the ranks' work. Gives the result of this rank's, and its error."""
+        try:
+            with lost_rank_reported("computing together with it"), self.together():
+                run = partial(run_all, works, own, self.group.index, None, self.resources)
+                return self.guard.run(run) if any(works) else (None, None)
+        except LostRankError:
+            raise
+        except Exception as error:  # on every rank; the ranks with work and the rank where it arose raise it
+            return None, error if own is not None or self.guard.failed_here else None
 
     def _run(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         autocast = torch.autocast(self.device.type, call.autocast, enabled=call.autocast is not None)
@@ -139,7 +162,7 @@ class ModuleExchange:
 
     def _sent(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return SentTensor(leaf.detach().cpu(), leaf.device.type != "cpu")
+            return leaf.detach().clone()  # a view would be sent with all of its storage
         if not isinstance(leaf, Cache):
             return leaf
         tokens = leaf.get_seq_length()
@@ -154,8 +177,6 @@ class ModuleExchange:
         return SentCache(self.own[leaf][0])
 
     def _received(self, rank: int, leaf: Any) -> Any:
-        if isinstance(leaf, SentTensor):
-            return leaf.content.to(self.device) if leaf.on_device else leaf.content
         if not isinstance(leaf, SentCache):
             return leaf
         if (rank, leaf.number) not in self.others:

@@ -43,6 +43,7 @@ class SharedModules:
     ):
         self.info, self.plan, self.group, self.device = info, info.tp_plan, group, device
         self.exchange = ModuleExchange(group, device, new_cache)
+        self.group = self.exchange.group
         self.shard = Shard(group.size, group.index)
         self.plain = {module.wrapper: module.plain for module in adapted}
         self.is_lent = False

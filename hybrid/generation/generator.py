@@ -32,8 +32,16 @@ from hybrid.generation.lockstep import NativeForward, Outputs, in_lockstep
 from hybrid.generation.request import GenerateInputs, Request, rollout_request
 from hybrid.generation.sampler import Seeds, stream_keys, wrapped
 from hybrid.generation.scheduler import Completions
-from hybrid.generation.scoring import Scores, score_natively
-from hybrid.generation.work import CompletionWork, LockstepWork, Resources, ScoreWork
+from hybrid.generation.scoring import Scores
+from hybrid.generation.work import (
+    CompletionWork,
+    LockstepWork,
+    NativeScoreWork,
+    NativeWork,
+    Resources,
+    ScoreWork,
+    native_work,
+)
 from hybrid.inputs import as_ids, as_mask, as_model_inputs
 from hybrid.models.model_info import ModelInfo
 from hybrid.parallel import InferenceGroup, own_row_ids
@@ -79,7 +87,15 @@ class Generator:
     def attach(self, info: ModelInfo, calls: Calls, expands: bool) -> None:
         """Generate with this model from now on.  calls: open its window.  expands: as in NativeForward."""
         self.info, self.model, self.calls, self.expands = info, info.model, calls, expands
-        calls.resources = Resources(self.block_pool, self.profiler.phase, self.max_num_seqs, self.times)
+        calls.resources = Resources(
+            self.model,
+            self.kv_cache,
+            expands or calls.exchanges_work,
+            self.block_pool,
+            self.profiler.phase,
+            self.max_num_seqs,
+            self.times,
+        )
 
     # -------------------------------------------------------------- generate
 
@@ -129,7 +145,7 @@ class Generator:
         request, totals = None, []
         if not fallback_reason:
             request = inputs.request(keys)
-            if request is not None and request.runs_user_code and self.calls.group_index is not None:
+            if request is not None and request.runs_user_code and self.calls.exchanges_work:
                 request = None
             totals = [length + inputs.max_new_tokens for length in inputs.prompt_lengths()]
             self.block_pool.require_room(totals if request is None else [max(totals)], self._block_bytes())
@@ -138,7 +154,9 @@ class Generator:
         encoder_outputs = inputs.model_kwargs.get("encoder_outputs") if model.config.is_encoder_decoder else None
         outputs, cache = Outputs(inputs.config, encoder_outputs), None
         with self.calls.request(adapters, max(totals, default=None), fallback_reason) as decoder:
-            if decoder is None:
+            if decoder is None and request is not None and self.calls.exchanges_work:
+                done = self.calls.compute(None, native_work(inputs, keys))
+            elif decoder is None:
                 forward = NativeForward(model, inputs, self.kv_cache, self.expands)
                 done, cache = in_lockstep(forward, inputs, keys, outputs, self.profiler.phase), forward.cache
             elif request is not None:
@@ -223,26 +241,16 @@ class Generator:
             self.require_memory(len(ids), ids.shape[1] + params.max_new_tokens)
         with self.calls.request(adapters, request.longest) as decoder:
             if decoder is None:
-                done = self._rollout_natively(request, mask, params)
+                config = params.generation_config(self.model, num_generations=1)
+                done = self.calls.compute(
+                    None, NativeWork(ids, mask, keys, config, logprob_temperature=request.logprob_temperature)
+                )
             else:
                 done = self._complete(request, decoder)
         self.profiler.generated(len(ids), int(done.lengths.sum()))
         after = self.profiler.stats()
         timings = {name: after[name] - before[name] for name in ROLLOUT_TIMINGS}
         return rollout_batch(request, mask, done, weight_version, timings)
-
-    def _rollout_natively(self, request: Request, mask: torch.Tensor, params: SamplingParams) -> Completions:
-        """A rollout by the model's own forward: Hugging Face's `generate()` prepares its cache and arguments."""
-
-        def decoding_method(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-            inputs = GenerateInputs(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-            forward = NativeForward(model, inputs, self.kv_cache, self.expands)
-            outputs, phase = Outputs(generation_config, None), self.profiler.phase
-            return in_lockstep(forward, inputs, request.sampling_keys, outputs, phase, request.logprob_temperature)
-
-        config = params.generation_config(self.model, num_generations=1)
-        kwargs = {"attention_mask": mask, "generation_config": config, "custom_generate": decoding_method}
-        return hugging_face_generate(self.model, (request.prompt_ids,), kwargs)
 
     # ----------------------------------------------------------------- score
 
@@ -271,7 +279,8 @@ class Generator:
         batch = (sequences, attention_mask, temperature, rows_per_forward)
         with self.profiler.phase("prefill"), self.calls.request(adapters, longest, fallback_reason) as decoder:
             if decoder is None:
-                scores = score_natively(self.model, *batch, in_parts=not isinstance(self.calls, SharedCalls))
+                in_parts = self.calls.exchanges_work or not isinstance(self.calls, SharedCalls)
+                scores = self.calls.compute(None, NativeScoreWork(*batch, in_parts))
             else:
                 scores = self.calls.compute(decoder, ScoreWork(*batch))
         return Scores(scores.per_token_logps[:rows], scores.entropies[:rows])

@@ -46,8 +46,8 @@ class Completions:
     def trimmed(self) -> "Completions":
         """The same, as wide as the longest row."""
         width = int(self.lengths.max())
-        names = ("tokens", "sampling_logps", "old_logps", "raw_logps")
-        return replace(self, **{name: getattr(self, name)[:, :width] for name in names})
+        by_position = {name: getattr(self, name) for name in ("tokens", "sampling_logps", "old_logps", "raw_logps")}
+        return replace(self, **{name: t[:, :width] for name, t in by_position.items() if t is not None})
 
 
 @dataclass

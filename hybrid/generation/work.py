@@ -1,20 +1,24 @@
 """What the decoder computes for a call, as `Calls.compute` runs it: on this rank, or on all ranks of its group."""
 
+import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 from torch.nn import functional as F
+from transformers import GenerationConfig, LogitsProcessorList
 
-from hybrid.decoders.calls import OwnError, Work
 from hybrid.decoders.fused_model import AnyDecoder
+from hybrid.decoders.group_work import OwnError, Work
 from hybrid.generation.block_pool import BlockPool
-from hybrid.generation.generate import TimedDecoder
-from hybrid.generation.lockstep import FusedForward
-from hybrid.generation.request import Request
+from hybrid.generation.generate import TimedDecoder, hugging_face_generate
+from hybrid.generation.hf_cache import KVCache
+from hybrid.generation.lockstep import FusedForward, NativeForward, Outputs, in_lockstep
+from hybrid.generation.request import GenerateInputs, Request
 from hybrid.generation.scheduler import Completions, Scheduler
-from hybrid.generation.scoring import Scores, score_packed
+from hybrid.generation.scoring import Scores, score_natively, score_packed
 from hybrid.profiling import ModelTimes, Phase
 
 STEPS_ON_DEVICES = 8  # decode steps between two checks for ended sequences: a check waits for the device
@@ -22,8 +26,15 @@ STEPS_ON_DEVICES = 8  # decode steps between two checks for ended sequences: a c
 
 @dataclass
 class Resources:
-    """What a rank computes with.  times: of its forwards, if they are timed.  max_num_seqs: per rank of a group."""
+    """What a rank computes with.
 
+    model, kv_cache: of the model's own forwards.  expands: as in NativeForward, where all ranks have the same rows.
+    max_num_seqs: per rank of a group.  times: of its forwards, if they are timed.
+    """
+
+    model: nn.Module
+    kv_cache: KVCache
+    expands: bool
     block_pool: BlockPool
     phase: Phase
     max_num_seqs: int
@@ -123,6 +134,84 @@ class JoinedProcessors:
             if processors is not None and len(here):
                 processed[here] = processors(ids[here, padding:], scores[here], rows[here] - first)
         return processed
+
+
+@dataclass(frozen=True)
+class NativeWork(Work):
+    """A request's completions by the model's own forward: Hugging Face's `generate()` prepares its cache and arguments.
+
+    prompt_ids, prompt_mask: int64 [rows, prompt_len], left padded.  sampling_keys: int64 [rows].
+    config: of `generate()`.
+    processors: Hugging Face's own, for these rows; None: those that `generate()` makes of `config`.
+    logprob_temperature: of `Completions.old_logps`; None: no logprobs.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_mask: torch.Tensor
+    sampling_keys: torch.Tensor
+    config: GenerationConfig
+    processors: LogitsProcessorList | None = None
+    logprob_temperature: float | None = None
+
+    @property
+    def key(self) -> Hashable:
+        if self.processors is not None:
+            return None
+        # Hugging Face's repetition penalty counts padding as well (5.23): with it, only prompts of equal width.
+        width = 0 if self.config.repetition_penalty in (None, 1.0) else self.prompt_ids.shape[1]
+        return "native completions", self.config.to_json_string(use_diff=False), self.logprob_temperature, width
+
+    def run(self, decoder: None, resources: Resources, is_own: bool = True) -> Completions:
+        def decoding_method(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+            processors = logits_processor if self.processors is None else self.processors
+            inputs = GenerateInputs(input_ids, processors, stopping_criteria, generation_config, model_kwargs)
+            forward = NativeForward(model, inputs, resources.kv_cache, resources.expands)
+            outputs = Outputs(generation_config, None)
+            return in_lockstep(forward, inputs, self.sampling_keys, outputs, resources.phase, self.logprob_temperature)
+
+        kwargs = {"attention_mask": self.prompt_mask, "generation_config": self.config, "use_cache": True}
+        kwargs["custom_generate"] = decoding_method
+        return hugging_face_generate(resources.model, (self.prompt_ids,), kwargs)
+
+    def joined(self, works: list["NativeWork"]) -> "NativeWork":
+        width = max(work.prompt_ids.shape[1] for work in works)
+        ids, masks = (
+            torch.cat([F.pad(tensor, (width - tensor.shape[1], 0)) for tensor in tensors])
+            for tensors in zip(*((work.prompt_ids, work.prompt_mask) for work in works), strict=True)
+        )
+        keys = torch.cat([work.sampling_keys for work in works])
+        return replace(self, prompt_ids=ids, prompt_mask=masks, sampling_keys=keys)
+
+    def part(self, result: Completions, works: list["NativeWork"], index: int) -> Completions:
+        counts = [len(work.prompt_ids) for work in works]
+        return result.rows(sum(counts[:index]), counts[index]).trimmed()
+
+
+def native_work(inputs: GenerateInputs, sampling_keys: torch.Tensor) -> NativeWork:
+    """The work of a `generate()` call without user code, whose prompts are already repeated for each sample."""
+    mask = inputs.model_kwargs.get("attention_mask")
+    mask = torch.ones_like(inputs.input_ids) if mask is None else mask
+    config = copy.deepcopy(inputs.config)
+    config.num_return_sequences = 1
+    return NativeWork(inputs.input_ids, mask, sampling_keys, config, inputs.logits_processor)
+
+
+@dataclass(frozen=True)
+class NativeScoreWork(Work):
+    """Scores of sequences, as `score_natively` gives them.
+
+    in_parts: False if each forward is a collective of ranks with batches of their own.
+    """
+
+    sequences: torch.Tensor
+    attention_mask: torch.Tensor
+    temperature: float
+    rows_per_forward: int
+    in_parts: bool
+
+    def run(self, decoder: None, resources: Resources, is_own: bool = True) -> Scores:
+        batch = self.sequences, self.attention_mask, self.temperature, self.rows_per_forward
+        return score_natively(resources.model, *batch, self.in_parts)
 
 
 @dataclass(frozen=True)

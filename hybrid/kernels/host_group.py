@@ -98,8 +98,8 @@ class HostGroup(InferenceGroup):
         if status in (ENDED, SILENT):
             what = "has ended" if status == ENDED else f"has not answered for {TIMEOUT_S} s"
             raise LostRankError(
-                f"rank {own_rank()}: another rank has ended, or does not answer: rank {rank} of its group {what}. Its own "
-                "output says why; nothing can be generated or trained without it: start the run again"
+                f"rank {own_rank()}: another rank has ended, or does not answer: rank {rank} of its group {what}. Its "
+                "own output says why; nothing can be generated or trained without it: start the run again"
             )
         if status == SUM_FAILED:
             raise self.error
