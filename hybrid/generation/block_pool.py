@@ -19,6 +19,7 @@ class BlockPool:
     step: growth increment of the storage, in tokens.
     limit_bytes: the most bytes that the storage may take; None: unlimited.
     limit_name: the setting that sets `limit_bytes`, named in error messages.
+    explain: gives text that is appended to `require_room`'s error message.
     free_bytes: gives the bytes of free memory, which bound what `reserve_call` reserves.
 
     Block 0 is never allocated: the padding rows of a CUDA graph write there.
@@ -29,11 +30,12 @@ class BlockPool:
         step: int,
         limit_bytes: int | None = None,
         limit_name: str = "rollout.kv_cache_bytes",
+        explain: Callable[[], str] = str,
         free_bytes: Callable[[], float] = lambda: math.inf,
     ):
         self.step = step
         self.limit_bytes = limit_bytes
-        self.limit_name, self.free_bytes = limit_name, free_bytes
+        self.limit_name, self.explain, self.free_bytes = limit_name, explain, free_bytes
         self.kv: PagedKV | None = None
         self.make: Callable[[int], PagedKV] | None = None  # during a call
         self.free_blocks: list[int] = []
@@ -65,13 +67,13 @@ class BlockPool:
         held together while the content is copied.
         """
         assert not self.num_used, "blocks are in use, and their content would be lost"
-        capacity = self._rounded(num_blocks + 1)
-        if capacity > self.capacity:
+        wanted = self._rounded(num_blocks + 1)
+        if wanted > self.capacity:
             affordable = (self.free_bytes() + self.nbytes()) * RESERVED_SHARE / self.block_bytes
-            capacity = self._rounded(int(min(num_blocks + 1, max(affordable, 1))))
-        if capacity > self.capacity:
+            wanted = self._rounded(int(min(num_blocks + 1, max(affordable, 1))))
+        if wanted > self.capacity:
             self.release()
-            self.kv = self.make(capacity)
+            self.kv = self.make(wanted)
             self.peak_bytes = max(self.peak_bytes, self.nbytes())
             self._all_free()
 
@@ -111,6 +113,7 @@ class BlockPool:
             raise ValueError(
                 f"{self.limit_name} leaves {self.limit_bytes} bytes for keys and values: {rows} of {max(lengths)} "
                 f"tokens, new ones included, may need {needed}; raise it by the difference, or ask for fewer tokens"
+                + self.explain()
             )
 
     def _ensure_free(self, num_blocks: int) -> None:

@@ -256,7 +256,9 @@ class Snapshot:
     def blank(self, ref: ParamRef, param: nn.Parameter) -> torch.Tensor | None:
         """A meta tensor with the shape and dtype of what is kept of `param` at `ref`; None if another rank has it."""
         blank = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
-        return self.slices[ref].of(blank) if ref in self.slices else blank
+        if ref in self.slices:
+            blank = self.slices[ref].of(blank)
+        return None if blank is None else torch.empty_like(blank, memory_format=torch.contiguous_format)
 
     def _is_merged_at(self, ref: ParamRef) -> bool:
         adapted, _ = self.sources[ref]
