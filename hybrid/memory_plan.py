@@ -160,7 +160,7 @@ def need_of(mode: Mode, weight_bytes: tuple[int, int], fused: FusedModel, rollou
     def need(rows: int, tokens: int) -> Need:
         kv = kv_bytes(fused, rollout.kv_step, rows, tokens) if rows else 0
         kv = min(kv, rollout.kv_cache_bytes or kv)
-        ranks = 1 if decoder is None or decoder.vocabulary is None else mode.tp_size  # that decode one batch
+        ranks = 1 if decoder is None or decoder.group is None else mode.tp_size  # that decode one batch
         logits = logit_rows(decoder, ranks * max(rows, 1), tokens) * -(-vocabulary // ranks) * 4
         if decoder is None:
             # Of the model's own layers, approximately: four times the hidden size (the residual stream, its norm, the

@@ -338,7 +338,7 @@ class SharedCalls(Calls):
 
     def _header(self, *fields: Any, **more: Any) -> RequestHeader:
         group = self.fused.group
-        return RequestHeader(*fields, **more, round=group.record.round if isinstance(group, HostGroup) else 0)
+        return RequestHeader(*fields, **more, round=group.rounds if isinstance(group, HostGroup) else 0)
 
     def _exchange(self, header: RequestHeader) -> list[RequestHeader]:
         """Every rank's header, by rank. A collective. Raises LostRankError if a rank has ended."""

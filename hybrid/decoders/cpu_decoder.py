@@ -27,9 +27,9 @@ class CpuDecoder(WholeDecoder):
     dtype: of the matrices, float32 or bfloat16. Activations are float32, rounded to `dtype` where Hugging Face rounds.
     workspace: shared with decoders that never run at the same time.
 
-    group: ranks that have a slice of the weights each; `layout` then has this rank's heads, and `weights` gives slices.
-        Its functions are collectives: every rank calls them with the same tokens, and gets the same hidden states, and
-        the logits of its `vocabulary`.
+    group: ranks that have slices of the weights: heads, matrices and vocabulary are sliced over `group.tensor`, experts
+        over all of it. `layout` then has this rank's heads, and `weights` gives slices. Its functions are collectives:
+        every rank calls them with the same tokens, and gets the same hidden states, and the logits of its `vocabulary`.
 
     A weight is read in place if its role's tensor is a contiguous part of what `weights` gives; others, such as
     transposed ones, are copied. Weights may be int8 if `reads_int8` accepts them.
@@ -51,7 +51,8 @@ class CpuDecoder(WholeDecoder):
             raise UnsupportedModel(f"the CPU kernels compute float32 and bfloat16, not {dtype}")
         super().__init__(layout, weights, dtype, lora_deltas, copies)
         self.library, self.device, self.group = library, torch.device("cpu"), group
-        self.vocabulary = None if group is None else VocabularySlice(group, self.spec.vocab_size)
+        if group is not None and group.tensor.size > 1:
+            self.vocabulary = VocabularySlice(group.tensor, self.spec.vocab_size)
         self.workspace = Workspace() if workspace is None else workspace
         self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.lent: weakref.ref[PagedKV] | None = None  # the blocks whose addresses the layers' records hold
@@ -68,9 +69,14 @@ class CpuDecoder(WholeDecoder):
                 setattr(record, name, ENUMS[name].index(value) if name in ENUMS else value)
         record.embedding_size = self.spec.embedding_size or self.spec.hidden_size
         record.local_experts = self.spec.num_experts
-        if self.group is not None:
-            record.group = ctypes.addressof(self.group.record)
+        if self.vocabulary is not None:
+            record.group = ctypes.addressof(self.vocabulary.group.record)
             record.vocab_size = self.vocabulary.width
+        if self.group is not None:
+            record.expert_group = ctypes.addressof(self.group.record)
+            shards, index = (n // self.group.tensor.size for n in (self.group.size, self.group.index))
+            record.local_experts = -(-self.spec.num_experts // shards)
+            record.first_expert = index * record.local_experts
         record.alibi = None if self.alibi is None else address(self.alibi, torch.float32)
         return record
 
@@ -87,9 +93,9 @@ class CpuDecoder(WholeDecoder):
             embedding = self._matrix(refs["embedding.weight"])
             self.record.embedding = self._keep(embedding, self.dtype)
             self.record.embedding_rows = self.record.local_rows = len(embedding)
-            if self.group is not None:
-                self.record.first_row = self.group.index * len(embedding)
-                self.record.embedding_rows = self.group.size * len(embedding)
+            if self.vocabulary is not None:
+                self.record.first_row = self.vocabulary.group.index * len(embedding)
+                self.record.embedding_rows = self.vocabulary.group.size * len(embedding)
         if "positions.weight" in refs:
             self.record.positions = self._keep(self._matrix(refs["positions.weight"]), self.dtype)
         self._bind_record(self.record, refs, outer)
@@ -188,6 +194,7 @@ class CpuDecoder(WholeDecoder):
         unknown = self.library.forward(self._self(), ctypes.addressof(record), first, last, *pointers, threads)
         if self.group is not None:
             self.group.check()
+            self.group.tensor.check()
         if unknown:
             given = f"{int(batch.ids.min())} to {int(batch.ids.max())}"
             raise IndexError(

@@ -182,9 +182,9 @@ class FusedModel:
         group, embedding = self.group, weights.embedding()
         if group is None:
             return self._whole_decoder(self.layout, weights, copies)
-        if not isinstance(group, HostGroup) or group.tensor is not group or kernels_for(embedding) != CPU_KERNELS:
+        if not isinstance(group, HostGroup) or kernels_for(embedding) != CPU_KERNELS:
             return ShardedDecoder(self.layout, weights, group, copies)
-        layout = replace(self.layout, spec=shard_spec(self.layout.spec, Shard(group.size, group.index)))
+        layout = replace(self.layout, spec=shard_spec(self.layout.spec, Shard(group.tensor.size, group.tensor.index)))
         reads = layout, weights.tensor, embedding.dtype, cpu_library(), weights.lora_deltas
         return CpuDecoder(*reads, copies, self.workspace, group)
 

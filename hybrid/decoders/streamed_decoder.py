@@ -33,7 +33,7 @@ class StreamedDecoder:
     make: makes the decoder of a layout over `weights`.
     """
 
-    vocabulary = None
+    vocabulary = group = None  # each rank has its own tokens
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class StreamedDecoder:
         rotary = {key: CachedRope(table) for key, table in layout.rotary.items()}
         self.inner = inner = make(replace(layout, rotary=rotary), weights)
         self.spec, self.layout, self.dtype, self.reserve = inner.spec, inner.layout, inner.dtype, inner.reserve
-        self.weights, self.stream, self.group = weights, stream, weights.embedding().ds_process_group
+        self.weights, self.stream, self.process_group = weights, stream, weights.embedding().ds_process_group
         self.kv, self.context_block = inner.kv, inner.context_block
 
     @property
@@ -126,7 +126,7 @@ class StreamedDecoder:
                 work[index] = partial(self.inner.layers, batch=batch, kv=kv, first=index, last=index + 1)
         if wants_logits or rows is not None:
             work[AFTER] = self.inner.logits
-        forward, logits = any_rank([BEFORE in work, AFTER in work], self.device, self.group)
+        forward, logits = any_rank([BEFORE in work, AFTER in work], self.device, self.process_group)
         if not forward and not logits:
             return DONE
         return self.run([BEFORE, *layers] * forward + [AFTER] * logits, work, rows)

@@ -11,6 +11,7 @@ from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import JOINED, OUTER_ROLES, DecoderLayout, ParamRef
+from hybrid.parallel import InferenceGroup
 from hybrid.weights.joined import joined_view
 from hybrid.weights.lora import LowRank
 
@@ -70,6 +71,7 @@ class WholeDecoder:
 
     context_block = BLOCK_SIZE  # cached tokens that attention reads at a time
     vocabulary: VocabularySlice | None = None  # what `logits` and `decode` give logits of; None: the whole vocabulary
+    group: InferenceGroup | None = None  # ranks that run it together, on the same tokens; None: this rank alone
 
     def __init__(
         self,

@@ -26,7 +26,8 @@ class ShardedDecoder(TorchDecoder):
     def __init__(self, layout: DecoderLayout, weights: BoundWeights, group: InferenceGroup, copies: Copies | None):
         self.group, self.tensor = group, group.tensor
         local = shard_spec(layout.spec, Shard(self.tensor.size, self.tensor.index))
-        self.vocabulary = VocabularySlice(self.tensor, local.vocab_size)
+        if self.tensor.size > 1:
+            self.vocabulary = VocabularySlice(self.tensor, local.vocab_size)
         dtype = weights.embedding().dtype
         super().__init__(replace(layout, spec=local), weights.tensor, dtype, weights.lora_deltas, copies)
         ranks = group.size // self.tensor.size  # number of shards of the experts

@@ -117,7 +117,7 @@ class ModuleExchange:
         freed = self.freed.copy()
         del self.freed[: len(freed)]
         with lost_rank_reported("waiting for its next request"):
-            own_round = self.group.record.round if isinstance(self.group, HostGroup) else 0
+            own_round = self.group.rounds if isinstance(self.group, HostGroup) else 0
             messages = all_gather_objects(packed_work((own_call, freed, own_round)), self.group.group)
         messages = [unpacked_work(message, self.device) for message in messages]
         if isinstance(self.group, HostGroup):

@@ -219,8 +219,8 @@ class Scheduler:
         self.runner.allocate_slots(steps)
         for _ in range(steps):
             self.sample(self.runner.step(self.latest_tokens), len(self.runner))
-        if self.decoder.vocabulary is not None and self.runner.steps % CHECKED_STEPS < steps:
-            self.require_same_tokens(self.decoder.vocabulary.group)
+        if self.decoder.group is not None and self.runner.steps % CHECKED_STEPS < steps:
+            self.require_same_tokens(self.decoder.group)
         self.finish(steps)
 
     def require_same_tokens(self, group: InferenceGroup) -> None:

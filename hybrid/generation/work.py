@@ -71,7 +71,7 @@ class CompletionWork(Work):
         return "completions", *settings, *request.stop_token_ids.tolist()
 
     def run(self, decoder: AnyDecoder, resources: Resources, is_own: bool = True) -> Completions:
-        ranks = 1 if decoder.vocabulary is None else decoder.vocabulary.group.size
+        ranks = 1 if decoder.group is None else decoder.group.size
         steps = 1 if decoder.device.type == "cpu" else STEPS_ON_DEVICES
         with resources.opened(decoder) as decoder:
             most = ranks * resources.max_num_seqs
@@ -250,9 +250,9 @@ class LockstepWork(Work):
     def run(self, decoder: AnyDecoder, resources: Resources, is_own: bool = True) -> Completions | None:
         with resources.opened(decoder) as decoder:
             forward = FusedForward(decoder, resources.block_pool, self.prompt_lengths, self.max_new_tokens)
-            if decoder.vocabulary is None:
+            if decoder.group is None:
                 return self.decode(forward)
-            group = decoder.vocabulary.group
+            group = decoder.group
             message = self.prompt_ids.new_zeros(1 + len(self.prompt_ids))  # whether to go on, and the latest tokens
             if not is_own:
                 forward.prefill(self.prompt_ids)

@@ -32,7 +32,7 @@ class HostGroup(InferenceGroup):
 
     def __init__(self, group: InferenceGroup):
         self.size, self.index, self.number, self.group = group.size, group.index, group.number, group.group
-        self.tensor = self if group.tensor is group else group.tensor
+        self.tensor = self if group.tensor is group else HostGroup(group.tensor)
         self.memory: torch.Tensor | None = None
         self.is_open = False
         self.error: Exception | None = None  # of a sum inside a call of the kernels
@@ -41,20 +41,27 @@ class HostGroup(InferenceGroup):
         self.record.call = 1  # memory begins with no failed call: 0
         self.record.sum = ctypes.cast(self.sum_function, ctypes.c_void_p)
 
+    @property
+    def rounds(self) -> int:
+        """Exchanges so far, of this group and its tensor-parallel part."""
+        return max(self.record.round, self.tensor.record.round)
+
     def begin_call(self, rounds: Iterable[int]) -> None:
         """Start a computation of all ranks, after whatever the last one ended with. The first call is a collective.
 
-        rounds: `record.round` of every rank; they differ after an error.
+        rounds: `rounds` of every rank; they differ after an error.
         """
-        if not self.is_open:
-            self._open()
-        self.record.round = max(rounds)
-        self.record.call += 1
-        self.record.status, self.error = 0, None
+        groups, first = dict.fromkeys((self, self.tensor)), max(rounds)
+        for group in groups:
+            if not group.is_open:
+                group._open()
+            group.record.round = first
+            group.record.call += 1
+            group.record.status, group.error = 0, None
 
     def _open(self) -> None:
         """Share memory, if all ranks are on one host."""
-        host = HostMemory.shared_by(self.group)
+        host = HostMemory.shared_by(self.group) if self.size > 1 else None
         if host is not None and self.size <= len(self.record.pids):
             pids = all_gather_objects(os.getpid(), self.group)
             self.connect(host.empty(shared_bytes(self.size), torch.uint8), pids)
@@ -68,8 +75,9 @@ class HostGroup(InferenceGroup):
 
     def fail(self) -> None:
         """This rank has raised an error in the current call: raise RankFailedError on the ranks that wait for it."""
-        if self.memory is not None:
-            self.memory.view(torch.int64)[self.record.index * ARRIVAL_BYTES // 8 + 1] = self.record.call
+        for group in dict.fromkeys((self, self.tensor)):
+            if group.memory is not None:
+                group.memory.view(torch.int64)[group.index * ARRIVAL_BYTES // 8 + 1] = group.record.call
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-gather of tensors that have one shape on every rank.  [size, ...]"""

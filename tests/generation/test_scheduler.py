@@ -40,7 +40,7 @@ class PagedMock:
     """A decoder whose blocks hold token ids, and whose logits are a function of the stored sequence."""
 
     device = torch.device("cpu")
-    vocabulary = None
+    vocabulary = group = None
 
     def __init__(self):
         self.prefilled = 0  # tokens

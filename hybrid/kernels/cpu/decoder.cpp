@@ -58,10 +58,10 @@ struct Run {
   Range columns_of(const Linear& l) const { return partition(outputs(l), COLUMNS<T>, thread, threads); }
   void arrange(float* row, int64_t size) const { Reader<T>::Layout::arrange(row, size); }
 
-  // data [count] becomes its sum over the ranks, rounded. Call it between barriers; it ends in one.
-  void sum_over_ranks(float* data, int64_t count) const {
-    if (!d.group) return;
-    Group& g = *d.group;
+  // data [count] becomes its sum over the ranks of a group, rounded. Call it between barriers; it ends in one.
+  void sum_over_ranks(Group* group, float* data, int64_t count) const {
+    if (!group) return;
+    Group& g = *group;
     if (!g.memory) {
       const auto sum = (int64_t(*)(float*, int64_t))g.sum;
       if (thread == 0 && g.status == GROUP_OK && sum(data, count)) g.status = SUM_FAILED;
@@ -189,7 +189,7 @@ struct Run {
       work.squares[2 * t] = float(squared(row, q, 0)), work.squares[2 * t + 1] = float(squared(row + q, kv, 0));
     }
     barrier();
-    Run<float>{d, batch, work, thread, threads}.sum_over_ranks(work.squares, 2 * batch.tokens);
+    Run<float>{d, batch, work, thread, threads}.sum_over_ranks(d.group, work.squares, 2 * batch.tokens);
   }
   // The norm of a row of which this rank has `size` elements.  square: index in `squares`.
   void norm_row(const Norm& n, float* row, int64_t size, int64_t square) const {
@@ -306,7 +306,7 @@ struct Run {
     if (post.weight || l.num_lora_deltas || d.group) {
       product(l, x, x_stride, work.projected, d.hidden_size, d.group);
       barrier();
-      sum_over_ranks(work.projected, batch.tokens * d.hidden_size);
+      sum_over_ranks(d.group, work.projected, batch.tokens * d.hidden_size);
       add_normed(post, hidden);
     } else {
       const Range mine = columns_of(l);
@@ -350,8 +350,8 @@ struct Run {
       barrier();
       product(layer.down, work.gate_up, outputs(layer.gate_up), work.normed, d.hidden_size, d.group);
       barrier();
-      sum_over_ranks(work.projected, batch.tokens * d.hidden_size);
-      sum_over_ranks(work.normed, batch.tokens * d.hidden_size);
+      sum_over_ranks(d.group, work.projected, batch.tokens * d.hidden_size);
+      sum_over_ranks(d.group, work.normed, batch.tokens * d.hidden_size);
       add_both(layer, hidden);
       barrier();
       return;
@@ -376,7 +376,7 @@ struct Run {
   // A mixture of experts into `projected`: each expert in turn over the tokens routed to it.
   void mixture(const Layer& layer) const {
     const int64_t experts = d.num_experts, intermediate = layer.experts_down.inputs, width = intermediate * (d.gated ? 2 : 1);
-    const bool is_partial = d.group;
+    const bool is_partial = d.expert_group;
     product(layer.router, work.mlp_normed, d.hidden_size, work.router_weights, experts);
     barrier();
     for (int64_t t = rows().first; t < rows().last; t++) {
@@ -410,7 +410,7 @@ struct Run {
       }
       barrier();
     }
-    sum_over_ranks(work.projected, batch.tokens * d.hidden_size);
+    sum_over_ranks(d.expert_group, work.projected, batch.tokens * d.hidden_size);
     for (int64_t t = rows().first; t < rows().last; t++)
       for (int64_t k = 0; k < d.hidden_size; k++) work.projected[t * d.hidden_size + k] = rounded<T>(work.projected[t * d.hidden_size + k]);
   }
@@ -449,7 +449,7 @@ struct Run {
       }
     }
     barrier();
-    sum_over_ranks(rows_in, batch.tokens * size);
+    sum_over_ranks(d.group, rows_in, batch.tokens * size);
     if (d.project_in.parts) {
       for (int64_t t = rows().first; t < rows().last; t++) arrange(rows_in + t * size, size);
       barrier();

@@ -55,7 +55,7 @@ struct Group {
   int64_t pids[64];         // of each rank
 };
 
-// With a group, heads, inner sizes and vocabulary are those of this rank's slices.
+// With a group, numbers of heads, inner sizes and vocabulary are those of this rank's slices.
 struct Decoder {
   // DecoderSpec's fields.
   int64_t vocab_size, hidden_size, num_heads, num_kv_heads, head_dim, embedding_size;
@@ -66,7 +66,8 @@ struct Decoder {
   double embedding_multiplier, residual_multiplier, logits_divisor;
   const float* alibi;
   const Layer* layers;
-  Group* group;  // null: this rank has whole weights
+  Group* group;         // null: this rank has whole weights outside the experts
+  Group* expert_group;  // null: it has whole experts, and all of them
   // Weights outside the layers.
   const void *embedding, *positions;
   Norm embedding_norm, final_norm;
