@@ -1,0 +1,211 @@
+"""Decoders over slices of the weights equal the one over whole weights, for every family, and have equal bits on ranks.
+
+Ranks are threads of this process, see tests/host_groups.py.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, packed
+from hybrid.decoders.cpu_decoder import CpuDecoder
+from hybrid.decoders.tp_decoder import ShardedDecoder
+from hybrid.decoders.vocabulary import whole_logits
+from hybrid.kernels.cpu_library import cpu_library
+from hybrid.kernels.host_group import HostGroup
+from hybrid.models.reader import read_decoder
+from hybrid.models.spec import DecoderLayout, ParamRef
+from hybrid.parallel import InferenceGroup
+from hybrid.weights.lora import LowRank
+from hybrid.weights.slices import WHOLE, Shard, shard_spec, sizes_that_fit, slices_of
+from tests.decoders.test_cpu_decoder import threads
+from tests.decoders.test_torch_decoder import VARIANTS, own_weights
+from tests.host_groups import host_groups, on_every_rank
+from tests.marks import slow_but
+from tests.tiny_models import VOCABULARY, tiny_model
+
+LENGTHS, STEPS = (45, 7, 33), 3
+TOLERANCE = 4e-7  # of float32 logits, as a share of the largest
+CPU = torch.device("cpu")
+
+
+class Slices:
+    """A rank's slices of a model without adapters, as BoundWeights gives them."""
+
+    def __init__(self, layout: DecoderLayout, shard: Shard, experts: Shard = WHOLE):
+        self.layout, self.slices, self.copies = layout, slices_of(layout, shard, experts), {}
+
+    def tensor(self, ref: ParamRef) -> torch.Tensor | None:
+        whole = own_weights(ref)
+        if ref not in self.copies:
+            part = None if whole is None else self.slices[ref].of(whole.detach())
+            self.copies[ref] = None if part is None else part.contiguous()
+        return self.copies[ref]
+
+    def embedding(self) -> torch.Tensor:
+        return own_weights(self.layout.outer["embedding.weight"])
+
+    def lora_deltas(self, ref: ParamRef) -> list[LowRank]:
+        return []
+
+
+def cpu_decoder(layout: DecoderLayout, group: HostGroup | None = None) -> CpuDecoder:
+    """The kernels' decoder; with a group over this rank's slices."""
+    weights, dtype = own_weights, own_weights(layout.outer["embedding.weight"]).dtype
+    if group is not None:
+        shard, shards = Shard(group.tensor.size, group.tensor.index), group.size // group.tensor.size
+        experts = WHOLE if shards == 1 else Shard(shards, group.index // group.tensor.size)
+        weights = Slices(layout, shard, experts).tensor
+        layout = replace(layout, spec=shard_spec(layout.spec, shard))
+    decoder = CpuDecoder(layout, weights, dtype, cpu_library(), group=group)
+    decoder.bind()
+    return decoder
+
+
+def torch_decoder(layout: DecoderLayout, group: HostGroup) -> ShardedDecoder:
+    decoder = ShardedDecoder(layout, Slices(layout, Shard(group.size, group.index)), group, None)
+    decoder.bind()
+    return decoder
+
+
+def batches() -> list[PackedBatch]:
+    """A prefill of all sequences but their last tokens, and the decode steps of these."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(VOCABULARY, (length + STEPS,), generator=generator) for length in LENGTHS]
+    width = -(-(max(LENGTHS) + STEPS) // BLOCK_SIZE)
+    blocks = [list(range(1 + n * width, 1 + (n + 1) * width)) for n in range(len(ids))]
+    steps = [[(length + step, length + step + 1) for length in LENGTHS] for step in range(STEPS)]
+    return [
+        packed([row[a:b] for row, (a, b) in zip(ids, spans, strict=True)], [a for a, _ in spans], blocks, CPU)
+        for spans in ([(0, length) for length in LENGTHS], *steps)
+    ]
+
+
+@torch.no_grad()
+def logits_of(decoder) -> torch.Tensor:
+    """Logits after every token of `batches`, of the whole vocabulary."""
+    decoder.reserve(max(LENGTHS) + STEPS)
+    kv = decoder.kv(1 + 2 * len(LENGTHS))
+    parts = [decoder.logits(decoder.forward(batch, kv)) for batch in batches()]
+    return whole_logits(torch.cat(parts), decoder.vocabulary)
+
+
+def require_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(actual, expected, atol=tolerance * float(expected.abs().max()), rtol=0)
+
+
+def layout_of(variant: str, dtype: torch.dtype = torch.float32) -> DecoderLayout:
+    family, changes = VARIANTS[variant]
+    return read_decoder(tiny_model(family, dtype=dtype, **changes).eval())
+
+
+QUICK = ("llama", "olmo2", "gpt2", "opt", "bloom", "gptj", "falcon, new", "gemma2", "mixtral", "phi3")
+
+
+@pytest.mark.parametrize("variant", slow_but(QUICK, VARIANTS))
+def test_slices_give_the_logits_of_whole_weights_and_the_same_bits_on_every_rank(variant):
+    layout = layout_of(variant)
+    fits = sizes_that_fit(layout.spec.num_heads, layout.spec.num_kv_heads)
+    expected = logits_of(cpu_decoder(layout))
+    for size in (size for size in (2, 3, 4) if size in fits):
+        actual = on_every_rank(host_groups(size), lambda group: logits_of(cpu_decoder(layout, group)))
+        require_close(actual[0], expected, 3 * TOLERANCE)
+        assert all(torch.equal(logits, actual[0]) for logits in actual)
+
+
+@pytest.mark.parametrize("variant", slow_but(("llama", "mixtral"), QUICK))
+def test_the_kernels_equal_torchs_operations_over_the_same_slices(variant):
+    layout = layout_of(variant)
+    expected, actual = (
+        on_every_rank(host_groups(2), lambda group, make=make: logits_of(make(layout, group)))[0]
+        for make in (torch_decoder, cpu_decoder)
+    )
+    require_close(actual, expected, 5e-6)
+
+
+@pytest.mark.parametrize("variant", slow_but(("llama", "bloom", "mixtral"), QUICK))
+def test_bfloat16_is_as_near_to_float32_as_whole_weights_are(variant):
+    """Sums over ranks are rounded once, from float32."""
+    layout = layout_of(variant, torch.bfloat16)
+    exact = logits_of(cpu_decoder(read_decoder(float32_of(variant))))
+    whole = logits_of(cpu_decoder(layout))
+    sliced = on_every_rank(host_groups(2), lambda group: logits_of(cpu_decoder(layout, group)))[0]
+    errors = [(logits - exact).square().mean().sqrt() for logits in (sliced, whole)]
+    assert 0 < errors[0] < 1.2 * errors[1], errors
+
+
+def float32_of(variant: str) -> torch.nn.Module:
+    """The variant's model with weights that bfloat16 can represent."""
+    family, changes = VARIANTS[variant]
+    return tiny_model(family, dtype=torch.bfloat16, **changes).float().eval()
+
+
+@pytest.mark.parametrize("variant", ["llama", "olmo2", "mixtral", "falcon, new"])
+def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(variant):
+    layout = layout_of(variant)
+
+    def rows(group: HostGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        decoder = cpu_decoder(layout, group)
+        decoder.reserve(max(LENGTHS))
+        kv, batch = decoder.kv(1 + 2 * len(LENGTHS)), batches()[0]
+        together = decoder.forward(batch, kv)
+        last = int(batch.cu_seqlens[-2])
+        alone = packed([batch.ids[last:]], [0], [batch.block_tables[-1].tolist()], CPU)
+        return together[last:], decoder.forward(alone, kv)
+
+    for together, alone in on_every_rank(host_groups(2), rows):
+        assert torch.equal(together, alone)
+    with threads(2):
+        two = logits_of(cpu_decoder(layout))
+        sliced = on_every_rank(host_groups(2), lambda group: logits_of(cpu_decoder(layout, group)))
+    assert torch.equal(two, logits_of(cpu_decoder(layout)))
+    assert torch.equal(sliced[0], on_every_rank(host_groups(2), lambda g: logits_of(cpu_decoder(layout, g)))[0])
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe, weights not normalised"])
+@pytest.mark.parametrize(("tensor_size", "size"), [(1, 2), (1, 4), (2, 4)])
+def test_experts_divided_over_ranks_give_the_logits_of_whole_weights(variant, tensor_size, size):
+    """The rest of the model is whole on every rank, or sliced over neighbouring ranks."""
+    layout = layout_of(variant)
+    expected = logits_of(cpu_decoder(layout))
+    groups = host_groups(size)
+    for start in range(0, size, tensor_size):
+        for group, tensor in zip(groups[start : start + tensor_size], host_groups(tensor_size), strict=True):
+            group.tensor = tensor
+    for logits in on_every_rank(groups, lambda group: logits_of(cpu_decoder(layout, group))):
+        require_close(logits, expected, 3 * TOLERANCE)
+
+
+def test_ranks_exchange_two_sums_a_layer_and_one_for_the_embedding():
+    layout = layout_of("llama")
+    groups = host_groups(2)
+
+    def rounds(group: HostGroup) -> int:
+        decoder = cpu_decoder(layout, group)
+        decoder.reserve(64)
+        kv = decoder.kv(7)
+        decoder.forward(batches()[0], kv)
+        before = group.record.round
+        decoder.decode(batches()[1], kv)
+        return group.record.round - before
+
+    assert on_every_rank(groups, rounds) == [2 * len(layout.spec.layers) + 1] * 2
+
+
+def test_ranks_of_several_hosts_exchange_through_their_process_group(monkeypatch):
+    """Without shared memory the kernels call back for every sum; an error there is raised by the forward."""
+    layout, group, counts = layout_of("llama"), HostGroup(InferenceGroup(2, connected=False)), []
+    monkeypatch.setattr(InferenceGroup, "sum", lambda self, tensor: counts.append(tensor.numel()))
+    decoder = cpu_decoder(layout, group)
+    decoder.reserve(64)
+    kv = decoder.kv(7)
+    decoder.forward(batches()[0], kv)
+    assert counts == [sum(LENGTHS) * layout.spec.hidden_size] * (2 * len(layout.spec.layers) + 1)
+
+    def lost(self, tensor):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(InferenceGroup, "sum", lost)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        decoder.forward(batches()[0], kv)
