@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 from torch import nn
 
 from hybrid.decoders.batch import is_packable
@@ -83,6 +84,7 @@ class Generator:
     model: nn.Module = field(init=False)
     calls: Calls = field(init=False)
     expands: bool = field(init=False)
+    has_logged_broadcasts: bool = field(default=False, init=False)
 
     def attach(self, info: ModelInfo, calls: Calls, expands: bool) -> None:
         """Generate with this model from now on.  calls: open its window.  expands: as in NativeForward."""
@@ -162,6 +164,7 @@ class Generator:
             elif request is not None:
                 done = self._complete(request, decoder)
             else:
+                self._log_broadcasts()
                 work = LockstepWork(
                     inputs.input_ids,
                     inputs.prompt_lengths(),
@@ -290,6 +293,15 @@ class Generator:
     def _complete(self, request: Request, decoder: AnyDecoder) -> Completions:
         """A request's completions by the scheduler, as wide as the longest."""
         return self.calls.compute(decoder, CompletionWork(request)).trimmed()
+
+    def _log_broadcasts(self) -> None:
+        """Say once what user code costs where ranks decode together."""
+        if self.calls.exchanges_work and not self.has_logged_broadcasts:
+            self.has_logged_broadcasts = True
+            logger.info(
+                "hybrid: a processor, criterion or streamer of the user runs on this rank alone, and ranks of "
+                "inference_tp_size decode together: it costs a broadcast a step, and its rows run by themselves"
+            )
 
     def _block_bytes(self) -> int:
         """The most bytes that a block takes; 0 if the model runs natively."""

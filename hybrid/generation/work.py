@@ -1,6 +1,7 @@
 """What the decoder computes for a call, as `Calls.compute` runs it: on this rank, or on all ranks of its group."""
 
 import copy
+import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -93,8 +94,8 @@ class CompletionWork(Work):
 def same_rows(request: Request, other: Request) -> bool:
     """Whether two requests of equal settings have equal rows, whose tokens are then equal."""
     equal = torch.equal(request.prompt_ids, other.prompt_ids) and request.prompt_lengths == other.prompt_lengths
-    plain = request.processors is None and other.processors is None
-    return equal and plain and torch.equal(request.sampling_keys, other.sampling_keys)
+    equal = equal and torch.equal(request.sampling_keys, other.sampling_keys)
+    return equal and pickle.dumps(request.processors) == pickle.dumps(other.processors)
 
 
 def joined_request(requests: list[Request]) -> Request:
