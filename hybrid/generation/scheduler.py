@@ -105,6 +105,7 @@ class Scheduler:
         self.lengths = torch.zeros(count, dtype=torch.int64)
         # By running sequence: its row of the request, the position of its next new token, and its latest token.
         self.rows, self.positions, self.latest_tokens = torch.zeros(3, 0, dtype=torch.int64, device=device)
+        self.checksum = torch.zeros((), dtype=torch.int64, device=device)  # of all tokens, if ranks draw the same
         self.max_position = 0  # the largest of `positions`, as of the last check
         self.max_blocks: list[int] = []  # by running sequence: the most blocks that it may need
 
@@ -225,9 +226,7 @@ class Scheduler:
 
     def require_same_tokens(self, group: InferenceGroup) -> None:
         """Raise RuntimeError, on every rank of the group, unless the ranks have drawn the same tokens. A collective."""
-        rows = self.rows + 1
-        own = torch.stack([rows.sum(), (rows * (self.positions + 1) * (self.latest_tokens + 1)).sum()])
-        checksums = group.gather(own).tolist()
+        checksums = group.gather(self.checksum).tolist()
         if different := [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]:
             raise RuntimeError(
                 f"ranks that decode one batch have drawn different tokens by step {self.runner.steps}: ranks "
@@ -251,6 +250,8 @@ class Scheduler:
         self.logps[:, rows, positions] = torch.stack([drawn.sampling_logps, old, raw])
         self.latest_tokens[-count:] = drawn.tokens
         positions += 1
+        if self.decoder.group is not None:
+            self.checksum.mul_(31).add_(((rows + 1) * (positions + drawn.tokens)).sum())
 
     def processed(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Scores after processors, which get rows of one length at a time, as in Hugging Face's batches."""

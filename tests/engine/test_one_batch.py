@@ -10,7 +10,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hybrid
 from hybrid.decoders.cpu_decoder import CpuDecoder
-from hybrid.generation.scheduler import CHECKED_STEPS, Scheduler
+from hybrid.generation import scheduler
+from hybrid.generation.scheduler import CHECKED_STEPS
 from hybrid.kernels.cpu_library import cpu_library
 from tests.engine.test_memory_modes import Lines
 from tests.engines import CollectiveCount, Recorder, engine_of, settings
@@ -69,7 +70,7 @@ def check_equal_prompts() -> None:
     with pytest.MonkeyPatch.context() as patch:
         forwards = Forwards(patch)
         actual = engine.generate(ids, attention_mask=mask, max_new_tokens=5, min_new_tokens=5)
-    assert forwards.rows == [3] * 5
+    assert forwards.rows == [3] * 5, forwards.rows
     assert torch.equal(actual, reference.generate(ids, attention_mask=mask, max_new_tokens=5, min_new_tokens=5))
 
 
@@ -145,15 +146,16 @@ def check_different_tokens() -> None:
     reference, engine = engines(max_position_embeddings=128)
     ids, mask = prompts(2, 9, padded=True, seed=dist.get_rank())
     request = {"attention_mask": mask, "max_new_tokens": 40, "min_new_tokens": 40}
-    own = Scheduler.sample
+    own = scheduler.sample_tokens
 
-    def sample(scheduler, logits, count):
-        own(scheduler, logits, count)
-        if dist.get_rank() == 1 and scheduler.runner.steps == 7:
-            scheduler.latest_tokens[0] += 1
+    def sample(logits, keys, positions, *args):
+        drawn = own(logits, keys, positions, *args)
+        if dist.get_rank() == 1 and positions[0] == 7:
+            drawn.tokens[0] = (drawn.tokens[0] + 1) % 90
+        return drawn
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "sample", sample)
+        patch.setattr(scheduler, "sample_tokens", sample)
         with pytest.raises(RuntimeError, match=f"different tokens by step {CHECKED_STEPS}: ranks 1 of the group"):
             engine.generate(ids, **request)
     assert engine.module.training
