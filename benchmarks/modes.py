@@ -97,15 +97,19 @@ def make_contenders(args: argparse.Namespace) -> dict[str, Contender]:
     }
     makers = {name: partial(of_engine, args, block) for name, block in blocks.items()}
     makers |= {f"pinned, LoRA {how}": partial(of_engine, args, {}, lora=how) for how in ("merged", "unmerged")}
+    makers |= {
+        f"{name}, native": partial(of_engine, args, blocks[name], containers="native")
+        for name in ("pinned", "tensor parallel")
+    }
     makers["GatheredParameters(all) + Hugging Face"] = partial(of_hugging_face, args, gathered)
     makers["ZeRO-3 that keeps all + Hugging Face"] = partial(of_hugging_face, args, plain)
     makers["plain ZeRO-3 Hugging Face"] = partial(of_hugging_face, args, plain, live_share=DEFAULT_LIVE_SHARE)
     return {name: make() for name, make in makers.items() if not args.contenders or name in args.contenders}
 
 
-def of_engine(args: argparse.Namespace, block: dict, lora: str = "") -> Contender:
-    """This engine, with `block` as its `hybrid_engine` configuration."""
-    engine = make_engine(args, block, lora)
+def of_engine(args: argparse.Namespace, block: dict, lora: str = "", containers: str = "fused") -> Contender:
+    """This engine, with `block` as its `hybrid_engine` configuration.  containers: as in the `rollout` block."""
+    engine = make_engine(args, block, lora, containers=containers)
     return Contender(engine, engine.inference, engine.generate)
 
 
@@ -121,11 +125,13 @@ def plain(engine: hybrid.HybridEngine) -> AbstractContextManager:
     return eval_mode(engine.module)
 
 
-def make_engine(args: argparse.Namespace, block: dict, lora: str = "", live_share: float = 1.0) -> hybrid.HybridEngine:
+def make_engine(
+    args: argparse.Namespace, block: dict, lora: str = "", live_share: float = 1.0, containers: str = "fused"
+) -> hybrid.HybridEngine:
     """An engine with a model of the shape, always with the same weights.
 
     lora: how an adapter on every layer runs; empty: none.  live_share: of the model, which ZeRO-3 may keep
-        gathered.
+        gathered.  containers: as in the `rollout` block.
     """
     model = make_model(args.shape, args.dtype, get_accelerator().current_device_name())
     live = int(live_share * sum(parameter.numel() for parameter in model.parameters()))
@@ -146,7 +152,7 @@ def make_engine(args: argparse.Namespace, block: dict, lora: str = "", live_shar
             },
             "bf16": {"enabled": args.dtype == "bf16"},
             "hybrid_engine": {"enabled": True, "max_out_tokens": 4096, **block},
-            "rollout": {"lora": lora} if lora else {},
+            "rollout": {"containers": containers, **({"lora": lora} if lora else {})},
         },
     )[0]
 

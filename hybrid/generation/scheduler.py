@@ -236,22 +236,39 @@ class Scheduler:
 
     def sample(self, logits: torch.Tensor, count: int) -> None:
         """Sample a token for each of the last `count` sequences from their logits [count, vocab]."""
-        request, rows, positions = self.request, self.rows[-count:], self.positions[-count:]
-        scores, vocabulary = logits, self.decoder.vocabulary
-        if request.processors is not None:
-            logits, vocabulary = whole_logits(logits, vocabulary), None
-            scores = self.processed(logits, rows, positions)
-        drawn = sample_tokens(scores, request.sampling_keys[rows], positions, request.sampling_metadata, vocabulary)
-        old, raw = drawn.old_logps, drawn.raw_logps
-        if request.processors is not None:
-            raw = selective_log_softmax(logits, drawn.tokens)
-            old = selective_log_softmax(logits / request.logprob_temperature, drawn.tokens)
-        self.ids[rows, self.prompt_len + positions] = drawn.tokens
-        self.logps[:, rows, positions] = torch.stack([drawn.sampling_logps, old, raw])
-        self.latest_tokens[-count:] = drawn.tokens
+        rows, positions = self.rows[-count:], self.positions[-count:]
+        if self.request.processors is None:
+            keys, metadata = self.request.sampling_keys[rows], self.request.sampling_metadata
+            drawn = sample_tokens(logits, keys, positions, metadata, self.decoder.vocabulary)
+            tokens, logps = drawn.tokens, torch.stack([drawn.sampling_logps, drawn.old_logps, drawn.raw_logps])
+        else:
+            tokens, logps = self.sample_processed(logits, rows, positions)
+        self.ids[rows, self.prompt_len + positions] = tokens
+        self.logps[:, rows, positions] = logps
+        self.latest_tokens[-count:] = tokens
         positions += 1
         if self.decoder.group is not None:
-            self.checksum.mul_(31).add_(((rows + 1) * (positions + drawn.tokens)).sum())
+            self.checksum.mul_(31).add_(((rows + 1) * (positions + tokens)).sum())
+
+    def sample_processed(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens, int64 [n], and their logprobs, float32 [3, n], of `rows` int64 [n] after processors.
+
+        Processors read logits of the whole vocabulary. Where ranks have slices of it, whole logits exist for so many
+        rows at a time that they take no more memory than the slices.
+        """
+        request, vocabulary, parts = self.request, self.decoder.vocabulary, []
+        at_once = len(rows) if vocabulary is None else -(-len(rows) // vocabulary.group.size)
+        for here in torch.arange(len(rows), device=rows.device).split(at_once):
+            whole = whole_logits(logits[here], vocabulary)
+            scores = self.processed(whole, rows[here], positions[here])
+            drawn = sample_tokens(scores, request.sampling_keys[rows[here]], positions[here], request.sampling_metadata)
+            old = selective_log_softmax(whole / request.logprob_temperature, drawn.tokens)
+            raw = selective_log_softmax(whole, drawn.tokens)
+            parts.append((drawn.tokens, torch.stack([drawn.sampling_logps, old, raw])))
+        tokens, logps = zip(*parts, strict=True)
+        return torch.cat(tokens), torch.cat(logps, dim=1)
 
     def processed(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Scores after processors, which get rows of one length at a time, as in Hugging Face's batches."""

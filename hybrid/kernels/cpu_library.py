@@ -61,6 +61,7 @@ SIGNATURES = {
     "logits": ([_pointer, _pointer, _int, _pointer, _pointer, _int], None),
     "sample": ([_pointer, _int, _int, *[_pointer] * 7, _int], None),
     "score": ([_pointer, _int, _int, _pointer, _double, _pointer, _pointer, _int], None),
+    "barrier": ([_pointer], None),
     "gather": ([_pointer, _pointer, _int, _pointer], None),
     "sum": ([_pointer, _pointer, _int], None),
     "sample_sharded": ([_pointer, _pointer, *[_int] * 5, *[_pointer] * 7, _int], None),

@@ -7,20 +7,12 @@ from collections.abc import Iterable
 import torch
 
 from hybrid.kernels import require_contiguous
-from hybrid.kernels.cpu_library import HOST, RECORDS, address, cpu_library
-from hybrid.kernels.host_memory import HostMemory
-from hybrid.parallel import InferenceGroup, LostRankError, all_gather_objects
-from hybrid.parallel import rank as own_rank
+from hybrid.kernels.cpu_library import HOST, address, cpu_library
+from hybrid.kernels.host_memory import ARRIVAL_BYTES, SUM_FAILED, HostMemory, group_record, require_exchanged
+from hybrid.parallel import InferenceGroup, all_gather_objects
 
 CAPACITY = 1 << 16  # floats that a rank exchanges at a time
-ARRIVAL_BYTES = 64  # of an Arrival in group.h
-TIMEOUT_S = 1800  # for a rank that runs but does not arrive
 SumFunction = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
-FAILED, ENDED, SILENT, SUM_FAILED = 1, 2, 3, 4  # GroupStatus in group.h
-
-
-class RankFailedError(RuntimeError):
-    """Another rank has raised an error in a computation that ranks run together."""
 
 
 class HostGroup(InferenceGroup):
@@ -37,8 +29,7 @@ class HostGroup(InferenceGroup):
         self.is_open = False
         self.error: Exception | None = None  # of a sum inside a call of the kernels
         self.sum_function = SumFunction(self._sum_for_kernels)
-        self.record = RECORDS["Group"](size=self.size, index=self.index, capacity=CAPACITY, timeout_s=TIMEOUT_S)
-        self.record.call = 1  # memory begins with no failed call: 0
+        self.record = group_record(self.size, self.index, CAPACITY)
         self.record.sum = ctypes.cast(self.sum_function, ctypes.c_void_p)
 
     @property
@@ -100,16 +91,8 @@ class HostGroup(InferenceGroup):
 
     def check(self) -> None:
         """Raise if the last exchange failed: LostRankError if a rank has ended, RankFailedError if one has failed."""
-        status, rank = self.record.status, self.record.culprit
-        if status == FAILED:
-            raise RankFailedError(f"rank {rank} of the group raised an error in a forward that ranks run together")
-        if status in (ENDED, SILENT):
-            what = "has ended" if status == ENDED else f"has not answered for {TIMEOUT_S} s"
-            raise LostRankError(
-                f"rank {own_rank()}: another rank has ended, or does not answer: rank {rank} of its group {what}. Its "
-                "own output says why; nothing can be generated or trained without it: start the run again"
-            )
-        if status == SUM_FAILED:
+        require_exchanged(self.record)
+        if self.record.status == SUM_FAILED:
             raise self.error
 
     def _sum_for_kernels(self, data: int, count: int) -> int:

@@ -1,5 +1,6 @@
-"""Shared memory of the ranks on one host."""
+"""Shared memory of the ranks on one host, and their barrier."""
 
+import ctypes
 import os
 import socket
 from pathlib import Path
@@ -8,7 +9,38 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from hybrid.parallel import all_gather_objects
+from hybrid.kernels.cpu_library import RECORDS, cpu_library
+from hybrid.parallel import LostRankError, all_gather_objects, rank
+
+ARRIVAL_BYTES = 64  # of an Arrival in group.h
+TIMEOUT_S = 1800  # for a rank that runs but does not arrive
+FAILED, ENDED, SILENT, SUM_FAILED = 1, 2, 3, 4  # GroupStatus in group.h
+
+
+class RankFailedError(RuntimeError):
+    """Another rank has raised an error in a computation that ranks run together."""
+
+
+def group_record(size: int, index: int, capacity: int = 0) -> ctypes.Structure:
+    """The record of a group of ranks that the kernels exchange in."""
+    record = RECORDS["Group"](size=size, index=index, capacity=capacity, timeout_s=TIMEOUT_S)
+    record.call = 1  # memory begins with no failed call: 0
+    return record
+
+
+def require_exchanged(record: ctypes.Structure) -> None:
+    """Raise if the last exchange of a group failed: LostRankError if a rank has ended, RankFailedError if one has
+    failed."""
+    if record.status == FAILED:
+        raise RankFailedError(
+            f"rank {record.culprit} of the group raised an error in a forward that ranks run together"
+        )
+    if record.status in (ENDED, SILENT):
+        what = "has ended" if record.status == ENDED else f"has not answered for {TIMEOUT_S} s"
+        raise LostRankError(
+            f"rank {rank()}: another rank has ended, or does not answer: rank {record.culprit} of its group {what}. "
+            "Its own output says why; nothing can be generated or trained without it: start the run again"
+        )
 
 
 class HostMemory:
@@ -19,6 +51,7 @@ class HostMemory:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
+        self.record: ctypes.Structure | None = None  # of the barrier; None: that of the process group is used
 
     @classmethod
     def shared_by(cls, group: dist.ProcessGroup) -> "HostMemory | None":
@@ -28,7 +61,20 @@ class HostMemory:
         keys = all_gather_objects(host_key(), group)
         if keys[0] is None or len(set(keys)) > 1:
             return None
-        return None if host._opened(1) is None else host
+        if host._opened(1) is None:
+            return None
+        if cpu_library() is not None:
+            host._make_barrier()
+        return host
+
+    def _make_barrier(self) -> None:
+        size = dist.get_world_size(self.group)
+        record = group_record(size, dist.get_rank(self.group))
+        if size <= len(record.pids):
+            self.arrivals = self.empty(size * ARRIVAL_BYTES, torch.uint8)
+            record.memory = self.arrivals.data_ptr()
+            record.pids[:size] = all_gather_objects(os.getpid(), self.group)
+            self.record = record
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A new tensor over the same memory on every rank.  [numel], `dtype`"""
@@ -37,8 +83,15 @@ class HostMemory:
         return memory.view(dtype)
 
     def barrier(self) -> None:
-        """A barrier: afterwards all ranks see all earlier writes, and all earlier reads are done."""
-        dist.barrier(group=self.group)
+        """A barrier: afterwards all ranks see all earlier writes, and all earlier reads are done.
+
+        Raises LostRankError if a rank has ended.
+        """
+        if self.record is None:
+            dist.barrier(group=self.group)
+            return
+        cpu_library().barrier(ctypes.addressof(self.record))
+        require_exchanged(self.record)
 
     def _opened(self, nbytes: int) -> torch.Tensor | None:
         """New shared memory, uint8 [nbytes]; None on all ranks if one of them may not open it."""

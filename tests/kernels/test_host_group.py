@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hybrid.kernels.host_group import CAPACITY, RankFailedError
+from hybrid.kernels.host_group import CAPACITY
+from hybrid.kernels.host_memory import RankFailedError
 from hybrid.parallel import LostRankError
 from tests.host_groups import host_groups, on_every_rank
 

@@ -91,5 +91,5 @@ def test_a_fetch_is_linear_in_its_parameters(monkeypatch):
     params = [Partitioned() for _ in range(500)]
     fetch = Fetch(dict.fromkeys(params))
     assert fetch.nbytes == 500 * 16
-    assert fetch.others == []
+    assert fetch.through_deepspeed == []
     assert Partitioned.looked_up < 20 * 500

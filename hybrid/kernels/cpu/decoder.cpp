@@ -543,6 +543,9 @@ void logits(const Decoder* d, const float* hidden, int64_t count, float* out, fl
   in_dtype(*d, batch, work, threads, [&](const auto& run) { run.logits(hidden, out); });
 }
 
+// Returns when all ranks have called it.
+void barrier(Group* group) { end_round(*group); }
+
 // All ranks' `own`, `bytes` each, into `all`, in rank order.
 void gather(Group* group, const void* own, int64_t bytes, void* all) { gather_over_ranks(*group, (const char*)own, bytes, (char*)all); }
 
