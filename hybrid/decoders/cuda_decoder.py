@@ -10,6 +10,7 @@ import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_lora_deltas
+from hybrid.decoders.tp_decoder import ShardedDecoder
 from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
 from hybrid.kernels.triton_attention import SPLIT, decode_attention, prefill_attention
 from hybrid.kernels.triton_experts import mixture
@@ -233,3 +234,7 @@ class CudaDecoder(TorchDecoder):
         weight, bias, spec = tensors[f"{role}.weight"], tensors.get(f"{role}.bias"), self.spec
         choices = spec.norm_eps, spec.norm_offset, spec.norm_float32
         return add_norm(x, residual, weight, bias, *choices, multiplier, centered=spec.norm == "layer")
+
+
+class ShardedCudaDecoder(ShardedDecoder, CudaDecoder):
+    """CudaDecoder over a rank's slices of the weights, as ShardedDecoder; a graph contains the sums over the ranks."""

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from hybrid.decoders.bound_weights import BoundWeights, MetaWeights
 from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace
 from hybrid.decoders.fallback import NO_WARNING, FallbackReasons, ForeignHooks, no_decoder_reason
-from hybrid.decoders.selection import CPU_KERNELS, int8_weights_of, kernels_for, whole_decoder
+from hybrid.decoders.selection import CPU_KERNELS, TRITON, int8_weights_of, kernels_for, whole_decoder
 from hybrid.decoders.self_check import require_equal
 from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.decoders.torch_decoder import Copies, WholeDecoder
@@ -182,8 +182,13 @@ class FusedModel:
         group, embedding = self.group, weights.embedding()
         if group is None:
             return self._whole_decoder(self.layout, weights, copies)
+        if kernels_for(embedding) == TRITON:
+            from hybrid.decoders.cuda_decoder import ShardedCudaDecoder  # needs triton, which a CPU install lacks
+
+            graphs = {"max_capture_size": group.size * self.max_capture_size}
+            return ShardedCudaDecoder(self.layout, weights, group, copies=copies, **graphs)
         if not isinstance(group, HostGroup) or kernels_for(embedding) != CPU_KERNELS:
-            return ShardedDecoder(self.layout, weights, group, copies)
+            return ShardedDecoder(self.layout, weights, group, copies=copies)
         layout = replace(self.layout, spec=shard_spec(self.layout.spec, Shard(group.tensor.size, group.tensor.index)))
         reads = layout, weights.tensor, embedding.dtype, cpu_library(), weights.lora_deltas
         return CpuDecoder(*reads, copies, self.workspace, group)

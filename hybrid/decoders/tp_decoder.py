@@ -1,13 +1,14 @@
-"""Inference tensor parallelism: a decoder in torch operations whose weights are sliced over a group of ranks."""
+"""Inference tensor parallelism: decoders, in torch operations or on Triton kernels, over a rank's slices of the weights."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from hybrid.decoders.batch import PagedKV
 from hybrid.decoders.bound_weights import BoundWeights
-from hybrid.decoders.torch_decoder import Copies, Step, TorchDecoder
+from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import DecoderLayout, ParamRef
@@ -16,22 +17,24 @@ from hybrid.weights.slices import Shard, shard_spec
 
 
 class ShardedDecoder(TorchDecoder):
-    """TorchDecoder over a rank's slices of the weights. Its functions are collectives: every rank calls them with the
-    same tokens, and gets the same hidden states, and the logits of its `vocabulary`.
+    """TorchDecoder over a rank's slices of the weights: the reference of the kernels' decoders, and what runs without
+    kernels. Its functions are collectives: every rank calls them with the same tokens, and gets the same hidden states,
+    and the logits of its `vocabulary`.
 
     weights: this rank's slices.
     group: the calling ranks. Heads, matrices and vocabulary are sharded over `group.tensor`, experts over all of it.
+    more: further arguments of the decoder.
     """
 
-    def __init__(self, layout: DecoderLayout, weights: BoundWeights, group: InferenceGroup, copies: Copies | None):
+    def __init__(self, layout: DecoderLayout, weights: BoundWeights, group: InferenceGroup, **more: Any):
         self.group, self.tensor = group, group.tensor
         local = shard_spec(layout.spec, Shard(self.tensor.size, self.tensor.index))
         if self.tensor.size > 1:
             self.vocabulary = VocabularySlice(self.tensor, local.vocab_size)
         dtype = weights.embedding().dtype
-        super().__init__(replace(layout, spec=local), weights.tensor, dtype, weights.lora_deltas, copies)
-        ranks = group.size // self.tensor.size  # number of shards of the experts
-        self.first_expert = group.index // self.tensor.size * -(-local.num_experts // ranks)
+        super().__init__(replace(layout, spec=local), weights.tensor, dtype, lora_deltas=weights.lora_deltas, **more)
+        self.expert_shards = group.size // self.tensor.size
+        self.first_expert = group.index // self.tensor.size * -(-local.num_experts // self.expert_shards)
 
     def _read(self, ref: ParamRef) -> torch.Tensor | None:
         return self.weights(ref)  # a slice of `select`'s result: no `select` again
@@ -42,12 +45,15 @@ class ShardedDecoder(TorchDecoder):
         is_own = (rows >= 0) & (rows < len(table))
         return self.tensor.sum(F.embedding(rows * is_own, table) * is_own[:, None])
 
-    def _attention(self, index: int, read: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
+    def _attention(self, index: int, read: torch.Tensor, step: Any, kv: PagedKV) -> torch.Tensor:
         return self.tensor.sum(super()._attention(index, read, step, kv))
 
     def _mlp(self, index: int, read: torch.Tensor) -> torch.Tensor:
-        ranks = self.group if self.spec.layers[index].experts else self.tensor
-        return ranks.sum(super()._mlp(index, read))
+        if not self.spec.layers[index].experts:
+            return self.tensor.sum(super()._mlp(index, read))
+        if self.expert_shards > 1:  # kernels for experts expect all of them
+            return self.group.sum(TorchDecoder._mlp(self, index, read))
+        return self.group.sum(super()._mlp(index, read))
 
     def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
         if self.spec.qk_norm != "row" or role not in ("q_norm", "k_norm"):

@@ -14,11 +14,15 @@ pytest.importorskip("triton", reason="triton is not installed; it comes with tor
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch
 from hybrid.decoders.bound_weights import BoundWeights
-from hybrid.decoders.cuda_decoder import CudaDecoder
+from hybrid.decoders.cuda_decoder import CudaDecoder, ShardedCudaDecoder
 from hybrid.kernels.cuda_graph import Captured
+from hybrid.kernels.host_group import on_host
 from hybrid.kernels.triton_attention import SPLIT, decode_attention
 from hybrid.models.reader import read_decoder
+from hybrid.parallel import InferenceGroup
+from hybrid.weights.slices import Shard
 from tests.decoders.test_self_check import self_check_reason
+from tests.decoders.test_sharded_decoder import Slices
 from tests.decoders.test_torch_decoder import VARIANTS, average, distance, own_weights
 from tests.decoders.test_unmerged_lora import fused_of
 from tests.marks import slow_but
@@ -163,6 +167,26 @@ def test_half_precision_logits_round_as_hugging_face(variant):
     expected = hugging_face(model.to(HALF), ids)
     actual = Decoding(cuda_decoder(model), ids).every_logit()
     assert average(actual, expected) < average(expected, exact)
+
+
+def check_slices(variant: str) -> None:
+    """Prefill and decode steps, in graphs, of two ranks' slices."""
+    model = small(variant)
+    layout, group = read_decoder(model), on_host(InferenceGroup(2), torch.device("cpu"))
+    ids = sequences(tuple(length + NEW + 1 for length in PROMPTS))
+    weights = Slices(layout, Shard(2, group.index))
+    decoder = ShardedCudaDecoder(layout, weights, group, max_capture_size=4, capture=eager_capture)
+    decoder.bind()
+    parts = Decoding(decoder, ids).every_logit()
+    assert decoder.graphed is not None and decoder.vocabulary.width < VOCABULARY
+    actual = [decoder.vocabulary.whole(rows) for rows in parts]
+    assert distance(actual, hugging_face(model, ids)) < 2e-6
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="two ranks of one device cannot exchange by NCCL")
+@pytest.mark.parametrize("variant", slow_but(["qwen3"], ["qwen3", "bloom", "mixtral", "olmo2", "falcon, new"]))
+def test_slices_equal_hugging_face_at_two_ranks(ranks, variant):
+    ranks.run(check_slices, variant)
 
 
 def three_sequences(decoder: CudaDecoder) -> Decoding:

@@ -64,7 +64,7 @@ def cpu_decoder(layout: DecoderLayout, group: HostGroup | None = None) -> CpuDec
 
 
 def torch_decoder(layout: DecoderLayout, group: HostGroup) -> ShardedDecoder:
-    decoder = ShardedDecoder(layout, Slices(layout, Shard(group.size, group.index)), group, None)
+    decoder = ShardedDecoder(layout, Slices(layout, Shard(group.size, group.index)), group)
     decoder.bind()
     return decoder
 
