@@ -1,4 +1,4 @@
-"""Inference tensor parallelism: decoders, in torch operations or on Triton kernels, over a rank's slices of the weights."""
+"""Inference tensor parallelism: makes a decoder one of a rank's slices, with sums over the ranks of its group."""
 
 from dataclasses import replace
 from typing import Any

@@ -73,6 +73,8 @@ def require_the_same_curves(script: str, ranks, small, tmp_path, **changes) -> N
     for eager, sdpa in zip(*rows, strict=True):
         assert eager.keys() == sdpa.keys()
         for name, value in eager.items():
+            if name == "rewards/accuracies" and abs(eager["rewards/margins"]) < TOLERANCE:
+                continue  # before the first step margins are 0, and their signs rounding
             if isinstance(value, float | int) and not name.startswith(ROUNDING):
                 assert sdpa[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
 
