@@ -15,6 +15,7 @@ from tests.engines import (
     storage_digest,
     train_step,
 )
+from tests.marks import slow_but
 from tests.rank_pool import RankPool
 from tests.tiny_models import ADAPTERS, ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft
 
@@ -242,3 +243,44 @@ def check_sizes_that_raise() -> None:
 
 def test_invalid_inference_tp_size_raises(ranks):
     ranks.run(check_sizes_that_raise)
+
+
+def check_hpz(size: int) -> None:
+    """ZeRO-3 with a second partition inside each machine (hpZ): rollouts match Hugging Face, and training is that of an
+    engine that never generates."""
+    model = tiny_model("llama")
+    reference = twin(model)
+    hpz = {"zero_hpz_partition_size": 2}
+    engines = []
+    for block in ({"inference_tp_size": size, "tp_gather_partition_size": 2}, {}):
+        config = settings(3, hybrid_engine=block, rollout={"containers": "fused"})
+        config["zero_optimization"] |= hpz
+        engines.append(engine_of(twin(model).train(), config))
+    engine, untouched = engines
+    assert runs_fused_tp(engine, size) or size == 1
+    rank = dist.get_rank()
+    ids, mask = prompts(2 + rank, 9, padded=True, seed=rank)
+    assert torch.equal(
+        engine.generate(ids, attention_mask=mask, max_new_tokens=6),
+        reference.generate(ids, attention_mask=mask, max_new_tokens=6),
+    )
+    for _ in range(2):
+        losses = [train_step(each) for each in engines]
+        assert torch.equal(*losses), losses
+        engine.generate(ids, attention_mask=mask, max_new_tokens=6)
+    assert storage_digest(engine) == storage_digest(untouched)
+
+
+@pytest.mark.parametrize("size", slow_but([2], [1, 2]))
+def test_hpz_at_two_ranks(ranks, size):
+    ranks.run(check_hpz, size)
+
+
+@pytest.mark.slow
+def test_hpz_and_groups_of_two_at_four_ranks():
+    """Data-parallel groups times inference groups."""
+    pool = RankPool(4)
+    try:
+        pool.run(check_hpz, 2)
+    finally:
+        pool.close()
