@@ -33,7 +33,7 @@ class Calls:
     """
 
     inside = False  # a request is running: forwards of the model are part of it
-    resources: Any = None  # what a Work runs on, see `Generator.attach`
+    resources: Any = None  # what a Work runs on
     group_index: int | None = None  # this rank's index among those that decode one batch; None: it decodes its own
     exchanges_work = False  # ranks run each other's work, so it must not have user code
 
@@ -83,6 +83,10 @@ class Calls:
             if tokens is None and fallback_reason:
                 self.fused.note_fallback(fallback_reason)
             yield None if tokens is None else self.fused.decoder(self.window.uses_adapters, tokens)
+
+    def use(self, resources: Any) -> None:
+        """Run work on these resources from now on."""
+        self.resources = resources
 
     def compute(self, decoder: AnyDecoder | None, work: Work) -> Any:
         """The result of work by the decoder, None for the model's own forwards, inside a request."""
@@ -209,9 +213,14 @@ class SharedCalls(Calls):
         with self._running(own, headers) as decoder:
             yield decoder
 
+    def use(self, resources: Any) -> None:
+        super().use(resources)
+        if isinstance(self.native_forwards, ModuleExchange):
+            self.native_forwards.resources = resources
+
     def compute(self, decoder: AnyDecoder | None, work: Work) -> Any:
         if decoder is None and isinstance(self.native_forwards, ModuleExchange):
-            return self.native_forwards.compute(work, self.resources)
+            return self.native_forwards.compute(work)
         if decoder is None or self.group_work is None:
             return work.run(decoder, self.resources)
         return self._compute_together(decoder, work)
@@ -285,8 +294,6 @@ class SharedCalls(Calls):
     def _finish(self) -> None:
         """Take part in what the other ranks still want."""
         if self.decoder is None:
-            if isinstance(self.native_forwards, ModuleExchange):
-                self.native_forwards.resources = self.resources
             if self.native_forwards is not None:
                 self.native_forwards.finish()
         elif self.group_work is None:

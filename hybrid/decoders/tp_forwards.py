@@ -60,7 +60,7 @@ class ModuleExchange:
         self.own: WeakKeyDictionary[Cache, tuple[int, int]] = WeakKeyDictionary()  # number, tokens after the last call
         self.others: dict[tuple[int, int], Cache] = {}  # other ranks' caches, by rank and number
         self.freed: list[int] = []  # numbers of own caches that have been freed
-        self.resources: Any = None  # what work runs on, from `Generator.attach`
+        self.resources: Any = None  # what work runs on, from `SharedCalls.use`
         self.numbers = count()
 
     def call(self, part: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -77,9 +77,8 @@ class ModuleExchange:
             raise failure
         return output
 
-    def compute(self, work: Work, resources: Any) -> Any:
+    def compute(self, work: Work) -> Any:
         """The result of work by the model's own forwards, which every rank runs on all ranks' rows. As `call`."""
-        self.resources = resources
         _, result, failure = self._exchange(work)
         if failure is not None:
             raise failure

@@ -89,14 +89,16 @@ class Generator:
     def attach(self, info: ModelInfo, calls: Calls, expands: bool) -> None:
         """Generate with this model from now on.  calls: open its window.  expands: as in NativeForward."""
         self.info, self.model, self.calls, self.expands = info, info.model, calls, expands
-        calls.resources = Resources(
-            self.model,
-            self.kv_cache,
-            expands or calls.exchanges_work,
-            self.block_pool,
-            self.profiler.phase,
-            self.max_num_seqs,
-            self.times,
+        calls.use(
+            Resources(
+                model=self.model,
+                kv_cache=self.kv_cache,
+                expands=expands or calls.exchanges_work,
+                block_pool=self.block_pool,
+                phase=self.profiler.phase,
+                max_num_seqs=self.max_num_seqs,
+                times=self.times,
+            )
         )
 
     # -------------------------------------------------------------- generate

@@ -133,11 +133,11 @@ class FusedForward:
     """The fused decoder in lockstep.  max_new_tokens: of every row.
 
     before_step: called with the latest token of each row, int64 [rows], before a step.
-    is_running: the decoder runs, or has failed.
+    is_running: no forward has ended yet, one runs, or one has failed.
     """
 
     cache = None
-    is_running = False
+    is_running = True
     before_step: Callable[[torch.Tensor], None] | None = None
 
     def __init__(self, decoder: AnyDecoder, block_pool: BlockPool, prompt_lengths: list[int], max_new_tokens: int):
@@ -149,7 +149,6 @@ class FusedForward:
 
     def prefill(self, input_ids: torch.Tensor) -> CausalLMOutput:
         """Logits after the prompts."""
-        self.is_running = True
         prompts = [ids[len(ids) - length :] for ids, length in zip(input_ids, self.prompt_lengths, strict=True)]
         blocks, logits = prefill(self.decoder, self.block_pool, prompts)
         self.runner.add(blocks, self.prompt_lengths)
