@@ -14,6 +14,8 @@ NAMES = (
     "streaming",
     "pinned, LoRA merged",
     "pinned, LoRA unmerged",
+    "pinned, native",
+    "tensor parallel, native",
     "GatheredParameters(all) + Hugging Face",
     "ZeRO-3 that keeps all + Hugging Face",
     "plain ZeRO-3 Hugging Face",
@@ -28,7 +30,7 @@ def test_every_contender_has_a_row():
     rows = {name: cells for name, *cells in (line.strip("| ").split(" | ") for line in table_of(done.stdout))}
     assert tuple(rows) == NAMES, done.stdout[-4000:]
     gathered = {name: int(cells[2]) for name, cells in rows.items() if cells[2] != "–"}
-    assert list(gathered) == list(NAMES[:5])
+    assert list(gathered) == list(NAMES[:7])
     assert gathered["streaming"] == 3 * gathered["pinned"] or gathered["pinned"] <= 1  # MiB are rounded
 
 

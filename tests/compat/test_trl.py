@@ -251,6 +251,7 @@ def test_grpo_with_evaluations_trains_bit_identically_to_trl_alone(ranks, tmp_pa
         "none",
         str(tmp_path),
         [NO_GATHER, DEFAULT, ROLLOUT_FUNC],
+        beta=0.1,
         eval_strategy="steps",
         eval_steps=1,
     )
