@@ -6,6 +6,10 @@ import torch
 import torch.distributed as dist
 
 import hybrid
+from hybrid.decoders.cpu_decoder import CpuDecoder
+from hybrid.kernels import host_memory
+from hybrid.kernels.cpu_library import cpu_library
+from hybrid.weights.gather import Fetch
 from tests.engines import (
     LARGE,
     engine_of,
@@ -164,3 +168,40 @@ def test_ranks_agree_every_sync_interval_tokens_whether_all_are_done(ranks):
 
 def test_calls_without_a_fused_path_run_in_the_models_own_layers(ranks):
     ranks.run(check_native)
+
+
+def check_overlap() -> None:
+    """A trace of a forward between ranks that share no memory: layer n + 1 is on its way while layer n is computed."""
+    trace: list[tuple[str, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_memory, "host_key", lambda: None)
+        engine = engine_of(tiny_model("llama", num_hidden_layers=4), streaming())
+        ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+        engine.score(ids, mask)  # the self-check is done
+        layers = [next(layer.parameters()) for layer in engine.module.model.layers]
+        owns = Fetch.__init__, Fetch.wait, CpuDecoder.layers
+
+        def start(fetch, storage, host=None):
+            owns[0](fetch, storage, host)
+            trace.extend(("start", index) for index, param in enumerate(layers) if param in storage)
+
+        def wait(fetch):
+            trace.extend(("wait", index) for index, param in enumerate(layers) if param in fetch.storage)
+            owns[1](fetch)
+
+        def run(decoder, hidden, batch, kv, first, last):
+            trace.append(("compute", first))
+            return owns[2](decoder, hidden, batch, kv, first, last)
+
+        patch.setattr(Fetch, "__init__", start)
+        patch.setattr(Fetch, "wait", wait)
+        patch.setattr(CpuDecoder, "layers", run)
+        engine.score(ids, mask)
+    at = {event: trace.index(event) for event in trace}
+    for index in range(3):
+        assert at["start", index + 1] < at["compute", index] < at["wait", index + 1] < at["compute", index + 1], trace
+
+
+@pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
+def test_the_next_layer_is_gathered_while_a_layer_is_computed(ranks):
+    ranks.run(check_overlap)
