@@ -65,6 +65,12 @@ def storage_for(param: torch.Tensor, host: HostMemory | None = None) -> torch.Te
     return torch.empty(param.ds_numel, dtype=dtype, device=get_accelerator().current_device_name())
 
 
+def memory_of_hosts(params: Iterable[torch.Tensor]) -> HostMemory | None:
+    """Memory of the ranks that partition these parameters, if they compute on the CPUs of one host. A collective."""
+    groups = {param.ds_process_group for param in params if is_partitioned(param)}
+    return HostMemory.shared_by(groups.pop()) if len(groups) == 1 else None
+
+
 def whole_in(storage: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """A view of `storage` [numel], as from `storage_for`, in the parameter's full shape."""
     return storage.view(whole_shape(param))

@@ -10,6 +10,7 @@ are freed.
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -24,6 +25,7 @@ from hybrid.weights.gather import (
     Fetch,
     gathered,
     is_partitioned,
+    memory_of_hosts,
     staging_bytes,
     storage_for,
     whole_bytes,
@@ -76,6 +78,7 @@ class Snapshot:
         self.layout = 0  # grows when other tensors are kept
         self.lent: dict[bool, tuple[tuple, list]] = {}  # Window's cache, by use of adapters: its key, and dictionaries
         self.peak_bytes = 0  # most bytes held at once by the copies and the group being gathered
+        self.staging: torch.Tensor | None = None  # memory of a host's ranks for weights to be sliced, in a refresh
 
     def _kept_slices(self) -> dict[Owner, list[Slice]]:
         """The slices to keep of each owner, each once: tied embeddings have equal keys."""
@@ -114,7 +117,10 @@ class Snapshot:
         if self.is_fresh(adapters):
             return 0
         state = self.weights.state(adapters)
-        nbytes = sum(self._refresh_group(group, phase, adapters) for group in self.weights.groups)
+        try:
+            nbytes = sum(self._refresh_group(group, phase, adapters) for group in self.weights.groups)
+        finally:
+            self.staging = None
         if adapters:
             self._fill()
         self.fresh[adapters] = state
@@ -135,23 +141,53 @@ class Snapshot:
             return 0
         with ExitStack() as whole:
             with phase("gather"):
-                fetch = Fetch({param: self._target(param) for param in params if is_partitioned(param)})
-                temporary = fetch.staging_nbytes
+                partitioned = [param for param in params if is_partitioned(param)]
+                copies = Fetch({param: self._target(param) for param in partitioned if self._is_copied_whole(param)})
+                to_slice = self._fetch_to_slice([param for param in partitioned if not self._is_copied_whole(param)])
+                temporary = copies.staging_nbytes + to_slice.staging_nbytes
                 gathered_bytes = whole.enter_context(gathered(self._read(adapted)))
-                fetch.wait()
+                copies.wait()
+                to_slice.wait()
                 for param in params:
                     if not self._is_copied_whole(param):
-                        self.keep(param, whole_in(fetch.storage[param], param) if param in fetch.storage else param)
+                        storage = to_slice.storage.get(param)
+                        self.keep(param, param if storage is None else whole_in(storage, param))
                     self.stamps[param] = self.weights.stamp(param)
             if adapted:
                 with phase("merge"):
                     for layer in adapted:
                         self.keep_adapters(layer)
                         self.stamps[layer] = self.weights.stamp(layer)
-        sliced = sum(storage.nbytes for param, storage in fetch.storage.items() if not self._is_copied_whole(param))
+        sliced = sum(storage.nbytes for storage in to_slice.storage.values())
         temporary = max(temporary, *(layer.merge_temporary_bytes() for layer in adapted), 0)
         self.peak_bytes = max(self.peak_bytes, self.nbytes() + sliced + gathered_bytes + temporary)
-        return gathered_bytes + fetch.nbytes
+        return gathered_bytes + copies.nbytes + to_slice.nbytes
+
+    def _fetch_to_slice(self, params: list[nn.Parameter]) -> Fetch:
+        """Start gathering weights of which slices are kept: on the CPUs of one host into memory of all its ranks, each of
+        which writes its shards, and reads its slices."""
+        if not params or self.host is None:
+            return Fetch({param: storage_for(param) for param in params})
+        if self.staging is None:
+            self.staging = self.host.empty(max(map(self._staged_bytes, self.weights.groups)), torch.uint8)
+        else:
+            self.host.barrier()  # no rank still reads the last group's weights
+        storage, first = {}, 0
+        for param in params:
+            dtype, nbytes = param.ds_tensor.dtype, whole_bytes(param)
+            storage[param] = self.staging[first : first + nbytes].view(dtype)
+            first += aligned(nbytes)
+        return Fetch(storage, self.host)
+
+    def _staged_bytes(self, group: Group) -> int:
+        """Bytes of the weights of a group of which slices are kept."""
+        sliced = (param for param in group.params if is_partitioned(param) and param in self.kept)
+        return sum(aligned(whole_bytes(param)) for param in sliced if not self._is_copied_whole(param))
+
+    @cached_property
+    def host(self) -> HostMemory | None:
+        """Memory of the ranks, if they compute on the CPUs of one host. The first use is a collective."""
+        return memory_of_hosts(self.weights.info.model.parameters())
 
     def _is_copied(self, param: nn.Parameter) -> bool:
         """Whether a parameter is copied: else none of it is kept, or the model's own is used."""
@@ -163,9 +199,7 @@ class Snapshot:
         return len(slices) == 1 and slices[0].is_whole
 
     def _target(self, param: nn.Parameter) -> torch.Tensor:
-        """Memory [numel] to gather `param` into: its copy, or memory of its own if slices are kept."""
-        if not self._is_copied_whole(param):
-            return storage_for(param)
+        """The copy, [numel], of a parameter that is kept whole."""
         shape, dtype = whole_shape(param), param.ds_tensor.dtype
         return self._buffer(param, self.kept[param][0], shape, dtype, self.device).view(-1)
 
@@ -504,6 +538,11 @@ def planned_part_bytes(part: Slice, param: nn.Parameter) -> int:
     """Bytes of a slice of `param`."""
     kept = part.of(torch.empty(whole_shape(param), dtype=param.dtype, device="meta"))
     return 0 if kept is None else kept.nbytes
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to where a tensor of any dtype may begin."""
+    return -(-nbytes // 64) * 64
 
 
 def memory_kind(param: nn.Parameter) -> tuple:

@@ -9,7 +9,7 @@ from torch import nn
 
 from hybrid.kernels.host_memory import HostMemory
 from hybrid.profiling import Phase
-from hybrid.weights.gather import Fetch, gathered, is_partitioned, whole_bytes
+from hybrid.weights.gather import Fetch, gathered, is_partitioned, memory_of_hosts, whole_bytes
 from hybrid.weights.lora import Adapted
 from hybrid.weights.model_weights import ModelWeights
 from hybrid.weights.snapshot import Snapshot
@@ -32,9 +32,7 @@ class WeightStream:
     @cached_property
     def host(self) -> HostMemory | None:
         """Memory of the ranks, if they compute on the CPUs of one host. The first use is a collective."""
-        params = filter(is_partitioned, self.weights.info.model.parameters())
-        groups = {param.ds_process_group for param in params}
-        return HostMemory.shared_by(groups.pop()) if len(groups) == 1 else None
+        return memory_of_hosts(self.weights.info.model.parameters())
 
     def gathered_in_order(self, segments: Sequence[Segment], adapters: bool) -> Iterator[None]:
         """Yields once for each segment, while its weights are gathered (and merged, with `adapters`).
