@@ -141,48 +141,47 @@ class Snapshot:
             return 0
         with ExitStack() as whole:
             with phase("gather"):
-                partitioned = [param for param in params if is_partitioned(param)]
-                copies = Fetch({param: self._target(param) for param in partitioned if self._is_copied_whole(param)})
-                to_slice = self._fetch_to_slice([param for param in partitioned if not self._is_copied_whole(param)])
-                temporary = copies.staging_nbytes + to_slice.staging_nbytes
+                fetch = self._fetch([param for param in params if is_partitioned(param)])
+                temporary = fetch.staging_nbytes
                 gathered_bytes = whole.enter_context(gathered(self._read(adapted)))
-                copies.wait()
-                to_slice.wait()
+                fetch.wait()
                 for param in params:
-                    if not self._is_copied_whole(param):
-                        storage = to_slice.storage.get(param)
-                        self.keep(param, param if storage is None else whole_in(storage, param))
+                    if fetch.host is not None or not self._is_copied_whole(param):
+                        self.keep(param, whole_in(fetch.storage[param], param) if param in fetch.storage else param)
                     self.stamps[param] = self.weights.stamp(param)
             if adapted:
                 with phase("merge"):
                     for layer in adapted:
                         self.keep_adapters(layer)
                         self.stamps[layer] = self.weights.stamp(layer)
-        sliced = sum(storage.nbytes for storage in to_slice.storage.values())
+        sliced = sum(storage.nbytes for param, storage in fetch.storage.items() if not self._is_copied_whole(param))
         temporary = max(temporary, *(layer.merge_temporary_bytes() for layer in adapted), 0)
         self.peak_bytes = max(self.peak_bytes, self.nbytes() + sliced + gathered_bytes + temporary)
-        return gathered_bytes + copies.nbytes + to_slice.nbytes
+        return gathered_bytes + fetch.nbytes
 
-    def _fetch_to_slice(self, params: list[nn.Parameter]) -> Fetch:
-        """Start gathering weights of which slices are kept: on the CPUs of one host into memory of all its ranks, each of
-        which writes its shards, and reads its slices."""
-        if not params or self.host is None:
-            return Fetch({param: storage_for(param) for param in params})
+    def _fetch(self, params: list[nn.Parameter]) -> Fetch:
+        """Start gathering partitioned weights: into their copies, or into memory of their own if slices are kept.
+
+        On the CPUs of one host that memory is shared by its ranks: each writes its shards there and reads its slices. What
+        is sliced differs by rank, so it is then for all of `params`.
+        """
+        if not params or not self.slices or self.host is None:
+            return Fetch({param: self._target(param) for param in params})
         if self.staging is None:
             self.staging = self.host.empty(max(map(self._staged_bytes, self.weights.groups)), torch.uint8)
         else:
             self.host.barrier()  # no rank still reads the last group's weights
         storage, first = {}, 0
         for param in params:
-            dtype, nbytes = param.ds_tensor.dtype, whole_bytes(param)
-            storage[param] = self.staging[first : first + nbytes].view(dtype)
+            nbytes = whole_bytes(param)
+            storage[param] = self.staging[first : first + nbytes].view(param.ds_tensor.dtype)
             first += aligned(nbytes)
         return Fetch(storage, self.host)
 
     def _staged_bytes(self, group: Group) -> int:
-        """Bytes of the weights of a group of which slices are kept."""
-        sliced = (param for param in group.params if is_partitioned(param) and param in self.kept)
-        return sum(aligned(whole_bytes(param)) for param in sliced if not self._is_copied_whole(param))
+        """Bytes of a group's partitioned weights in `staging`."""
+        factors = (param for layer in group.adapted for param in layer.adapter_params())
+        return sum(aligned(whole_bytes(param)) for param in {*group.params, *factors} if is_partitioned(param))
 
     @cached_property
     def host(self) -> HostMemory | None:
@@ -199,7 +198,9 @@ class Snapshot:
         return len(slices) == 1 and slices[0].is_whole
 
     def _target(self, param: nn.Parameter) -> torch.Tensor:
-        """The copy, [numel], of a parameter that is kept whole."""
+        """Memory [numel] to gather `param` into: its copy, or memory of its own if slices are kept."""
+        if not self._is_copied_whole(param):
+            return storage_for(param)
         shape, dtype = whole_shape(param), param.ds_tensor.dtype
         return self._buffer(param, self.kept[param][0], shape, dtype, self.device).view(-1)
 
