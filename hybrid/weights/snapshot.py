@@ -162,8 +162,8 @@ class Snapshot:
     def _fetch(self, params: list[nn.Parameter]) -> Fetch:
         """Start gathering partitioned weights: into their copies, or into memory of their own if slices are kept.
 
-        On the CPUs of one host that memory is shared by its ranks: each writes its shards there and reads its slices. What
-        is sliced differs by rank, so it is then for all of `params`.
+        On the CPUs of one host that memory is shared by its ranks: each writes its shards there and reads its slices.
+        What is sliced differs by rank, so it is then for all of `params`.
         """
         if not params or not self.slices or self.host is None:
             return Fetch({param: self._target(param) for param in params})
