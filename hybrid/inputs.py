@@ -44,3 +44,13 @@ def as_model_inputs(
 
     settled_args = tuple(settled("inputs" if getattr(value, "ndim", 0) == 2 else "", value) for value in args)
     return settled_args, {name: settled(name, value) for name, value in kwargs.items()}
+
+
+def require_in_vocabulary(ids: torch.Tensor, mask: torch.Tensor | None, vocabulary: int) -> None:
+    """Raise IndexError unless all ids, integers [rows, tokens], where `mask` is not 0 are in [0, vocabulary)."""
+    real = ids if mask is None else ids[mask.bool()]
+    if real.numel() and not 0 <= int(real.min()) <= int(real.max()) < vocabulary:
+        raise IndexError(
+            f"token ids from {int(real.min())} to {int(real.max())} given; the model's vocabulary has {vocabulary}: 0 to "
+            f"{vocabulary - 1}"
+        )

@@ -14,7 +14,7 @@ from hybrid.decoders.calls import Calls
 from hybrid.decoders.fused_model import AnyDecoder, FusedModel
 from hybrid.decoders.group_work import Work
 from hybrid.decoders.vocabulary import whole_logits
-from hybrid.inputs import as_model_inputs
+from hybrid.inputs import as_model_inputs, require_in_vocabulary
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.structure import Part
 
@@ -112,6 +112,8 @@ class FusedContainer(NativeContainer):
             "a forward gives more than logits back, such as a cache (pass use_cache=False; leave "
             f"{', '.join(MORE_THAN_LOGITS)} of the model's configuration off)"
         )
+        if call is not None and self.calls.exchanges_work:
+            require_in_vocabulary(*call, self.calls.fused.info.size("vocab_size"))
         tokens = None if call is None else call[0].shape[1]
         with self.calls.request(tokens=tokens, fallback_reason=fallback_reason if warns else "") as decoder:
             if decoder is None:

@@ -43,7 +43,7 @@ from hybrid.generation.work import (
     ScoreWork,
     native_work,
 )
-from hybrid.inputs import as_ids, as_mask, as_model_inputs
+from hybrid.inputs import as_ids, as_mask, as_model_inputs, require_in_vocabulary
 from hybrid.models.model_info import ModelInfo
 from hybrid.parallel import InferenceGroup, own_row_ids
 from hybrid.profiling import ModelTimes, Profiler
@@ -148,6 +148,7 @@ class Generator:
         fallback_reason = inputs.fallback_reason(model)
         request, totals = None, []
         if not fallback_reason:
+            self._require_token_ids(inputs.input_ids, inputs.model_kwargs.get("attention_mask"))
             request = inputs.request(keys)
             if request is not None and request.runs_user_code and self.calls.exchanges_work:
                 request = None
@@ -233,6 +234,7 @@ class Generator:
             dummy_mask = torch.ones_like(dummy_ids)
             return self.rollout(dummy_ids, dummy_mask, dummy_params, 1, adapters, None, weight_version).select_rows([])
         require_generate(self.info)
+        self._require_token_ids(prompt_ids, prompt_mask)
         before = self.profiler.stats()
         ids, mask = (tensor.repeat_interleave(num_generations, dim=0) for tensor in (prompt_ids, prompt_mask))
         self._require_max_out_tokens(ids.shape[1], params.max_new_tokens)
@@ -277,6 +279,7 @@ class Generator:
         if rows == 0:  # as in `rollout`
             sequences = sequences.new_zeros(1, sequences.shape[1])
             attention_mask = torch.ones_like(sequences)
+        self._require_token_ids(sequences, attention_mask)
         longest = int(attention_mask.sum(dim=1).max()) if is_packable(attention_mask) else None
         if longest is not None:
             self.block_pool.require_room([longest], self._block_bytes())
@@ -295,6 +298,11 @@ class Generator:
     def _complete(self, request: Request, decoder: AnyDecoder) -> Completions:
         """A request's completions by the scheduler, as wide as the longest."""
         return self.calls.compute(decoder, CompletionWork(request)).trimmed()
+
+    def _require_token_ids(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Raise IndexError for ids outside the vocabulary, before other ranks compute with them."""
+        if self.calls.exchanges_work:
+            require_in_vocabulary(ids, mask, self.info.size("vocab_size"))
 
     def _log_broadcasts(self) -> None:
         """Say once what user code costs where ranks decode together."""

@@ -196,10 +196,9 @@ def error_before_weights_move(case: Case, on: int) -> None:
 
 
 def exception_in_prefill(case: Case, on: int) -> None:
-    if case.mode != "tp 2" and case.mode != "tp 2, whole weights":
-        require_raises_on(
-            case, on, IndexError, lambda: case.generate(input_ids=case.ids + 1000), require_expected_tokens(case)
-        )
+    require_raises_on(
+        case, on, IndexError, lambda: case.generate(input_ids=case.ids + 1000), require_expected_tokens(case)
+    )
     fails_in_a_hook(case, on, 1)
 
 
