@@ -47,10 +47,9 @@ def as_model_inputs(
 
 
 def require_in_vocabulary(ids: torch.Tensor, mask: torch.Tensor | None, vocabulary: int) -> None:
-    """Raise IndexError unless all ids, integers [rows, tokens], where `mask` is not 0 are in [0, vocabulary)."""
+    """Raise IndexError unless all ids, integers [rows, tokens], where `mask` is not 0, are in [0, vocabulary)."""
     real = ids if mask is None else ids[mask.bool()]
     if real.numel() and not 0 <= int(real.min()) <= int(real.max()) < vocabulary:
         raise IndexError(
-            f"token ids from {int(real.min())} to {int(real.max())} given; the model's vocabulary has {vocabulary}: 0 to "
-            f"{vocabulary - 1}"
+            f"token ids from {int(real.min())} to {int(real.max())} given; the model's vocabulary has 0 to {vocabulary - 1}"
         )

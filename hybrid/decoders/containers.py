@@ -112,12 +112,12 @@ class FusedContainer(NativeContainer):
             "a forward gives more than logits back, such as a cache (pass use_cache=False; leave "
             f"{', '.join(MORE_THAN_LOGITS)} of the model's configuration off)"
         )
-        if call is not None and self.calls.exchanges_work:
-            require_in_vocabulary(*call, self.calls.fused.info.size("vocab_size"))
         tokens = None if call is None else call[0].shape[1]
         with self.calls.request(tokens=tokens, fallback_reason=fallback_reason if warns else "") as decoder:
             if decoder is None:
                 return self.run(original, args, kwargs)
+            if self.calls.exchanges_work:
+                require_in_vocabulary(*call, self.calls.fused.layout.spec.vocab_size)
             return CausalLMOutputWithPast(logits=self.calls.compute(decoder, ForwardWork(*call)))
 
 

@@ -301,8 +301,8 @@ class Generator:
 
     def _require_token_ids(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Raise IndexError for ids outside the vocabulary, before other ranks compute with them."""
-        if self.calls.exchanges_work:
-            require_in_vocabulary(ids, mask, self.info.size("vocab_size"))
+        if self.calls.exchanges_work and (vocabulary := self.info.size("vocab_size")):
+            require_in_vocabulary(ids, mask, vocabulary)
 
     def _log_broadcasts(self) -> None:
         """Say once what user code costs where ranks decode together."""
