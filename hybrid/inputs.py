@@ -51,5 +51,5 @@ def require_in_vocabulary(ids: torch.Tensor, mask: torch.Tensor | None, vocabula
     real = ids if mask is None else ids[mask.bool()]
     if real.numel() and not 0 <= int(real.min()) <= int(real.max()) < vocabulary:
         raise IndexError(
-            f"token ids from {int(real.min())} to {int(real.max())} given; the model's vocabulary has 0 to {vocabulary - 1}"
+            f"token ids from {int(real.min())} to {int(real.max())} given; the model's are 0 to {vocabulary - 1}"
         )
