@@ -31,7 +31,7 @@ demo: .venv/.installed ## supervised tuning, reward model, PPO, GRPO on small se
 demo-seeds: .venv/.installed ## the demo with seeds 0, 1 and 2: mean and standard error of its figures (15 minutes)
 	$(CPU) $(BIN)/python -m benchmarks.demo_seeds
 
-test: .venv/.installed ## the test suite but for what is slow (15 minutes)
+test: .venv/.installed ## the test suite but for what is slow (10 minutes)
 	$(TESTS) -m "not slow"
 
 test-slow: .venv/.installed ## as many slow tests as start within 25 minutes, in an order that changes with the commit
