@@ -1,6 +1,6 @@
 """Ranks and groups: row ids that key the sampling RNG, small collectives, detection of lost ranks. Knows no models."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,6 +161,14 @@ class InferenceGroup:
             new_group = dist.new_group(members)
             self.group = new_group if rank() in members else self.group
         self.tensor = self if tensor_size in (None, size) else InferenceGroup(tensor_size, connected)
+
+    rounds = 0  # exchanges so far, where a group counts them
+
+    def begin_call(self, rounds: Iterable[int]) -> None:
+        """Start a computation of all ranks.  rounds: `rounds` of every rank. Does nothing over torch.distributed."""
+
+    def fail(self) -> None:
+        """Tell the ranks that wait for this one that it has raised an error; over torch.distributed they time out."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce: `tensor` becomes, in place, the sum over the group. Gives `tensor`."""

@@ -17,7 +17,6 @@ from hybrid.decoders.collective_forwards import CollectiveForwards
 from hybrid.decoders.fused_model import AnyDecoder, FusedModel
 from hybrid.decoders.group_work import GroupWork, Work
 from hybrid.decoders.tp_forwards import ModuleExchange
-from hybrid.kernels.host_group import HostGroup
 from hybrid.parallel import LostRankError, all_gather_objects, is_lost_rank, lost_rank_reported
 from hybrid.profiling import Phase
 from hybrid.weights.lend import Window
@@ -34,7 +33,6 @@ class Calls:
 
     inside = False  # a request is running: forwards of the model are part of it
     resources: Any = None  # what a Work runs on
-    group_index: int | None = None  # this rank's index among those that decode one batch; None: it decodes its own
     exchanges_work = False  # ranks run each other's work, so it must not have user code
 
     def __init__(
@@ -111,7 +109,7 @@ class RequestHeader:
     native, fallback_reason: whether the request cannot run fused, and why.
     needs_check: whether the rank's decoder must be checked first.
     hooked: whether the rank's forwards may fail midway, in user code.
-    round: of the rank's HostGroup.
+    rounds: of the rank's group.
     """
 
     step: str
@@ -122,7 +120,7 @@ class RequestHeader:
     fallback_reason: str = ""
     needs_check: bool = False
     hooked: bool = False
-    round: int = 0
+    rounds: int = 0
 
     @property
     def key(self) -> tuple:
@@ -163,7 +161,7 @@ class SharedCalls(Calls):
         self.group_work = None
         self.exchanges_work = fused.group is not None or isinstance(native, ModuleExchange)
         if fused.group is not None:
-            self.group_work, self.group_index = GroupWork(fused.group, window.device), fused.group.index
+            self.group_work = GroupWork(fused.group, window.device)
         self.decoder: AnyDecoder | None = None  # of the running request
         self.lost = False  # a rank has ended: no further exchange is possible
 
@@ -306,8 +304,8 @@ class SharedCalls(Calls):
 
     def _agreed_decoder(self, own: RequestHeader, headers: list[RequestHeader]) -> AnyDecoder | None:
         reasons = {rank: header.fallback_reason for rank, header in enumerate(headers) if header.native}
-        if not reasons and isinstance(self.fused.group, HostGroup):
-            self.fused.group.begin_call(header.round for header in headers)
+        if not reasons and self.fused.group is not None:
+            self.fused.group.begin_call(header.rounds for header in headers)
         if not reasons and any(header.needs_check for header in headers):
             with self._native_opened():
                 difference = self.fused.check(own.adapters)
@@ -345,7 +343,7 @@ class SharedCalls(Calls):
 
     def _header(self, *fields: Any, **more: Any) -> RequestHeader:
         group = self.fused.group
-        return RequestHeader(*fields, **more, round=group.rounds if isinstance(group, HostGroup) else 0)
+        return RequestHeader(*fields, **more, rounds=0 if group is None else group.rounds)
 
     def _exchange(self, header: RequestHeader) -> list[RequestHeader]:
         """Every rank's header, by rank. A collective. Raises LostRankError if a rank has ended."""

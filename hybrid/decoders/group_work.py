@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from hybrid.decoders.fused_model import AnyDecoder
-from hybrid.kernels.host_group import HostGroup
 from hybrid.parallel import InferenceGroup, all_gather_objects
 
 
@@ -53,8 +52,7 @@ class GroupWork:
         try:
             result, failure = run_all(works, own, self.group.index, decoder, resources)
         except BaseException:
-            if isinstance(self.group, HostGroup):
-                self.group.fail()
+            self.group.fail()
             raise
         if failure is not None:
             raise failure

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from hybrid.decoders.group_work import Work, packed_work, run_all, unpacked_work
-from hybrid.kernels.host_group import HostGroup, on_host
+from hybrid.kernels.host_group import on_host
 from hybrid.parallel import Guard, InferenceGroup, LostRankError, all_gather_objects, lost_rank_reported
 from hybrid.weights.module_tables import attribute
 
@@ -116,11 +116,9 @@ class ModuleExchange:
         freed = self.freed.copy()
         del self.freed[: len(freed)]
         with lost_rank_reported("waiting for its next request"):
-            own_round = self.group.rounds if isinstance(self.group, HostGroup) else 0
-            messages = all_gather_objects(packed_work((own_call, freed, own_round)), self.group.group)
+            messages = all_gather_objects(packed_work((own_call, freed, self.group.rounds)), self.group.group)
         messages = [unpacked_work(message, self.device) for message in messages]
-        if isinstance(self.group, HostGroup):
-            self.group.begin_call(round for _, _, round in messages)
+        self.group.begin_call(rounds for _, _, rounds in messages)
         for rank, (_, freed, _) in enumerate(messages):
             for number in freed:
                 self.others.pop((rank, number), None)

@@ -172,7 +172,7 @@ class Generator:
                     inputs.input_ids,
                     inputs.prompt_lengths(),
                     inputs.max_new_tokens,
-                    self.calls.group_index,
+                    0 if decoder.group is None else decoder.group.index,
                     decode=lambda forward: in_lockstep(forward, inputs, keys, outputs, self.profiler.phase),
                 )
                 done = self.calls.compute(decoder, work)

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from hybrid.kernels import require_contiguous
 from hybrid.kernels.cpu_library import HOST, address, cpu_library
-from hybrid.kernels.host_memory import ARRIVAL_BYTES, SUM_FAILED, HostMemory, group_record, require_exchanged
+from hybrid.kernels.host_memory import ARRIVAL_BYTES, SUM_FAILED, HostMemory, connect, group_record, require_exchanged
 from hybrid.parallel import InferenceGroup, all_gather_objects
 
 CAPACITY = 1 << 16  # floats that a rank exchanges at a time
@@ -60,9 +59,8 @@ class HostGroup(InferenceGroup):
 
     def connect(self, memory: torch.Tensor, pids: list[int]) -> None:
         """Exchange through `memory`, uint8 [shared_bytes], zeros, from now on.  pids: process of each rank."""
-        require_contiguous(HOST, torch.uint8, memory)
-        self.memory, self.record.memory, self.is_open = memory, memory.data_ptr(), True
-        self.record.pids[: self.size] = pids
+        connect(self.record, memory, pids)
+        self.memory, self.is_open = memory, True
 
     def fail(self) -> None:
         """This rank has raised an error in the current call: raise RankFailedError on the ranks that wait for it."""

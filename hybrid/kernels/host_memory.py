@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from hybrid.kernels.cpu_library import RECORDS, cpu_library
+from hybrid.kernels import require_contiguous
+from hybrid.kernels.cpu_library import HOST, RECORDS, cpu_library
 from hybrid.parallel import LostRankError, all_gather_objects, rank
 
 ARRIVAL_BYTES = 64  # of an Arrival in group.h
@@ -26,6 +27,12 @@ def group_record(size: int, index: int, capacity: int = 0) -> ctypes.Structure:
     record = RECORDS["Group"](size=size, index=index, capacity=capacity, timeout_s=TIMEOUT_S)
     record.call = 1  # memory begins with no failed call: 0
     return record
+
+
+def connect(record: ctypes.Structure, memory: torch.Tensor, pids: list[int]) -> None:
+    """Let a group exchange through `memory`, uint8, zeros, mapped by all ranks.  pids: process of each rank."""
+    require_contiguous(HOST, torch.uint8, memory)
+    record.memory, record.pids[: len(pids)] = memory.data_ptr(), pids
 
 
 def require_exchanged(record: ctypes.Structure) -> None:
@@ -72,8 +79,7 @@ class HostMemory:
         record = group_record(size, dist.get_rank(self.group))
         if size <= len(record.pids):
             self.arrivals = self.empty(size * ARRIVAL_BYTES, torch.uint8)
-            record.memory = self.arrivals.data_ptr()
-            record.pids[:size] = all_gather_objects(os.getpid(), self.group)
+            connect(record, self.arrivals, all_gather_objects(os.getpid(), self.group))
             self.record = record
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import nn
 
-from hybrid.kernels.host_memory import HostMemory
 from hybrid.profiling import Phase
-from hybrid.weights.gather import Fetch, gathered, is_partitioned, memory_of_hosts, whole_bytes
+from hybrid.weights.gather import Fetch, gathered, is_partitioned, whole_bytes
 from hybrid.weights.lora import Adapted
 from hybrid.weights.model_weights import ModelWeights
 from hybrid.weights.snapshot import Snapshot
@@ -29,19 +27,14 @@ class WeightStream:
         self.weights, self.phase, self.count = weights, phase, count
         self.snapshot = Snapshot(replace(weights, groups=()))
 
-    @cached_property
-    def host(self) -> HostMemory | None:
-        """Memory of the ranks, if they compute on the CPUs of one host. The first use is a collective."""
-        return memory_of_hosts(self.weights.info.model.parameters())
-
     def gathered_in_order(self, segments: Sequence[Segment], adapters: bool) -> Iterator[None]:
         """Yields once for each segment, while its weights are gathered (and merged, with `adapters`).
 
         A collective: every rank must pass the same segments, and iterate to the end.
         """
         snapshot = self.snapshot
-        if self.host:
-            self.host.barrier()  # no rank still reads the last pass's weights
+        if self.snapshot.host:
+            self.snapshot.host.barrier()  # no rank still reads the last pass's weights
         reads = [
             dict.fromkeys(param for weight in segment for param in self._params(weight, adapters))
             for segment in segments
@@ -74,7 +67,8 @@ class WeightStream:
     def _fetch(self, params: Iterable[nn.Parameter]) -> Fetch:
         """Start gathering those of `params` that are not gathered yet."""
         absent = [param for param in params if is_partitioned(param) and param not in self.snapshot.parts]
-        fetch = Fetch({param: self.snapshot.add_whole(param, self.host) for param in absent}, self.host)
+        host = self.snapshot.host
+        fetch = Fetch({param: self.snapshot.add_whole(param, host) for param in absent}, host)
         self.count(fetch.nbytes)
         return fetch
 
