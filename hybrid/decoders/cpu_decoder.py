@@ -71,7 +71,8 @@ class CpuDecoder(WholeDecoder):
         record.local_experts = self.spec.num_experts
         if self.vocabulary is not None:
             record.group = ctypes.addressof(self.vocabulary.group.record)
-            record.vocab_size = self.vocabulary.width
+            record.vocab_size, record.whole_vocabulary = self.vocabulary.width, self.vocabulary.size
+            record.first_token, record.local_tokens = self.vocabulary.first, self.vocabulary.count
         if self.group is not None:
             record.expert_group = ctypes.addressof(self.group.record)
             shards, index = (n // self.group.tensor.size for n in (self.group.size, self.group.index))
@@ -170,6 +171,41 @@ class CpuDecoder(WholeDecoder):
         self.library.logits(self._self(), pointers[0], len(hidden), *pointers[1:], threads)
         return out
 
+    @property
+    def samples_in_kernel(self) -> bool:
+        """Whether `decode_steps` can run: ranks with slices of the vocabulary must exchange through shared memory."""
+        return self.vocabulary is None or self.vocabulary.group.memory is not None
+
+    def decode_steps(
+        self, batch: PackedBatch, kv: PagedKV, samples: kernels.Samples, stop_token_ids: torch.Tensor, steps: int
+    ) -> int:
+        """Decode and sample up to `steps` tokens for each sequence, and stop after a step that draws one of
+        `stop_token_ids`. Gives the number of steps done.
+
+        batch: one new token for each sequence; its block tables have room for `steps` tokens.
+        samples: of the first step; its results have room for all, [steps, sequences].  stop_token_ids: int64 [n].
+        """
+        self._lend(kv)
+        self.most_tokens, self.most_logits = (
+            max(most, len(batch.ids)) for most in (self.most_tokens, self.most_logits)
+        )
+        threads, hidden = torch.get_num_threads(), torch.empty(len(batch.ids), self.spec.hidden_size)
+        logits = torch.empty(len(batch.ids), self.record.vocab_size)
+        record, work = self._batch_record(batch), self._work(len(batch.ids), threads)
+        done = self.library.decode_steps(
+            self._self(),
+            ctypes.addressof(record),
+            len(self.spec.layers),
+            ctypes.addressof(samples),
+            address(stop_token_ids, torch.int64),
+            len(stop_token_ids),
+            steps,
+            *(address(tensor, torch.float32) for tensor in (hidden, logits, work)),
+            threads,
+        )
+        self._require_done(done < 0, batch.ids)
+        return done
+
     def activation_bytes(self, tokens: int) -> int:
         """Bytes that a forward over `tokens` tokens takes: the workspace, which is kept, and the hidden states."""
         floats = self.library.work_floats(self._self(), tokens, torch.get_num_threads())
@@ -178,7 +214,16 @@ class CpuDecoder(WholeDecoder):
     def _run(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV | None, first: int, last: int) -> torch.Tensor:
         if kv is not None:
             self._lend(kv)
-        record = kernels.Batch(
+        threads, record = torch.get_num_threads(), self._batch_record(batch)
+        self.most_tokens = max(self.most_tokens, len(batch.ids))
+        work = self._work(len(batch.ids), threads)
+        pointers = [address(tensor, torch.float32) for tensor in (hidden, work)]
+        unknown = self.library.forward(self._self(), ctypes.addressof(record), first, last, *pointers, threads)
+        self._require_done(unknown, batch.ids)
+        return hidden
+
+    def _batch_record(self, batch: PackedBatch) -> ctypes.Structure:
+        return kernels.Batch(
             tokens=len(batch.ids),
             sequences=len(batch.lengths),
             table_width=batch.block_tables.shape[1],
@@ -187,20 +232,17 @@ class CpuDecoder(WholeDecoder):
             cu_seqlens=address(batch.cu_seqlens, torch.int32),
             block_tables=address(batch.block_tables, torch.int32),
         )
-        threads = torch.get_num_threads()
-        self.most_tokens = max(self.most_tokens, len(batch.ids))
-        work = self._work(len(batch.ids), threads)
-        pointers = [address(tensor, torch.float32) for tensor in (hidden, work)]
-        unknown = self.library.forward(self._self(), ctypes.addressof(record), first, last, *pointers, threads)
+
+    def _require_done(self, unknown: bool, ids: torch.Tensor) -> None:
+        """Raise if ranks could not exchange; IndexError if `ids` has unknown ones."""
         if self.group is not None:
             self.group.check()
             self.group.tensor.check()
         if unknown:
-            given = f"{int(batch.ids.min())} to {int(batch.ids.max())}"
+            given = f"{int(ids.min())} to {int(ids.max())}"
             raise IndexError(
                 f"token ids {given} given; the embedding has rows for 0 to {self.record.embedding_rows - 1}"
             )
-        return hidden
 
     def _self(self) -> int:
         return ctypes.addressof(self.record)

@@ -34,6 +34,7 @@ class StreamedDecoder:
     """
 
     vocabulary = group = None  # each rank has its own tokens
+    samples_in_kernel = False
 
     def __init__(
         self,

@@ -72,6 +72,7 @@ class WholeDecoder:
     context_block = BLOCK_SIZE  # cached tokens that attention reads at a time
     vocabulary: VocabularySlice | None = None  # what `logits` and `decode` give logits of; None: the whole vocabulary
     group: InferenceGroup | None = None  # ranks that run it together, on the same tokens; None: this rank alone
+    samples_in_kernel = False  # whether it has `decode_steps`
 
     def __init__(
         self,

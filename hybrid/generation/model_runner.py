@@ -1,13 +1,14 @@
 """The model runner: prompts packed into blocks, then one token for each row per step."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, packed, table_of
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.generation.sampler import SamplerOutput, SamplingMetadata, samples_record
 
 PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds the memory of activations
 
@@ -126,11 +127,38 @@ class ModelRunner:
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token, int64 [rows], to each row; returns the logits after it, float32 [rows, vocab]."""
-        positions, self.lengths = self.lengths, self.lengths + 1
-        self.steps += 1
-        self.num_free_slots -= 1
-        batch = PackedBatch(tokens, positions, self.cu_seqlens, self.lengths, self.block_tables.rows())
+        batch = self._batch(tokens)
+        self._advance(1)
         return self.decoder.decode(batch, self.block_pool.kv)
+
+    def sampled_steps(
+        self,
+        tokens: torch.Tensor,
+        keys: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: SamplingMetadata,
+        stop_token_ids: torch.Tensor,
+        steps: int,
+    ) -> SamplerOutput:
+        """Append tokens, int64 [rows], sample the next ones, append these, and so on: up to `steps` times, but no more
+        after one of `stop_token_ids` is drawn. The decoder must have `samples_in_kernel`.
+
+        keys, positions: int64 [rows], as in `uniform`, of the first step.  Gives what is drawn, [steps done, rows].
+        """
+        record, drawn = samples_record(keys, positions, metadata, steps)
+        done = self.decoder.decode_steps(self._batch(tokens), self.block_pool.kv, record, stop_token_ids, steps)
+        self._advance(done)
+        return SamplerOutput(*(getattr(drawn, field.name)[:done] for field in fields(drawn)))
+
+    def _batch(self, tokens: torch.Tensor) -> PackedBatch:
+        """The batch that appends a token to each row."""
+        return PackedBatch(tokens, self.lengths, self.cu_seqlens, self.lengths + 1, self.block_tables.rows())
+
+    def _advance(self, steps: int) -> None:
+        """Count `steps` tokens that are appended to every row."""
+        self.lengths = self.lengths + steps
+        self.steps += steps
+        self.num_free_slots -= steps
 
     def keep(self, stay: torch.Tensor) -> None:
         """Remove the rows where `stay`, bool [rows], is False, and give back their blocks."""

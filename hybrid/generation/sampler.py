@@ -1,8 +1,6 @@
 """Reproducible sampling: a token is a function of (seed, row, sample, position) and its logits, and of nothing else."""
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +9,11 @@ from transformers.generation import logits_process as processes
 from hybrid.decoders.vocabulary import VocabularySlice, own_columns
 from hybrid.inputs import as_ids
 from hybrid.kernels import has_triton
-from hybrid.kernels.cpu_library import Draw as DrawRecord
-from hybrid.kernels.cpu_library import address, cpu_library
+from hybrid.kernels.cpu_library import Draw, Samples, address, cpu_library
 from hybrid.kernels.host_group import HostGroup
+from hybrid.parallel import InferenceGroup
+
+LOGPROBS = ("sampling_logps", "old_logps", "raw_logps")  # fields of SamplerOutput
 
 # splitmix64's constants (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"), as int64.
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
@@ -149,6 +149,10 @@ class SamplerOutput:
     old_logps: torch.Tensor
     raw_logps: torch.Tensor
 
+    def logps(self) -> torch.Tensor:
+        """The three logprobs, float32 [3, n]."""
+        return torch.stack([getattr(self, name) for name in LOGPROBS])
+
 
 def sample_tokens(
     logits: torch.Tensor,
@@ -172,36 +176,37 @@ def sample_tokens(
     library = cpu_library() if logits.device.type == "cpu" else None
     if library is None:
         return sample_tokens_in_torch(logits, keys, positions, metadata)
-    rows, vocab = logits.shape
     logits = logits.contiguous()
-    with kernel_arguments(keys, positions, metadata) as (drawn, arguments):
-        library.sample(address(logits, torch.float32), rows, vocab, *arguments, torch.get_num_threads())
+    record, drawn = samples_record(keys, positions, metadata)
+    at = address(logits, torch.float32)
+    library.sample(at, logits.shape[1], ctypes.addressof(record), torch.get_num_threads())
     return drawn
 
 
-@contextmanager
-def kernel_arguments(
-    keys: torch.Tensor, positions: torch.Tensor, metadata: SamplingMetadata
-) -> Iterator[tuple[SamplerOutput, tuple]]:
-    """Inside the block, the output that the kernels write, and their arguments from `keys` on."""
-    keys, positions, rows = keys.contiguous(), positions.contiguous(), len(keys)
-    drawn = SamplerOutput(torch.empty(rows, dtype=torch.int64), *torch.empty(3, rows))
-    record = DrawRecord(
-        temperature=metadata.temperature, top_k=metadata.top_k, top_p=metadata.top_p, min_p=metadata.min_p
+def samples_record(
+    keys: torch.Tensor, positions: torch.Tensor, metadata: SamplingMetadata, *steps: int
+) -> tuple[Samples, SamplerOutput]:
+    """A record of what the kernels draw, and the output that they write, [*steps, n], valid as long as the record.
+
+    keys, positions: int64 [n].
+    """
+    keys, positions, shape = keys.contiguous(), positions.contiguous(), (*steps, len(keys))
+    drawn = SamplerOutput(torch.empty(shape, dtype=torch.int64), *(torch.empty(shape) for _ in LOGPROBS))
+    record = Samples(
+        draw=Draw(metadata.temperature, metadata.top_k, metadata.top_p, metadata.min_p),
+        rows=len(keys),
+        keys=address(keys, torch.int64),
+        positions=address(positions, torch.int64),
+        tokens=address(drawn.tokens, torch.int64),
+        **{name: address(getattr(drawn, name), torch.float32) for name in LOGPROBS},
     )
-    logps = (address(logps, torch.float32) for logps in (drawn.sampling_logps, drawn.old_logps, drawn.raw_logps))
-    ids = (address(ids, torch.int64) for ids in (keys, positions))
-    yield drawn, (*ids, ctypes.addressof(record), address(drawn.tokens, torch.int64), *logps)
+    record.tensors = keys, positions, drawn  # keeps alive what it points to
+    return record, drawn
 
 
-def kernel_group(logits: torch.Tensor, vocabulary: VocabularySlice) -> tuple | None:
-    """The kernels' arguments for a slice of the vocabulary: group, logits, rows, stride, tokens and first token of the
-    slice. None if they cannot exchange with the group's ranks."""
-    group = vocabulary.group
-    if not isinstance(group, HostGroup) or group.memory is None:
-        return None
-    at = address(logits, torch.float32)
-    return ctypes.addressof(group.record), at, *logits.shape, vocabulary.count, vocabulary.first
+def exchanges_in_kernel(group: InferenceGroup) -> bool:
+    """Whether the kernels can exchange with the group's ranks: through shared memory."""
+    return isinstance(group, HostGroup) and group.memory is not None
 
 
 def sample_sharded(
@@ -213,10 +218,19 @@ def sample_sharded(
 ) -> SamplerOutput:
     """`sample_tokens` from a slice of the vocabulary, logits float32 [n, width]. A collective of the group."""
     logits = logits.contiguous()
-    if (of_group := kernel_group(logits, vocabulary)) is not None:
-        with kernel_arguments(keys, positions, metadata) as (drawn, arguments):
-            cpu_library().sample_sharded(*of_group, vocabulary.size, *arguments, torch.get_num_threads())
-            vocabulary.group.check()
+    if exchanges_in_kernel(vocabulary.group):
+        record, drawn = samples_record(keys, positions, metadata)
+        cpu_library().sample_sharded(
+            ctypes.addressof(vocabulary.group.record),
+            address(logits, torch.float32),
+            vocabulary.width,
+            vocabulary.count,
+            vocabulary.first,
+            vocabulary.size,
+            ctypes.addressof(record),
+            torch.get_num_threads(),
+        )
+        vocabulary.group.check()
         return drawn
     if metadata.truncates:
         return sample_tokens(vocabulary.whole(logits), keys, positions, metadata)
@@ -294,11 +308,19 @@ def score_sharded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`score_tokens` from a slice of the vocabulary, logits float32 [n, width]. A collective of the group."""
     logits, targets = logits.contiguous(), targets.contiguous()
-    if (of_group := kernel_group(logits, vocabulary)) is not None:
+    if exchanges_in_kernel(vocabulary.group):
         logps, entropies = torch.empty(2, len(logits)).unbind()
-        results = (address(result, torch.float32) for result in (logps, entropies))
-        threads = torch.get_num_threads()
-        cpu_library().score_sharded(*of_group, address(targets, torch.int64), temperature, *results, threads)
+        cpu_library().score_sharded(
+            ctypes.addressof(vocabulary.group.record),
+            address(logits, torch.float32),
+            *logits.shape,
+            vocabulary.count,
+            vocabulary.first,
+            address(targets, torch.int64),
+            temperature,
+            *(address(result, torch.float32) for result in (logps, entropies)),
+            torch.get_num_threads(),
+        )
         vocabulary.group.check()
         return logps, entropies
     own = own_columns(logits, vocabulary).double() / temperature

@@ -79,8 +79,7 @@ class Scheduler:
     """Decodes a request: its rows wait, run, and leave once they have finished.
 
     max_num_seqs: sequences that run at once.
-    num_scheduler_steps: decode steps between two checks for finished rows; more than 1 on a device that a check waits
-        for.
+    num_scheduler_steps: the most decode steps between two checks for finished rows.
     """
 
     def __init__(
@@ -94,6 +93,7 @@ class Scheduler:
     ):
         self.request, self.decoder, self.block_pool = request, decoder, block_pool
         self.max_num_seqs, self.num_scheduler_steps, self.phase = max_num_seqs, num_scheduler_steps, phase
+        self.samples_in_kernel = decoder.samples_in_kernel and request.processors is None
         self.waiting = group_by_prompt(request)
         self.runner = ModelRunner(decoder, block_pool, request.longest)
         count, self.prompt_len = request.prompt_ids.shape
@@ -218,8 +218,15 @@ class Scheduler:
         """Decode up to `num_scheduler_steps` tokens for every sequence, then remove those that have ended."""
         steps = min(self.num_scheduler_steps, self.request.max_new_tokens - self.max_position)
         self.runner.allocate_slots(steps)
-        for _ in range(steps):
-            self.sample(self.runner.step(self.latest_tokens), len(self.runner))
+        if self.samples_in_kernel:
+            keys, metadata = self.request.sampling_keys[self.rows], self.request.sampling_metadata
+            stop_token_ids = self.request.stop_token_ids
+            drawn = self.runner.sampled_steps(self.latest_tokens, keys, self.positions, metadata, stop_token_ids, steps)
+            steps = len(drawn.tokens)
+            self.record(drawn.tokens, drawn.logps())
+        else:
+            for _ in range(steps):
+                self.sample(self.runner.step(self.latest_tokens), len(self.runner))
         if self.decoder.group is not None and self.runner.steps % CHECKED_STEPS < steps:
             self.require_same_tokens(self.decoder.group)
         self.finish(steps)
@@ -240,15 +247,22 @@ class Scheduler:
         if self.request.processors is None:
             keys, metadata = self.request.sampling_keys[rows], self.request.sampling_metadata
             drawn = sample_tokens(logits, keys, positions, metadata, self.decoder.vocabulary)
-            tokens, logps = drawn.tokens, torch.stack([drawn.sampling_logps, drawn.old_logps, drawn.raw_logps])
+            tokens, logps = drawn.tokens, drawn.logps()
         else:
             tokens, logps = self.sample_processed(logits, rows, positions)
+        self.record(tokens[None], logps[:, None])
+
+    def record(self, tokens: torch.Tensor, logps: torch.Tensor) -> None:
+        """Add new tokens, int64 [steps, n], of the last n sequences, and their logprobs [3, steps, n]."""
+        steps, count = tokens.shape
+        rows, next_positions = self.rows[-count:], self.positions[-count:]
+        positions = next_positions + torch.arange(steps, device=rows.device)[:, None]  # [steps, n]
         self.ids[rows, self.prompt_len + positions] = tokens
         self.logps[:, rows, positions] = logps
-        self.latest_tokens[-count:] = tokens
-        positions += 1
+        self.latest_tokens[-count:] = tokens[-1]
         if self.decoder.group is not None:
-            self.checksum.mul_(31).add_(((rows + 1) * (positions + tokens)).sum())
+            self.checksum.mul_(31).add_(((rows + 1) * (positions + 1 + tokens)).sum())
+        next_positions += steps
 
     def sample_processed(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor

@@ -50,8 +50,8 @@ def read_records(header: str) -> dict[str, type[ctypes.Structure]]:
 
 
 RECORDS = read_records((SOURCES / "records.h").read_text())
-LoraDelta, Linear, Norm, Layer, Decoder, Batch, Draw = (
-    RECORDS[name] for name in ("LoraDelta", "Linear", "Norm", "Layer", "Decoder", "Batch", "Draw")
+LoraDelta, Linear, Norm, Layer, Decoder, Batch, Draw, Samples = (
+    RECORDS[name] for name in ("LoraDelta", "Linear", "Norm", "Layer", "Decoder", "Batch", "Draw", "Samples")
 )
 
 SIGNATURES = {
@@ -59,12 +59,13 @@ SIGNATURES = {
     "work_floats": ([_pointer, _int, _int], _int),
     "forward": ([_pointer, _pointer, _int, _int, _pointer, _pointer, _int], _int),
     "logits": ([_pointer, _pointer, _int, _pointer, _pointer, _int], None),
-    "sample": ([_pointer, _int, _int, *[_pointer] * 7, _int], None),
+    "sample": ([_pointer, _int, _pointer, _int], None),
     "score": ([_pointer, _int, _int, _pointer, _double, _pointer, _pointer, _int], None),
     "barrier": ([_pointer], None),
     "gather": ([_pointer, _pointer, _int, _pointer], None),
     "sum": ([_pointer, _pointer, _int], None),
-    "sample_sharded": ([_pointer, _pointer, *[_int] * 5, *[_pointer] * 7, _int], None),
+    "sample_sharded": ([_pointer, _pointer, *[_int] * 4, _pointer, _int], None),
+    "decode_steps": ([*[_pointer] * 2, _int, *[_pointer] * 2, _int, _int, *[_pointer] * 3, _int], _int),
     "score_sharded": ([_pointer, _pointer, *[_int] * 4, _pointer, _double, _pointer, _pointer, _int], None),
 }
 

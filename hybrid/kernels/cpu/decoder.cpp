@@ -517,7 +517,7 @@ template <typename Body> static void in_dtype(const Decoder& d, const Batch& bat
 
 extern "C" {
 // sizeof of each record, in the order of records.h.
-extern const int64_t record_sizes[] = {sizeof(LoraDelta), sizeof(Linear), sizeof(Norm), sizeof(Layer), sizeof(Group), sizeof(Decoder), sizeof(Batch), sizeof(Draw)};
+extern const int64_t record_sizes[] = {sizeof(LoraDelta), sizeof(Linear), sizeof(Norm), sizeof(Layer), sizeof(Group), sizeof(Decoder), sizeof(Batch), sizeof(Draw), sizeof(Samples)};
 
 int64_t lanes() { return LANES; }
 
@@ -552,29 +552,23 @@ void gather(Group* group, const void* own, int64_t bytes, void* all) { gather_ov
 // data [count] becomes its sum over the ranks, through their shared memory.
 void sum(Group* group, float* data, int64_t count) { sum_in_memory(*group, data, count, 0, 1, [] {}); }
 
-// For each row of logits float32 [rows, vocabulary]: a token int64 and three logprobs float32: under the distribution
-// that was sampled from, before truncation, and before truncation at temperature 1. Greedy: all under softmax(logits).
-// keys, positions int64 [rows]: of the sampling RNG.
-void sample(const float* logits, int64_t rows, int64_t vocabulary, const int64_t* keys, const int64_t* positions, const Draw* draw,
-            int64_t* tokens, float* sampling_logps, float* old_logps, float* raw_logps, int64_t threads) {
-  const float inverse_temperature = draw->temperature > 0 ? float(1.0 / draw->temperature) : 1.0f;
-  const bool truncated = draw->top_k > 0 || draw->top_p < 1 || draw->min_p > 0;
-  team(threads, [&](int thread, int count) {
-    const Range mine = partition(rows, 1, thread, count);
-    for (int64_t r = mine.first; r < mine.last; r++) {
-      const Row row(logits + r * vocabulary, vocabulary, inverse_temperature);
-      double mass = row.mass;
-      if (draw->temperature == 0) {
-        tokens[r] = row.argmax();
-      } else {
-        const double u = uniform(keys[r], positions[r]);
-        tokens[r] = truncated ? truncated_draw(row, *draw, u, mass) : row.inverse_cdf(u, inverse_temperature);
-      }
-      const double gap = double(row.logits[tokens[r]]) - row.max_logit;
-      sampling_logps[r] = float(gap * inverse_temperature - std::log(mass));
-      old_logps[r] = float(gap * inverse_temperature - std::log(row.mass));
-      raw_logps[r] = float(gap - std::log(row.raw));
+// Draws from logits float32 [rows, vocabulary].
+void sample(const float* logits, int64_t vocabulary, const Samples* samples, int64_t threads) {
+  const auto& [draw, rows, keys, positions, tokens, sampling_logps, old_logps, raw_logps] = *samples;
+  const float inverse_temperature = inverse_temperature_of(draw);
+  over_rows(rows, threads, [&](int64_t r) {
+    const Row row(logits + r * vocabulary, vocabulary, inverse_temperature);
+    double mass = row.mass;
+    if (draw.temperature == 0) {
+      tokens[r] = row.argmax();
+    } else {
+      const double u = uniform(keys[r], positions[r]);
+      tokens[r] = truncates(draw) ? truncated_draw(row, draw, u, mass) : row.inverse_cdf(u, inverse_temperature);
     }
+    const double gap = double(row.logits[tokens[r]]) - row.max_logit;
+    sampling_logps[r] = float(gap * inverse_temperature - std::log(mass));
+    old_logps[r] = float(gap * inverse_temperature - std::log(row.mass));
+    raw_logps[r] = float(gap - std::log(row.raw));
   });
 }
 
@@ -583,28 +577,24 @@ void sample(const float* logits, int64_t rows, int64_t vocabulary, const int64_t
 void score(const float* logits, int64_t rows, int64_t vocabulary, const int64_t* targets, double temperature,
            float* logps, float* entropies, int64_t threads) {
   const float inverse_temperature = float(1.0 / temperature);
-  team(threads, [&](int thread, int count) {
-    const Range mine = partition(rows, 1, thread, count);
-    for (int64_t r = mine.first; r < mine.last; r++) {
-      const Row row(logits + r * vocabulary, vocabulary, inverse_temperature);
-      logps[r] = float((double(row.logits[targets[r]]) - row.max_logit) * inverse_temperature - std::log(row.mass));
-      entropies[r] = float(std::log(row.mass) + row.entropy_sum(inverse_temperature) / row.mass);
-    }
+  over_rows(rows, threads, [&](int64_t r) {
+    const Row row(logits + r * vocabulary, vocabulary, inverse_temperature);
+    logps[r] = float((double(row.logits[targets[r]]) - row.max_logit) * inverse_temperature - std::log(row.mass));
+    entropies[r] = float(std::log(row.mass) + row.entropy_sum(inverse_temperature) / row.mass);
   });
 }
 
-// `sample` where each rank has logits [rows, vocabulary] of a slice of the vocabulary, which begins at token `first` of
-// `whole_vocabulary`. Every rank gets the same tokens and logprobs.
-void sample_sharded(Group* group, const float* logits, int64_t rows, int64_t stride, int64_t vocabulary, int64_t first, int64_t whole_vocabulary,
-                    const int64_t* keys, const int64_t* positions, const Draw* draw,
-                    int64_t* tokens, float* sampling_logps, float* old_logps, float* raw_logps, int64_t threads) {
-  const bool greedy = draw->temperature == 0, truncated = draw->top_k > 0 || draw->top_p < 1 || draw->min_p > 0;
-  const float inverse_temperature = greedy ? 1.0f : float(1.0 / draw->temperature);
+// `sample` where each rank has logits [rows, stride] of a slice of the vocabulary: of `width` tokens, which begin at token
+// `first` of `vocabulary`. Every rank gets the same tokens and logprobs.
+void sample_sharded(Group* group, const float* logits, int64_t stride, int64_t width, int64_t first, int64_t vocabulary, const Samples* samples,
+                    int64_t threads) {
+  const auto& [draw, rows, keys, positions, tokens, sampling_logps, old_logps, raw_logps] = *samples;
+  const float inverse_temperature = inverse_temperature_of(draw);
   std::vector<SliceSums> sums(rows);
   std::vector<Row> own(rows);
   over_rows(rows, threads, [&](int64_t r) {
-    own[r] = Row(logits + r * stride, vocabulary, inverse_temperature);
-    sums[r] = {own[r].max_logit, own[r].mass, own[r].raw, 0, 0, vocabulary ? first + own[r].argmax() : 0, 0};
+    own[r] = Row(logits + r * stride, width, inverse_temperature);
+    sums[r] = {own[r].max_logit, own[r].mass, own[r].raw, 0, 0, width ? first + own[r].argmax() : 0, 0};
   });
   const std::vector<SliceSums> all = gathered(*group, sums);
   std::vector<WholeRow> whole(rows);
@@ -612,13 +602,13 @@ void sample_sharded(Group* group, const float* logits, int64_t rows, int64_t str
   for (int64_t r = 0; r < rows; r++) {
     whole[r] = whole_row(*group, all, rows, r, inverse_temperature);
     mass[r] = whole[r].mass;
-    if (!greedy) u[r] = uniform(keys[r], positions[r]);
+    if (draw.temperature > 0) u[r] = uniform(keys[r], positions[r]);
   }
   std::vector<Found> found(rows);
-  if (greedy) {
+  if (draw.temperature == 0) {
     for (int64_t r = 0; r < rows; r++) found[r] = {whole[r].argmax, whole[r].max_logit};
-  } else if (truncated) {
-    found = truncated_draws(*group, own, whole, *draw, u, first, whole_vocabulary, mass, threads);
+  } else if (truncates(draw)) {
+    found = truncated_draws(*group, own, whole, draw, u, first, vocabulary, mass, threads);
   } else {
     const std::vector<Found> everyone = gathered(*group, inverse_cdf(*group, own, whole, all, u, first, inverse_temperature, threads));
     for (int64_t r = 0; r < rows; r++) {
@@ -653,5 +643,35 @@ void score_sharded(Group* group, const float* logits, int64_t rows, int64_t stri
     logps[r] = float((whole.target_logit - whole.max_logit) * inverse_temperature - std::log(whole.mass));
     entropies[r] = float(std::log(whole.mass) + whole.entropy_sum / whole.mass);
   }
+}
+
+// Decodes `steps` tokens for every sequence of a batch of one token each, but stops after a step that draws one of
+// `stop_ids`. The tokens and logprobs of `samples` are [steps, rows]; its positions and the batch's are those of the first
+// step. logits_of_step: memory for them.
+// Returns the number of steps done; -1 if an id is outside the embedding.
+int64_t decode_steps(const Decoder* d, const Batch* batch, int64_t layers, const Samples* samples, const int64_t* stop_ids, int64_t num_stop_ids,
+                     int64_t steps, float* hidden, float* logits_of_step, float* work, int64_t threads) {
+  const int64_t rows = batch->tokens;
+  std::vector<int64_t> ids(batch->ids, batch->ids + rows), positions(samples->positions, samples->positions + rows);
+  std::vector<int32_t> at(batch->positions, batch->positions + rows);
+  Batch step = *batch;
+  Samples drawn = *samples;
+  step.ids = ids.data(), step.positions = at.data(), drawn.positions = positions.data();
+  for (int64_t done = 0; done < steps; done++) {
+    if (forward(d, &step, -1, layers, hidden, work, threads)) return -1;
+    logits(d, hidden, rows, logits_of_step, work, threads);
+    if (d->group)
+      sample_sharded(d->group, logits_of_step, d->vocab_size, d->local_tokens, d->first_token, d->whole_vocabulary, &drawn, threads);
+    else
+      sample(logits_of_step, d->vocab_size, &drawn, threads);
+    bool ended = (d->group && d->group->status) || (d->expert_group && d->expert_group->status);
+    for (int64_t r = 0; r < rows; r++) {
+      ids[r] = drawn.tokens[r], at[r]++, positions[r]++;
+      ended |= std::find(stop_ids, stop_ids + num_stop_ids, ids[r]) != stop_ids + num_stop_ids;
+    }
+    if (ended) return done + 1;
+    drawn.tokens += rows, drawn.sampling_logps += rows, drawn.old_logps += rows, drawn.raw_logps += rows;
+  }
+  return steps;
 }
 }

@@ -77,6 +77,7 @@ struct Decoder {
   int64_t embedding_rows;     // of the whole embedding; this rank has rows [first_row, first_row + local_rows)
   int64_t first_row, local_rows;
   int64_t first_expert, local_experts;  // this rank's experts
+  int64_t whole_vocabulary, first_token, local_tokens;  // this rank's logits are of tokens [first_token, first_token + local_tokens)
   int64_t intermediate_size;  // inputs of `down` or `experts_down`: the maximum over layers
   int64_t lora_ranks;         // sum of the ranks of a layer's LoRA deltas: the maximum over layers and the part outside them
 };
@@ -93,4 +94,15 @@ struct Draw {
   double temperature;  // 0: greedy
   int64_t top_k;       // 0: off
   double top_p, min_p; // 1 and 0: off
+};
+
+// Tokens to draw for `rows` rows, and where to.  keys, positions [rows]: of the sampling RNG.
+// tokens, and three logprobs of each [rows]: under the distribution that was sampled from, before truncation, and before
+// truncation at temperature 1. Greedy: all under softmax(logits).
+struct Samples {
+  Draw draw;
+  int64_t rows;
+  const int64_t *keys, *positions;
+  int64_t* tokens;
+  float *sampling_logps, *old_logps, *raw_logps;
 };

@@ -117,6 +117,12 @@ struct Row {
   }
 };
 
+// Runs body(row) for every row, over the threads.
+template <typename Body> static void over_rows(int64_t rows, int64_t threads, Body body) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t r = 0; r < rows; r++) body(r);
+}
+
 typedef std::pair<float, int64_t> Candidate;  // logit, token
 
 // The tokens whose logit is at least `least`, in the order of token ids, into `kept`.
@@ -193,6 +199,9 @@ static inline float min_p_floor(const Draw& draw, float max_logit) {
 constexpr float FIRST_DEPTH = 4, LAST_DEPTH = 1e30f;
 // Whether candidates of a mass suffice for top_p of `before`.
 static inline bool suffices(double mass, double top_p, double before) { return mass >= top_p * before * (1 + 1e-9); }
+
+static inline bool truncates(const Draw& draw) { return draw.top_k > 0 || draw.top_p < 1 || draw.min_p > 0; }
+static inline float inverse_temperature_of(const Draw& draw) { return draw.temperature > 0 ? float(1.0 / draw.temperature) : 1.0f; }
 
 // A draw after Hugging Face's truncations, in their order: top_k keeps ties of the k-th; top_p keeps the most probable
 // tokens until those before one have probability top_p, of what top_k kept; min_p keeps tokens with at least that share

@@ -45,12 +45,6 @@ static WholeRow whole_row(const Group& g, const std::vector<SliceSums>& all, int
   return whole;
 }
 
-// Runs body(row) for every row, over the threads.
-template <typename Body> static void over_rows(int64_t rows, int64_t threads, Body body) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t r = 0; r < rows; r++) body(r);
-}
-
 // Untruncated draws: the rank whose slice the cumulative softmax passes u in finds the token.
 static std::vector<Found> inverse_cdf(Group& g, const std::vector<Row>& own, const std::vector<WholeRow>& whole, const std::vector<SliceSums>& all,
                                       const std::vector<double>& u, int64_t first, float inverse_temperature, int64_t threads) {
