@@ -190,6 +190,13 @@ class InferenceGroup:
         dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self.group)
         return gathered
 
+    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        """All-to-all: rank r gets every rank's parts[r].  parts: [size, ...], of one shape on every rank. Gives
+        [size, ...], by sender."""
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=self.group)
+        return received
+
     def gather_rows(self, rows: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
         """All-gather of tensors [count, ...] whose row counts differ by rank. A collective.
 

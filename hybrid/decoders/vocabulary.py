@@ -37,6 +37,20 @@ class VocabularySlice:
         """Logits of the whole vocabulary, [n, size], from every rank's [n, width]. A collective."""
         return self.group.gather(logits).permute(1, 0, 2).flatten(1)[:, : self.size]
 
+    def divided(self, count: int, device: torch.device) -> torch.Tensor:
+        """The rows of `count` that each rank works on where each works on some of them, int64 [ranks, n]; the last row
+        is repeated at the end."""
+        ranks = self.group.size
+        return torch.arange(-(-count // ranks) * ranks, device=device).clamp(max=count - 1).view(ranks, -1)
+
+    def whole_of_own_rows(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of the whole vocabulary, [n, size], of this rank's rows of `divided`. A collective.
+
+        logits: [count, width]. The result takes no more memory than they do.
+        """
+        rows = self.divided(len(logits), logits.device)
+        return self.group.exchange(logits[rows]).permute(1, 0, 2).flatten(1)[:, : self.size]
+
 
 def whole_logits(logits: torch.Tensor, vocabulary: VocabularySlice | None) -> torch.Tensor:
     """A decoder's logits, [n, vocab], from what its `logits` and `decode` give. A collective if ranks have slices.

@@ -233,7 +233,9 @@ def sample_sharded(
         vocabulary.group.check()
         return drawn
     if metadata.truncates:
-        return sample_tokens(vocabulary.whole(logits), keys, positions, metadata)
+        own_rows = vocabulary.divided(len(keys), keys.device)[vocabulary.group.index]
+        whole = vocabulary.whole_of_own_rows(logits)
+        return of_all_rows(sample_tokens(whole, keys[own_rows], positions[own_rows], metadata), len(keys), vocabulary)
     own, temperature = own_columns(logits, vocabulary).double(), metadata.temperature or 1.0
     most, argmax = own.max(dim=-1)
     weights = ((own - most[:, None]) / temperature).exp().nan_to_num(0.0)  # NaN in a slice of -inf alone
@@ -260,6 +262,13 @@ def sample_sharded(
     old = ((logit - top) / temperature - cumulative[-1].log()).float()
     raw = (raws * (tops - top).exp()).sum(dim=0)
     return SamplerOutput(drawn.long(), old, old, (logit - top - raw.log()).float())
+
+
+def of_all_rows(drawn: SamplerOutput, count: int, vocabulary: VocabularySlice) -> SamplerOutput:
+    """What ranks have drawn for all `count` rows, from each rank's output for its rows of `divided`. A collective."""
+    numbers = torch.cat([drawn.tokens[None].double(), drawn.logps().double()])
+    tokens, *logps = vocabulary.group.gather(numbers).permute(1, 0, 2).flatten(1)[:, :count]
+    return SamplerOutput(tokens.long(), *(of_rows.float() for of_rows in logps))
 
 
 def sample_tokens_in_torch(

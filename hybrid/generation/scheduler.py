@@ -9,11 +9,10 @@ import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE
 from hybrid.decoders.fused_model import AnyDecoder
-from hybrid.decoders.vocabulary import whole_logits
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.model_runner import ModelRunner, prefill
 from hybrid.generation.request import Request
-from hybrid.generation.sampler import sample_tokens, selective_log_softmax
+from hybrid.generation.sampler import SamplerOutput, of_all_rows, sample_tokens, selective_log_softmax
 from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
 
@@ -247,13 +246,12 @@ class Scheduler:
         if self.request.processors is None:
             keys, metadata = self.request.sampling_keys[rows], self.request.sampling_metadata
             drawn = sample_tokens(logits, keys, positions, metadata, self.decoder.vocabulary)
-            tokens, logps = drawn.tokens, drawn.logps()
         else:
-            tokens, logps = self.sample_processed(logits, rows, positions)
-        self.record(tokens[None], logps[:, None])
+            drawn = self.sample_processed(logits, rows, positions)
+        self.record(drawn.tokens[None], drawn.logps()[:, None])
 
     def record(self, tokens: torch.Tensor, logps: torch.Tensor) -> None:
-        """Add new tokens, int64 [steps, n], of the last n sequences, and their logprobs [3, steps, n]."""
+        """Add new tokens, int64 [steps, n], of the last n sequences, and their logprobs, float32 [3, steps, n]."""
         steps, count = tokens.shape
         rows, next_positions = self.rows[-count:], self.positions[-count:]
         positions = next_positions + torch.arange(steps, device=rows.device)[:, None]  # [steps, n]
@@ -264,25 +262,23 @@ class Scheduler:
             self.checksum.mul_(31).add_(((rows + 1) * (positions + 1 + tokens)).sum())
         next_positions += steps
 
-    def sample_processed(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, int64 [n], and their logprobs, float32 [3, n], of `rows` int64 [n] after processors.
+    def sample_processed(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> SamplerOutput:
+        """Tokens of `rows` int64 [n], drawn from their logits [n, vocab] after processors.
 
-        Processors read logits of the whole vocabulary. Where ranks have slices of it, whole logits exist for so many
-        rows at a time that they take no more memory than the slices.
+        Processors read logits of the whole vocabulary. Where ranks have slices of it, each rank draws for some rows.
         """
-        request, vocabulary, parts = self.request, self.decoder.vocabulary, []
-        at_once = len(rows) if vocabulary is None else -(-len(rows) // vocabulary.group.size)
-        for here in torch.arange(len(rows), device=rows.device).split(at_once):
-            whole = whole_logits(logits[here], vocabulary)
-            scores = self.processed(whole, rows[here], positions[here])
-            drawn = sample_tokens(scores, request.sampling_keys[rows[here]], positions[here], request.sampling_metadata)
-            old = selective_log_softmax(whole / request.logprob_temperature, drawn.tokens)
-            raw = selective_log_softmax(whole, drawn.tokens)
-            parts.append((drawn.tokens, torch.stack([drawn.sampling_logps, old, raw])))
-        tokens, logps = zip(*parts, strict=True)
-        return torch.cat(tokens), torch.cat(logps, dim=1)
+        request, vocabulary, count = self.request, self.decoder.vocabulary, len(rows)
+        if vocabulary is not None:
+            own_rows = vocabulary.divided(count, rows.device)[vocabulary.group.index]
+            logits, rows, positions = vocabulary.whole_of_own_rows(logits), rows[own_rows], positions[own_rows]
+        scores = self.processed(logits, rows, positions)
+        drawn = sample_tokens(scores, request.sampling_keys[rows], positions, request.sampling_metadata)
+        drawn = replace(
+            drawn,
+            old_logps=selective_log_softmax(logits / request.logprob_temperature, drawn.tokens),
+            raw_logps=selective_log_softmax(logits, drawn.tokens),
+        )
+        return drawn if vocabulary is None else of_all_rows(drawn, count, vocabulary)
 
     def processed(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Scores after processors, which get rows of one length at a time, as in Hugging Face's batches."""

@@ -78,6 +78,16 @@ class HostGroup(InferenceGroup):
         self.check()
         return gathered
 
+    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        """All-to-all: rank r gets every rank's parts[r], by sender.  [size, ...]"""
+        if self.memory is None or parts.device != HOST:
+            return super().exchange(parts)
+        for rank, part in enumerate(parts):  # one part of every rank at a time
+            gathered = self.gather(part)
+            if rank == self.index:
+                received = gathered
+        return received
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce: `tensor` becomes, in place, the sum over the group, added in float32. Gives `tensor`."""
         if self.memory is None or tensor.device != HOST or not tensor.is_floating_point():

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.generation import sampler
 from hybrid.generation.sampler import SamplingMetadata, sample_tokens, score_tokens
+from hybrid.kernels.host_group import HostGroup
 from tests.host_groups import host_groups, on_every_rank
 
 ROWS = 24
@@ -89,6 +90,42 @@ def test_whole_logits_are_the_slices_in_order():
 
     for whole in on_every_rank(host_groups(3), gather):
         assert torch.equal(whole, logits)
+
+
+@pytest.mark.parametrize("count", [1, 5, 6])  # fewer than ranks, not a multiple of them, and one
+def test_each_rank_gets_whole_logits_of_its_rows(count):
+    logits = logits_of(1001)[:count]
+
+    def exchanged(group):
+        own = VocabularySlice(group, 1001)
+        rows = own.divided(count, logits.device)
+        return rows, own.whole_of_own_rows(sliced(logits, own))
+
+    for index, (rows, whole) in enumerate(on_every_rank(host_groups(3), exchanged)):
+        assert torch.equal(whole, logits[rows[index]])
+        assert rows.flatten()[:count].tolist() == list(range(count)) and rows.shape[1] == -(-count // 3)
+
+
+def test_torch_s_truncated_draws_exchange_a_part_of_the_logits(monkeypatch):
+    """Each rank gets the logits of its own rows: as many bytes as its slices, where a gather takes `size` times those."""
+    monkeypatch.setattr(sampler, "exchanges_in_kernel", lambda group: False)
+    logits, received = torch.randn(ROWS, 64000), []
+    keys, positions = torch.randint(2**62, (ROWS,)), torch.arange(ROWS)
+    for name, of_ranks in (("exchange", 1), ("gather", 3)):
+        own = getattr(HostGroup, name)
+
+        def counted(group, tensor, own=own, of_ranks=of_ranks):
+            received.append(tensor.nbytes * of_ranks)
+            return own(group, tensor)
+
+        monkeypatch.setattr(HostGroup, name, counted)
+
+    def draw(group):
+        own = VocabularySlice(group, 64000)
+        return sample_tokens(sliced(logits, own), keys, positions, WAYS["all"], own)
+
+    on_every_rank(host_groups(3), draw)
+    assert ROWS * 64000 * 4 / 3 <= max(received) <= 1.01 * ROWS * 64000 * 4 / 3
 
 
 @pytest.mark.parametrize("way", ["plain", "top_p", "all"])

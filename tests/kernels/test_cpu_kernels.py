@@ -280,6 +280,7 @@ def test_decoder_records_have_the_names_of_decoder_specs():
     spec = {field.name for field in dataclasses.fields(DecoderSpec)}
     assert spec - names == {"max_positions"}
     sliced = {"embedding_rows", "first_row", "local_rows", "first_expert", "local_experts"}
+    sliced |= {"whole_vocabulary", "first_token", "local_tokens"}
     assert numbers - spec == {"bfloat16", "intermediate_size", "lora_ranks"} | sliced
 
 
