@@ -107,7 +107,7 @@ def test_each_rank_gets_whole_logits_of_its_rows(count):
 
 
 def test_torch_s_truncated_draws_exchange_a_part_of_the_logits(monkeypatch):
-    """Each rank gets the logits of its own rows: as many bytes as its slices, where a gather takes `size` times those."""
+    """Each rank gets the logits of its own rows: as many bytes as its slices; a gather takes `size` times those."""
     monkeypatch.setattr(sampler, "exchanges_in_kernel", lambda group: False)
     logits, received = torch.randn(ROWS, 64000), []
     keys, positions = torch.randint(2**62, (ROWS,)), torch.arange(ROWS)
