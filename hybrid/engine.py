@@ -12,6 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import log_dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
@@ -112,7 +113,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
     def _share_modules(self, why: str) -> None:
         """Run the model's own modules in tensor parallel, by its `tp_plan`, if their output equals that of the whole
-        weights; otherwise run whole layers, gathered one by one. A collective.
+        weights. A collective.
 
         why: reason for not using our decoder.
         """
@@ -126,7 +127,19 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 shared.require_same(expected)
             self._snapshot.release()
         except UnsupportedModel as reason:
-            self._run_on(self._builder.layer_by_layer(f"{why}; {reason}"))
+            self._run_without_slices(f"{why}; {reason}")
+
+    def _run_without_slices(self, why: str) -> None:
+        """Hold whole weights on every rank if they fit, else run whole layers, gathered one by one. A collective."""
+        if not self._planner.replicates():
+            self._run_on(self._builder.layer_by_layer(why))
+            return
+        self._generator.block_pool = self._make_block_pool()
+        fused = self._builder.make(Mode(), self._group)
+        log_dist(f"hybrid: inference_tp_size has no effect, weights are whole on every rank ({why})", ranks=[0])
+        if fused.fallback_reason:
+            fused.fallback_reason = f"weights are whole on every rank ({why})"
+        self._run_on(fused)
 
     def _empty_cache(self) -> DynamicCache:
         """A cache like those of the model's `generate()`, with its own storage."""
@@ -194,19 +207,22 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         group = None if partitioned else group
         return SharedCalls(*own, group, native, self._profiler.phase)
 
-    def _make_generator(self) -> Generator:
-        """The generator, with the KV cache's block pool limited by `kv_cache_bytes` and the rest of `memory_limit`."""
+    def _make_block_pool(self) -> BlockPool:
+        """The KV cache's block pool, limited by `kv_cache_bytes` and by what `memory_limit` leaves."""
         settings, left = self._rollout_settings, self._planner.kv_limit()
-        pool = BlockPool(settings.kv_step, settings.kv_cache_bytes, free_bytes=free_bytes)
-        if left is not None and (settings.kv_cache_bytes is None or left < settings.kv_cache_bytes):
-            name = f"rollout.memory_limit={self._planner.limit}"
-            plan = lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}"  # noqa: E731
-            pool = BlockPool(settings.kv_step, left, name, plan, free_bytes)
+        if left is None or (settings.kv_cache_bytes is not None and settings.kv_cache_bytes <= left):
+            return BlockPool(settings.kv_step, settings.kv_cache_bytes, free_bytes=free_bytes)
+        name = f"rollout.memory_limit={self._planner.limit}"
+        plan = lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}"  # noqa: E731
+        return BlockPool(settings.kv_step, left, name, plan, free_bytes)
+
+    def _make_generator(self) -> Generator:
+        settings = self._rollout_settings
         return Generator(
             device=self.device,
             profiler=self._profiler,
             kv_cache=KVCache(settings.kv_step),
-            block_pool=pool,
+            block_pool=self._make_block_pool(),
             seeds=Seeds(),
             max_num_seqs=settings.max_num_seqs,
             max_out_tokens=self._settings.max_out_tokens,

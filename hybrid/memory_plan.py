@@ -106,6 +106,17 @@ class MemoryPlanner:
         """Bytes that the memory limit leaves for the KV cache in the mode in use; None: there is no limit."""
         return None if self.limit is None else max(self.limit - self._need(self.in_use)(0, 0).total, 0)
 
+    def replicates(self) -> bool:
+        """Whether weights that cannot be sliced are whole on every rank, which is then the mode in use: if as many
+        sequences fit as with streamed ones. A collective."""
+        if self.builder.stage == 3:  # else they are whole already
+            limit = self._agreed_limit()
+            whole, streamed = (self._num_seqs_that_fit(mode, limit) for mode in (Mode(), Mode(streaming=True)))
+            if not whole == streamed > 0:
+                return False
+        self.in_use = Mode()
+        return True
+
     def _need(self, mode: Mode) -> NeedOf:
         return need_of(mode, *self.builder.planned(mode), self.rollout)
 
@@ -115,10 +126,8 @@ class MemoryPlanner:
         size, pinned = self.settings.inference_tp_size, self.settings.pin_parameters
         allowed = [mode for mode in self.builder.modes() if mode.streaming is not pinned]
         allowed = [mode for mode in allowed if size == "auto" or mode.tp_size == size]
-        device = torch.device(get_accelerator().current_device_name())
-        if self.limit is None:
-            self.limit = min_over_ranks(free_bytes(), device)
-        num_seqs = {mode: min_over_ranks(self._num_seqs_that_fit(mode), device) for mode in allowed}
+        self.limit = self._agreed_limit()
+        num_seqs = {mode: self._num_seqs_that_fit(mode, self.limit) for mode in allowed}
         self.in_use = chosen = max(allowed, key=num_seqs.get)
         tokens = self.settings.max_out_tokens
         if not num_seqs[chosen]:
@@ -134,11 +143,21 @@ class MemoryPlanner:
         )
         return chosen
 
-    def _num_seqs_that_fit(self, mode: Mode) -> int:
-        """How many sequences of `max_out_tokens` tokens fit at once, up to `max_num_seqs`."""
+    def _agreed_limit(self) -> int:
+        """The bytes that inference may add: the setting's, else the least that is free on a rank. A collective."""
+        return agreed(free_bytes()) if self.limit is None else self.limit
+
+    def _num_seqs_that_fit(self, mode: Mode, limit: int) -> int:
+        """How many sequences of `max_out_tokens` tokens fit at once, up to `max_num_seqs`, on every rank. A
+        collective."""
         need = self._need(mode)
         counts = range(self.rollout.max_num_seqs, 0, -1)
-        return next((n for n in counts if need(n, self.settings.max_out_tokens).total <= self.limit), 0)
+        return agreed(next((n for n in counts if need(n, self.settings.max_out_tokens).total <= limit), 0))
+
+
+def agreed(number: int) -> int:
+    """The minimum of all ranks' numbers. A collective."""
+    return min_over_ranks(number, torch.device(get_accelerator().current_device_name()))
 
 
 def need_of(mode: Mode, weight_bytes: tuple[int, int], fused: FusedModel, rollout: RolloutConfig) -> NeedOf:

@@ -17,6 +17,7 @@ from transformers import (
 
 import hybrid
 from tests.engines import (
+    CollectiveCount,
     engine_of,
     require_matches_hugging_face,
     require_same_rollouts,
@@ -366,34 +367,44 @@ def test_ranks_may_differ_in_autocast(ranks):
 
 
 def check_fallback() -> None:
-    """A model without a tp_plan, with an unknown style, or with a plan that does not describe it, runs layer by layer,
-    and coverage() says why."""
+    """A model without a tp_plan, with an unknown style, or with a plan that does not describe it, runs whole on every
+    rank if its weights fit, else layer by layer, and coverage() says why."""
     rank = dist.get_rank()
     ids, mask = prompts(2, 6, padded=True, seed=rank)
     request = {"attention_mask": mask, "max_new_tokens": 3 + 2 * rank}
 
-    def require_layer_by_layer(model, reason: str) -> None:
-        reference = twin(model)
-        engine = engine_of(model, tp_settings(2))
-        assert reason in engine.coverage()[0]["why"], engine.coverage()[0]["why"]
-        assert "layer by layer" in engine.coverage()[0]["why"]
-        assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+    def require_without_slices(model, reason: str, limit: int | None = None) -> hybrid.HybridEngine:
+        reference, config = twin(model), tp_settings(2)
+        config["hybrid_engine"]["max_out_tokens"] = 16
+        config["rollout"] = {"memory_limit": limit, "max_num_seqs": 2} if limit else {}
+        engine = engine_of(model, config)
+        held = "weights are gathered layer by layer" if limit else "weights are whole on every rank"
+        why = engine.coverage()[0]["why"]
+        assert reason in why and held in why, why
+        with engine.inference(), CollectiveCount() as collectives:
+            assert torch.equal(engine.generate(ids, **request), reference.generate(ids, **request))
+        assert (collectives.count == 0) == (limit is None), "whole weights need no collective inside a window"
         train_step(engine)
+        return engine
 
-    require_layer_by_layer(tiny_model("stablelm", sizes=SIZES), "StableLmForCausalLM has no tp_plan")
+    whole = require_without_slices(tiny_model("stablelm", sizes=SIZES), "StableLmForCausalLM has no tp_plan")
+    needs = {str(mode): need.total for mode, need in whole.memory_plan(2, 8, 8).needs.items()}
+    assert str(whole.memory_plan(2, 8, 8).in_use) == "pinned"
+    tight = (needs["streaming"] + needs["pinned"]) // 2
+    require_without_slices(tiny_model("stablelm", sizes=SIZES), "StableLmForCausalLM has no tp_plan", tight)
     unknown_style = tiny_model("olmo", sizes=SIZES)
     unknown_style.tp_plan["model.layers.*.mlp"] = "all_reduce"
-    require_layer_by_layer(unknown_style, "has all_reduce: not supported")
+    require_without_slices(unknown_style, "has all_reduce: not supported")
     wrong = tiny_model("olmo", sizes=SIZES)
     wrong.tp_plan["model.layers.*.self_attn.k_proj"] = "replicate"
-    require_layer_by_layer(wrong, "the model differs from the whole one")
+    require_without_slices(wrong, "the model differs from the whole one")
     incomplete = tiny_model("olmo", sizes=SIZES)
     for name in ("mlp.gate_proj", "mlp.up_proj", "self_attn.o_proj"):
         del incomplete.tp_plan[f"model.layers.*.{name}"]
-    require_layer_by_layer(incomplete, "the tp_plan of OlmoForCausalLM slices no layer")
+    require_without_slices(incomplete, "the tp_plan of OlmoForCausalLM slices no layer")
 
 
-def test_a_model_without_a_usable_tp_plan_runs_layer_by_layer(ranks):
+def test_a_model_without_a_usable_tp_plan_runs_without_slices(ranks):
     ranks.run(check_fallback)
 
 
