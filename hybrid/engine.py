@@ -135,10 +135,11 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             self._run_on(self._builder.layer_by_layer(why))
             return
         self._generator.block_pool = self._make_block_pool()
-        fused = self._builder.make(Mode(), self._group)
-        log_dist(f"hybrid: inference_tp_size has no effect, weights are whole on every rank ({why})", ranks=[0])
+        fused, held = self._builder.make(Mode(), self._group), f"weights are whole on every rank ({why})"
+        log_dist(f"hybrid: inference_tp_size has no effect, {held}", ranks=[0])
+        fused.remark = f"; {held}"
         if fused.fallback_reason:
-            fused.fallback_reason = f"weights are whole on every rank ({why})"
+            fused.fallback_reason = held
         self._run_on(fused)
 
     def _empty_cache(self) -> DynamicCache:

@@ -76,6 +76,7 @@ class FusedModel:
         self.blank = MetaWeights(info.layout, snapshot)
         self.group = None if group is None else on_host(group, next(info.model.parameters()).device)
         self.max_capture_size, self.workspace = max_capture_size, Workspace()
+        self.remark = ""  # why it is not what the settings ask for, at the end of `description`
         self.fallback_reason = fallback_reason or no_decoder_reason(info, self.blank.embedding)
 
     @property
@@ -86,7 +87,7 @@ class FusedModel:
             return f"{decoder}, sharded over {self.group.size} ranks"
         int8 = int8_weights_of(self.info.model)
         decoder += " over int8 weights" * bool(int8) + f", on {kernels_for(self.blank.embedding(), int8)}"
-        return decoder + ", with weights gathered layer by layer" * (self.stream is not None)
+        return decoder + ", with weights gathered layer by layer" * (self.stream is not None) + self.remark
 
     def fallback_reason_now(self, tokens: int = 0) -> str:
         """Why the model must run natively now, and what the user can do about it; "" if it need not.

@@ -10,8 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hybrid
 from hybrid.decoders.cpu_decoder import CpuDecoder
-from hybrid.generation import scheduler
-from hybrid.generation.scheduler import CHECKED_STEPS
+from hybrid.generation.scheduler import CHECKED_STEPS, Scheduler
 from hybrid.kernels.cpu_library import cpu_library
 from tests.engine.test_memory_modes import Lines
 from tests.engines import CollectiveCount, Recorder, engine_of, settings
@@ -146,16 +145,15 @@ def check_different_tokens() -> None:
     reference, engine = engines(max_position_embeddings=128)
     ids, mask = prompts(2, 9, padded=True, seed=dist.get_rank())
     request = {"attention_mask": mask, "max_new_tokens": 40, "min_new_tokens": 40}
-    own = scheduler.sample_tokens
+    own = Scheduler.record
 
-    def sample(logits, keys, positions, *args):
-        drawn = own(logits, keys, positions, *args)
-        if dist.get_rank() == 1 and positions[0] == 7:
-            drawn.tokens[0] = (drawn.tokens[0] + 1) % 90
-        return drawn
+    def record(self, tokens, logps):
+        if dist.get_rank() == 1 and self.positions[0] == 7:
+            tokens[0] = (tokens[0] + 1) % 90
+        own(self, tokens, logps)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "sample_tokens", sample)
+        patch.setattr(Scheduler, "record", record)
         with pytest.raises(RuntimeError, match=f"different tokens by step {CHECKED_STEPS}: ranks 1 of the group"):
             engine.generate(ids, **request)
     assert engine.module.training
