@@ -74,6 +74,11 @@ class HostMemory:
             host._make_barrier()
         return host
 
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether this rank could share memory with others of its host. Not a collective."""
+        return host_key() is not None
+
     def _make_barrier(self) -> None:
         size = dist.get_world_size(self.group)
         record = group_record(size, dist.get_rank(self.group))

@@ -5,7 +5,6 @@ part of the MLP are summed over the group. Where a size does not divide, the las
 hidden unit with zero weights adds nothing, since all known activations map 0 to 0.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,8 +12,6 @@ import torch
 from hybrid.models.spec import DecoderLayout, DecoderSpec, ParamRef
 from hybrid.models.tp_plan import TensorPlan
 from hybrid.weights.lora import LowRank
-
-Cut = Callable[[torch.Tensor], torch.Tensor | None]  # a full tensor to a rank's slice; None: another rank has all of it
 
 
 @dataclass(frozen=True)
@@ -53,11 +50,21 @@ def shard_spec(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
     return replace(spec, num_heads=heads, num_kv_heads=max(spec.num_kv_heads // shard.size, 1), alibi=alibi)
 
 
-def chunk(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
-    """A rank's slice of dimension `dim`, of the same size on every rank: padded with zeros at the end."""
-    width = -(-tensor.shape[dim] // shard.size)
+def part_of(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
+    """A view of a rank's part of dimension `dim`; shorter than the others' on the last ranks if the size does not
+    divide."""
+    width = part_width(tensor, dim, shard)
     start = min(width * shard.index, tensor.shape[dim])
-    part = tensor.narrow(dim, start, min(width, tensor.shape[dim] - start))
+    return tensor.narrow(dim, start, min(width, tensor.shape[dim] - start))
+
+
+def part_width(tensor: torch.Tensor, dim: int, shard: Shard) -> int:
+    """The size of dimension `dim` in every rank's slice."""
+    return -(-tensor.shape[dim] // shard.size)
+
+
+def padded(part: torch.Tensor, dim: int, width: int) -> torch.Tensor:
+    """`part`, with zeros at the end of dimension `dim` if that is shorter than `width`."""
     if part.shape[dim] == width:
         return part
     shape = list(part.shape)
@@ -65,25 +72,14 @@ def chunk(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
     return torch.cat([part, part.new_zeros(shape)], dim)
 
 
-def kv_rows(tensor: torch.Tensor, kv_heads: int, shard: Shard) -> torch.Tensor:
-    """The rows of the key or value heads that a rank's query heads attend to.  tensor: [kv_heads · head_dim, ...]"""
-    if kv_heads >= shard.size:
-        return chunk(tensor, 0, shard)
-    return tensor.chunk(kv_heads)[shard.index * kv_heads // shard.size]
+def chunk(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
+    """A rank's slice of dimension `dim`, of the same size on every rank: padded with zeros at the end."""
+    return padded(part_of(tensor, dim, shard), dim, part_width(tensor, dim, shard))
 
 
 def row_dim(tensor: torch.Tensor) -> int:
     """The output dimension of a matrix [out, in], of expert matrices [experts, out, in], or of a bias [out]."""
     return max(tensor.dim() - 2, 0)
-
-
-def both_halves(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """A rank's slice of the gate and of the up projection, concatenated.
-
-    tensor: [2 · inner, hidden], gate first, with or without a leading experts dimension, or a bias [2 · inner].
-    """
-    dim = row_dim(tensor)
-    return torch.cat([chunk(half, dim, shard) for half in tensor.chunk(2, dim=dim)], dim=dim)
 
 
 # How each role's tensors are sliced, by the values of `Share.cuts`; every rank keeps the full tensors of other roles.
@@ -106,23 +102,49 @@ def cut_of(role: str, spec: DecoderSpec) -> str | None:
     return "once" if kind == "bias" and name in ("o", "down") else ROLE_CUTS.get(name)
 
 
-def cutter(cut: str, kv_heads: int, shard: Shard) -> Cut | None:
-    """The function that slices a tensor as `cut`, a value of `Share.cuts`; None: the rank keeps the full tensor. For
-    ranks without the tensor the function gives None."""
-    if cut == "once" and shard.index == 0:
-        return None
-    return {
-        "rows": lambda tensor: chunk(tensor, row_dim(tensor), shard),
-        "columns": lambda tensor: chunk(tensor, tensor.dim() - 1, shard),
-        "halves": lambda tensor: both_halves(tensor, shard),
-        "kv": lambda tensor: kv_rows(tensor, kv_heads, shard),
-        "once": lambda tensor: None,
-    }[cut]
+@dataclass(frozen=True)
+class Cut:
+    """Cuts a rank's slice out of a full tensor: a matrix [out, in], experts' [experts, out, in], or a bias [out].
 
+    kind: a value of `Share.cuts`.  kv_heads: over all ranks, for the kind "kv".
+    experts: the rank's experts, if a leading experts dimension is divided too.
+    """
 
-def of_experts(cut: Cut, experts: Shard) -> Cut:
-    """The function that slices the matrices of a rank's experts by `cut`."""
-    return lambda tensor: cut(chunk(tensor, 0, experts))
+    kind: str
+    shard: Shard
+    kv_heads: int = 0
+    experts: Shard = WHOLE
+
+    def __post_init__(self):
+        assert self.kind in ("rows", "columns", "halves", "kv", "once"), f"{self.kind!r} is not a cut"
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the slice is the full tensor."""
+        return self.kind == "once" and self.shard.index == 0
+
+    def dim(self, tensor: torch.Tensor) -> int:
+        """The dimension that is cut."""
+        return tensor.dim() - 1 if self.kind == "columns" else row_dim(tensor)
+
+    def parts(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+        """What the slice consists of, in order along `dim`: parts of the full tensor, and the width that each is padded
+        to with zeros. [] if another rank has all of it."""
+        if self.experts.size > 1:
+            tensor = chunk(tensor, 0, self.experts)
+        dim, shard = self.dim(tensor), self.shard
+        if self.kind == "once":
+            return [(tensor, tensor.shape[dim])] if self.keeps_all else []
+        if self.kind == "kv" and self.kv_heads < shard.size:  # ranks share heads
+            shard = Shard(self.kv_heads, shard.index * self.kv_heads // shard.size)
+        blocks = tensor.chunk(2, dim) if self.kind == "halves" else [tensor]  # gate and up
+        return [(part_of(block, dim, shard), part_width(block, dim, shard)) for block in blocks]
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The slice of a full tensor, a view where possible; None if another rank has all of it."""
+        dim = self.dim(tensor)
+        parts = [padded(part, dim, width) for part, width in self.parts(tensor)]
+        return torch.cat(parts, dim) if len(parts) > 1 else next(iter(parts), None)
 
 
 @dataclass(frozen=True)
@@ -130,7 +152,7 @@ class Slice:
     """A rank's slice of the tensor at one ParamRef.
 
     key: equal for equal slices of the same tensor, such as those of tied embeddings.
-    cut: slices the full tensor; None: the slice is the full tensor.
+    cut: None: the slice is the full tensor on every rank.
     row_parallel: the matrix is sliced along its inputs.
     """
 
@@ -142,12 +164,34 @@ class Slice:
     @property
     def is_whole(self) -> bool:
         """Whether the slice is the full parameter."""
-        return self.cut is None and self.ref.select is None
+        return self.ref.select is None and (self.cut is None or self.cut.keeps_all)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor | None:
         """The slice of the full parameter `whole`; None if another rank has all of it."""
-        selected = whole if self.ref.select is None else self.ref.select(whole)
+        selected = self._selected(whole)
         return selected if self.cut is None else self.cut(selected)
+
+    def _selected(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole if self.ref.select is None else self.ref.select(whole)
+
+    def at(self, index: int) -> "Slice":
+        """The slice of the group's rank `index`."""
+        if self.cut is None:
+            return self
+        return replace(self, cut=replace(self.cut, shard=replace(self.cut.shard, index=index)))
+
+    def views(self, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of equal tensors: of the full parameter `whole`, and of a new contiguous tensor for the slice, whose
+        other elements are 0. Of the parameter they are views, unless `ref.select` makes a copy."""
+        selected, part = self._selected(whole), self.of(whole)
+        if part is None:
+            return []
+        target = torch.empty_like(part, memory_format=torch.contiguous_format)
+        if self.cut is None:
+            return [(selected, target)]
+        dim, parts = self.cut.dim(selected), self.cut.parts(selected)
+        targets = target.split([width for _, width in parts], dim)
+        return [(source, to.narrow(dim, 0, source.shape[dim])) for (source, _), to in zip(parts, targets, strict=True)]
 
     def of_factors(self, low_rank: LowRank) -> LowRank:
         """The factors of this slice's low-rank delta. b must have the rows of `ref`.
@@ -174,12 +218,11 @@ def slices_of(layout: DecoderLayout, shard: Shard, experts: Shard = WHOLE) -> di
     slices = {}
     for layer in (layout.outer, *layout.layers):
         for role, ref in layer.items():
-            cut = cut_of(role, layout.spec)
-            function = None if cut is None else cutter(cut, layout.spec.num_kv_heads, shard)
-            if role.startswith("experts_"):
-                function = of_experts(function, experts)
+            kind = cut_of(role, layout.spec)
+            divided = experts if role.startswith("experts_") else WHOLE
             key = ("vocabulary" if role in VOCABULARY else role, ref.select)
-            slices[ref] = Slice(ref, key, function, role in ("o.weight", "down.weight"))
+            cut = None if kind is None else Cut(kind, shard, layout.spec.num_kv_heads, divided)
+            slices[ref] = Slice(ref, key, cut, role in ("o.weight", "down.weight"))
     return slices
 
 
@@ -187,7 +230,7 @@ def planned_slices(plan: TensorPlan, shard: Shard) -> dict[ParamRef, Slice]:
     """A rank's slice of every parameter that a plan slices."""
     slices = {}
     for share in plan.shares:
-        for name, cut in share.cuts.items():
+        for name, kind in share.cuts.items():
             ref = ParamRef(share.module, name)
-            slices[ref] = Slice(ref, (cut,), cutter(cut, share.kv_heads, shard))
+            slices[ref] = Slice(ref, (kind,), Cut(kind, shard, share.kv_heads))
     return slices

@@ -5,6 +5,9 @@ and needs no merge is not copied: the model's own is used. Partitioned weights (
 into their copies if they are kept whole. Adapters are merged out of place, or their factors are kept unmerged. Weights
 that a decoder reads as one matrix lie in one buffer: q, k and v; gate and up. Buffers keep their addresses until they
 are freed.
+
+Of weights to be sliced a rank receives its slices only (`SliceExchange`). On the CPUs of one host ranks read them from
+whole weights in shared memory; weights that an exchange does not support are gathered whole on every rank.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,8 +27,10 @@ from hybrid.profiling import Phase
 from hybrid.weights.gather import (
     Fetch,
     gathered,
+    has_plain_shard,
     is_partitioned,
     memory_of_hosts,
+    missing,
     staging_bytes,
     storage_for,
     whole_bytes,
@@ -34,6 +39,7 @@ from hybrid.weights.gather import (
 from hybrid.weights.joined import JoinedBuffers
 from hybrid.weights.lora import Adapted, LowRank, merge_low_rank
 from hybrid.weights.model_weights import Group, ModelWeights, State
+from hybrid.weights.slice_exchange import Layout, SliceExchange, exchange_bytes, exchanges_of, layout_of
 from hybrid.weights.slices import WHOLE_KEY, Slice
 
 Owner = nn.Parameter | tuple[Adapted, str]  # what slices are kept of: a parameter, or a merged tensor (module, name)
@@ -78,6 +84,7 @@ class Snapshot:
         self.layout = 0  # grows when other tensors are kept
         self.lent: dict[bool, tuple[tuple, list]] = {}  # Window's cache, by use of adapters: its key, and dictionaries
         self.peak_bytes = 0  # most bytes held at once by the copies and the group being gathered
+        self.slice_layouts: dict[tuple, Layout | None] = {}  # `layout_of` its arguments
         self.staging: torch.Tensor | None = None  # memory of a host's ranks for weights to be sliced, in a refresh
 
     def _kept_slices(self) -> dict[Owner, list[Slice]]:
@@ -141,12 +148,17 @@ class Snapshot:
             return 0
         with ExitStack() as whole:
             with phase("gather"):
-                fetch = self._fetch([param for param in params if is_partitioned(param)])
-                temporary = fetch.staging_nbytes
+                partitioned = [param for param in params if is_partitioned(param)]
+                exchanges = self._exchange(partitioned)
+                exchanged = {param for exchange in exchanges for param in exchange.layouts}
+                fetch = self._fetch([param for param in partitioned if param not in exchanged])
+                temporary = fetch.staging_nbytes + sum(exchange.nbytes for exchange in exchanges)
                 gathered_bytes = whole.enter_context(gathered(self._read(adapted)))
+                slices_bytes = sum(exchange.finish(self._slices(exchange.layouts)) for exchange in exchanges)
+                del exchanges  # and their buffers
                 fetch.wait()
                 for param in params:
-                    if fetch.host is not None or not self._is_copied_whole(param):
+                    if param not in exchanged and (fetch.host is not None or not self._is_copied_whole(param)):
                         self.keep(param, whole_in(fetch.storage[param], param) if param in fetch.storage else param)
                     self.stamps[param] = self.weights.stamp(param)
             if adapted:
@@ -157,7 +169,38 @@ class Snapshot:
         sliced = sum(storage.nbytes for param, storage in fetch.storage.items() if not self._is_copied_whole(param))
         temporary = max(temporary, *(layer.merge_temporary_bytes() for layer in adapted), 0)
         self.peak_bytes = max(self.peak_bytes, self.nbytes() + sliced + gathered_bytes + temporary)
-        return gathered_bytes + fetch.nbytes
+        return gathered_bytes + fetch.nbytes + slices_bytes
+
+    def _exchange(self, params: list[nn.Parameter]) -> list[SliceExchange]:
+        """Start the exchange of those partitioned weights whose slices ranks send each other; the same on all ranks.
+        None on the CPUs of one host, see `_fetch`."""
+        if not params or not self.slices or self.host is not None:
+            return []
+        return exchanges_of(self._exchangeable(missing(params)))
+
+    def _exchangeable(self, params: list[nn.Parameter]) -> dict[nn.Parameter, Layout]:
+        """Those partitioned parameters whose slices ranks can send each other, and their layouts."""
+        plain = [param for param in params if has_plain_shard(param)]
+        layouts = {param: self._slice_layout(whole_shape(param), self.kept[param]) for param in plain}
+        return {param: layout for param, layout in layouts.items() if layout is not None}
+
+    def _slice_layout(self, shape: torch.Size, parts: list[Slice]) -> Layout | None:
+        key = shape, *((part.ref.select, part.cut) for part in parts)  # equal for the layers
+        if key not in self.slice_layouts:
+            size = next((part.cut.shard.size for part in self.slices.values() if part.cut is not None), 1)
+            self.slice_layouts[key] = layout_of(shape, parts, size)
+        return self.slice_layouts[key]
+
+    def _slices(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, list[torch.Tensor | None]]:
+        """The memory of the slices to keep of each parameter; None: another rank has all of it."""
+        return {param: [self._memory(param, part) for part in self.kept[param]] for param in params}
+
+    def _memory(self, param: nn.Parameter, part: Slice) -> torch.Tensor | None:
+        blank = part.of(torch.empty(whole_shape(param), dtype=param.ds_tensor.dtype, device="meta"))
+        if blank is None:
+            self._leave_out(param, part)
+            return None
+        return self._buffer(param, part, blank.shape, blank.dtype, self.device)
 
     def _fetch(self, params: list[nn.Parameter]) -> Fetch:
         """Start gathering partitioned weights: into their copies, or into memory of their own if slices are kept.
@@ -226,9 +269,14 @@ class Snapshot:
             tensor = part.of(whole)
             if tensor is not None:
                 self._buffer(owner, part, tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
-            elif part.key not in self.parts.setdefault(owner, {}):
-                self.parts[owner][part.key] = None
-                self.layout += 1
+            else:
+                self._leave_out(owner, part)
+
+    def _leave_out(self, owner: Owner, part: Slice) -> None:
+        """Record that another rank has all of a slice."""
+        if part.key not in self.parts.setdefault(owner, {}):
+            self.parts[owner][part.key] = None
+            self.layout += 1
 
     def keep_adapters(self, adapted: Adapted) -> None:
         """Merge a module's active adapters into copies, or keep slices of their factors if they are unmerged. Expects
@@ -424,14 +472,27 @@ class Snapshot:
         )
 
     def _planned_temporary(self, weights: list[nn.Parameter | Adapted]) -> int:
-        """Temporary bytes while a group is gathered and merged: what is sliced or merged, and the larger of staging and
-        merging."""
+        """Temporary bytes while a group is gathered and merged.
+
+        On CPUs of the way that needs more: that ranks are on one host is known only after a collective.
+        """
         params, adapted = split_by_kind(weights)
         partitioned = [param for param in params if is_partitioned(param)]
-        sliced = sum(whole_bytes(param) for param in partitioned if not self._is_copied_whole(param))
         read = sum(whole_bytes(param) for param in self._read(adapted) if is_partitioned(param))
-        merges = (layer.merge_temporary_bytes() for layer in adapted)
-        return sliced + read + max(sum(map(staging_bytes, partitioned)), *merges, 0)
+        merging = max((layer.merge_temporary_bytes() for layer in adapted), default=0)
+        exchangeable = self._exchangeable(partitioned) if self.slices else {}
+        ways = [exchangeable, {}] if HostMemory.is_possible() else [exchangeable]
+        return read + max(self._gather_temporary(partitioned, exchanged, merging) for exchanged in ways)
+
+    def _gather_temporary(
+        self, partitioned: list[nn.Parameter], exchanged: dict[nn.Parameter, Layout], merging: int
+    ) -> int:
+        """Temporary bytes if `exchanged` are exchanged and the others gathered: what is sliced, and the larger of
+        buffers and `merging`."""
+        whole = [param for param in partitioned if param not in exchanged]
+        sliced = sum(whole_bytes(param) for param in whole if not self._is_copied_whole(param))
+        buffers = sum(map(staging_bytes, whole)) + sum(exchange_bytes(*each) for each in exchanged.items())
+        return sliced + max(buffers, merging)
 
     def add_whole(self, param: nn.Parameter, host: HostMemory | None) -> torch.Tensor:
         """Add a copy of a partitioned parameter, in spare memory of its size if there is any, else as
