@@ -37,8 +37,12 @@
 #include <immintrin.h>
 #endif
 
-constexpr int ROWS = 4;
+constexpr int ROWS = LANES == 16 ? 6 : 4;
 constexpr int64_t WIDENED_ROWS = 32;
+// Blocks: tiles of rows of x that a strip of W is used for at least, bytes of W, strips. Processors with AVX-512 have larger
+// L2 caches.
+constexpr int CACHED_TILES = LANES == 16 ? 2 : 1;
+constexpr int64_t CACHED_BYTES = (LANES == 16 ? 384 : 96) << 10, MOST_STRIPS = LANES == 16 ? 64 : 16;
 
 // ---------------------------------------------------------------- operands
 
@@ -68,6 +72,16 @@ struct Output {
   bool is_partial = false;
 
   Output at(int64_t row, int64_t column) const { return {mode, data + row * stride + column, stride, factor, is_partial}; }
+  // Columns [column, column + 4) of a row.
+  template <typename T> void write(int64_t row, int64_t column, Vec4 sums) const {
+    float* y = data + row * stride + column;
+    if (mode == ADD_LORA) {
+      for (int i = 0; i < 4; i++) write<T>(row, column + i, sums[i]);
+      return;
+    }
+    const Vec4 value = is_partial ? sums : rounded<T>(sums);
+    *(Vec4Any*)y = mode == STORE ? value : rounded<T>(*(const Vec4Any*)y + unfused(rounded<T>(value * factor)));
+  }
   template <typename T> void write(int64_t row, int64_t column, float sum) const {
     float& y = data[row * stride + column];
     const float value = is_partial ? sum : rounded<T>(sum);
@@ -157,7 +171,7 @@ template <> struct Reader<Int8<bf16>> : Bfloat16Reader<Int8<bf16>> {};
 
 // ROWS x COLUMNS sums, one vector per column and one of a row fill the registers: 32 with AVX-512, else 16. Converting
 // bfloat16 or int8 to float32 needs a few more.
-template <typename V> constexpr int COLUMNS = LANES == 16 ? 6 : Reader<V>::VECTORS == 1 ? 3 : 2;
+template <typename V> constexpr int COLUMNS = LANES == 16 ? 4 : Reader<V>::VECTORS == 1 ? 3 : 2;
 // With enough rows it is faster to convert W to floats once than in every tile.
 template <typename V> constexpr bool WIDENS = Reader<V>::VECTORS == 2;
 // A single row leaves registers free, and more independent sums hide latency.
@@ -175,11 +189,18 @@ static inline Vec held(Vec v) {
   return v;
 }
 
-// Dot products of M rows of x and N rows of W.  out[n].at[m]
+// Sums of ROWS rows and up to 4 columns; a row's are a Vec4 where columns are written four at a time.
+struct Tile {
+  float at[ROWS][4];
+
+  Vec4 row(int m) const { return *(const Vec4Any*)at[m]; }
+};
+
+// Dot products of M rows of x and N rows of W.  out.at[m][n]
 template <int M, int N, typename V>
-static inline __attribute__((always_inline)) void dots(const float* x, int64_t x_stride, const V* w, int64_t w_stride, int64_t inputs, Four* out) {
+static inline __attribute__((always_inline)) void dots(const float* x, int64_t x_stride, const V* w, int64_t w_stride, int64_t inputs, Tile& out) {
   using R = Reader<V>;
-  Vec acc[N][ROWS] = {};
+  Vec acc[4][ROWS] = {};
   int64_t k = 0;
   for (; k + R::BLOCK <= inputs; k += R::BLOCK) {
 #pragma GCC unroll 2
@@ -192,66 +213,72 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t x
       }
     }
   }
-  for (int n = 0; n < N; n++) out[n] = sums(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+  if constexpr (COLUMNS<V> == 4) {
+    for (int m = 0; m < M; m++) *(Vec4Any*)out.at[m] = sums(acc[0][m], acc[1][m], acc[2][m], acc[3][m]);
+  } else {
+    for (int n = 0; n < N; n++) {
+      const Vec4 column = sums(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+      for (int m = 0; m < M; m++) out.at[m][n] = column[m];
+    }
+  }
   for (; k < inputs; k++)
     for (int n = 0; n < N; n++)
-      for (int m = 0; m < M; m++) out[n].at[m] += x[m * x_stride + k] * to_float(w[n * w_stride + k]);
+      for (int m = 0; m < M; m++) out.at[m][n] += x[m * x_stride + k] * to_float(w[n * w_stride + k]);
 }
 
 // The same; with scales, the sum over groups of each group's dot product times its scale.
 template <int M, int N, typename V>
-static inline __attribute__((always_inline)) void tile(const float* x, int64_t x_stride, const Matrix<V>& w, Four* out) {
+static inline __attribute__((always_inline)) void tile(const float* x, int64_t x_stride, const Matrix<V>& w, Tile& out) {
   if (!w.scale) return dots<M, N>(x, x_stride, w.weight, w.inputs, w.inputs, out);
   const int64_t each = w.inputs / w.groups;
   for (int64_t g = 0; g < w.groups; g++) {
-    Four group[N];
+    Tile group;
     dots<M, N>(x + g * each, x_stride, w.weight + g * each, w.inputs, each, group);
     for (int n = 0; n < N; n++)
       for (int m = 0; m < M; m++) {
-        const float scaled = unfused(group[n].at[m] * (w.scale[n * w.groups + g] * (1 / INT8_UNIT)));
-        out[n].at[m] = g ? out[n].at[m] + scaled : scaled;
+        const float scaled = unfused(group.at[m][n] * (w.scale[n * w.groups + g] * (1 / INT8_UNIT)));
+        out.at[m][n] = g ? out.at[m][n] + scaled : scaled;
       }
+  }
+}
+
+// N columns of M rows of y, from row `m` on.
+template <int M, int N, typename V> static inline __attribute__((always_inline)) void tile_of(const Rows& x, const Matrix<V>& w, const Output& y, int64_t m) {
+  using T = typename Reader<V>::Model;
+  Tile sums;
+  tile<M, N>(x.row(m), x.stride, w, sums);
+  for (int i = 0; i < M; i++) {
+    if constexpr (N == 4)
+      y.write<T>(m + i, 0, w.bias ? sums.row(i) + *(const Vec4Any*)w.bias : sums.row(i));
+    else
+      for (int n = 0; n < N; n++) y.write<T>(m + i, n, sums.at[i][n] + (w.bias ? w.bias[n] : 0.0f));
   }
 }
 
 // N columns of y.
 template <int N, typename V> static __attribute__((noinline)) void strip(const Rows& x, const Matrix<V>& w, const Output& y) {
-  using T = typename Reader<V>::Model;
-  Four sums[N];
-  auto write = [&](int64_t m, int count) {
-    for (int n = 0; n < N; n++)
-      for (int i = 0; i < count; i++) y.write<T>(m + i, n, sums[n].at[i] + (w.bias ? w.bias[n] : 0.0f));
-  };
   int64_t m = 0;
-  for (; m + ROWS <= x.count; m += ROWS) {
-    tile<ROWS, N>(x.row(m), x.stride, w, sums);
-    write(m, ROWS);
-  }
+  for (; m + ROWS <= x.count; m += ROWS) tile_of<ROWS, N>(x, w, y, m);
   switch (x.count - m) {
-    case 3: tile<3, N>(x.row(m), x.stride, w, sums); break;
-    case 2: tile<2, N>(x.row(m), x.stride, w, sums); break;
-    case 1: tile<1, N>(x.row(m), x.stride, w, sums); break;
-    default: return;
+    case 5: return tile_of<std::min(ROWS, 5), N>(x, w, y, m);
+    case 4: return tile_of<4, N>(x, w, y, m);
+    case 3: return tile_of<3, N>(x, w, y, m);
+    case 2: return tile_of<2, N>(x, w, y, m);
+    case 1: return tile_of<1, N>(x, w, y, m);
   }
-  write(m, x.count - m);
 }
 
 // The columns of y for one row of x, N at a time; returns how many of `count` are computed, a multiple of N.
-template <int N, typename V> static __attribute__((noinline)) int64_t one_row(const float* x, const Matrix<V>& w, const Output& y, int64_t count) {
-  using T = typename Reader<V>::Model;
-  Four sums[N];
+template <int N, typename V> static __attribute__((noinline)) int64_t one_row(const Rows& x, const Matrix<V>& w, const Output& y, int64_t count) {
   int64_t n = 0;
-  for (; n + N <= count; n += N) {
-    tile<1, N>(x, 0, w.from(n), sums);
-    for (int i = 0; i < N; i++) y.write<T>(0, n + i, sums[i].at[0] + (w.bias ? w.bias[n + i] : 0.0f));
-  }
+  for (; n + N <= count; n += N) tile_of<1, N>(x, w.from(n), y.at(0, n), 0);
   return n;
 }
 
 // Columns [0, count) of y.
 template <typename V> static void strips(const Rows& x, const Matrix<V>& w, const Output& y, int64_t count) {
   constexpr int C = COLUMNS<V>;
-  int64_t n = x.count == 1 ? one_row<COLUMNS_OF_ONE_ROW>(x.data, w, y, count) : 0;
+  int64_t n = x.count == 1 ? one_row<COLUMNS_OF_ONE_ROW>(x, w, y, count) : 0;
   for (; n + C <= count; n += C) strip<C>(x, w.from(n), y.at(0, n));
   for (; n < count; n++) strip<1>(x, w.from(n), y.at(0, n));
 }
@@ -304,11 +331,11 @@ template <typename V> static void columns(const Rows& x, const Matrix<V>& w, con
 #endif
   using Wide = Widened<typename Reader<V>::Model>;
   const bool widen = WIDENS<V> && x.count >= WIDENED_ROWS && w.inputs % (2 * LANES) == 0;
-  const int64_t row_block = w.inputs <= 1024 ? 2 * ROWS : ROWS;
+  const int64_t row_block = (w.inputs <= 1024 ? 2 : 1) * CACHED_TILES * ROWS;
   const int64_t chunk = std::max<int64_t>((1 << 20) / (w.inputs * int64_t(sizeof(float))) / row_block, 8) * row_block;
   const int64_t C = widen ? COLUMNS<Wide> : COLUMNS<V>;
-  const int64_t wanted = (96 << 10) / (w.inputs * int64_t(widen ? sizeof(Wide) : sizeof(V))) / C * C;
-  const int64_t column_block = x.count == 1 ? last - first : std::clamp<int64_t>(wanted, C, 16 * C);
+  const int64_t wanted = CACHED_BYTES / (w.inputs * int64_t(widen ? sizeof(Wide) : sizeof(V))) / C * C;
+  const int64_t column_block = x.count == 1 ? last - first : std::clamp<int64_t>(wanted, C, MOST_STRIPS * C);
   for (int64_t top = 0; top < x.count; top += chunk) {
     const int64_t bottom = std::min(top + chunk, x.count);
     for (int64_t n = first; n < last; n += column_block) {

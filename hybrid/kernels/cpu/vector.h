@@ -17,6 +17,9 @@ typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef uint32_t VecU __attribute__((vector_size(LANES * 4)));
 typedef int32_t VecI __attribute__((vector_size(LANES * 4)));
 typedef uint16_t VecH __attribute__((vector_size(LANES * 2)));
+typedef float Vec4 __attribute__((vector_size(16)));
+typedef uint32_t Vec4U __attribute__((vector_size(16)));
+typedef float Vec4Any __attribute__((vector_size(16), aligned(4), may_alias));
 typedef float VecAny __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t VecUAny __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
 typedef uint16_t VecHAny __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
@@ -60,6 +63,10 @@ static inline Vec to_bf16(Vec v) {
   VecU u = (VecU)v;
   return (Vec)((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
 }
+static inline Vec4 to_bf16(Vec4 v) {
+  Vec4U u = (Vec4U)v;
+  return (Vec4)((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
+}
 static inline float to_bf16(float x) {
   uint32_t u;
   std::memcpy(&u, &x, 4);
@@ -71,6 +78,9 @@ static inline float to_bf16(float x) {
 template <typename T> static inline Vec rounded(Vec v);
 template <> inline Vec rounded<float>(Vec v) { return v; }
 template <> inline Vec rounded<bf16>(Vec v) { return to_bf16(v); }
+template <typename T> static inline Vec4 rounded(Vec4 v);
+template <> inline Vec4 rounded<float>(Vec4 v) { return v; }
+template <> inline Vec4 rounded<bf16>(Vec4 v) { return to_bf16(v); }
 template <typename T> static inline float rounded(float x);
 template <> inline float rounded<float>(float x) { return x; }
 template <> inline float rounded<bf16>(float x) { return to_bf16(x); }
@@ -83,7 +93,7 @@ static inline void store(bf16* p, float x) {
 }
 
 // A product plus a sum, rounded twice or once. Without these, GCC 12 decides loop by loop, and a row may run in several.
-static inline float unfused(float product) {
+template <typename F> static inline F unfused(F product) {
 #if defined(__x86_64__)
   asm("" : "+x"(product));
 #elif defined(__aarch64__)
@@ -131,19 +141,23 @@ static inline Vec erf(Vec x) {
 
 // The sums over lanes of four vectors. The order of the additions does not depend on tile or batch, so a row's result
 // does not depend on its neighbours.
-struct Four {
-  float at[4];
-};
-static inline Four sums(Vec a, Vec b, Vec c, Vec d) {
+static inline Vec4 sums(Vec a, Vec b, Vec c, Vec d) {
 #if LANES == 8
   Vec ab = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) + __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
   Vec cd = __builtin_shufflevector(c, d, 0, 8, 2, 10, 4, 12, 6, 14) + __builtin_shufflevector(c, d, 1, 9, 3, 11, 5, 13, 7, 15);
   // a0 b0 a1 b1 a2 b2 a3 b3
   Vec abcd = __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
-  Four four;
-  for (int i = 0; i < 4; i++) four.at[i] = abcd[i] + abcd[i + 4];
-  return four;
+  return __builtin_shufflevector(abcd, abcd, 0, 1, 2, 3) + __builtin_shufflevector(abcd, abcd, 4, 5, 6, 7);
 #else
-  return {{sum(a), sum(b), sum(c), sum(d)}};
+  // Within each quarter of 4 lanes: a01 b01 a23 b23, then a b c d; then the four quarters.
+  Vec ab = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  Vec cd = __builtin_shufflevector(c, d, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           __builtin_shufflevector(c, d, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  Vec abcd = __builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+             __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  typedef float Half __attribute__((vector_size(32)));
+  const Half half = __builtin_shufflevector(abcd, abcd, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(abcd, abcd, 8, 9, 10, 11, 12, 13, 14, 15);
+  return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
 #endif
 }
