@@ -116,13 +116,14 @@ class CpuDecoder(WholeDecoder):
     def kv(self, num_blocks: int) -> PagedKV:
         """Allocate blocks, their content undefined.
 
-        keys: [blocks, kv_heads, head_dim, BLOCK_SIZE].  values: [blocks, kv_heads, BLOCK_SIZE, head_dim rounded up to
-            whole vectors]. Both in the decoder's dtype.
+        keys: [blocks, kv_heads, head_dim rounded up to an even number, BLOCK_SIZE].  values: [blocks, kv_heads,
+            BLOCK_SIZE, head_dim rounded up to whole vectors]. Both in the decoder's dtype; attention.h has the order of
+            a head's elements.
         """
         spec, lanes = self.spec, self.library.lanes()
         padded = -(-spec.head_dim // lanes) * lanes
         shapes = (
-            (num_blocks, spec.num_kv_heads, spec.head_dim, BLOCK_SIZE),
+            (num_blocks, spec.num_kv_heads, spec.head_dim + spec.head_dim % 2, BLOCK_SIZE),
             (num_blocks, spec.num_kv_heads, BLOCK_SIZE, padded),
         )
         keys, values = ([torch.empty(shape, dtype=self.dtype) for _ in spec.layers] for shape in shapes)

@@ -1,16 +1,39 @@
 // Paged attention, one KV head at a time: its query heads share every load.
 //
-// A block holds BLOCK_SIZE tokens.  keys [blocks, kv_heads, head_dim, BLOCK_SIZE], values [blocks, kv_heads, BLOCK_SIZE,
-// head_pad] of the model's dtype; head_pad is head_dim rounded up to whole vectors. Softmax is computed block by block
+// A block holds BLOCK_SIZE tokens.  keys [blocks, kv_heads, key_dims, BLOCK_SIZE], values [blocks, kv_heads, BLOCK_SIZE,
+// head_pad] of the model's dtype; head_pad is head_dim rounded up to whole vectors. Where bfloat16 is multiplied in pairs,
+// keys are [.., key_dims / 2, BLOCK_SIZE, 2] and values [.., BLOCK_SIZE / 2, head_pad, 2], so that a load is of pairs. Softmax is computed block by block
 // (Milakov and Gimelshein 2018, arXiv:1805.02867), each query by itself: its result does not depend on the other queries.
 // Probabilities are rounded to the model's dtype before the product with values, as in torch's kernels. Scores are rounded
 // only where Hugging Face computes them step by step ("eager" attention: soft caps, BLOOM's bias).
 #pragma once
-#include "vector.h"
+#include <algorithm>
+#include <type_traits>
+
+#include "bfloat16.h"
 
 constexpr int BLOCK_SIZE = 32;
 constexpr int BLOCK_VECS = BLOCK_SIZE / LANES;
 constexpr int QUERIES = LANES == 16 ? 6 : 3;  // computed together, so that their sums fill the registers
+
+template <typename T> constexpr bool IN_PAIRS = PAIRS && std::is_same_v<T, bf16>;
+
+// Elements of a head's block: dimension i of the key or value of token t.
+template <typename T> static inline T* key_at(T* keys, int64_t i, int64_t t) {
+  return IN_PAIRS<T> ? keys + (i / 2 * BLOCK_SIZE + t) * 2 + i % 2 : keys + i * BLOCK_SIZE + t;
+}
+template <typename T> static inline T* value_at(T* values, int64_t head_pad, int64_t i, int64_t t) {
+  return IN_PAIRS<T> ? values + (t / 2 * head_pad + i) * 2 + t % 2 : values + t * head_pad + i;
+}
+// Dimensions of a key in the cache: an even number.
+static inline int64_t key_dims(int64_t head_dim) { return (head_dim + 1) / 2 * 2; }
+// Bfloat16 numbers, held as floats, as pairs: even ones low.
+static inline VecU pairs_of(Vec even, Vec odd) { return (VecU)even >> 16 | ((VecU)odd & 0xffff0000u); }
+static inline uint32_t pair_of(float even, float odd) {
+  uint32_t low, high;
+  std::memcpy(&low, &even, 4), std::memcpy(&high, &odd, 4);
+  return low >> 16 | (high & 0xffff0000u);
+}
 
 struct AttentionShape {
   int64_t kv_heads, head_dim, head_pad;
@@ -37,19 +60,37 @@ template <typename T> static inline Vec capped(const AttentionShape& s, Vec dot)
   return rounded<T>(rounded<T>(tanh(score)) * s.softcap);
 }
 
+// Products of N queries and the keys of a block.  pairs: the queries in pairs, [N, head_pad / 2].
+template <int N, typename T>
+static inline void block_products(const AttentionShape& s, const Query* queries, const uint32_t* pairs, const T* keys, Vec products[N][BLOCK_VECS]) {
+  Vec acc[N][BLOCK_VECS] = {};
+#if PAIRS
+  if constexpr (IN_PAIRS<T>) {
+    for (int64_t d = 0; d < (s.head_dim + 1) / 2; d++) {
+      VecU key[BLOCK_VECS];
+      for (int j = 0; j < BLOCK_VECS; j++) key[j] = *(const VecUAny*)(keys + (d * BLOCK_SIZE + j * LANES) * 2);
+      for (int n = 0; n < N; n++)
+        for (int j = 0; j < BLOCK_VECS; j++) acc[n][j] = dot_pairs(acc[n][j], splat(pairs[n * s.head_pad / 2 + d]), key[j]);
+    }
+  } else
+#endif
+    for (int64_t d = 0; d < s.head_dim; d++) {
+      Vec key[BLOCK_VECS];
+      for (int j = 0; j < BLOCK_VECS; j++) key[j] = load(keys + d * BLOCK_SIZE + j * LANES);
+      for (int n = 0; n < N; n++)
+        for (int j = 0; j < BLOCK_VECS; j++) acc[n][j] += queries[n].q[d] * key[j];
+    }
+  std::memcpy(products, acc, sizeof acc);
+}
+
 // Scores of N queries against the tokens of a block, scaled and capped; -inf for tokens that a query does not see.
 template <int N, typename T>
-static inline void block_scores(const AttentionShape& s, const Query* queries, const T* keys, int64_t block_start, Vec scores[N][BLOCK_VECS]) {
-  Vec acc[N][BLOCK_VECS] = {};
-  for (int64_t d = 0; d < s.head_dim; d++) {
-    Vec key[BLOCK_VECS];
-    for (int j = 0; j < BLOCK_VECS; j++) key[j] = load(keys + d * BLOCK_SIZE + j * LANES);
-    for (int n = 0; n < N; n++)
-      for (int j = 0; j < BLOCK_VECS; j++) acc[n][j] += queries[n].q[d] * key[j];
-  }
+static inline void block_scores(const AttentionShape& s, const Query* queries, const uint32_t* pairs, const T* keys, int64_t block_start,
+                                Vec scores[N][BLOCK_VECS]) {
+  block_products<N>(s, queries, pairs, keys, scores);
   for (int n = 0; n < N; n++)
     for (int j = 0; j < BLOCK_VECS; j++) {
-      Vec score = s.softcap ? capped<T>(s, acc[n][j]) : acc[n][j] * s.scale;
+      Vec score = s.softcap ? capped<T>(s, scores[n][j]) : unfused(scores[n][j] * s.scale);
       VecI token;
       for (int i = 0; i < LANES; i++) token[i] = int32_t(block_start + j * LANES + i);
       const int32_t position = int32_t(queries[n].position);
@@ -61,23 +102,39 @@ static inline void block_scores(const AttentionShape& s, const Query* queries, c
     }
 }
 
+// Probabilities of a block's tokens, rounded to the model's dtype: floats, or pairs.
+union Probabilities {
+  float p[BLOCK_SIZE];
+  uint32_t pairs[BLOCK_SIZE / 2];
+};
+
 // out[n] = out[n] * shrink[n] + sum over tokens of p[n][token] * value[token], over C vectors of the head.
 template <int N, int C, typename T>
-static inline void add_values(const T* values, int64_t head_pad, int64_t tokens, const float p[N][BLOCK_SIZE], const float* shrink, float* out[N]) {
+static inline void add_values(const T* values, int64_t head_pad, int64_t tokens, const Probabilities* p, const float* shrink, float* out[N]) {
   Vec acc[N][C];
   for (int n = 0; n < N; n++)
     for (int c = 0; c < C; c++) acc[n][c] = load(out[n] + c * LANES) * shrink[n];
-  for (int64_t t = 0; t < tokens; t++) {
-    Vec value[C];
-    for (int c = 0; c < C; c++) value[c] = load(values + t * head_pad + c * LANES);
-    for (int n = 0; n < N; n++)
-      for (int c = 0; c < C; c++) acc[n][c] += p[n][t] * value[c];
-  }
+#if PAIRS
+  if constexpr (IN_PAIRS<T>) {
+    for (int64_t t = 0; t < (tokens + 1) / 2; t++) {
+      VecU value[C];
+      for (int c = 0; c < C; c++) value[c] = *(const VecUAny*)(values + (t * head_pad + c * LANES) * 2);
+      for (int n = 0; n < N; n++)
+        for (int c = 0; c < C; c++) acc[n][c] = dot_pairs(acc[n][c], splat(p[n].pairs[t]), value[c]);
+    }
+  } else
+#endif
+    for (int64_t t = 0; t < tokens; t++) {
+      Vec value[C];
+      for (int c = 0; c < C; c++) value[c] = load(values + t * head_pad + c * LANES);
+      for (int n = 0; n < N; n++)
+        for (int c = 0; c < C; c++) acc[n][c] += p[n].p[t] * value[c];
+    }
   for (int n = 0; n < N; n++)
     for (int c = 0; c < C; c++) store(out[n] + c * LANES, acc[n][c]);
 }
 
-// N queries of one KV head over the blocks of their sequence.  work: float [N, head_pad].
+// N queries of one KV head over the blocks of their sequence.  work: float [2, N, head_pad].
 template <int N, typename T>
 static void attend(const AttentionShape& s, const Query* queries, int64_t kv_head, const T* keys, const T* values, const int32_t* table, float* work) {
   int64_t last = 0, first = INT64_MAX;
@@ -86,7 +143,11 @@ static void attend(const AttentionShape& s, const Query* queries, int64_t kv_hea
     first = std::min(first, s.window ? std::max<int64_t>(queries[n].position - s.window + 1, 0) : 0);
   }
   float *out[N], max_score[N], total[N];
+  uint32_t* const pairs = (uint32_t*)(work + N * s.head_pad);
   for (int n = 0; n < N; n++) {
+    if (IN_PAIRS<T>)
+      for (int64_t d = 0; d < s.head_dim; d += 2)
+        pairs[(n * s.head_pad + d) / 2] = pair_of(queries[n].q[d], d + 1 < s.head_dim ? queries[n].q[d + 1] : 0.0f);
     out[n] = work + n * s.head_pad;
     std::memset(out[n], 0, s.head_pad * sizeof(float));
     max_score[n] = -INFINITY;
@@ -95,25 +156,34 @@ static void attend(const AttentionShape& s, const Query* queries, int64_t kv_hea
   for (int64_t block = first / BLOCK_SIZE; block <= last / BLOCK_SIZE; block++) {
     const int64_t head_block = table[block] * s.kv_heads + kv_head, start = block * BLOCK_SIZE;
     Vec scores[N][BLOCK_VECS];
-    float p[N][BLOCK_SIZE], shrink[N];
-    block_scores<N>(s, queries, keys + head_block * s.head_dim * BLOCK_SIZE, start, scores);
+    Probabilities p[N];
+    float shrink[N];
+    block_scores<N>(s, queries, pairs, keys + head_block * key_dims(s.head_dim) * BLOCK_SIZE, start, scores);
     for (int n = 0; n < N; n++) {
       Vec top = scores[n][0];
       for (int j = 1; j < BLOCK_VECS; j++) top = max(top, scores[n][j]);
       const float new_max = std::max(max_score[n], largest(top));
       if (new_max == -INFINITY) {  // no token of this block or an earlier one is seen
-        std::memset(p[n], 0, sizeof p[n]);
+        std::memset(&p[n], 0, sizeof p[n]);
         shrink[n] = 1;
         continue;
       }
-      Vec sum_exp = {};
+      Vec sum_exp = {}, e[BLOCK_VECS];
       for (int j = 0; j < BLOCK_VECS; j++) {
-        Vec e = exp(scores[n][j] - new_max);
-        store(p[n] + j * LANES, rounded<T>(e));
-        sum_exp += e;
+        e[j] = exp(scores[n][j] - new_max);
+        sum_exp += e[j];
+        e[j] = rounded<T>(e[j]);
+        if (!IN_PAIRS<T>) store(p[n].p + j * LANES, e[j]);
       }
-      shrink[n] = exp(splat(max_score[n] - new_max))[0];
-      total[n] = total[n] * shrink[n] + sum(sum_exp);
+#if PAIRS
+      if constexpr (IN_PAIRS<T>) {
+        const Vec even = __builtin_shufflevector(e[0], e[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        const Vec odd = __builtin_shufflevector(e[0], e[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+        *(VecUAny*)p[n].pairs = pairs_of(even, odd);
+      }
+#endif
+      shrink[n] = max_score[n] == new_max ? 1.0f : exp(splat(max_score[n] - new_max))[0];
+      total[n] = fused_multiply_add(total[n], shrink[n], sum(sum_exp));
       max_score[n] = new_max;
     }
     const T* value = values + head_block * BLOCK_SIZE * s.head_pad;
@@ -122,11 +192,11 @@ static void attend(const AttentionShape& s, const Query* queries, int64_t kv_hea
     float* chunk[N];
     for (; c + 4 * LANES <= s.head_pad; c += 4 * LANES) {
       for (int n = 0; n < N; n++) chunk[n] = out[n] + c;
-      add_values<N, 4>(value + c, s.head_pad, tokens, p, shrink, chunk);
+      add_values<N, 4>(value_at(value, s.head_pad, c, 0), s.head_pad, tokens, p, shrink, chunk);
     }
     for (; c < s.head_pad; c += LANES) {
       for (int n = 0; n < N; n++) chunk[n] = out[n] + c;
-      add_values<N, 1>(value + c, s.head_pad, tokens, p, shrink, chunk);
+      add_values<N, 1>(value_at(value, s.head_pad, c, 0), s.head_pad, tokens, p, shrink, chunk);
     }
   }
   for (int n = 0; n < N; n++)

@@ -37,7 +37,7 @@ static int64_t divide(const Decoder& d, int64_t tokens, int64_t threads, float* 
   w.router_weights = take(tokens * d.num_experts);
   w.lora_ax = take(tokens * d.lora_ranks);
   w.squares = take(d.group && d.qk_norm == ROW ? tokens * 2 : 0);
-  w.scratch = take(threads * (QUERIES * head_pad(d)));
+  w.scratch = take(threads * (2 * QUERIES * head_pad(d)));
   if (work) *work = w;
   return used;
 }
@@ -221,11 +221,12 @@ struct Run {
           rope(row + h * size, layer.cos + position * (d.rotary_dim / 2), layer.sin + position * (d.rotary_dim / 2));
       const int64_t block = batch.block_tables[sequence * batch.table_width + position / BLOCK_SIZE], offset = position % BLOCK_SIZE;
       for (int64_t h = 0; h < d.num_kv_heads; h++) {
-        T* key = keys + (block * d.num_kv_heads + h) * size * BLOCK_SIZE + offset;
-        T* value = values + ((block * d.num_kv_heads + h) * BLOCK_SIZE + offset) * pad;
-        for (int64_t i = 0; i < size; i++) store(key + i * BLOCK_SIZE, row[q + h * size + i]);
-        for (int64_t i = 0; i < size; i++) store(value + i, row[q + kv + h * size + i]);
-        for (int64_t i = size; i < pad; i++) store(value + i, 0.0f);
+        T* key = keys + (block * d.num_kv_heads + h) * key_dims(size) * BLOCK_SIZE;
+        T* value = values + (block * d.num_kv_heads + h) * BLOCK_SIZE * pad;
+        for (int64_t i = 0; i < key_dims(size); i++) store(key_at(key, i, offset), i < size ? row[q + h * size + i] : 0.0f);
+        for (int64_t i = 0; i < pad; i++) store(value_at(value, pad, i, offset), i < size ? row[q + kv + h * size + i] : 0.0f);
+        if (IN_PAIRS<T> && offset % 2 == 0 && t + 1 == batch.cu_seqlens[sequence + 1])  // the next token's half is not written yet
+          for (int64_t i = 0; i < pad; i++) store(value_at(value, pad, i, offset + 1), 0.0f);
       }
     }
   }
@@ -250,7 +251,7 @@ struct Run {
     const int64_t size = d.head_dim, group = d.num_heads / d.num_kv_heads, width = (d.num_heads + 2 * d.num_kv_heads) * size;
     const AttentionShape shape{d.num_kv_heads, size, head_pad(d), float(d.attention_scale), float(d.attention_softcap), layer.window, d.alibi_bfloat16 != 0};
     const Range mine = partition(d.num_kv_heads * batch.tokens, 1, thread, threads);
-    float* scratch = work.scratch + thread * QUERIES * shape.head_pad;
+    float* scratch = work.scratch + thread * 2 * QUERIES * shape.head_pad;
     Query queries[QUERIES];
     int64_t at = mine.first;
     while (at < mine.last) {
@@ -264,6 +265,8 @@ struct Run {
         auto flush = [&] {
           const T *keys = (const T*)layer.keys, *values = (const T*)layer.values;
           int done = 0;
+          if constexpr (QUERIES == 6)
+            if (count == QUERIES) attend<QUERIES>(shape, queries, head, keys, values, table, scratch), done = QUERIES;
           while (count - done >= 3) attend<3>(shape, queries + done, head, keys, values, table, scratch), done += 3;
           if (count - done == 2) attend<2>(shape, queries + done, head, keys, values, table, scratch);
           if (count - done == 1) attend<1>(shape, queries + done, head, keys, values, table, scratch);

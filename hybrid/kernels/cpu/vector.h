@@ -31,6 +31,7 @@ struct bf16 {
 };
 
 static inline Vec splat(float x) { return Vec{} + x; }
+static inline VecU splat(uint32_t x) { return VecU{} + x; }
 static inline Vec load(const float* p) { return *(const VecAny*)p; }
 static inline void store(float* p, Vec v) { *(VecAny*)p = v; }
 static inline Vec load(const bf16* p) {
@@ -45,17 +46,26 @@ static inline float to_float(bf16 x) {
 }
 static inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
+// The lanes from `HALF` on, first.
+template <int HALF> static inline Vec upper(Vec v) {
+#if LANES == 8
+  return __builtin_shufflevector(v, v, HALF, HALF + 1, HALF + 2, HALF + 3, HALF + 4, HALF + 5, HALF + 6, HALF + 7);
+#else
+  return __builtin_shufflevector(v, v, HALF, HALF + 1, HALF + 2, HALF + 3, HALF + 4, HALF + 5, HALF + 6, HALF + 7, HALF + 8, HALF + 9, HALF + 10,
+                                 HALF + 11, HALF + 12, HALF + 13, HALF + 14, HALF + 15);
+#endif
+}
 static inline float sum(Vec v) {
-  float s[LANES];
-  std::memcpy(s, &v, sizeof v);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) s[i] += s[i + half];
-  return s[0];
+  if constexpr (LANES == 16) v += upper<LANES / 2>(v);
+  v += upper<4>(v);
+  v += upper<2>(v);
+  return (v + upper<1>(v))[0];
 }
 static inline float largest(Vec v) {
-  float best = v[0];
-  for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
-  return best;
+  if constexpr (LANES == 16) v = max(v, upper<LANES / 2>(v));
+  v = max(v, upper<4>(v));
+  v = max(v, upper<2>(v));
+  return max(v, upper<1>(v))[0];
 }
 
 // The nearest bfloat16, ties to even, as a float.
