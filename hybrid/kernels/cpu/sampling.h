@@ -164,14 +164,33 @@ struct Weights {
   }
 };
 
-// The most probable of `within` until those before one have probability top_p of `mass`, in the order of token ids.
+// The most probable of `within` until those before one have probability top_p of `mass`. `within` is in the order of token
+// ids, and stays so. The last one is found by halving: sorting would take longest for flat distributions.
 static void keep_top_p(std::vector<Candidate>& within, double top_p, double mass, const Weights& weights) {
-  std::sort(within.begin(), within.end(), std::greater<Candidate>());
+  struct Weighted {
+    Candidate candidate;
+    double weight;
+    bool operator>(const Weighted& other) const { return candidate > other.candidate; }
+  };
+  std::vector<Weighted> all;
+  for (const Candidate& candidate : within) all.push_back({candidate, weights.of(candidate.first)});
   double before = 0;
-  size_t count = 0;
-  while (count < within.size() && (count == 0 || before < top_p * mass)) before += weights.of(within[count++].first);
-  within.resize(count);
-  std::sort(within.begin(), within.end(), [](const Candidate& a, const Candidate& b) { return a.second < b.second; });
+  auto first = all.begin(), last = all.end();  // the last one to keep lies between; those before `first` are kept
+  while (last - first > 64) {
+    const auto middle = first + (last - first) / 2;
+    std::nth_element(first, middle, last, std::greater<Weighted>());
+    double upper = 0;
+    for (auto it = first; it < middle; it++) upper += it->weight;
+    if (before + upper >= top_p * mass)
+      last = middle;
+    else
+      first = middle, before += upper;
+  }
+  std::sort(first, last, std::greater<Weighted>());
+  while (first < last && (first == all.begin() || before < top_p * mass)) before += (first++)->weight;
+  if (first == all.begin()) return;
+  const Candidate least = (first - 1)->candidate;
+  std::erase_if(within, [&](const Candidate& candidate) { return candidate < least; });
 }
 
 // The token of `kept` at which its cumulative softmax, in the order of token ids, exceeds u; `otherwise` if all have
