@@ -3,6 +3,7 @@
 // With EMULATE_BF16 (1: pairs, 2: tiles too) functions replace the instructions, as Intel's manual defines them, so that
 // the code around them runs and is tested on machines without them.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "vector.h"
@@ -72,8 +73,9 @@ using Bfloat16Layout = EvenOdd;
 #if PAIRS && (defined(__AMX_BF16__) || EMULATE_BF16 > 1)  // tiles are made of pairs
 #define TILES 1
 constexpr int64_t TILE = 16;         // rows of W, and rows of x, in a tile
-constexpr int64_t TILE_ROWS = 64;    // rows of x that are converted to tiles at once
 constexpr int64_t TILE_DEPTH = 32;   // elements of a row in a tile: 16 pairs
+// Rows of x that are converted to tiles at once, and that a strip of W is used for: so many that they stay in the L2 cache.
+static inline int64_t tile_rows(int64_t inputs) { return std::clamp<int64_t>((1 << 20) / (inputs * int64_t(sizeof(bf16))) / TILE, 4, 32) * TILE; }
 
 #ifdef EMULATE_BF16
 static thread_local uint32_t emulated_tiles[8][TILE][TILE];
@@ -119,6 +121,30 @@ static inline void tiles_begin() {
 }
 static inline void tiles_end() { _tile_release(); }
 #endif
+
+// A tile's lanes `DISTANCE` apart exchanged between rows `DISTANCE` apart.
+template <int DISTANCE> static inline void exchange_lanes(Vec (&rows)[TILE]) {
+  VecI low, high;  // indices into both rows' lanes
+  for (int i = 0; i < TILE; i++) {
+    low[i] = i & DISTANCE ? TILE + i - DISTANCE : i;
+    high[i] = i & DISTANCE ? TILE + i : i + DISTANCE;
+  }
+  for (int i = 0; i < TILE; i++) {
+    if (i & DISTANCE) continue;
+    const Vec a = rows[i], b = rows[i + DISTANCE];
+    rows[i] = __builtin_shuffle(a, b, low);
+    rows[i + DISTANCE] = __builtin_shuffle(a, b, high);
+  }
+}
+static inline void transpose(float (&tile)[TILE][TILE]) {
+  Vec rows[TILE];
+  for (int i = 0; i < TILE; i++) rows[i] = load(tile[i]);
+  exchange_lanes<8>(rows);
+  exchange_lanes<4>(rows);
+  exchange_lanes<2>(rows);
+  exchange_lanes<1>(rows);
+  for (int i = 0; i < TILE; i++) store(tile[i], rows[i]);
+}
 
 // `rows` rows of x, in Pairs, to tiles [rows / 16, blocks, 16 pairs, 16 rows], rounded up and padded with zeros.
 static void make_tiles(const float* x, int64_t stride, int64_t rows, int64_t blocks, uint32_t* tiles) {

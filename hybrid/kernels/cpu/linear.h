@@ -294,26 +294,39 @@ template <typename V, typename T = typename Reader<V>::Model> static Matrix<Wide
 }
 
 #if TILES
+// Writes the sums of a tile, [16 rows of W, 16 rows of x], to the first `width` columns of the rows of y. Elements of x from
+// `tail` on are added one by one.
+static void write_tile(const Rows& x, const Matrix<bf16>& w, const Output& y, float (&sums)[TILE][TILE], int64_t tail, int64_t width) {
+  transpose(sums);
+  for (int64_t r = 0; r < x.count; r++) {
+    float* row = sums[r];
+    for (int64_t c = 0; c < width && tail < w.inputs; c++)
+      for (int64_t k = tail; k < w.inputs; k++) row[c] += x.row(r)[k] * to_float(w.weight[c * w.inputs + k]);
+    int64_t c = 0;
+    for (; c + 4 <= width; c += 4) y.write<bf16>(r, c, w.bias ? *(const Vec4Any*)(row + c) + *(const Vec4Any*)(w.bias + c) : *(const Vec4Any*)(row + c));
+    for (; c < width; c++) y.write<bf16>(r, c, row[c] + (w.bias ? w.bias[c] : 0.0f));
+  }
+}
+
 // `columns` in AMX tiles. Elements of a row after its last whole block are added one by one.
 static void tile_columns(const Rows& x, const Matrix<bf16>& w, const Output& y, int64_t first, int64_t last) {
   static thread_local std::vector<uint32_t> tiles;
-  const int64_t blocks = w.inputs / TILE_DEPTH, tail = blocks * TILE_DEPTH, of_a_tile = blocks * TILE * TILE;
-  tiles.resize(TILE_ROWS / TILE * of_a_tile);
+  const int64_t blocks = w.inputs / TILE_DEPTH, tail = blocks * TILE_DEPTH, of_a_tile = blocks * TILE * TILE, at_once = tile_rows(w.inputs);
+  tiles.resize(std::max<int64_t>(tiles.size(), std::min(at_once, (x.count + TILE - 1) / TILE * TILE) / TILE * of_a_tile));
   alignas(64) float sums[2][2][TILE][TILE];
   tiles_begin();
-  for (int64_t top = 0; top < x.count; top += TILE_ROWS) {
-    const int64_t rows = std::min(TILE_ROWS, x.count - top);
+  for (int64_t top = 0; top < x.count; top += at_once) {
+    const int64_t rows = std::min(at_once, x.count - top);
     make_tiles(x.row(top), x.stride, rows, blocks, tiles.data());
     for (int64_t n = first; n < last; n += 2 * TILE) {
       TileRows pair[2] = {{w.from(n).weight, w.inputs, std::min(TILE, last - n), {}}, {w.from(n + TILE).weight, w.inputs, last - n - TILE, {}}};
       for (int64_t m = 0; m < rows; m += 2 * TILE) {
         const uint32_t* x0 = tiles.data() + m / TILE * of_a_tile;
         tile_products(pair, x0, m + TILE < rows ? x0 + of_a_tile : x0, blocks, sums);
-        for (int64_t r = m; r < std::min(m + 2 * TILE, rows); r++)
-          for (int64_t c = n; c < std::min(n + 2 * TILE, last); c++) {
-            float sum = sums[(c - n) / TILE][(r - m) / TILE][(c - n) % TILE][(r - m) % TILE];
-            for (int64_t k = tail; k < w.inputs; k++) sum += x.row(top + r)[k] * to_float(w.weight[c * w.inputs + k]);
-            y.write<bf16>(top + r, c, sum + (w.bias ? w.bias[c] : 0.0f));
+        for (int half = 0; half < 2; half++)
+          for (int64_t c = n; c < std::min(n + 2 * TILE, last); c += TILE) {
+            const int64_t r0 = m + half * TILE, count = std::min(TILE, rows - r0), width = std::min(TILE, last - c);
+            if (count > 0) write_tile(x.part(top + r0, count), w.from(c), y.at(top + r0, c), sums[(c - n) / TILE][half], tail, width);
           }
       }
     }
