@@ -16,6 +16,8 @@ from hybrid.generation.sampler import SamplerOutput, of_all_rows, sample_tokens,
 from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
 
+STEPS_ON_DEVICES = 8  # decode steps between two checks for ended sequences
+STEPS_IN_KERNEL = 16  # the same where kernels sample; a keyboard interrupt waits for them
 CHECKED_STEPS = 32  # ranks that decode one batch compare their tokens every so many steps
 
 
@@ -78,7 +80,8 @@ class Scheduler:
     """Decodes a request: its rows wait, run, and leave once they have finished.
 
     max_num_seqs: sequences that run at once.
-    num_scheduler_steps: the most decode steps between two checks for finished rows.
+    num_scheduler_steps: the most decode steps between two checks for finished rows. By default 1 on CPUs, unless the
+        kernels sample, which stop by themselves, and more on devices, which a check waits for.
     """
 
     def __init__(
@@ -87,12 +90,15 @@ class Scheduler:
         decoder: AnyDecoder,
         block_pool: BlockPool,
         max_num_seqs: int,
-        num_scheduler_steps: int,
         phase: Phase,
+        num_scheduler_steps: int | None = None,
     ):
         self.request, self.decoder, self.block_pool = request, decoder, block_pool
-        self.max_num_seqs, self.num_scheduler_steps, self.phase = max_num_seqs, num_scheduler_steps, phase
+        self.max_num_seqs, self.phase = max_num_seqs, phase
         self.samples_in_kernel = decoder.samples_in_kernel and request.processors is None
+        on_cpu = STEPS_IN_KERNEL if self.samples_in_kernel else 1
+        usual = on_cpu if decoder.device.type == "cpu" else STEPS_ON_DEVICES
+        self.num_scheduler_steps = num_scheduler_steps or usual
         self.waiting = group_by_prompt(request)
         self.runner = ModelRunner(decoder, block_pool, request.longest)
         count, self.prompt_len = request.prompt_ids.shape

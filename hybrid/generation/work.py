@@ -23,9 +23,6 @@ from hybrid.generation.scheduler import Completions, Scheduler
 from hybrid.generation.scoring import Scores, score_natively, score_packed
 from hybrid.profiling import ModelTimes, Phase
 
-STEPS_ON_DEVICES = 8  # decode steps between two checks for ended sequences: a check waits for the device
-STEPS_IN_KERNEL = 16  # the same where kernels sample and stop by themselves; a keyboard interrupt waits for them
-
 
 @dataclass
 class Resources:
@@ -76,10 +73,9 @@ class CompletionWork(Work):
     def run(self, decoder: AnyDecoder, resources: Resources, is_own: bool = True) -> Completions:
         ranks = 1 if decoder.group is None else decoder.group.size
         with resources.opened(decoder) as decoder:
-            on_cpu = STEPS_IN_KERNEL if decoder.samples_in_kernel else 1
-            steps = on_cpu if decoder.device.type == "cpu" else STEPS_ON_DEVICES
             most = ranks * resources.max_num_seqs
-            return Scheduler(self.request, decoder, resources.block_pool, most, steps, resources.phase).run()
+            scheduler = Scheduler(self.request, decoder, resources.block_pool, most, resources.phase)
+            return scheduler.run()
 
     def joined(self, works: list["CompletionWork"]) -> "CompletionWork":
         requests = [work.request for work in works]

@@ -186,9 +186,9 @@ class SliceExchange:
 
 
 def copied_bytes(param: torch.Tensor) -> int:
-    """Bytes of a shard that is copied to the device to be sent: 0 if it is there."""
-    on_device = param.ds_tensor.device == torch.device(get_accelerator().current_device_name())
-    return 0 if on_device else param.ds_tensor.nbytes
+    """Bytes of a shard in host memory that is copied to the device to be sent: 0 if it is there."""
+    is_offloaded = param.ds_tensor.device.type == "cpu" != get_accelerator().device_name()
+    return param.ds_tensor.nbytes if is_offloaded else 0
 
 
 def packed_in(buffer: torch.Tensor, transfers: list[Transfer]) -> Iterator[tuple[Transfer, torch.Tensor]]:

@@ -90,6 +90,13 @@ def calls(monkeypatch) -> Calls:
 
         monkeypatch.setattr(kind, "forward", counted)
 
+    def counted_steps(self, *args, _own=CpuDecoder.decode_steps):
+        done = _own(self, *args)
+        counter.count += done
+        return done
+
+    monkeypatch.setattr(CpuDecoder, "decode_steps", counted_steps)
+
     def checked(*args):
         counter.checking = True
         try:

@@ -29,11 +29,16 @@ def engine_with(model: torch.nn.Module, **rollout) -> hybrid.HybridEngine:
 @contextlib.contextmanager
 def decoded_rows() -> Iterator[list[int]]:
     """Inside the block, records the rows of each decode step on the CPU kernels, except those of the self-check."""
-    row_counts, own, own_check = [], CpuDecoder.decode, fused.require_equal
+    row_counts, own, own_steps, own_check = [], CpuDecoder.decode, CpuDecoder.decode_steps, fused.require_equal
 
     def recording(self, batch, kv):
         row_counts.append(len(batch.ids))
         return own(self, batch, kv)
+
+    def recording_steps(self, batch, *args):
+        done = own_steps(self, batch, *args)
+        row_counts.extend([len(batch.ids)] * done)
+        return done
 
     def without_recording(*args):
         before = len(row_counts)
@@ -42,11 +47,12 @@ def decoded_rows() -> Iterator[list[int]]:
         finally:
             del row_counts[before:]
 
-    CpuDecoder.decode, fused.require_equal = recording, without_recording
+    CpuDecoder.decode, CpuDecoder.decode_steps = recording, recording_steps
+    fused.require_equal = without_recording
     try:
         yield row_counts
     finally:
-        CpuDecoder.decode, fused.require_equal = own, own_check
+        CpuDecoder.decode, CpuDecoder.decode_steps, fused.require_equal = own, own_steps, own_check
 
 
 def same_rollouts(batch: hybrid.RolloutBatch, other_batch: hybrid.RolloutBatch) -> bool:

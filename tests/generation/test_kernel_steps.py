@@ -10,8 +10,7 @@ from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.request import Request
 from hybrid.generation.sampler import SamplingMetadata, stream_keys
-from hybrid.generation.scheduler import Completions, Scheduler
-from hybrid.generation.work import STEPS_IN_KERNEL
+from hybrid.generation.scheduler import STEPS_IN_KERNEL, Completions, Scheduler
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
 from tests.decoders.test_sharded_decoder import cpu_decoder
@@ -57,10 +56,10 @@ def request(sampling: str) -> Request:
 
 @torch.no_grad()
 def completions_of(request: Request, decoder: CpuDecoder, max_num_seqs: int) -> Completions:
-    pool, steps = BlockPool(32), STEPS_IN_KERNEL if decoder.samples_in_kernel else 1
+    pool = BlockPool(32)
     pool.begin_call(decoder.kv)
     phase = lambda name: contextlib.nullcontext()  # noqa: E731
-    return Scheduler(request, decoder, pool, max_num_seqs, steps, phase).run()
+    return Scheduler(request, decoder, pool, max_num_seqs, phase).run()
 
 
 def require_equal_bits(actual: Completions, expected: Completions) -> None:

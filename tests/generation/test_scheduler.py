@@ -140,9 +140,8 @@ def run_scheduler(
     decoder = PagedMock()
     block_pool = RecordingPool(step, None if limit is None else (limit + 1) * 2 * BLOCK_SIZE * 8)
     block_pool.begin_call(decoder.kv)
-    done = Scheduler(
-        request, decoder, block_pool, max_num_seqs, num_scheduler_steps, lambda name: contextlib.nullcontext()
-    ).run()
+    phase = lambda name: contextlib.nullcontext()  # noqa: E731
+    done = Scheduler(request, decoder, block_pool, max_num_seqs, phase, num_scheduler_steps).run()
     assert block_pool.num_used == 0, "blocks are still in use after the last row"
     assert len(decoder.kv_sizes) == 2, "storage has grown: only the measuring block precedes the reservation"
     return done, decoder, block_pool

@@ -72,7 +72,7 @@ def partitioned_model(args: PPOArguments, world_size: int, kind: str, sizes: tup
         parameter.ds_id, parameter.ds_shape, parameter.ds_numel = number, parameter.shape, parameter.numel()
         parameter.ds_process_group, parameter.ds_status = dist.group.WORLD, ZeroParamStatus.NOT_AVAILABLE
         parameter.ds_tensor = torch.empty(-(-parameter.numel() // world_size), dtype=parameter.dtype, device="meta")
-        parameter.ds_tensor.ds_numel = parameter.ds_tensor.numel()
+        parameter.ds_tensor.ds_numel, parameter.ds_tensor.final_location = parameter.ds_tensor.numel(), None
         parameter.data = torch.empty(0, dtype=parameter.dtype, device="meta")
     return model
 

@@ -103,11 +103,21 @@ static inline void store(bf16* p, float x) {
 }
 
 // A product plus a sum, rounded twice or once. Without these, GCC 12 decides loop by loop, and a row may run in several.
+#if defined(__AVX512F__)
+constexpr size_t REGISTER_BYTES = 64;
+#elif defined(__AVX__)
+constexpr size_t REGISTER_BYTES = 32;
+#else
+constexpr size_t REGISTER_BYTES = 16;
+#endif
 template <typename F> static inline F unfused(F product) {
+  if constexpr (sizeof(F) > REGISTER_BYTES)
+    asm("" : "+m"(product));
+  else
 #if defined(__x86_64__)
-  asm("" : "+x"(product));
+    asm("" : "+x"(product));
 #elif defined(__aarch64__)
-  asm("" : "+w"(product));
+    asm("" : "+w"(product));
 #endif
   return product;
 }
