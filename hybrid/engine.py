@@ -131,7 +131,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
     def _run_without_slices(self, why: str) -> None:
         """Hold whole weights on every rank if they fit, else run whole layers, gathered one by one. A collective."""
-        if not self._planner.replicates():
+        if not self._planner.use_whole_if_it_fits():
             self._run_on(self._builder.layer_by_layer(why))
             return
         self._generator.block_pool = self._make_block_pool()

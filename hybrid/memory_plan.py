@@ -106,9 +106,9 @@ class MemoryPlanner:
         """Bytes that the memory limit leaves for the KV cache in the mode in use; None: there is no limit."""
         return None if self.limit is None else max(self.limit - self._need(self.in_use)(0, 0).total, 0)
 
-    def replicates(self) -> bool:
-        """Whether weights that cannot be sliced are whole on every rank, which is then the mode in use: if as many
-        sequences fit as with streamed ones. A collective."""
+    def use_whole_if_it_fits(self) -> bool:
+        """For weights that cannot be sliced: make whole ones on every rank the mode in use, if as many sequences fit as
+        with streamed ones. Gives whether they are. A collective."""
         if self.builder.stage == 3:  # else they are whole already
             limit = self._agreed_limit()
             whole, streamed = (self._num_seqs_that_fit(mode, limit) for mode in (Mode(), Mode(streaming=True)))
