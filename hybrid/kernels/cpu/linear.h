@@ -206,6 +206,8 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t x
 #pragma GCC unroll 2
     for (int i = 0; i < R::VECTORS; i++) {
       Vec column[N];
+      if (LANES == 16 && i == 0)  // a cache line a block: the same inputs of the next rows of W
+        for (int n = 0; n < N; n++) __builtin_prefetch(w + (N + n) * w_stride + k, 0, 2);
       for (int n = 0; n < N; n++) column[n] = held(R::read(w + n * w_stride + k, i));
       for (int m = 0; m < M; m++) {
         Vec row = held(load(x + m * x_stride + k + i * LANES));
