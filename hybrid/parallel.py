@@ -163,6 +163,7 @@ class InferenceGroup:
         self.tensor = self if tensor_size in (None, size) else InferenceGroup(tensor_size, connected)
 
     rounds = 0  # exchanges so far, where a group counts them
+    shares_memory = False  # whether the CPU kernels can exchange with the group's ranks
 
     def begin_call(self, rounds: Iterable[int]) -> None:
         """Start a computation of all ranks.  rounds: `rounds` of every rank. Does nothing over torch.distributed."""

@@ -175,7 +175,7 @@ class CpuDecoder(WholeDecoder):
     @property
     def samples_in_kernel(self) -> bool:
         """Whether `decode_steps` can run: ranks with slices of the vocabulary must exchange through shared memory."""
-        return self.vocabulary is None or self.vocabulary.group.memory is not None
+        return self.vocabulary is None or self.vocabulary.group.shares_memory
 
     def decode_steps(
         self, batch: PackedBatch, kv: PagedKV, samples: kernels.Samples, stop_token_ids: torch.Tensor, steps: int

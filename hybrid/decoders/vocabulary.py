@@ -43,13 +43,13 @@ class VocabularySlice:
         ranks = self.group.size
         return torch.arange(-(-count // ranks) * ranks, device=device).clamp(max=count - 1).view(ranks, -1)
 
-    def whole_of_own_rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the whole vocabulary, [n, size], of this rank's rows of `divided`. A collective.
+    def whole_of_own_rows(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's rows of `divided`, int64 [n], and their logits of the whole vocabulary, [n, size]. A collective.
 
         logits: [count, width]. The result takes no more memory than they do.
         """
         rows = self.divided(len(logits), logits.device)
-        return self.group.exchange(logits[rows]).permute(1, 0, 2).flatten(1)[:, : self.size]
+        return rows[self.group.index], self.group.exchange(logits[rows]).permute(1, 0, 2).flatten(1)[:, : self.size]
 
 
 def whole_logits(logits: torch.Tensor, vocabulary: VocabularySlice | None) -> torch.Tensor:

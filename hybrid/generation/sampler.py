@@ -10,8 +10,6 @@ from hybrid.decoders.vocabulary import VocabularySlice, own_columns
 from hybrid.inputs import as_ids
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import Draw, Samples, address, cpu_library
-from hybrid.kernels.host_group import HostGroup
-from hybrid.parallel import InferenceGroup
 
 LOGPROBS = ("sampling_logps", "old_logps", "raw_logps")  # fields of SamplerOutput
 
@@ -204,11 +202,6 @@ def samples_record(
     return record, drawn
 
 
-def exchanges_in_kernel(group: InferenceGroup) -> bool:
-    """Whether the kernels can exchange with the group's ranks: through shared memory."""
-    return isinstance(group, HostGroup) and group.memory is not None
-
-
 def sample_sharded(
     logits: torch.Tensor,
     keys: torch.Tensor,
@@ -218,7 +211,7 @@ def sample_sharded(
 ) -> SamplerOutput:
     """`sample_tokens` from a slice of the vocabulary, logits float32 [n, width]. A collective of the group."""
     logits = logits.contiguous()
-    if exchanges_in_kernel(vocabulary.group):
+    if vocabulary.group.shares_memory:
         record, drawn = samples_record(keys, positions, metadata)
         cpu_library().sample_sharded(
             ctypes.addressof(vocabulary.group.record),
@@ -233,8 +226,7 @@ def sample_sharded(
         vocabulary.group.check()
         return drawn
     if metadata.truncates:
-        own_rows = vocabulary.divided(len(keys), keys.device)[vocabulary.group.index]
-        whole = vocabulary.whole_of_own_rows(logits)
+        own_rows, whole = vocabulary.whole_of_own_rows(logits)
         return of_all_rows(sample_tokens(whole, keys[own_rows], positions[own_rows], metadata), len(keys), vocabulary)
     own, temperature = own_columns(logits, vocabulary).double(), metadata.temperature or 1.0
     most, argmax = own.max(dim=-1)
@@ -317,7 +309,7 @@ def score_sharded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`score_tokens` from a slice of the vocabulary, logits float32 [n, width]. A collective of the group."""
     logits, targets = logits.contiguous(), targets.contiguous()
-    if exchanges_in_kernel(vocabulary.group):
+    if vocabulary.group.shares_memory:
         logps, entropies = torch.empty(2, len(logits)).unbind()
         cpu_library().score_sharded(
             ctypes.addressof(vocabulary.group.record),

@@ -275,8 +275,8 @@ class Scheduler:
         """
         request, vocabulary, count = self.request, self.decoder.vocabulary, len(rows)
         if vocabulary is not None:
-            own_rows = vocabulary.divided(count, rows.device)[vocabulary.group.index]
-            logits, rows, positions = vocabulary.whole_of_own_rows(logits), rows[own_rows], positions[own_rows]
+            own_rows, logits = vocabulary.whole_of_own_rows(logits)
+            rows, positions = rows[own_rows], positions[own_rows]
         scores = self.processed(logits, rows, positions)
         drawn = sample_tokens(scores, request.sampling_keys[rows], positions, request.sampling_metadata)
         drawn = replace(

@@ -74,8 +74,7 @@ class CompletionWork(Work):
         ranks = 1 if decoder.group is None else decoder.group.size
         with resources.opened(decoder) as decoder:
             most = ranks * resources.max_num_seqs
-            scheduler = Scheduler(self.request, decoder, resources.block_pool, most, resources.phase)
-            return scheduler.run()
+            return Scheduler(self.request, decoder, resources.block_pool, most, resources.phase).run()
 
     def joined(self, works: list["CompletionWork"]) -> "CompletionWork":
         requests = [work.request for work in works]

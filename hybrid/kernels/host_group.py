@@ -36,6 +36,11 @@ class HostGroup(InferenceGroup):
         """Exchanges so far, of this group and its tensor-parallel part."""
         return max(self.record.round, self.tensor.record.round)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the ranks exchange through memory that all of them have mapped."""
+        return self.memory is not None
+
     def begin_call(self, rounds: Iterable[int]) -> None:
         """Start a computation of all ranks, after whatever the last one ended with. The first call is a collective.
 

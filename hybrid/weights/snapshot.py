@@ -196,7 +196,7 @@ class Snapshot:
         return {param: [self._memory(param, part) for part in self.kept[param]] for param in params}
 
     def _memory(self, param: nn.Parameter, part: Slice) -> torch.Tensor | None:
-        blank = part.of(torch.empty(whole_shape(param), dtype=param.ds_tensor.dtype, device="meta"))
+        blank = blank_part(part, param)
         if blank is None:
             self._leave_out(param, part)
             return None
@@ -338,9 +338,7 @@ class Snapshot:
 
     def blank(self, ref: ParamRef, param: nn.Parameter) -> torch.Tensor | None:
         """A meta tensor with the shape and dtype of what is kept of `param` at `ref`; None if another rank has it."""
-        blank = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
-        if ref in self.slices:
-            blank = self.slices[ref].of(blank)
+        blank = blank_part(self.slices.get(ref), param)
         return None if blank is None else torch.empty_like(blank, memory_format=torch.contiguous_format)
 
     def _is_merged_at(self, ref: ParamRef) -> bool:
@@ -598,8 +596,14 @@ def selected_rows(ref: ParamRef, adapted: Adapted, b: torch.Tensor) -> torch.Ten
 
 def planned_part_bytes(part: Slice, param: nn.Parameter) -> int:
     """Bytes of a slice of `param`."""
-    kept = part.of(torch.empty(whole_shape(param), dtype=param.dtype, device="meta"))
+    kept = blank_part(part, param)
     return 0 if kept is None else kept.nbytes
+
+
+def blank_part(part: Slice | None, param: nn.Parameter) -> torch.Tensor | None:
+    """A meta tensor for a slice of `param`, or for all of it; None if another rank has all of the slice."""
+    blank = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
+    return blank if part is None else part.of(blank)
 
 
 def aligned(nbytes: int) -> int:

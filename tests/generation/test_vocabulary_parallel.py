@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F
 
 from hybrid.decoders.vocabulary import VocabularySlice
-from hybrid.generation import sampler
 from hybrid.generation.sampler import SamplingMetadata, sample_tokens, score_tokens
 from hybrid.kernels.host_group import HostGroup
 from tests.host_groups import host_groups, on_every_rank
@@ -44,7 +43,7 @@ def sliced(logits: torch.Tensor, vocabulary: VocabularySlice) -> torch.Tensor:
 @pytest.fixture(params=["kernels", "torch"])
 def implementation(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(sampler, "exchanges_in_kernel", lambda group: False)
+        monkeypatch.setattr(HostGroup, "shares_memory", False)
 
 
 @pytest.mark.usefixtures("implementation")
@@ -98,17 +97,16 @@ def test_each_rank_gets_whole_logits_of_its_rows(count):
 
     def exchanged(group):
         own = VocabularySlice(group, 1001)
-        rows = own.divided(count, logits.device)
-        return rows, own.whole_of_own_rows(sliced(logits, own))
+        return own.divided(count, logits.device), *own.whole_of_own_rows(sliced(logits, own))
 
-    for index, (rows, whole) in enumerate(on_every_rank(host_groups(3), exchanged)):
-        assert torch.equal(whole, logits[rows[index]])
+    for index, (rows, own_rows, whole) in enumerate(on_every_rank(host_groups(3), exchanged)):
+        assert torch.equal(own_rows, rows[index]) and torch.equal(whole, logits[own_rows])
         assert rows.flatten()[:count].tolist() == list(range(count)) and rows.shape[1] == -(-count // 3)
 
 
 def test_torch_s_truncated_draws_exchange_a_part_of_the_logits(monkeypatch):
     """Each rank gets the logits of its own rows: as many bytes as its slices; a gather takes `size` times those."""
-    monkeypatch.setattr(sampler, "exchanges_in_kernel", lambda group: False)
+    monkeypatch.setattr(HostGroup, "shares_memory", False)
     logits, received = torch.randn(ROWS, 64000), []
     keys, positions = torch.randint(2**62, (ROWS,)), torch.arange(ROWS)
     for name, of_ranks in (("exchange", 1), ("gather", 3)):

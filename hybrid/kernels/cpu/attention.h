@@ -2,9 +2,10 @@
 //
 // A block holds BLOCK_SIZE tokens.  keys [blocks, kv_heads, key_dims, BLOCK_SIZE], values [blocks, kv_heads, BLOCK_SIZE,
 // head_pad] of the model's dtype; head_pad is head_dim rounded up to whole vectors. Where bfloat16 is multiplied in pairs,
-// keys are [.., key_dims / 2, BLOCK_SIZE, 2] and values [.., BLOCK_SIZE / 2, head_pad, 2], so that a load is of pairs. Softmax is computed block by block
-// (Milakov and Gimelshein 2018, arXiv:1805.02867), each query by itself: its result does not depend on the other queries.
-// Probabilities are rounded to the model's dtype before the product with values, as in torch's kernels. Scores are rounded
+// keys are [.., key_dims / 2, BLOCK_SIZE, 2] and values [.., BLOCK_SIZE / 2, head_pad, 2], so that a load is of pairs.
+//
+// Softmax is computed block by block (Milakov and Gimelshein 2018, arXiv:1805.02867), each query by itself: its result does
+// not depend on the other queries. Probabilities are rounded to the model's dtype before the product with values, as in torch's kernels. Scores are rounded
 // only where Hugging Face computes them step by step ("eager" attention: soft caps, BLOOM's bias).
 #pragma once
 #include <algorithm>
@@ -27,13 +28,6 @@ template <typename T> static inline T* value_at(T* values, int64_t head_pad, int
 }
 // Dimensions of a key in the cache: an even number.
 static inline int64_t key_dims(int64_t head_dim) { return (head_dim + 1) / 2 * 2; }
-// Bfloat16 numbers, held as floats, as pairs: even ones low.
-static inline VecU pairs_of(Vec even, Vec odd) { return (VecU)even >> 16 | ((VecU)odd & 0xffff0000u); }
-static inline uint32_t pair_of(float even, float odd) {
-  uint32_t low, high;
-  std::memcpy(&low, &even, 4), std::memcpy(&high, &odd, 4);
-  return low >> 16 | (high & 0xffff0000u);
-}
 
 struct AttentionShape {
   int64_t kv_heads, head_dim, head_pad;
@@ -66,7 +60,7 @@ static inline void block_products(const AttentionShape& s, const Query* queries,
   Vec acc[N][BLOCK_VECS] = {};
 #if PAIRS
   if constexpr (IN_PAIRS<T>) {
-    for (int64_t d = 0; d < (s.head_dim + 1) / 2; d++) {
+    for (int64_t d = 0; d < key_dims(s.head_dim) / 2; d++) {
       VecU key[BLOCK_VECS];
       for (int j = 0; j < BLOCK_VECS; j++) key[j] = *(const VecUAny*)(keys + (d * BLOCK_SIZE + j * LANES) * 2);
       for (int n = 0; n < N; n++)

@@ -29,6 +29,14 @@ static inline Vec dot_pairs(Vec sum, VecU a, VecU b) { return (Vec)_mm512_dpbf16
 #define PAIRS 0
 #endif
 
+// Bfloat16 numbers, held as floats, as pairs: even ones low.
+static inline VecU pairs_of(Vec even, Vec odd) { return (VecU)even >> 16 | ((VecU)odd & 0xffff0000u); }
+static inline uint32_t pair_of(float even, float odd) {
+  uint32_t low, high;
+  std::memcpy(&low, &even, 4), std::memcpy(&high, &odd, 4);
+  return low >> 16 | (high & 0xffff0000u);
+}
+
 // The layouts of a row of x, drawn in linear.h, and how a vector of it is multiplied by one of W and added.
 
 struct Natural {  // float32 models
@@ -41,12 +49,7 @@ struct Pairs {
   static void arrange(float* row, int64_t size) {
     for (int64_t k = 0; k + 2 * LANES <= size; k += 2 * LANES) {
       uint32_t pairs[LANES];
-      for (int i = 0; i < LANES; i++) {
-        uint32_t even, odd;
-        std::memcpy(&even, row + k + 2 * i, 4);
-        std::memcpy(&odd, row + k + 2 * i + 1, 4);
-        pairs[i] = even >> 16 | (odd & 0xffff0000u);
-      }
+      for (int i = 0; i < LANES; i++) pairs[i] = pair_of(row[k + 2 * i], row[k + 2 * i + 1]);
       std::memcpy(row + k, pairs, sizeof pairs);
     }
   }

@@ -265,8 +265,7 @@ struct Run {
         auto flush = [&] {
           const T *keys = (const T*)layer.keys, *values = (const T*)layer.values;
           int done = 0;
-          if constexpr (QUERIES == 6)
-            if (count == QUERIES) attend<QUERIES>(shape, queries, head, keys, values, table, scratch), done = QUERIES;
+          if (count == QUERIES) attend<QUERIES>(shape, queries, head, keys, values, table, scratch), done = QUERIES;
           while (count - done >= 3) attend<3>(shape, queries + done, head, keys, values, table, scratch), done += 3;
           if (count - done == 2) attend<2>(shape, queries + done, head, keys, values, table, scratch);
           if (count - done == 1) attend<1>(shape, queries + done, head, keys, values, table, scratch);

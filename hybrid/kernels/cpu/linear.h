@@ -163,7 +163,7 @@ template <typename V> struct Bfloat16Reader {
   static Vec read(const V* w, int i) {
     if constexpr (!PAIRS) return half_block(w, i);
     if constexpr (std::is_same_v<V, bf16>) return (Vec)*(const VecUAny*)w;
-    return (Vec)((VecU)half_block(w, 0) >> 16 | ((VecU)half_block(w, 1) & 0xffff0000u));
+    return (Vec)pairs_of(half_block(w, 0), half_block(w, 1));
   }
 };
 template <> struct Reader<bf16> : Bfloat16Reader<bf16> {};
