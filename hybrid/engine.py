@@ -670,11 +670,12 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     def stats(self) -> dict[str, float | str]:
         """This rank's statistics since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
         `decode_s`, `wait_s`, `release_s`, `train_s`, `elapsed_s`), `tokens` generated, `tokens_per_s` of prefill,
-        decode and wait together, and `gathered_bytes`. Memory held now: `snapshot_bytes`, `container_bytes` (copies
-        that fused containers made in addition) and `kv_bytes`. `peak_bytes`: the sum of the peaks of the snapshot with
-        one gathered group, the containers, the KV cache and the fused decoder's largest forward. `fallback_reason`: why
-        the latest request that could not run fused ran in the model's own layers, and the remedy; "" if every request
-        ran fused."""
+        decode and wait together, and `gathered_bytes`; `refresh_s`: seconds of gathering and merging, the most of the
+        ranks that share weights (`inference_tp_size`) as of their latest request. Memory held now: `snapshot_bytes`,
+        `container_bytes` (copies that fused containers made in addition) and `kv_bytes`. `peak_bytes`: the sum of the
+        peaks of the snapshot with one gathered group, the containers, the KV cache and the fused decoder's largest
+        forward. `fallback_reason`: why the latest request that could not run fused ran in the model's own layers, and
+        the remedy; "" if every request ran fused."""
         exchange_bytes = 0 if self._module_exchange is None else self._module_exchange.nbytes()
         return {
             **self._profiler.stats(),

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -24,6 +24,7 @@ class Iteration:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     tokens: int = 0
     gathered_bytes: int = 0
+    group_refresh_s: float = 0.0  # the most `Profiler.refresh_s` of the ranks of a group
 
 
 class Profiler:
@@ -67,13 +68,23 @@ class Profiler:
         """Add bytes that this rank has gathered."""
         self.now.gathered_bytes += nbytes
 
+    def refresh_s(self) -> float:
+        """Seconds of gathering and merging weights in the current iteration, on this rank."""
+        return self.now.seconds["gather"] + self.now.seconds["merge"]
+
+    def group_refreshed(self, seconds: Iterable[float]) -> None:
+        """Record the `refresh_s` of every rank of this rank's group."""
+        self.now.group_refresh_s = max(seconds)
+
     def stats(self) -> dict[str, float]:
         """This rank's statistics of the current iteration: `<phase>_s` and `elapsed_s` in seconds, `tokens`,
-        `tokens_per_s` of prefill, decode and wait together, `gathered_bytes`."""
+        `tokens_per_s` of prefill, decode and wait together, `gathered_bytes`; and `refresh_s`, of gather and merge, the
+        most of the ranks that share weights as of their latest request."""
         seconds = {f"{name}_s": self.now.seconds[name] for name in PHASES}
         generating_s = self.now.seconds["prefill"] + self.now.seconds["decode"] + self.now.seconds["wait"]
         return {
             **seconds,
+            "refresh_s": max(self.refresh_s(), self.now.group_refresh_s),
             "elapsed_s": time.perf_counter() - self.now.started,
             "tokens": self.now.tokens,
             "tokens_per_s": self.now.tokens / generating_s if generating_s > 0 else 0.0,

@@ -46,9 +46,9 @@ class GroupWork:
         that the ranks cannot go on after.
         """
         self.is_pending = False
-        messages = all_gather_objects(packed_work((own, resources.kv_limit())), self.group.group)
-        works, limits = zip(*(unpacked_work(message, self.device) for message in messages), strict=True)
-        resources.agree(limits)
+        messages = all_gather_objects(packed_work((own, resources.shared())), self.group.group)
+        works, shared = zip(*(unpacked_work(message, self.device) for message in messages), strict=True)
+        resources.agree(shared)
         try:
             result, failure = run_all(works, own, self.group.index, decoder, resources)
         except BaseException:

@@ -116,10 +116,12 @@ class ModuleExchange:
         freed = self.freed.copy()
         del self.freed[: len(freed)]
         with lost_rank_reported("waiting for its next request"):
-            messages = all_gather_objects(packed_work((own_call, freed, self.group.rounds)), self.group.group)
+            message = own_call, freed, self.group.rounds, self.resources.profiler.refresh_s()
+            messages = all_gather_objects(packed_work(message), self.group.group)
         messages = [unpacked_work(message, self.device) for message in messages]
-        self.group.begin_call(rounds for _, _, rounds in messages)
-        for rank, (_, freed, _) in enumerate(messages):
+        self.group.begin_call(rounds for _, _, rounds, _ in messages)
+        self.resources.profiler.group_refreshed(seconds for *_, seconds in messages)
+        for rank, (_, freed, *_) in enumerate(messages):
             for number in freed:
                 self.others.pop((rank, number), None)
         works = [call if isinstance(call, Work) else None for call, *_ in messages]

@@ -95,7 +95,7 @@ class Generator:
                 kv_cache=self.kv_cache,
                 expands=expands or calls.exchanges_work,
                 block_pool=self.block_pool,
-                phase=self.profiler.phase,
+                profiler=self.profiler,
                 max_num_seqs=self.max_num_seqs,
                 times=self.times,
             )

@@ -21,7 +21,7 @@ from hybrid.generation.lockstep import FusedForward, NativeForward, Outputs, in_
 from hybrid.generation.request import GenerateInputs, Request
 from hybrid.generation.scheduler import Completions, Scheduler
 from hybrid.generation.scoring import Scores, score_natively, score_packed
-from hybrid.profiling import ModelTimes, Phase
+from hybrid.profiling import ModelTimes, Profiler
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Resources:
     kv_cache: KVCache
     expands: bool
     block_pool: BlockPool
-    phase: Phase
+    profiler: Profiler
     max_num_seqs: int
     times: ModelTimes | None = None
 
@@ -49,13 +49,17 @@ class Resources:
         finally:
             self.block_pool.end_call()
 
-    def kv_limit(self) -> int | None:
-        """The most bytes of this rank's KV cache; None: unlimited."""
-        return self.block_pool.limit_bytes
+    def shared(self) -> tuple[int | None, float]:
+        """What this rank tells its group before work: the most bytes of its KV cache (None: unlimited), and seconds of
+        refreshing weights."""
+        return self.block_pool.limit_bytes, self.profiler.refresh_s()
 
-    def agree(self, limits: Sequence[int | None]) -> None:
-        """Take the least of the group's limits, so that every rank's scheduler admits the same rows."""
+    def agree(self, shared: Sequence[tuple[int | None, float]]) -> None:
+        """Take the least limit of the group's ranks, so that every rank's scheduler admits the same rows, and record
+        their seconds.  shared: of every rank."""
+        limits, seconds = zip(*shared, strict=True)
         self.block_pool.limit_bytes = min((limit for limit in limits if limit is not None), default=None)
+        self.profiler.group_refreshed(seconds)
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class CompletionWork(Work):
         ranks = 1 if decoder.group is None else decoder.group.size
         with resources.opened(decoder) as decoder:
             most = ranks * resources.max_num_seqs
-            return Scheduler(self.request, decoder, resources.block_pool, most, resources.phase).run()
+            return Scheduler(self.request, decoder, resources.block_pool, most, resources.profiler.phase).run()
 
     def joined(self, works: list["CompletionWork"]) -> "CompletionWork":
         requests = [work.request for work in works]
@@ -179,8 +183,8 @@ class NativeWork(Work):
             processors = logits_processor if self.processors is None else self.processors
             inputs = GenerateInputs(input_ids, processors, stopping_criteria, generation_config, model_kwargs)
             forward = NativeForward(model, inputs, resources.kv_cache, resources.expands)
-            outputs = Outputs(generation_config, None)
-            return in_lockstep(forward, inputs, self.sampling_keys, outputs, resources.phase, self.logprob_temperature)
+            outputs, phase = Outputs(generation_config, None), resources.profiler.phase
+            return in_lockstep(forward, inputs, self.sampling_keys, outputs, phase, self.logprob_temperature)
 
         kwargs = {"attention_mask": self.prompt_mask, "generation_config": self.config, "use_cache": True}
         kwargs["custom_generate"] = decoding_method

@@ -219,3 +219,24 @@ def check_native() -> None:
 
 def test_a_native_model_runs_one_forward_a_step_for_all_ranks(ranks):
     ranks.run(check_native)
+
+
+def check_refresh_time() -> None:
+    """Every rank reports the time of its group's refresh, that of the slowest rank: by kernels, and by own modules."""
+    rank = dist.get_rank()
+    ids, mask = prompts(2, 9, padded=True, seed=rank)
+    for containers in ("fused", "native"):
+        engine = engine_of(tiny_model("llama"), settings(3, hybrid_engine=TP, rollout={"containers": containers}))
+        engine.eval()
+        engine._profiler.now.seconds["gather"] += 100.0 * rank  # as if rank 1 were slow
+        engine.generate(ids, attention_mask=mask, max_new_tokens=2)
+        stats = engine.stats()
+        assert (stats["gather_s"] >= 100) == (rank == 1)
+        assert stats["refresh_s"] >= 100, containers
+        seconds = [None, None]
+        dist.all_gather_object(seconds, stats["refresh_s"])
+        assert seconds[0] == seconds[1], seconds
+
+
+def test_the_time_of_a_refresh_is_that_of_the_group(ranks):
+    ranks.run(check_refresh_time)
