@@ -81,10 +81,12 @@ def serve(rank: int, world_size: int, port: int, pipe, output: str) -> None:
     import datetime
     import gc
     import logging
+    import warnings
 
     import deepspeed
     import torch
 
+    warnings.simplefilter("ignore", FutureWarning)  # torch's and transformers' fill the tails of a failure
     torch.set_num_threads(1)
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.init_distributed(
