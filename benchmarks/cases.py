@@ -8,13 +8,15 @@ from torch import nn
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 PAD = 0
+MOST_TOKENS = 16384  # of a sequence
 
-# Llama's shapes. "micro" is for tests, with the smallest heads that vLLM takes; "10M" and "120M" are for CPUs; the
-# larger ones are Qwen2.5-1.5B's and Mistral-7B's sizes.
+# Llama's shapes. "micro" is for tests, with the smallest heads that vLLM takes; "10M", "120M" and Qwen2.5-0.5B's sizes
+# are for CPUs; the larger ones are Qwen2.5-1.5B's and Mistral-7B's sizes.
 SHAPES = {
     "micro": {"vocab": 512, "hidden": 64, "mlp": 128, "layers": 2, "heads": 2, "kv_heads": 1},
     "10M": {"vocab": 4096, "hidden": 256, "mlp": 704, "layers": 6, "heads": 4, "kv_heads": 2},
     "120M": {"vocab": 32000, "hidden": 768, "mlp": 2048, "layers": 12, "heads": 12, "kv_heads": 4},
+    "0.5B": {"vocab": 151936, "hidden": 896, "mlp": 4864, "layers": 24, "heads": 14, "kv_heads": 2},
     "1.5B": {"vocab": 151936, "hidden": 1536, "mlp": 8960, "layers": 28, "heads": 12, "kv_heads": 2},
     "7B": {"vocab": 32000, "hidden": 4096, "mlp": 14336, "layers": 32, "heads": 32, "kv_heads": 8},
 }
@@ -69,6 +71,9 @@ CPU_CASES = (
     Case("10M", "bf16", 16),
     Case("120M", "bf16", 64, natural=True, new_tokens=256),
     Case("120M", "bf16", 8, group=8, prompt_len=512),
+    Case("120M", "bf16", 1, prompt_len=8192),
+    Case("120M", "bf16", 16, prompt_len=2048),
+    Case("0.5B", "bf16", 16),
 )
 GPU_CASES = (
     Case("1.5B", "bf16", 64, new_tokens=256),
@@ -160,7 +165,7 @@ def read_config(shape: str) -> transformers.PretrainedConfig:
             num_hidden_layers=sizes["layers"],
             num_attention_heads=sizes["heads"],
             num_key_value_heads=sizes["kv_heads"],
-            max_position_embeddings=4096,
+            max_position_embeddings=MOST_TOKENS,
         )
     else:
         config = transformers.AutoConfig.from_pretrained(shape)

@@ -10,11 +10,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
 import hybrid
-from benchmarks.cases import PAD, EndAtLength, Request
+from benchmarks.cases import MOST_TOKENS, PAD, EndAtLength, Request
 from benchmarks.vllm_contender import VLLM, VLLMSettings
 
 PAGE_SIZE = 256  # tokens of a block in continuous batching's cache; transformers' default
@@ -32,11 +32,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to run requests, by the name that it has in the table."""
+    """A way to run requests, by the name that it has in the table.  about: its version, if it is not this process's."""
 
     name: str
     run: Callable[[Request], Outcome]
     close: Callable[[], None] = lambda: None
+    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def make_engine(model: nn.Module) -> hybrid.HybridEngine:
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
             "bf16": {"enabled": model.dtype == torch.bfloat16},
-            "hybrid_engine": {"enabled": True, "max_out_tokens": 4096},
+            "hybrid_engine": {"enabled": True, "max_out_tokens": MOST_TOKENS},
         },
     )[0]
     for whole, partitioned in zip(model.parameters(), engine.module.parameters(), strict=True):
@@ -131,6 +132,14 @@ def hugging_face(name: str, generate: Callable, **more) -> Contender:
         return outcome_of(generate(request.prompt_ids, **generate_arguments(request), **more), request)
 
     return Contender(name, run)
+
+
+def compiled_static_cache() -> dict:
+    """Arguments of `generate` for a static cache and compiled decode steps, which transformers compiles by itself on
+    GPUs only."""
+    compiling = CompileConfig(fullgraph=False)
+    compiling._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": compiling}
 
 
 @contextmanager
@@ -241,7 +250,7 @@ def vllm(name: str, setting: Setting, eager: bool) -> Contender:
             "`make bench-vllm` has vLLM for one process on a CPU; leave it out of --contenders"
         )
     server = VLLM(setting.vllm, setting.model, setting.most_rows, setting.most_tokens, eager)
-    return Contender(name, lambda request: Outcome(server.run(request)), server.close)
+    return Contender(name, lambda request: Outcome(server.run(request)), server.close, server.about)
 
 
 # By their names on the command line and in the table, whose ratios are relative to "hf".
@@ -249,7 +258,7 @@ CONTENDERS: dict[str, Callable[[Setting], Contender]] = {
     "hybrid": lambda setting: hybrid_rollouts("hybrid", setting, new_weights=False),
     "hybrid-new-weights": lambda setting: hybrid_rollouts("hybrid-new-weights", setting, new_weights=True),
     "hf": lambda setting: hugging_face("hf", setting.model.generate),
-    "hf-static": lambda setting: hugging_face("hf-static", setting.model.generate, cache_implementation="static"),
+    "hf-static": lambda setting: hugging_face("hf-static", setting.model.generate, **compiled_static_cache()),
     "zero3-gathered": lambda setting: hugging_face("zero3-gathered", gathered_generate(setting.engine)),
     "hf-continuous": lambda setting: continuous_batching("hf-continuous", setting),
     "vllm": lambda setting: vllm("vllm", setting, eager=False),

@@ -50,7 +50,7 @@ from benchmarks.cases import (
     prompt_lengths,
 )
 from benchmarks.contenders import CONTENDERS, Contender, Outcome, Setting, make_engine
-from benchmarks.limits import Limits, hardware, measure_limits
+from benchmarks.limits import Limits, hardware, instructions, measure_limits
 from benchmarks.vllm_contender import VLLMSettings
 
 DEFAULT_CONTENDERS = ["hybrid", "hybrid-new-weights", "hf", "zero3-gathered", "hf-continuous"]
@@ -82,12 +82,15 @@ def main(arguments: list[str] | None = None) -> None:
     if not torch.cuda.is_available():
         torch.set_num_threads(args.threads)
     join_ranks()
+    if not torch.cuda.is_available() and dist.get_world_size() == 1:
+        use_cores(args.threads)
     output = args.output or Path("runs") / f"rollout-{re.sub('[^a-z0-9]+', '-', hardware().lower())}.json"
     report = {**about_run(args), "cases": []}
-    say(f"{report['hardware']}; {report['ranks']} rank{'s' * (report['ranks'] > 1)}; load {report['load']:.1f}")
+    say(f"{report['hardware']}; {report['ranks']} rank{'s' * (report['ranks'] > 1)}; {report['instructions']}")
     for (shape, dtype), group in groupby(chosen_cases(args), key=lambda case: (case.shape, case.dtype)):
         cases = list(group)
         contenders, setting = build(args, shape, dtype, cases)
+        report["contenders"] |= {contender.name: contender.about for contender in contenders if contender.about}
         try:
             for case in cases:
                 timings = measure(contenders, case, setting, args.rounds, args.seconds)
@@ -105,6 +108,13 @@ def main(arguments: list[str] | None = None) -> None:
         get_accelerator().empty_cache()
     say(f"written to {output}")
     dist.destroy_process_group()
+
+
+def use_cores(count: int) -> None:
+    """Restrict this process and those that it starts to `count` cores: all contenders have the same, and none binds a
+    thread to one of them."""
+    for thread in os.listdir("/proc/self/task") if hasattr(os, "sched_setaffinity") else []:
+        os.sched_setaffinity(int(thread), sorted(os.sched_getaffinity(0))[:count])
 
 
 def build(args: argparse.Namespace, shape: str, dtype: str, cases: list[Case]) -> tuple[list[Contender], Setting]:
@@ -190,16 +200,17 @@ def result(case: Case, timing: Timing, base: Timing | None, tokens: int, limits:
         "tokens_per_s": tokens / median,
         "ratio": statistics.median(base.seconds) / median if base else None,
         "step_s": step_s,
-        "roofline": limits.step_s / step_s if step_s else None,
+        "roofline": min(limits.step_s / step_s, 1.0) if step_s else None,  # no step is faster than the machine
     }
 
 
 def table(case: dict[str, Any]) -> str:
     """The figures of a case as a Markdown table."""
     limits = case["limits"]
+    reads, multiplies = limits["bytes_per_s"] / 1e9, limits["flops_per_s"] / 1e9
     lines = [
-        f"\n**{case['name']}**: {case['tokens']} tokens; reads {limits['bytes_per_s'] / 1e9:.1f} GB/s, multiplies "
-        f"{limits['flops_per_s'] / 1e9:.0f} GFLOP/s; no step under {limits['step_s'] * 1e3:.2f} ms ({limits['bound']})",
+        f"\n**{case['name']}**: {case['tokens']} tokens; load average {case['load']:.1f}; reads {reads:.1f} GB/s, "
+        f"multiplies {multiplies:.0f} GFLOP/s; no step under {limits['step_s'] * 1e3:.2f} ms ({limits['bound']})",
         "",
         "| contender | tokens/s | min–max | × Hugging Face | first token s | step ms | of the roofline | rounds |",
         "|---|---|---|---|---|---|---|---|",
@@ -235,6 +246,8 @@ def about_run(args: argparse.Namespace) -> dict[str, Any]:
         "hardware": hardware(),
         "ranks": dist.get_world_size(),
         "threads": torch.get_num_threads(),
+        "instructions": instructions(),
+        "contenders": {},
         "load": os.getloadavg()[0],
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": {package.__name__: package.__version__ for package in (torch, transformers, deepspeed)},

@@ -30,7 +30,7 @@ class VLLMSettings:
 
 
 class VLLM:
-    """A vLLM process that serves requests.
+    """A vLLM process that serves requests.  about: its version and the library of kernels that it loaded.
 
     Raises FileNotFoundError without vLLM's environment, RuntimeError with the end of the log if the process has died.
     """
@@ -51,7 +51,7 @@ class VLLM:
                 stderr=log,
                 text=True,
             )
-        self._ask(
+        self.about = self._ask(
             {
                 "model": self.weights.name,
                 "dtype": str(model.dtype).removeprefix("torch."),
@@ -64,7 +64,12 @@ class VLLM:
     def run(self, request: Request) -> list[int]:
         """Run a request; returns the tokens of each completion."""
         return self._ask(
-            {"prompts": request.prompt_ids.tolist(), "lengths": list(request.lengths), "group": request.group}
+            {
+                "prompts": request.prompt_ids.tolist(),
+                "lengths": list(request.lengths),
+                "group": request.group,
+                "logprobs": not request.ends,  # this engine's `rollout` returns them, its `generate` does not
+            }
         )
 
     def close(self) -> None:
@@ -89,15 +94,14 @@ class VLLM:
 
 
 def environment(settings: VLLMSettings, cache_bytes: int) -> dict[str, str]:
-    """The environment variables for vLLM on a CPU."""
+    """The environment variables for vLLM on a CPU: as many threads as the other contenders, on the cores that it
+    inherits, bound to no single one."""
     openmp = settings.python.parents[1] / OPENMP
-    inherited = {
-        name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
-    }  # vLLM binds its own threads
     return {
-        **inherited,
+        **os.environ,
+        "OMP_NUM_THREADS": str(settings.threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{settings.threads - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(cache_bytes / GIB)),
         "VLLM_CACHE_ROOT": str(settings.directory / "vllm-cache"),
         "VLLM_NO_USAGE_STATS": "1",

@@ -93,12 +93,17 @@ def serve(rank: int, world_size: int, port: int, pipe, output: str) -> None:
         dist_backend="gloo", timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S), verbose=False
     )
     pipe.send_bytes(pickle.dumps((True, None)))
+    folder, variables = os.getcwd(), dict(os.environ)
     while (work := pickle.loads(pipe.recv_bytes())) is not None:
         module, name, args, kwargs = work
         try:
             answer = pickle.dumps((True, getattr(importlib.import_module(module), name)(*args, **kwargs)))
         except BaseException:
             answer = pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
+        os.chdir(folder)  # what a test leaves behind must not reach the next one's processes
+        if os.environ != variables:
+            os.environ.clear()
+            os.environ.update(variables)
         gc.collect()
         gc.freeze()  # DeepSpeed 0.19.8 never frees engines, and each garbage collection would traverse all of them
         pipe.send_bytes(answer)

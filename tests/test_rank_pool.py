@@ -41,6 +41,16 @@ def return_late(value: str) -> str:
     return value
 
 
+def go_elsewhere(folder: str) -> None:
+    os.chdir(folder)
+    os.environ["HYBRID_LEFT_BEHIND"] = "1"
+    del os.environ["HF_HUB_OFFLINE"]
+
+
+def surroundings() -> tuple[str, dict[str, str]]:
+    return os.getcwd(), dict(os.environ)
+
+
 class Interruption(Exception):
     """Raised by a signal handler, as pytest's timeout does."""
 
@@ -59,6 +69,12 @@ def separate_ranks():
 def test_results_are_by_rank(separate_ranks):
     assert separate_ranks.run(sum_over_ranks, 10) == [21, 21]
     assert separate_ranks.run(os.getpid) == [process.pid for process in separate_ranks.processes]
+
+
+def test_a_run_begins_in_the_folder_and_environment_of_the_first(separate_ranks, tmp_path):
+    before = separate_ranks.run(surroundings)
+    separate_ranks.run(go_elsewhere, str(tmp_path))
+    assert separate_ranks.run(surroundings) == before
 
 
 def test_an_exception_is_reported_while_other_ranks_wait(separate_ranks):

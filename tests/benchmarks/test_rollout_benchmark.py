@@ -13,10 +13,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.cases import CPU_CASES, Case, EndAtLength, make_model, make_request, prompt_lengths
-from benchmarks.limits import Limits, measure_limits
+from benchmarks.limits import Limits, head_rate, measure_limits
 from benchmarks.plot import main as plot
 from benchmarks.rollout import Timing, chosen_cases, parse, result
 from benchmarks.vllm_contender import VLLM, VLLMSettings
+from hybrid.kernels.cpu_library import cpu_library
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTENDERS = ["hybrid", "hf", "hf-continuous"]
@@ -55,7 +56,7 @@ def test_the_report_names_hardware_and_versions(run):
     report = json.loads(run[1].read_text())
     (case,) = report["cases"]
     assert report["versions"]["torch"] == torch.__version__
-    assert report["threads"] == 1 and "1 thread" in report["hardware"]
+    assert report["threads"] == 1 and "1 thread" in report["hardware"] and "avx2" in report["instructions"]
     assert case["limits"]["bytes_per_s"] > 0 and case["limits"]["flops_per_s"] > 0 and case["limits"]["step_s"] > 0
     assert case["results"]["hf"]["ratio"] == 1
 
@@ -157,6 +158,13 @@ def test_the_roofline_is_the_longer_of_reading_and_arithmetic():
     figures = result(case, timing, base, tokens=10, limits=memory)
     assert figures["tokens_per_s"] == pytest.approx(10 / 9) and figures["ratio"] == 22.5 / 9
     assert figures["step_s"] == (9 - 1) / 4 and figures["roofline"] == 1.0
+    faster = Timing(1.0, [5.0], [10], [{}])
+    assert result(case, faster, None, tokens=10, limits=memory)["roofline"] == 1.0, "never above 100 %"
+
+
+def test_the_roofline_knows_this_engines_products():
+    rates = {dtype: head_rate(make_model("micro", dtype, "cpu"), 4) for dtype in ("f32", "bf16")}
+    assert all(rate > 0 for rate in rates.values()) == (cpu_library() is not None)
 
 
 def vllm_settings(python: Path, directory: Path) -> VLLMSettings:
@@ -177,14 +185,16 @@ def test_a_dead_vllm_process_raises_with_its_output(tmp_path):
 # A stand-in for vLLM's two classes in the worker's process: completions of the requested lengths, grouped.
 STAND_IN = """
 class SamplingParams:
-    def __init__(self, n, max_tokens, **more):
+    def __init__(self, n, max_tokens, logprobs, **more):
         self.n, self.max_tokens = n, max_tokens
+        print("logprobs", logprobs)
 class Completion:
     def __init__(self, count):
         self.token_ids = [0] * count
 class Output:
     def __init__(self, sampling):
         self.outputs = [Completion(sampling.max_tokens) for _ in range(sampling.n)]
+__version__ = "0.0"
 class LLM:
     def __init__(self, **settings):
         print("words that are no answer")
@@ -201,7 +211,10 @@ def test_requests_to_the_vllm_process(tmp_path, monkeypatch):
         for case in (NATURAL, Case("micro", "f32", prompts=3, group=2, new_tokens=5)):
             request = make_request(case, 512, seed=0)
             assert server.run(request) == request.completion_lengths
+        assert server.about == "vllm 0.0"
     finally:
         server.close()
-    assert "words that are no answer" in server.log.read_text()
+    log = server.log.read_text()
+    assert "words that are no answer" in log
+    assert "logprobs None" in log and "logprobs 0" in log, "asked for exactly where this engine returns them"
     assert server.process.returncode == 0 and not Path(server.weights.name).exists()
