@@ -5,16 +5,20 @@
 // keys are [.., key_dims / 2, BLOCK_SIZE, 2] and values [.., BLOCK_SIZE / 2, head_pad, 2], so that a load is of pairs.
 //
 // Softmax is computed block by block (Milakov and Gimelshein 2018, arXiv:1805.02867), each query by itself: its result does
-// not depend on the other queries. Probabilities are rounded to the model's dtype before the product with values, as in torch's kernels. Scores are rounded
+// not depend on the other queries. Every SPLIT_TOKENS positions it begins anew, and the results are merged in order (as
+// Flash-Decoding does, Dao et al. 2023): threads may compute the splits of a long sequence at the same time, with the same
+// sums. Probabilities are rounded to the model's dtype before the product with values, as in torch's kernels. Scores are rounded
 // only where Hugging Face computes them step by step ("eager" attention: soft caps, BLOOM's bias).
 #pragma once
 #include <algorithm>
 #include <type_traits>
 
 #include "bfloat16.h"
+#include "team.h"
 
 constexpr int BLOCK_SIZE = 32;
 constexpr int BLOCK_VECS = BLOCK_SIZE / LANES;
+constexpr int SPLIT_TOKENS = 512;
 constexpr int QUERIES = LANES == 16 ? 6 : 3;  // computed together, so that their sums fill the registers
 
 template <typename T> constexpr bool IN_PAIRS = PAIRS && std::is_same_v<T, bf16>;
@@ -41,7 +45,41 @@ struct Query {
   const float* q;   // [head_dim]
   float* out;       // [head_dim]
   int64_t position;
-  float slope;  // ALiBi's; 0: none
+  float slope;      // ALiBi's; 0: none
+  float* parts;     // the sums of each of its splits, as SplitSums::save writes them; null: they are merged
+};
+
+// Splits that a token at `position` sees.
+static inline Range splits_seen(const AttentionShape& s, int64_t position) {
+  return {(s.window ? std::max<int64_t>(position - s.window + 1, 0) : 0) / SPLIT_TOKENS, position / SPLIT_TOKENS + 1};
+}
+
+// Of a query and the tokens of a split: the largest score, the sum of exp(score - largest), and that of its products with
+// the values.
+struct SplitSums {
+  float max_score, total;
+  float* out;  // [head_pad]
+
+  static int64_t floats(int64_t head_pad) { return head_pad + LANES; }
+  void clear(int64_t head_pad) {
+    max_score = -INFINITY, total = 0;
+    std::memset(out, 0, head_pad * sizeof(float));
+  }
+  void save(float* to, int64_t head_pad) const {
+    to[0] = max_score, to[1] = total;
+    std::memcpy(to + LANES, out, head_pad * sizeof(float));
+  }
+  static SplitSums saved(float* from) { return {from[0], from[1], from + LANES}; }
+
+  // Not inlined, so that merges are compiled once.
+  __attribute__((noinline)) void merge(const SplitSums& next, int64_t head_pad) {
+    if (next.max_score == -INFINITY) return;
+    const float new_max = std::max(max_score, next.max_score);
+    const float own = exp(splat(max_score - new_max))[0], other = exp(splat(next.max_score - new_max))[0];
+    total = fused_multiply_add(total, own, unfused(next.total * other));
+    for (int64_t i = 0; i < head_pad; i += LANES) store(out + i, load(out + i) * own + unfused(load(next.out + i) * other));
+    max_score = new_max;
+  }
 };
 
 // ALiBi's bias of keys at positions `token`, rounded as DecoderSpec.alibi_bfloat16 says.
@@ -128,25 +166,16 @@ static inline void add_values(const T* values, int64_t head_pad, int64_t tokens,
     for (int c = 0; c < C; c++) store(out[n] + c * LANES, acc[n][c]);
 }
 
-// N queries of one KV head over the blocks of their sequence.  work: float [2, N, head_pad].
+// Adds the tokens of a split to the sums of N queries.
 template <int N, typename T>
-static void attend(const AttentionShape& s, const Query* queries, int64_t kv_head, const T* keys, const T* values, const int32_t* table, float* work) {
+static inline __attribute__((always_inline)) void attend_split(const AttentionShape& s, const Query* queries, const uint32_t* pairs, int64_t kv_head, int64_t split, const T* keys,
+                         const T* values, const int32_t* table, SplitSums* sums) {
   int64_t last = 0, first = INT64_MAX;
   for (int n = 0; n < N; n++) {
     last = std::max(last, queries[n].position);
     first = std::min(first, s.window ? std::max<int64_t>(queries[n].position - s.window + 1, 0) : 0);
   }
-  float *out[N], max_score[N], total[N];
-  uint32_t* const pairs = (uint32_t*)(work + N * s.head_pad);
-  for (int n = 0; n < N; n++) {
-    if (IN_PAIRS<T>)
-      for (int64_t d = 0; d < s.head_dim; d += 2)
-        pairs[(n * s.head_pad + d) / 2] = pair_of(queries[n].q[d], d + 1 < s.head_dim ? queries[n].q[d + 1] : 0.0f);
-    out[n] = work + n * s.head_pad;
-    std::memset(out[n], 0, s.head_pad * sizeof(float));
-    max_score[n] = -INFINITY;
-    total[n] = 0;
-  }
+  first = std::max(first, split * SPLIT_TOKENS), last = std::min(last, (split + 1) * SPLIT_TOKENS - 1);
   for (int64_t block = first / BLOCK_SIZE; block <= last / BLOCK_SIZE; block++) {
     const int64_t head_block = table[block] * s.kv_heads + kv_head, start = block * BLOCK_SIZE;
     Vec scores[N][BLOCK_VECS];
@@ -156,7 +185,7 @@ static void attend(const AttentionShape& s, const Query* queries, int64_t kv_hea
     for (int n = 0; n < N; n++) {
       Vec top = scores[n][0];
       for (int j = 1; j < BLOCK_VECS; j++) top = max(top, scores[n][j]);
-      const float new_max = std::max(max_score[n], largest(top));
+      const float new_max = std::max(sums[n].max_score, largest(top));
       if (new_max == -INFINITY) {  // no token of this block or an earlier one is seen
         std::memset(&p[n], 0, sizeof p[n]);
         shrink[n] = 1;
@@ -176,23 +205,63 @@ static void attend(const AttentionShape& s, const Query* queries, int64_t kv_hea
         *(VecUAny*)p[n].pairs = pairs_of(even, odd);
       }
 #endif
-      shrink[n] = max_score[n] == new_max ? 1.0f : exp(splat(max_score[n] - new_max))[0];
-      total[n] = fused_multiply_add(total[n], shrink[n], sum(sum_exp));
-      max_score[n] = new_max;
+      shrink[n] = sums[n].max_score == new_max ? 1.0f : exp(splat(sums[n].max_score - new_max))[0];
+      sums[n].total = fused_multiply_add(sums[n].total, shrink[n], sum(sum_exp));
+      sums[n].max_score = new_max;
     }
     const T* value = values + head_block * BLOCK_SIZE * s.head_pad;
     const int64_t tokens = std::min<int64_t>(BLOCK_SIZE, last - start + 1);  // the rest of the block was never written
     int64_t c = 0;
     float* chunk[N];
     for (; c + 4 * LANES <= s.head_pad; c += 4 * LANES) {
-      for (int n = 0; n < N; n++) chunk[n] = out[n] + c;
+      for (int n = 0; n < N; n++) chunk[n] = sums[n].out + c;
       add_values<N, 4>(value_at(value, s.head_pad, c, 0), s.head_pad, tokens, p, shrink, chunk);
     }
     for (; c < s.head_pad; c += LANES) {
-      for (int n = 0; n < N; n++) chunk[n] = out[n] + c;
+      for (int n = 0; n < N; n++) chunk[n] = sums[n].out + c;
       add_values<N, 1>(value_at(value, s.head_pad, c, 0), s.head_pad, tokens, p, shrink, chunk);
     }
   }
-  for (int n = 0; n < N; n++)
-    for (int64_t d = 0; d < s.head_dim; d++) queries[n].out[d] = rounded<T>(out[n][d] / total[n]);
+}
+
+// N queries of one KV head over the splits [from, to) of their sequence.  work: float [3, N, head_pad].
+template <int N, typename T>
+static void attend(const AttentionShape& s, const Query* queries, int64_t kv_head, Range splits, const T* keys, const T* values, const int32_t* table,
+                   float* work) {
+  Range seen = splits_seen(s, queries[0].position);
+  for (int n = 1; n < N; n++) {
+    const Range other = splits_seen(s, queries[n].position);
+    seen = {std::min(seen.first, other.first), std::max(seen.last, other.last)};
+  }
+  splits = {std::max(splits.first, seen.first), std::min(splits.last, seen.last)};
+  uint32_t* const pairs = (uint32_t*)(work + 2 * N * s.head_pad);
+  SplitSums all[N], sums[N];
+  for (int n = 0; n < N; n++) {
+    if (IN_PAIRS<T>)
+      for (int64_t d = 0; d < s.head_dim; d += 2)
+        pairs[(n * s.head_pad + d) / 2] = pair_of(queries[n].q[d], d + 1 < s.head_dim ? queries[n].q[d + 1] : 0.0f);
+    all[n].out = work + n * s.head_pad, sums[n].out = work + (N + n) * s.head_pad;
+  }
+  for (int64_t split = splits.first; split < splits.last; split++) {
+    const bool merges = split > splits.first && !queries[0].parts;
+    SplitSums* const into = merges ? sums : all;
+    for (int n = 0; n < N; n++) into[n].clear(s.head_pad);
+    attend_split<N>(s, queries, pairs, kv_head, split, keys, values, table, into);
+    for (int n = 0; n < N; n++)
+      if (merges)
+        all[n].merge(sums[n], s.head_pad);
+      else if (queries[n].parts)
+        all[n].save(queries[n].parts + split * SplitSums::floats(s.head_pad), s.head_pad);
+  }
+  for (int n = 0; n < N && !queries[0].parts; n++)
+    for (int64_t d = 0; d < s.head_dim; d++) queries[n].out[d] = rounded<T>(all[n].out[d] / all[n].total);
+}
+
+// The output of a query whose splits other threads have computed.
+template <typename T> static void merge_parts(const AttentionShape& s, const Query& query) {
+  const Range splits = splits_seen(s, query.position);
+  const auto part = [&](int64_t split) { return SplitSums::saved(query.parts + split * SplitSums::floats(s.head_pad)); };
+  SplitSums all = part(splits.first);
+  for (int64_t split = splits.first + 1; split < splits.last; split++) all.merge(part(split), s.head_pad);
+  for (int64_t d = 0; d < s.head_dim; d++) query.out[d] = rounded<T>(all.out[d] / all.total);
 }

@@ -14,7 +14,14 @@ struct Work {
   float *normed, *mlp_normed, *projected, *qkv, *attended, *gate_up, *expert_in, *expert_out, *router_weights, *lora_ax, *squares, *scratch;
 };
 
+constexpr int64_t EXPERT_ROWS = 1024;
+
 static int64_t head_pad(const Decoder& d) { return (d.head_dim + LANES - 1) / LANES * LANES; }
+
+// Rows of the buffers of experts: of all (token, expert) pairs of a decode step; of a larger batch, of some experts at a time.
+static int64_t expert_rows(const Decoder& d, int64_t tokens) {
+  return d.num_experts ? std::max(tokens, std::min(tokens * d.experts_per_token, EXPERT_ROWS)) : 0;
+}
 
 // Sets `work` to the buffers from `base` on, unless it is null; returns the number of floats that they take.
 static int64_t divide(const Decoder& d, int64_t tokens, int64_t threads, float* base, Work* work) {
@@ -31,31 +38,63 @@ static int64_t divide(const Decoder& d, int64_t tokens, int64_t threads, float* 
   w.projected = take(tokens * std::max(d.hidden_size, d.embedding_size));
   w.qkv = take(tokens * (d.num_heads + 2 * d.num_kv_heads) * d.head_dim);
   w.attended = take(tokens * d.num_heads * d.head_dim);
-  w.gate_up = take(tokens * d.intermediate_size * 2);
-  w.expert_in = take(d.num_experts ? tokens * d.hidden_size : 0);
-  w.expert_out = take(d.num_experts ? tokens * d.hidden_size : 0);
+  w.gate_up = take(std::max(tokens, expert_rows(d, tokens)) * d.intermediate_size * 2);
+  w.expert_in = take(expert_rows(d, tokens) * d.hidden_size);
+  w.expert_out = take(expert_rows(d, tokens) * d.hidden_size);
   w.router_weights = take(tokens * d.num_experts);
   w.lora_ax = take(tokens * d.lora_ranks);
   w.squares = take(d.group && d.qk_norm == ROW ? tokens * 2 : 0);
-  w.scratch = take(threads * (2 * QUERIES * head_pad(d)));
+  w.scratch = take(threads * (3 * QUERIES * head_pad(d)));
   if (work) *work = w;
   return used;
 }
+
+// Tokens [first, last) of a sequence, for attention to splits of its context.
+struct AttentionItem {
+  int64_t sequence, first, last;
+  Range splits;
+};
+constexpr int64_t ITEM_TOKENS = 24;  // at most: a multiple of QUERIES
+
+// What the threads of a call share.
+struct Team {
+  Barrier barrier;
+  Queue queue;
+  std::vector<AttentionItem> items;  // for each KV head
+  int64_t splits = 0;                // of the longest context, if its splits are items of their own; else 0
+  std::vector<float> parts;          // sums of splits, [tokens, heads, splits]
+
+  Team(const Decoder& d, const Batch& batch, int64_t threads) {
+    int64_t longest = 0;
+    for (int64_t s = 0; s < batch.sequences; s++)
+      for (int64_t t = batch.cu_seqlens[s]; t < batch.cu_seqlens[s + 1]; t += ITEM_TOKENS) {
+        const int64_t last = std::min<int64_t>(t + ITEM_TOKENS, batch.cu_seqlens[s + 1]), end = batch.positions[last - 1] / SPLIT_TOKENS + 1;
+        items.push_back({s, t, last, {0, end}});
+        longest = std::max(longest, end);
+      }
+    if (longest < 2 || int64_t(items.size()) * d.num_kv_heads >= 4 * threads) return;
+    splits = longest;
+    parts.resize(batch.tokens * d.num_heads * splits * SplitSums::floats(head_pad(d)));
+    std::vector<AttentionItem> whole;
+    whole.swap(items);
+    for (const AttentionItem& item : whole)
+      for (int64_t split = 0; split < item.splits.last; split++) items.push_back({item.sequence, item.first, item.last, {split, split + 1}});
+  }
+};
 
 template <typename T>
 struct Run {
   const Decoder& d;
   const Batch& batch;
   const Work& work;
+  Team& team;
   int thread, threads;
 
   void barrier() const {
-    if (threads > 1) {
-#pragma omp barrier
-    }
+    if (threads > 1) team.barrier.wait(threads);
   }
   Range rows() const { return partition(batch.tokens, 1, thread, threads); }
-  Range columns_of(const Linear& l) const { return partition(outputs(l), COLUMNS<T>, thread, threads); }
+  Share share(int64_t rows, int64_t columns) const { return share_of(rows, columns, product_grain<T>(), thread, threads); }
   void arrange(float* row, int64_t size) const { Reader<T>::Layout::arrange(row, size); }
 
   // data [count] becomes its sum over the ranks of a group, rounded. Call it between barriers; it ends in one.
@@ -80,14 +119,18 @@ struct Run {
     lora_a<T>(l, x, work.lora_ax, thread, threads);
     barrier();
   }
-  // This thread's columns of y = l(x), unmerged LoRA adapters included. No barrier at the end.
+  // A share of y = l(x).
+  void multiply(const Linear& l, const Rows& x, const Output& y, Share mine) const {
+    linear<T>(l, x.part(mine.rows.first, mine.rows.size()), y.at(mine.rows.first, 0), mine.columns.first, mine.columns.last);
+  }
+  // This thread's share of y = l(x), unmerged LoRA adapters included. No barrier at the end.
   void product(const Linear& l, const float* x, int64_t x_stride, float* y, int64_t y_stride, bool is_partial = false) const {
     const Rows rows{x, x_stride, batch.tokens};
     const Output out{Output::STORE, y, y_stride, 1.0f, is_partial};
-    const Range mine = columns_of(l);
+    const Share mine = share(batch.tokens, outputs(l));
     prepare_lora(l, rows);
-    linear<T>(l, rows, out, mine.first, mine.last);
-    add_lora<T>(l, work.lora_ax, batch.tokens, out, mine.first, mine.last);
+    multiply(l, rows, out, mine);
+    add_lora<T>(l, work.lora_ax, batch.tokens, out, mine);
   }
 
   // The sum of (x - mean)^2.
@@ -160,23 +203,27 @@ struct Run {
     std::memcpy(row + i, gate, rest);
   }
 
-  // The up (and gate) projection and activation of an MLP over `count` rows of x, for this thread's columns. No barrier at
-  // the end: a thread activates the columns that it has computed itself.
-  void expand(const Linear& gate_up, const float* x, int64_t count, float* y, int64_t intermediate) const {
+  // A share of the up (and gate) projection and activation of an MLP over rows of x.  share.columns: of [0, intermediate);
+  // ranges begin at multiples of 2 · LANES: whole blocks, and in the last range the tail.
+  void expand(const Linear& gate_up, const Rows& x, float* y, int64_t intermediate, Share mine) const {
     const int64_t width = outputs(gate_up);
-    const Rows rows{x, d.hidden_size, count};
-    prepare_lora(gate_up, rows);
-    const Range mine = partition(intermediate, 2 * LANES, thread, threads);
-    if (mine.first >= mine.last) return;
     for (int64_t from = 0; from < width; from += intermediate) {  // gate, up
-      linear<T>(gate_up, rows, {Output::STORE, y, width}, from + mine.first, from + mine.last);
-      add_lora<T>(gate_up, work.lora_ax, count, {Output::STORE, y, width}, from + mine.first, from + mine.last);
+      const Share part{mine.rows, {from + mine.columns.first, from + mine.columns.last}};
+      multiply(gate_up, x, {Output::STORE, y, width}, part);
+      add_lora<T>(gate_up, work.lora_ax, x.count, {Output::STORE, y, width}, part);
     }
-    for (int64_t m = 0; m < count; m++) {
-      activate(y + m * width, mine.first, mine.last, intermediate);
-      // Ranges begin at multiples of 2 · LANES: whole blocks, and in the last range the tail.
-      arrange(y + m * width + mine.first, mine.last - mine.first);
+    for (int64_t m = mine.rows.first; m < mine.rows.last; m++) {
+      activate(y + m * width, mine.columns.first, mine.columns.last, intermediate);
+      arrange(y + m * width + mine.columns.first, mine.columns.size());
     }
+  }
+  // `expand` of the MLP that is not a mixture, over all tokens. No barrier at the end.
+  void expand_all(const Layer& layer, int64_t intermediate) const {
+    const Rows rows{work.mlp_normed, d.hidden_size, batch.tokens};
+    prepare_lora(layer.gate_up, rows);
+    Grain grain = product_grain<T>();
+    grain.columns = 2 * LANES;
+    expand(layer.gate_up, rows, work.gate_up, intermediate, share_of(batch.tokens, intermediate, grain, thread, threads));
   }
 
   // Sums over the ranks of q^2 and k^2, into `squares`, for a norm of whole rows of which a rank has some heads. Key heads
@@ -189,7 +236,7 @@ struct Run {
       work.squares[2 * t] = float(squared(row, q, 0)), work.squares[2 * t + 1] = float(squared(row + q, kv, 0));
     }
     barrier();
-    Run<float>{d, batch, work, thread, threads}.sum_over_ranks(d.group, work.squares, 2 * batch.tokens);
+    Run<float>{d, batch, work, team, thread, threads}.sum_over_ranks(d.group, work.squares, 2 * batch.tokens);
   }
   // The norm of a row of which this rank has `size` elements.  square: index in `squares`.
   void norm_row(const Norm& n, float* row, int64_t size, int64_t square) const {
@@ -204,6 +251,7 @@ struct Run {
     const int64_t size = d.head_dim, q = d.num_heads * size, kv = d.num_kv_heads * size, pad = head_pad(d);
     T *keys = (T*)layer.keys, *values = (T*)layer.values;
     const Range mine = rows();
+    if (thread == 0) team.queue.restart();  // for `attention`, which follows a barrier
     int64_t sequence = 0;
     for (int64_t t = mine.first; t < mine.last; t++) {
       while (batch.cu_seqlens[sequence + 1] <= t) sequence++;
@@ -245,42 +293,46 @@ struct Run {
     }
   }
 
-  // Attention for this thread's part of the (KV head, token) pairs, in that order: consecutive tokens often share blocks
-  // (a common prefix), which then stay in the thread's cache.
+  // Attention, a KV head and an item at a time. Consecutive items often share blocks (a common prefix), which then stay in the
+  // thread's cache.
   void attention(const Layer& layer) const {
     const int64_t size = d.head_dim, group = d.num_heads / d.num_kv_heads, width = (d.num_heads + 2 * d.num_kv_heads) * size;
     const AttentionShape shape{d.num_kv_heads, size, head_pad(d), float(d.attention_scale), float(d.attention_softcap), layer.window, d.alibi_bfloat16 != 0};
-    const Range mine = partition(d.num_kv_heads * batch.tokens, 1, thread, threads);
-    float* scratch = work.scratch + thread * 2 * QUERIES * shape.head_pad;
+    const T *keys = (const T*)layer.keys, *values = (const T*)layer.values;
+    float* scratch = work.scratch + thread * 3 * QUERIES * shape.head_pad;
+    const int64_t count = team.items.size(), each = team.splits * SplitSums::floats(shape.head_pad);
+    const auto query = [&](int64_t t, int64_t h) {
+      const int64_t row = t * d.num_heads + h;
+      float* parts = team.splits ? team.parts.data() + row * each : nullptr;
+      return Query{work.qkv + t * width + h * size, work.attended + row * size, batch.positions[t], d.alibi ? d.alibi[h] : 0.0f, parts};
+    };
     Query queries[QUERIES];
-    int64_t at = mine.first;
-    while (at < mine.last) {
-      const int64_t head = at / batch.tokens, first = at % batch.tokens;
-      const int64_t end = std::min(batch.tokens, first + mine.last - at);  // this thread's tokens of this head
-      int64_t sequence = std::upper_bound(batch.cu_seqlens, batch.cu_seqlens + batch.sequences + 1, int32_t(first)) - batch.cu_seqlens - 1;
-      for (int64_t t = first; t < end; sequence++) {
-        const int64_t last = std::min<int64_t>(batch.cu_seqlens[sequence + 1], end);
-        int count = 0;
-        const int32_t* table = batch.block_tables + sequence * batch.table_width;
-        auto flush = [&] {
-          const T *keys = (const T*)layer.keys, *values = (const T*)layer.values;
+    for (Range run; run = team.queue.take(count * d.num_kv_heads, threads), run.size();)
+      for (int64_t i = run.first; i < run.last; i++) {
+        const AttentionItem& item = team.items[i % count];
+        const int64_t head = i / count;
+        const int32_t* table = batch.block_tables + item.sequence * batch.table_width;
+        int held = 0;
+        const auto attend_held = [&] {
+          const auto some = [&](auto n, const Query* first) { attend<n>(shape, first, head, item.splits, keys, values, table, scratch); };
           int done = 0;
-          if (count == QUERIES) attend<QUERIES>(shape, queries, head, keys, values, table, scratch), done = QUERIES;
-          while (count - done >= 3) attend<3>(shape, queries + done, head, keys, values, table, scratch), done += 3;
-          if (count - done == 2) attend<2>(shape, queries + done, head, keys, values, table, scratch);
-          if (count - done == 1) attend<1>(shape, queries + done, head, keys, values, table, scratch);
-          count = 0;
+          if (held == QUERIES) some(std::integral_constant<int, QUERIES>(), queries), done = QUERIES;
+          while (held - done >= 3) some(std::integral_constant<int, 3>(), queries + done), done += 3;
+          if (held - done == 2) some(std::integral_constant<int, 2>(), queries + done);
+          if (held - done == 1) some(std::integral_constant<int, 1>(), queries + done);
+          held = 0;
         };
-        for (; t < last; t++)
+        for (int64_t t = item.first; t < item.last; t++)
           for (int64_t g = 0; g < group; g++) {
-            const int64_t h = head * group + g;
-            queries[count++] = {work.qkv + t * width + h * size, work.attended + (t * d.num_heads + h) * size, batch.positions[t], d.alibi ? d.alibi[h] : 0.0f};
-            if (count == QUERIES) flush();
+            queries[held++] = query(t, head * group + g);
+            if (held == QUERIES) attend_held();
           }
-        flush();
+        attend_held();
       }
-      at += end - first;
-    }
+    if (!team.splits) return;
+    barrier();
+    const Range mine = partition(batch.tokens * d.num_heads, 1, thread, threads);
+    for (int64_t row = mine.first; row < mine.last; row++) merge_parts<T>(shape, query(row / d.num_heads, row % d.num_heads));
   }
 
   Output added_to(float* hidden) const { return {Output::ADD, hidden, d.hidden_size, float(d.residual_multiplier)}; }
@@ -311,8 +363,7 @@ struct Run {
       sum_over_ranks(d.group, work.projected, batch.tokens * d.hidden_size);
       add_normed(post, hidden);
     } else {
-      const Range mine = columns_of(l);
-      linear<T>(l, {x, x_stride, batch.tokens}, added_to(hidden), mine.first, mine.last);
+      multiply(l, {x, x_stride, batch.tokens}, added_to(hidden), share(batch.tokens, outputs(l)));
     }
     barrier();
   }
@@ -348,7 +399,7 @@ struct Run {
     const int64_t intermediate = outputs(layer.gate_up) / (d.gated ? 2 : 1);
     if (d.parallel) {
       product(layer.o, work.attended, q, work.projected, d.hidden_size, d.group);
-      expand(layer.gate_up, work.mlp_normed, batch.tokens, work.gate_up, intermediate);
+      expand_all(layer, intermediate);
       barrier();
       product(layer.down, work.gate_up, outputs(layer.gate_up), work.normed, d.hidden_size, d.group);
       barrier();
@@ -370,12 +421,34 @@ struct Run {
       barrier();
       return;
     }
-    expand(layer.gate_up, work.mlp_normed, batch.tokens, work.gate_up, intermediate);
+    expand_all(layer, intermediate);
     barrier();
     add_linear(layer.down, work.gate_up, outputs(layer.gate_up), layer.mlp_post_norm, hidden);
   }
 
-  // A mixture of experts into `projected`: each expert in turn over the tokens routed to it.
+  // Rows of an expert of this rank in the buffers of experts.
+  struct ExpertRows {
+    int64_t local;
+    Range rows;
+  };
+  // Calls body(expert, its columns) for this thread's share of all experts' columns, `width` each. A column of an expert costs
+  // as much as its rows, and reading it as much as READING_ROWS.
+  static constexpr int64_t READING_ROWS = 8;
+  template <typename Body> void over_columns(const std::vector<ExpertRows>& some, int64_t width, int64_t grain, Body body) const {
+    const int64_t grains = (width + grain - 1) / grain;
+    int64_t total = 0, before = 0;
+    for (const ExpertRows& expert : some) total += (expert.rows.size() + READING_ROWS) * grains;
+    const int64_t first = total * thread / threads, last = total * (thread + 1) / threads;
+    for (const ExpertRows& expert : some) {
+      const int64_t cost = expert.rows.size() + READING_ROWS;
+      const auto column = [&](int64_t at) { return std::min(std::clamp<int64_t>((at - before + cost - 1) / cost, 0, grains) * grain, width); };
+      const Range columns{column(first), column(last)};
+      if (columns.size()) body(expert, columns);
+      before += cost * grains;
+    }
+  }
+
+  // A mixture of experts into `projected`: as many experts at a time as the buffers hold rows for.
   void mixture(const Layer& layer) const {
     const int64_t experts = d.num_experts, intermediate = layer.experts_down.inputs, width = intermediate * (d.gated ? 2 : 1);
     const bool is_partial = d.expert_group;
@@ -386,30 +459,45 @@ struct Run {
       std::memset(work.projected + t * d.hidden_size, 0, d.hidden_size * sizeof(float));
     }
     barrier();
-    std::vector<int64_t> tokens;
-    for (int64_t local = 0; local < d.local_experts; local++) {
-      const int64_t e = d.first_expert + local;
-      tokens.clear();
-      for (int64_t t = 0; t < batch.tokens; t++)
-        if (work.router_weights[t * experts + e] != 0) tokens.push_back(t);
-      if (tokens.empty()) continue;
+    std::vector<ExpertRows> some;
+    std::vector<int64_t> tokens;  // of all experts in `some`
+    for (int64_t local = 0; local < d.local_experts;) {
+      some.clear(), tokens.clear();
+      for (; local < d.local_experts; local++) {
+        const int64_t first = tokens.size(), e = d.first_expert + local;
+        for (int64_t t = 0; t < batch.tokens; t++)
+          if (work.router_weights[t * experts + e] != 0) tokens.push_back(t);
+        if (int64_t(tokens.size()) > expert_rows(d, batch.tokens)) {  // this expert is the first of the next ones
+          tokens.resize(first);
+          break;
+        }
+        if (int64_t(tokens.size()) > first) some.push_back({local, {first, int64_t(tokens.size())}});
+      }
       const Range mine = partition(tokens.size(), 1, thread, threads);
       for (int64_t i = mine.first; i < mine.last; i++)
         std::memcpy(work.expert_in + i * d.hidden_size, work.mlp_normed + tokens[i] * d.hidden_size, d.hidden_size * sizeof(float));
       barrier();
-      const Linear gate_up = rows_of<T>(layer.experts_gate_up, local * width, width), down = rows_of<T>(layer.experts_down, local * d.hidden_size, d.hidden_size);
-      expand(gate_up, work.expert_in, tokens.size(), work.gate_up, intermediate);
+      over_columns(some, intermediate, 2 * LANES, [&](const ExpertRows& expert, Range columns) {
+        const Rows rows{work.expert_in + expert.rows.first * d.hidden_size, d.hidden_size, expert.rows.size()};
+        const Linear gate_up = rows_of<T>(layer.experts_gate_up, expert.local * width, width);
+        expand(gate_up, rows, work.gate_up + expert.rows.first * width, intermediate, {{0, rows.count}, columns});
+      });
       barrier();
-      const Range columns = columns_of(down);
-      linear<T>(down, {work.gate_up, width, int64_t(tokens.size())}, {Output::STORE, work.expert_out, d.hidden_size, 1.0f, is_partial}, columns.first, columns.last);
+      over_columns(some, d.hidden_size, product_grain<T>().columns, [&](const ExpertRows& expert, Range columns) {
+        const Rows rows{work.gate_up + expert.rows.first * width, width, expert.rows.size()};
+        const Output out{Output::STORE, work.expert_out + expert.rows.first * d.hidden_size, d.hidden_size, 1.0f, is_partial};
+        multiply(rows_of<T>(layer.experts_down, expert.local * d.hidden_size, d.hidden_size), rows, out, {{0, rows.count}, columns});
+      });
       barrier();
-      for (int64_t i = mine.first; i < mine.last; i++) {
-        const float weight = work.router_weights[tokens[i] * experts + e];
-        for (int64_t k = 0; k < d.hidden_size; k++) {
-          const float scaled = work.expert_out[i * d.hidden_size + k] * weight;
-          work.projected[tokens[i] * d.hidden_size + k] += d.experts_float32 || is_partial ? scaled : rounded<T>(scaled);
+      const Range columns = partition(d.hidden_size, LANES, thread, threads);
+      for (const ExpertRows& expert : some)
+        for (int64_t i = expert.rows.first; i < expert.rows.last; i++) {
+          const float weight = work.router_weights[tokens[i] * experts + d.first_expert + expert.local];
+          for (int64_t k = columns.first; k < columns.last; k++) {
+            const float scaled = work.expert_out[i * d.hidden_size + k] * weight;
+            work.projected[tokens[i] * d.hidden_size + k] += d.experts_float32 || is_partial ? scaled : rounded<T>(scaled);
+          }
         }
-      }
       barrier();
     }
     sum_over_ranks(d.expert_group, work.projected, batch.tokens * d.hidden_size);
@@ -501,20 +589,15 @@ struct Run {
   }
 };
 
-template <typename Body> static void team(int64_t threads, Body body) {
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  body(omp_get_thread_num(), omp_get_num_threads());
-}
-
 template <typename Body> static void in_dtype(const Decoder& d, const Batch& batch, float* base, int64_t threads, Body body) {
   Work work;
   divide(d, batch.tokens, threads, base, &work);
-  team(threads, [&](int thread, int count) {
-    if (d.bfloat16)
-      body(Run<bf16>{d, batch, work, thread, count});
-    else
-      body(Run<float>{d, batch, work, thread, count});
-  });
+  Team team(d, batch, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  if (d.bfloat16)
+    body(Run<bf16>{d, batch, work, team, omp_get_thread_num(), omp_get_num_threads()});
+  else
+    body(Run<float>{d, batch, work, team, omp_get_thread_num(), omp_get_num_threads()});
 }
 
 extern "C" {

@@ -33,6 +33,7 @@
 
 #include "bfloat16.h"
 #include "records.h"
+#include "team.h"
 #if LANES == 8 && defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -377,13 +378,12 @@ static inline int64_t outputs(const Linear& l) {
   return rows;
 }
 
-// A thread's range of [0, count); boundaries are multiples of `grain`.
-struct Range {
-  int64_t first, last;
-};
-static inline Range partition(int64_t count, int64_t grain, int thread, int threads) {
-  const int64_t grains = (count + grain - 1) / grain;
-  return {std::min(grains * thread / threads * grain, count), std::min(grains * (thread + 1) / threads * grain, count)};
+// Rows of x and columns of y that are computed at full speed together.  T: the model's dtype.
+template <typename T> static inline Grain product_grain() {
+#if TILES
+  if (std::is_same_v<T, bf16> && tiles_ready()) return {2 * TILE, 2 * TILE, sizeof(T), 512};
+#endif
+  return {ROWS, COLUMNS<T>, sizeof(T), PAIRS && std::is_same_v<T, bf16> ? 2 * LANES : LANES};
 }
 
 // Columns [first, last) of y [rows, outputs] = x [rows, inputs] · Wᵀ + bias.  T: the model's dtype.
@@ -421,13 +421,14 @@ template <typename T> static void lora_a(const Linear& l, const Rows& x, float* 
   }
 }
 
-// Adds scale · B · ax of every unmerged adapter to columns [first, last) of y [rows, outputs], in the order of the adapters.
-template <typename T> static void add_lora(const Linear& l, const float* ax, int64_t rows, const Output& y, int64_t first, int64_t last) {
+// Adds scale · B · ax of every unmerged adapter to a share of y [rows, outputs], in the order of the adapters.
+template <typename T> static void add_lora(const Linear& l, const float* ax, int64_t rows, const Output& y, Share share) {
   for (int64_t i = 0; i < l.num_lora_deltas; i++) {
     const LoraDelta& delta = l.lora_deltas[i];
-    const int64_t from = std::max<int64_t>(first - delta.first, 0), to = std::min(last - delta.first, delta.rows);
+    const int64_t from = std::max<int64_t>(share.columns.first - delta.first, 0), to = std::min(share.columns.last - delta.first, delta.rows);
     const Output out{Output::ADD_LORA, y.data + delta.first, y.stride, float(delta.scale), y.is_partial};
+    const Rows all{ax + delta.offset * rows, delta.rank, rows};
     if (from < to)
-      columns({ax + delta.offset * rows, delta.rank, rows}, Matrix<T>{(const T*)delta.b, nullptr, nullptr, delta.rank, 1}, out, from, to);
+      columns(all.part(share.rows.first, share.rows.size()), Matrix<T>{(const T*)delta.b, nullptr, nullptr, delta.rank, 1}, out.at(share.rows.first, 0), from, to);
   }
 }
