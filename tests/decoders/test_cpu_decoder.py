@@ -164,7 +164,8 @@ class SegmentedForward:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", RAGGED)
 def test_a_row_is_bit_identical_in_every_batch_and_split(family, dtype):
-    """Alone, among seven others, in one piece, in several, token by token, on one thread and on two."""
+    """Alone, among seven others, in one piece, in several, token by token, on one thread, on two, and on more than there
+    are cores."""
     model = tiny_model(family, dtype=dtype, **RAGGED[family]).eval()
     decoder = decoder_of(model, dtype)
     generator = torch.Generator().manual_seed(0)
@@ -176,6 +177,8 @@ def test_a_row_is_bit_identical_in_every_batch_and_split(family, dtype):
         "together, two threads": (2, []),
         "in pieces": (1, [3, 32, 39]),
         "in pieces, two threads": (2, [1, 2, 3, 4, 31, 32, 33, 50]),
+        "together, 16 threads": (16, []),
+        "in pieces, 7 threads": (7, [3, 40]),
         "token by token": (1, list(range(1, 64))),
     }
     for case, (count, cuts) in runs.items():
@@ -184,6 +187,65 @@ def test_a_row_is_bit_identical_in_every_batch_and_split(family, dtype):
         for index, (outputs, expected_outputs) in enumerate(zip(actual, expected, strict=True)):
             assert torch.equal(outputs[0], expected_outputs[0]), f"hidden states of sequence {index}, {case}"
             assert torch.equal(outputs[1], expected_outputs[1]), f"logits of sequence {index}, {case}"
+
+
+LONG = {
+    "llama": {},
+    "gemma2": {"sliding_window": 600},  # one of two layers begins within a split
+    "bloom": {},
+    "phi3": {"sliding_window": 300},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", LONG)
+def test_splits_of_a_long_context_change_no_bit(family, dtype):
+    """Steps around the borders of splits and far behind them, whose splits are computed by many threads, by one, and in a
+    prefill; alone and beside a shorter sequence."""
+    positions = {} if family == "bloom" else {"max_position_embeddings": 2048}
+    decoder = decoder_of(tiny_model(family, dtype=dtype, **positions, **LONG[family]).eval(), dtype)
+    batch = list(torch.randint(3, VOCABULARY, (2, 1300), generator=torch.Generator().manual_seed(0)))
+    batch[1] = batch[1][:700]
+    cuts = [510, 511, 512, 513, 1024, 1025, 1297, 1298, 1299]
+    with threads(1):
+        expected = [SegmentedForward(decoder, [ids]).run([])[0] for ids in batch]
+    for count, these, where in ((8, batch[:1], cuts), (64, batch[:1], cuts), (1, batch, cuts), (16, batch, cuts)):
+        with threads(count):
+            actual = SegmentedForward(decoder, these).run(where)
+        for outputs, expected_outputs in zip(actual, expected, strict=False):
+            assert all(map(torch.equal, outputs, expected_outputs)), f"{len(these)} sequences, {count} threads"
+
+
+@pytest.mark.parametrize("family", LONG)
+def test_long_contexts_match_hugging_face(family):
+    positions = {} if family == "bloom" else {"max_position_embeddings": 2048}
+    model = tiny_model(family, **positions, **LONG[family]).eval()
+    ids = torch.randint(3, VOCABULARY, (1300,), generator=torch.Generator().manual_seed(0))
+    expected = model.double()(ids[None]).logits.float()
+    with threads(8):
+        actual = SegmentedForward(decoder_of(model.float()), [ids]).run([1290, 1295])[0][1]
+    assert distance([actual], list(expected)) < 4e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_in_several_rounds_change_no_bit(family, dtype):
+    """40 experts and 1200 tokens: more rows than the buffers hold at a time; and steps of 1 to 3 tokens."""
+    names = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+    sizes = {names[family]: 40, "num_experts_per_tok": 3, "max_position_embeddings": 2048}
+    model = tiny_model(family, dtype=dtype, **sizes).eval()
+    decoder = decoder_of(model, dtype)
+    batch = list(torch.randint(3, VOCABULARY, (3, 400), generator=torch.Generator().manual_seed(0)))
+    with threads(1):
+        expected = [SegmentedForward(decoder, [ids]).run([])[0] for ids in batch]
+    for count, cuts in ((1, []), (2, []), (16, [398, 399]), (64, [1, 2])):
+        with threads(count):
+            actual = SegmentedForward(decoder, batch).run(cuts)
+        for outputs, expected_outputs in zip(actual, expected, strict=True):
+            assert all(map(torch.equal, outputs, expected_outputs)), f"{count} threads, cut at {cuts}"
+    if dtype == torch.float32:
+        logits = [model(ids[None]).logits[0] for ids in batch]
+        assert distance([outputs[1] for outputs in expected], logits) < 4e-6
 
 
 def test_a_row_is_bit_identical_in_every_batch_size():
