@@ -116,10 +116,16 @@ static inline void block_products(const AttentionShape& s, const Query* queries,
 }
 
 // Scores of N queries against the tokens of a block, scaled and capped; -inf for tokens that a query does not see.
+// plain: they are scaled only, and every query sees every token.
 template <int N, typename T>
 static inline void block_scores(const AttentionShape& s, const Query* queries, const uint32_t* pairs, const T* keys, int64_t block_start,
-                                Vec scores[N][BLOCK_VECS]) {
+                                bool plain, Vec scores[N][BLOCK_VECS]) {
   block_products<N>(s, queries, pairs, keys, scores);
+  if (plain) {
+    for (int n = 0; n < N; n++)
+      for (int j = 0; j < BLOCK_VECS; j++) scores[n][j] = unfused(scores[n][j] * s.scale);
+    return;
+  }
   for (int n = 0; n < N; n++)
     for (int j = 0; j < BLOCK_VECS; j++) {
       Vec score = s.softcap ? capped<T>(s, scores[n][j]) : unfused(scores[n][j] * s.scale);
@@ -166,26 +172,33 @@ static inline void add_values(const T* values, int64_t head_pad, int64_t tokens,
     for (int c = 0; c < C; c++) store(out[n] + c * LANES, acc[n][c]);
 }
 
-// Adds the tokens of a split to the sums of N queries.
+// Adds the tokens of a split to the sums of N queries, whose `out` are [N, head_pad].
 template <int N, typename T>
-static inline __attribute__((always_inline)) void attend_split(const AttentionShape& s, const Query* queries, const uint32_t* pairs, int64_t kv_head, int64_t split, const T* keys,
-                         const T* values, const int32_t* table, SplitSums* sums) {
-  int64_t last = 0, first = INT64_MAX;
+static __attribute__((noinline)) void attend_split(const AttentionShape& shape, const Query* queries, const uint32_t* pairs, int64_t kv_head,
+                                                   int64_t split, const T* keys, const T* values, const int32_t* table, SplitSums* sums) {
+  const AttentionShape s = shape;  // a copy, as below: a store of a float cannot change it
+  int64_t last = 0, first = INT64_MAX, seen_by_all = INT64_MAX;
+  bool plain = !s.softcap && !s.window;
   for (int n = 0; n < N; n++) {
+    plain &= !queries[n].slope;
+    seen_by_all = std::min(seen_by_all, queries[n].position);
     last = std::max(last, queries[n].position);
     first = std::min(first, s.window ? std::max<int64_t>(queries[n].position - s.window + 1, 0) : 0);
   }
+  float *out[N], max_score[N], total[N];
+  for (int n = 0; n < N; n++) out[n] = sums[0].out + n * s.head_pad, max_score[n] = sums[n].max_score, total[n] = sums[n].total;
   first = std::max(first, split * SPLIT_TOKENS), last = std::min(last, (split + 1) * SPLIT_TOKENS - 1);
   for (int64_t block = first / BLOCK_SIZE; block <= last / BLOCK_SIZE; block++) {
     const int64_t head_block = table[block] * s.kv_heads + kv_head, start = block * BLOCK_SIZE;
     Vec scores[N][BLOCK_VECS];
     Probabilities p[N];
     float shrink[N];
-    block_scores<N>(s, queries, pairs, keys + head_block * key_dims(s.head_dim) * BLOCK_SIZE, start, scores);
+    block_scores<N>(s, queries, pairs, keys + head_block * key_dims(s.head_dim) * BLOCK_SIZE, start,
+                    plain && start + BLOCK_SIZE - 1 <= seen_by_all, scores);
     for (int n = 0; n < N; n++) {
       Vec top = scores[n][0];
       for (int j = 1; j < BLOCK_VECS; j++) top = max(top, scores[n][j]);
-      const float new_max = std::max(sums[n].max_score, largest(top));
+      const float new_max = std::max(max_score[n], largest(top));
       if (new_max == -INFINITY) {  // no token of this block or an earlier one is seen
         std::memset(&p[n], 0, sizeof p[n]);
         shrink[n] = 1;
@@ -195,33 +208,29 @@ static inline __attribute__((always_inline)) void attend_split(const AttentionSh
       for (int j = 0; j < BLOCK_VECS; j++) {
         e[j] = exp(scores[n][j] - new_max);
         sum_exp += e[j];
-        e[j] = rounded<T>(e[j]);
-        if (!IN_PAIRS<T>) store(p[n].p + j * LANES, e[j]);
+        if (!IN_PAIRS<T>) store(p[n].p + j * LANES, rounded<T>(e[j]));
       }
 #if PAIRS
-      if constexpr (IN_PAIRS<T>) {
-        const Vec even = __builtin_shufflevector(e[0], e[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-        const Vec odd = __builtin_shufflevector(e[0], e[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-        *(VecUAny*)p[n].pairs = pairs_of(even, odd);
-      }
+      if constexpr (IN_PAIRS<T>) *(VecUAny*)p[n].pairs = rounded_pairs(e[0], e[1]);
 #endif
-      shrink[n] = sums[n].max_score == new_max ? 1.0f : exp(splat(sums[n].max_score - new_max))[0];
-      sums[n].total = fused_multiply_add(sums[n].total, shrink[n], sum(sum_exp));
-      sums[n].max_score = new_max;
+      shrink[n] = max_score[n] == new_max ? 1.0f : exp(splat(max_score[n] - new_max))[0];
+      total[n] = fused_multiply_add(total[n], shrink[n], sum(sum_exp));
+      max_score[n] = new_max;
     }
     const T* value = values + head_block * BLOCK_SIZE * s.head_pad;
     const int64_t tokens = std::min<int64_t>(BLOCK_SIZE, last - start + 1);  // the rest of the block was never written
     int64_t c = 0;
     float* chunk[N];
     for (; c + 4 * LANES <= s.head_pad; c += 4 * LANES) {
-      for (int n = 0; n < N; n++) chunk[n] = sums[n].out + c;
+      for (int n = 0; n < N; n++) chunk[n] = out[n] + c;
       add_values<N, 4>(value_at(value, s.head_pad, c, 0), s.head_pad, tokens, p, shrink, chunk);
     }
     for (; c < s.head_pad; c += LANES) {
-      for (int n = 0; n < N; n++) chunk[n] = sums[n].out + c;
+      for (int n = 0; n < N; n++) chunk[n] = out[n] + c;
       add_values<N, 1>(value_at(value, s.head_pad, c, 0), s.head_pad, tokens, p, shrink, chunk);
     }
   }
+  for (int n = 0; n < N; n++) sums[n].max_score = max_score[n], sums[n].total = total[n];
 }
 
 // N queries of one KV head over the splits [from, to) of their sequence.  work: float [3, N, head_pad].

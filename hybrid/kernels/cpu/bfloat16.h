@@ -20,9 +20,20 @@ static inline Vec dot_pairs(Vec sum, VecU a, VecU b) {
   }
   return sum;
 }
+static inline VecU rounded_pairs(Vec first, Vec second) {
+  VecU pairs;
+  for (int i = 0; i < LANES; i++) {
+    const Vec from = i < LANES / 2 ? to_bf16(first) : to_bf16(second);
+    const int at = 2 * i % LANES;
+    pairs[i] = ((VecU)from)[at] >> 16 | (((VecU)from)[at + 1] & 0xffff0000u);
+  }
+  return pairs;
+}
 #else
 #include <immintrin.h>
 static inline Vec dot_pairs(Vec sum, VecU a, VecU b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+// The elements of two vectors, in order, rounded to bfloat16, as pairs. Neither may hold denormal numbers, which become 0.
+static inline VecU rounded_pairs(Vec first, Vec second) { return (VecU)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first); }
 #endif
 
 #else
