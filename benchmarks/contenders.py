@@ -115,11 +115,9 @@ def hybrid_rollouts(name: str, setting: Setting, new_weights: bool) -> Contender
     def run(request: Request) -> Outcome:
         if new_weights:
             engine.mark_weights_changed()
-        if request.ends:
-            return outcome_of(engine.generate(request.prompt_ids, **generate_arguments(request)), request)
         sampling = hybrid.SamplingParams(max_new_tokens=request.new_tokens)
-        mask = torch.ones_like(request.prompt_ids)
-        batch = engine.rollout(request.prompt_ids, mask, sampling, num_generations=request.group)
+        mask, limits = torch.ones_like(request.prompt_ids), torch.tensor(request.lengths)
+        batch = engine.rollout(request.prompt_ids, mask, sampling, num_generations=request.group, max_new_tokens=limits)
         return Outcome(batch.completion_mask.sum(dim=1).tolist(), dict(batch.timings))
 
     return Contender(name, run)

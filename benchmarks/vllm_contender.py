@@ -68,7 +68,6 @@ class VLLM:
                 "prompts": request.prompt_ids.tolist(),
                 "lengths": list(request.lengths),
                 "group": request.group,
-                "logprobs": not request.ends,  # this engine's `rollout` returns them, its `generate` does not
             }
         )
 

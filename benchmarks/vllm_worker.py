@@ -33,14 +33,12 @@ def kernel_libraries() -> list[str]:
     return sorted(set(re.findall(r"/vllm/(_C[^/\n]*\.so)$", Path("/proc/self/maps").read_text(), re.M)))
 
 
-def completion_lengths(engine, prompts: list[list[int]], lengths: list[int], group: int, logprobs: bool) -> list[int]:
-    """Sample completions of the given lengths; returns the tokens of each, those of a prompt adjacent.
-
-    logprobs: whether each sampled token's logprob is returned by vLLM too.
-    """
+def completion_lengths(engine, prompts: list[list[int]], lengths: list[int], group: int) -> list[int]:
+    """Sample completions of the given lengths, with each token's logprob, as this engine returns them; returns the tokens of
+    each, those of a prompt adjacent."""
     from vllm import SamplingParams
 
-    settings = {"temperature": 1.0, "ignore_eos": True, "detokenize": False, "logprobs": 0 if logprobs else None}
+    settings = {"temperature": 1.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
     sampling = [SamplingParams(n=group, max_tokens=length, **settings) for length in lengths]
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = engine.generate(requests, sampling, use_tqdm=False)

@@ -582,6 +582,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         num_generations: int = 1,
         adapters: bool | None = None,
         row_ids: torch.Tensor | None = None,
+        max_new_tokens: torch.Tensor | None = None,
         **model_inputs: Any,
     ) -> RolloutBatch:
         """Completions of prompts, with the logprobs of the sampled tokens.
@@ -592,14 +593,23 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         adapters: None uses the model's active adapters; False samples from the base model.
         row_ids: integers [rows] that key the sampling RNG, unique over all ranks' prompts: with the same ids a rollout
             does not depend on the world size. None numbers the rows of each rank in a range of its own.
-        Raises, before any weight is gathered: TypeError or ValueError for invalid prompts or row ids, a model without
+        max_new_tokens: integers [rows], of each prompt's completions, at most `sampling.max_new_tokens`; None: that for
+            all.
+        Raises, before any weight is gathered: TypeError or ValueError for invalid prompts, row ids or limits, a model without
         `generate`, a sequence longer than `max_out_tokens`, or one that memory limits do not allow;
         NotImplementedError for an encoder-decoder and for `model_inputs`.
         """
         require_token_ids(self._builder.info, model_inputs, "rollout")
         with self._call(adapters):
             return self._generator.rollout(
-                prompt_ids, prompt_mask, sampling, num_generations, adapters, row_ids, self._snapshot.weights.number()
+                prompt_ids,
+                prompt_mask,
+                sampling,
+                num_generations,
+                adapters,
+                row_ids,
+                self._snapshot.weights.number(),
+                max_new_tokens,
             )
 
     def score(

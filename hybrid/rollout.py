@@ -171,7 +171,12 @@ def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids") -
 
 
 def check_rollout(
-    prompt_ids: Any, prompt_mask: Any, params: SamplingParams, num_generations: int, row_ids: Any
+    prompt_ids: Any,
+    prompt_mask: Any,
+    params: SamplingParams,
+    num_generations: int,
+    row_ids: Any,
+    max_new_tokens: Any = None,
 ) -> None:
     """Check a rollout's arguments. Raises TypeError for what is no tensor; ValueError for a dtype, a shape or a number
     that is not allowed, a row that is not left padded, and several generations without sampling."""
@@ -189,6 +194,30 @@ def check_rollout(
         )
     if row_ids is not None:
         check_row_ids(row_ids, len(prompt_ids))
+    if max_new_tokens is not None:
+        check_limits(max_new_tokens, len(prompt_ids), params)
+
+
+def check_limits(max_new_tokens: Any, rows: int, params: SamplingParams) -> None:
+    """Raise TypeError if `max_new_tokens` is not a tensor, ValueError if it is not of integers [rows] in the range that
+    `params` allows."""
+    if not isinstance(max_new_tokens, torch.Tensor):
+        raise TypeError(f"max_new_tokens: {type(max_new_tokens).__name__} given; it must be an integer tensor [{rows}]")
+    if max_new_tokens.shape != (rows,):
+        raise ValueError(
+            f"max_new_tokens: shape {tuple(max_new_tokens.shape)} given; it must be [{rows}], one a prompt"
+        )
+    if not is_integer(max_new_tokens):
+        raise ValueError(
+            f"max_new_tokens: dtype {max_new_tokens.dtype} given; it must be of integers, such as torch.int64"
+        )
+    least, most = max(params.min_new_tokens, 1), params.max_new_tokens
+    wrong = ((max_new_tokens < least) | (max_new_tokens > most)).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(
+            f"max_new_tokens: {max_new_tokens[wrong].tolist()} given for prompts {wrong}; it must be between {least} and "
+            f"{most}, SamplingParams' min_new_tokens (or 1) and max_new_tokens"
+        )
 
 
 def check_row_ids(row_ids: Any, rows: int) -> None:

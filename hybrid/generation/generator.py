@@ -224,9 +224,10 @@ class Generator:
         adapters: bool | None,
         row_ids: torch.Tensor | None,
         weight_version: int,
+        max_new_tokens: torch.Tensor | None = None,
     ) -> RolloutBatch:
         """`HybridEngine.rollout`, in its window."""
-        check_rollout(prompt_ids, prompt_mask, params, num_generations, row_ids)
+        check_rollout(prompt_ids, prompt_mask, params, num_generations, row_ids, max_new_tokens)
         prompt_ids, prompt_mask = as_ids(prompt_ids, self.device), as_mask(prompt_mask, self.device)
         if len(prompt_ids) == 0:  # join the other ranks' collectives: draw one token and discard it
             dummy_ids = prompt_ids.new_zeros(1, prompt_ids.shape[1])
@@ -242,7 +243,11 @@ class Generator:
         if params.temperature > 0:
             keys = self._sampling_keys(len(prompt_ids), len(ids), params.seed, row_ids)
         stop_token_ids = end_token_ids(self.model, params.stop_token_ids)
-        request = rollout_request(params, ids, mask, keys, stop_token_ids, pad_token_id(self.model, stop_token_ids))
+        limits = None
+        if max_new_tokens is not None:
+            limits = max_new_tokens.to(ids.device, torch.int64).repeat_interleave(num_generations)
+        pad = pad_token_id(self.model, stop_token_ids)
+        request = rollout_request(params, ids, mask, keys, stop_token_ids, pad, limits)
         self.block_pool.require_room([request.longest], self._block_bytes())
         if not self._block_bytes():
             self.require_memory(len(ids), ids.shape[1] + params.max_new_tokens)
@@ -252,6 +257,7 @@ class Generator:
                 done = self.calls.compute(
                     None, NativeWork(ids, mask, keys, config, logprob_temperature=request.logprob_temperature)
                 )
+                done = done if limits is None else done.cut(limits, pad)
             else:
                 done = self._complete(request, decoder)
         self.profiler.generated(len(ids), int(done.lengths.sum()))

@@ -57,7 +57,7 @@ class Request:
 
     prompt_ids: int64 [rows, prompt_len], left padded.  prompt_lengths: tokens of each prompt, without padding.
     sampling_keys: int64 [rows].
-    max_new_tokens: of every row.
+    max_new_tokens: of any row.  limits: int64 [rows], of each row, where they differ.
     stop_token_ids: int64 [n].  pad_token_id: fills the positions after a row's end.
     sampling_metadata: how tokens are drawn.
     processors: change scores [n, vocab] before sampling; their rows, int64 [n], index the request, and have ids [n,
@@ -74,6 +74,13 @@ class Request:
     sampling_metadata: SamplingMetadata
     processors: Processors | None = None
     logprob_temperature: float = 1.0
+    limits: torch.Tensor | None = None
+
+    def limits_of_rows(self) -> torch.Tensor:
+        """The most new tokens of each row, int64 [rows]."""
+        if self.limits is not None:
+            return self.limits
+        return torch.full_like(self.sampling_keys, self.max_new_tokens)
 
     @property
     def runs_user_code(self) -> bool:
@@ -94,8 +101,10 @@ def rollout_request(
     sampling_keys: torch.Tensor,
     stop_token_ids: list[int],
     pad_token_id: int,
+    limits: torch.Tensor | None = None,
 ) -> Request:
-    """The request of a rollout.  prompt_ids, prompt_mask: int64 [rows, prompt_len], each prompt once per generation."""
+    """The request of a rollout.  prompt_ids, prompt_mask: int64 [rows, prompt_len], each prompt once per generation;
+    limits: int64 [rows]."""
     stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=prompt_ids.device)
     processors = processes.LogitsProcessorList()
     if params.repetition_penalty != 1.0:
@@ -116,6 +125,7 @@ def rollout_request(
         else SamplingMetadata(0),
         processors=partial(process_rows, processors) if processors else None,
         logprob_temperature=params.temperature or 1.0,
+        limits=limits,
     )
 
 

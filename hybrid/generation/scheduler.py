@@ -44,6 +44,12 @@ class Completions:
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: t[first : first + count] for name, t in tensors.items() if t is not None})
 
+    def cut(self, limits: torch.Tensor, pad_token_id: int) -> "Completions":
+        """The same, each row no longer than its limit, int64 [rows]."""
+        lengths = torch.minimum(self.lengths, limits)
+        behind = torch.arange(self.tokens.shape[1], device=lengths.device) >= lengths[:, None]
+        return replace(self, tokens=self.tokens.masked_fill(behind, pad_token_id), lengths=lengths)
+
     def trimmed(self) -> "Completions":
         """The same, as wide as the longest row."""
         width = int(self.lengths.max())
@@ -69,10 +75,12 @@ class SequenceGroup:
 def group_by_prompt(request: Request) -> list[SequenceGroup]:
     """The request's rows grouped by prompt, in the order of first appearance."""
     groups: dict[bytes, SequenceGroup] = {}
+    limits = request.limits_of_rows().tolist()
     for row, (ids, length) in enumerate(zip(request.prompt_ids.cpu(), request.prompt_lengths, strict=True)):
         prompt = ids[len(ids) - length :]
-        group = SequenceGroup(prompt, [], length // BLOCK_SIZE, blocks_for(length + request.max_new_tokens))
-        groups.setdefault(prompt.numpy().tobytes(), group).waiting.append(row)
+        group = groups.setdefault(prompt.numpy().tobytes(), SequenceGroup(prompt, [], length // BLOCK_SIZE, 0))
+        group.blocks_per_row = max(group.blocks_per_row, blocks_for(length + limits[row]))
+        group.waiting.append(row)
     return list(groups.values())
 
 
@@ -111,7 +119,8 @@ class Scheduler:
         # By running sequence: its row of the request, the position of its next new token, and its latest token.
         self.rows, self.positions, self.latest_tokens = torch.zeros(3, 0, dtype=torch.int64, device=device)
         self.checksum = torch.zeros((), dtype=torch.int64, device=device)  # of all tokens, if ranks draw the same
-        self.max_position = 0  # the largest of `positions`, as of the last check
+        self.limits = request.limits_of_rows()  # by row of the request
+        self.steps_left = new  # until a running sequence reaches its limit, as of the last check
         self.max_blocks: list[int] = []  # by running sequence: the most blocks that it may need
 
     def run(self) -> Completions:
@@ -221,7 +230,7 @@ class Scheduler:
 
     def decode(self) -> None:
         """Decode up to `num_scheduler_steps` tokens for every sequence, then remove those that have ended."""
-        steps = min(self.num_scheduler_steps, self.request.max_new_tokens - self.max_position)
+        steps = min(self.num_scheduler_steps, self.steps_left)
         self.runner.allocate_slots(steps)
         if self.samples_in_kernel:
             keys, metadata = self.request.sampling_keys[self.rows], self.request.sampling_metadata
@@ -297,13 +306,14 @@ class Scheduler:
 
     def finish(self, steps: int) -> None:
         """Check the last `steps` tokens of every sequence; record the lengths of ended sequences and remove them."""
-        self.max_position = int(self.positions.max())
+        left = self.limits[self.rows] - self.positions
+        self.steps_left = int(left.min())
         back = torch.arange(-steps, 0, device=self.positions.device)
         at = (self.positions[:, None] + back).clamp(min=0)  # [sequences, steps]
         is_end = torch.isin(self.ids[self.rows[:, None], self.prompt_len + at], self.request.stop_token_ids)
         ended = is_end.any(dim=1)
         first_end = at.gather(1, is_end.int().argmax(dim=1, keepdim=True))[:, 0]
-        done = ended | (self.positions >= self.request.max_new_tokens)
+        done = ended | (left <= 0)
         if not done.any():
             return
         rows, lengths = self.rows[done], torch.where(ended, first_end + 1, self.positions)[done]
@@ -319,4 +329,4 @@ class Scheduler:
             by_sequence[stay] for by_sequence in (self.rows, self.positions, self.latest_tokens)
         )
         self.max_blocks = [most for most, kept in zip(self.max_blocks, stay.tolist(), strict=True) if kept]
-        self.max_position = int(self.positions.max()) if len(self.positions) else 0
+        self.steps_left = int(left[stay].min()) if len(self.rows) else 0

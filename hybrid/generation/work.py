@@ -97,6 +97,7 @@ def same_rows(request: Request, other: Request) -> bool:
     """Whether two requests of equal settings have equal rows, whose tokens are then equal."""
     equal = torch.equal(request.prompt_ids, other.prompt_ids) and request.prompt_lengths == other.prompt_lengths
     equal = equal and torch.equal(request.sampling_keys, other.sampling_keys)
+    equal = equal and torch.equal(request.limits_of_rows(), other.limits_of_rows())
     processors = ([] if r.processors is None else r.processors.args[0] for r in (request, other))
     return equal and all(same_processor(*pair) for pair in itertools.zip_longest(*processors))
 
@@ -127,6 +128,7 @@ def joined_request(requests: list[Request]) -> Request:
         ),
         prompt_lengths=[length for request in requests for length in request.prompt_lengths],
         sampling_keys=torch.cat([request.sampling_keys for request in requests]),
+        limits=torch.cat([request.limits_of_rows() for request in requests]),
         processors=processors,
     )
 

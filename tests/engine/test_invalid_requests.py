@@ -56,6 +56,17 @@ INVALID = {
     ),
     "right padding": (lambda e: e.rollout(IDS, MASK.flip(1), SAMPLING), ValueError, r"rows \[1\] are not left padded"),
     "no generations": (lambda e: e.rollout(IDS, MASK, SAMPLING, num_generations=0), ValueError, "at least 1"),
+    "limits out of range": (
+        lambda e: e.rollout(IDS, MASK, SAMPLING, max_new_tokens=torch.tensor([0, SAMPLING.max_new_tokens])),
+        ValueError,
+        r"max_new_tokens: \[0\] given for prompts \[0\]; it must be between 1 and",
+    ),
+    "other limits": (
+        lambda e: e.rollout(IDS, MASK, SAMPLING, max_new_tokens=torch.ones(3, dtype=torch.int64)),
+        ValueError,
+        r"max_new_tokens: shape \(3,\) given; it must be \[2\], one a prompt",
+    ),
+    "limits in a list": (lambda e: e.rollout(IDS, MASK, SAMPLING, max_new_tokens=[4, 4]), TypeError, "list given"),
     "other row ids": (
         lambda e: e.rollout(IDS, MASK, SAMPLING, row_ids=torch.arange(3)),
         ValueError,

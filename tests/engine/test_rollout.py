@@ -81,6 +81,40 @@ def test_masks_come_from_lengths_not_from_padding_ids(ranks):
     ranks.run(check_masks)
 
 
+def check_limits(blocks: dict) -> None:
+    """A prompt's completions are those without limits, cut at its limit; ranks have other limits. Some end before."""
+    config = settings(3, **blocks)
+    engine, rank = engine_of(tiny_model("llama"), config), dist.get_rank()
+    ids, mask = prompts(6, 5, padded=True, seed=rank)
+    params = hybrid.SamplingParams(20, seed=3, stop_token_ids=tuple(range(40, 46)))
+    limits = torch.tensor([1, 20, 7, 16, 17, 2]).roll(rank)
+    whole = engine.rollout(ids, mask, params, num_generations=2)
+    batch = engine.rollout(ids, mask, params, num_generations=2, max_new_tokens=limits)
+    width = batch.completion_ids.shape[1]  # of the longest row
+    kept = whole.completion_mask * (torch.arange(whole.completion_mask.shape[1]) < limits.repeat_interleave(2)[:, None])
+    assert kept[:, width:].sum() == 0 and torch.equal(batch.completion_mask, kept[:, :width])
+    assert torch.equal(batch.completion_ids, (whole.completion_ids * kept)[:, :width]), "other tokens, or no padding"
+    for name in ("sampling_per_token_logps", "old_per_token_logps", "raw_per_token_logps"):
+        expected = (getattr(whole, name) * kept)[:, :width]
+        torch.testing.assert_close(getattr(batch, name), expected, atol=1e-5, rtol=1e-5)
+    was_cut = kept.sum(dim=1) < whole.completion_mask.sum(dim=1)
+    expected = ["length" if cut else reason for cut, reason in zip(was_cut.tolist(), whole.finish_reason, strict=True)]
+    assert batch.finish_reason == expected and set(expected) == {"stop", "length"} and 2 < was_cut.sum() < 12
+
+
+LIMITED = {
+    "fused": {},
+    "waiting": {"rollout": {"max_num_seqs": 3}},
+    "native": {"rollout": {"containers": "native"}},
+    "tensor parallel": {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}},
+}
+
+
+@pytest.mark.parametrize("case", LIMITED)
+def test_limits_of_prompts_cut_their_completions(ranks, case):
+    ranks.run(check_limits, LIMITED[case])
+
+
 def check_sampling_keys() -> dict:
     engine = engine_of(tiny_model("llama"), settings(3))
     rank = dist.get_rank()
