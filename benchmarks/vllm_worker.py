@@ -34,8 +34,8 @@ def kernel_libraries() -> list[str]:
 
 
 def completion_lengths(engine, prompts: list[list[int]], lengths: list[int], group: int) -> list[int]:
-    """Sample completions of the given lengths, with each token's logprob, as this engine returns them; returns the tokens of
-    each, those of a prompt adjacent."""
+    """Sample completions of the given lengths, with each token's logprob, as this engine returns them; returns the
+    tokens of each, those of a prompt adjacent."""
     from vllm import SamplingParams
 
     settings = {"temperature": 1.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}

@@ -595,8 +595,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             does not depend on the world size. None numbers the rows of each rank in a range of its own.
         max_new_tokens: integers [rows], of each prompt's completions, at most `sampling.max_new_tokens`; None: that for
             all.
-        Raises, before any weight is gathered: TypeError or ValueError for invalid prompts, row ids or limits, a model without
-        `generate`, a sequence longer than `max_out_tokens`, or one that memory limits do not allow;
+        Raises, before any weight is gathered: TypeError or ValueError for invalid prompts, row ids or limits, a model
+        without `generate`, a sequence longer than `max_out_tokens`, or one that memory limits do not allow;
         NotImplementedError for an encoder-decoder and for `model_inputs`.
         """
         require_token_ids(self._builder.info, model_inputs, "rollout")
