@@ -201,22 +201,19 @@ def check_rollout(
 def check_limits(max_new_tokens: Any, rows: int, params: SamplingParams) -> None:
     """Raise TypeError if `max_new_tokens` is not a tensor, ValueError if it is not of integers [rows] in the range that
     `params` allows."""
+    allowed = f"it must be an integer tensor [{rows}], one number for each prompt"
     if not isinstance(max_new_tokens, torch.Tensor):
-        raise TypeError(f"max_new_tokens: {type(max_new_tokens).__name__} given; it must be an integer tensor [{rows}]")
+        raise TypeError(f"max_new_tokens: {type(max_new_tokens).__name__} given; {allowed}")
     if max_new_tokens.shape != (rows,):
-        raise ValueError(
-            f"max_new_tokens: shape {tuple(max_new_tokens.shape)} given; it must be [{rows}], one a prompt"
-        )
+        raise ValueError(f"max_new_tokens: shape {tuple(max_new_tokens.shape)} given; {allowed}")
     if not is_integer(max_new_tokens):
-        raise ValueError(
-            f"max_new_tokens: dtype {max_new_tokens.dtype} given; it must be of integers, such as torch.int64"
-        )
+        raise ValueError(f"max_new_tokens: dtype {max_new_tokens.dtype} given; {allowed}")
     least, most = max(params.min_new_tokens, 1), params.max_new_tokens
     wrong = ((max_new_tokens < least) | (max_new_tokens > most)).nonzero().flatten().tolist()
     if wrong:
         raise ValueError(
-            f"max_new_tokens: {max_new_tokens[wrong].tolist()} given for prompts {wrong}; it must be between {least} and "
-            f"{most}, SamplingParams' min_new_tokens (or 1) and max_new_tokens"
+            f"max_new_tokens: {max_new_tokens[wrong].tolist()} given for prompts {wrong}; it must be between {least} "
+            f"and {most}, SamplingParams' min_new_tokens (or 1) and max_new_tokens"
         )
 
 

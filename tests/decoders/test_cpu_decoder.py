@@ -164,8 +164,8 @@ class SegmentedForward:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", RAGGED)
 def test_a_row_is_bit_identical_in_every_batch_and_split(family, dtype):
-    """Alone, among seven others, in one piece, in several, token by token, on one thread, on two, and on more than there
-    are cores."""
+    """Alone, among seven others, in one piece, in several, token by token, on one thread, on two, and on more than
+    there are cores."""
     model = tiny_model(family, dtype=dtype, **RAGGED[family]).eval()
     decoder = decoder_of(model, dtype)
     generator = torch.Generator().manual_seed(0)
@@ -200,8 +200,8 @@ LONG = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", LONG)
 def test_splits_of_a_long_context_change_no_bit(family, dtype):
-    """Steps around the borders of splits and far behind them, whose splits are computed by many threads, by one, and in a
-    prefill; alone and beside a shorter sequence."""
+    """Steps around the borders of splits and far behind them, whose splits are computed by many threads, by one, and in
+    a prefill; alone and beside a shorter sequence."""
     positions = {} if family == "bloom" else {"max_position_embeddings": 2048}
     decoder = decoder_of(tiny_model(family, dtype=dtype, **positions, **LONG[family]).eval(), dtype)
     batch = list(torch.randint(3, VOCABULARY, (2, 1300), generator=torch.Generator().manual_seed(0)))
