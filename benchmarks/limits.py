@@ -11,11 +11,9 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from benchmarks.cases import Case
-from hybrid.decoders.cpu_decoder import CpuDecoder
-from hybrid.kernels.cpu_library import cpu_library
-from hybrid.models.reader import read_decoder
 
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")  # that decide the rates
+PEAK_ROWS = 256
 ROUNDS = 3
 ROUND_S = 0.05
 MAX_BYTES = 2**30  # read at once; larger steps are read no faster
@@ -26,8 +24,8 @@ class Limits:
     """The cost of a decode step of a case, and the machine's rates.
 
     step_bytes: weights and the KV cache of the mean step.  step_flops: of its matmuls and attention.
-    bytes_per_s: of reading as many bytes as the step does.  flops_per_s: the best at any of the step's shapes, by
-        torch's products or this engine's.
+    bytes_per_s: of reading as many bytes as the step does.  flops_per_s: the best of torch's products with
+        any of the step's matrices and at least PEAK_ROWS rows: with few rows torch does not reach the machine's peak.
     """
 
     step_bytes: int
@@ -62,12 +60,9 @@ def measure_limits(model: nn.Module, case: Case) -> Limits:
         step_flops=2 * case.rows * weights + attention_flops,
         bytes_per_s=read_rate(min(step_bytes, MAX_BYTES), model.device),
         flops_per_s=max(
-            head_rate(model, case.rows),
-            *(
-                matmul_rate(case.rows, *shape, dtype, model.device)
-                for shape in {tuple(matrix.shape) for matrix in matrices}
-                for dtype in {model.dtype, torch.float32}
-            ),
+            matmul_rate(max(case.rows, PEAK_ROWS), *shape, dtype, model.device)
+            for shape in {tuple(matrix.shape) for matrix in matrices}
+            for dtype in {model.dtype, torch.float32}
         ),
     )
 
@@ -104,19 +99,6 @@ def matmul_rate(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device
     out = torch.empty(rows, outputs, dtype=dtype, device=device)
     calls = (lambda: nn.functional.linear(x, weight), lambda: torch.mm(x, transposed, out=out))
     return 2 * rows * outputs * inputs / min(seconds_of(call) for call in calls)
-
-
-@torch.no_grad()
-def head_rate(model: nn.Module, rows: int) -> float:
-    """FLOP/s of the language model head by this engine's CPU kernels; 0 where they do not run."""
-    library = cpu_library() if model.device.type == "cpu" else None
-    if library is None:
-        return 0.0
-    decoder = CpuDecoder(read_decoder(model), lambda ref: getattr(ref.module, ref.parameter), model.dtype, library)
-    decoder.bind()
-    head = model.get_output_embeddings().weight
-    hidden = torch.randn(rows, head.shape[1])
-    return 2 * rows * head.numel() / seconds_of(lambda: decoder.logits(hidden))
 
 
 def seconds_of(call: Callable) -> float:

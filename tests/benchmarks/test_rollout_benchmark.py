@@ -13,11 +13,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.cases import CPU_CASES, Case, EndAtLength, make_model, make_request, prompt_lengths
-from benchmarks.limits import Limits, head_rate, measure_limits
+from benchmarks.limits import Limits, measure_limits
 from benchmarks.plot import main as plot
 from benchmarks.rollout import Timing, chosen_cases, parse, result
 from benchmarks.vllm_contender import VLLM, VLLMSettings
-from hybrid.kernels.cpu_library import cpu_library
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTENDERS = ["hybrid", "hf", "hf-continuous"]
@@ -160,11 +159,6 @@ def test_the_roofline_is_the_longer_of_reading_and_arithmetic():
     assert figures["step_s"] == (9 - 1) / 4 and figures["roofline"] == 1.0
     faster = Timing(1.0, [5.0], [10], [{}])
     assert result(case, faster, None, tokens=10, limits=memory)["roofline"] == 1.0, "never above 100 %"
-
-
-def test_the_roofline_knows_this_engines_products():
-    rates = {dtype: head_rate(make_model("micro", dtype, "cpu"), 4) for dtype in ("f32", "bf16")}
-    assert all(rate > 0 for rate in rates.values()) == (cpu_library() is not None)
 
 
 def vllm_settings(python: Path, directory: Path) -> VLLMSettings:
