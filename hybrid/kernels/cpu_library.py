@@ -56,6 +56,7 @@ LoraDelta, Linear, Norm, Layer, Decoder, Batch, Draw, Samples = (
 
 SIGNATURES = {
     "lanes": ([], _int),
+    "product_share": ([*[_int] * 5, _pointer], None),
     "work_floats": ([_pointer, _int, _int], _int),
     "forward": ([_pointer, _pointer, _int, _int, _pointer, _pointer, _int], _int),
     "logits": ([_pointer, _pointer, _int, _pointer, _pointer, _int], None),

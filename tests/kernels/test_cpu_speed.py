@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hybrid.decoders.batch import BLOCK_SIZE, packed
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
 from tests.decoders.test_cpu_decoder import threads
 from tests.decoders.test_sharded_decoder import cpu_decoder
+from tests.tiny_models import VOCABULARY as VOCABULARY_OF_TINY
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
@@ -40,4 +42,30 @@ def test_products_keep_up_with_torch_s(dtype, rows):
     with threads(1):
         decoder.logits(hidden)  # the workspace
         rates = [1 / least_s(lambda: decoder.logits(hidden)), 1 / least_s(lambda: F.linear(hidden.to(dtype), head))]
+    assert rates[0] > LEAST * rates[1], f"{rates[0] / rates[1]:.2f} of torch's rate"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_prefill_keeps_up_with_torch_s_attention(dtype):
+    """A layer of attention over 2048 tokens, with its four projections, which are half of the work."""
+    heads, tokens = 12, 2048
+    sizes = {"hidden_size": HIDDEN, "num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": 1}
+    model = tiny_model("llama", intermediate_size=64, max_position_embeddings=tokens, **sizes).to(dtype)
+    decoder, attention = cpu_decoder(read_decoder(model)), model.model.layers[0].self_attn
+    ids = torch.randint(3, VOCABULARY_OF_TINY, (tokens,))
+    decoder.reserve(tokens)
+    kv, hidden = decoder.kv(1 + tokens // BLOCK_SIZE), torch.randn(tokens, HIDDEN).to(dtype)
+    batch = packed([ids], [0], [list(range(1, 1 + tokens // BLOCK_SIZE))], torch.device("cpu"))
+
+    def torch_s() -> torch.Tensor:
+        q, k, v = (
+            F.linear(hidden, projection.weight).view(1, tokens, heads, -1).transpose(1, 2)
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.linear(attended.transpose(1, 2).reshape(tokens, HIDDEN), attention.o_proj.weight)
+
+    with threads(1):
+        rates = [1 / least_s(lambda: decoder.forward(batch, kv), 4), 1 / least_s(torch_s, 4)]
     assert rates[0] > LEAST * rates[1], f"{rates[0] / rates[1]:.2f} of torch's rate"

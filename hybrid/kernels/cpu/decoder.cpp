@@ -61,7 +61,7 @@ struct Team {
   Barrier barrier;
   Queue queue;
   std::vector<AttentionItem> items;  // for each KV head
-  int64_t splits = 0;                // of the longest context, if its splits are items of their own; else 0
+  int64_t splits = 0;                // of the longest context, if splits are items of their own, for a few tokens; else 0
   std::vector<float> parts;          // sums of splits, [tokens, heads, splits]
 
   Team(const Decoder& d, const Batch& batch, int64_t threads) {
@@ -72,7 +72,7 @@ struct Team {
         items.push_back({s, t, last, {0, end}});
         longest = std::max(longest, end);
       }
-    if (longest < 2 || int64_t(items.size()) * d.num_kv_heads >= 4 * threads) return;
+    if (longest < 2 || batch.tokens * d.num_kv_heads >= 2 * threads) return;
     splits = longest;
     parts.resize(batch.tokens * d.num_heads * splits * SplitSums::floats(head_pad(d)));
     std::vector<AttentionItem> whole;
@@ -494,7 +494,7 @@ struct Run {
         for (int64_t i = expert.rows.first; i < expert.rows.last; i++) {
           const float weight = work.router_weights[tokens[i] * experts + d.first_expert + expert.local];
           for (int64_t k = columns.first; k < columns.last; k++) {
-            const float scaled = work.expert_out[i * d.hidden_size + k] * weight;
+            const float scaled = unfused(work.expert_out[i * d.hidden_size + k] * weight);
             work.projected[tokens[i] * d.hidden_size + k] += d.experts_float32 || is_partial ? scaled : rounded<T>(scaled);
           }
         }
@@ -605,6 +605,13 @@ extern "C" {
 extern const int64_t record_sizes[] = {sizeof(LoraDelta), sizeof(Linear), sizeof(Norm), sizeof(Layer), sizeof(Group), sizeof(Decoder), sizeof(Batch), sizeof(Draw), sizeof(Samples)};
 
 int64_t lanes() { return LANES; }
+
+// A thread's part of a product of `rows` rows of x with `columns` rows of W, as its first and last row, and column. For tests.
+void product_share(int64_t bfloat16, int64_t rows, int64_t columns, int64_t thread, int64_t threads, int64_t* share) {
+  const Share mine = share_of(rows, columns, bfloat16 ? product_grain<bf16>() : product_grain<float>(), thread, threads);
+  const int64_t bounds[] = {mine.rows.first, mine.rows.last, mine.columns.first, mine.columns.last};
+  std::copy_n(bounds, 4, share);
+}
 
 // Floats of work space that a call with `tokens` tokens needs.
 int64_t work_floats(const Decoder* d, int64_t tokens, int64_t threads) { return divide(*d, tokens, threads, nullptr, nullptr); }
