@@ -35,6 +35,10 @@ def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (weight.unflatten(-1, (scale.shape[-1], -1)).to(scale.dtype) * scale[..., None]).flatten(-2)
 
 
+# torch's _weight_int8pack_mm (2.13, CPU) reads beyond the rows of other numbers of inputs: wrong results, or a crash.
+INT8PACK_INPUTS = 16
+
+
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -44,7 +48,8 @@ def int8_linear(
     """
     if scale is None:
         return F.linear(x, weight, bias)
-    if scale.shape[1] > 1 or x.dtype != torch.bfloat16 or x.device.type != "cpu":
+    fits = x.shape[-1] % INT8PACK_INPUTS == 0
+    if scale.shape[1] > 1 or x.dtype != torch.bfloat16 or x.device.type != "cpu" or not fits:
         return F.linear(x, dequantized(weight, scale).to(x.dtype), bias)
     # Dequantizes inside the matmul. In float32 and on GPUs torch's kernel is slower than dequantizing first (2.13).
     y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), weight.contiguous(), scale[:, 0].contiguous())

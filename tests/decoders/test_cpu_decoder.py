@@ -95,6 +95,18 @@ def test_bfloat16_logits_round_as_hugging_face(variant):
     assert average(actual, expected) < share * average(expected, exact)
 
 
+@pytest.mark.parametrize("head_dim", [16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 192, 256])
+def test_heads_of_every_size_equal_hugging_face(head_dim):
+    """One vector of a head, several, and a part of one."""
+    model = tiny_model("llama", head_dim=head_dim).eval()
+    exact = hugging_face(model)
+    assert distance(CpuRun(decoder_of(model), sequences()).every_logit(), exact) < 2e-6
+    model = model.bfloat16()
+    expected = hugging_face(model)
+    actual = CpuRun(decoder_of(model, torch.bfloat16), sequences()).every_logit()
+    assert average(actual, expected) < SAME_ROUNDINGS * average(expected, exact)
+
+
 @pytest.mark.parametrize("family", ["bloom", "falcon"])
 def test_alibi_rounds_as_hugging_face_at_large_positions(family):
     """In bfloat16 position 900 times a slope of 1/2 rounds to a multiple of 2, so that neighbouring tokens tie."""

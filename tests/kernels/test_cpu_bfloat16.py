@@ -9,12 +9,14 @@ import subprocess
 import pytest
 import torch
 
+import hybrid
 from hybrid.decoders.batch import PackedBatch
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.kernels.cpu_library import FLAGS, SOURCES, built, cpu_library, opened
 from hybrid.models.reader import read_decoder
 from tests.decoders.test_cpu_decoder import CpuRun
 from tests.decoders.test_torch_decoder import average, distance, hugging_face, own_weights, sequences
+from tests.inference.test_int8 import rounded
 from tests.marks import slow_but
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -109,6 +111,19 @@ def test_every_build_matches_hugging_face(family, dtype, build):
         assert average(actual, expected) < average(expected, exact)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("head_dim", [24, 80, 128])
+def test_heads_of_every_size_in_every_build(head_dim, build):
+    model = tiny_model("llama", head_dim=head_dim).eval()
+    exact = hugging_face(model)
+    model = model.bfloat16()
+    decoder = CpuDecoder(read_decoder(model), own_weights, torch.bfloat16, opened(built(BUILDS[build])))
+    decoder.bind()
+    expected = hugging_face(model)
+    assert average(CpuRun(decoder, sequences()).every_logit(), expected) < average(expected, exact)
+
+
 @pytest.mark.parametrize("build", slow_but(["AVX2"], BUILDS))
 def test_a_large_negative_gate_is_zero(build):
     """e^89 is no float32; gates of massive activations are that large (OLMo 2 norms behind its MLPs)."""
@@ -136,3 +151,23 @@ def test_emulated_bfloat16_products_match_plain_vectors(family, level):
     assert different.sum() <= (2 if family == "mixtral" else 0)
     single = logits_of(library, model, sequences[1:2])
     assert torch.equal(single, actual[70:79]), "a row depends on the batch around it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", ["AVX2", "AVX-512", "AVX-512 with bfloat16", "AMX"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_int8_in_every_build_matches_rounded_weights(groups, build):
+    """Of a bfloat16 model. Rows that are no multiple of a tile, and with one group depths with a remainder."""
+    sizes = SHAPE if groups == 1 else {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+    exact = rounded(tiny_model("llama", **sizes), groups)  # float32
+    model = tiny_model("llama", dtype=torch.bfloat16, **sizes)
+    in_bfloat16 = rounded(model, groups).eval()
+    hybrid.init_inference(model, dtype="int8", kernel_inject=True, quant={"weight": {"q_groups": groups}})
+    library = opened(built(BUILDS[build]))
+    decoder = CpuDecoder(read_decoder(model), own_weights, torch.bfloat16, library)
+    decoder.bind()
+    actual = CpuRun(decoder, sequences()).every_logit()
+    expected = hugging_face(in_bfloat16)
+    assert average(actual, expected) < 1.2 * average(expected, hugging_face(exact.eval()))
+    alone = logits_of(library, model, sequences()[:1])
+    assert torch.equal(alone, actual[0]), "a row depends on the batch around it"

@@ -51,7 +51,9 @@ def test_a_long_prefill_keeps_up_with_torch_s_attention(dtype):
     """A layer of attention over 2048 tokens, with its four projections, which are half of the work."""
     heads, tokens = 12, 2048
     sizes = {"hidden_size": HIDDEN, "num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": 1}
-    model = tiny_model("llama", intermediate_size=64, max_position_embeddings=tokens, **sizes).to(dtype)
+    model = tiny_model(
+        "llama", intermediate_size=64, head_dim=HIDDEN // heads, max_position_embeddings=tokens, **sizes
+    ).to(dtype)
     decoder, attention = cpu_decoder(read_decoder(model)), model.model.layers[0].self_attn
     ids = torch.randint(3, VOCABULARY_OF_TINY, (tokens,))
     decoder.reserve(tokens)

@@ -21,7 +21,7 @@ constexpr int BLOCK_VECS = BLOCK_SIZE / LANES;
 constexpr int SPLIT_TOKENS = 512;
 constexpr int QUERIES = LANES == 16 ? 6 : 3;  // computed together, so that their sums fill the registers
 
-template <typename T> constexpr bool IN_PAIRS = PAIRS && std::is_same_v<T, bf16>;
+template <typename T> constexpr bool IN_PAIRS = PAIRS && std::is_same_v<std::remove_const_t<T>, bf16>;
 
 // Elements of a head's block: dimension i of the key or value of token t.
 template <typename T> static inline T* key_at(T* keys, int64_t i, int64_t t) {

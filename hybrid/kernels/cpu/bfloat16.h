@@ -187,13 +187,13 @@ struct TileRows {
   }
 };
 
-// sums [2 tiles of W, 2 tiles of x, 16 rows of W, 16 rows of x]
-static void tile_products(TileRows (&rows_of_w)[2], const uint32_t* x0, const uint32_t* x1, int64_t blocks, float (*sums)[2][TILE][TILE]) {
+// Sums of blocks [first, last).  sums [2 tiles of W, 2 tiles of x, 16 rows of W, 16 rows of x]
+static void tile_products(TileRows (&rows_of_w)[2], const uint32_t* x0, const uint32_t* x1, int64_t first, int64_t last, float (*sums)[2][TILE][TILE]) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t b = 0; b < blocks; b++) {
+  for (int64_t b = first; b < last; b++) {
     int64_t stride;
     const bf16* w = rows_of_w[0].block(b, stride);
     _tile_loadd(4, w, stride);

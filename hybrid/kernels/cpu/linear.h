@@ -297,14 +297,42 @@ template <typename V, typename T = typename Reader<V>::Model> static Matrix<Wide
 }
 
 #if TILES
+typedef float TileSums[2][2][TILE][TILE];  // of 2 tiles of W and 2 of x
+
+// Rows [row, row + count) of W for tiles: those of a bfloat16 matrix in place.
+static const bf16* tile_weights(const Matrix<bf16>& w, int64_t row, int64_t) { return w.from(row).weight; }
+// int8 numbers are exact in bfloat16. Their scales come after the sums.
+static const bf16* tile_weights(const Matrix<Int8<bf16>>& w, int64_t row, int64_t count) {
+  static thread_local std::vector<bf16> wide;
+  count *= w.inputs;
+  if (int64_t(wide.size()) < count) wide.resize(count);
+  const Int8<bf16>* from = w.from(row).weight;
+  for (int64_t k = 0; k < count; k++) store(&wide[k], float(from[k].value));
+  return wide.data();
+}
+static inline float tile_value(bf16 x) { return to_float(x); }
+static inline float tile_value(Int8<bf16> x) { return x.value; }
+
+// sums[tile of W] += those of a group · its scales, or = for the first group. The scales are of rows of W from `row` on.
+template <typename V> static void add_scaled(const Matrix<V>& w, int64_t row, int64_t rows, int64_t group, const TileSums& of_group, TileSums& sums) {
+  for (int64_t n = 0; n < std::min(2 * TILE, rows); n++)
+    for (int half = 0; half < 2; half++)
+      for (int64_t m = 0; m < TILE; m++) {
+        float& sum = sums[n / TILE][half][n % TILE][m];
+        const float scaled = unfused(of_group[n / TILE][half][n % TILE][m] * w.scale[(row + n) * w.groups + group]);
+        sum = group ? sum + scaled : scaled;
+      }
+}
+
 // Writes the sums of a tile, [16 rows of W, 16 rows of x], to the first `width` columns of the rows of y. Elements of x from
-// `tail` on are added one by one.
-static void write_tile(const Rows& x, const Matrix<bf16>& w, const Output& y, float (&sums)[TILE][TILE], int64_t tail, int64_t width) {
+// `tail` on are added one by one. The sums of several groups are scaled already.
+template <typename V> static void write_tile(const Rows& x, const Matrix<V>& w, const Output& y, float (&sums)[TILE][TILE], int64_t tail, int64_t width) {
   transpose(sums);
   for (int64_t r = 0; r < x.count; r++) {
     float* row = sums[r];
     for (int64_t c = 0; c < width && tail < w.inputs; c++)
-      for (int64_t k = tail; k < w.inputs; k++) row[c] += x.row(r)[k] * to_float(w.weight[c * w.inputs + k]);
+      for (int64_t k = tail; k < w.inputs; k++) row[c] += x.row(r)[k] * tile_value(w.weight[c * w.inputs + k]);
+    for (int64_t c = 0; c < width && w.scale && w.groups == 1; c++) row[c] = unfused(row[c] * w.scale[c]);
     int64_t c = 0;
     for (; c + 4 <= width; c += 4) y.write<bf16>(r, c, w.bias ? *(const Vec4Any*)(row + c) + *(const Vec4Any*)(w.bias + c) : *(const Vec4Any*)(row + c));
     for (; c < width; c++) y.write<bf16>(r, c, row[c] + (w.bias ? w.bias[c] : 0.0f));
@@ -312,20 +340,26 @@ static void write_tile(const Rows& x, const Matrix<bf16>& w, const Output& y, fl
 }
 
 // `columns` in AMX tiles. Elements of a row after its last whole block are added one by one.
-static void tile_columns(const Rows& x, const Matrix<bf16>& w, const Output& y, int64_t first, int64_t last) {
+template <typename V> static void tile_columns(const Rows& x, const Matrix<V>& w, const Output& y, int64_t first, int64_t last) {
   static thread_local std::vector<uint32_t> tiles;
   const int64_t blocks = w.inputs / TILE_DEPTH, tail = blocks * TILE_DEPTH, of_a_tile = blocks * TILE * TILE, at_once = tile_rows(w.inputs);
   tiles.resize(std::max<int64_t>(tiles.size(), std::min(at_once, (x.count + TILE - 1) / TILE * TILE) / TILE * of_a_tile));
-  alignas(64) float sums[2][2][TILE][TILE];
+  alignas(64) TileSums sums, of_group;
   tiles_begin();
   for (int64_t top = 0; top < x.count; top += at_once) {
     const int64_t rows = std::min(at_once, x.count - top);
     make_tiles(x.row(top), x.stride, rows, blocks, tiles.data());
     for (int64_t n = first; n < last; n += 2 * TILE) {
-      TileRows pair[2] = {{w.from(n).weight, w.inputs, std::min(TILE, last - n), {}}, {w.from(n + TILE).weight, w.inputs, last - n - TILE, {}}};
+      const bf16* weight = tile_weights(w, n, std::min(2 * TILE, last - n));
+      TileRows pair[2] = {{weight, w.inputs, std::min(TILE, last - n), {}}, {weight + TILE * w.inputs, w.inputs, last - n - TILE, {}}};
       for (int64_t m = 0; m < rows; m += 2 * TILE) {
         const uint32_t* x0 = tiles.data() + m / TILE * of_a_tile;
-        tile_products(pair, x0, m + TILE < rows ? x0 + of_a_tile : x0, blocks, sums);
+        const uint32_t* x1 = m + TILE < rows ? x0 + of_a_tile : x0;
+        if (w.groups == 1) tile_products(pair, x0, x1, 0, blocks, sums);
+        for (int64_t g = 0; g < w.groups && w.groups > 1; g++) {
+          tile_products(pair, x0, x1, g * blocks / w.groups, (g + 1) * blocks / w.groups, of_group);
+          add_scaled(w, n, last - n, g, of_group, sums);
+        }
         for (int half = 0; half < 2; half++)
           for (int64_t c = n; c < std::min(n + 2 * TILE, last); c += TILE) {
             const int64_t r0 = m + half * TILE, count = std::min(TILE, rows - r0), width = std::min(TILE, last - c);
@@ -342,7 +376,7 @@ static void tile_columns(const Rows& x, const Matrix<bf16>& w, const Output& y, 
 // rows of W, used again for each of them, in the L2 cache; x is processed in chunks that fit the last-level cache.
 template <typename V> static void columns(const Rows& x, const Matrix<V>& w, const Output& y, int64_t first, int64_t last) {
 #if TILES
-  if constexpr (std::is_same_v<V, bf16>)
+  if constexpr (std::is_same_v<V, bf16> || std::is_same_v<V, Int8<bf16>>)
     if (w.inputs >= TILE_DEPTH && tiles_ready()) return tile_columns(x, w, y, first, last);
 #endif
   using Wide = Widened<typename Reader<V>::Model>;
