@@ -190,8 +190,8 @@ def summary(case: Case, timings: dict[str, Timing], limits: Limits) -> dict[str,
 
 
 def result(case: Case, timing: Timing, base: Timing | None, tokens: int, limits: Limits) -> dict[str, Any]:
-    """The figures of a contender. The time of a step is known only if all steps have equally many rows, and take most of
-    the time: what is left of a long prefill's two timings is noise."""
+    """The figures of a contender. The time of a step is known only if all steps have equally many rows, and take most
+    of the time: what is left of a long prefill's two timings is noise."""
     median = statistics.median(timing.seconds)
     equal_steps = not case.natural and case.new_tokens > 1
     beyond_first_s = median - timing.first_token_s  # below 0 if the machine was busier during the first
