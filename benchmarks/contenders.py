@@ -32,12 +32,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to run requests, by the name that it has in the table.  about: its version, if it is not this process's."""
+    """A way to run requests, by the name that it has in the table.
+
+    about: its version, if it is not this process's.  compiles: whether a request of new sizes is compiled first.
+    """
 
     name: str
     run: Callable[[Request], Outcome]
     close: Callable[[], None] = lambda: None
     about: str = ""
+    compiles: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,12 +128,12 @@ def hybrid_rollouts(name: str, setting: Setting, new_weights: bool) -> Contender
 
 
 def hugging_face(name: str, generate: Callable, **more) -> Contender:
-    """Hugging Face's generate, called through `generate`."""
+    """Hugging Face's generate, called through `generate` with the arguments `more`."""
 
     def run(request: Request) -> Outcome:
         return outcome_of(generate(request.prompt_ids, **generate_arguments(request), **more), request)
 
-    return Contender(name, run)
+    return Contender(name, run, compiles="compile_config" in more)
 
 
 def compiled_static_cache() -> dict:

@@ -135,7 +135,8 @@ def processor() -> str:
 
 def instructions() -> str:
     """Which of INSTRUCTIONS the CPU has."""
-    return " ".join(name for name in INSTRUCTIONS if name in cpuinfo("flags").split())
+    flags = cpuinfo("flags").split()
+    return " ".join(name for name in INSTRUCTIONS if name in flags)
 
 
 def cpuinfo(field: str) -> str:

@@ -149,7 +149,12 @@ def measure(
 
 
 def first_token(contender: Contender, case: Case, setting: Setting) -> float:
-    """Seconds of a run of one token, the minimum of a few, after a run of a single prompt as a warm-up."""
+    """Seconds of a run of one token, the minimum of a few, after a run of a single prompt as a warm-up.
+
+    A contender that compiles runs the whole case before.
+    """
+    if contender.compiles:
+        timed_run(contender, case, setting, WARM_UP_SEED)
     once = replace(case, new_tokens=1, natural=False)
     timed_run(contender, replace(once, prompts=1), setting, WARM_UP_SEED)
     seconds: list[float] = []

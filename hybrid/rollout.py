@@ -193,7 +193,7 @@ def check_rollout(
             "of a prompt are the same"
         )
     if row_ids is not None:
-        check_row_ids(row_ids, len(prompt_ids))
+        check_integers("row_ids", row_ids, len(prompt_ids))
     if max_new_tokens is not None:
         check_limits(max_new_tokens, len(prompt_ids), params)
 
@@ -201,13 +201,7 @@ def check_rollout(
 def check_limits(max_new_tokens: Any, rows: int, params: SamplingParams) -> None:
     """Raise TypeError if `max_new_tokens` is not a tensor, ValueError if it is not of integers [rows] in the range that
     `params` allows."""
-    allowed = f"it must be an integer tensor [{rows}], one number for each prompt"
-    if not isinstance(max_new_tokens, torch.Tensor):
-        raise TypeError(f"max_new_tokens: {type(max_new_tokens).__name__} given; {allowed}")
-    if max_new_tokens.shape != (rows,):
-        raise ValueError(f"max_new_tokens: shape {tuple(max_new_tokens.shape)} given; {allowed}")
-    if not is_integer(max_new_tokens):
-        raise ValueError(f"max_new_tokens: dtype {max_new_tokens.dtype} given; {allowed}")
+    check_integers("max_new_tokens", max_new_tokens, rows)
     least, most = max(params.min_new_tokens, 1), params.max_new_tokens
     wrong = ((max_new_tokens < least) | (max_new_tokens > most)).nonzero().flatten().tolist()
     if wrong:
@@ -217,11 +211,12 @@ def check_limits(max_new_tokens: Any, rows: int, params: SamplingParams) -> None
         )
 
 
-def check_row_ids(row_ids: Any, rows: int) -> None:
-    """Raise TypeError if `row_ids` is not a tensor, ValueError if it is not of integers [rows]."""
-    if not isinstance(row_ids, torch.Tensor):
-        raise TypeError(f"row_ids: {type(row_ids).__name__} given; it must be an integer tensor [{rows}]")
-    if row_ids.shape != (rows,):
-        raise ValueError(f"row_ids: shape {tuple(row_ids.shape)} given; it must be [{rows}]")
-    if not is_integer(row_ids):
-        raise ValueError(f"row_ids: dtype {row_ids.dtype} given; row numbers are integers, such as torch.int64")
+def check_integers(name: str, values: Any, rows: int) -> None:
+    """Raise TypeError if the argument `name` is not a tensor, ValueError if it is not of integers [rows]."""
+    allowed = f"it must be [{rows}], an integer such as torch.int64 for each prompt"
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"{name}: {type(values).__name__} given; it must be an integer tensor [{rows}]")
+    if values.shape != (rows,):
+        raise ValueError(f"{name}: shape {tuple(values.shape)} given; {allowed}")
+    if not is_integer(values):
+        raise ValueError(f"{name}: dtype {values.dtype} given; {allowed}")

@@ -213,7 +213,7 @@ LONG = {
 @pytest.mark.parametrize("family", LONG)
 def test_splits_of_a_long_context_change_no_bit(family, dtype):
     """Steps around the borders of splits and far behind them, whose splits are computed by many threads, by one, and in
-    a prefill; alone and beside a shorter sequence."""
+    a prefill; alone, and batched with a shorter sequence."""
     positions = {} if family == "bloom" else {"max_position_embeddings": 2048}
     decoder = decoder_of(tiny_model(family, dtype=dtype, **positions, **LONG[family]).eval(), dtype)
     batch = list(torch.randint(3, VOCABULARY, (2, 1300), generator=torch.Generator().manual_seed(0)))

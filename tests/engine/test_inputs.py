@@ -204,7 +204,7 @@ def test_address_asserts_dtype_device_and_contiguity(tensor, message):
     ],
 )
 def test_row_ids_of_wrong_type_or_shape_raise(row_ids, error, message):
-    from hybrid.rollout import check_row_ids
+    from hybrid.rollout import check_integers
 
     with pytest.raises(error, match=message):
-        check_row_ids(row_ids, 2)
+        check_integers("row_ids", row_ids, 2)

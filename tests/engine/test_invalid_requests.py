@@ -64,7 +64,7 @@ INVALID = {
     "other limits": (
         lambda e: e.rollout(IDS, MASK, SAMPLING, max_new_tokens=torch.ones(3, dtype=torch.int64)),
         ValueError,
-        r"max_new_tokens: shape \(3,\) given; it must be an integer tensor \[2\]",
+        r"max_new_tokens: shape \(3,\) given; it must be \[2\], an integer such as torch.int64 for each prompt",
     ),
     "limits in a list": (lambda e: e.rollout(IDS, MASK, SAMPLING, max_new_tokens=[4, 4]), TypeError, "list given"),
     "other row ids": (

@@ -44,7 +44,8 @@ def test_shares_of_a_product_are_even_and_read_little(threads):
             # 64 threads have 14 of 896 columns each, and a tile of AMX has 32.
             assert max(areas) <= 1.35 * rows * outputs / threads or outputs / threads < 64, (rows, outputs)
             read = max(4 * (bottom - top) + 2 * (right - left) for top, bottom, left, right in shares)
-            by_columns = 4 * rows + 2 * outputs / threads
+            widest = max(right - left for *_, left, right in shares_of(1, outputs, threads, bfloat16=True))
+            by_columns = 4 * rows + 2 * widest  # a single row is divided by columns alone
             assert read <= 1.5 * by_columns, (rows, outputs)
             if rows == 2048 and threads >= 16 and outputs <= 4096:
                 assert read < 0.6 * by_columns, (rows, outputs)

@@ -233,7 +233,11 @@ static __attribute__((noinline)) void attend_split(const AttentionShape& shape, 
   for (int n = 0; n < N; n++) sums[n].max_score = max_score[n], sums[n].total = total[n];
 }
 
-// N queries of one KV head over the splits [from, to) of their sequence.  work: float [3, N, head_pad].
+template <typename T> static inline void write_output(const AttentionShape& s, const Query& query, const SplitSums& sums) {
+  for (int64_t d = 0; d < s.head_dim; d++) query.out[d] = rounded<T>(sums.out[d] / sums.total);
+}
+
+// N queries of one KV head over some splits of their sequence.  work: float [3, N, head_pad].
 template <int N, typename T>
 static void attend(const AttentionShape& s, const Query* queries, int64_t kv_head, Range splits, const T* keys, const T* values, const int32_t* table,
                    float* work) {
@@ -263,7 +267,7 @@ static void attend(const AttentionShape& s, const Query* queries, int64_t kv_hea
         all[n].save(queries[n].parts + split * SplitSums::floats(s.head_pad), s.head_pad);
   }
   for (int n = 0; n < N && !queries[0].parts; n++)
-    for (int64_t d = 0; d < s.head_dim; d++) queries[n].out[d] = rounded<T>(all[n].out[d] / all[n].total);
+    write_output<T>(s, queries[n], all[n]);
 }
 
 // The output of a query whose splits other threads have computed.
@@ -272,5 +276,5 @@ template <typename T> static void merge_parts(const AttentionShape& s, const Que
   const auto part = [&](int64_t split) { return SplitSums::saved(query.parts + split * SplitSums::floats(s.head_pad)); };
   SplitSums all = part(splits.first);
   for (int64_t split = splits.first + 1; split < splits.last; split++) all.merge(part(split), s.head_pad);
-  for (int64_t d = 0; d < s.head_dim; d++) query.out[d] = rounded<T>(all.out[d] / all.total);
+  write_output<T>(s, query, all);
 }

@@ -46,10 +46,10 @@ static inline Share share_of(int64_t rows, int64_t columns, Grain grain, int thr
   return {partition(rows, grain.rows, thread / across, best), partition(columns, grain.columns, thread % across, across)};
 }
 
-// A barrier of `threads` threads. Who waits looks for a while, then lets others have its core: they may be what it waits for.
-// (GNU OpenMP's looks for milliseconds: two processes on the same cores are then ten times slower.)
+// A barrier of `threads` threads. A waiting thread spins SPINS times, then yields its core, which the thread that it waits
+// for may need. (GNU OpenMP's barrier spins for milliseconds: two processes on the same cores are then ten times slower.)
 struct Barrier {
-  static constexpr int LOOKS = 1000;
+  static constexpr int SPINS = 1000;
   alignas(64) std::atomic<int> arrived{0};
   alignas(64) std::atomic<int> round{0};
 
@@ -60,7 +60,7 @@ struct Barrier {
       round.store(current + 1, std::memory_order_release);
       return;
     }
-    for (int i = 0; i < LOOKS; i++) {
+    for (int i = 0; i < SPINS; i++) {
       if (round.load(std::memory_order_acquire) != current) return;
 #ifdef __x86_64__
       __builtin_ia32_pause();
