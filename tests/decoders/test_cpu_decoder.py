@@ -1,6 +1,7 @@
 """The decoder on the CPU kernels against Hugging Face's own forward; rows are bit-identical in other batches."""
 
 import contextlib
+import ctypes
 import gc
 import weakref
 from collections.abc import Iterator
@@ -57,9 +58,11 @@ class CpuRun(Run):
         return list(logits.split([end - begin for begin, end in zip(begins, ends, strict=True)]))
 
 
-def decoder_of(model: torch.nn.Module, dtype: torch.dtype = torch.float32, weights=own_weights) -> CpuDecoder:
-    """A bound decoder of `model`."""
-    decoder = CpuDecoder(read_decoder(model), weights, dtype, cpu_library())
+def decoder_of(
+    model: torch.nn.Module, dtype: torch.dtype = torch.float32, weights=own_weights, library: ctypes.CDLL | None = None
+) -> CpuDecoder:
+    """A bound decoder of `model`.  library: a build of the kernels; None: that of this machine."""
+    decoder = CpuDecoder(read_decoder(model), weights, dtype, library or cpu_library())
     decoder.bind()
     return decoder
 

@@ -14,7 +14,7 @@ from hybrid.decoders.batch import PackedBatch
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.kernels.cpu_library import FLAGS, SOURCES, built, cpu_library, opened
 from hybrid.models.reader import read_decoder
-from tests.decoders.test_cpu_decoder import CpuRun
+from tests.decoders.test_cpu_decoder import CpuRun, SegmentedForward, decoder_of
 from tests.decoders.test_torch_decoder import average, distance, hugging_face, own_weights, sequences
 from tests.inference.test_int8 import rounded
 from tests.marks import slow_but
@@ -101,9 +101,7 @@ def test_every_build_matches_hugging_face(family, dtype, build):
     model = tiny_model(family).eval()
     exact = hugging_face(model)
     model = model.to(dtype)
-    decoder = CpuDecoder(read_decoder(model), own_weights, dtype, library)
-    decoder.bind()
-    actual = CpuRun(decoder, sequences()).every_logit()
+    actual = CpuRun(decoder_of(model, dtype, library=library), sequences()).every_logit()
     if dtype == torch.float32:
         assert distance(actual, exact) < 2e-6  # as in test_cpu_decoder.py
     else:
@@ -122,6 +120,21 @@ def test_heads_of_every_size_in_every_build(head_dim, build):
     decoder.bind()
     expected = hugging_face(model)
     assert average(CpuRun(decoder, sequences()).every_logit(), expected) < average(expected, exact)
+
+
+@pytest.mark.parametrize("build", slow_but(["AMX"], BUILDS))
+def test_a_row_is_bit_identical_in_every_batch_and_split_in_every_build(build):
+    """Over several splits of the context: in one piece, one token at a time, and among shorter sequences. Heads of
+    which a tile holds a part, and more queries of a KV head than tiles hold."""
+    sizes = {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 40}
+    model = tiny_model("llama", dtype=torch.bfloat16, **sizes, max_position_embeddings=2048).eval()
+    decoder = decoder_of(model, torch.bfloat16, library=opened(built(BUILDS[build])))
+    generator = torch.Generator().manual_seed(0)
+    batch = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (1100, 37, 530)]
+    expected = [SegmentedForward(decoder, [ids]).run([])[0] for ids in batch]
+    for cuts in ([], [30, 31, 511, 512, 513, 1024, 1025, 1098, 1099]):
+        for index, outputs in enumerate(SegmentedForward(decoder, batch).run(cuts)):
+            assert all(map(torch.equal, outputs, expected[index])), f"sequence {index}, cut at {cuts}"
 
 
 @pytest.mark.parametrize("build", slow_but(["AVX2"], BUILDS))

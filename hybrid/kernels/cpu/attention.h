@@ -2,13 +2,14 @@
 //
 // A block holds BLOCK_SIZE tokens.  keys [blocks, kv_heads, key_dims, BLOCK_SIZE], values [blocks, kv_heads, BLOCK_SIZE,
 // head_pad] of the model's dtype; head_pad is head_dim rounded up to whole vectors. Where bfloat16 is multiplied in pairs,
-// keys are [.., key_dims / 2, BLOCK_SIZE, 2] and values [.., BLOCK_SIZE / 2, head_pad, 2], so that a load is of pairs.
+// keys are [.., key_dims / 2, BLOCK_SIZE, 2] and values [.., BLOCK_SIZE / 2, head_pad, 2], so that a load is of pairs, and
+// 16 rows are an operand of AMX.
 //
-// Softmax is computed block by block (Milakov and Gimelshein 2018, arXiv:1805.02867), each query by itself: its result does
-// not depend on the other queries. Every SPLIT_TOKENS positions it begins anew, and the results are merged in order (as
-// Flash-Decoding does, Dao et al. 2023): threads may compute the splits of a long sequence at the same time, with the same
-// sums. Probabilities are rounded to the model's dtype before the product with values, as in torch's kernels. Scores are rounded
-// only where Hugging Face computes them step by step ("eager" attention: soft caps, BLOOM's bias).
+// A context is computed in splits of SPLIT_TOKENS positions, in three passes: products with the keys, softmax, products with
+// the values. A query's result does not depend on the other queries. The splits are merged in order (as Flash-Decoding
+// does, Dao et al. 2023): threads may compute those of a long sequence at the same time, with the same sums. Probabilities
+// are rounded to the model's dtype before the product with values, as in torch's kernels. Scores are rounded only where
+// Hugging Face computes them step by step ("eager" attention: soft caps, BLOOM's bias).
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -20,8 +21,13 @@ constexpr int BLOCK_SIZE = 32;
 constexpr int BLOCK_VECS = BLOCK_SIZE / LANES;
 constexpr int SPLIT_TOKENS = 512;
 constexpr int QUERIES = LANES == 16 ? 6 : 3;  // computed together, so that their sums fill the registers
+constexpr int64_t SCORES_STRIDE = SPLIT_TOKENS + 16;  // of a query's row: with a power of 2, rows would share cache sets
 
 template <typename T> constexpr bool IN_PAIRS = PAIRS && std::is_same_v<std::remove_const_t<T>, bf16>;
+template <typename T> static inline bool in_tiles() { return IN_PAIRS<T> && tiles_ready(); }
+constexpr int MOST_QUERIES = TILES ? 16 : QUERIES;
+// Queries that `attend` takes at a time.
+template <typename T> static inline int queries_at_once() { return in_tiles<T>() ? MOST_QUERIES : QUERIES; }
 
 // Elements of a head's block: dimension i of the key or value of token t.
 template <typename T> static inline T* key_at(T* keys, int64_t i, int64_t t) {
@@ -61,10 +67,6 @@ struct SplitSums {
   float* out;  // [head_pad]
 
   static int64_t floats(int64_t head_pad) { return head_pad + LANES; }
-  void clear(int64_t head_pad) {
-    max_score = -INFINITY, total = 0;
-    std::memset(out, 0, head_pad * sizeof(float));
-  }
   void save(float* to, int64_t head_pad) const {
     to[0] = max_score, to[1] = total;
     std::memcpy(to + LANES, out, head_pad * sizeof(float));
@@ -92,182 +94,295 @@ template <typename T> static inline Vec capped(const AttentionShape& s, Vec dot)
   return rounded<T>(rounded<T>(tanh(score)) * s.softcap);
 }
 
-// Products of N queries and the keys of a block.  pairs: the queries in pairs, [N, head_pad / 2].
+// A thread's memory while it attends to a split.
+struct AttentionWork {
+  float* sums;      // [2, MOST_QUERIES, head_pad]
+  float* scores;    // [MOST_QUERIES, SCORES_STRIDE], then the probabilities: floats, or pairs in the first half of a row
+  uint32_t* pairs;  // of the queries, [MOST_QUERIES, pairs_stride]
+
+  // Of a query in pairs: whole tiles, of which the rest is 0.
+  static int64_t pairs_stride(int64_t head_dim) { return (head_dim + 31) / 32 * 16; }
+  static int64_t floats(int64_t head_dim, int64_t head_pad) { return MOST_QUERIES * (2 * head_pad + SCORES_STRIDE + pairs_stride(head_dim)); }
+  AttentionWork(float* base, int64_t head_pad) : sums(base), scores(sums + 2 * MOST_QUERIES * head_pad), pairs((uint32_t*)(scores + MOST_QUERIES * SCORES_STRIDE)) {}
+};
+
+// The blocks of a split that some queries see, as one KV head has them.
+template <typename T> struct Context {
+  const AttentionShape& shape;
+  const T *keys, *values;
+  const int32_t* table;
+  int64_t kv_head;
+  Range tokens;  // tokens.first: of a block
+
+  int64_t first_block() const { return tokens.first / BLOCK_SIZE; }
+  int64_t blocks() const { return (tokens.size() + BLOCK_SIZE - 1) / BLOCK_SIZE; }
+  int64_t at(int64_t block) const { return table[first_block() + block] * shape.kv_heads + kv_head; }
+  const T* key(int64_t block) const { return keys + at(block) * key_dims(shape.head_dim) * BLOCK_SIZE; }
+  const T* value(int64_t block) const { return values + at(block) * BLOCK_SIZE * shape.head_pad; }
+  // Tokens of a block: the rest of the last one may never have been written.
+  int64_t tokens_of(int64_t block) const { return std::min<int64_t>(BLOCK_SIZE, tokens.size() - block * BLOCK_SIZE); }
+};
+
+// Calls body(N, first query) for runs of N of `count` queries; N is a compile-time constant.
+template <typename Body> static inline void in_runs(int count, Body body) {
+  int done = 0;
+  for (; count - done >= QUERIES; done += QUERIES) body(std::integral_constant<int, QUERIES>(), done);
+  for (; count - done >= 3; done += 3) body(std::integral_constant<int, 3>(), done);
+  if (count - done == 2) body(std::integral_constant<int, 2>(), done);
+  if (count - done == 1) body(std::integral_constant<int, 1>(), done);
+}
+
+// Products of N queries and the keys of a block.  pairs: the queries in pairs.  products: their rows, SCORES_STRIDE apart.
 template <int N, typename T>
-static inline void block_products(const AttentionShape& s, const Query* queries, const uint32_t* pairs, const T* keys, Vec products[N][BLOCK_VECS]) {
-  Vec acc[N][BLOCK_VECS] = {};
+static __attribute__((noinline)) void key_products(const AttentionShape& s, const Query* queries, const uint32_t* pairs, const T* keys, const T* next, float* products) {
+  const int64_t dims = s.head_dim;
+  Vec acc[N][BLOCK_VECS];
+  for (int n = 0; n < N; n++)  // `= {}` would be a call of memset, which takes a tenth of the time
+    for (int j = 0; j < BLOCK_VECS; j++) acc[n][j] = Vec{};
 #if PAIRS
   if constexpr (IN_PAIRS<T>) {
-    for (int64_t d = 0; d < key_dims(s.head_dim) / 2; d++) {
+    const int64_t stride = AttentionWork::pairs_stride(dims);
+    for (int64_t d = 0; d < (dims + 1) / 2; d++) {
       VecU key[BLOCK_VECS];
+      for (int j = 0; j < BLOCK_VECS; j++) __builtin_prefetch(next + (d * BLOCK_SIZE + j * LANES) * 2);
       for (int j = 0; j < BLOCK_VECS; j++) key[j] = *(const VecUAny*)(keys + (d * BLOCK_SIZE + j * LANES) * 2);
       for (int n = 0; n < N; n++)
-        for (int j = 0; j < BLOCK_VECS; j++) acc[n][j] = dot_pairs(acc[n][j], splat(pairs[n * s.head_pad / 2 + d]), key[j]);
+        for (int j = 0; j < BLOCK_VECS; j++) acc[n][j] = dot_pairs(acc[n][j], splat(pairs[n * stride + d]), key[j]);
     }
   } else
 #endif
-    for (int64_t d = 0; d < s.head_dim; d++) {
+    for (int64_t d = 0; d < dims; d++) {
       Vec key[BLOCK_VECS];
       for (int j = 0; j < BLOCK_VECS; j++) key[j] = load(keys + d * BLOCK_SIZE + j * LANES);
       for (int n = 0; n < N; n++)
         for (int j = 0; j < BLOCK_VECS; j++) acc[n][j] += queries[n].q[d] * key[j];
     }
-  std::memcpy(products, acc, sizeof acc);
+  for (int n = 0; n < N; n++)
+    for (int j = 0; j < BLOCK_VECS; j++) store(products + n * SCORES_STRIDE + j * LANES, acc[n][j]);
 }
 
-// Scores of N queries against the tokens of a block, scaled and capped; -inf for tokens that a query does not see.
-// plain: they are scaled only, and every query sees every token.
-template <int N, typename T>
-static inline void block_scores(const AttentionShape& s, const Query* queries, const uint32_t* pairs, const T* keys, int64_t block_start,
-                                bool plain, Vec scores[N][BLOCK_VECS]) {
-  block_products<N>(s, queries, pairs, keys, scores);
-  if (plain) {
-    for (int n = 0; n < N; n++)
-      for (int j = 0; j < BLOCK_VECS; j++) scores[n][j] = unfused(scores[n][j] * s.scale);
-    return;
+// A query's products with the keys of whole blocks become its scores: scaled, capped, biased; -inf for tokens that it does not
+// see. Gives the largest.
+template <typename T> static float to_scores(const AttentionShape& shape, const Query& query, Range tokens, float* row) {
+  const AttentionShape s = shape;  // a copy: a store of a float cannot change it
+  const int32_t position = int32_t(query.position), window = int32_t(s.window);
+  const float slope = query.slope;
+  Vec top = splat(-INFINITY);
+  VecI token;
+  for (int i = 0; i < LANES; i++) token[i] = int32_t(tokens.first + i);
+  for (int64_t t = 0; t < tokens.size(); t += LANES, token += LANES) {
+    Vec score = s.softcap ? capped<T>(s, load(row + t)) : unfused(load(row + t) * s.scale);
+    if (slope) score += alibi<T>(s, slope, __builtin_convertvector(token, Vec));
+    if (slope && !s.alibi_bfloat16) score = rounded<T>(score);
+    if (window || tokens.first + t + LANES - 1 > position) {
+      VecI seen = token <= position;
+      if (window) seen &= token > position - window;
+      score = seen ? score : splat(-INFINITY);
+    }
+    store(row + t, score);
+    top = max(top, score);
+  }
+  return largest(top);
+}
+
+// Scores of `count` tokens become exp(score - largest), rounded to the model's dtype, as floats or pairs; gives their sum
+// before they are rounded.
+template <typename T> static float to_probabilities(float* row, int64_t count, float max_score) {
+  if (max_score == -INFINITY) {  // no token is seen
+    std::memset(row, 0, count * sizeof(float));
+    return 0;
+  }
+  Vec total[BLOCK_VECS] = {};
+  for (int64_t t = 0; t < count; t += BLOCK_SIZE) {
+    Vec e[BLOCK_VECS];
+    for (int j = 0; j < BLOCK_VECS; j++) {
+      e[j] = exp(load(row + t + j * LANES) - max_score);
+      total[j] += e[j];
+      if (!IN_PAIRS<T>) store(row + t + j * LANES, rounded<T>(e[j]));
+    }
+#if PAIRS
+    if constexpr (IN_PAIRS<T>) *(VecUAny*)(row + t / 2) = rounded_pairs(e[0], e[1]);
+#endif
+  }
+  for (int j = 1; j < BLOCK_VECS; j++) total[0] += total[j];
+  return sum(total[0]);
+}
+
+// out[n] [C vectors] = the sum over tokens of p[n][token] · value[token], of dimensions from `dim` on.  p: rows of SCORES_STRIDE.
+template <int N, int C, typename T>
+static __attribute__((noinline)) void value_products(const Context<T>& context, const float* p, int64_t dim, float* out) {
+  const int64_t head_pad = context.shape.head_pad, blocks = context.blocks();
+  Vec acc[N][C] = {};
+  for (int64_t block = 0; block < blocks; block++) {
+    const T* values = value_at(context.value(block), head_pad, dim, 0);
+    const int64_t tokens = context.tokens_of(block);
+#if PAIRS
+    if constexpr (IN_PAIRS<T>) {
+      const uint32_t* pairs = (const uint32_t*)p + block * BLOCK_SIZE / 2;
+      for (int64_t t = 0; t < (tokens + 1) / 2; t++) {
+        VecU value[C];
+        for (int c = 0; c < C; c++) value[c] = *(const VecUAny*)(values + (t * head_pad + c * LANES) * 2);
+        for (int n = 0; n < N; n++)
+          for (int c = 0; c < C; c++) acc[n][c] = dot_pairs(acc[n][c], splat(pairs[n * SCORES_STRIDE + t]), value[c]);
+      }
+    } else
+#endif
+      for (int64_t t = 0; t < tokens; t++) {
+        Vec value[C];
+        for (int c = 0; c < C; c++) value[c] = load(values + t * head_pad + c * LANES);
+        for (int n = 0; n < N; n++)
+          for (int c = 0; c < C; c++) acc[n][c] += p[n * SCORES_STRIDE + block * BLOCK_SIZE + t] * value[c];
+      }
   }
   for (int n = 0; n < N; n++)
-    for (int j = 0; j < BLOCK_VECS; j++) {
-      Vec score = s.softcap ? capped<T>(s, scores[n][j]) : unfused(scores[n][j] * s.scale);
-      VecI token;
-      for (int i = 0; i < LANES; i++) token[i] = int32_t(block_start + j * LANES + i);
-      const int32_t position = int32_t(queries[n].position);
-      if (queries[n].slope) score += alibi<T>(s, queries[n].slope, __builtin_convertvector(token, Vec));
-      if (queries[n].slope && !s.alibi_bfloat16) score = rounded<T>(score);
-      VecI seen = token <= position;
-      if (s.window) seen &= token > int32_t(position - s.window);
-      scores[n][j] = seen ? score : splat(-INFINITY);
-    }
+    for (int c = 0; c < C; c++) store(out + n * head_pad + dim + c * LANES, acc[n][c]);
 }
 
-// Probabilities of a block's tokens, rounded to the model's dtype: floats, or pairs.
-union Probabilities {
-  float p[BLOCK_SIZE];
-  uint32_t pairs[BLOCK_SIZE / 2];
+#if TILES
+// 16 rows of pairs, `stride` pairs apart, in place; if only `rows` of them hold numbers, a copy with zeros for the others.
+struct PairRows {
+  const void* base;
+  int64_t stride;  // bytes
+  alignas(64) uint32_t copy[TILE][TILE];
+
+  PairRows(const bf16* from, int64_t pairs_apart, int64_t rows) : base(from), stride(pairs_apart * int64_t(sizeof(uint32_t))) {
+    if (rows >= TILE) return;
+    std::memset(copy, 0, sizeof copy);
+    for (int64_t r = 0; r < rows; r++) std::memcpy(copy[r], (const char*)from + r * stride, sizeof copy[r]);
+    base = copy, stride = sizeof copy[0];
+  }
 };
 
-// out[n] = out[n] * shrink[n] + sum over tokens of p[n][token] * value[token], over C vectors of the head.
-template <int N, int C, typename T>
-static inline void add_values(const T* values, int64_t head_pad, int64_t tokens, const Probabilities* p, const float* shrink, float* out[N]) {
-  Vec acc[N][C];
-  for (int n = 0; n < N; n++)
-    for (int c = 0; c < C; c++) acc[n][c] = load(out[n] + c * LANES) * shrink[n];
-#if PAIRS
-  if constexpr (IN_PAIRS<T>) {
-    for (int64_t t = 0; t < (tokens + 1) / 2; t++) {
-      VecU value[C];
-      for (int c = 0; c < C; c++) value[c] = *(const VecUAny*)(values + (t * head_pad + c * LANES) * 2);
-      for (int n = 0; n < N; n++)
-        for (int c = 0; c < C; c++) acc[n][c] = dot_pairs(acc[n][c], splat(p[n].pairs[t]), value[c]);
-    }
-  } else
-#endif
-    for (int64_t t = 0; t < tokens; t++) {
-      Vec value[C];
-      for (int c = 0; c < C; c++) value[c] = load(values + t * head_pad + c * LANES);
-      for (int n = 0; n < N; n++)
-        for (int c = 0; c < C; c++) acc[n][c] += p[n].p[t] * value[c];
-    }
-  for (int n = 0; n < N; n++)
-    for (int c = 0; c < C; c++) store(out[n] + c * LANES, acc[n][c]);
+// `key_products` of 16 queries, in tiles of [16 queries, 16 tokens].
+static void key_tiles(const AttentionShape& s, const uint32_t* pairs, const bf16* keys, float* products) {
+  const int64_t stride = AttentionWork::pairs_stride(s.head_dim), key_pairs = key_dims(s.head_dim) / 2;
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int64_t d = 0; d < key_pairs; d += TILE) {
+    const PairRows first(keys + d * BLOCK_SIZE * 2, BLOCK_SIZE, key_pairs - d), second(keys + (d * BLOCK_SIZE + TILE) * 2, BLOCK_SIZE, key_pairs - d);
+    _tile_loadd(4, pairs + d, stride * 4);
+    _tile_loadd(5, first.base, first.stride);
+    _tile_loadd(6, second.base, second.stride);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_dpbf16ps(1, 4, 6);
+  }
+  _tile_stored(0, products, SCORES_STRIDE * 4);
+  _tile_stored(1, products + TILE, SCORES_STRIDE * 4);
 }
 
-// Adds the tokens of a split to the sums of N queries, whose `out` are [N, head_pad].
-template <int N, typename T>
-static __attribute__((noinline)) void attend_split(const AttentionShape& shape, const Query* queries, const uint32_t* pairs, int64_t kv_head,
-                                                   int64_t split, const T* keys, const T* values, const int32_t* table, SplitSums* sums) {
-  const AttentionShape s = shape;  // a copy, as below: a store of a float cannot change it
-  int64_t last = 0, first = INT64_MAX, seen_by_all = INT64_MAX;
-  bool plain = !s.softcap && !s.window;
-  for (int n = 0; n < N; n++) {
-    plain &= !queries[n].slope;
-    seen_by_all = std::min(seen_by_all, queries[n].position);
+// `value_products` of 16 queries, in C tiles of [16 queries, 16 dimensions].
+template <int C> static void value_tiles(const Context<bf16>& context, const float* p, int64_t dim, float* out) {
+  const int64_t head_pad = context.shape.head_pad, blocks = context.blocks();
+  _tile_zero(0);
+  if (C > 1) _tile_zero(1);
+  if (C > 2) _tile_zero(2);
+  if (C > 3) _tile_zero(3);
+  for (int64_t block = 0; block < blocks; block++) {
+    const bf16* values = value_at(context.value(block), head_pad, dim, 0);
+    const int64_t rows = (context.tokens_of(block) + 1) / 2;
+    const auto of_dims = [&](int c) { return PairRows(values + c * TILE * 2, head_pad, rows); };
+    _tile_loadd(4, p + block * TILE, SCORES_STRIDE * 4);
+    const PairRows first = of_dims(0);
+    _tile_loadd(5, first.base, first.stride);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (C > 1) {
+      const PairRows second = of_dims(1);
+      _tile_loadd(6, second.base, second.stride);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    if constexpr (C > 2) {
+      const PairRows third = of_dims(2), fourth = of_dims(3);
+      _tile_loadd(5, third.base, third.stride);
+      _tile_dpbf16ps(2, 4, 5);
+      _tile_loadd(6, fourth.base, fourth.stride);
+      _tile_dpbf16ps(3, 4, 6);
+    }
+  }
+  _tile_stored(0, out + dim, head_pad * 4);
+  if (C > 1) _tile_stored(1, out + dim + TILE, head_pad * 4);
+  if (C > 2) _tile_stored(2, out + dim + 2 * TILE, head_pad * 4);
+  if (C > 3) _tile_stored(3, out + dim + 3 * TILE, head_pad * 4);
+}
+#endif
+
+// Calls body(C, dimension) for runs of C vectors of a head; C is a compile-time constant.
+template <typename Body> static inline void over_dims(int64_t head_pad, Body body) {
+  int64_t dim = 0;
+  for (; dim + 4 * LANES <= head_pad; dim += 4 * LANES) body(std::integral_constant<int, 4>(), dim);
+  for (; dim + 2 * LANES <= head_pad; dim += 2 * LANES) body(std::integral_constant<int, 2>(), dim);
+  if (dim < head_pad) body(std::integral_constant<int, 1>(), dim);
+}
+
+// `count` queries and the tokens of a split.  sums[n].out: rows of [MOST_QUERIES, head_pad].
+template <typename T>
+static void attend_split(const AttentionShape& s, const Query* queries, int count, int64_t kv_head, int64_t split, const T* keys, const T* values,
+                         const int32_t* table, const AttentionWork& work, SplitSums* sums) {
+  int64_t last = 0, first = INT64_MAX;
+  for (int n = 0; n < count; n++) {
     last = std::max(last, queries[n].position);
     first = std::min(first, s.window ? std::max<int64_t>(queries[n].position - s.window + 1, 0) : 0);
   }
-  float *out[N], max_score[N], total[N];
-  for (int n = 0; n < N; n++) out[n] = sums[0].out + n * s.head_pad, max_score[n] = sums[n].max_score, total[n] = sums[n].total;
-  first = std::max(first, split * SPLIT_TOKENS), last = std::min(last, (split + 1) * SPLIT_TOKENS - 1);
-  for (int64_t block = first / BLOCK_SIZE; block <= last / BLOCK_SIZE; block++) {
-    const int64_t head_block = table[block] * s.kv_heads + kv_head, start = block * BLOCK_SIZE;
-    Vec scores[N][BLOCK_VECS];
-    Probabilities p[N];
-    float shrink[N];
-    block_scores<N>(s, queries, pairs, keys + head_block * key_dims(s.head_dim) * BLOCK_SIZE, start,
-                    plain && start + BLOCK_SIZE - 1 <= seen_by_all, scores);
-    for (int n = 0; n < N; n++) {
-      Vec top = scores[n][0];
-      for (int j = 1; j < BLOCK_VECS; j++) top = max(top, scores[n][j]);
-      const float new_max = std::max(max_score[n], largest(top));
-      if (new_max == -INFINITY) {  // no token of this block or an earlier one is seen
-        std::memset(&p[n], 0, sizeof p[n]);
-        shrink[n] = 1;
+  first = std::max(first, split * SPLIT_TOKENS) / BLOCK_SIZE * BLOCK_SIZE, last = std::min(last + 1, (split + 1) * SPLIT_TOKENS);
+  const Context<T> context{s, keys, values, table, kv_head, {first, last}};
+  const int64_t blocks = context.blocks();
+  for (int64_t block = 0; block < blocks; block++) {
+    float* products = work.scores + block * BLOCK_SIZE;
+#if TILES
+    if constexpr (IN_PAIRS<T>)
+      if (in_tiles<T>()) {
+        key_tiles(s, work.pairs, context.key(block), products);
         continue;
       }
-      Vec sum_exp = {}, e[BLOCK_VECS];
-      for (int j = 0; j < BLOCK_VECS; j++) {
-        e[j] = exp(scores[n][j] - new_max);
-        sum_exp += e[j];
-        if (!IN_PAIRS<T>) store(p[n].p + j * LANES, rounded<T>(e[j]));
-      }
-#if PAIRS
-      if constexpr (IN_PAIRS<T>) *(VecUAny*)p[n].pairs = rounded_pairs(e[0], e[1]);
 #endif
-      shrink[n] = max_score[n] == new_max ? 1.0f : exp(splat(max_score[n] - new_max))[0];
-      total[n] = fused_multiply_add(total[n], shrink[n], sum(sum_exp));
-      max_score[n] = new_max;
-    }
-    const T* value = values + head_block * BLOCK_SIZE * s.head_pad;
-    const int64_t tokens = std::min<int64_t>(BLOCK_SIZE, last - start + 1);  // the rest of the block was never written
-    int64_t c = 0;
-    float* chunk[N];
-    for (; c + 4 * LANES <= s.head_pad; c += 4 * LANES) {
-      for (int n = 0; n < N; n++) chunk[n] = out[n] + c;
-      add_values<N, 4>(value_at(value, s.head_pad, c, 0), s.head_pad, tokens, p, shrink, chunk);
-    }
-    for (; c < s.head_pad; c += LANES) {
-      for (int n = 0; n < N; n++) chunk[n] = out[n] + c;
-      add_values<N, 1>(value_at(value, s.head_pad, c, 0), s.head_pad, tokens, p, shrink, chunk);
-    }
+    in_runs(count, [&](auto n, int from) {
+      key_products<n>(s, queries + from, work.pairs + from * AttentionWork::pairs_stride(s.head_dim), context.key(block), context.key(std::min(block + 1, blocks - 1)), products + from * SCORES_STRIDE);
+    });
   }
-  for (int n = 0; n < N; n++) sums[n].max_score = max_score[n], sums[n].total = total[n];
+  for (int n = 0; n < count; n++) {
+    float* row = work.scores + n * SCORES_STRIDE;
+    sums[n].max_score = to_scores<T>(s, queries[n], {first, first + blocks * BLOCK_SIZE}, row);
+    sums[n].total = to_probabilities<T>(row, blocks * BLOCK_SIZE, sums[n].max_score);
+  }
+#if TILES
+  if constexpr (IN_PAIRS<T>)
+    if (in_tiles<T>()) return over_dims(s.head_pad, [&](auto c, int64_t dim) { value_tiles<c>(context, work.scores, dim, sums[0].out); });
+#endif
+  in_runs(count, [&](auto n, int from) {
+    over_dims(s.head_pad, [&](auto c, int64_t dim) { value_products<n, c>(context, work.scores + from * SCORES_STRIDE, dim, sums[from].out); });
+  });
 }
 
 template <typename T> static inline void write_output(const AttentionShape& s, const Query& query, const SplitSums& sums) {
   for (int64_t d = 0; d < s.head_dim; d++) query.out[d] = rounded<T>(sums.out[d] / sums.total);
 }
 
-// N queries of one KV head over some splits of their sequence.  work: float [3, N, head_pad].
-template <int N, typename T>
-static void attend(const AttentionShape& s, const Query* queries, int64_t kv_head, Range splits, const T* keys, const T* values, const int32_t* table,
-                   float* work) {
+// `count` queries of one KV head, at most `queries_at_once`, over some splits of their sequence.
+template <typename T>
+static void attend(const AttentionShape& s, const Query* queries, int count, int64_t kv_head, Range splits, const T* keys, const T* values,
+                   const int32_t* table, const AttentionWork& work) {
   Range seen = splits_seen(s, queries[0].position);
-  for (int n = 1; n < N; n++) {
+  for (int n = 1; n < count; n++) {
     const Range other = splits_seen(s, queries[n].position);
     seen = {std::min(seen.first, other.first), std::max(seen.last, other.last)};
   }
   splits = {std::max(splits.first, seen.first), std::min(splits.last, seen.last)};
-  uint32_t* const pairs = (uint32_t*)(work + 2 * N * s.head_pad);
-  SplitSums all[N], sums[N];
-  for (int n = 0; n < N; n++) {
-    if (IN_PAIRS<T>)
-      for (int64_t d = 0; d < s.head_dim; d += 2)
-        pairs[(n * s.head_pad + d) / 2] = pair_of(queries[n].q[d], d + 1 < s.head_dim ? queries[n].q[d + 1] : 0.0f);
-    all[n].out = work + n * s.head_pad, sums[n].out = work + (N + n) * s.head_pad;
+  SplitSums all[MOST_QUERIES], sums[MOST_QUERIES];
+  for (int n = 0; n < count; n++) {
+    uint32_t* pairs = work.pairs + n * AttentionWork::pairs_stride(s.head_dim);
+    for (int64_t d = 0; d < 2 * AttentionWork::pairs_stride(s.head_dim) && IN_PAIRS<T>; d += 2)
+      pairs[d / 2] = pair_of(d < s.head_dim ? queries[n].q[d] : 0.0f, d + 1 < s.head_dim ? queries[n].q[d + 1] : 0.0f);
+    all[n].out = work.sums + n * s.head_pad, sums[n].out = work.sums + (MOST_QUERIES + n) * s.head_pad;
   }
   for (int64_t split = splits.first; split < splits.last; split++) {
     const bool merges = split > splits.first && !queries[0].parts;
-    SplitSums* const into = merges ? sums : all;
-    for (int n = 0; n < N; n++) into[n].clear(s.head_pad);
-    attend_split<N>(s, queries, pairs, kv_head, split, keys, values, table, into);
-    for (int n = 0; n < N; n++)
+    attend_split<T>(s, queries, count, kv_head, split, keys, values, table, work, merges ? sums : all);
+    for (int n = 0; n < count; n++)
       if (merges)
         all[n].merge(sums[n], s.head_pad);
       else if (queries[n].parts)
         all[n].save(queries[n].parts + split * SplitSums::floats(s.head_pad), s.head_pad);
   }
-  for (int n = 0; n < N && !queries[0].parts; n++)
-    write_output<T>(s, queries[n], all[n]);
+  for (int n = 0; n < count && !queries[0].parts; n++) write_output<T>(s, queries[n], all[n]);
 }
 
 // The output of a query whose splits other threads have computed.

@@ -129,10 +129,14 @@ struct alignas(64) TileConfig {
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
+// GCC 12's intrinsics do not say which memory they read, so that stores to it may come later, or never.
 static inline void tiles_begin() {
   const TileConfig config;
-  _tile_loadconfig(&config);
+  __asm__ volatile("ldtilecfg %0" ::"m"(config));
 }
+#undef _tile_loadd
+#define _tile_loadd(tile, base, stride) \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"((const void*)(base)), "r"(int64_t(stride)) : "memory")
 static inline void tiles_end() { _tile_release(); }
 #endif
 
@@ -211,4 +215,9 @@ static void tile_products(TileRows (&rows_of_w)[2], const uint32_t* x0, const ui
   _tile_stored(2, sums[1][0], 64);
   _tile_stored(3, sums[1][1], 64);
 }
+#else
+#define TILES 0
+static inline bool tiles_ready() { return false; }
+static inline void tiles_begin() {}
+static inline void tiles_end() {}
 #endif

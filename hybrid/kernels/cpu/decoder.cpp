@@ -44,7 +44,7 @@ static int64_t divide(const Decoder& d, int64_t tokens, int64_t threads, float* 
   w.router_weights = take(tokens * d.num_experts);
   w.lora_ax = take(tokens * d.lora_ranks);
   w.squares = take(d.group && d.qk_norm == ROW ? tokens * 2 : 0);
-  w.scratch = take(threads * (3 * QUERIES * head_pad(d)));
+  w.scratch = take(threads * AttentionWork::floats(d.head_dim, head_pad(d)));
   if (work) *work = w;
   return used;
 }
@@ -54,7 +54,7 @@ struct AttentionItem {
   int64_t sequence, first, last;
   Range splits;
 };
-constexpr int64_t ITEM_TOKENS = 24;  // at most: a multiple of QUERIES
+constexpr int64_t ITEM_TOKENS = 48;  // at most: a multiple of every `queries_at_once`
 
 // What the threads of a call share.
 struct Team {
@@ -299,14 +299,16 @@ struct Run {
     const int64_t size = d.head_dim, group = d.num_heads / d.num_kv_heads, width = (d.num_heads + 2 * d.num_kv_heads) * size;
     const AttentionShape shape{d.num_kv_heads, size, head_pad(d), float(d.attention_scale), float(d.attention_softcap), layer.window, d.alibi_bfloat16 != 0};
     const T *keys = (const T*)layer.keys, *values = (const T*)layer.values;
-    float* scratch = work.scratch + thread * 3 * QUERIES * shape.head_pad;
+    const AttentionWork scratch(work.scratch + thread * AttentionWork::floats(size, shape.head_pad), shape.head_pad);
     const int64_t count = team.items.size(), each = team.splits * SplitSums::floats(shape.head_pad);
     const auto query = [&](int64_t t, int64_t h) {
       const int64_t row = t * d.num_heads + h;
       float* parts = team.splits ? team.parts.data() + row * each : nullptr;
       return Query{work.qkv + t * width + h * size, work.attended + row * size, batch.positions[t], d.alibi ? d.alibi[h] : 0.0f, parts};
     };
-    Query queries[QUERIES];
+    Query queries[MOST_QUERIES];
+    const int most = queries_at_once<T>();
+    if (in_tiles<T>()) tiles_begin();
     for (Range run; run = team.queue.take(count * d.num_kv_heads, threads), run.size();)
       for (int64_t i = run.first; i < run.last; i++) {
         const AttentionItem& item = team.items[i % count];
@@ -314,21 +316,17 @@ struct Run {
         const int32_t* table = batch.block_tables + item.sequence * batch.table_width;
         int held = 0;
         const auto attend_held = [&] {
-          const auto some = [&](auto n, const Query* first) { attend<n>(shape, first, head, item.splits, keys, values, table, scratch); };
-          int done = 0;
-          if (held == QUERIES) some(std::integral_constant<int, QUERIES>(), queries), done = QUERIES;
-          while (held - done >= 3) some(std::integral_constant<int, 3>(), queries + done), done += 3;
-          if (held - done == 2) some(std::integral_constant<int, 2>(), queries + done);
-          if (held - done == 1) some(std::integral_constant<int, 1>(), queries + done);
+          if (held) attend<T>(shape, queries, held, head, item.splits, keys, values, table, scratch);
           held = 0;
         };
         for (int64_t t = item.first; t < item.last; t++)
           for (int64_t g = 0; g < group; g++) {
             queries[held++] = query(t, head * group + g);
-            if (held == QUERIES) attend_held();
+            if (held == most) attend_held();
           }
         attend_held();
       }
+    if (in_tiles<T>()) tiles_end();
     if (!team.splits) return;
     barrier();
     const Range mine = partition(batch.tokens * d.num_heads, 1, thread, threads);
