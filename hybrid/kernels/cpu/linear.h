@@ -22,7 +22,8 @@
 //
 //   bf16 W, one load        32-bit lane i = | w(2i+1) : w(2i) |    << 16 gives the even elements as float32,
 //                                                                  & 0xffff0000 the odd ones; in Pairs, a lane is a pair
-//   int8 W, one load        byte << 24 as integer, converted: 2^24 · w (INT8_UNIT); the sum is multiplied by s / 2^24
+//   int8 W, one load        byte << 24 as integer, converted: 2^24 · w (INT8_UNIT); the sum is multiplied by s / 2^24;
+//                           with PAIRS converted to w, and rounded to pairs, which is exact
 //
 // The last inputs % B elements of a row (float W: inputs % LANES) keep their natural order and are added one by one. With
 // groups > 1, inputs / groups is a multiple of B (`reads_int8` in hybrid/decoders/cpu_decoder.py), so that no block
@@ -34,16 +35,15 @@
 #include "bfloat16.h"
 #include "records.h"
 #include "team.h"
-#if LANES == 8 && defined(__AVX2__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 constexpr int ROWS = LANES == 16 ? 6 : 4;
-constexpr int64_t WIDENED_ROWS = 32;
 // Blocks: tiles of rows of x that a strip of W is used for at least, bytes of W, strips. Processors with AVX-512 have larger
 // L2 caches.
 constexpr int CACHED_TILES = LANES == 16 ? 2 : 1;
-constexpr int64_t CACHED_BYTES = (LANES == 16 ? 384 : 96) << 10, MOST_STRIPS = LANES == 16 ? 64 : 16;
+constexpr int64_t CACHE_LINE = 64, CACHED_BYTES = (LANES == 16 ? 384 : 96) << 10, MOST_STRIPS = LANES == 16 ? 64 : 16;
 
 // ---------------------------------------------------------------- operands
 
@@ -102,14 +102,25 @@ template <typename T> struct Int8 {
   int8_t value;
 };
 // Read as INT8_UNIT times its value: shifting a byte to the top of an integer keeps its sign without a sign extension.
-constexpr float INT8_UNIT = 1 << 24;
-template <typename T> static inline float to_float(Int8<T> x) { return x.value * INT8_UNIT; }
+template <typename T> constexpr float INT8_UNIT = PAIRS && std::is_same_v<T, bf16> ? 1 : 1 << 24;
+template <typename T> static inline float to_float(Int8<T> x) { return x.value * INT8_UNIT<T>; }
 
-// A weight of a model whose dtype is T, converted to float32 by `widened`, in the order of x.
+// A weight of a model whose dtype is T, converted by `widened` to what is multiplied, in the order of x: to bfloat16 for
+// Pairs, else to float32.
 template <typename T> struct Widened {
-  float value;
+  std::conditional_t<PAIRS && std::is_same_v<T, bf16>, bf16, float> value;
 };
-template <typename T> static inline float to_float(Widened<T> x) { return x.value; }
+template <typename T> static inline float to_float(Widened<T> x) { return to_float(x.value); }
+template <typename V> constexpr bool is_widened = false;
+template <typename T> constexpr bool is_widened<Widened<T>> = true;
+
+static inline VecI ints(const int8_t* from) {
+#if LANES == 16 && defined(__AVX512F__)  // GCC 12 would convert byte by byte
+  return (VecI)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+  return __builtin_convertvector(*(const VecBAny*)from, VecI);
+#endif
+}
 
 #if LANES == 8 && defined(__AVX2__)
 // INT8_UNIT times byte FIRST + STEP · lane of a block, for each lane.
@@ -127,7 +138,7 @@ static inline Vec half_block(const Int8<bf16>* w, bool second) {
   return __builtin_convertvector(second ? both >> 8 << 24 : both << 24, Vec);
 }
 static inline Vec half_block(const Int8<float>* w, bool second) {
-  return __builtin_convertvector(__builtin_convertvector(*(const VecBAny*)(w + second * LANES), VecI) << 24, Vec);
+  return __builtin_convertvector(ints((const int8_t*)w + second * LANES) << 24, Vec);
 }
 #endif
 // The two halves of a block of 2 · LANES weights, in the order of x.
@@ -162,19 +173,29 @@ template <typename V> struct Bfloat16Reader {
   using Layout = Bfloat16Layout;
   static constexpr int VECTORS = PAIRS ? 1 : 2, BLOCK = 2 * LANES;
   static Vec read(const V* w, int i) {
-    if constexpr (!PAIRS) return half_block(w, i);
-    if constexpr (std::is_same_v<V, bf16>) return (Vec)*(const VecUAny*)w;
-    return (Vec)pairs_of(half_block(w, 0), half_block(w, 1));
+    if constexpr (!PAIRS)
+      return half_block(w, i);
+    else if constexpr (sizeof(V) == sizeof(bf16))
+      return (Vec)*(const VecUAny*)w;
+#if PAIRS
+    else
+      return (Vec)rounded_pairs(floats((const int8_t*)w), floats((const int8_t*)w + LANES));
+#endif
   }
+  static Vec floats(const int8_t* from) { return __builtin_convertvector(ints(from), Vec); }
 };
 template <> struct Reader<bf16> : Bfloat16Reader<bf16> {};
 template <> struct Reader<Int8<bf16>> : Bfloat16Reader<Int8<bf16>> {};
+#if PAIRS
+template <> struct Reader<Widened<bf16>> : Bfloat16Reader<Widened<bf16>> {};
+#endif
 
 // ROWS x COLUMNS sums, one vector per column and one of a row fill the registers: 32 with AVX-512, else 16. Converting
 // bfloat16 or int8 to float32 needs a few more.
 template <typename V> constexpr int COLUMNS = LANES == 16 ? 4 : Reader<V>::VECTORS == 1 ? 3 : 2;
 // With enough rows it is faster to convert W to floats once than in every tile.
-template <typename V> constexpr bool WIDENS = Reader<V>::VECTORS == 2;
+template <typename V> constexpr bool WIDENS = Reader<V>::VECTORS == 2 || (PAIRS && std::is_same_v<V, Int8<bf16>>);
+template <typename V> constexpr int64_t WIDENED_ROWS = Reader<V>::VECTORS == 2 ? 32 : 7;
 // A single row leaves registers free, and more independent sums hide latency.
 constexpr int COLUMNS_OF_ONE_ROW = 4;
 
@@ -207,7 +228,7 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t x
 #pragma GCC unroll 2
     for (int i = 0; i < R::VECTORS; i++) {
       Vec column[N];
-      if (LANES == 16 && i == 0)  // a cache line a block: the same inputs of the next rows of W
+      if (LANES == 16 && i == 0 && !is_widened<V>)  // a cache line a block: the same inputs of the next rows of W
         for (int n = 0; n < N; n++) __builtin_prefetch(w + (N + n) * w_stride + k, 0, 2);
       for (int n = 0; n < N; n++) column[n] = held(R::read(w + n * w_stride + k, i));
       for (int m = 0; m < M; m++) {
@@ -237,11 +258,12 @@ static inline __attribute__((always_inline)) void tile(const float* x, int64_t x
   for (int64_t g = 0; g < w.groups; g++) {
     Tile group;
     dots<M, N>(x + g * each, x_stride, w.weight + g * each, w.inputs, each, group);
-    for (int n = 0; n < N; n++)
-      for (int m = 0; m < M; m++) {
-        const float scaled = unfused(group.at[m][n] * (w.scale[n * w.groups + g] * (1 / INT8_UNIT)));
-        out.at[m][n] = g ? out.at[m][n] + scaled : scaled;
-      }
+    Vec4 scale = {};
+    for (int n = 0; n < N; n++) scale[n] = w.scale[n * w.groups + g] * (1 / INT8_UNIT<typename Reader<V>::Model>);
+    for (int m = 0; m < M; m++) {
+      const Vec4 scaled = unfused(group.row(m) * scale);
+      *(Vec4Any*)out.at[m] = g ? out.row(m) + scaled : scaled;
+    }
   }
 }
 
@@ -278,21 +300,27 @@ template <int N, typename V> static __attribute__((noinline)) int64_t one_row(co
   return n;
 }
 
-// Columns [0, count) of y.
-template <typename V> static void strips(const Rows& x, const Matrix<V>& w, const Output& y, int64_t count) {
+// Columns [0, count) of y.  next: as many rows of W of `next_bytes` each, which are needed next; or null.
+template <typename V> static void strips(const Rows& x, const Matrix<V>& w, const Output& y, int64_t count, const void* next = nullptr, int64_t next_bytes = 0) {
   constexpr int C = COLUMNS<V>;
   int64_t n = x.count == 1 ? one_row<COLUMNS_OF_ONE_ROW>(x, w, y, count) : 0;
-  for (; n + C <= count; n += C) strip<C>(x, w.from(n), y.at(0, n));
+  for (; n + C <= count; n += C) {
+    for (int64_t byte = n * next_bytes; next && byte < (n + C) * next_bytes; byte += CACHE_LINE) __builtin_prefetch((const char*)next + byte, 0, 2);
+    strip<C>(x, w.from(n), y.at(0, n));
+  }
   for (; n < count; n++) strip<1>(x, w.from(n), y.at(0, n));
 }
 
-// `count` rows of W as floats in the order of x, so that sums are bit-identical to those over W itself.
+// `count` rows of W, converted, in the order of x, so that sums are bit-identical to those over W itself.
 template <typename V, typename T = typename Reader<V>::Model> static Matrix<Widened<T>> widened(const Matrix<V>& w, int64_t count) {
   static thread_local std::vector<Widened<T>> wide;
   count *= w.inputs;
   if (int64_t(wide.size()) < count) wide.resize(count);
   for (int64_t k = 0; k < count; k += 2 * LANES)
-    for (int half = 0; half < 2; half++) store(&wide[k + half * LANES].value, half_block(w.weight + k, half));
+    if constexpr (Reader<Widened<T>>::BLOCK == 2 * LANES)
+      *(VecUAny*)&wide[k] = (VecU)Reader<V>::read(w.weight + k, 0);
+    else
+      for (int half = 0; half < 2; half++) store(&wide[k + half * LANES].value, half_block(w.weight + k, half));
   return {wide.data(), w.bias, w.scale, w.inputs, w.groups};
 }
 
@@ -380,26 +408,26 @@ template <typename V> static void columns(const Rows& x, const Matrix<V>& w, con
     if (w.inputs >= TILE_DEPTH && tiles_ready()) return tile_columns(x, w, y, first, last);
 #endif
   using Wide = Widened<typename Reader<V>::Model>;
-  const bool widen = WIDENS<V> && x.count >= WIDENED_ROWS && w.inputs % (2 * LANES) == 0;
+  const bool widen = WIDENS<V> && x.count >= WIDENED_ROWS<V> && w.inputs % (2 * LANES) == 0;
   const int64_t row_block = (w.inputs <= 1024 ? 2 : 1) * CACHED_TILES * ROWS;
   const int64_t chunk = std::max<int64_t>((1 << 20) / (w.inputs * int64_t(sizeof(float))) / row_block, 8) * row_block;
   const int64_t C = widen ? COLUMNS<Wide> : COLUMNS<V>;
-  const int64_t wanted = CACHED_BYTES / (w.inputs * int64_t(widen ? sizeof(Wide) : sizeof(V))) / C * C;
+  const int64_t wanted = (widen && PAIRS ? CACHED_BYTES / 8 : CACHED_BYTES) / (w.inputs * int64_t(widen ? sizeof(Wide) : sizeof(V))) / C * C;
   const int64_t column_block = x.count == 1 ? last - first : std::clamp<int64_t>(wanted, C, MOST_STRIPS * C);
   for (int64_t top = 0; top < x.count; top += chunk) {
     const int64_t bottom = std::min(top + chunk, x.count);
     for (int64_t n = first; n < last; n += column_block) {
       const int64_t count = std::min(column_block, last - n);
-      const auto over_rows = [&](const auto& block) {
-        for (int64_t m = top; m < bottom; m += row_block)
-          strips(x.part(m, std::min(row_block, bottom - m)), block, y.at(m, n), count);
+      const auto over_rows = [&](const auto& block, const V* next) {
+        for (int64_t m = top; m < bottom; m += row_block, next = nullptr)
+          strips(x.part(m, std::min(row_block, bottom - m)), block, y.at(m, n), count, next, w.inputs * int64_t(sizeof(V)));
       };
       if constexpr (WIDENS<V>)
         if (widen) {
-          over_rows(widened(w.from(n), count));
+          over_rows(widened(w.from(n), count), n + 2 * count <= last ? w.from(n + count).weight : nullptr);
           continue;
         }
-      over_rows(w.from(n));
+      over_rows(w.from(n), nullptr);
     }
   }
 }
