@@ -335,11 +335,11 @@ static const bf16* tile_weights(const Matrix<Int8<bf16>>& w, int64_t row, int64_
   count *= w.inputs;
   if (int64_t(wide.size()) < count) wide.resize(count);
   const Int8<bf16>* from = w.from(row).weight;
-  for (int64_t k = 0; k < count; k++) store(&wide[k], float(from[k].value));
+  int64_t k = 0;
+  for (; k + 2 * LANES <= count; k += 2 * LANES) *(VecUAny*)&wide[k] = (VecU)Reader<Int8<bf16>>::read(from + k, 0);
+  for (; k < count; k++) store(&wide[k], float(from[k].value));
   return wide.data();
 }
-static inline float tile_value(bf16 x) { return to_float(x); }
-static inline float tile_value(Int8<bf16> x) { return x.value; }
 
 // sums[tile of W] += those of a group · its scales, or = for the first group. The scales are of rows of W from `row` on.
 template <typename V> static void add_scaled(const Matrix<V>& w, int64_t row, int64_t rows, int64_t group, const TileSums& of_group, TileSums& sums) {
@@ -359,7 +359,7 @@ template <typename V> static void write_tile(const Rows& x, const Matrix<V>& w, 
   for (int64_t r = 0; r < x.count; r++) {
     float* row = sums[r];
     for (int64_t c = 0; c < width && tail < w.inputs; c++)
-      for (int64_t k = tail; k < w.inputs; k++) row[c] += x.row(r)[k] * tile_value(w.weight[c * w.inputs + k]);
+      for (int64_t k = tail; k < w.inputs; k++) row[c] += x.row(r)[k] * to_float(w.weight[c * w.inputs + k]);
     for (int64_t c = 0; c < width && w.scale && w.groups == 1; c++) row[c] = unfused(row[c] * w.scale[c]);
     int64_t c = 0;
     for (; c + 4 <= width; c += 4) y.write<bf16>(r, c, w.bias ? *(const Vec4Any*)(row + c) + *(const Vec4Any*)(w.bias + c) : *(const Vec4Any*)(row + c));
