@@ -165,16 +165,28 @@ struct Weights {
 };
 
 // The most probable of `within` until those before one have probability top_p of `mass`. `within` is in the order of token
-// ids, and stays so. The last one is found by halving: sorting would take longest for flat distributions.
+// ids, and stays so. Sorting would take longest for flat distributions: the last one to keep is found in one of RANGES of
+// logits, by their sums, and there by halving.
 static void keep_top_p(std::vector<Candidate>& within, double top_p, double mass, const Weights& weights) {
+  constexpr int RANGES = 4096;
+  float lowest = weights.max_logit;
+  for (const Candidate& candidate : within) lowest = std::min(lowest, candidate.first);
+  const float span = weights.max_logit - lowest, scale = span > 0 && span < INFINITY ? RANGES / span : 0;
+  const auto range_of = [&](float logit) { return scale ? std::min(int((weights.max_logit - logit) * scale), RANGES - 1) : 0; };
+  std::vector<double> sums(RANGES);
+  for (const Candidate& candidate : within) sums[range_of(candidate.first)] += weights.of(candidate.first);
+  double before = 0;
+  int range = 0;
+  for (; range + 1 < RANGES && before + sums[range] < top_p * mass; range++) before += sums[range];
+
   struct Weighted {
     Candidate candidate;
     double weight;
     bool operator>(const Weighted& other) const { return candidate > other.candidate; }
   };
-  std::vector<Weighted> all;
-  for (const Candidate& candidate : within) all.push_back({candidate, weights.of(candidate.first)});
-  double before = 0;
+  std::vector<Weighted> all;  // of the range
+  for (const Candidate& candidate : within)
+    if (range_of(candidate.first) == range) all.push_back({candidate, weights.of(candidate.first)});
   auto first = all.begin(), last = all.end();  // the last one to keep lies between; those before `first` are kept
   while (last - first > 64) {
     const auto middle = first + (last - first) / 2;
