@@ -154,25 +154,28 @@ template <int DISTANCE> static inline void exchange_lanes(Vec (&rows)[TILE]) {
     rows[i + DISTANCE] = __builtin_shuffle(a, b, high);
   }
 }
-static inline void transpose(float (&tile)[TILE][TILE]) {
-  Vec rows[TILE];
-  for (int i = 0; i < TILE; i++) rows[i] = load(tile[i]);
+static inline void transpose(Vec (&rows)[TILE]) {
   exchange_lanes<8>(rows);
   exchange_lanes<4>(rows);
   exchange_lanes<2>(rows);
   exchange_lanes<1>(rows);
+}
+static inline void transpose(float (&tile)[TILE][TILE]) {
+  Vec rows[TILE];
+  for (int i = 0; i < TILE; i++) rows[i] = load(tile[i]);
+  transpose(rows);
   for (int i = 0; i < TILE; i++) store(tile[i], rows[i]);
 }
 
 // `rows` rows of x, in Pairs, to tiles [rows / 16, blocks, 16 pairs, 16 rows], rounded up and padded with zeros.
 static void make_tiles(const float* x, int64_t stride, int64_t rows, int64_t blocks, uint32_t* tiles) {
   for (int64_t top = 0; top < rows; top += TILE)
-    for (int64_t b = 0; b < blocks; b++, tiles += TILE * TILE)
-      for (int64_t m = 0; m < TILE; m++) {
-        uint32_t pairs[TILE] = {};
-        if (top + m < rows) std::memcpy(pairs, x + (top + m) * stride + b * TILE_DEPTH, sizeof pairs);
-        for (int64_t k = 0; k < TILE; k++) tiles[k * TILE + m] = pairs[k];
-      }
+    for (int64_t b = 0; b < blocks; b++, tiles += TILE * TILE) {
+      Vec pairs[TILE];
+      for (int64_t m = 0; m < TILE; m++) pairs[m] = top + m < rows ? load(x + (top + m) * stride + b * TILE_DEPTH) : Vec{};
+      transpose(pairs);
+      for (int64_t k = 0; k < TILE; k++) store((float*)tiles + k * TILE, pairs[k]);
+    }
 }
 
 // Blocks of 16 rows of W from `w` on, in place; fewer rows are copied and padded, so that every row is computed alike.
