@@ -11,7 +11,8 @@ PAD = 0
 MOST_TOKENS = 16384  # of a sequence
 
 # Llama's shapes. "micro" is for tests, with the smallest heads that vLLM takes; "10M", "120M" and Qwen2.5-0.5B's sizes
-# are for CPUs; the larger ones are Qwen2.5-1.5B's and Mistral-7B's sizes.
+# are for CPUs; the larger ones have the sizes of Qwen2.5-1.5B, Mistral-7B, Qwen2.5-32B and
+# Llama-3-70B.
 SHAPES = {
     "micro": {"vocab": 512, "hidden": 64, "mlp": 128, "layers": 2, "heads": 2, "kv_heads": 1},
     "10M": {"vocab": 4096, "hidden": 256, "mlp": 704, "layers": 6, "heads": 4, "kv_heads": 2},
@@ -19,6 +20,8 @@ SHAPES = {
     "0.5B": {"vocab": 151936, "hidden": 896, "mlp": 4864, "layers": 24, "heads": 14, "kv_heads": 2},
     "1.5B": {"vocab": 151936, "hidden": 1536, "mlp": 8960, "layers": 28, "heads": 12, "kv_heads": 2},
     "7B": {"vocab": 32000, "hidden": 4096, "mlp": 14336, "layers": 32, "heads": 32, "kv_heads": 8},
+    "32B": {"vocab": 152064, "hidden": 5120, "mlp": 27648, "layers": 64, "heads": 40, "kv_heads": 8},
+    "70B": {"vocab": 128256, "hidden": 8192, "mlp": 28672, "layers": 80, "heads": 64, "kv_heads": 8},
 }
 
 

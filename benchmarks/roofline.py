@@ -1,0 +1,230 @@
+"""A model of rollouts on GPUs: seconds by part, from a model's sizes and a device's rates. Nothing is measured.
+
+    python -m benchmarks.roofline
+
+prints two tables: a decode step by part, and an iteration's rollout in three ways. They show which part limits which
+model, and what a faster one would gain; `docs/benchmarks.md` has them.
+"""
+
+from dataclasses import dataclass, replace
+
+from benchmarks.cases import make_model
+from benchmarks.limits import step_matrices
+
+BYTES = 2  # of a bfloat16 number
+GPUS = 8  # of a host
+TP_SIZES = (1, 2, 4, 8)
+# What is assumed, because no GPU has been measured yet.
+BANDWIDTH_SHARE = 0.8  # of the peak, that kernels which only read reach
+GEMM_SHARE = 0.7  # of the peak
+LINK_SHARE = 0.8  # of the peak, also of the network's
+NETWORK = 50e9  # bytes per second to other hosts, of each GPU: 400 Gb/s
+ALL_REDUCE_S = 10e-6  # of a small message between GPUs of a host
+GRAPH_KERNEL_S = 1.5e-6  # of a kernel in a CUDA graph, from one to the next
+EAGER_KERNEL_S = 8e-6  # of a kernel that Python launches
+KERNELS_A_LAYER, EAGER_KERNELS_A_LAYER = 10, 30  # of our decoder, and of Hugging Face's Llama
+SAMPLING_PASSES = 3  # over float32 logits
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU: bytes of memory, and peak rates per second.
+
+    bandwidth: bytes read from its memory.  flops: bfloat16, dense.  link: bytes to other GPUs of the host, in one
+        direction.  host_link: bytes from the host's memory.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+    link: float
+    host_link: float
+
+    def read_s(self, size: float) -> float:
+        """Seconds of reading so many bytes of the GPU's memory."""
+        return size / (self.bandwidth * BANDWIDTH_SHARE)
+
+    def gather_s(self, size: float, tp_size: int, hosts: int) -> float:
+        """Seconds until the GPUs of every group of `tp_size` have `size` bytes together, of which each GPU of all hosts
+        has an equal part. Each group gets its bytes from other hosts by itself, except that whole weights
+        (`tp_size` 1) reach a host once, as in NCCL's rings.
+        """
+        from_hosts = size * (hosts - 1) / hosts / (GPUS if tp_size == 1 else tp_size) / NETWORK
+        return (size / tp_size / self.link + from_hosts) / LINK_SHARE
+
+
+# NVIDIA's data sheets of H100 SXM, H200 SXM and HGX B200.
+DEVICES = (
+    Device("H100", 80e9, 3.35e12, 989e12, 450e9, 64e9),
+    Device("H200", 141e9, 4.8e12, 989e12, 450e9, 64e9),
+    Device("B200", 180e9, 8e12, 2250e12, 900e9, 64e9),
+)
+HOSTS = {"7B": 1, "32B": 2, "70B": 4}  # over whose GPUs ZeRO-3 partitions a model
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model: parameters, those that a token is multiplied with, and the shape of its layers."""
+
+    parameters: int
+    multiplied: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, shape: str) -> "Sizes":
+        """Those of a key of SHAPES, or of a Hugging Face name or path."""
+        model = make_model(shape, "bf16", "meta")
+        config = model.config
+        return cls(
+            sum(parameter.numel() for parameter in model.parameters()),
+            sum(matrix.numel() for matrix in step_matrices(model)),
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            config.vocab_size,
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a token in the KV cache."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A rollout of an iteration.  rows: sequences of each GPU.  context: tokens of a sequence, on average."""
+
+    rows: int = 64
+    context: int = 1024
+    new_tokens: int = 1024
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a decode step on each GPU of a group, by part."""
+
+    linear: float
+    attention: float
+    all_reduce: float
+    launches: float
+    sampling: float
+
+    @property
+    def total(self) -> float:
+        """Of all parts, one after the other."""
+        return self.linear + self.attention + self.all_reduce + self.launches + self.sampling
+
+
+def decode_step(sizes: Sizes, device: Device, tp_size: int, rollout: Rollout) -> Step:
+    """A step of a group of `tp_size` GPUs, which decode the rows of all of them as one batch, in a CUDA graph."""
+    rows = rollout.rows * tp_size
+    flops = 2 * rows * sizes.multiplied / tp_size
+    cached = rows * rollout.context * sizes.kv_bytes / tp_size
+    message = rows * sizes.hidden * BYTES
+    ring = 2 * message * (tp_size - 1) / tp_size / (device.link * LINK_SHARE)
+    return Step(
+        linear=max(device.read_s(sizes.multiplied * BYTES / tp_size), flops / (device.flops * GEMM_SHARE)),
+        attention=device.read_s(cached),
+        all_reduce=2 * sizes.layers * (ALL_REDUCE_S + ring) if tp_size > 1 else 0.0,
+        launches=sizes.layers * KERNELS_A_LAYER * GRAPH_KERNEL_S,
+        sampling=device.read_s(SAMPLING_PASSES * rollout.rows * sizes.vocabulary * 4),
+    )
+
+
+def memory_left(sizes: Sizes, device: Device, hosts: int, copies: float) -> float:
+    """Bytes for KV cache and activations, beside ZeRO-3's shards of training and `copies` of the weights on a GPU.
+
+    Training holds 16 bytes a parameter over all GPUs: bfloat16 weights and gradients, and float32 weights and two
+    moments of AdamW.
+    """
+    return device.memory - 16 * sizes.parameters / (hosts * GPUS) - copies * sizes.parameters * BYTES
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """A rollout in one way: seconds until the weights are ready, and of decoding."""
+
+    tp_size: int
+    switch: float
+    decode: float
+
+    @property
+    def total(self) -> float:
+        """Of both."""
+        return self.switch + self.decode
+
+
+def fits(sizes: Sizes, device: Device, hosts: int, copies: float, rollout: Rollout) -> bool:
+    """Whether a GPU has memory for the KV cache of its rows beside `copies` of the weights."""
+    return memory_left(sizes, device, hosts, copies) > rollout.rows * rollout.context * sizes.kv_bytes
+
+
+def iterations(sizes: Sizes, device: Device, hosts: int, rollout: Rollout) -> list[Iteration | None]:
+    """The ways: this engine; a second engine on the same GPUs; all weights gathered on each GPU for Hugging Face. Each
+    with its fastest group; None: there is no memory for it."""
+    whole = sizes.parameters * BYTES
+    gather = device.gather_s(whole, 1, hosts)
+    engine, second, gathered = [], [], []
+    for tp_size in TP_SIZES:
+        if not fits(sizes, device, hosts, 1 / tp_size, rollout):
+            continue
+        step = decode_step(sizes, device, tp_size, rollout)
+        decode = step.total * rollout.new_tokens
+        engine.append(Iteration(tp_size, device.gather_s(whole, tp_size, hosts), decode))
+        # It wakes: its slices come from the host's memory, and are then overwritten with the gathered ones.
+        copied = whole / tp_size / device.host_link + 2 * device.read_s(whole / tp_size)
+        second.append(Iteration(tp_size, gather + copied, decode))
+        if tp_size == 1:
+            eager = replace(step, launches=sizes.layers * EAGER_KERNELS_A_LAYER * EAGER_KERNEL_S)
+            gathered.append(Iteration(1, gather, eager.total * rollout.new_tokens))
+    return [min(way, key=lambda each: each.total, default=None) for way in (engine, second, gathered)]
+
+
+def step_table(rollout: Rollout) -> list[str]:
+    """Markdown: a decode step by part, in milliseconds, for every model and device and each group that holds it."""
+    lines = [
+        "| model | GPUs | tp | linear | attention | all-reduce | launches | sampling | step, ms | tokens/s a GPU |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, hosts in HOSTS.items():
+        sizes = Sizes.of(name)
+        for device in DEVICES:
+            for tp_size in TP_SIZES:
+                if fits(sizes, device, hosts, 1 / tp_size, rollout):
+                    step = decode_step(sizes, device, tp_size, rollout)
+                    parts = (step.linear, step.attention, step.all_reduce, step.launches, step.sampling, step.total)
+                    cells = " | ".join(f"{part * 1e3:.2f}" for part in parts)
+                    speed = f"{rollout.rows / step.total:.0f}"
+                    lines.append(f"| {name} | {hosts * GPUS} x {device.name} | {tp_size} | {cells} | {speed} |")
+    return lines
+
+
+def iteration_table(rollout: Rollout) -> list[str]:
+    """Markdown: seconds of a rollout in each way."""
+    lines = ["| model | GPUs | this engine | second engine | gather all |", "|---|---|---|---|---|"]
+    for name, hosts in HOSTS.items():
+        sizes = Sizes.of(name)
+        for device in DEVICES:
+            cells = [
+                f"{way.total:.1f} (tp {way.tp_size}, switch {way.switch:.2f})" if way else "no memory"
+                for way in iterations(sizes, device, hosts, rollout)
+            ]
+            lines.append(f"| {name} | {hosts * GPUS} x {device.name} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    """Print both tables."""
+    print("\n".join([*step_table(Rollout()), "", *iteration_table(Rollout())]))
+
+
+if __name__ == "__main__":
+    main()
