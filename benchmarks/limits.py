@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
+from transformers import PretrainedConfig
 
 from benchmarks.cases import Case
 
@@ -49,11 +50,9 @@ def measure_limits(model: nn.Module, case: Case) -> Limits:
     matrices = step_matrices(model)
     config = model.config.get_text_config()
     context = case.rows * (case.prompt_len + case.new_tokens // 2)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    kv_values = 2 * context * config.num_hidden_layers * kv_heads * head_dim
+    kv_values = context * kv_values_of_a_token(config)
     weights = sum(matrix.numel() for matrix in matrices)
-    attention_flops = 4 * context * config.num_hidden_layers * config.num_attention_heads * head_dim
+    attention_flops = 4 * context * config.num_hidden_layers * config.num_attention_heads * head_dim_of(config)
     step_bytes = (weights + kv_values) * model.dtype.itemsize
     return Limits(
         step_bytes=step_bytes,
@@ -65,6 +64,17 @@ def measure_limits(model: nn.Module, case: Case) -> Limits:
             for dtype in {model.dtype, torch.float32}
         ),
     )
+
+
+def head_dim_of(config: PretrainedConfig) -> int:
+    """Dimensions of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def kv_values_of_a_token(config: PretrainedConfig) -> int:
+    """Numbers of a token in the KV cache of all layers."""
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * config.num_hidden_layers * kv_heads * head_dim_of(config)
 
 
 def step_matrices(model: nn.Module) -> list[torch.Tensor]:
