@@ -66,8 +66,10 @@ HOSTS = {"7B": 1, "32B": 2, "70B": 4}  # over whose GPUs ZeRO-3 partitions a mod
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model.  parameters: all of them.  multiplied: those that a token is multiplied with.  kv_bytes: of a token in
-    the KV cache."""
+    """Of a model.  parameters: all of them.  multiplied: those that a token is multiplied with.
+
+    kv_bytes: of a token in the KV cache.
+    """
 
     parameters: int
     multiplied: int
@@ -134,7 +136,7 @@ def decode_step(sizes: Sizes, device: Device, tp_size: int, rollout: Rollout) ->
 
 
 def memory_left(sizes: Sizes, device: Device, hosts: int, copies: float) -> float:
-    """Bytes of a GPU's memory left for the KV cache and activations, after its ZeRO-3 partitions and inference's weights.
+    """Bytes of a GPU left for the KV cache and activations, after its ZeRO-3 partitions and inference's weights.
 
     copies: of all weights, that inference holds on a GPU; 1 / tp_size for slices. ZeRO-3 partitions 16 bytes a
         parameter over all GPUs: bfloat16 weights and gradients, float32 weights, and AdamW's two moments.

@@ -36,7 +36,8 @@ class HybridEngineConfig(Block):
     pin_parameters: keep a gathered snapshot for generation; false gathers layer by layer, as ZeRO-3 does in training;
         or "auto". No effect with ZeRO 0 to 2, where nothing is partitioned.
     tp_gather_partition_size: transformer layers per gather.
-    enable_cuda_graph: run decode steps as CUDA graphs.
+    enable_cuda_graph: run decode steps as CUDA graphs; "auto" does where the decoder can. true without a CUDA device has
+        no effect, and warns.
     """
 
     enabled: bool = True
@@ -45,7 +46,7 @@ class HybridEngineConfig(Block):
     release_inference_cache: bool = False
     pin_parameters: bool | Literal["auto"] = True
     tp_gather_partition_size: int = Field(8, gt=0)
-    enable_cuda_graph: bool = False
+    enable_cuda_graph: bool | Literal["auto"] = "auto"
 
 
 class RolloutConfig(Block):
@@ -306,7 +307,8 @@ class InferenceConfig(Block):
     dtype: of the weights; a torch dtype or its name. Here: int8 quantizes the weights, and activations keep the model's
         dtype.
     tensor_parallel: how ranks share the weights.
-    enable_cuda_graph: run forwards as CUDA graphs. Here: refused without a CUDA device.
+    enable_cuda_graph: run forwards as CUDA graphs. Here: by default the decode steps of `generate` are graphs wherever
+        the decoder can; true also captures forwards of a model without a decoder, and warns without a CUDA device.
     use_triton: use Triton kernels. Here: those of the fused containers on CUDA; refused where Triton is not available.
     triton_autotune: tune the Triton kernels. Here: no effect, they have nothing to tune.
     zero: ZeRO settings. Here: stage 3 is refused, use `hybrid.initialize` for a partitioned model; otherwise no effect.
@@ -340,7 +342,7 @@ class InferenceConfig(Block):
     replace_with_kernel_inject: bool = Field(False, alias="kernel_inject")
     dtype: Any = "float16"
     tensor_parallel: TensorParallelConfig = Field(TensorParallelConfig(), alias="tp")
-    enable_cuda_graph: bool = False
+    enable_cuda_graph: bool | Literal["auto"] = "auto"
     use_triton: bool = False
     triton_autotune: bool = False
     zero: dict[str, Any] = {}

@@ -82,12 +82,19 @@ class FusedModel:
     @property
     def description(self) -> str:
         """A description of what runs in the model's place."""
-        decoder = f"a decoder of the {self.layout.family} family"
+        decoder, graphs = f"a decoder of the {self.layout.family} family", ", decode steps as CUDA graphs"
         if self.group is not None:
-            return f"{decoder}, sharded over {self.group.size} ranks"
+            return f"{decoder}, sharded over {self.group.size} ranks" + graphs * self.has_graphs
         int8 = int8_weights_of(self.info.model)
         decoder += " over int8 weights" * bool(int8) + f", on {kernels_for(self.blank.embedding(), int8)}"
-        return decoder + ", with weights gathered layer by layer" * (self.stream is not None) + self.remark
+        decoder += ", with weights gathered layer by layer" * (self.stream is not None)
+        return decoder + graphs * self.has_graphs + self.remark
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether decode steps are CUDA graphs."""
+        kernels = kernels_for(self.blank.embedding(), int8_weights_of(self.info.model))
+        return kernels == TRITON and self.max_capture_size > 0 and self.stream is None
 
     def fallback_reason_now(self, tokens: int = 0) -> str:
         """Why the model must run natively now, and what the user can do about it; "" if it need not.
