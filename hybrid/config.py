@@ -36,8 +36,8 @@ class HybridEngineConfig(Block):
     pin_parameters: keep a gathered snapshot for generation; false gathers layer by layer, as ZeRO-3 does in training;
         or "auto". No effect with ZeRO 0 to 2, where nothing is partitioned.
     tp_gather_partition_size: transformer layers per gather.
-    enable_cuda_graph: run decode steps as CUDA graphs; "auto" does where the decoder can. true without a CUDA device has
-        no effect, and warns.
+    enable_cuda_graph: run decode steps as CUDA graphs; "auto" does where the decoder can. true without a CUDA device
+        has no effect, and warns.
     """
 
     enabled: bool = True

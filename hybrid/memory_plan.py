@@ -32,6 +32,7 @@ class Need:
     kv: KV cache of all sequences that are decoded at once.
     logits: float32, of one decode step or of the tokens scored at once.
     activations: of the largest forward, without its logits.
+    graphs: of the decode loop on a GPU: its tensors at fixed addresses, and the memory pool of the CUDA graphs.
     """
 
     parameters: int
@@ -41,11 +42,12 @@ class Need:
     kv: int
     logits: int
     activations: int
+    graphs: int = 0
 
     @property
     def total(self) -> int:
         """Peak bytes that inference adds to training's own memory."""
-        return self.gather + self.snapshot + self.containers + self.kv + self.logits + self.activations
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "parameters")
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,9 @@ def need_of(mode: Mode, weight_bytes: tuple[int, int], fused: FusedModel, rollou
         else:
             at_once = max(min(ranks * rows * tokens, PREFILL_TOKENS), sum(checked_lengths(decoder)))
             activations = decoder.activation_bytes(at_once)
-        return Need(at_rest, gather_bytes, snapshot_bytes, copies, kv, logits, activations)
+        loops = decoder is not None and not mode.streaming
+        graphs = decoder.loop_bytes(ranks * rows, tokens) if loops and rows else 0
+        return Need(at_rest, gather_bytes, snapshot_bytes, copies, kv, logits, activations, graphs)
 
     return need
 
@@ -199,9 +203,10 @@ def need_of(mode: Mode, weight_bytes: tuple[int, int], fused: FusedModel, rollou
 def logit_rows(decoder: WholeDecoder | None, rows: int, tokens: int) -> int:
     """Rows of logits that exist at once, temporaries counted: in a decode step (`rows` sequences) or in scoring.
 
-    The CPU kernels sample and score without a copy; torch's operations make temporaries of the same size.
+    Kernels sample without a copy, and the CPU's also score so; torch's operations make temporaries of the same size.
     """
-    for_decoding, for_scoring = (3, 1) if isinstance(decoder, CpuDecoder) else (5, 5)
+    for_decoding = 3 if decoder is not None and decoder.samples_in_kernel else 5
+    for_scoring = 1 if isinstance(decoder, CpuDecoder) else 5
     return max(for_decoding * rows, for_scoring * min(rows * tokens, LOGIT_ROWS))
 
 

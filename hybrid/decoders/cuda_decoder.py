@@ -39,6 +39,11 @@ class Step:
 LEAST_TOKENS = 1024  # of a sequence that room is made for, so that graphs are seldom captured again
 
 
+def rounded_up(tokens: int) -> int:
+    """The tokens of a sequence that tables are made for: a power of two."""
+    return max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+
+
 class CudaDecoder(TorchDecoder):
     """TorchDecoder's functions on Triton kernels, and a loop of decode steps that samples on the device.
 
@@ -88,7 +93,7 @@ class CudaDecoder(TorchDecoder):
         find them too short. If they grow, graphs are dropped."""
         if tokens <= self.positions:
             return
-        self.positions = max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+        self.positions = rounded_up(tokens)
         # Positions beyond max_positions do not exist; computing one would rescale the others (longrope, dynamic).
         positions = torch.arange(min(self.positions, self.spec.max_positions or self.positions), device=self.device)
         for key in self.layout.rotary:
@@ -138,15 +143,13 @@ class CudaDecoder(TorchDecoder):
     @contextmanager
     def _loaded(self, batch: PackedBatch, kv: PagedKV) -> Iterator[int]:
         """Inside the block the state has this batch, over these blocks. Gives the batch's size with padding."""
-        count, size = len(batch.ids), len(batch.ids)
+        count = len(batch.ids)
         assert count == len(batch.lengths), f"a decode step of {count} tokens for {len(batch.lengths)} sequences"
         self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
-        if self.state is None or self.state.capacity < count:
+        size = self._captured_size(count)
+        if self.state is None or self.state.capacity < size:
             self._drop_state()
-            capacity = max(count, self.max_capture_size)
-            self.state = DecodeState(capacity, self.positions, self._num_logits, self.device)
-        if count <= self.max_capture_size:
-            size = next(size for size in self.capture_sizes if size >= count)
+            self.state = DecodeState(size, self.positions, self._num_logits, self.device)
         addresses = tuple(layer.data_ptr() for layer in (*kv.keys, *kv.values))
         if addresses != self.lent_addresses:
             self.graphs.reset()
@@ -156,6 +159,18 @@ class CudaDecoder(TorchDecoder):
             yield size
         finally:
             self.lent = None
+
+    def _captured_size(self, count: int) -> int:
+        """The sequences of a step of `count`, with those that pad it up to a size that has a graph."""
+        return next((size for size in self.capture_sizes if size >= count), count)
+
+    def loop_bytes(self, sequences: int, tokens: int) -> int:
+        """Bytes that decode steps of so many sequences of up to `tokens` tokens add: the state, and the memory pool of
+        the graphs, which keeps a step's activations and logits. Measured by no device yet."""
+        size = self._captured_size(sequences)
+        state = DecodeState(size, rounded_up(tokens), self._num_logits, torch.device("meta")).nbytes
+        pool = self.activation_bytes(size) + size * self._num_logits * self.dtype.itemsize
+        return state + pool * (size <= self.max_capture_size)
 
     @property
     def _num_logits(self) -> int:

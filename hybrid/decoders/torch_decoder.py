@@ -103,6 +103,10 @@ class WholeDecoder:
         """`layers` for one new token of each sequence, as `decode` runs them."""
         return self.layers(hidden, batch, kv, first, last)
 
+    def loop_bytes(self, sequences: int, tokens: int) -> int:
+        """Bytes that decode steps of so many sequences of up to `tokens` tokens keep, beside activations and logits."""
+        return 0
+
     def nbytes(self) -> int:
         """Bytes of weight copies, those shared with other decoders included."""
         return sum(copy.nbytes for copy in self.copies.values())
