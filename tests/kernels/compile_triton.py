@@ -104,7 +104,8 @@ def launch_sampling() -> None:
     keys, stop_token_ids = torch.empty(4, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
     for index, choice in enumerate(itertools.product((False, True), repeat=len(fields(SamplingFeatures)))):
         positions = torch.empty(4, dtype=(torch.int32, torch.int64)[index % 2])
-        triton_sampling.sample(logits, keys, positions, torch.empty(6), SamplingFeatures(*choice), seen, stop_token_ids)
+        features = SamplingFeatures(*choice)
+        triton_sampling.sample(logits, keys, positions, torch.empty(6), features, seen, stop_token_ids)
 
 
 def main(arch: int) -> None:

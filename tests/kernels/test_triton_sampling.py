@@ -4,6 +4,8 @@ Without a GPU the kernels run in Triton's interpreter, on CPU tensors; with one,
 """
 
 import math
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -67,6 +69,16 @@ def before_temperature(metadata: SamplingMetadata, logits: torch.Tensor, seen, p
     return steps(ids, logits)
 
 
+def truncated(metadata: SamplingMetadata, scores: torch.Tensor) -> torch.Tensor:
+    """Hugging Face's scores after temperature and truncations.  scores [1, vocab]
+
+    Its top-p sorts without stability, so that ties at the edge are kept at random. With a stable sort the higher of two
+    equal tokens is the more probable, as on the CPU.
+    """
+    with mock.patch.object(torch, "sort", partial(torch.sort, stable=True)):
+        return metadata.warpers()(None, scores)
+
+
 def check(logits, keys, positions, metadata: SamplingMetadata, seen=None, features=None) -> torch.Tensor:
     """A draw is where the cumulative softmax of Hugging Face's scores, in float64, passes u. Returns the tokens."""
     drawn = draw(logits, keys, positions, metadata, seen, features)
@@ -78,7 +90,7 @@ def check(logits, keys, positions, metadata: SamplingMetadata, seen=None, featur
         if metadata.temperature == 0:
             assert token == scores.argmax()
         else:
-            scores = metadata.warpers()(None, scores)
+            scores = truncated(metadata, scores)
             u, kept = uniform(keys[row : row + 1].cpu(), position), scores[0].softmax(-1)
             assert kept[token] > 0, "a token without probability"
             assert kept[: token + 1].sum() > u - BOUNDARY
