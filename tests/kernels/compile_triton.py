@@ -4,11 +4,13 @@ python -m tests.kernels.compile_triton 90    # a line of JSON a kernel, for sm_9
 """
 
 import inspect
+import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -18,8 +20,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from hybrid.kernels import triton_attention, triton_experts, triton_fused, triton_sampling
+from hybrid.kernels.triton_sampling import SamplingFeatures
 
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -95,6 +98,16 @@ def launch_experts(dtype: torch.dtype) -> None:
         triton_experts.grouped_linear(x, weight, order, cu_seqlens, 2)
 
 
+def launch_sampling() -> None:
+    """Every combination of features at a vocabulary of 152k. Positions of both types."""
+    logits, seen = torch.empty(4, 151936), torch.empty(4, 151936, dtype=torch.uint8)
+    keys, stop_token_ids = torch.empty(4, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
+    for index, choice in enumerate(itertools.product((False, True), repeat=len(fields(SamplingFeatures)))):
+        positions = torch.empty(4, dtype=(torch.int32, torch.int64)[index % 2])
+        features = SamplingFeatures(*choice)
+        triton_sampling.sample(logits, keys, positions, torch.empty(6), features, seen, stop_token_ids)
+
+
 def main(arch: int) -> None:
     JITFunction.run = compiling(arch)
     for dtype in (torch.bfloat16, torch.float32):
@@ -102,9 +115,7 @@ def main(arch: int) -> None:
         launch_experts(dtype)
         for head_dim in (64, 128, 256):
             launch_attention(dtype, head_dim)
-    number = torch.empty(4)
-    keys, steps = torch.empty(4, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
-    triton_sampling.sample(torch.empty(4, 151936), keys, steps, number, number)
+    launch_sampling()
 
 
 if __name__ == "__main__":

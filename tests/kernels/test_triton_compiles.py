@@ -17,9 +17,8 @@ KERNELS = {
     "_add_norm_kernel",
     "_gated_activation_kernel",
     "_grouped_linear_kernel",
-    "_maxima_kernel",
-    "_masses_kernel",
-    "_pick_kernel",
+    "_sums_kernel",
+    "_draw_kernel",
 }
 SPILLED = 64  # bytes per thread: a few registers, not a matrix
 SHARED = 99 * 1024  # bytes that a program may have on the smallest of them (sm_86, sm_89)
