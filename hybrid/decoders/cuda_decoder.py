@@ -55,6 +55,11 @@ class CudaDecoder(TorchDecoder):
     context_block = SPLIT
     samples_in_kernel = continues_past_ends = True
 
+    @property
+    def samples_with_penalties(self) -> bool:
+        """Whether sampling applies the repetition penalty and min_new_tokens: with logits of the whole vocabulary."""
+        return self.vocabulary is None
+
     def __init__(
         self,
         layout: DecoderLayout,

@@ -95,7 +95,10 @@ class DecodeState:
 
     def stop_ids(self, draws: Draws) -> torch.Tensor:
         """The tensor of as many stop tokens as `draws` has, int64 [n]."""
-        return self.stop_token_ids.setdefault(len(draws.stop_token_ids), draws.stop_token_ids.clone())
+        count = len(draws.stop_token_ids)
+        if count not in self.stop_token_ids:
+            self.stop_token_ids[count] = draws.stop_token_ids.clone()
+        return self.stop_token_ids[count]
 
     def draw(self, draws: Draws, count: int) -> None:
         """Sample a token for each of the first `count` sequences, record it, and make it the sequence's next input."""

@@ -73,6 +73,7 @@ class WholeDecoder:
     vocabulary: VocabularySlice | None = None  # what `logits` and `decode` give logits of; None: the whole vocabulary
     group: InferenceGroup | None = None  # ranks that run it together, on the same tokens; None: this rank alone
     samples_in_kernel = False  # whether it has `decode_steps`
+    samples_with_penalties = False  # whether sampling applies the repetition penalty and min_new_tokens
     continues_past_ends = False  # whether `decode_steps` goes on after a sequence has ended, and leaves it as it is
 
     def __init__(

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid.decoders.vocabulary import VocabularySlice
-from hybrid.generation.sampler import (
-    LOGPROBS,
-    SamplerOutput,
-    SamplingMetadata,
-    sample_sharded,
-    sample_tokens_in_torch,
-    samples_record,
-)
+from hybrid.generation.sampler import LOGPROBS, SamplerOutput, SamplingMetadata, sample_sharded, samples_record
 from hybrid.kernels.cpu_library import Samples
 
 
@@ -39,13 +32,19 @@ class TokenDraws:
 
     @property
     def values(self) -> torch.Tensor:
-        """The settings that `sample` reads on the device, float32 [2]."""
-        return torch.tensor([self.metadata.temperature, self.metadata.min_p], device=self.keys.device)
+        """The settings that `sample` reads on the device, float32 [6]."""
+        from hybrid.kernels.triton_sampling import sampling_values  # needs triton, which a CPU install lacks
+
+        return sampling_values(self.metadata, self.keys.device)
 
     @property
     def graph_key(self) -> Hashable:
         """Equal for draws that differ in nothing but their tensors."""
-        return self.metadata
+        if self.vocabulary is not None:
+            return self.metadata
+        from hybrid.kernels.triton_sampling import sampling_features
+
+        return sampling_features(self.metadata)
 
     def sample(
         self,
@@ -60,9 +59,18 @@ class TokenDraws:
         if self.vocabulary is not None:
             drawn = sample_sharded(logits, keys, positions, self.metadata, self.vocabulary)
             return drawn.tokens, *(getattr(drawn, name) for name in LOGPROBS)
-        if self.metadata.top_k or self.metadata.top_p < 1:
-            drawn = sample_tokens_in_torch(logits, keys, positions, self.metadata)
-            return drawn.tokens, *(getattr(drawn, name) for name in LOGPROBS)
         from hybrid.kernels.triton_sampling import sample
 
-        return sample(logits, keys, positions, *(value.repeat(len(keys)) for value in values))
+        return sample(logits, keys, positions, values, self.graph_key, seen, stop_token_ids)
+
+    def drawn(self, logits: torch.Tensor) -> SamplerOutput:
+        """A token for each row of logits [rows, vocab]."""
+        seen = None if self.token_ids is None else seen_tokens(self.token_ids, logits.shape[1])
+        settings = self.keys.contiguous(), self.positions.contiguous(), self.values, self.stop_token_ids
+        return SamplerOutput(*self.sample(logits, *settings, seen))
+
+
+def seen_tokens(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Which tokens each row has, uint8 [rows, vocab].  token_ids: int64 [rows, n], with -1 for no token."""
+    seen = torch.zeros(len(token_ids), vocab_size + 1, dtype=torch.uint8, device=token_ids.device)
+    return seen.scatter_(1, token_ids.masked_fill(token_ids < 0, vocab_size), 1)[:, :-1]

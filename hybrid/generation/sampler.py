@@ -162,28 +162,24 @@ def sample_tokens(
     positions: torch.Tensor,
     metadata: SamplingMetadata,
     vocabulary: VocabularySlice | None = None,
-    seen: torch.Tensor | None = None,
-    stop_token_ids: torch.Tensor | None = None,
 ) -> SamplerOutput:
     """Sample a token for each row of logits, float32 [n, vocab].  keys, positions: int64 [n], as in `uniform`.
 
+    metadata: without repetition penalty and min_new_tokens, which need the row's tokens.
+
     vocabulary: the slice that `logits` [n, width] are of; ranks then exchange sums and candidates, and each gets the
         tokens of the whole vocabulary. None: the whole vocabulary.
-    seen, stop_token_ids: for the repetition penalty and min_new_tokens, as in `hybrid/kernels/triton_sampling.py`.
     """
-    if logits.is_cuda and has_triton() and vocabulary is None:
+    processed = metadata.repetition_penalty != 1.0 or metadata.min_new_tokens > 0
+    assert not processed, "repetition_penalty and min_new_tokens need the row's tokens"
+    if vocabulary is not None:
+        return sample_sharded(logits, keys, positions, metadata, vocabulary)
+    if logits.is_cuda and has_triton():
         # needs triton, which a CPU install lacks
         from hybrid.kernels.triton_sampling import sample, sampling_features, sampling_values
 
-        values = sampling_values(metadata, logits.device)
-        features = sampling_features(metadata)
-        return SamplerOutput(
-            *sample(logits, keys.contiguous(), positions.contiguous(), values, features, seen, stop_token_ids)
-        )
-    processed = metadata.repetition_penalty != 1.0 or metadata.min_new_tokens > 0
-    assert not processed, "repetition_penalty and min_new_tokens need the CUDA kernels and the whole vocabulary"
-    if vocabulary is not None:
-        return sample_sharded(logits, keys, positions, metadata, vocabulary)
+        settings = sampling_values(metadata, logits.device), sampling_features(metadata)
+        return SamplerOutput(*sample(logits, keys.contiguous(), positions.contiguous(), *settings))
     library = cpu_library() if logits.device.type == "cpu" else None
     if library is None:
         return sample_tokens_in_torch(logits, keys, positions, metadata)

@@ -102,6 +102,8 @@ class Scheduler:
         phase: Phase,
         num_scheduler_steps: int | None = None,
     ):
+        if not decoder.samples_with_penalties:
+            request = request.with_processors()
         self.request, self.decoder, self.block_pool = request, decoder, block_pool
         self.max_num_seqs, self.phase = max_num_seqs, phase
         self.samples_in_kernel = decoder.samples_in_kernel and request.processors is None
@@ -118,6 +120,7 @@ class Scheduler:
         width = new + self.num_scheduler_steps
         self.ids = torch.full((count, self.prompt_len + width), request.pad_token_id, dtype=torch.int64, device=device)
         self.ids[:, : self.prompt_len] = request.prompt_ids
+        self.padding = request.padding_lengths()
         self.logps = torch.zeros(3, count, width, device=device)  # sampling, old, raw
         self.lengths = torch.zeros(count, dtype=torch.int64)
         # By running sequence: its row of the request, the position of its next new token, and its latest token.
@@ -239,7 +242,7 @@ class Scheduler:
         steps = min(self.num_scheduler_steps, self.steps_left)
         self.runner.allocate_slots(steps, self.max_blocks)
         if self.samples_in_kernel:
-            tokens, logps = self.runner.sampled_steps(self.latest_tokens, self.draws(), steps)
+            tokens, logps = self.runner.sampled_steps(self.latest_tokens, self.draws(len(self.runner)), steps)
             steps = len(tokens)
             self.record(tokens, logps)
         else:
@@ -249,16 +252,25 @@ class Scheduler:
             self.require_same_tokens(self.decoder.group)
         self.finish(steps)
 
-    def draws(self) -> TokenDraws:
-        """How the running sequences' next tokens are sampled."""
-        request = self.request
+    def token_ids(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """The tokens that rows have so far, int64 [n, tokens], and -1 elsewhere; None without a repetition penalty."""
+        if self.request.sampling_metadata.repetition_penalty == 1.0:
+            return None
+        columns, ends = torch.arange(self.ids.shape[1], device=rows.device), self.prompt_len + positions[:, None]
+        is_token = (columns >= self.padding[rows, None]) & (columns < ends)
+        return self.ids[rows].masked_fill(~is_token, -1)
+
+    def draws(self, count: int) -> TokenDraws:
+        """How the next tokens of the last `count` running sequences are sampled."""
+        request, rows, positions = self.request, self.rows[-count:], self.positions[-count:]
         return TokenDraws(
-            keys=request.sampling_keys[self.rows],
-            positions=self.positions,
-            limits=self.limits[self.rows],
+            keys=request.sampling_keys[rows],
+            positions=positions,
+            limits=self.limits[rows],
             stop_token_ids=request.stop_token_ids,
             pad_token_id=request.pad_token_id,
             metadata=request.sampling_metadata,
+            token_ids=self.token_ids(rows, positions),
             vocabulary=self.decoder.vocabulary,
         )
 
@@ -275,9 +287,12 @@ class Scheduler:
     def sample(self, logits: torch.Tensor, count: int) -> None:
         """Sample a token for each of the last `count` sequences from their logits [count, vocab]."""
         rows, positions = self.rows[-count:], self.positions[-count:]
-        if self.request.processors is None:
-            keys, metadata = self.request.sampling_keys[rows], self.request.sampling_metadata
-            drawn = sample_tokens(logits, keys, positions, metadata, self.decoder.vocabulary)
+        request = self.request
+        if self.continues_past_ends:
+            drawn = self.draws(count).drawn(logits)
+        elif request.processors is None:
+            settings = request.sampling_keys[rows], positions, request.sampling_metadata, self.decoder.vocabulary
+            drawn = sample_tokens(logits, *settings)
         else:
             drawn = self.sample_processed(logits, rows, positions)
         self.record(drawn.tokens[None], drawn.logps()[:, None])

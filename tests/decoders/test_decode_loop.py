@@ -40,7 +40,15 @@ SETTINGS = {
     "greedy": SamplingMetadata(0),
     "plain": SamplingMetadata(0.8),
     "truncated": SamplingMetadata(1.3, top_k=12, top_p=0.9, min_p=0.01),
+    "penalized": SamplingMetadata(0.9, repetition_penalty=1.6, min_new_tokens=4),
+    "greedy, penalized": SamplingMetadata(0, repetition_penalty=1.6, min_new_tokens=4),
 }
+
+
+class SingleSteps(CudaDecoder):
+    """Samples each step on the host, after Hugging Face's processors."""
+
+    samples_in_kernel = samples_with_penalties = False
 
 
 def decoder_of(model: torch.nn.Module, max_capture_size: int, monkeypatch: pytest.MonkeyPatch) -> CudaDecoder:
@@ -59,7 +67,9 @@ def request(sampling: str, rows: int = 4) -> Request:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCABULARY, ((7, 31, 3)[row % 3],), generator=generator) for row in range(rows)]
     keys = stream_keys(0, torch.arange(rows), torch.zeros(rows, dtype=torch.long))
-    settings = {"max_new_tokens": NEW, "sampling_metadata": SETTINGS[sampling], "sampling_keys": keys}
+    metadata = SETTINGS[sampling]
+    settings = {"max_new_tokens": NEW, "sampling_metadata": metadata, "sampling_keys": keys}
+    settings["logprob_temperature"] = metadata.temperature or 1.0
     made = request_of(prompts, stop_token_ids=torch.arange(0, VOCABULARY, 8), **settings)
     return replace(made, limits=torch.arange(rows) % 3 + NEW - 2, pad_token_id=1)
 
@@ -80,13 +90,13 @@ def require_equal(actual: Completions, expected: Completions) -> None:
 
 
 @pytest.mark.parametrize("max_num_seqs", slow_but([3], [3, 4]))  # 3: rows wait for others to end
-@pytest.mark.parametrize("sampling", slow_but(["plain"], SETTINGS))
+@pytest.mark.parametrize("sampling", slow_but(["plain", "penalized"], SETTINGS))
 def test_the_loop_gives_what_single_steps_give(sampling, max_num_seqs, monkeypatch):
     """In graphs, with padding sequences; and a second call replays the same graphs."""
     model = one_layer()
-    eager = decoder_of(model, 0, monkeypatch)
-    monkeypatch.setattr(eager, "samples_in_kernel", False, raising=False)
-    expected = completions_of(request(sampling), eager, max_num_seqs, 1)
+    single = SingleSteps(read_decoder(model), own_weights, model.dtype)
+    single.bind()
+    expected = completions_of(request(sampling), single, max_num_seqs, 1)
     limits = request(sampling).limits
     assert (expected.lengths < limits).any() and (expected.lengths == limits).any(), expected.lengths
     graphed, pool = decoder_of(model, 4, monkeypatch), BlockPool(32)
@@ -152,23 +162,18 @@ def test_a_layer_of_a_decode_step_launches_at_most_ten_kernels(variant, monkeypa
 
 
 @pytest.mark.parametrize("sampling", SETTINGS)
-def test_drawing_never_waits_for_the_device(sampling, monkeypatch):
+def test_drawing_takes_three_launches_and_never_waits_for_the_device(sampling, monkeypatch):
     drawn = request(sampling)
-    draws = TokenDraws(
-        drawn.sampling_keys,
-        drawn.sampling_keys * 0,
-        drawn.limits_of_rows(),
-        drawn.stop_token_ids,
-        0,
-        drawn.sampling_metadata,
-    )
+    keys, token_ids = drawn.sampling_keys, drawn.prompt_ids if SETTINGS[sampling].repetition_penalty > 1 else None
+    stops, metadata = drawn.stop_token_ids, drawn.sampling_metadata
+    draws = TokenDraws(keys, torch.zeros_like(keys), drawn.limits_of_rows(), stops, 0, metadata, token_ids)
     state = DecodeState(8, 64, VOCABULARY, torch.device(DEVICE))
     state.load_draws(draws)
     ops = launches_in(lambda: state.draw(draws, 4), monkeypatch)
-    assert not ops.waits and "_advance_kernel" in ops.seen
+    assert ops.seen == ["_sums_kernel", "_draw_kernel", "_advance_kernel"] and not ops.waits
 
 
-@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("rows", [3, 11])
 def test_the_plan_counts_the_loops_tensors(rows, monkeypatch):
     """As planned without a device: exactly the tensors that the loop makes, at 152k logits a row as at 200."""
     decoder = decoder_of(one_layer(), 64, monkeypatch)
