@@ -595,6 +595,8 @@ def sample(
     _sums_kernel[(rows, chunks)](*inputs, positions, values, maxima, sums, *sizes, CHUNK=CHUNK, SUB=SUB, **processed)
     _draw_kernel[(rows,)](
         *(*inputs, keys, positions, values, maxima, sums, scratch, tokens, logprobs, *sizes, subs),
-        **{"SUB": SUB, "SUBS": size, "TILE": TILE, **truncations, **processed, "num_warps": 8},
+        **{"SUB": SUB, "SUBS": size, "TILE": TILE, **truncations, **processed},
+        num_warps=8,
+        maxnreg=255,  # else ptxas (triton 3.7.1) chooses 128 for sm_80 and spills
     )
     return tokens, *logprobs.unbind()
