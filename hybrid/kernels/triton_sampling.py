@@ -9,7 +9,19 @@ second has one program per row. It needs those maxima and sums, and again only t
   about k subs for top-k, and for top-p about as many as the nucleus has tokens. Passes over these with 8 pivots narrow
   the interval until it holds at most TILE scores, which a search by halving in registers then finishes.
 
-LAUNCHES_AND_BYTES
+Two launches for every setting and batch. Bytes read per row of 151936 logits (608 kB), the logits' part of the second
+launch counted in Triton's interpreter:
+
+    setting                            first launch   second launch
+    plain, temperature, greedy         608 kB         14 kB of sums + 0.5 kB
+    repetition penalty                 + 152 kB seen  24 kB of sums, a fourth more for each logit read
+    min_new_tokens                     608 kB         24 kB of sums
+    min-p 0.05 (23 to 166 kept)        608 kB         14 kB + 16 to 80 kB
+    top-k 50                           608 kB         14 kB + 96 kB
+    top-k 50, top-p 0.9                608 kB         14 kB + 144 to 168 kB
+    top-p 0.9, 10 to 136 thousand kept 608 kB         14 kB + 2.4 to 3.6 MB: 4 to 6 passes over the row
+    top-k 5000                         608 kB         14 kB + 3.6 MB: 6 passes
+    top-p, all logits equal            608 kB         14 kB + 7.2 MB: 12 passes
 
 One program per row and no grid of (row, chunk) programs for each step of the search: such a search takes 8 launches
 for 32 bits at 15 pivots a pass, and each program first has to add up the sums of all chunks of its row. The subs that
@@ -435,7 +447,7 @@ def _draw_kernel(
                     )
                 # All tokens that are less probable than this are together less probable than 1 - top_p.
                 least = (1 - top_p) * total.to(tl.float32) / (2.0 * vocab)
-                least_key = _key(base + temperature * tl.log(least)).to(tl.int64)
+                least_key = _key(base + temperature * tl.log(least) - 1e-6 * tl.abs(base)).to(tl.int64)
                 threshold = _threshold(
                     top_p * total,
                     tl.maximum(threshold, least_key),
@@ -583,6 +595,8 @@ def sample(
     _sums_kernel[(rows, chunks)](*inputs, positions, values, maxima, sums, *sizes, CHUNK=CHUNK, SUB=SUB, **processed)
     _draw_kernel[(rows,)](
         *(*inputs, keys, positions, values, maxima, sums, scratch, tokens, logprobs, *sizes, subs),
-        **{"SUB": SUB, "SUBS": size, "TILE": TILE, **truncations, **processed, "num_warps": 8},
+        **{"SUB": SUB, "SUBS": size, "TILE": TILE, **truncations, **processed},
+        num_warps=8,
+        maxnreg=255,  # else ptxas (triton 3.7.1) chooses 128 for sm_80 and spills
     )
     return tokens, *logprobs.unbind()

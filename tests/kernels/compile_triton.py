@@ -32,7 +32,7 @@ def compiling(arch: int):
     As a launch does, it specializes integers that are 1 and those divisible by 16.
     """
 
-    def launch(kernel, *args, grid, warmup, num_warps=4, **constants):
+    def launch(kernel, *args, grid, warmup, num_warps=4, maxnreg=None, **constants):
         bound = inspect.signature(kernel.fn).bind(*args, **constants)
         signature, values, hints = {}, {}, {}
         for index, (param, value) in enumerate(zip(kernel.params, bound.arguments.values(), strict=True)):
@@ -46,7 +46,8 @@ def compiling(arch: int):
                 if specialized and value % 16 == 0:
                     hints[index,] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, values, hints)
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
+        options = {"num_warps": num_warps, "maxnreg": maxnreg}
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
