@@ -12,7 +12,14 @@ from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_lora_deltas
 from hybrid.decoders.tp_decoder import ShardedDecoder
 from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
-from hybrid.kernels.triton_attention import SPLIT, decode_attention, prefill_attention
+from hybrid.kernels.kv_addresses import LayerKV, kv_addresses
+from hybrid.kernels.triton_attention import (
+    WIDEST_TILE,
+    SplitWorkspace,
+    decode_attention,
+    prefill_attention,
+    split_workspace,
+)
 from hybrid.kernels.triton_experts import mixture
 from hybrid.kernels.triton_fused import HeadNorm, add_norm, gated_activation, rope_and_write
 from hybrid.models.spec import DecoderLayout, ParamRef
@@ -41,7 +48,9 @@ class CudaDecoder(TorchDecoder):
     BLOCK 0 OF THE CACHE IS RESERVED: the padding rows of a graph write there, so no sequence may have it.
     """
 
-    context_block = SPLIT
+    # More than two tiles: attention of a decode step is divided into two splits or more, unless there are so many
+    # sequences and heads that it never is.
+    context_block = 2 * WIDEST_TILE
 
     def __init__(
         self,
@@ -60,6 +69,9 @@ class CudaDecoder(TorchDecoder):
         self.bias: torch.Tensor | None = None  # ALiBi's, [heads, positions]
         self.graphed: GraphedStep | None = None
         self.addresses: tuple[float, ...] = ()  # of the weights and LoRA factors, and LoRA's scales
+        self.kv_table: torch.Tensor | None = None  # int64 [layers, 2]: addresses of the blocks that kernels read
+        self.kv_table_of: tuple[int, ...] = ()  # these addresses, on the host
+        self.workspace: SplitWorkspace | None = None  # of decode attention
         self.lent: PagedKV | None = None  # the blocks, while a graph is captured or replayed
         self.lent_addresses: tuple[int, ...] = ()  # of the blocks that the graphs read
 
@@ -151,10 +163,27 @@ class CudaDecoder(TorchDecoder):
 
     def _layers(self, hidden: torch.Tensor, step: Step, kv: PagedKV, span: range) -> torch.Tensor:
         """Run the layers of `span`. What a layer adds to the residual stream, the next layer's norm kernel adds."""
+        self.read_blocks_of(kv)
         pending = None
         for index in span:
             hidden, pending = self._layer(index, hidden, pending, step, kv)
         return hidden if pending is None else self._added(hidden, pending)
+
+    def read_blocks_of(self, kv: PagedKV) -> None:
+        """Let kernels, also those in graphs, read and write these blocks. Costs nothing if they have not moved."""
+        addresses = tuple(layer.data_ptr() for layer in (*kv.keys, *kv.values))
+        if addresses == self.kv_table_of:
+            return
+        if self.kv_table is None:
+            self.kv_table = torch.zeros(len(kv.keys), 2, dtype=torch.int64, device=self.device)
+            group = self.spec.num_heads // self.spec.num_kv_heads
+            self.workspace = split_workspace(group, self.spec.head_dim, self.device)
+        self.kv_table.copy_(kv_addresses(kv.keys, kv.values))
+        self.kv_table_of = addresses
+
+    def _layer_kv(self, index: int) -> LayerKV:
+        """The layer's blocks as kernels read them."""
+        return LayerKV(self.kv_table[index], self.dtype, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
 
     def _layer(
         self, index: int, hidden: torch.Tensor, pending: torch.Tensor | None, step: Step, kv: PagedKV
@@ -173,7 +202,7 @@ class CudaDecoder(TorchDecoder):
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, kv: PagedKV
     ) -> torch.Tensor:
         spec, layer, batch = self.spec, self.spec.layers[index], step.batch
-        keys, values = kv.keys[index], kv.values[index]
+        blocks = self._layer_kv(index)
         cos, sin = self.rope[layer.rotary] if layer.rotary else (None, None)
         head_norm = None
         if spec.qk_norm == "head":
@@ -181,14 +210,14 @@ class CudaDecoder(TorchDecoder):
             weights = (self.blocks[index][f"{role}.weight"] for role in ("q_norm", "k_norm"))
             head_norm = HeadNorm(*weights, spec.norm_eps, spec.norm_offset, spec.norm_float32)
         q = rope_and_write(
-            q, k, v, cos, sin, batch.positions, step.slot_mapping, keys, values, spec.rotary_interleaved, head_norm
+            q, k, v, cos, sin, batch.positions, step.slot_mapping, blocks, spec.rotary_interleaved, head_norm
         )
         # Hugging Face's eager attention, which models with soft caps and BLOOM use, rounds the scores.
         rounded = spec.attention_softcap > 0 or (spec.alibi is not None and not spec.alibi_bfloat16)
         features = spec.attention_scale, spec.attention_softcap, layer.window, self.bias, rounded
         if step.decoding:
-            return decode_attention(q, keys, values, batch.lengths, batch.block_tables, *features)
-        return prefill_attention(q, keys, values, batch.cu_seqlens, batch.lengths, batch.block_tables, *features)
+            return decode_attention(q, blocks, batch.lengths, batch.block_tables, self.workspace, *features)
+        return prefill_attention(q, blocks, batch.cu_seqlens, batch.lengths, batch.block_tables, *features)
 
     def _mlp(self, index: int, x: torch.Tensor) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec

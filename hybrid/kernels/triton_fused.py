@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 
 from hybrid.kernels import require_contiguous
+from hybrid.kernels.kv_addresses import ALIGNMENT, LayerKV
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 ACTIVATION_BLOCK = 1024  # columns per program of the gated activation
 HEAD_BLOCK = 8  # heads per program of `rope_and_write`
+ALIGNED = tl.constexpr(ALIGNMENT)  # bytes
 
 
 @triton.jit
@@ -162,8 +164,7 @@ def _rope_and_write_kernel(
     rows,
     slot_mapping,
     q_out,
-    keys,
-    values,
+    kv_addresses,
     q_stride,
     k_stride,
     v_stride,
@@ -182,6 +183,8 @@ def _rope_and_write_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """One program per token and BLOCK_H heads: first the blocks of q, then those of k, then those of v."""
+    keys = tl.multiple_of(tl.load(kv_addresses).to(q.dtype), ALIGNED)
+    values = tl.multiple_of(tl.load(kv_addresses + 1).to(q.dtype), ALIGNED)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     block_row = tl.load(slot_mapping + token) * (KV_HEADS * HEAD_DIM)
@@ -246,8 +249,7 @@ def rope_and_write(
     sin: torch.Tensor | None,
     rows: torch.Tensor,
     slot_mapping: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    kv: LayerKV,
     interleaved: bool = False,
     norm: HeadNorm | None = None,
 ) -> torch.Tensor:
@@ -258,19 +260,20 @@ def rope_and_write(
         no RoPE.
     rows: integers [tokens], the row of cos and sin for each token.
     slot_mapping: int64 [tokens], block * BLOCK_SIZE + offset in the block, for each token's key and value.
-    keys, values [blocks, BLOCK_SIZE, kv_heads, head_dim], q's dtype, written in place.
+    kv: the layer's keys and values, in q's dtype, written in place.
     interleaved: RoPE pairs are neighbours, not halves.  norm: of the heads, before RoPE; None: no norm.
     Gives q itself if there is neither RoPE nor norm.
     """
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
-    require_contiguous(q.device, q.dtype, keys, values)
-    require_contiguous(q.device, torch.int64, slot_mapping)
+    require_contiguous(q.device, torch.int64, kv.addresses, slot_mapping)
     require_contiguous(q.device, rows.dtype, rows)
     if cos is not None:
         require_contiguous(q.device, cos.dtype, cos, sin)
     if norm is not None:
         require_contiguous(q.device, norm.q.dtype, norm.q, norm.k)
     assert k.dtype == v.dtype == q.dtype, f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}"
+    assert kv.dtype == q.dtype, f"queries are {q.dtype}, cached keys and values {kv.dtype}"
+    assert (kv.kv_heads, kv.head_dim) == (kv_heads, head_dim), "heads of keys and of cached keys differ"
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q, k, v)), "the heads of a token must be contiguous"
     rotary = 0 if cos is None else 2 * cos.shape[1]
     changes = rotary > 0 or norm is not None
@@ -279,7 +282,7 @@ def rope_and_write(
     eps, offset, float32_weight = (0.0, 0.0, False) if norm is None else (norm.eps, norm.offset, norm.float32_weight)
     weights = (q, k) if norm is None else (norm.q, norm.k)
     tables = (rows, rows) if cos is None else (cos, sin)
-    tensors = (q, k, v, *weights, *tables, rows, slot_mapping, q_out, keys, values)
+    tensors = (q, k, v, *weights, *tables, rows, slot_mapping, q_out, kv.addresses)
     strides = (q.stride(0), k.stride(0), v.stride(0))
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "ROTARY": rotary}
     sizes |= {"Q_BLOCKS": q_blocks, "KV_BLOCKS": kv_blocks, "BLOCK_H": HEAD_BLOCK}

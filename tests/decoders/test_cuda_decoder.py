@@ -17,7 +17,7 @@ from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.cuda_decoder import CudaDecoder, ShardedCudaDecoder
 from hybrid.kernels.cuda_graph import Captured
 from hybrid.kernels.host_group import on_host
-from hybrid.kernels.triton_attention import SPLIT, decode_attention
+from hybrid.kernels.triton_attention import decode_attention
 from hybrid.models.reader import read_decoder
 from hybrid.parallel import InferenceGroup
 from hybrid.weights.slices import Shard
@@ -277,38 +277,33 @@ def test_the_self_check_accepts_a_correct_decoder(max_capture_size):
     assert (decoder.graphed is not None) == (max_capture_size > 0)
 
 
-class AveragedSplits:
-    """Replaces the join kernel: averages splits, ignoring their softmax weights."""
-
-    def __getitem__(self, grid: tuple) -> Callable:
-        def join(parts, log_totals, lengths, out, window, splits, **sizes):
-            for row, length in enumerate(lengths.tolist()):
-                out[row] = parts[row, :, : -(-length // SPLIT)].mean(1)
-
-        return join
-
-
 def no_attention(q, *args):
     return torch.zeros_like(q)
 
 
-def of_other_sequences_blocks(q, keys, values, lengths, block_tables, *features):
-    return decode_attention(q, keys, values, lengths, block_tables.flip(0).contiguous(), *features)
+def of_other_sequences_blocks(q, kv, lengths, block_tables, *features):
+    return decode_attention(q, kv, lengths, block_tables.flip(0).contiguous(), *features)
 
 
-def of_the_first_split(q, keys, values, lengths, block_tables, *features):
-    return decode_attention(q, keys, values, lengths.clamp(max=SPLIT), block_tables, *features)
+def of_the_first_tiles(q, kv, lengths, block_tables, *features):
+    return decode_attention(q, kv, lengths.clamp(max=CudaDecoder.context_block), block_tables, *features)
+
+
+def of_averaged_splits(q, kv, lengths, block_tables, workspace, scale, softcap, window, *features):
+    """As if the join ignored the sums of the splits' weights; only one sequence is as long as two splits."""
+    inputs, split = (block_tables, workspace, scale, softcap), CudaDecoder.context_block // 2
+    first = decode_attention(q, kv, lengths.clamp(max=split), *inputs, 0, *features)
+    rest = decode_attention(q, kv, lengths, *inputs, int(lengths.max()) - split, *features)
+    return torch.where((lengths > split)[:, None, None], (first + rest) / 2, first)
 
 
 @pytest.mark.parametrize(
-    "wrong", [slow(no_attention), slow(of_other_sequences_blocks), slow(of_the_first_split), slow(AveragedSplits)]
+    "wrong",
+    [slow(no_attention), slow(of_other_sequences_blocks), slow(of_the_first_tiles), slow(of_averaged_splits)],
 )
 def test_the_self_check_rejects_wrong_decode_attention(wrong, monkeypatch):
     """Only decode attention is wrong; prefill is correct."""
-    if wrong is AveragedSplits:
-        monkeypatch.setattr("hybrid.kernels.triton_attention._join_kernel", AveragedSplits())
-    else:
-        monkeypatch.setattr("hybrid.decoders.cuda_decoder.decode_attention", wrong)
+    monkeypatch.setattr("hybrid.decoders.cuda_decoder.decode_attention", wrong)
     model = checked_model()
     reason = self_check_reason(cuda_decoder(model), model)
     assert reason.startswith("layer 0, in decode steps, of the fused container differs"), reason

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from hybrid.kernels import triton_attention, triton_experts, triton_fused, triton_sampling
+from hybrid.kernels.kv_addresses import LayerKV
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -29,7 +30,7 @@ def compiling(arch: int):
     As a launch does, it specializes integers that are 1 and those divisible by 16.
     """
 
-    def launch(kernel, *args, grid, warmup, num_warps=4, **constants):
+    def launch(kernel, *args, grid, warmup, num_warps=4, num_stages=3, **constants):
         bound = inspect.signature(kernel.fn).bind(*args, **constants)
         signature, values, hints = {}, {}, {}
         for index, (param, value) in enumerate(zip(kernel.params, bound.arguments.values(), strict=True)):
@@ -43,7 +44,8 @@ def compiling(arch: int):
                 if specialized and value % 16 == 0:
                     hints[index,] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, values, hints)
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
@@ -59,26 +61,31 @@ def compiling(arch: int):
     return launch
 
 
-def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
-    """Decode and prefill attention, plain and with all features."""
-    q, blocks = torch.empty(4, 8, head_dim, dtype=dtype), torch.empty(4, 32, 2, head_dim, dtype=dtype)
+def launch_attention(dtype: torch.dtype, head_dim: int, group: int, arch: int) -> None:
+    """Decode and prefill attention, plain and with all features; decode steps with one split and with several."""
+    kv = LayerKV(torch.empty(2, dtype=torch.int64), dtype, 32, 2, head_dim)
+    # Queries are a slice of the product for queries, keys and values.
+    q = torch.empty(4, 2 * group + 4, head_dim, dtype=dtype)[:, : 2 * group]
     lengths, block_tables = torch.empty(4, dtype=torch.int32), torch.empty(4, 128, dtype=torch.int32)
-    everything = {"softcap": 50.0, "window": 77, "bias": torch.empty(8, 4096), "rounded": True}
+    workspace = triton_attention.split_workspace(group, head_dim, q.device)
+    everything = {"softcap": 50.0, "window": 77, "bias": torch.empty(2 * group, 4096), "rounded": True}
     for features in ({}, everything):
-        triton_attention.decode_attention(q, blocks, blocks, lengths, block_tables, 0.1, **features)
-        triton_attention.prefill_attention(q, blocks, blocks, lengths, lengths, block_tables, 0.1, **features)
+        for splits in (1, 16):
+            triton_attention.decode_attention(
+                q, kv, lengths, block_tables, workspace, 0.1, **features, splits=splits, arch=arch
+            )
+        triton_attention.prefill_attention(q, kv, lengths, lengths, block_tables, 0.1, **features, arch=arch)
 
 
 def launch_fused(dtype: torch.dtype) -> None:
     """Rope, norms, activations; head_dim 80 needs masked columns."""
-    q, kv, blocks = (torch.empty(4, heads, 80, dtype=dtype) for heads in (32, 2, 2))
+    q, k = (torch.empty(4, heads, 80, dtype=dtype) for heads in (32, 2))
+    kv = LayerKV(torch.empty(2, dtype=torch.int64), dtype, 32, 2, 80)
     table, slot_mapping = torch.empty(99, 40, dtype=dtype), torch.empty(4, dtype=torch.int64)
     norm = triton_fused.HeadNorm(torch.empty(80, dtype=dtype), torch.empty(80, dtype=dtype), 1e-6)
     for interleaved, head_norm in ((False, None), (True, norm)):
-        triton_fused.rope_and_write(
-            q, kv, kv, table, table, slot_mapping, slot_mapping, blocks, blocks, interleaved, head_norm
-        )
-    triton_fused.rope_and_write(q, kv, kv, None, None, slot_mapping, slot_mapping, blocks, blocks)
+        triton_fused.rope_and_write(q, k, k, table, table, slot_mapping, slot_mapping, kv, interleaved, head_norm)
+    triton_fused.rope_and_write(q, k, k, None, None, slot_mapping, slot_mapping, kv)
     x = torch.empty(4, 4096, dtype=dtype)
     triton_fused.add_norm(x, x, x[0], None, 1e-5)
     triton_fused.add_norm(x, None, x[0], None, 1e-5, 1.0, True)
@@ -101,7 +108,7 @@ def main(arch: int) -> None:
         launch_fused(dtype)
         launch_experts(dtype)
         for head_dim in (64, 128, 256):
-            launch_attention(dtype, head_dim)
+            launch_attention(dtype, head_dim, 4, arch)
     number = torch.empty(4)
     keys, steps = torch.empty(4, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
     triton_sampling.sample(torch.empty(4, 151936), keys, steps, number, number)

@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="triton is not installed; it comes with tor
 
 KERNELS = {
     "_decode_kernel",
-    "_join_kernel",
     "_prefill_kernel",
     "_rope_and_write_kernel",
     "_add_norm_kernel",
