@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
-from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_lora_deltas
+from hybrid.decoders.torch_decoder import Copies, Tensors, TorchDecoder, no_lora_deltas
 from hybrid.decoders.tp_decoder import ShardedDecoder
 from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
 from hybrid.kernels.kv_addresses import LayerKV, kv_addresses
@@ -21,7 +21,7 @@ from hybrid.kernels.triton_attention import (
     split_workspace,
 )
 from hybrid.kernels.triton_experts import mixture
-from hybrid.kernels.triton_fused import HeadNorm, add_norm, gated_activation, rope_and_write
+from hybrid.kernels.triton_fused import QKNorm, activated, add_norm, rope_and_write
 from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.weights.lora import LowRank
 
@@ -37,6 +37,18 @@ class Step:
     batch: PackedBatch
     decoding: bool
     slot_mapping: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What is still to be added to the residual stream.
+
+    output: of attention or MLP, [tokens, hidden].
+    post_norm: None, or the weight of the norm that the output goes through first, [hidden].
+    """
+
+    output: torch.Tensor
+    post_norm: torch.Tensor | None = None
 
 
 class CudaDecoder(TorchDecoder):
@@ -167,7 +179,7 @@ class CudaDecoder(TorchDecoder):
         pending = None
         for index in span:
             hidden, pending = self._layer(index, hidden, pending, step, kv)
-        return hidden if pending is None else self._added(hidden, pending)
+        return self._added_and_normed(Tensors(), "", hidden, pending)[1]
 
     def read_blocks_of(self, kv: PagedKV) -> None:
         """Let kernels, also those in graphs, read and write these blocks. Costs nothing if they have not moved."""
@@ -186,17 +198,32 @@ class CudaDecoder(TorchDecoder):
         return LayerKV(self.kv_table[index], self.dtype, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
 
     def _layer(
-        self, index: int, hidden: torch.Tensor, pending: torch.Tensor | None, step: Step, kv: PagedKV
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, index: int, hidden: torch.Tensor, pending: Pending | None, step: Step, kv: PagedKV
+    ) -> tuple[torch.Tensor, Pending]:
         """Run a layer. Takes and gives the residual stream [tokens, hidden] and what is still to be added to it."""
         block = self.blocks[index]
         x, hidden = self._added_and_normed(block, "attention_norm", hidden, pending)
-        attended = self._norm(block, "attention_post_norm", self._attention(index, x, step, kv))
+        attended = self._attention(index, x, step, kv)
         if self.spec.parallel:
+            attended = self._norm(block, "attention_post_norm", attended)
             x = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else x
-            return hidden, self._norm(block, "mlp_post_norm", self._mlp(index, x)) + attended
+            return hidden, Pending(self._norm(block, "mlp_post_norm", self._mlp(index, x)) + attended)
+        attended = self._pending(block, "attention_post_norm", attended)
         x, hidden = self._added_and_normed(block, "mlp_norm", hidden, attended)
-        return hidden, self._norm(block, "mlp_post_norm", self._mlp(index, x))
+        return hidden, self._pending(block, "mlp_post_norm", self._mlp(index, x))
+
+    def _pending(self, block: Tensors, role: str, output: torch.Tensor) -> Pending:
+        """An output, to be normed by `role` if there is such a norm."""
+        if f"{role}.bias" in block:
+            return Pending(self._norm(block, role, output))
+        return Pending(output, block.get(f"{role}.weight"))
+
+    def _norms_in_rope(self) -> bool:
+        """Whether the kernel of rope norms queries and keys too."""
+        return self.spec.qk_norm != ""
+
+    def _rows_normed(self, block: Tensors, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return q, k  # the kernel of `rope_and_write` norms them
 
     def _attended(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, kv: PagedKV
@@ -204,13 +231,13 @@ class CudaDecoder(TorchDecoder):
         spec, layer, batch = self.spec, self.spec.layers[index], step.batch
         blocks = self._layer_kv(index)
         cos, sin = self.rope[layer.rotary] if layer.rotary else (None, None)
-        head_norm = None
-        if spec.qk_norm == "head":
-            assert spec.norm == "rms", "heads are normed by RMS norms"
+        qk_norm = None
+        if self._norms_in_rope():
+            assert spec.norm == "rms", "queries and keys are normed by RMS norms"
             weights = (self.blocks[index][f"{role}.weight"] for role in ("q_norm", "k_norm"))
-            head_norm = HeadNorm(*weights, spec.norm_eps, spec.norm_offset, spec.norm_float32)
+            qk_norm = QKNorm(*weights, spec.norm_eps, spec.norm_offset, spec.norm_float32)
         q = rope_and_write(
-            q, k, v, cos, sin, batch.positions, step.slot_mapping, blocks, spec.rotary_interleaved, head_norm
+            q, k, v, cos, sin, batch.positions, step.slot_mapping, blocks, spec.rotary_interleaved, qk_norm
         )
         # Hugging Face's eager attention, which models with soft caps and BLOOM use, rounds the scores.
         rounded = spec.attention_softcap > 0 or (spec.alibi is not None and not spec.alibi_bfloat16)
@@ -221,49 +248,49 @@ class CudaDecoder(TorchDecoder):
 
     def _mlp(self, index: int, x: torch.Tensor) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec
-        if not spec.gated:
-            return super()._mlp(index, x)
         if not spec.layers[index].experts:
-            return self._linear(block, "down", self._gated(self._linear(block, "gate_up", x)))
+            up = self._linear(block, "gate_up" if spec.gated else "up", x)
+            return self._linear(block, "down", activated(up, self._activation, spec.gated))
         weights = (block[f"{role}.weight"] for role in ("router", "experts_gate_up", "experts_down"))
-        settings = spec.experts_per_token, spec.normalize_experts, spec.experts_float32, self._gated
-        return mixture(x, *weights, *settings)
+        settings = spec.experts_per_token, spec.normalize_experts, spec.experts_float32
+        return mixture(x, *weights, *settings, lambda gate_up: activated(gate_up, self._activation, gated=True))
 
-    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """act(gate) * up.  gate_up: [rows, 2 * width], gate before up"""
-        if self.spec.activation_stepwise:
-            gate, up = gate_up.chunk(2, dim=-1)
-            return self.activation(gate) * up
-        return gated_activation(gate_up, self.spec.activation)
+    @property
+    def _activation(self) -> str:
+        """The activation, as its kernel names it."""
+        return "gelu_new" if self.spec.activation_stepwise else self.spec.activation
 
     def _added_and_normed(
-        self, tensors: dict[str, torch.Tensor], role: str, hidden: torch.Tensor, pending: torch.Tensor | None
+        self, tensors: Tensors, role: str, hidden: torch.Tensor, pending: Pending | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream with `pending` added: normed by `role` if there is such a norm, and not normed."""
-        if f"{role}.weight" not in tensors:
-            hidden = hidden if pending is None else self._added(hidden, pending)
-            return hidden, hidden
         if pending is None:
             return self._norm(tensors, role, hidden), hidden
-        return self._fused_norm(tensors, role, pending, hidden, self.spec.residual_multiplier)
+        more = {"multiplier": self.spec.residual_multiplier, "post_weight": pending.post_norm}
+        return self._fused_norm(tensors, role, pending.output, hidden, **more)
 
-    def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
+    def _norm(self, tensors: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] normed by `role`; unchanged if there is no such norm."""
         return self._fused_norm(tensors, role, x)[0] if f"{role}.weight" in tensors else x
 
     def _fused_norm(
         self,
-        tensors: dict[str, torch.Tensor],
+        tensors: Tensors,
         role: str,
         x: torch.Tensor,
         residual: torch.Tensor | None = None,
         multiplier: float = 1.0,
+        post_weight: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """residual + multiplier * x: normed by `role`, and not normed."""
-        weight, bias, spec = tensors[f"{role}.weight"], tensors.get(f"{role}.bias"), self.spec
-        choices = spec.norm_eps, spec.norm_offset, spec.norm_float32
-        return add_norm(x, residual, weight, bias, *choices, multiplier, centered=spec.norm == "layer")
+        """residual + multiplier * x, with x normed by `post_weight` first: normed by `role`, and not normed."""
+        weight, bias, spec = tensors.get(f"{role}.weight"), tensors.get(f"{role}.bias"), self.spec
+        choices = spec.norm_eps, spec.norm_offset, spec.norm_float32, multiplier, spec.norm == "layer"
+        return add_norm(x, residual, weight, bias, *choices, post_weight)
 
 
 class ShardedCudaDecoder(ShardedDecoder, CudaDecoder):
     """CudaDecoder over a rank's slices of the weights, as ShardedDecoder; a graph contains the sums over the ranks."""
+
+    def _norms_in_rope(self) -> bool:
+        """Norms over all heads of a token are sums over the ranks."""
+        return self.spec.qk_norm == "head"

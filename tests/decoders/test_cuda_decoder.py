@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
@@ -25,8 +26,11 @@ from tests.decoders.test_self_check import self_check_reason
 from tests.decoders.test_sharded_decoder import Slices
 from tests.decoders.test_torch_decoder import VARIANTS, average, distance, own_weights
 from tests.decoders.test_unmerged_lora import fused_of
+from tests.kernels import interpreter_bfloat16
 from tests.marks import slow_but
-from tests.tiny_models import VOCABULARY, tiny_model, with_peft
+from tests.tiny_models import ALL_FAMILIES, VOCABULARY, tiny_model, with_peft
+
+interpreter_bfloat16.install()
 
 # These cover the kernels' features; the other variants differ in torch operations only, and run as slow tests.
 QUICK = (
@@ -35,7 +39,7 @@ QUICK = (
     "bloom",
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter cannot do bfloat16 (triton 3.7.1)
+HALF = torch.bfloat16
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 PROMPTS = (31, 3, 1)  # tokens; the first sequence crosses the end of its block during decode
 NEW = 2
@@ -167,6 +171,42 @@ def test_half_precision_logits_round_as_hugging_face(variant):
     expected = hugging_face(model.to(HALF), ids)
     actual = Decoding(cuda_decoder(model), ids).every_logit()
     assert average(actual, expected) < average(expected, exact)
+
+
+class CountedLaunches(TorchDispatchMode):
+    """Counts operations that launch a kernel on a device: neither views nor allocations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not (func.is_view or func in (torch.ops.aten.empty.memory_format, torch.ops.aten.detach.default))
+        return func(*args, **(kwargs or {}))
+
+
+# Norm, queries keys and values, rope, attention, its projection, norm, up, activation, down. Parallel layers add the
+# outputs of attention and MLP.
+LAUNCHES = {"gpt_neox": 10, "gptj": 9, "falcon": 9, "phi": 9}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of interpreted kernels")
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_dense_layer_takes_nine_launches(family, monkeypatch):
+    """In decode steps; of products with biases each is one, which cuBLASLt adds."""
+    decoder = cuda_decoder(small(family))
+    if any(layer.experts for layer in decoder.spec.layers):
+        pytest.skip("experts take more")
+    decoding, counts = Decoding(decoder, sequences((3, 3))), []
+    batch, hidden = decoding.batch([(2, 3), (2, 3)]), torch.zeros(2, decoder.spec.hidden_size, device=DEVICE)
+    for layers in (1, 1, 2):  # the first run makes tables
+        with CountedLaunches() as launches, monkeypatch.context() as patch:
+
+            def launch(*args, launches=launches, **kwargs):
+                launches.count += 1
+
+            patch.setattr("triton.runtime.interpreter.InterpretedFunction.run", launch)
+            decoder.decode_layers(hidden, batch, decoding.kv, 0, layers)
+        counts.append(launches.count)
+    assert counts[2] - counts[1] == LAUNCHES.get(family, 9)
 
 
 def check_slices(variant: str) -> None:

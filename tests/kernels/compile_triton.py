@@ -82,7 +82,7 @@ def launch_fused(dtype: torch.dtype) -> None:
     q, k = (torch.empty(4, heads, 80, dtype=dtype) for heads in (32, 2))
     kv = LayerKV(torch.empty(2, dtype=torch.int64), dtype, 32, 2, 80)
     table, slot_mapping = torch.empty(99, 40, dtype=dtype), torch.empty(4, dtype=torch.int64)
-    norm = triton_fused.HeadNorm(torch.empty(80, dtype=dtype), torch.empty(80, dtype=dtype), 1e-6)
+    norm = triton_fused.QKNorm(torch.empty(80, dtype=dtype), torch.empty(80, dtype=dtype), 1e-6)
     for interleaved, head_norm in ((False, None), (True, norm)):
         triton_fused.rope_and_write(q, k, k, table, table, slot_mapping, slot_mapping, kv, interleaved, head_norm)
     triton_fused.rope_and_write(q, k, k, None, None, slot_mapping, slot_mapping, kv)
@@ -90,8 +90,11 @@ def launch_fused(dtype: torch.dtype) -> None:
     triton_fused.add_norm(x, x, x[0], None, 1e-5)
     triton_fused.add_norm(x, None, x[0], None, 1e-5, 1.0, True)
     triton_fused.add_norm(x, x, x[0], x[0], 1e-5, centered=True)
+    triton_fused.add_norm(x, x, x[0], None, 1e-5, 1.0, True, post_weight=x[0])
+    triton_fused.add_norm(x, x, None, None, 1e-5, float32_weight=True, post_weight=x[0])
     for activation in triton_fused.ACTIVATIONS:
-        triton_fused.gated_activation(x, activation)
+        for gated in (False, True):
+            triton_fused.activated(x, activation, gated)
 
 
 def launch_experts(dtype: torch.dtype) -> None:

@@ -23,23 +23,24 @@ from hybrid.decoders.batch import BLOCK_SIZE
 from hybrid.generation.sampler import stream_keys, uniform
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
+from hybrid.kernels import torch_ops
 from hybrid.kernels import triton_attention as attention
 from hybrid.kernels import triton_fused as fused
 from hybrid.kernels.kv_addresses import LayerKV, layer_kv
 from hybrid.kernels.triton_experts import mixture
 from hybrid.kernels.triton_sampling import CHUNK, sample
+from tests.kernels import interpreter_bfloat16
 from tests.marks import slow_but
 
+interpreter_bfloat16.install()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 # Sums in another order than the oracle's: float32 agrees to its rounding; bfloat16 to one unit in the last of 8 bits.
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-6},
-    torch.float16: {"rtol": 2**-10, "atol": 2**-11},
     torch.bfloat16: {"rtol": 2**-7, "atol": 2**-9},
 }
-# The interpreter truncates to bfloat16 where a device rounds, and its tl.dot reads the bits as integers (3.7.1).
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+HALF = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -278,19 +279,39 @@ def test_add_layer_norm_matches_torch(bias, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("norm", slow_but([Gemma2RMSNorm], [LlamaRMSNorm, Gemma2RMSNorm, Olmo2RMSNorm]))
+def test_a_post_norm_matches_the_familys_layers(norm, normed, dtype):
+    """Normed, added to the residual stream, and normed for what follows; or only added, as in OLMo2."""
+    layers = [norm(48, eps=1e-5).to(DEVICE, dtype) for _ in range(2)]
+    for layer in layers:
+        layer.weight.data = random(48, dtype=dtype)
+    choice = {"offset": float(norm is Gemma2RMSNorm), "float32_weight": norm is not LlamaRMSNorm, "multiplier": 0.3}
+    x, residual = random(5, 60, dtype=dtype)[:, :48], random(5, 48, dtype=dtype)
+    weights = {"weight": layers[1].weight if normed else None, "post_weight": layers[0].weight}
+    actual, total = fused.add_norm(x, residual, bias=None, eps=1e-5, **weights, **choice)
+    close_with_the_same_rounding(total, residual + layers[0](x) * 0.3)
+    if normed:
+        close_with_the_same_rounding(actual, layers[1](total))
+    else:
+        assert actual is total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("activation", fused.ACTIVATIONS)
-def test_gated_activation_matches_torch(activation, dtype):
+def test_activations_match_torch(activation, dtype):
     reference = {
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "gelu_new": torch_ops.gelu_new,
         "relu": F.relu,
     }[activation]
     # for large |x|, 1 + erf(x) is all rounding, and differs between platforms
-    gate_up = random(3, 2 * 1100, dtype=dtype)
-    close_with_the_same_rounding(
-        fused.gated_activation(gate_up, activation), reference(gate_up[:, :1100]) * gate_up[:, 1100:]
-    )
+    x = random(3, 2 * 1100, dtype=dtype)
+    gated = reference(x[:, :1100]) * x[:, 1100:]
+    close_with_the_same_rounding(fused.activated(x, activation, gated=True), gated)
+    close_with_the_same_rounding(fused.activated(x[:, :1100], activation), reference(x[:, :1100]))
 
 
 def gated_experts(family: str) -> torch.nn.Module:
@@ -324,7 +345,7 @@ def test_mixture_matches_hugging_face(tokens, family):
         per_token=2,
         normalize=family == "mixtral",
         float32=family == "mixtral",
-        gated=lambda gate_up: fused.gated_activation(gate_up, "silu"),
+        gated=lambda gate_up: fused.activated(gate_up, "silu", gated=True),
     )
     close(actual, expected, slack=4)  # sums of 72 products of the size of 1
 
@@ -342,14 +363,15 @@ def written(blocks: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
     slow_but([(torch.float32,) * 2, (HALF, torch.float32)], [(torch.float32,) * 2, (HALF,) * 2, (HALF, torch.float32)]),
     ids=str,
 )
-@pytest.mark.parametrize("normed", slow_but(["gemma"], ["", "llama", "gemma"]))
+@pytest.mark.parametrize("normed", slow_but(["gemma", "olmo2"], ["", "llama", "gemma", "olmo2"]))
 @pytest.mark.parametrize("rotary", slow_but([8, 20], [0, 8, 20]))
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_and_write_matches_hugging_face(interleaved, rotary, normed, dtype, block_tables):
     """Ten query heads (more than one program takes) and two KV heads of size 20, of which `rotary` elements are
     rotated.
 
-    tables: the dtype of cos and sin, to which products are rounded: float32 is OLMo2's way."""
+    normed: the family whose norms q and k go through, of each head or (OLMo2) of all heads together.
+    block_tables: the dtype of cos and sin, to which products are rounded: float32 is OLMo2's way."""
     qkv = random(5, 14, 20, dtype=dtype)
     q, k, v = qkv.split([10, 2, 2], dim=1)
     positions = torch.tensor([0, 31, 32, 7, 90], device=DEVICE)
@@ -359,10 +381,12 @@ def test_rope_and_write_matches_hugging_face(interleaved, rotary, normed, dtype,
     slot_mapping = torch.tensor([33, 127, 64, 0, 95], device=DEVICE)
     norm, layers = None, [torch.nn.Identity()] * 2
     if normed:
-        layers = [(Gemma2RMSNorm if normed == "gemma" else LlamaRMSNorm)(20, eps=1e-5) for _ in "qk"]
+        kind = {"llama": LlamaRMSNorm, "gemma": Gemma2RMSNorm, "olmo2": Olmo2RMSNorm}[normed]
+        layers = [kind(20 * heads if normed == "olmo2" else 20, eps=1e-5) for heads in (10, 2)]
         for layer in layers:
-            layer.weight.data = random(20, dtype=dtype)
-        norm = fused.HeadNorm(*(layer.weight for layer in layers), 1e-5, float(normed == "gemma"), normed == "gemma")
+            layer.weight.data = random(*layer.weight.shape, dtype=dtype)
+        weights = (layer.weight for layer in layers)
+        norm = fused.QKNorm(*weights, 1e-5, float(normed == "gemma"), normed != "llama")
 
     rotated = fused.rope_and_write(
         q,
@@ -376,7 +400,10 @@ def test_rope_and_write_matches_hugging_face(interleaved, rotary, normed, dtype,
         interleaved,
         norm,
     )
-    q, k = layers[0](q), layers[1](k)
+    if normed == "olmo2":
+        q, k = (layer(x.flatten(1)).view(x.shape) for layer, x in zip(layers, (q, k), strict=True))
+    else:
+        q, k = layers[0](q), layers[1](k)
     if rotary:
         q, k = (rotated_by_hugging_face(x, cos[positions], sin[positions], interleaved) for x in (q, k))
     for actual, expected in ((rotated, q), (written(keys, slot_mapping), k)):

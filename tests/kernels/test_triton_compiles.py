@@ -14,7 +14,7 @@ KERNELS = {
     "_prefill_kernel",
     "_rope_and_write_kernel",
     "_add_norm_kernel",
-    "_gated_activation_kernel",
+    "_activation_kernel",
     "_grouped_linear_kernel",
     "_maxima_kernel",
     "_masses_kernel",
