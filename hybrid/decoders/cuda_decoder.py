@@ -60,8 +60,7 @@ class CudaDecoder(TorchDecoder):
     BLOCK 0 OF THE CACHE IS RESERVED: the padding rows of a graph write there, so no sequence may have it.
     """
 
-    # More than two tiles: attention of a decode step is divided into two splits or more, unless there are so many
-    # sequences and heads that it never is.
+    # A longer context has more than two tiles, which attention divides if the batch leaves multiprocessors idle.
     context_block = 2 * WIDEST_TILE
 
     def __init__(

@@ -1,15 +1,15 @@
 """Compile every Triton kernel for a GPU architecture, which this machine may lack, and print its resource usage.
 
-python -m tests.kernels.compile_triton 90    # a line of JSON a kernel, for sm_90
+python -m tests.kernels.compile_triton 90 128    # attention with heads of 128 for sm_90: a line of JSON a kernel
+python -m tests.kernels.compile_triton 90        # all other kernels
 """
 
 import inspect
+import io
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
+from contextlib import redirect_stdout
 
 import torch
 import triton
@@ -21,11 +21,19 @@ from hybrid.kernels import triton_attention, triton_experts, triton_fused, trito
 from hybrid.kernels.kv_addresses import LayerKV
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+# Instructions that show how a kernel reads and multiplies.
+INSTRUCTIONS = {
+    "async_copies_of_16_bytes": r"cp\.async\.cg\.shared\.global[^\n]*, 0x10",
+    "async_copies": r"cp\.async\.c[ag]\.",
+    "loads_of_16_bytes": r"ld\.global[.\w:]*\.v4",
+    "mma": r"\bmma\.sync",
+    "wgmma": r"wgmma\.mma_async",
+    "tcgen05": r"tcgen05\.mma",
+}
 
 
 def compiling(arch: int):
-    """Replaces a launch: compiles the kernel and prints its name and resource usage.
+    """Replaces a launch: compiles the kernel and prints its name, its case and its resource usage.
 
     As a launch does, it specializes integers that are 1 and those divisible by 16.
     """
@@ -45,36 +53,56 @@ def compiling(arch: int):
                     hints[index,] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, values, hints)
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            usage = subprocess.run([DISASSEMBLER, "-res-usage", file.name], capture_output=True, text=True, check=True)
-        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
-        usage_of_kernel = {
-            "registers": int(registers),
-            "stack_bytes": int(stack),
+        triton.knobs.nvidia.dump_ptxas_log = True
+        log = io.StringIO()
+        with redirect_stdout(log):
+            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        usage = {
+            "registers": int(re.search(r"Used (\d+) registers", log.getvalue())[1]),
+            "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue()))),
             "shared_bytes": compiled.metadata.shared,
         }
-        print(json.dumps({"kernel": kernel.fn.__name__, **usage_of_kernel}), flush=True)
+        usage |= {name: len(re.findall(pattern, compiled.asm["ptx"])) for name, pattern in INSTRUCTIONS.items()}
+        case = {name: value for name, value in constants.items() if name in ("HEAD_DIM", "GROUP", "NUM_SPLITS")}
+        tensor = next(value for value in bound.arguments.values() if isinstance(value, torch.Tensor))
+        case |= {"dtype": TYPES[tensor.dtype], "num_warps": num_warps, "num_stages": num_stages}
+        print(json.dumps({"kernel": kernel.fn.__name__, **case, **usage}), flush=True)
 
     return launch
 
 
-def launch_attention(dtype: torch.dtype, head_dim: int, group: int, arch: int) -> None:
-    """Decode and prefill attention, plain and with all features; decode steps with one split and with several."""
+# Features of models: plain, Gemma 2's and BLOOM's. Falcon's ALiBi has groups.
+FEATURES = {
+    "plain": {},
+    "soft cap": {"softcap": 50.0, "window": 77, "rounded": True},
+    "bias": {"bias": True, "rounded": True},
+}
+
+
+def launch_attention(dtype: torch.dtype, head_dim: int, group: int, feature: str, arch: int) -> None:
+    """Prefill and decode steps, with two KV heads; in a group of four also a decode step with one split."""
     kv = LayerKV(torch.empty(2, dtype=torch.int64), dtype, 32, 2, head_dim)
     # Queries are a slice of the product for queries, keys and values.
     q = torch.empty(4, 2 * group + 4, head_dim, dtype=dtype)[:, : 2 * group]
     lengths, block_tables = torch.empty(4, dtype=torch.int32), torch.empty(4, 128, dtype=torch.int32)
-    workspace = triton_attention.split_workspace(group, head_dim, q.device)
-    everything = {"softcap": 50.0, "window": 77, "bias": torch.empty(2 * group, 4096), "rounded": True}
-    for features in ({}, everything):
-        for splits in (1, 16):
-            triton_attention.decode_attention(
-                q, kv, lengths, block_tables, workspace, 0.1, **features, splits=splits, arch=arch
-            )
-        triton_attention.prefill_attention(q, kv, lengths, lengths, block_tables, 0.1, **features, arch=arch)
+    workspace, features = triton_attention.split_workspace(group, head_dim, q.device), dict(FEATURES[feature])
+    if "bias" in features:
+        features["bias"] = torch.empty(2 * group, 4096)
+    for splits in (1, 16) if group == 4 else (16,):
+        blocks = (lengths, block_tables, workspace)
+        triton_attention.decode_attention(q, kv, *blocks, 0.1, **features, splits=splits, arch=arch)
+    triton_attention.prefill_attention(q, kv, lengths, lengths, block_tables, 0.1, **features, arch=arch)
+
+
+def launch_all_attention(head_dim: int, arch: int) -> None:
+    """Attention with the groups and features of models."""
+    for group in (1, 4, 7, 8):
+        launch_attention(torch.bfloat16, head_dim, group, "plain", arch)
+    launch_attention(torch.bfloat16, head_dim, 2, "soft cap", arch)
+    for group in (1, 4):
+        launch_attention(torch.bfloat16, head_dim, group, "bias", arch)
+    launch_attention(torch.float32, head_dim, 7, "plain", arch)
+    launch_attention(torch.float32, head_dim, 4, "bias", arch)
 
 
 def launch_fused(dtype: torch.dtype) -> None:
@@ -86,6 +114,8 @@ def launch_fused(dtype: torch.dtype) -> None:
     for interleaved, head_norm in ((False, None), (True, norm)):
         triton_fused.rope_and_write(q, k, k, table, table, slot_mapping, slot_mapping, kv, interleaved, head_norm)
     triton_fused.rope_and_write(q, k, k, None, None, slot_mapping, slot_mapping, kv)
+    norm = triton_fused.QKNorm(torch.empty(32 * 80, dtype=dtype), torch.empty(2 * 80, dtype=dtype), 1e-6)
+    triton_fused.rope_and_write(q, k, k, table, table, slot_mapping, slot_mapping, kv, norm=norm)
     x = torch.empty(4, 4096, dtype=dtype)
     triton_fused.add_norm(x, x, x[0], None, 1e-5)
     triton_fused.add_norm(x, None, x[0], None, 1e-5, 1.0, True)
@@ -105,17 +135,19 @@ def launch_experts(dtype: torch.dtype) -> None:
         triton_experts.grouped_linear(x, weight, order, cu_seqlens, 2)
 
 
-def main(arch: int) -> None:
+def main(arch: int, head_dim: int = 0) -> None:
+    """Compile attention with heads of `head_dim`; 0: all other kernels."""
     JITFunction.run = compiling(arch)
+    if head_dim:
+        launch_all_attention(head_dim, arch)
+        return
     for dtype in (torch.bfloat16, torch.float32):
         launch_fused(dtype)
         launch_experts(dtype)
-        for head_dim in (64, 128, 256):
-            launch_attention(dtype, head_dim, 4, arch)
     number = torch.empty(4)
     keys, steps = torch.empty(4, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
     triton_sampling.sample(torch.empty(4, 151936), keys, steps, number, number)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))
