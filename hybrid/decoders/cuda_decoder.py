@@ -12,13 +12,20 @@ import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, PagedKV
 from hybrid.decoders.decode_state import DecodeState
-from hybrid.decoders.torch_decoder import Copies, TorchDecoder, no_lora_deltas
+from hybrid.decoders.torch_decoder import Copies, Tensors, TorchDecoder, no_lora_deltas
 from hybrid.decoders.tp_decoder import ShardedDecoder
 from hybrid.kernels.cuda_graph import Graphs, Run, capture_sizes
-from hybrid.kernels.triton_attention import SPLIT, decode_attention, prefill_attention
+from hybrid.kernels.kv_addresses import LayerKV, kv_addresses
+from hybrid.kernels.triton_attention import (
+    WIDEST_TILE,
+    SplitWorkspace,
+    decode_attention,
+    prefill_attention,
+    split_workspace,
+)
 from hybrid.kernels.triton_decode import decode_slot_mapping
 from hybrid.kernels.triton_experts import mixture
-from hybrid.kernels.triton_fused import HeadNorm, add_norm, gated_activation, rope_and_write
+from hybrid.kernels.triton_fused import QKNorm, activated, add_norm, rope_and_write
 from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.weights.lora import LowRank
 
@@ -36,6 +43,18 @@ class Step:
     slot_mapping: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Pending:
+    """What is still to be added to the residual stream.
+
+    output: of attention or MLP, [tokens, hidden].
+    post_norm: None, or the weight of the norm that the output goes through first, [hidden].
+    """
+
+    output: torch.Tensor
+    post_norm: torch.Tensor | None = None
+
+
 LEAST_TOKENS = 1024  # of a sequence that room is made for, so that graphs are seldom captured again
 
 
@@ -48,11 +67,12 @@ class CudaDecoder(TorchDecoder):
     """TorchDecoder's functions on Triton kernels, and a loop of decode steps that samples on the device.
 
     max_capture_size: decode steps of at most so many sequences are replayed from CUDA graphs; 0: no graphs. A graph is
-        captured when its batch size first occurs, and kept as long as weights, blocks and tables keep their addresses.
+        captured when its batch size first occurs, and kept as long as weights and tables keep their addresses.
     capture: as in Graphs.
     """
 
-    context_block = SPLIT
+    # A longer context has more than two tiles, which attention divides if the batch leaves multiprocessors idle.
+    context_block = 2 * WIDEST_TILE
     samples_in_kernel = continues_past_ends = True
 
     @property
@@ -78,8 +98,10 @@ class CudaDecoder(TorchDecoder):
         self.bias: torch.Tensor | None = None  # ALiBi's, [heads, positions]
         self.state: DecodeState | None = None
         self.addresses: tuple[float, ...] = ()  # of the weights and LoRA factors, and LoRA's scales
+        self.kv_table: torch.Tensor | None = None  # int64 [layers, 2]: addresses of the blocks that kernels read
+        self.kv_table_of: tuple[int, ...] = ()  # these addresses, on the host
+        self.workspace: SplitWorkspace | None = None  # of decode attention
         self.lent: PagedKV | None = None  # the blocks of the step that runs
-        self.lent_addresses: tuple[int, ...] = ()  # of the blocks that the graphs read
 
     def bind(self) -> None:
         """As TorchDecoder's. Graphs are kept if no weight has moved and no LoRA scale has changed."""
@@ -155,10 +177,8 @@ class CudaDecoder(TorchDecoder):
         if self.state is None or self.state.capacity < size:
             self._drop_state()
             self.state = DecodeState(size, self.positions, self._num_logits, self.device)
-        addresses = tuple(layer.data_ptr() for layer in (*kv.keys, *kv.values))
-        if addresses != self.lent_addresses:
-            self.graphs.reset()
-        self.lent, self.lent_addresses = kv, addresses
+        self.read_blocks_of(kv)
+        self.lent = kv
         try:
             self.state.load(batch, size)
             yield size
@@ -221,90 +241,122 @@ class CudaDecoder(TorchDecoder):
 
     def _layers(self, hidden: torch.Tensor, step: Step, kv: PagedKV, span: range) -> torch.Tensor:
         """Run the layers of `span`. What a layer adds to the residual stream, the next layer's norm kernel adds."""
+        self.read_blocks_of(kv)
         pending = None
         for index in span:
             hidden, pending = self._layer(index, hidden, pending, step, kv)
-        return hidden if pending is None else self._added(hidden, pending)
+        return self._added_and_normed(Tensors(), "", hidden, pending)[1]
+
+    def read_blocks_of(self, kv: PagedKV) -> None:
+        """Let kernels, also those in graphs, read and write these blocks. Costs nothing if they have not moved."""
+        addresses = tuple(layer.data_ptr() for layer in (*kv.keys, *kv.values))
+        if addresses == self.kv_table_of:
+            return
+        if self.kv_table is None:
+            self.kv_table = torch.zeros(len(kv.keys), 2, dtype=torch.int64, device=self.device)
+            group = self.spec.num_heads // self.spec.num_kv_heads
+            self.workspace = split_workspace(group, self.spec.head_dim, self.device)
+        self.kv_table.copy_(kv_addresses(kv.keys, kv.values))
+        self.kv_table_of = addresses
+
+    def _layer_kv(self, index: int) -> LayerKV:
+        """The layer's blocks as kernels read them."""
+        return LayerKV(self.kv_table[index], self.dtype, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
 
     def _layer(
-        self, index: int, hidden: torch.Tensor, pending: torch.Tensor | None, step: Step, kv: PagedKV
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, index: int, hidden: torch.Tensor, pending: Pending | None, step: Step, kv: PagedKV
+    ) -> tuple[torch.Tensor, Pending]:
         """Run a layer. Takes and gives the residual stream [tokens, hidden] and what is still to be added to it."""
         block = self.blocks[index]
         x, hidden = self._added_and_normed(block, "attention_norm", hidden, pending)
-        attended = self._norm(block, "attention_post_norm", self._attention(index, x, step, kv))
+        attended = self._attention(index, x, step, kv)
         if self.spec.parallel:
+            attended = self._norm(block, "attention_post_norm", attended)
             x = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else x
-            return hidden, self._norm(block, "mlp_post_norm", self._mlp(index, x)) + attended
+            return hidden, Pending(self._norm(block, "mlp_post_norm", self._mlp(index, x)) + attended)
+        attended = self._pending(block, "attention_post_norm", attended)
         x, hidden = self._added_and_normed(block, "mlp_norm", hidden, attended)
-        return hidden, self._norm(block, "mlp_post_norm", self._mlp(index, x))
+        return hidden, self._pending(block, "mlp_post_norm", self._mlp(index, x))
+
+    def _pending(self, block: Tensors, role: str, output: torch.Tensor) -> Pending:
+        """An output, to be normed by `role` if there is such a norm."""
+        if f"{role}.bias" in block:
+            return Pending(self._norm(block, role, output))
+        return Pending(output, block.get(f"{role}.weight"))
+
+    def _norms_in_rope(self) -> bool:
+        """Whether the kernel of rope norms queries and keys too."""
+        return self.spec.qk_norm != ""
+
+    def _rows_normed(self, block: Tensors, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return q, k  # the kernel of `rope_and_write` norms them
 
     def _attended(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, kv: PagedKV
     ) -> torch.Tensor:
         spec, layer, batch = self.spec, self.spec.layers[index], step.batch
-        keys, values = kv.keys[index], kv.values[index]
+        blocks = self._layer_kv(index)
         cos, sin = self.rope[layer.rotary] if layer.rotary else (None, None)
-        head_norm = None
-        if spec.qk_norm == "head":
-            assert spec.norm == "rms", "heads are normed by RMS norms"
+        qk_norm = None
+        if self._norms_in_rope():
+            assert spec.norm == "rms", "queries and keys are normed by RMS norms"
             weights = (self.blocks[index][f"{role}.weight"] for role in ("q_norm", "k_norm"))
-            head_norm = HeadNorm(*weights, spec.norm_eps, spec.norm_offset, spec.norm_float32)
+            qk_norm = QKNorm(*weights, spec.norm_eps, spec.norm_offset, spec.norm_float32)
         q = rope_and_write(
-            q, k, v, cos, sin, batch.positions, step.slot_mapping, keys, values, spec.rotary_interleaved, head_norm
+            q, k, v, cos, sin, batch.positions, step.slot_mapping, blocks, spec.rotary_interleaved, qk_norm
         )
         # Hugging Face's eager attention, which models with soft caps and BLOOM use, rounds the scores.
         rounded = spec.attention_softcap > 0 or (spec.alibi is not None and not spec.alibi_bfloat16)
         features = spec.attention_scale, spec.attention_softcap, layer.window, self.bias, rounded
         if step.decoding:
-            return decode_attention(q, keys, values, batch.lengths, batch.block_tables, *features)
-        return prefill_attention(q, keys, values, batch.cu_seqlens, batch.lengths, batch.block_tables, *features)
+            return decode_attention(q, blocks, batch.lengths, batch.block_tables, self.workspace, *features)
+        return prefill_attention(q, blocks, batch.cu_seqlens, batch.lengths, batch.block_tables, *features)
 
     def _mlp(self, index: int, x: torch.Tensor) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec
-        if not spec.gated:
-            return super()._mlp(index, x)
         if not spec.layers[index].experts:
-            return self._linear(block, "down", self._gated(self._linear(block, "gate_up", x)))
+            up = self._linear(block, "gate_up" if spec.gated else "up", x)
+            return self._linear(block, "down", activated(up, self._activation, spec.gated))
         weights = (block[f"{role}.weight"] for role in ("router", "experts_gate_up", "experts_down"))
-        settings = spec.experts_per_token, spec.normalize_experts, spec.experts_float32, self._gated
-        return mixture(x, *weights, *settings)
+        settings = spec.experts_per_token, spec.normalize_experts, spec.experts_float32
+        return mixture(x, *weights, *settings, lambda gate_up: activated(gate_up, self._activation, gated=True))
 
-    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """act(gate) * up.  gate_up: [rows, 2 * width], gate before up"""
-        if self.spec.activation_stepwise:
-            gate, up = gate_up.chunk(2, dim=-1)
-            return self.activation(gate) * up
-        return gated_activation(gate_up, self.spec.activation)
+    @property
+    def _activation(self) -> str:
+        """The activation, as its kernel names it."""
+        return "gelu_new" if self.spec.activation_stepwise else self.spec.activation
 
     def _added_and_normed(
-        self, tensors: dict[str, torch.Tensor], role: str, hidden: torch.Tensor, pending: torch.Tensor | None
+        self, tensors: Tensors, role: str, hidden: torch.Tensor, pending: Pending | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream with `pending` added: normed by `role` if there is such a norm, and not normed."""
-        if f"{role}.weight" not in tensors:
-            hidden = hidden if pending is None else self._added(hidden, pending)
-            return hidden, hidden
         if pending is None:
             return self._norm(tensors, role, hidden), hidden
-        return self._fused_norm(tensors, role, pending, hidden, self.spec.residual_multiplier)
+        more = {"multiplier": self.spec.residual_multiplier, "post_weight": pending.post_norm}
+        return self._fused_norm(tensors, role, pending.output, hidden, **more)
 
-    def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
+    def _norm(self, tensors: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] normed by `role`; unchanged if there is no such norm."""
         return self._fused_norm(tensors, role, x)[0] if f"{role}.weight" in tensors else x
 
     def _fused_norm(
         self,
-        tensors: dict[str, torch.Tensor],
+        tensors: Tensors,
         role: str,
         x: torch.Tensor,
         residual: torch.Tensor | None = None,
         multiplier: float = 1.0,
+        post_weight: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """residual + multiplier * x: normed by `role`, and not normed."""
-        weight, bias, spec = tensors[f"{role}.weight"], tensors.get(f"{role}.bias"), self.spec
-        choices = spec.norm_eps, spec.norm_offset, spec.norm_float32
-        return add_norm(x, residual, weight, bias, *choices, multiplier, centered=spec.norm == "layer")
+        """residual + multiplier * x, with x normed by `post_weight` first: normed by `role`, and not normed."""
+        weight, bias, spec = tensors.get(f"{role}.weight"), tensors.get(f"{role}.bias"), self.spec
+        choices = spec.norm_eps, spec.norm_offset, spec.norm_float32, multiplier, spec.norm == "layer"
+        return add_norm(x, residual, weight, bias, *choices, post_weight)
 
 
 class ShardedCudaDecoder(ShardedDecoder, CudaDecoder):
     """CudaDecoder over a rank's slices of the weights, as ShardedDecoder; a graph contains the sums over the ranks."""
+
+    def _norms_in_rope(self) -> bool:
+        """Norms over all heads of a token are sums over the ranks."""
+        return self.spec.qk_norm == "head"

@@ -6,7 +6,7 @@ that a difference is that layer's; then whole steps are compared by their logits
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -42,7 +42,8 @@ class Sequences:
 
     blocks: of each sequence, in random order.
     prefills: all but the last STEPS tokens, the longest sequence in two pieces.
-    steps: decode steps, one token of each sequence.
+    steps: decode steps, one token of each sequence; in the second step the longest sequence is alone, because attention
+        may divide the contexts of a small batch only.
     """
 
     def __init__(self, lengths: list[int], vocabulary: int, device: torch.device):
@@ -56,13 +57,18 @@ class Sequences:
         half = ends[0] // 2
         pieces = [[(0, 0, half), (1, 0, ends[1])], [(0, half, ends[0]), (2, 0, ends[2])]]
         self.prefills = [self.forward(spans) for spans in pieces]
-        self.steps = self.decode_steps(len(lengths))
+        every = range(len(lengths))
+        self.steps = [self.step(every, 0), self.step([0], 1), self.step(every[1:], 1), self.step(every, 2)]
         self.whole = self.forward([(index, 0, length) for index, length in enumerate(lengths)])
 
     def decode_steps(self, count: int) -> list[Forward]:
         """The decode steps of the first `count` sequences."""
-        ends = [(index, length - STEPS) for index, length in enumerate(self.lengths[:count])]
-        return [self.forward([(index, end + step, end + step + 1) for index, end in ends]) for step in range(STEPS)]
+        return [self.step(range(count), step) for step in range(STEPS)]
+
+    def step(self, indices: Iterable[int], step: int) -> Forward:
+        """Decode step number `step` of the sequences with these indices."""
+        ends = [(index, self.lengths[index] - STEPS + step) for index in indices]
+        return self.forward([(index, end, end + 1) for index, end in ends])
 
     def forward(self, spans: list[tuple[int, int, int]]) -> Forward:
         """The forward over parts of sequences: (index, begin, stop) each."""

@@ -331,10 +331,15 @@ class TorchDecoder(WholeDecoder):
         block, spec = self.blocks[index], self.spec
         sizes = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
         q, k, v = self._linear(block, "qkv", x).split(sizes, dim=-1)
-        if spec.qk_norm == "row":
-            q, k = self._norm(block, "q_norm", q), self._norm(block, "k_norm", k)
+        q, k = self._rows_normed(block, q, k)
         q, k, v = (rows.unflatten(-1, (-1, spec.head_dim)) for rows in (q, k, v))
         return self._linear(block, "o", self._attended(index, q, k, v, step, kv).flatten(1))
+
+    def _rows_normed(self, block: Tensors, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k [tokens, size] after the norms over all heads of a token, if the model has these."""
+        if self.spec.qk_norm != "row":
+            return q, k
+        return self._norm(block, "q_norm", q), self._norm(block, "k_norm", k)
 
     def _attended(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, kv: PagedKV

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from hybrid.decoders.batch import PagedKV
 from hybrid.decoders.bound_weights import BoundWeights
-from hybrid.decoders.torch_decoder import TorchDecoder
+from hybrid.decoders.torch_decoder import Tensors, TorchDecoder
 from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import DecoderLayout, ParamRef
@@ -55,9 +55,13 @@ class ShardedDecoder(TorchDecoder):
             return self.group.sum(TorchDecoder._mlp(self, index, read))
         return self.group.sum(super()._mlp(index, read))
 
-    def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
-        if self.spec.qk_norm != "row" or role not in ("q_norm", "k_norm"):
-            return super()._norm(tensors, role, x)
+    def _rows_normed(self, block: Tensors, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As TorchDecoder's: the heads of a token are on all ranks, and so are the sums of their squares."""
+        if self.spec.qk_norm != "row":
+            return q, k
+        return self._row_normed(block, "q_norm", q), self._row_normed(block, "k_norm", k)
+
+    def _row_normed(self, block: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
         # Key heads that several ranks hold are counted once for each of them, in the sum and in `size`.
         size, spec = x.shape[-1] * self.tensor.size, self.spec
 
@@ -65,4 +69,4 @@ class ShardedDecoder(TorchDecoder):
             return self.tensor.sum(squares.sum(-1, keepdim=True)) / size
 
         choices = spec.norm_eps, spec.norm_offset, spec.norm_float32
-        return torch_ops.rms_norm(x, tensors[f"{role}.weight"], *choices, mean_of)
+        return torch_ops.rms_norm(x, block[f"{role}.weight"], *choices, mean_of)

@@ -1,32 +1,37 @@
 """Paged attention in Triton, for prefill and for decode steps.
 
-Both kernels read only blocks with live tokens, never repeat a KV head for the query heads that share it, and sum in
-float32. Grids depend on shapes, not on values on the device, so that a decode step can be captured in a CUDA graph.
-torch's own `varlen_attn` (2.13) takes block tables too, but only with blocks of at least 256 tokens, in float16 and
-bfloat16, and without soft caps and ALiBi.
+Both kernels read only blocks with live tokens, read the keys of a KV head once for all query heads that share it, and
+sum in float32. Grids depend on shapes, not on values on the device, so that a decode step can be captured in a CUDA
+graph. torch's own `varlen_attn` (2.13) takes block tables too, but only with blocks of at least 256 tokens, in float16
+and bfloat16, and without soft caps and ALiBi.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from hybrid.kernels import require_contiguous
+from hybrid.kernels.kv_addresses import ALIGNMENT, LayerKV
 from hybrid.kernels.triton_fused import tanh
 
-# Cached tokens that one program of a decode step reads. Fixed, so that the order of a sequence's sums depends only on
-# its own length, not on its batch.
-SPLIT = 256
+MAX_SPLITS = 64  # of a sequence's context, in decode steps
+MULTIPROCESSORS = 132  # of the device that decode steps are divided for: H100 and H200; others are within a factor of 2
+WIDEST_TILE = 128  # the most cached tokens of a loop step, on any device
 # Arguments that differ from batch to batch and must not cause a recompilation.
-VARYING = ("sequences", "splits", "table_stride", "bias_stride")
+VARYING = ("sequences", "table_stride", "bias_stride")
 UNBOUNDED = 2**30  # the window of a query that sees all earlier tokens
 # The score of a masked key. Finite, so that a query whose first tiles are fully masked gets no NaN; the weights of
 # these tiles become 0 at the first key that it sees.
 MASKED = tl.constexpr(-1.0e30)
+ALIGNED = tl.constexpr(ALIGNMENT)  # bytes
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _scores(q, k, bias, scale, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr):
-    """Scores before masking, float32 [queries, tokens].
+    """Scores before masking times log2(e), so that the softmax is one of powers of 2.  float32 [queries, tokens]
 
     q [queries, dims], k [tokens, dims]; bias: added to the scaled scores, [queries or 1, tokens].
     ROUNDED: every step is rounded to q's dtype.
@@ -34,12 +39,14 @@ def _scores(q, k, bias, scale, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, RO
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if HAS_BIAS:
         scores = _rounded(scores * scale + bias.to(tl.float32), q, ROUNDED)
-    else:
+    elif SOFTCAP > 0 or ROUNDED:
         scores = _rounded(_rounded(scores, q, ROUNDED) * scale, q, ROUNDED)
+    else:
+        return scores * (scale * LOG2_E)
     if SOFTCAP > 0:
         scores = _rounded(scores / SOFTCAP, q, ROUNDED)
         scores = _rounded(_rounded(tanh(scores), q, ROUNDED) * SOFTCAP, q, ROUNDED)
-    return scores
+    return scores * LOG2_E
 
 
 @triton.jit
@@ -51,13 +58,22 @@ def _rounded(x, like, ROUNDED: tl.constexpr):
 
 
 @triton.jit
-def _block_rows(table, tokens, live, kv_head, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _blocks(table, tokens, end, BLOCK_SIZE: tl.constexpr):
+    """The blocks of these tokens; 0 from position `end` on.  int32 [tokens]  table: the sequence's block table.
+
+    The kernels load them an iteration before those of keys and values, which the compiler pipelines: with this load in
+    the same iteration it pipelines the blocks instead, and one tile of keys and values at a time is in flight (3.7).
+    """
+    return tl.load(table + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
+
+
+@triton.jit
+def _offsets(blocks, tokens, kv_head, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Element offsets of the tokens' keys or values in the KV cache.  int64 [tokens]
 
-    table: the sequence's block table.  tokens: positions.
+    blocks: of the tokens.  tokens: positions.
     """
-    blocks = tl.load(table + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
-    return ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+    return ((blocks.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
 
 
 @triton.jit
@@ -68,22 +84,23 @@ def _softmax_step(scores, v, best, total, out):
     float32 [queries]; out (weighted sum of values, not divided yet) float32 [queries, dims].
     """
     new_best = tl.maximum(best, tl.max(scores, 1))
-    weights = tl.exp(scores - new_best[:, None])
-    shrink = tl.exp(best - new_best)
-    out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    weights = tl.exp2(scores - new_best[:, None])
+    shrink = tl.exp2(best - new_best)
+    out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
     return new_best, total * shrink + tl.sum(weights, 1), out
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _decode_kernel(
     q,
-    keys,
-    values,
+    kv_addresses,
     lengths,
     block_tables,
     bias,
+    out,
     parts,
     log_totals,
+    counters,
     scale,
     window,
     q_stride,
@@ -93,39 +110,52 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    JOINED_ROWS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """One program per sequence, KV head and split of SPLIT cached tokens, for all query heads of the KV head.
+    """One program per sequence, KV head and split of the visible context, for all query heads of the KV head.
 
-    Writes the split's attention output to parts [sequences, heads, splits, head_dim] and the log-sum-exp of its scores
-    to log_totals float32 [sequences, heads, splits]. A split outside the window or the sequence writes nothing.
+    The tiles that the query sees are divided by NUM_SPLITS; a split has at least one, so that the last splits of a
+    short context are empty. Writes out [sequences, heads, head_dim]: directly if one split has everything; otherwise
+    each program writes its split's output to parts [sequences, KV_HEADS, NUM_SPLITS, GROUP, HEAD_DIM] and the base-2
+    logarithm of the sum of its weights to log_totals [sequences, KV_HEADS, NUM_SPLITS, GROUP], and the last one to
+    finish joins them.
     """
-    row, kv_head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    keys = tl.multiple_of(tl.load(kv_addresses).to(q.dtype), ALIGNED)
+    values = tl.multiple_of(tl.load(kv_addresses + 1).to(q.dtype), ALIGNED)
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
-    begin = tl.maximum(split * SPLIT, length - window)
-    end = tl.minimum(split * SPLIT + SPLIT, length)
+    first = tl.maximum(length - window, 0)
+    first_tile = first // TILE
+    tiles = tl.cdiv(length, TILE) - first_tile
+    split_tiles = tl.cdiv(tiles, NUM_SPLITS)
+    begin = (first_tile + split * split_tiles) * TILE
+    end = tl.minimum(begin + split_tiles * TILE, length)
     if begin < end:
-        group_head = tl.arange(0, BLOCK_G)
+        group_head = tl.arange(0, ROWS)
         head = kv_head * GROUP + group_head
         dims = tl.arange(0, BLOCK_D)
         is_head, is_dim = group_head < GROUP, dims < HEAD_DIM
+        is_output = is_head[:, None] & is_dim[None, :]
         query_offsets = row.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM + dims[None, :]
-        query = tl.load(q + query_offsets, mask=is_head[:, None] & is_dim[None, :], other=0.0)
-        best = tl.full((BLOCK_G,), MASKED, tl.float32)
-        total = tl.zeros((BLOCK_G,), tl.float32)
-        out = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+        query = tl.load(q + query_offsets, mask=is_output, other=0.0)
+        best = tl.full((ROWS,), MASKED, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        sum_out = tl.zeros((ROWS, BLOCK_D), tl.float32)
         table = block_tables + row.to(tl.int64) * table_stride
-        for start in range(begin // TILE * TILE, end, TILE):
+        blocks = _blocks(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)
+        for start in range(begin, end, TILE):
             tokens = start + tl.arange(0, TILE)
-            live = (tokens >= begin) & (tokens < end)
-            block_rows = _block_rows(table, tokens, live, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-            offsets, mask = block_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
+            live = (tokens >= first) & (tokens < end)
+            token_offsets = _offsets(blocks, tokens, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+            blocks = _blocks(table, tokens + TILE, end, BLOCK_SIZE)
+            offsets, mask = token_offsets[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
             k = tl.load(keys + offsets, mask=mask, other=0.0)
             key_bias = 0.0
             if HAS_BIAS:
@@ -133,73 +163,208 @@ def _decode_kernel(
                 key_bias = tl.load(bias_at, mask=is_head[:, None] & live[None, :], other=0.0)
             scores = _scores(query, k, key_bias, scale, SOFTCAP, HAS_BIAS, ROUNDED)
             v = tl.load(values + offsets, mask=mask, other=0.0)
-            best, total, out = _softmax_step(tl.where(live[None, :], scores, MASKED), v, best, total, out)
-        part = (row.to(tl.int64) * (KV_HEADS * GROUP) + head) * splits + split
-        part_out = parts + part[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(part_out, out / total[:, None], mask=is_head[:, None] & is_dim[None, :])
-        tl.store(log_totals + part, best + tl.log(total), mask=is_head)
+            best, total, sum_out = _softmax_step(tl.where(live[None, :], scores, MASKED), v, best, total, sum_out)
+        cell = row.to(tl.int64) * KV_HEADS + kv_head
+        split_out = sum_out / total[:, None]
+        used_splits = tl.cdiv(tiles, split_tiles)
+        if NUM_SPLITS == 1 or used_splits == 1:
+            out_offsets = (cell * GROUP + group_head[:, None]) * HEAD_DIM + dims[None, :]
+            tl.store(out + out_offsets, split_out, mask=is_output)
+        else:
+            part = (cell * NUM_SPLITS + split) * GROUP + group_head
+            tl.store(parts + part[:, None] * HEAD_DIM + dims[None, :], split_out, mask=is_output)
+            tl.store(log_totals + part, best + tl.log2(total), mask=is_head)
+            # Memory order. The barrier puts the stores of all threads of this program before its atomic operation,
+            # which one thread does. That operation releases them to the device, also those of the other threads:
+            # release is cumulative over the barrier. The program that counts last acquires what the others released
+            # before they counted. A second barrier, behind which Triton hands the count to all threads, extends this
+            # to their loads.
+            tl.debug_barrier()
+            finished = tl.atomic_add(counters + cell, 1, sem="acq_rel", scope="gpu")
+            if finished == used_splits - 1:
+                _join(out, parts, log_totals, cell, used_splits, GROUP, HEAD_DIM, NUM_SPLITS, JOINED_ROWS, BLOCK_D)
+                tl.store(counters + cell, 0)  # nobody counts any more; the next launch on this stream begins at 0
 
 
-@triton.jit(do_not_specialize=VARYING)
-def _join_kernel(
-    parts, log_totals, lengths, out, window, splits, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK_D: tl.constexpr
+@triton.jit
+def _join(
+    out,
+    parts,
+    log_totals,
+    cell,
+    used_splits,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    JOINED_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """One program per sequence and head: combines its splits in order into out [sequences, heads, head_dim]."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    cell = row.to(tl.int64) * tl.num_programs(1) + head
-    length = tl.load(lengths + row)
-    dims = tl.arange(0, BLOCK_D)
-    best, total = tl.full((), MASKED, tl.float32), tl.full((), 0.0, tl.float32)
-    sum_out = tl.zeros((BLOCK_D,), tl.float32)
-    for split in range(tl.maximum(length - window, 0) // SPLIT, tl.cdiv(length, SPLIT)):
-        log_total = tl.load(log_totals + cell * splits + split)
-        part = tl.load(parts + (cell * splits + split) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
-        new_best = tl.maximum(best, log_total)
-        shrink, weight = tl.exp(best - new_best), tl.exp(log_total - new_best)
-        sum_out, total, best = sum_out * shrink + part * weight, total * shrink + weight, new_best
-    tl.store(out + cell * HEAD_DIM + dims, sum_out / total, mask=dims < HEAD_DIM)
+    """Adds the parts of a sequence and KV head in the order of their splits, whichever order they were written in.
+
+    cell: sequence * KV_HEADS + KV head.
+    """
+    group_head, splits, dims = tl.arange(0, JOINED_ROWS), tl.arange(0, NUM_SPLITS), tl.arange(0, BLOCK_D)
+    is_head, is_dim = group_head < GROUP, dims < HEAD_DIM
+    first = cell * NUM_SPLITS * GROUP + group_head
+    is_part = is_head[:, None] & (splits < used_splits)[None, :]
+    logs = tl.load(log_totals + first[:, None] + splits[None, :] * GROUP, mask=is_part, other=MASKED)
+    best = tl.max(logs, 1)
+    total = tl.sum(tl.exp2(logs - best[:, None]), 1)
+    joined = tl.zeros((JOINED_ROWS, BLOCK_D), tl.float32)
+    # Unrolled: the loads of several splits are in flight together.
+    for split in tl.range(0, used_splits, loop_unroll_factor=8):
+        part = first + split * GROUP
+        weight = tl.exp2(tl.load(log_totals + part, mask=is_head, other=MASKED) - best)
+        values = parts + part[:, None] * HEAD_DIM + dims[None, :]
+        joined += weight[:, None] * tl.load(values, mask=is_head[:, None] & is_dim[None, :], other=0.0)
+    offsets = (cell * GROUP + group_head[:, None]) * HEAD_DIM + dims[None, :]
+    tl.store(out + offsets, joined / total[:, None], mask=is_head[:, None] & is_dim[None, :])
+
+
+@dataclass(frozen=True)
+class SplitWorkspace:
+    """Memory through which the splits of a context are joined. Launches that share it must be on one stream.
+
+    counters: int32 [sequences * kv_heads] or more: splits that have finished; 0 before and after every launch.
+    parts: float32 [splits of all sequences and KV heads, group, head_dim] or more.  log_totals: float32, one for each
+        row of `parts`.
+    """
+
+    counters: torch.Tensor
+    parts: torch.Tensor
+    log_totals: torch.Tensor
+
+
+def split_workspace(group: int, head_dim: int, device: torch.device) -> SplitWorkspace:
+    """The workspace for decode steps of any number of sequences.  group: query heads of a KV head.
+
+    `num_splits` divides contexts only if there are fewer than MULTIPROCESSORS sequences and KV heads, into fewer than
+    2 * MULTIPROCESSORS splits.
+    """
+    rows = 2 * MULTIPROCESSORS * group
+    counters = torch.zeros(MULTIPROCESSORS, dtype=torch.int32, device=device)
+    return SplitWorkspace(counters, torch.empty(rows, head_dim, device=device), torch.empty(rows, device=device))
+
+
+def num_splits(sequences: int, kv_heads: int, tiles: int) -> int:
+    """The number of splits of each context: a power of two up to MAX_SPLITS. Depends on shapes only.
+
+    As few as give every multiprocessor a program; at most one for each of the `tiles` that a block table can hold.
+    """
+    splits = 1
+    while 2 * splits <= min(MAX_SPLITS, tiles) and sequences * kv_heads * splits < MULTIPROCESSORS:
+        splits *= 2
+    return splits
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a kernel is launched.
+
+    rows: (query, head) pairs of a program.  tokens: cached tokens of a loop step.
+    num_stages: of the loop's pipeline: one fewer tile of keys and values is in flight.
+    """
+
+    rows: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def shared_kib(arch: int) -> int:
+    """Shared memory that a program may have on a device of compute capability `arch`, such as 90, in KiB."""
+    return {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}.get(arch, 227 if arch >= 90 else 64)
+
+
+def architecture(device: torch.device) -> int:
+    """The compute capability of a device, such as 90; 80 for Triton's interpreter."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def decode_tiling(dtype: torch.dtype, group: int, head_dim: int, arch: int) -> Tiling:
+    """The tiling of decode steps: 72 to 104 KiB of keys and values in flight, without register spills.
+
+    float32 does not use tensor cores (TF32 is less precise), and its products need more registers.
+    """
+    rows = max(16, triton.next_power_of_2(group))  # tl.dot's minimum
+    if dtype.itemsize == 4:
+        return Tiling(rows, 16, 8, 3)
+    tokens = 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
+    return Tiling(rows, tokens, 4 if rows <= 32 else 8, 4 if shared_kib(arch) > 163 else 3)
+
+
+def prefill_tiling(dtype: torch.dtype, group: int, head_dim: int, arch: int, bias: bool, softcap: bool) -> Tiling:
+    """The tiling of prefill: the largest that fits into registers and shared memory.
+
+    bias: whether scores get a bias, of which every query head of a group has its own tile.  softcap: whether scores are
+    capped, which takes registers.
+    """
+    large, small = shared_kib(arch) > 163, shared_kib(arch) <= 99
+    bias_tiles = bias and group > 1
+    if dtype.itemsize == 4:
+        rows, tokens, num_stages = 32, 16, 2 if small else 3
+    elif head_dim <= 64:
+        rows, tokens, num_stages = 128, 128 if large and not (bias or softcap) else 64, 2 if bias_tiles else 3
+    elif head_dim <= 128:
+        rows, tokens, num_stages = 128, 64 if large else 32, 3
+    else:
+        rows, tokens, num_stages = 64, 32 if small or bias or softcap else 64, 2
+    return Tiling(max(rows, triton.next_power_of_2(group)), tokens, 8, num_stages)
 
 
 def decode_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    kv: LayerKV,
     lengths: torch.Tensor,
     block_tables: torch.Tensor,
+    workspace: SplitWorkspace,
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
     bias: torch.Tensor | None = None,
     rounded: bool = False,
+    splits: int = 0,
+    arch: int = 0,
 ) -> torch.Tensor:
-    """Attention of the last token of each sequence, whose key and value are in the cache already.
+    """Attention of the last token of each sequence, whose key and value are in the cache already. One launch.
 
     q [sequences, heads, head_dim]: heads are contiguous, sequences may be strided.
-    keys, values [blocks, BLOCK_SIZE, kv_heads, head_dim], q's dtype, contiguous.
+    kv: the layer's keys and values, in q's dtype.
     lengths int32 [sequences]: tokens in the cache, at least 1.  block_tables int32 [sequences, max_blocks].
     softcap, window: 0 is off. A query sees itself and the `window - 1` tokens before it.
     bias: None, or [heads, positions], added to the scaled scores, for every position of `block_tables` (ALiBi).
     rounded: scores are rounded to q's dtype step by step, as in Hugging Face's "eager" attention.
-    Gives [sequences, heads, head_dim] in q's dtype.
+    splits: of each context, a power of two; 0: by `num_splits`.  arch: compute capability; 0: the device's.
+    Gives [sequences, heads, head_dim] in q's dtype. A sequence's bits depend on its own context and on the number of
+    splits only.
     """
     require_contiguous(q.device, torch.int32, lengths, *block_tables[:1])
-    constants = _constants(q, keys, values, bias, softcap, rounded)
-    sequences, heads, head_dim = q.shape
+    (sequences, heads, head_dim), kv_heads = q.shape, kv.kv_heads
+    group = heads // kv_heads
+    tiling = decode_tiling(q.dtype, group, head_dim, arch or architecture(q.device))
+    tiles = triton.cdiv(block_tables.shape[1] * kv.block_size, tiling.tokens)
+    splits = splits or num_splits(sequences, kv_heads, tiles)
+    require_contiguous(q.device, torch.int32, workspace.counters)
+    require_contiguous(q.device, torch.float32, workspace.parts, workspace.log_totals)
+    if splits > 1:
+        rows = sequences * heads * splits
+        assert sequences * kv_heads <= len(workspace.counters), "the workspace is of fewer sequences"
+        assert rows <= workspace.log_totals.numel() and rows * head_dim <= workspace.parts.numel(), "too many splits"
     out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
-    splits = triton.cdiv(block_tables.shape[1] * keys.shape[1], SPLIT)
-    parts, window = out, window or UNBOUNDED
-    if splits > 1:
-        parts = torch.empty((sequences, heads, splits, head_dim), dtype=torch.float32, device=q.device)
-    log_totals = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
-    tensors = (q, keys, values, lengths, block_tables, log_totals if bias is None else bias, parts, log_totals)
-    block_g = max(16, triton.next_power_of_2(constants["GROUP"]))  # tl.dot's minimum
-    grid = (sequences, keys.shape[2], splits)
-    _decode_kernel[grid](
-        *tensors, scale, window, *_strides(q, block_tables, bias), SPLIT=SPLIT, BLOCK_G=block_g, **constants
+    memory = (workspace.parts, workspace.log_totals, workspace.counters)
+    tensors = (q, kv.addresses, lengths, block_tables, lengths if bias is None else bias, out, *memory)
+    _decode_kernel[(sequences, kv_heads, splits)](
+        *tensors,
+        scale,
+        window or UNBOUNDED,
+        *_strides(q, block_tables, bias),
+        NUM_SPLITS=splits,
+        JOINED_ROWS=triton.next_power_of_2(group),
+        **_constants(q, kv, bias, softcap, rounded, tiling),
     )
-    if splits > 1:
-        sizes = {"HEAD_DIM": head_dim, "SPLIT": SPLIT, "BLOCK_D": constants["BLOCK_D"]}
-        _join_kernel[(sequences, heads)](parts, log_totals, lengths, out, window, splits, **sizes)
     return out
 
 
@@ -209,30 +374,28 @@ def _strides(q: torch.Tensor, block_tables: torch.Tensor, bias: torch.Tensor | N
 
 
 def _constants(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, softcap: float, rounded: bool
+    q: torch.Tensor, kv: LayerKV, bias: torch.Tensor | None, softcap: float, rounded: bool, tiling: Tiling
 ) -> dict[str, int | float]:
-    """Compile-time constants of both kernels.  Shapes as in `prefill_attention`. Asserts dtypes, devices and strides.
-
-    TILE (cached tokens per loop step) and num_warps: the widest tile that compiles for sm_80 and sm_90 without register
-    spills. float32 does not use tensor cores (TF32 is less precise), and its products need more registers.
-    """
+    """Compile-time constants and launch options of both kernels. Asserts dtypes, devices and strides."""
     heads, head_dim = q.shape[1:]
-    block_size, kv_heads = keys.shape[1:3]
-    require_contiguous(q.device, q.dtype, keys, values)
+    require_contiguous(q.device, torch.int64, kv.addresses)
+    assert kv.dtype == q.dtype, f"queries are {q.dtype}, keys and values {kv.dtype}"
+    assert kv.head_dim == head_dim and heads % kv.kv_heads == 0, "heads of keys and queries differ"
     assert bias is None or (bias.device == q.device and bias.stride(1) == 1), "the bias of a head must be contiguous"
     assert q.stride()[1:] == (head_dim, 1), "the heads of a token must be contiguous"
-    tile, num_warps = (16, 8) if q.dtype.itemsize == 4 else (64, 4) if head_dim <= 128 else (32, 8)
     return {
-        "KV_HEADS": kv_heads,
-        "GROUP": heads // kv_heads,
+        "KV_HEADS": kv.kv_heads,
+        "GROUP": heads // kv.kv_heads,
         "HEAD_DIM": head_dim,
-        "BLOCK_SIZE": block_size,
+        "BLOCK_SIZE": kv.block_size,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # tl.dot's minimum
         "SOFTCAP": softcap,
         "HAS_BIAS": bias is not None,
         "ROUNDED": rounded,
-        "TILE": tile,
-        "num_warps": num_warps,
+        "TILE": tiling.tokens,
+        "ROWS": tiling.rows,
+        "num_warps": tiling.num_warps,
+        "num_stages": tiling.num_stages,
     }
 
 
@@ -257,8 +420,7 @@ def owner_of_block(cu_seqlens, owners, block, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=VARYING)
 def _prefill_kernel(
     q,
-    keys,
-    values,
+    kv_addresses,
     cu_seqlens,
     lengths,
     block_tables,
@@ -275,55 +437,67 @@ def _prefill_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """One program per query head and up to BLOCK_Q new tokens of one sequence; writes out [tokens, heads, head_dim]."""
-    block, head = tl.program_id(0), tl.program_id(1)
-    row = owner_of_block(cu_seqlens, sequences, block, BLOCK_Q)
+    """One program per KV head and ROWS // GROUP new tokens of one sequence, for all query heads of the KV head.
+
+    Row r of its matrices is query head r % GROUP of the group, of new token r // GROUP. Writes out [tokens, heads,
+    head_dim].
+    """
+    QUERIES: tl.constexpr = ROWS // GROUP
+    keys = tl.multiple_of(tl.load(kv_addresses).to(q.dtype), ALIGNED)
+    values = tl.multiple_of(tl.load(kv_addresses + 1).to(q.dtype), ALIGNED)
+    block, kv_head = tl.program_id(0), tl.program_id(1)
+    row = owner_of_block(cu_seqlens, sequences, block, QUERIES)
     first = tl.load(cu_seqlens + row)
     count = tl.load(cu_seqlens + row + 1) - first
     length = tl.load(lengths + row)
-    index = (block - first // BLOCK_Q - row) * BLOCK_Q
+    index = (block - first // QUERIES - row) * QUERIES
     if index < count:
-        query = index + tl.arange(0, BLOCK_Q)
+        query = index + tl.arange(0, ROWS) // GROUP
+        head = kv_head * GROUP + tl.arange(0, ROWS) % GROUP
         position = length - count + query
         dims = tl.arange(0, BLOCK_D)
-        is_query, is_dim = query < count, dims < HEAD_DIM
+        is_query, is_dim = (query < count) & (tl.arange(0, ROWS) < QUERIES * GROUP), dims < HEAD_DIM
         query_mask = is_query[:, None] & is_dim[None, :]
         token = (first + query).to(tl.int64)[:, None]
-        query_rows = tl.load(q + token * q_stride + head * HEAD_DIM + dims[None, :], mask=query_mask, other=0.0)
-        best = tl.full((BLOCK_Q,), MASKED, tl.float32)
-        total = tl.zeros((BLOCK_Q,), tl.float32)
-        sum_out = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+        query_offsets = token * q_stride + head[:, None] * HEAD_DIM + dims[None, :]
+        query_rows = tl.load(q + query_offsets, mask=query_mask, other=0.0)
+        best = tl.full((ROWS,), MASKED, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        sum_out = tl.zeros((ROWS, BLOCK_D), tl.float32)
         begin = tl.maximum(length - count + index - window + 1, 0) // TILE * TILE
-        end = tl.minimum(length - count + index + BLOCK_Q, length)
+        end = tl.minimum(length - count + index + QUERIES, length)
         table = block_tables + row.to(tl.int64) * table_stride
+        blocks = _blocks(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)
         for start in range(begin, end, TILE):
             tokens = start + tl.arange(0, TILE)
             live = tokens < end
-            block_rows = _block_rows(table, tokens, live, head // GROUP, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-            offsets, mask = block_rows[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
+            token_offsets = _offsets(blocks, tokens, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+            blocks = _blocks(table, tokens + TILE, end, BLOCK_SIZE)
+            offsets, mask = token_offsets[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
             k = tl.load(keys + offsets, mask=mask, other=0.0)
             key_bias = 0.0
-            if HAS_BIAS:
-                key_bias = tl.load(bias + head * bias_stride + tokens, mask=live, other=0.0)[None, :]
+            if HAS_BIAS and GROUP == 1:
+                key_bias = tl.load(bias + kv_head * bias_stride + tokens, mask=live, other=0.0)[None, :]
+            elif HAS_BIAS:
+                key_bias = tl.load(bias + head[:, None] * bias_stride + tokens[None, :], mask=live[None, :], other=0.0)
             scores = _scores(query_rows, k, key_bias, scale, SOFTCAP, HAS_BIAS, ROUNDED)
             v = tl.load(values + offsets, mask=mask, other=0.0)
             distance = position[:, None] - tokens[None, :]
-            visible = (distance >= 0) & (distance < window) & live[None, :]
+            visible = (distance >= 0) & (distance < window)
             best, total, sum_out = _softmax_step(tl.where(visible, scores, MASKED), v, best, total, sum_out)
-        row_out = out + (token * (KV_HEADS * GROUP) + head) * HEAD_DIM + dims[None, :]
+        row_out = out + (token * (KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM + dims[None, :]
         tl.store(row_out, sum_out / total[:, None], mask=query_mask)
 
 
 def prefill_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    kv: LayerKV,
     cu_seqlens: torch.Tensor,
     lengths: torch.Tensor,
     block_tables: torch.Tensor,
@@ -332,6 +506,7 @@ def prefill_attention(
     window: int = 0,
     bias: torch.Tensor | None = None,
     rounded: bool = False,
+    arch: int = 0,
 ) -> torch.Tensor:
     """Causal attention of each sequence's new tokens, the last ones of it in the cache, with or without a prefix.
 
@@ -341,12 +516,14 @@ def prefill_attention(
     All other arguments as in `decode_attention`.  Gives [tokens, heads, head_dim] in q's dtype.
     """
     require_contiguous(q.device, torch.int32, cu_seqlens, lengths, *block_tables[:1])
-    constants = _constants(q, keys, values, bias, softcap, rounded)
     (tokens, heads, head_dim), sequences = q.shape, len(lengths)
+    group = heads // kv.kv_heads
+    features = bias is not None, softcap > 0
+    tiling = prefill_tiling(q.dtype, group, head_dim, arch or architecture(q.device), *features)
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    block = 64 if q.dtype.itemsize == 2 else 32
-    tensors = (q, keys, values, cu_seqlens, lengths, block_tables, lengths if bias is None else bias, out)
+    tensors = (q, kv.addresses, cu_seqlens, lengths, block_tables, lengths if bias is None else bias, out)
     window, strides = window or UNBOUNDED, _strides(q, block_tables, bias)
-    grid = (tokens // block + sequences, heads)
-    _prefill_kernel[grid](*tensors, sequences, scale, window, *strides, BLOCK_Q=block, **constants)
+    grid = (tokens // (tiling.rows // group) + sequences, kv.kv_heads)
+    constants = _constants(q, kv, bias, softcap, rounded, tiling)
+    _prefill_kernel[grid](*tensors, sequences, scale, window, *strides, **constants)
     return out

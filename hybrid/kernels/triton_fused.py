@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 
 from hybrid.kernels import require_contiguous
+from hybrid.kernels.kv_addresses import ALIGNMENT, LayerKV
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-ACTIVATION_BLOCK = 1024  # columns per program of the gated activation
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_new", "relu")  # gelu_new: gelu_tanh, rounded at every step
+ACTIVATION_BLOCK = 1024  # columns per program of the activation
 HEAD_BLOCK = 8  # heads per program of `rope_and_write`
+ALIGNED = tl.constexpr(ALIGNMENT)  # bytes
 
 
 @triton.jit
@@ -26,8 +28,36 @@ def tanh(x):
 
 
 @triton.jit
+def _normed(
+    h,
+    weight,
+    bias,
+    columns,
+    live,
+    width,
+    eps,
+    offset,
+    dtype: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    FLOAT32_WEIGHT: tl.constexpr,
+):
+    """The norm of a row, float32 [columns]; not rounded to `dtype` yet.  h float32 [columns], 0 where not `live`"""
+    if CENTERED:
+        h = tl.where(live, h - tl.sum(h, 0) / width, 0.0)
+    h = h / tl.sqrt(tl.sum(h * h, 0) / width + eps)
+    if not FLOAT32_WEIGHT:
+        h = h.to(dtype).to(tl.float32)
+    h *= tl.load(weight + columns, mask=live, other=0.0).to(tl.float32) + offset
+    if HAS_BIAS:
+        h += tl.load(bias + columns, mask=live, other=0.0).to(tl.float32)
+    return h
+
+
+@triton.jit
 def _add_norm_kernel(
     x,
+    post_weight,
     residual,
     weight,
     bias,
@@ -39,107 +69,126 @@ def _add_norm_kernel(
     eps,
     offset,
     multiplier,
+    HAS_POST: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CENTERED: tl.constexpr,
     FLOAT32_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row; writes `normed` and, with a residual, `total`, both [rows, width], contiguous."""
-    dtype = x.dtype.element_ty
+    """One program per row; writes `normed` if HAS_NORM and `total` if HAS_RESIDUAL, [rows, width], contiguous."""
+    dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     live = columns < width
     h = tl.load(x + row * x_stride + columns, mask=live, other=0.0).to(tl.float32)
+    if HAS_POST:
+        h = _normed(h, post_weight, bias, columns, live, width, eps, offset, dtype, False, CENTERED, FLOAT32_WEIGHT)
+        h = h.to(dtype).to(tl.float32)
     if HAS_RESIDUAL:
         added = tl.load(residual + row * residual_stride + columns, mask=live, other=0.0).to(tl.float32)
         h = ((h * multiplier).to(dtype).to(tl.float32) + added).to(dtype)
         tl.store(total + row * width + columns, h, mask=live)
         h = h.to(tl.float32)
-    if CENTERED:
-        h = tl.where(live, h - tl.sum(h, 0) / width, 0.0)
-    h = h / tl.sqrt(tl.sum(h * h, 0) / width + eps)
-    if not FLOAT32_WEIGHT:
-        h = h.to(dtype).to(tl.float32)
-    h *= tl.load(weight + columns, mask=live, other=0.0).to(tl.float32) + offset
-    if HAS_BIAS:
-        h += tl.load(bias + columns, mask=live, other=0.0).to(tl.float32)
-    tl.store(normed + row * width + columns, h.to(dtype), mask=live)
+    if HAS_NORM:
+        h = _normed(h, weight, bias, columns, live, width, eps, offset, dtype, HAS_BIAS, CENTERED, FLOAT32_WEIGHT)
+        tl.store(normed + row * width + columns, h.to(dtype), mask=live)
 
 
 def add_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
     offset: float = 0.0,
     float32_weight: bool = False,
     multiplier: float = 1.0,
     centered: bool = False,
+    post_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMS norm of residual + multiplier * x, and that sum, which is rounded to x's dtype before the norm.
 
-    x, residual [rows, width], rows may be strided; weight [width]; bias [width] or None. Gives (normed, sum),
-    [rows, width] in x's dtype; without a residual the sum is x itself. offset: added to the weight (Gemma).
-    float32_weight: the weight is applied before rounding (Gemma, OLMo2), as in layer norms; otherwise after (Llama).
-    centered: layer norm.
+    x, residual [rows, width], rows may be strided; weight [width] or None; bias [width] or None. Gives (normed, sum),
+    [rows, width] in x's dtype; without a residual the sum is x itself, without a weight `normed` is the sum.
+    offset: added to the weight (Gemma).  float32_weight: the weight is applied before rounding (Gemma, OLMo2), as in
+    layer norms; otherwise after (Llama).  centered: layer norm.
+    post_weight: None, or [width]: x is first normed with this weight and rounded (Gemma 2, OLMo2).
     """
     rows, width = x.shape
     inputs = [x] if residual is None else [x, residual]
     assert all((tensor.dtype, tensor.device) == (x.dtype, x.device) for tensor in inputs), "the sum is of one dtype"
     assert all(tensor.stride(1) == 1 for tensor in inputs), "rows must be contiguous"
-    for vector in [weight] if bias is None else [weight, bias]:
+    assert residual is not None or (weight is not None and post_weight is None), "without a residual there is one norm"
+    vectors = [vector for vector in (weight, bias, post_weight) if vector is not None]
+    for vector in vectors:
         require_contiguous(x.device, vector.dtype, vector)
-    normed = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    total = x if residual is None else torch.empty_like(normed)
+    total = x if residual is None else torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    normed = total if weight is None else torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(width)
-    tensors = (x, x if residual is None else residual, weight, weight if bias is None else bias, normed, total)
+    weights = [x if vector is None else vector for vector in (post_weight, residual, weight, bias)]
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
-    features = {"HAS_RESIDUAL": residual is not None, "HAS_BIAS": bias is not None, "CENTERED": centered}
+    features = {"HAS_POST": post_weight is not None, "HAS_RESIDUAL": residual is not None}
+    features |= {"HAS_NORM": weight is not None, "HAS_BIAS": bias is not None, "CENTERED": centered}
     features |= {"FLOAT32_WEIGHT": float32_weight or centered, "num_warps": 4 if block <= 4096 else 8}
-    _add_norm_kernel[(rows,)](*tensors, *strides, width, eps, offset, multiplier, **features, BLOCK=block)
+    _add_norm_kernel[(rows,)](
+        x, *weights, normed, total, *strides, width, eps, offset, multiplier, **features, BLOCK=block
+    )
     return normed, total
 
 
 @triton.jit
-def _gated_activation_kernel(gate_up, out, gate_up_stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row and BLOCK columns."""
-    dtype = gate_up.dtype.element_ty
+def _rounded(x, dtype: tl.constexpr):
+    """x float32, rounded to `dtype`, and float32 again."""
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _activation_kernel(x, out, x_stride, width, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per row and BLOCK columns of out [rows, width]."""
+    dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = columns < width
-    gate = tl.load(gate_up + row * gate_up_stride + columns, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * gate_up_stride + width + columns, mask=live, other=0.0).to(tl.float32)
+    gate = tl.load(x + row * x_stride + columns, mask=live, other=0.0).to(tl.float32)
     if ACTIVATION == "silu":
         gate = gate / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "gelu":
         gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
         gate = 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
+    elif ACTIVATION == "gelu_new":
+        cube = _rounded(_rounded(gate * gate, dtype) * gate, dtype)  # torch.pow(x, 3) rounds both products
+        inner = _rounded(gate + _rounded(0.044715 * cube, dtype), dtype)
+        factor = _rounded(1.0 + _rounded(tanh(_rounded(0.7978845608028654 * inner, dtype)), dtype), dtype)
+        gate = _rounded(0.5 * gate, dtype) * factor
     else:
         gate = tl.maximum(gate, 0.0)
-    tl.store(out + row * width + columns, (gate.to(dtype).to(tl.float32) * up).to(dtype), mask=live)
+    if GATED:
+        up = tl.load(x + row * x_stride + width + columns, mask=live, other=0.0).to(tl.float32)
+        gate = _rounded(gate, dtype) * up
+    tl.store(out + row * width + columns, gate.to(dtype), mask=live)
 
 
-def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up, with the activation rounded before the product.
+def activated(x: torch.Tensor, activation: str, gated: bool = False) -> torch.Tensor:
+    """act(x), or if `gated` act(gate) * up of x = (gate, up), with the activation rounded before the product.
 
-    gate_up [rows, 2 * width], gate before up, rows may be strided; gives [rows, width], same dtype. activation: one of
-    ACTIVATIONS.
+    x [rows, width] or [rows, 2 * width], gate before up; rows may be strided. Gives [rows, width], same dtype.
+    activation: one of ACTIVATIONS.
     """
     assert activation in ACTIVATIONS, f"activation {activation!r} is not one of {ACTIVATIONS}"
-    assert gate_up.stride(1) == 1, "rows must be contiguous"
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    assert x.stride(1) == 1, "rows must be contiguous"
+    rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block = min(ACTIVATION_BLOCK, triton.next_power_of_2(width))
     grid = (rows, triton.cdiv(width, block))
-    _gated_activation_kernel[grid](gate_up, out, gate_up.stride(0), width, ACTIVATION=activation, BLOCK=block)
+    _activation_kernel[grid](x, out, x.stride(0), width, ACTIVATION=activation, GATED=gated, BLOCK=block)
     return out
 
 
 @triton.jit
-def _head_normed(x, inverse_rms, weight, offset, live, FLOAT32_WEIGHT: tl.constexpr):
+def _qk_normed(x, inverse_rms, weight, offset, live, FLOAT32_WEIGHT: tl.constexpr):
     """x * inverse_rms * (weight + offset) in x's dtype; unless FLOAT32_WEIGHT, also rounded before the weight.
 
     x [heads, columns], inverse_rms float32 [heads, 1], weight: pointers [1, columns], live [1, columns].
@@ -162,8 +211,7 @@ def _rope_and_write_kernel(
     rows,
     slot_mapping,
     q_out,
-    keys,
-    values,
+    kv_addresses,
     q_stride,
     k_stride,
     v_stride,
@@ -175,13 +223,20 @@ def _rope_and_write_kernel(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,
     FLOAT32_WEIGHT: tl.constexpr,
     Q_BLOCKS: tl.constexpr,
     KV_BLOCKS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
 ):
-    """One program per token and BLOCK_H heads: first the blocks of q, then those of k, then those of v."""
+    """One program per token and BLOCK_H heads: first the blocks of q, then those of k, then those of v.
+
+    WHOLE_ROW: the norm is of all heads of a token together; every program reads the row's other heads too.
+    """
+    keys = tl.multiple_of(tl.load(kv_addresses).to(q.dtype), ALIGNED)
+    values = tl.multiple_of(tl.load(kv_addresses + 1).to(q.dtype), ALIGNED)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     block_row = tl.load(slot_mapping + token) * (KV_HEADS * HEAD_DIM)
@@ -200,9 +255,19 @@ def _rope_and_write_kernel(
     if block < Q_BLOCKS + KV_BLOCKS:
         inverse_rms = 1.0
         if HAS_NORM:
-            square = x.to(tl.float32) * x.to(tl.float32)
-            inverse_rms = (1.0 / tl.sqrt(tl.sum(square, 1) / HEAD_DIM + norm_eps))[:, None]
-            x = _head_normed(x, inverse_rms, norm + column, norm_offset, column < HEAD_DIM, FLOAT32_WEIGHT)
+            if WHOLE_ROW:
+                squares = tl.zeros((BLOCK_ROW,), tl.float32)
+                for start in range(0, heads * HEAD_DIM, BLOCK_ROW):
+                    element = start + tl.arange(0, BLOCK_ROW)
+                    part = tl.load(source + element, mask=element < heads * HEAD_DIM, other=0.0).to(tl.float32)
+                    squares += part * part
+                inverse_rms = 1.0 / tl.sqrt(tl.sum(squares, 0) / (heads * HEAD_DIM) + norm_eps)
+                weight, weight_live = norm + head * HEAD_DIM, live
+            else:
+                square = x.to(tl.float32) * x.to(tl.float32)
+                inverse_rms = (1.0 / tl.sqrt(tl.sum(square, 1) / HEAD_DIM + norm_eps))[:, None]
+                weight, weight_live = norm, column < HEAD_DIM
+            x = _qk_normed(x, inverse_rms, weight + column, norm_offset, weight_live, FLOAT32_WEIGHT)
         if ROTARY > 0:
             half: tl.constexpr = ROTARY // 2
             is_rotary = column < ROTARY
@@ -213,7 +278,9 @@ def _rope_and_write_kernel(
                 partner, angle = tl.where(before, column + half, column - half), column % half
             partner_x = tl.load(source + head * HEAD_DIM + partner, mask=live & is_rotary, other=0.0)
             if HAS_NORM:
-                partner_x = _head_normed(partner_x, inverse_rms, norm + partner, norm_offset, is_rotary, FLOAT32_WEIGHT)
+                weight_live = weight_live & is_rotary
+                weight += partner
+                partner_x = _qk_normed(partner_x, inverse_rms, weight, norm_offset, weight_live, FLOAT32_WEIGHT)
             entry = tl.load(rows + token).to(tl.int64) * half + angle
             c = tl.load(cos + entry, mask=is_rotary, other=1.0).to(tl.float32)
             s = tl.load(sin + entry, mask=is_rotary, other=0.0).to(tl.float32)
@@ -225,10 +292,11 @@ def _rope_and_write_kernel(
 
 
 @dataclass(frozen=True)
-class HeadNorm:
-    """RMS norm of each head of q and k, before RoPE.
+class QKNorm:
+    """RMS norm of q and k, before RoPE: of each head, or of all heads of a token together.
 
-    q, k: weights [head_dim].  eps, offset, float32_weight: as in `add_norm`.
+    q, k: weights, [head_dim] or, of all heads, [heads * head_dim] and [kv_heads * head_dim].
+    eps, offset, float32_weight: as in `add_norm`.
     """
 
     q: torch.Tensor
@@ -246,10 +314,9 @@ def rope_and_write(
     sin: torch.Tensor | None,
     rows: torch.Tensor,
     slot_mapping: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    kv: LayerKV,
     interleaved: bool = False,
-    norm: HeadNorm | None = None,
+    norm: QKNorm | None = None,
 ) -> torch.Tensor:
     """Norm and RoPE of q and k; writes k and v to the KV cache.  Gives the new q [tokens, heads, head_dim].
 
@@ -258,19 +325,24 @@ def rope_and_write(
         no RoPE.
     rows: integers [tokens], the row of cos and sin for each token.
     slot_mapping: int64 [tokens], block * BLOCK_SIZE + offset in the block, for each token's key and value.
-    keys, values [blocks, BLOCK_SIZE, kv_heads, head_dim], q's dtype, written in place.
-    interleaved: RoPE pairs are neighbours, not halves.  norm: of the heads, before RoPE; None: no norm.
+    kv: the layer's keys and values, in q's dtype, written in place.
+    interleaved: RoPE pairs are neighbours, not halves.  norm: of q and k, before RoPE; None: no norm.
     Gives q itself if there is neither RoPE nor norm.
     """
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
-    require_contiguous(q.device, q.dtype, keys, values)
-    require_contiguous(q.device, torch.int64, slot_mapping)
+    require_contiguous(q.device, torch.int64, kv.addresses, slot_mapping)
     require_contiguous(q.device, rows.dtype, rows)
     if cos is not None:
         require_contiguous(q.device, cos.dtype, cos, sin)
+    whole_row = False
     if norm is not None:
         require_contiguous(q.device, norm.q.dtype, norm.q, norm.k)
+        whole_row = norm.q.numel() != head_dim or norm.k.numel() != head_dim
+        sizes = (heads * head_dim, kv_heads * head_dim) if whole_row else (head_dim, head_dim)
+        assert (norm.q.numel(), norm.k.numel()) == sizes, "the norms are of each head, or of all heads of a token"
     assert k.dtype == v.dtype == q.dtype, f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}"
+    assert kv.dtype == q.dtype, f"queries are {q.dtype}, cached keys and values {kv.dtype}"
+    assert (kv.kv_heads, kv.head_dim) == (kv_heads, head_dim), "heads of keys and of cached keys differ"
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q, k, v)), "the heads of a token must be contiguous"
     rotary = 0 if cos is None else 2 * cos.shape[1]
     changes = rotary > 0 or norm is not None
@@ -279,11 +351,12 @@ def rope_and_write(
     eps, offset, float32_weight = (0.0, 0.0, False) if norm is None else (norm.eps, norm.offset, norm.float32_weight)
     weights = (q, k) if norm is None else (norm.q, norm.k)
     tables = (rows, rows) if cos is None else (cos, sin)
-    tensors = (q, k, v, *weights, *tables, rows, slot_mapping, q_out, keys, values)
+    tensors = (q, k, v, *weights, *tables, rows, slot_mapping, q_out, kv.addresses)
     strides = (q.stride(0), k.stride(0), v.stride(0))
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "ROTARY": rotary}
     sizes |= {"Q_BLOCKS": q_blocks, "KV_BLOCKS": kv_blocks, "BLOCK_H": HEAD_BLOCK}
     features = {"INTERLEAVED": interleaved, "HAS_NORM": norm is not None, "FLOAT32_WEIGHT": float32_weight}
+    features |= {"WHOLE_ROW": whole_row, "BLOCK_ROW": 1024}
     _rope_and_write_kernel[(tokens, q_blocks + 2 * kv_blocks)](
         *tensors, *strides, eps, offset, **sizes, **features, BLOCK_D=triton.next_power_of_2(head_dim)
     )

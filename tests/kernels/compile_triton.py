@@ -1,17 +1,17 @@
 """Compile every Triton kernel for a GPU architecture, which this machine may lack, and print its resource usage.
 
-python -m tests.kernels.compile_triton 90    # a line of JSON a kernel, for sm_90
+python -m tests.kernels.compile_triton 90 128    # attention with heads of 128 for sm_90: a line of JSON a kernel
+python -m tests.kernels.compile_triton 90        # all other kernels
 """
 
 import inspect
+import io
 import itertools
 import json
 import re
-import subprocess
 import sys
-import tempfile
+from contextlib import redirect_stdout
 from dataclasses import fields
-from pathlib import Path
 
 import torch
 import triton
@@ -19,20 +19,29 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from hybrid.kernels import triton_attention, triton_experts, triton_fused, triton_sampling
+from hybrid.kernels import triton_attention, triton_decode, triton_experts, triton_fused, triton_sampling
+from hybrid.kernels.kv_addresses import LayerKV
 from hybrid.kernels.triton_sampling import SamplingFeatures
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
-DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+# Instructions that show how a kernel reads and multiplies.
+INSTRUCTIONS = {
+    "async_copies_of_16_bytes": r"cp\.async\.cg\.shared\.global[^\n]*, 0x10",
+    "async_copies": r"cp\.async\.c[ag]\.",
+    "loads_of_16_bytes": r"ld\.global[.\w:]*\.v4",
+    "mma": r"\bmma\.sync",
+    "wgmma": r"wgmma\.mma_async",
+    "tcgen05": r"tcgen05\.mma",
+}
 
 
 def compiling(arch: int):
-    """Replaces a launch: compiles the kernel and prints its name and resource usage.
+    """Replaces a launch: compiles the kernel and prints its name, its case and its resource usage.
 
     As a launch does, it specializes integers that are 1 and those divisible by 16.
     """
 
-    def launch(kernel, *args, grid, warmup, num_warps=4, maxnreg=None, **constants):
+    def launch(kernel, *args, grid, warmup, num_warps=4, num_stages=3, maxnreg=None, **constants):
         bound = inspect.signature(kernel.fn).bind(*args, **constants)
         signature, values, hints = {}, {}, {}
         for index, (param, value) in enumerate(zip(kernel.params, bound.arguments.values(), strict=True)):
@@ -46,49 +55,81 @@ def compiling(arch: int):
                 if specialized and value % 16 == 0:
                     hints[index,] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, values, hints)
-        options = {"num_warps": num_warps, "maxnreg": maxnreg}
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            usage = subprocess.run([DISASSEMBLER, "-res-usage", file.name], capture_output=True, text=True, check=True)
-        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout).groups()
-        usage_of_kernel = {
-            "registers": int(registers),
-            "stack_bytes": int(stack),
+        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+        triton.knobs.nvidia.dump_ptxas_log = True
+        log = io.StringIO()
+        with redirect_stdout(log):
+            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        if not log.getvalue():  # the same code as before
+            return
+        usage = {
+            "registers": int(re.search(r"Used (\d+) registers", log.getvalue())[1]),
+            "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue()))),
             "shared_bytes": compiled.metadata.shared,
         }
-        print(json.dumps({"kernel": kernel.fn.__name__, **usage_of_kernel}), flush=True)
+        usage |= {name: len(re.findall(pattern, compiled.asm["ptx"])) for name, pattern in INSTRUCTIONS.items()}
+        case = {name: value for name, value in constants.items() if name in ("HEAD_DIM", "GROUP", "NUM_SPLITS")}
+        tensor = next(value for value in bound.arguments.values() if isinstance(value, torch.Tensor))
+        case |= {"dtype": TYPES[tensor.dtype], "num_warps": num_warps, "num_stages": num_stages}
+        print(json.dumps({"kernel": kernel.fn.__name__, **case, **usage}), flush=True)
 
     return launch
 
 
-def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
-    """Decode and prefill attention, plain and with all features."""
-    q, blocks = torch.empty(4, 8, head_dim, dtype=dtype), torch.empty(4, 32, 2, head_dim, dtype=dtype)
+# Features of models: plain, Gemma 2's and BLOOM's. Falcon's ALiBi has groups.
+FEATURES = {
+    "plain": {},
+    "soft cap": {"softcap": 50.0, "window": 77, "rounded": True},
+    "bias": {"bias": True, "rounded": True},
+}
+
+
+def launch_attention(dtype: torch.dtype, head_dim: int, group: int, feature: str, arch: int) -> None:
+    """Prefill and decode steps, with two KV heads; in a group of four also a decode step with one split."""
+    kv = LayerKV(torch.empty(2, dtype=torch.int64), dtype, 32, 2, head_dim)
+    # Queries are a slice of the product for queries, keys and values.
+    q = torch.empty(4, 2 * group + 4, head_dim, dtype=dtype)[:, : 2 * group]
     lengths, block_tables = torch.empty(4, dtype=torch.int32), torch.empty(4, 128, dtype=torch.int32)
-    everything = {"softcap": 50.0, "window": 77, "bias": torch.empty(8, 4096), "rounded": True}
-    for features in ({}, everything):
-        triton_attention.decode_attention(q, blocks, blocks, lengths, block_tables, 0.1, **features)
-        triton_attention.prefill_attention(q, blocks, blocks, lengths, lengths, block_tables, 0.1, **features)
+    workspace, features = triton_attention.split_workspace(group, head_dim, q.device), dict(FEATURES[feature])
+    if "bias" in features:
+        features["bias"] = torch.empty(2 * group, 4096)
+    for splits in (1, 16) if group == 4 else (16,):
+        blocks = (lengths, block_tables, workspace)
+        triton_attention.decode_attention(q, kv, *blocks, 0.1, **features, splits=splits, arch=arch)
+    triton_attention.prefill_attention(q, kv, lengths, lengths, block_tables, 0.1, **features, arch=arch)
+
+
+def launch_all_attention(head_dim: int, arch: int) -> None:
+    """Attention with the groups and features of models."""
+    for group in (1, 4, 7, 8):
+        launch_attention(torch.bfloat16, head_dim, group, "plain", arch)
+    launch_attention(torch.bfloat16, head_dim, 2, "soft cap", arch)
+    for group in (1, 4):
+        launch_attention(torch.bfloat16, head_dim, group, "bias", arch)
+    launch_attention(torch.float32, head_dim, 7, "plain", arch)
+    launch_attention(torch.float32, head_dim, 4, "bias", arch)
 
 
 def launch_fused(dtype: torch.dtype) -> None:
     """Rope, norms, activations; head_dim 80 needs masked columns."""
-    q, kv, blocks = (torch.empty(4, heads, 80, dtype=dtype) for heads in (32, 2, 2))
+    q, k = (torch.empty(4, heads, 80, dtype=dtype) for heads in (32, 2))
+    kv = LayerKV(torch.empty(2, dtype=torch.int64), dtype, 32, 2, 80)
     table, slot_mapping = torch.empty(99, 40, dtype=dtype), torch.empty(4, dtype=torch.int64)
-    norm = triton_fused.HeadNorm(torch.empty(80, dtype=dtype), torch.empty(80, dtype=dtype), 1e-6)
+    norm = triton_fused.QKNorm(torch.empty(80, dtype=dtype), torch.empty(80, dtype=dtype), 1e-6)
     for interleaved, head_norm in ((False, None), (True, norm)):
-        triton_fused.rope_and_write(
-            q, kv, kv, table, table, slot_mapping, slot_mapping, blocks, blocks, interleaved, head_norm
-        )
-    triton_fused.rope_and_write(q, kv, kv, None, None, slot_mapping, slot_mapping, blocks, blocks)
+        triton_fused.rope_and_write(q, k, k, table, table, slot_mapping, slot_mapping, kv, interleaved, head_norm)
+    triton_fused.rope_and_write(q, k, k, None, None, slot_mapping, slot_mapping, kv)
+    norm = triton_fused.QKNorm(torch.empty(32 * 80, dtype=dtype), torch.empty(2 * 80, dtype=dtype), 1e-6)
+    triton_fused.rope_and_write(q, k, k, table, table, slot_mapping, slot_mapping, kv, norm=norm)
     x = torch.empty(4, 4096, dtype=dtype)
     triton_fused.add_norm(x, x, x[0], None, 1e-5)
     triton_fused.add_norm(x, None, x[0], None, 1e-5, 1.0, True)
     triton_fused.add_norm(x, x, x[0], x[0], 1e-5, centered=True)
+    triton_fused.add_norm(x, x, x[0], None, 1e-5, 1.0, True, post_weight=x[0])
+    triton_fused.add_norm(x, x, None, None, 1e-5, float32_weight=True, post_weight=x[0])
     for activation in triton_fused.ACTIVATIONS:
-        triton_fused.gated_activation(x, activation)
+        for gated in (False, True):
+            triton_fused.activated(x, activation, gated)
 
 
 def launch_experts(dtype: torch.dtype) -> None:
@@ -97,6 +138,16 @@ def launch_experts(dtype: torch.dtype) -> None:
     for items in (16, 1000):
         order, cu_seqlens = torch.empty(items, dtype=torch.int32), torch.empty(9, dtype=torch.int32)
         triton_experts.grouped_linear(x, weight, order, cu_seqlens, 2)
+
+
+def launch_loop() -> None:
+    """What a decode step does outside of its layers, with and without the tokens that a sequence has."""
+    ids, numbers, tables = torch.empty(4, dtype=torch.int64), torch.empty(4, dtype=torch.int32), torch.empty(4, 9)
+    triton_decode.decode_slot_mapping(numbers, tables.int(), 32)
+    logps, tokens, results = [torch.empty(4)] * 3, torch.empty(32, 4, dtype=torch.int64), torch.empty(3, 32, 4)
+    for seen in (None, torch.empty(4, 151937, dtype=torch.uint8)):
+        batch = ids, numbers, numbers, ids, ids, numbers, numbers
+        triton_decode.advance(ids, logps, *batch, ids, tokens, results, seen)
 
 
 def launch_sampling() -> None:
@@ -109,15 +160,18 @@ def launch_sampling() -> None:
         triton_sampling.sample(logits, keys, positions, torch.empty(6), features, seen, stop_token_ids)
 
 
-def main(arch: int) -> None:
+def main(arch: int, head_dim: int = 0) -> None:
+    """Compile attention with heads of `head_dim`; 0: all other kernels."""
     JITFunction.run = compiling(arch)
+    if head_dim:
+        launch_all_attention(head_dim, arch)
+        return
     for dtype in (torch.bfloat16, torch.float32):
         launch_fused(dtype)
         launch_experts(dtype)
-        for head_dim in (64, 128, 256):
-            launch_attention(dtype, head_dim)
     launch_sampling()
+    launch_loop()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

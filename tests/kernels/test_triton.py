@@ -22,21 +22,23 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 from hybrid.decoders.batch import BLOCK_SIZE
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
+from hybrid.kernels import torch_ops
 from hybrid.kernels import triton_attention as attention
 from hybrid.kernels import triton_fused as fused
+from hybrid.kernels.kv_addresses import LayerKV, layer_kv
 from hybrid.kernels.triton_experts import mixture
+from tests.kernels import interpreter_bfloat16
 from tests.marks import slow_but
 
+interpreter_bfloat16.install()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 # Sums in another order than the oracle's: float32 agrees to its rounding; bfloat16 to one unit in the last of 8 bits.
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-6},
-    torch.float16: {"rtol": 2**-10, "atol": 2**-11},
     torch.bfloat16: {"rtol": 2**-7, "atol": 2**-9},
 }
-# The interpreter truncates to bfloat16 where a device rounds, and its tl.dot reads the bits as integers (3.7.1).
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+HALF = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +90,10 @@ class Cache:
                 self.values[own[token // BLOCK_SIZE], token % BLOCK_SIZE] = self.v[row][token]
 
     @property
+    def kv(self) -> LayerKV:
+        return layer_kv(self.keys, self.values)
+
+    @property
     def lengths_tensor(self) -> torch.Tensor:
         return torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE)
 
@@ -114,33 +120,50 @@ FEATURES = {
     "soft cap": {"softcap": 5.0},
     "window": {"window": 40},
     "window under a tile": {"window": 7},
+    "window of several splits": {"window": 333},
     "bias": {"bias": True},
 }
 # ALiBi's scores are in the hundreds at a few hundred tokens, where float32's steps are 3e-5.
 SLACK = {"bias": 10.0}
-# heads, KV heads, head_dim: multi-head, grouped with a head size that is no power of two, multi-query.
-GROUPED = (6, 2, 20)
+# heads, KV heads, head_dim: groups of 3, 7 and 4 heads, head sizes that are no power of two, multi-query, multi-head.
+GROUPED, QWEN, PHI, WIDE, QUERIES, EACH = (6, 2, 20), (14, 2, 80), (8, 2, 96), (4, 1, 128), (9, 1, 16), (2, 2, 16)
 CASES = [(feature, GROUPED, dtype) for feature in FEATURES for dtype in (torch.float32, HALF)]
-CASES += [("plain", shape, torch.float32) for shape in ((2, 2, 16), (4, 1, 80))]
-QUICK = [("plain", (4, 1, 80), torch.float32), *((feature, GROUPED, HALF) for feature in list(FEATURES)[1:])]
+CASES += [("plain", shape, dtype) for shape in (QWEN, PHI, WIDE, QUERIES, EACH) for dtype in (torch.float32, HALF)]
+CASES += [("bias", shape, torch.float32) for shape in (EACH, QUERIES)]
+QUICK = [("plain", QWEN, HALF), *((feature, GROUPED, HALF) for feature in list(FEATURES)[1:])]
 
 
-def choices(features: dict, heads: int) -> dict:
-    """Arguments of a feature. ALiBi's slopes are of BLOOM's order of magnitude."""
+def choices(features: dict, heads: int, tokens: int) -> dict:
+    """Arguments of a feature. ALiBi's slopes are of BLOOM's order of magnitude.  tokens: in the longest sequence."""
     slopes = torch.linspace(0.5, 0.004, heads, device=DEVICE)
-    return {"bias": slopes[:, None] * torch.arange(20 * BLOCK_SIZE, device=DEVICE)} if "bias" in features else features
+    return (
+        {"bias": slopes[:, None] * torch.arange(tokens + BLOCK_SIZE, device=DEVICE)} if "bias" in features else features
+    )
 
 
+def workspace(cache: Cache, heads: int) -> attention.SplitWorkspace:
+    """The workspace of decode attention, with NaN where nothing has been written."""
+    memory = attention.split_workspace(heads // cache.kv.kv_heads, cache.kv.head_dim, torch.device(DEVICE))
+    memory.parts.fill_(math.nan)
+    memory.log_totals.fill_(math.nan)
+    return memory
+
+
+@pytest.mark.parametrize("splits", slow_but([16], [1, 2, 16]))
 @pytest.mark.parametrize(("feature", "shape", "dtype"), slow_but(QUICK, CASES), ids=str)
-def test_decode_attention_matches_float64(feature, shape, dtype):
+def test_decode_attention_matches_float64(feature, shape, dtype, splits):
+    """Contexts of one token up to as many tiles as splits or more; some need no split. Counters are reset."""
     heads, kv_heads, head_dim = shape
-    cache = Cache([1, 300, 32, 65, 513], kv_heads, head_dim, dtype)
-    features = choices(FEATURES[feature], heads)
+    cache = Cache([1, 300, 32, 65, 1300], kv_heads, head_dim, dtype)
+    features = choices(FEATURES[feature], heads, 1300)
     # Queries are a slice of a wider matrix, as after one matmul for q, k and v.
     q = random(5, heads + 3, head_dim, dtype=dtype)[:, :heads]
-    actual = attention.decode_attention(
-        q, cache.keys, cache.values, cache.lengths_tensor, cache.block_tables, head_dim**-0.5, **features
-    )
+    memory = workspace(cache, heads)
+    blocks = (cache.lengths_tensor, cache.block_tables)
+    actual = attention.decode_attention(q, cache.kv, *blocks, memory, head_dim**-0.5, **features, splits=splits)
+    assert not memory.counters.any()
+    if "window" not in features:
+        assert torch.isnan(memory.parts).all() == (splits == 1)
     for row in range(5):
         close(
             actual[row : row + 1],
@@ -149,17 +172,33 @@ def test_decode_attention_matches_float64(feature, shape, dtype):
         )
 
 
+@pytest.mark.parametrize(
+    ("sequences", "kv_heads", "tiles", "splits"),
+    [
+        (1, 8, 2048, 32),
+        (1, 1, 2048, 64),
+        (16, 8, 2048, 2),
+        (17, 8, 2048, 1),
+        (1, 8, 5, 4),
+        (1, 8, 1, 1),
+        (256, 8, 9, 1),
+    ],
+)
+def test_contexts_are_split_only_as_far_as_it_takes_to_fill_a_device(sequences, kv_heads, tiles, splits):
+    assert attention.num_splits(sequences, kv_heads, tiles) == splits
+
+
 @pytest.mark.parametrize(("feature", "shape", "dtype"), slow_but(QUICK, CASES), ids=str)
 def test_prefill_attention_matches_float64(feature, shape, dtype):
-    """Whole prompts, one token after a long prefix, several tokens after a prefix, more than a block of them."""
+    """Whole prompts, one token after a long prefix, several tokens after a prefix, more than a program's of them."""
     heads, kv_heads, head_dim = shape
-    lengths, new = [40, 65, 33, 1, 75], [40, 1, 5, 1, 35]
+    lengths, new = [40, 65, 33, 1, 175, 400], [40, 1, 5, 1, 135, 9]
     cache = Cache(lengths, kv_heads, head_dim, dtype)
-    features = choices(FEATURES[feature], heads)
+    features = choices(FEATURES[feature], heads, 400)
     cu_seqlens = torch.tensor([0, *new], device=DEVICE).cumsum(0).int()
     q = random(sum(new), heads + 3, head_dim, dtype=dtype)[:, :heads]
     actual = attention.prefill_attention(
-        q, cache.keys, cache.values, cu_seqlens, cache.lengths_tensor, cache.block_tables, head_dim**-0.5, **features
+        q, cache.kv, cu_seqlens, cache.lengths_tensor, cache.block_tables, head_dim**-0.5, **features
     )
     for row, rows in enumerate(zip(q.split(new), actual.split(new), strict=True)):
         close(rows[1], cache.attention(row, rows[0], head_dim**-0.5, **features), SLACK.get(feature, 1.0))
@@ -182,28 +221,29 @@ def test_rounded_scores_match_eager_attention(feature):
         weights = (scores + mask).softmax(-1, dtype=torch.float32).to(HALF)
         eager = (weights @ v[0]).transpose(0, 1)
     cu_seqlens = torch.tensor([0, 70], dtype=torch.int32, device=DEVICE)
-    last, blocks = (q[-1:], cache.keys, cache.values), (cache.lengths_tensor, cache.block_tables)
+    blocks, memory = (cache.lengths_tensor, cache.block_tables), workspace(cache, 2)
     for actual, expected in (
-        (attention.prefill_attention(q, *last[1:], cu_seqlens, *blocks, 1.0, **choice, rounded=True), eager),
-        (attention.decode_attention(*last, *blocks, 1.0, **choice, rounded=True), eager[-1:]),
+        (attention.prefill_attention(q, cache.kv, cu_seqlens, *blocks, 1.0, **choice, rounded=True), eager),
+        (attention.decode_attention(q[-1:], cache.kv, *blocks, memory, 1.0, **choice, rounded=True), eager[-1:]),
     ):
         close(actual, expected, slack=4)  # our weights are rounded before they are divided by their sum
-    unrounded = attention.prefill_attention(q, *last[1:], cu_seqlens, *blocks, 1.0, **choice)
+    unrounded = attention.prefill_attention(q, cache.kv, cu_seqlens, *blocks, 1.0, **choice)
     assert (unrounded - eager).abs().max() > 20 * TOLERANCE[HALF]["atol"], "rounding makes no difference here"
 
 
-def test_a_row_of_decode_attention_is_bit_identical_in_every_batch():
+def test_a_row_of_decode_attention_is_bit_identical_in_every_batch_with_as_many_splits():
     """Bit-identical alone with a short block table, and in a batch with a table three times as long."""
     cache = Cache([300], 2, 16, torch.float32)
-    q = random(3, 4, 16)
+    q, memory = random(3, 4, 16), workspace(cache, 4)
     wide_tables = torch.zeros(3, 40, dtype=torch.int32, device=DEVICE)
     wide_tables[:, : cache.block_tables.shape[1]] = cache.block_tables
-    single = attention.decode_attention(
-        q[:1], cache.keys, cache.values, cache.lengths_tensor, cache.block_tables, 0.25, window=290
-    )
     lengths = torch.tensor([300, 7, 299], dtype=torch.int32, device=DEVICE)
-    batch = attention.decode_attention(q, cache.keys, cache.values, lengths, wide_tables, 0.25, window=290)
-    assert torch.equal(single[0], batch[0])
+    for splits in (1, 8):
+        alone = attention.decode_attention(
+            q[:1], cache.kv, cache.lengths_tensor, cache.block_tables, memory, 0.25, window=290, splits=splits
+        )
+        batch = attention.decode_attention(q, cache.kv, lengths, wide_tables, memory, 0.25, window=290, splits=splits)
+        assert torch.equal(alone[0], batch[0])
 
 
 # ------------------------------------------------------------------------------------------------------ norms and MLP
@@ -237,19 +277,39 @@ def test_add_layer_norm_matches_torch(bias, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("norm", slow_but([Gemma2RMSNorm], [LlamaRMSNorm, Gemma2RMSNorm, Olmo2RMSNorm]))
+def test_a_post_norm_matches_the_familys_layers(norm, normed, dtype):
+    """Normed, added to the residual stream, and normed for what follows; or only added, as in OLMo2."""
+    layers = [norm(48, eps=1e-5).to(DEVICE, dtype) for _ in range(2)]
+    for layer in layers:
+        layer.weight.data = random(48, dtype=dtype)
+    choice = {"offset": float(norm is Gemma2RMSNorm), "float32_weight": norm is not LlamaRMSNorm, "multiplier": 0.3}
+    x, residual = random(5, 60, dtype=dtype)[:, :48], random(5, 48, dtype=dtype)
+    weights = {"weight": layers[1].weight if normed else None, "post_weight": layers[0].weight}
+    actual, total = fused.add_norm(x, residual, bias=None, eps=1e-5, **weights, **choice)
+    close_with_the_same_rounding(total, residual + layers[0](x) * 0.3)
+    if normed:
+        close_with_the_same_rounding(actual, layers[1](total))
+    else:
+        assert actual is total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("activation", fused.ACTIVATIONS)
-def test_gated_activation_matches_torch(activation, dtype):
+def test_activations_match_torch(activation, dtype):
     reference = {
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "gelu_new": torch_ops.gelu_new,
         "relu": F.relu,
     }[activation]
     # for large |x|, 1 + erf(x) is all rounding, and differs between platforms
-    gate_up = random(3, 2 * 1100, dtype=dtype)
-    close_with_the_same_rounding(
-        fused.gated_activation(gate_up, activation), reference(gate_up[:, :1100]) * gate_up[:, 1100:]
-    )
+    x = random(3, 2 * 1100, dtype=dtype)
+    gated = reference(x[:, :1100]) * x[:, 1100:]
+    close_with_the_same_rounding(fused.activated(x, activation, gated=True), gated)
+    close_with_the_same_rounding(fused.activated(x[:, :1100], activation), reference(x[:, :1100]))
 
 
 def gated_experts(family: str) -> torch.nn.Module:
@@ -283,7 +343,7 @@ def test_mixture_matches_hugging_face(tokens, family):
         per_token=2,
         normalize=family == "mixtral",
         float32=family == "mixtral",
-        gated=lambda gate_up: fused.gated_activation(gate_up, "silu"),
+        gated=lambda gate_up: fused.activated(gate_up, "silu", gated=True),
     )
     close(actual, expected, slack=4)  # sums of 72 products of the size of 1
 
@@ -301,14 +361,15 @@ def written(blocks: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
     slow_but([(torch.float32,) * 2, (HALF, torch.float32)], [(torch.float32,) * 2, (HALF,) * 2, (HALF, torch.float32)]),
     ids=str,
 )
-@pytest.mark.parametrize("normed", slow_but(["gemma"], ["", "llama", "gemma"]))
+@pytest.mark.parametrize("normed", slow_but(["gemma", "olmo2"], ["", "llama", "gemma", "olmo2"]))
 @pytest.mark.parametrize("rotary", slow_but([8, 20], [0, 8, 20]))
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_and_write_matches_hugging_face(interleaved, rotary, normed, dtype, block_tables):
     """Ten query heads (more than one program takes) and two KV heads of size 20, of which `rotary` elements are
     rotated.
 
-    tables: the dtype of cos and sin, to which products are rounded: float32 is OLMo2's way."""
+    normed: the family whose norms q and k go through, of each head or (OLMo2) of all heads together.
+    block_tables: the dtype of cos and sin, to which products are rounded: float32 is OLMo2's way."""
     qkv = random(5, 14, 20, dtype=dtype)
     q, k, v = qkv.split([10, 2, 2], dim=1)
     positions = torch.tensor([0, 31, 32, 7, 90], device=DEVICE)
@@ -318,10 +379,12 @@ def test_rope_and_write_matches_hugging_face(interleaved, rotary, normed, dtype,
     slot_mapping = torch.tensor([33, 127, 64, 0, 95], device=DEVICE)
     norm, layers = None, [torch.nn.Identity()] * 2
     if normed:
-        layers = [(Gemma2RMSNorm if normed == "gemma" else LlamaRMSNorm)(20, eps=1e-5) for _ in "qk"]
+        kind = {"llama": LlamaRMSNorm, "gemma": Gemma2RMSNorm, "olmo2": Olmo2RMSNorm}[normed]
+        layers = [kind(20 * heads if normed == "olmo2" else 20, eps=1e-5) for heads in (10, 2)]
         for layer in layers:
-            layer.weight.data = random(20, dtype=dtype)
-        norm = fused.HeadNorm(*(layer.weight for layer in layers), 1e-5, float(normed == "gemma"), normed == "gemma")
+            layer.weight.data = random(*layer.weight.shape, dtype=dtype)
+        weights = (layer.weight for layer in layers)
+        norm = fused.QKNorm(*weights, 1e-5, float(normed == "gemma"), normed != "llama")
 
     rotated = fused.rope_and_write(
         q,
@@ -331,12 +394,14 @@ def test_rope_and_write_matches_hugging_face(interleaved, rotary, normed, dtype,
         sin if rotary else None,
         positions,
         slot_mapping,
-        keys,
-        values,
+        layer_kv(keys, values),
         interleaved,
         norm,
     )
-    q, k = layers[0](q), layers[1](k)
+    if normed == "olmo2":
+        q, k = (layer(x.flatten(1)).view(x.shape) for layer, x in zip(layers, (q, k), strict=True))
+    else:
+        q, k = layers[0](q), layers[1](k)
     if rotary:
         q, k = (rotated_by_hugging_face(x, cos[positions], sin[positions], interleaved) for x in (q, k))
     for actual, expected in ((rotated, q), (written(keys, slot_mapping), k)):

@@ -1,0 +1,46 @@
+"""KV blocks as Triton kernels read them: by addresses from a table on the device.
+
+A CUDA graph that reads the table stays valid when the blocks are allocated again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybrid.kernels import require_contiguous
+
+ALIGNMENT = 16  # bytes; kernels load and store as many at a time
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """The keys and values of a layer, each [blocks, block_size, kv_heads, head_dim], contiguous.
+
+    addresses: int64 [2], on the device: of the keys and of the values, as `kv_addresses` gives them.
+    """
+
+    addresses: torch.Tensor
+    dtype: torch.dtype
+    block_size: int
+    kv_heads: int
+    head_dim: int
+
+
+def kv_addresses(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The addresses of each layer's keys and values, int64 [layers, 2], on the host.
+
+    keys, values [blocks, block_size, kv_heads, head_dim] of each layer: contiguous, of one dtype, on one device. The
+    caller keeps them alive for as long as kernels read the addresses.
+    """
+    tensors = [tensor for pair in zip(keys, values, strict=True) for tensor in pair]
+    require_contiguous(tensors[0].device, tensors[0].dtype, *tensors)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    assert all(address % ALIGNMENT == 0 for address in addresses), f"blocks must be aligned to {ALIGNMENT} bytes"
+    return torch.tensor(addresses, dtype=torch.int64).view(-1, 2)
+
+
+def layer_kv(keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
+    """One layer's keys and values [blocks, block_size, kv_heads, head_dim], with a table of its own."""
+    assert keys.shape == values.shape, f"keys are {tuple(keys.shape)}, values {tuple(values.shape)}"
+    return LayerKV(kv_addresses([keys], [values])[0].to(keys.device), keys.dtype, *keys.shape[1:])
