@@ -55,6 +55,7 @@ FLASHINFER: dict[str, dict[str, Any]] = {}
 RESERVE = 2 * 2**30  # bytes that a process uses besides tensors: CUDA's context, libraries' workspaces, graphs
 COPIES = {"hf-static": 1, "vllm": 1}  # of the weights; this engine holds its ZeRO-3 partition and the snapshot: 2
 REASON_CHARS = 160
+GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,11 @@ def run_process(work: dict[str, Any], args: argparse.Namespace, limit_s: float, 
 
 
 def end_session(process: subprocess.Popen) -> None:
-    """Kill a process and those that it started."""
+    """End a process and those that it started. It has a moment to release its locks: one that is killed while it builds
+    one of DeepSpeed's operators leaves a lock for which every later process waits."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
     with suppress(ProcessLookupError):  # all of them have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -288,7 +293,10 @@ def outcome_of(events: Path, output: Path, code: int, limit_s: float | None) -> 
     results = [event["result"] for event in read if "result" in event]
     running = next((event["begin"] for event in reversed(read) if "begin" in event), None)
     raised = next((event["error"] for event in read if "error" in event), "")
-    printed = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    text = output.read_text(errors="replace")
+    if limit_s is not None:  # what follows says where it was when it was ended
+        text = text.partition("Traceback (most recent call last)")[0]
+    printed = [line.strip() for line in text.splitlines() if line.strip()]
     last = f"; its last line: {printed[-1]}" if printed else ""
     error = raised
     if limit_s is not None:

@@ -51,6 +51,7 @@ class Events:
 def main() -> None:
     """Measure what the first argument describes. Ends without waiting for libraries' threads and processes."""
     work, events = json.loads(sys.argv[1]), Events(Path(sys.argv[2]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by benchmarks.gpu"))  # so that `finally` releases locks
     code = 0
     try:
         quiet()
