@@ -35,6 +35,7 @@ class Contender:
     """A way to run requests, by the name that it has in the table.
 
     about: its version, if it is not this process's.  compiles: whether a request of new sizes is compiled first.
+    note: why its runs so far were slower than they could be; "" if they were not.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Contender:
     close: Callable[[], None] = lambda: None
     about: str = ""
     compiles: bool = False
+    note: Callable[[], str] = lambda: ""
 
 
 @dataclass(frozen=True)

@@ -286,11 +286,16 @@ def quiet() -> None:
 def join_ranks() -> None:
     """Join the ranks of a launcher; without one this process is the only rank."""
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        single_rank_environment()
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+
+
+def single_rank_environment() -> None:
+    """Set a launcher's environment variables for this process as the only rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
 
 def chosen_cases(args: argparse.Namespace) -> list[Case]:

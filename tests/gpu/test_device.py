@@ -1,7 +1,7 @@
 """Tests that need a CUDA device: graphs, eager runs and the CPU agree, also in bfloat16, and the host never waits.
 
 None of this has run yet: no device was at hand when it was written. On a device, `pytest -m gpu` runs, besides these,
-the tests of kernels and decoder that run elsewhere in Triton's interpreter.
+the tests of kernels and decoder that run elsewhere in Triton's interpreter; `make gpu-test` runs all of them.
 """
 
 import pytest
@@ -214,5 +214,5 @@ def check_switch_on_a_device() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks need two devices")
-def test_peak_memory_of_a_refresh_is_the_snapshot_and_one_group(ranks):
-    ranks.run(check_switch_on_a_device)
+def test_peak_memory_of_a_refresh_is_the_snapshot_and_one_group(device_ranks):
+    device_ranks(2).run(check_switch_on_a_device)
