@@ -90,8 +90,12 @@ class MemoryPlanner:
         self.builder, self.settings, self.rollout = builder, builder.settings, builder.rollout
         self.limit = self.rollout.memory_limit
         size, pinned = self.settings.inference_tp_size, self.settings.pin_parameters
-        automatic = "auto" in (size, pinned)
-        self.in_use = self._chosen() if automatic else Mode(tp_size=size) if pinned else Mode(streaming=True)
+        if builder.int8:
+            self.in_use = builder.int8_mode()
+        elif "auto" in (size, pinned):
+            self.in_use = self._chosen()
+        else:
+            self.in_use = Mode(tp_size=size) if pinned else Mode(streaming=True)
 
     def plan(self, rows: int, tokens: int) -> MemoryPlan:
         """The plan for `rows` sequences of `tokens` tokens each, all decoded at once."""
@@ -168,7 +172,7 @@ def need_of(mode: Mode, weight_bytes: tuple[int, int], fused: FusedModel, rollou
     info, decoder = fused.info, fused.planned()
     snapshot_bytes, gather_bytes = weight_bytes
     copies = 0 if decoder is None else decoder.nbytes()
-    if mode.streaming:  # one layer's copies at a time
+    if mode.streaming and not mode.int8:  # one layer's copies at a time
         copies, gather_bytes = 0, gather_bytes + copies // max(len(info.layers), 1)
     at_rest = sum(
         param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes
