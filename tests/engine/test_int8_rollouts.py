@@ -1,5 +1,5 @@
-"""`rollout.weight_dtype: int8`: rollouts equal Hugging Face with rounded weights, at every version; scores, training and
-training storage are those of the engine without it; the plan equals the measured memory."""
+"""`rollout.weight_dtype: int8`: rollouts equal Hugging Face with rounded weights, at every version; scores, training
+and training storage are those of the engine without it; the plan equals the measured memory."""
 
 import warnings
 
@@ -268,7 +268,9 @@ def check_bfloat16(stage: int) -> None:
             engine.train()
             positions = (batch.attention_mask.cumsum(1) - 1).clamp(min=0)
             logits = engine(batch.sequences, attention_mask=batch.attention_mask, position_ids=positions).logits
-        trained = logits[:, -width - 1 : -1].float().log_softmax(-1).gather(2, batch.completion_ids[:, :, None])[:, :, 0]
+        trained = (
+            logits[:, -width - 1 : -1].float().log_softmax(-1).gather(2, batch.completion_ids[:, :, None])[:, :, 0]
+        )
         of_score, of_rollout = (
             hybrid.sampling_metrics(logps, trained, real)["sampling/sampling_logp_difference/mean"]
             for logps in (scores, batch.old_per_token_logps)
@@ -329,13 +331,17 @@ def check_plan(size: str, adapter: str, layers_per_group: int) -> None:
     assert need.gather >= group
     engine.score(ids, mask)
     need = need.total - need.logits - need.activations  # which are of the largest forward that the plan allows
-    measured = engine.stats()["peak_bytes"] - max(each.peak_activation_bytes() for each in (engine._fused, engine._int8))
+    measured = engine.stats()["peak_bytes"] - max(
+        each.peak_activation_bytes() for each in (engine._fused, engine._int8)
+    )
     assert 0.9 * need <= measured <= need, (measured, need)
 
 
 @pytest.mark.parametrize(
     ("size", "adapter", "layers_per_group"),
-    slow_but([("128", "peft", 2)], [(size, adapter, n) for size in PLANNED for adapter in ("none", "peft") for n in (1, 2)]),
+    slow_but(
+        [("128", "peft", 2)], [(size, adapter, n) for size in PLANNED for adapter in ("none", "peft") for n in (1, 2)]
+    ),
 )
 def test_the_plan_is_the_measured_peak(ranks, size, adapter, layers_per_group):
     ranks.run(check_plan, size, adapter, layers_per_group)

@@ -17,9 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from hybrid.kernels import triton_attention, triton_experts, triton_fused, triton_sampling
+from hybrid.kernels import triton_attention, triton_experts, triton_fused, triton_int8, triton_sampling
 
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -95,11 +95,22 @@ def launch_experts(dtype: torch.dtype) -> None:
         triton_experts.grouped_linear(x, weight, order, cu_seqlens, 2)
 
 
+def launch_int8(dtype: torch.dtype) -> None:
+    """Few rows, whose inputs are split, and many; a scale per channel, and per group of inputs."""
+    weight, bias = torch.empty(4096, 4096, dtype=torch.int8), torch.empty(4096, dtype=dtype)
+    for rows in (16, 1000):
+        for groups in (1, 32):
+            x, scale = torch.empty(rows, 4096, dtype=dtype), torch.empty(4096, groups)
+            triton_int8.int8_linear(x, weight, scale)
+            triton_int8.int8_linear(x, weight, scale, bias)
+
+
 def main(arch: int) -> None:
     JITFunction.run = compiling(arch)
     for dtype in (torch.bfloat16, torch.float32):
         launch_fused(dtype)
         launch_experts(dtype)
+        launch_int8(dtype)
         for head_dim in (64, 128, 256):
             launch_attention(dtype, head_dim)
     number = torch.empty(4)

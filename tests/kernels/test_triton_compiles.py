@@ -17,6 +17,8 @@ KERNELS = {
     "_add_norm_kernel",
     "_gated_activation_kernel",
     "_grouped_linear_kernel",
+    "_int8_linear_kernel",
+    "_sum_splits_kernel",
     "_maxima_kernel",
     "_masses_kernel",
     "_pick_kernel",
