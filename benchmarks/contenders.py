@@ -67,7 +67,8 @@ class Setting:
 def make_engine(model: nn.Module, weight_dtype: str = "model") -> hybrid.HybridEngine:
     """A ZeRO-3 engine with a copy of `model`; asserts that the weights are the same.
 
-    weight_dtype: of rollouts. The optimizer has no state: it is not measured, and the states of a 7B model would fill the device.
+    weight_dtype: of rollouts.
+    The optimizer has no state: it is not measured, and the states of a 7B model would fill the device.
     """
     module = copy.deepcopy(model)
     engine = hybrid.initialize(

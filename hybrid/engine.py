@@ -636,6 +636,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         adapters: None uses the model's active adapters; False scores with the base model.
         temperature: divides the logits; above 0.
         rows_per_forward: maximum rows computed together.
+        With `rollout.weight_dtype: int8` scores are by the training weights, not by those that rollouts sample with.
         Raises TypeError or ValueError for invalid sequences, a temperature of 0 or less, or sequences that the KV cache
         cannot hold; NotImplementedError for an encoder-decoder and for `model_inputs`.
         """

@@ -405,6 +405,6 @@ class SharedCalls(Calls):
         if len({header.key for header in active}) > 1 or (calls_module and len(active) < len(headers)):
             calls = "; ".join(f"rank {rank} {header}" for rank, header in enumerate(headers))
             raise RuntimeError(
-                f"ranks make different calls: {calls}. With inference_tp_size above 1, pin_parameters=false or expert "
-                "parallelism, every rank must make the same calls in the same order"
+                f"ranks make different calls: {calls}. With inference_tp_size above 1, pin_parameters=false, expert "
+                "parallelism, or weight_dtype=int8 under ZeRO-3, every rank must make the same calls in the same order"
             )
