@@ -134,19 +134,19 @@ class Builder:
         snapshot = Snapshot(self.weights, slices, decoder_only=sliced, joined=self._joined())
         return self.fused(snapshot, native, group if mode.tp_size > 1 else None)
 
-    def planned(self, mode: Mode) -> tuple[tuple[int, int], FusedModel]:
-        """For memory plans, what a mode would run on: the planned bytes of its weights, kept and temporary, and its
-        decoder."""
+    def planned(self, mode: Mode) -> tuple[tuple[int, int], FusedModel, FusedModel | None]:
+        """For memory plans, what a mode would run on: the planned bytes of its weights, kept and temporary; its
+        decoder; and with an int8 copy the decoder of requests that do not decode, else None."""
         group = InferenceGroup(mode.tp_size, connected=False)
         fused = self.make(mode, group)
         if mode.int8:
             int8 = self.make_int8()
             kept, temporary = int8.snapshot.planned()
             whole, streamed = (fused.stream or fused.snapshot).planned()
-            return (kept + whole, max(temporary, streamed)), int8
+            return (kept + whole, max(temporary, streamed)), int8, fused
         if mode.tp_size > 1 and fused.fallback_reason and self.info.tp_plan is not None:
-            return self.module_slices(group).planned(), fused
-        return (fused.stream or fused.snapshot).planned(), fused
+            return self.module_slices(group).planned(), fused, None
+        return (fused.stream or fused.snapshot).planned(), fused, None
 
     def module_slices(self, group: InferenceGroup) -> Snapshot:
         """The snapshot for the model's own modules in tensor parallel. Raises UnsupportedModel without a `tp_plan`."""

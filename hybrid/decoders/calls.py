@@ -90,7 +90,7 @@ class Calls:
         with self.window.opened(adapters), attribute(self, "inside", True):
             if tokens is None and fallback_reason:
                 fused.note_fallback(fallback_reason)
-            if tokens is not None and not fused.fallback_reason_now(tokens):
+            if fused is self.int8 and tokens is not None and not fused.fallback_reason_now(tokens):
                 self._refresh_int8(fused)
             yield None if tokens is None else fused.decoder(self.window.uses_adapters, tokens)
 

@@ -165,7 +165,7 @@ class FusedModel:
 
     def _reference(self, adapters: bool) -> AbstractContextManager:
         """Inside the block the model's own modules compute what the decoder must."""
-        return self.snapshot.lent_to_modules(adapters) if isinstance(self.snapshot, Int8Copy) else nullcontext()
+        return self.snapshot.rounded_modules(adapters) if isinstance(self.snapshot, Int8Copy) else nullcontext()
 
     def refuse(self, reason: str) -> None:
         """Disable the decoder for good."""

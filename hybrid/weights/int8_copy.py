@@ -253,7 +253,7 @@ class Int8Copy:
     # ----------------------------------------------------------- the oracle
 
     @contextmanager
-    def lent_to_modules(self, adapters: bool) -> Iterator[None]:
+    def rounded_modules(self, adapters: bool) -> Iterator[None]:
         """Inside the block the training model's own linear layers, where the copy is int8, compute with weights that
         are rounded in the same way, made from the training weights at each forward: the self-check's reference.
 

@@ -308,6 +308,27 @@ PLANNED = {
 }
 
 
+def check_bfloat16_plan(stage: int) -> None:
+    """Copies of both decoders are in the plan: the kernels read norms in float32."""
+    engine = int8_engine(tiny_model("llama", dtype=torch.bfloat16, **PLANNED["128"]), stage, torch.bfloat16)
+    ids, mask = prompts(3, 40, padded=False, seed=dist.get_rank())
+    plan = engine.memory_plan(3, 40, 4)
+    need = plan.needs[plan.in_use]
+    with engine.inference():
+        engine.score(ids, mask)
+        engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=4, seed=0))
+        stats = engine.stats()
+        of_layer = need.containers * (stage == 3)
+        assert need.containers <= stats["container_bytes"] <= need.containers + of_layer
+        assert stats["peak_bytes"] <= need.total
+    assert need.containers > 0 and engine._int8.snapshot.nbytes() == need.snapshot
+
+
+@pytest.mark.parametrize("stage", slow_but([1], [1, 3]))
+def test_the_plan_counts_both_decoders_copies(ranks, stage):
+    ranks.run(check_bfloat16_plan, stage)
+
+
 def check_plan(size: str, adapter: str, layers_per_group: int) -> None:
     """The live bytes of a refresh and of what is kept, at stage 3; and a whole rollout's peak by `stats()`."""
     block = {"hybrid_engine": {"tp_gather_partition_size": layers_per_group}}
@@ -321,7 +342,8 @@ def check_plan(size: str, adapter: str, layers_per_group: int) -> None:
     stats = engine.stats()
     assert (stats["snapshot_bytes"], stats["kv_bytes"]) == (need.snapshot, need.kv)
     assert stats["container_bytes"] == need.containers
-    copy, group = engine._int8.snapshot, max(engine._int8.snapshot.planned()[1], 0)
+    copy = engine._int8.snapshot
+    group = copy.planned()[1]
     matrices = sum(entry.module._parameters[entry.name].numel() for entry in copy.entries.values() if entry.quantized)
     assert matrices < need.snapshot < 1.1 * matrices + 2 * 97 * PLANNED[size]["hidden_size"] * 4
     copy.release()
