@@ -290,11 +290,13 @@ class Int8Copy:
     def _temporary(self, entries: list[Entry], adapters: bool) -> int:
         """Bytes to merge and quantize the largest of `entries`, in addition to what is gathered."""
         merged, bases, _ = self._read(entries, adapters)
-        needs = [quantizing_bytes(whole_shape(param).numel(), param.dtype) for param in bases]
+        needs = [quantizing_bytes(whole_shape(param).numel(), param.dtype, self.device) for param in bases]
         for layer in merged:
             total = 4 * sum(shape.numel() for shape in layer.changed().values())
             largest = max(shape.numel() for shape in layer.changed().values())
-            needs.append(total + max(layer.merge_temporary_bytes(), quantizing_bytes(largest, torch.float32)))
+            needs.append(
+                total + max(layer.merge_temporary_bytes(), quantizing_bytes(largest, torch.float32, self.device))
+            )
         return max(needs, default=0)
 
 
