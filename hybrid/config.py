@@ -68,6 +68,11 @@ class RolloutConfig(Block):
         separately and makes no copy. Adapters that can only be merged are merged in both cases.
     offload_states: keep optimizer states, master weights and gradients in host memory while an inference window is
         open; they are moved back when it ends.
+    weight_dtype: what `rollout()` and `generate()` decode with: "model", the model's dtype; or "int8", linear weights
+        with a scale per output channel, quantized from the current weights (adapters merged) at each refresh: half the
+        bytes of bfloat16. Logprobs of a rollout are then those of the int8 policy. `score()`, and forwards in eval
+        mode, compute with the training weights: they give the trainer's side of importance sampling, and the exact
+        reference of a LoRA policy. Under ZeRO-3 these gather layer by layer, as with pin_parameters=false.
     """
 
     keep_snapshot: bool = True
@@ -79,6 +84,7 @@ class RolloutConfig(Block):
     containers: Literal["fused", "native"] = "fused"
     lora: Literal["merged", "unmerged"] = "merged"
     offload_states: bool = False
+    weight_dtype: Literal["model", "int8"] = "model"
 
 
 BLOCKS: dict[str, type[Block]] = {"hybrid_engine": HybridEngineConfig, "rollout": RolloutConfig}

@@ -92,8 +92,12 @@ class MemoryPlanner:
         self.builder, self.settings, self.rollout = builder, builder.settings, builder.rollout
         self.limit = self.rollout.memory_limit
         size, pinned = self.settings.inference_tp_size, self.settings.pin_parameters
-        automatic = "auto" in (size, pinned)
-        self.in_use = self._chosen() if automatic else Mode(tp_size=size) if pinned else Mode(streaming=True)
+        if builder.int8:
+            self.in_use = builder.int8_mode()
+        elif "auto" in (size, pinned):
+            self.in_use = self._chosen()
+        else:
+            self.in_use = Mode(tp_size=size) if pinned else Mode(streaming=True)
 
     def plan(self, rows: int, tokens: int) -> MemoryPlan:
         """The plan for `rows` sequences of `tokens` tokens each, all decoded at once."""
@@ -162,16 +166,26 @@ def agreed(number: int) -> int:
     return min_over_ranks(number, torch.device(get_accelerator().current_device_name()))
 
 
-def need_of(mode: Mode, weight_bytes: tuple[int, int], fused: FusedModel, rollout: RolloutConfig) -> NeedOf:
+def need_of(
+    mode: Mode,
+    weight_bytes: tuple[int, int],
+    fused: FusedModel,
+    not_decoding: FusedModel | None,
+    rollout: RolloutConfig,
+) -> NeedOf:
     """A function of (rows, tokens): what a mode needs for `rows` sequences of `tokens` tokens at once.
 
-    weight_bytes: of the snapshot, and the temporaries of gathering.
+    weight_bytes: of the snapshot, and the temporaries of gathering.  not_decoding: the decoder over weights in the
+        model's dtype, if `fused` is over an int8 copy.
     """
     info, decoder = fused.info, fused.planned()
     snapshot_bytes, gather_bytes = weight_bytes
-    copies = 0 if decoder is None else decoder.nbytes()
-    if mode.streaming:  # one layer's copies at a time
-        copies, gather_bytes = 0, gather_bytes + copies // max(len(info.layers), 1)
+    copies = 0
+    for each, planned in ((fused, decoder), (not_decoding, None if not_decoding is None else not_decoding.planned())):
+        if planned is not None and each.stream is not None:  # one layer's copies at a time
+            gather_bytes += planned.nbytes() // max(len(info.layers), 1)
+        elif planned is not None:
+            copies += planned.nbytes()
     at_rest = sum(
         param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes
         for param in info.model.parameters()

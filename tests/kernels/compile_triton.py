@@ -19,11 +19,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from hybrid.kernels import triton_attention, triton_decode, triton_experts, triton_fused, triton_sampling
+from hybrid.kernels import triton_attention, triton_decode, triton_experts, triton_fused, triton_int8, triton_sampling
 from hybrid.kernels.kv_addresses import LayerKV
 from hybrid.kernels.triton_sampling import SamplingFeatures
 
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
 # Instructions that show how a kernel reads and multiplies.
 INSTRUCTIONS = {
     "async_copies_of_16_bytes": r"cp\.async\.cg\.shared\.global[^\n]*, 0x10",
@@ -160,6 +167,16 @@ def launch_sampling() -> None:
         triton_sampling.sample(logits, keys, positions, torch.empty(6), features, seen, stop_token_ids)
 
 
+def launch_int8(dtype: torch.dtype) -> None:
+    """Few rows, whose inputs are split, and many; a scale per channel, and per group of inputs."""
+    weight, bias = torch.empty(4096, 4096, dtype=torch.int8), torch.empty(4096, dtype=dtype)
+    for rows in (16, 1000):
+        for groups in (1, 32):
+            x, scale = torch.empty(rows, 4096, dtype=dtype), torch.empty(4096, groups)
+            triton_int8.int8_linear(x, weight, scale)
+            triton_int8.int8_linear(x, weight, scale, bias)
+
+
 def main(arch: int, head_dim: int = 0) -> None:
     """Compile attention with heads of `head_dim`; 0: all other kernels."""
     JITFunction.run = compiling(arch)
@@ -169,6 +186,7 @@ def main(arch: int, head_dim: int = 0) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         launch_fused(dtype)
         launch_experts(dtype)
+        launch_int8(dtype)
     launch_sampling()
     launch_loop()
 

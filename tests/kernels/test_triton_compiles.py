@@ -23,6 +23,8 @@ OTHERS = {
     "_draw_kernel",
     "_slot_mapping_kernel",
     "_advance_kernel",
+    "_int8_linear_kernel",
+    "_sum_splits_kernel",
 }
 # ptxas (13.1) spills a register in a few kernels, to stay at 64 or 128 of them and at a higher occupancy.
 SPILLED = 8  # bytes stored and loaded
