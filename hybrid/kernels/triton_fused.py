@@ -1,7 +1,7 @@
 """Elementwise steps of a layer, one Triton kernel each: residual add and norm, RoPE and KV write, gated activation.
 
 They read and write each element once, sum in float32, and round to the model's dtype where Hugging Face's layers do.
-Tests run them in Triton's interpreter and compile them for sm_80 and sm_90; `pytest -m gpu` runs them on a device.
+Tests run them in Triton's interpreter and compile them for sm_80 to sm_100; `pytest -m gpu` runs them on a device.
 """
 
 from dataclasses import dataclass

@@ -231,6 +231,17 @@ def test_rounded_scores_match_eager_attention(feature):
     assert (unrounded - eager).abs().max() > 20 * TOLERANCE[HALF]["atol"], "rounding makes no difference here"
 
 
+def test_kernels_read_the_blocks_whose_addresses_are_in_the_table():
+    """The same arguments after the blocks have moved, as a graph has them."""
+    first, moved = (Cache([40], 2, 16, torch.float32) for _ in range(2))
+    kv, q = first.kv, random(1, 4, 16)
+    for cache in (first, moved):
+        kv.addresses.copy_(cache.kv.addresses)
+        blocks = (cache.lengths_tensor, cache.block_tables)
+        actual = attention.decode_attention(q, kv, *blocks, workspace(cache, 4), 0.25)
+        close(actual, cache.attention(0, q, 0.25))
+
+
 def test_a_row_of_decode_attention_is_bit_identical_in_every_batch_with_as_many_splits():
     """Bit-identical alone with a short block table, and in a batch with a table three times as long."""
     cache = Cache([300], 2, 16, torch.float32)
