@@ -114,13 +114,18 @@ class Fetch:
         """Bytes held in addition to `storage` until `wait` returns."""
         return sum(staging.nbytes for staging in self.staged.values())
 
-    def wait(self) -> None:
-        """Wait for the transfers: afterwards `storage` holds every full parameter."""
+    def finish_transfers(self) -> None:
+        """Wait until nothing is written to `storage` any more."""
         for work in self.works:
             work.wait()
+        self.works = []
+
+    def wait(self) -> None:
+        """Wait for the transfers: afterwards `storage` holds every full parameter."""
+        self.finish_transfers()
         for param, staging in self.staged.items():
             self.storage[param].copy_(staging[: param.ds_numel])
-        self.works, self.staged = [], {}
+        self.staged = {}
         if self.host:
             self.host.barrier()
         with gathered(self.through_deepspeed):

@@ -10,9 +10,9 @@ Of weights to be sliced a rank receives its slices only (`SliceExchange`). On th
 whole weights in shared memory; weights that an exchange does not support are gathered whole on every rank.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -43,6 +43,26 @@ from hybrid.weights.slice_exchange import Layout, SliceExchange, exchange_bytes,
 from hybrid.weights.slices import WHOLE_KEY, Slice
 
 Owner = nn.Parameter | tuple[Adapted, str]  # what slices are kept of: a parameter, or a merged tensor (module, name)
+
+
+@dataclass
+class GroupRefresh:
+    """The refresh of a group's stale copies, whose transfers have begun.
+
+    params, adapted: what is copied, merged or sliced.  exchanged: parameters that ranks exchange slices of.
+    temporary_nbytes: of the transfers' buffers.  gathered_bytes: of what merges read.
+    """
+
+    params: list[nn.Parameter]
+    adapted: list[Adapted]
+    exchanges: list[SliceExchange]
+    exchanged: set[nn.Parameter]
+    fetch: Fetch
+    temporary_nbytes: int = field(init=False)
+    gathered_bytes: int = 0
+
+    def __post_init__(self):
+        self.temporary_nbytes = self.fetch.staging_nbytes + sum(exchange.nbytes for exchange in self.exchanges)
 
 
 class Snapshot:
@@ -123,10 +143,22 @@ class Snapshot:
         """
         if self.is_fresh(adapters):
             return 0
-        state = self.weights.state(adapters)
+        state, nbytes = self.weights.state(adapters), 0
+        groups = (group for group in self.weights.groups)
+        current = following = None
         try:
-            nbytes = sum(self._refresh_group(group, phase, adapters) for group in self.weights.groups)
+            current = self._start_next(groups, phase, adapters)
+            while current is not None:
+                with ExitStack() as whole:
+                    nbytes += self._receive(current, whole, phase)
+                    if not self.slices:  # else the next group's transfers need this one's memory
+                        following = self._start_next(groups, phase, adapters)
+                    self._keep(current, phase, 0 if following is None else following.temporary_nbytes)
+                current, following = following, None  # frees the memory of what was sliced
+                current = current or self._start_next(groups, phase, adapters)
         finally:
+            for refresh in filter(None, (current, following)):  # after an error, no transfer writes to freed memory
+                refresh.fetch.finish_transfers()
             self.staging = None
         if adapters:
             self._fill()
@@ -141,35 +173,53 @@ class Snapshot:
         params = [param for param in (*group.params, *factors) if self._is_copied(param)]
         return [*params, *(unmerged if self.decoder_only else ()), *merged]
 
-    @torch.no_grad()
-    def _refresh_group(self, group: Group, phase: Phase, adapters: bool) -> int:
-        params, adapted = split_by_kind(self.stale(self._copied(group, adapters)))
-        if not params and not adapted:
-            return 0
-        with ExitStack() as whole:
-            with phase("gather"):
+    def _start_next(self, groups: Iterator[Group], phase: Phase, adapters: bool) -> "GroupRefresh | None":
+        """Start the transfers of the next group that has a stale copy; None if there is none."""
+        for group in groups:
+            params, adapted = split_by_kind(self.stale(self._copied(group, adapters)))
+            if not params and not adapted:
+                continue
+            with phase("gather"), torch.no_grad():
                 partitioned = [param for param in params if is_partitioned(param)]
                 exchanges = self._exchange(partitioned)
                 exchanged = {param for exchange in exchanges for param in exchange.layouts}
                 fetch = self._fetch([param for param in partitioned if param not in exchanged])
-                temporary = fetch.staging_nbytes + sum(exchange.nbytes for exchange in exchanges)
-                gathered_bytes = whole.enter_context(gathered(self._read(adapted)))
-                slices_bytes = sum(exchange.finish(self._slices(exchange.layouts)) for exchange in exchanges)
-                del exchanges  # and their buffers
-                fetch.wait()
-                for param in params:
-                    if param not in exchanged and (fetch.host is not None or not self._is_copied_whole(param)):
-                        self.keep(param, whole_in(fetch.storage[param], param) if param in fetch.storage else param)
-                    self.stamps[param] = self.weights.stamp(param)
-            if adapted:
-                with phase("merge"):
-                    for layer in adapted:
-                        self.keep_adapters(layer)
-                        self.stamps[layer] = self.weights.stamp(layer)
+            return GroupRefresh(params, adapted, exchanges, exchanged, fetch)
+        return None
+
+    def _receive(self, refresh: "GroupRefresh", whole: ExitStack, phase: Phase) -> int:
+        """Gather what a group's merges read, until `whole` ends, and wait for the slices. Gives the bytes gathered.
+
+        To be called before the next group's transfers start: transfers of one process group run one after the other.
+        """
+        with phase("gather"), torch.no_grad():
+            refresh.gathered_bytes = whole.enter_context(gathered(self._read(refresh.adapted)))
+            slices = sum(exchange.finish(self._slices(exchange.layouts)) for exchange in refresh.exchanges)
+            refresh.exchanges.clear()  # and their buffers
+        return refresh.gathered_bytes + refresh.fetch.nbytes + slices
+
+    @torch.no_grad()
+    def _keep(self, refresh: "GroupRefresh", phase: Phase, next_temporary: int) -> None:
+        """Wait for a group's transfers, keep what they brought, and merge its adapters.
+
+        next_temporary: bytes of buffers of the next group's transfers.
+        """
+        fetch, adapted = refresh.fetch, refresh.adapted
+        with phase("gather"):
+            fetch.wait()
+            for param in refresh.params:
+                if param not in refresh.exchanged and (fetch.host is not None or not self._is_copied_whole(param)):
+                    self.keep(param, whole_in(fetch.storage[param], param) if param in fetch.storage else param)
+                self.stamps[param] = self.weights.stamp(param)
+        if adapted:
+            with phase("merge"):
+                for layer in adapted:
+                    self.keep_adapters(layer)
+                    self.stamps[layer] = self.weights.stamp(layer)
         sliced = sum(storage.nbytes for param, storage in fetch.storage.items() if not self._is_copied_whole(param))
-        temporary = max(temporary, *(layer.merge_temporary_bytes() for layer in adapted), 0)
-        self.peak_bytes = max(self.peak_bytes, self.nbytes() + sliced + gathered_bytes + temporary)
-        return gathered_bytes + fetch.nbytes + slices_bytes
+        temporary = max(refresh.temporary_nbytes, *(layer.merge_temporary_bytes() for layer in adapted), 0)
+        temporary += next_temporary + sliced + refresh.gathered_bytes
+        self.peak_bytes = max(self.peak_bytes, self.nbytes() + temporary)
 
     def _exchange(self, params: list[nn.Parameter]) -> list[SliceExchange]:
         """Start the exchange of those partitioned weights whose slices ranks send each other; the same on all ranks.
@@ -456,9 +506,16 @@ class Snapshot:
     def planned(self) -> tuple[int, int]:
         """Planned bytes: of the copies, and of the temporary memory needed while they are made."""
         copied = [self._copied(group, adapters=True) for group in self.weights.groups]
+        following = [self._staged_ahead(weights) for weights in copied[1:]] + [0]
+        temporary = (need + ahead for need, ahead in zip(map(self._planned_temporary, copied), following, strict=False))
         kept = sum(self._planned_bytes(weight) for weights in copied for weight in weights)
         fills = sum(self._blank(ref).nbytes for ref in self._joined_to_merged())
-        return kept + fills, max(map(self._planned_temporary, copied), default=0)
+        return kept + fills, max(temporary, default=0)
+
+    def _staged_ahead(self, weights: list[nn.Parameter | Adapted]) -> int:
+        """Bytes of buffers of a group's transfers, which start while the group before is merged."""
+        params, _ = split_by_kind(weights)
+        return 0 if self.slices else sum(staging_bytes(param) for param in params if is_partitioned(param))
 
     def _planned_bytes(self, weight: nn.Parameter | Adapted) -> int:
         if isinstance(weight, nn.Parameter):
