@@ -24,6 +24,7 @@ from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.decoders.torch_decoder import Copies, WholeDecoder
 from hybrid.decoders.tp_decoder import ShardedDecoder
 from hybrid.kernels.cpu_library import cpu_library
+from hybrid.kernels.device_group import on_devices
 from hybrid.kernels.host_group import HostGroup, on_host
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import DecoderLayout, UnsupportedModel
@@ -86,7 +87,10 @@ class FusedModel:
         self.checked_forwards: list[tuple] = []
         self.kv_block_bytes: int | None = None  # bytes of a block, cached by `block_bytes`
         self.blank = MetaWeights(self.layout, snapshot)
-        self.group = None if group is None else on_host(group, next(info.model.parameters()).device)
+        if group is not None:
+            param = next(info.model.parameters())
+            group = on_devices(on_host(group, param.device), param.dtype, param.device)
+        self.group = group
         self.max_capture_size, self.workspace = max_capture_size, Workspace()
         self.remark = ""  # why it is not what the settings ask for, at the end of `description`
         self.fallback_reason = fallback_reason or no_decoder_reason(info, self.blank.embedding)
