@@ -131,6 +131,7 @@ class CudaDecoder(TorchDecoder):
         addresses = tuple(layer.data_ptr() for layer in (*kv.keys, *kv.values))
         if addresses != self.lent_addresses:
             graphed.reset()
+        self.read_blocks_of(kv)
         self.lent, self.lent_addresses = kv, addresses
         try:
             (logits,) = graphed.replay({name: getattr(batch, name) for name in graphed.inputs})

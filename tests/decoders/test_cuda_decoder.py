@@ -18,6 +18,7 @@ from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.cuda_decoder import CudaDecoder, ShardedCudaDecoder
 from hybrid.kernels.cuda_graph import Captured
 from hybrid.kernels.host_group import on_host
+from hybrid.kernels.kv_addresses import kv_addresses
 from hybrid.kernels.triton_attention import decode_attention
 from hybrid.models.reader import read_decoder
 from hybrid.parallel import InferenceGroup
@@ -253,6 +254,18 @@ def test_graphs_are_captured_again_only_if_blocks_or_weights_move():
     decoder.bind()
     assert torch.allclose(moved.decode([2, 2, 2]), 2 * first)
     assert decoder.graphed.graphs[4] is not graph
+
+
+def test_a_replay_reads_the_blocks_that_it_is_given():
+    """Also if another forward has run over other blocks since the last replay."""
+    decoder = cuda_decoder(small("llama"), max_capture_size=4)
+    decoder.capture = lambda run, pool: Captured(lambda: None, pool)  # as on a device: no Python runs in a replay
+    first = three_sequences(decoder)
+    first.decode([2, 2, 2])
+    three_sequences(decoder)
+    first.decode([2, 2, 2])
+    expected = kv_addresses(first.kv.keys, first.kv.values)
+    assert torch.equal(decoder.kv_table.cpu(), expected)
 
 
 @pytest.mark.slow
