@@ -12,7 +12,16 @@ VLLM_PIP = .venv-vllm/bin/python -m pip install -q
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 LAUNCH = OMP_NUM_THREADS=1 $(CPU) $(BIN)/python -m torch.distributed.run --nproc_per_node=$(RANKS)
 
-.PHONY: help demo demo-seeds test test-slow test-all check bench bench-rollout bench-vllm clean
+# The machine with a GPU: its own python, whose lacking packages lie in GPU_PACKAGES, and DeepSpeed's choice of device.
+GPU_PACKAGES = .gpu-packages
+GPU = PYTHONPATH=$(CURDIR)/$(GPU_PACKAGES):$(CURDIR):$$PYTHONPATH env -u DS_ACCELERATOR $(PYTHON)
+GPU_TESTS = tests/gpu tests/decoders/test_cuda_decoder.py tests/kernels/test_triton.py
+MINUTES = 10
+GPU_FLAGS =
+PYTHON_VERSION = 3.12
+
+.PHONY: help demo demo-seeds test test-slow test-all check bench bench-rollout bench-vllm gpu gpu-test gpu-bench \
+	gpu-packages wheels clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 16
@@ -54,6 +63,25 @@ bench-rollout: .venv/.installed ## tokens a second of rollouts against Hugging F
 bench-vllm: .venv/.installed .venv-vllm/.installed ## the same with vLLM, which gets an environment of its own
 	$(ROLLOUT) --vllm
 
+gpu: gpu-packages ## on a GPU, with torch and transformers, without a network: its tests, then prefill, decode, the switch (10 minutes)
+	@started=$$(date +%s); $(MAKE) --no-print-directory gpu-test; tests=$$?; \
+	spent=$$(( $$(date +%s) - started )); \
+	$(MAKE) --no-print-directory gpu-bench MINUTES=$$(awk "BEGIN { print ($(MINUTES) * 60 - $$spent) / 60 }"); bench=$$?; \
+	exit $$(( tests ? tests : bench ))
+
+gpu-test: gpu-packages ## the tests that need a GPU, as many as start within half of MINUTES
+	OMP_NUM_THREADS=2 $(GPU) -m pytest -q -n 4 --dist worksteal -m gpu -p tests.rotation \
+		--minutes $$(awk "BEGIN { print $(MINUTES) / 2 }") $(GPU_TESTS)
+
+gpu-bench: gpu-packages ## the figures on a GPU: runs/gpu-*.json and .md; goes on where the last call stopped
+	$(GPU) -m benchmarks.gpu --minutes $(MINUTES) $(GPU_FLAGS)
+
+gpu-packages:
+	@$(PYTHON) -m benchmarks.wheels install --target $(GPU_PACKAGES)
+
+wheels: .venv/.installed ## with a network: wheels/ for `make gpu` elsewhere (PYTHON_VERSION=3.12)
+	$(BIN)/python -m benchmarks.wheels make --python_version $(PYTHON_VERSION)
+
 .venv-vllm/.installed: benchmarks/vllm-requirements.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
 		{ echo "vLLM needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version); try make PYTHON=python3.11"; exit 1; }
@@ -67,4 +95,4 @@ bench-vllm: .venv/.installed .venv-vllm/.installed ## the same with vLLM, which 
 	@touch $@
 
 clean: ## remove what was made, but not .venv and .venv-vllm
-	rm -rf runs build dist .pytest_cache .ruff_cache *.egg-info
+	rm -rf runs build dist wheels .gpu-packages .pytest_cache .ruff_cache *.egg-info

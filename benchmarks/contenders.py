@@ -35,6 +35,7 @@ class Contender:
     """A way to run requests, by the name that it has in the table.
 
     about: its version, if it is not this process's.  compiles: whether a request of new sizes is compiled first.
+    note: why its runs so far were slower than they could be; "" if they were not.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Contender:
     close: Callable[[], None] = lambda: None
     about: str = ""
     compiles: bool = False
+    note: Callable[[], str] = lambda: ""
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,10 @@ class Setting:
         return self.model.config.get_text_config().vocab_size
 
 
-def make_engine(model: nn.Module) -> hybrid.HybridEngine:
+def make_engine(model: nn.Module, weight_dtype: str = "model") -> hybrid.HybridEngine:
     """A ZeRO-3 engine with a copy of `model`; asserts that the weights are the same.
 
+    weight_dtype: of rollouts.
     The optimizer has no state: it is not measured, and the states of a 7B model would fill the device.
     """
     module = copy.deepcopy(model)
@@ -79,6 +82,7 @@ def make_engine(model: nn.Module) -> hybrid.HybridEngine:
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
             "bf16": {"enabled": model.dtype == torch.bfloat16},
             "hybrid_engine": {"enabled": True, "max_out_tokens": MOST_TOKENS},
+            "rollout": {"weight_dtype": weight_dtype},
         },
     )[0]
     for whole, partitioned in zip(model.parameters(), engine.module.parameters(), strict=True):
@@ -112,9 +116,13 @@ def outcome_of(sequences: torch.Tensor, request: Request) -> Outcome:
     return Outcome(((completions == request.end).int().argmax(dim=1) + 1).tolist())
 
 
-def hybrid_rollouts(name: str, setting: Setting, new_weights: bool) -> Contender:
-    """This engine.  new_weights: every run refreshes the snapshot, as after an optimizer step."""
-    engine = setting.engine
+def hybrid_rollouts(name: str, setting: Setting, new_weights: bool, weight_dtype: str = "model") -> Contender:
+    """This engine.  new_weights: every run refreshes the snapshot, as after an optimizer step.
+
+    weight_dtype: "int8" for an engine of its own, whose rollouts run over int8 weights.
+    """
+    own = None if weight_dtype == "model" else make_engine(setting.model, weight_dtype)
+    engine = own or setting.engine
 
     def run(request: Request) -> Outcome:
         if new_weights:
@@ -124,7 +132,7 @@ def hybrid_rollouts(name: str, setting: Setting, new_weights: bool) -> Contender
         batch = engine.rollout(request.prompt_ids, mask, sampling, num_generations=request.group, max_new_tokens=limits)
         return Outcome(batch.completion_mask.sum(dim=1).tolist(), dict(batch.timings))
 
-    return Contender(name, run)
+    return Contender(name, run, own.destroy if own else lambda: None)
 
 
 def hugging_face(name: str, generate: Callable, **more) -> Contender:
@@ -259,6 +267,8 @@ def vllm(name: str, setting: Setting, eager: bool) -> Contender:
 CONTENDERS: dict[str, Callable[[Setting], Contender]] = {
     "hybrid": lambda setting: hybrid_rollouts("hybrid", setting, new_weights=False),
     "hybrid-new-weights": lambda setting: hybrid_rollouts("hybrid-new-weights", setting, new_weights=True),
+    "hybrid-int8": lambda setting: hybrid_rollouts("hybrid-int8", setting, False, "int8"),
+    "hybrid-int8-new-weights": lambda setting: hybrid_rollouts("hybrid-int8-new-weights", setting, True, "int8"),
     "hf": lambda setting: hugging_face("hf", setting.model.generate),
     "hf-static": lambda setting: hugging_face("hf-static", setting.model.generate, **compiled_static_cache()),
     "zero3-gathered": lambda setting: hugging_face("zero3-gathered", gathered_generate(setting.engine)),

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
+from transformers import PretrainedConfig
 
 from benchmarks.cases import Case
 
@@ -46,25 +47,49 @@ class Limits:
 
 def measure_limits(model: nn.Module, case: Case) -> Limits:
     """The limits of a decode step of `case` halfway through: every row has half of its new tokens."""
-    matrices = step_matrices(model)
-    config = model.config.get_text_config()
-    context = case.rows * (case.prompt_len + case.new_tokens // 2)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    kv_values = 2 * context * config.num_hidden_layers * kv_heads * head_dim
-    weights = sum(matrix.numel() for matrix in matrices)
-    attention_flops = 4 * context * config.num_hidden_layers * config.num_attention_heads * head_dim
-    step_bytes = (weights + kv_values) * model.dtype.itemsize
+    step_bytes, step_flops = step_cost(model, case)
     return Limits(
         step_bytes=step_bytes,
-        step_flops=2 * case.rows * weights + attention_flops,
+        step_flops=step_flops,
         bytes_per_s=read_rate(min(step_bytes, MAX_BYTES), model.device),
         flops_per_s=max(
             matmul_rate(max(case.rows, PEAK_ROWS), *shape, dtype, model.device)
-            for shape in {tuple(matrix.shape) for matrix in matrices}
+            for shape in {tuple(matrix.shape) for matrix in step_matrices(model)}
             for dtype in {model.dtype, torch.float32}
         ),
     )
+
+
+def step_cost(model: nn.Module, case: Case) -> tuple[int, int]:
+    """Bytes that a decode step of `case` reads halfway through, weights and KV cache, and its operations. The model may
+    be on the meta device."""
+    config = model.config.get_text_config()
+    context = case.rows * (case.prompt_len + case.new_tokens // 2)
+    kv_values = context * kv_values_of_a_token(config)
+    weights = sum(matrix.numel() for matrix in step_matrices(model))
+    attention_flops = 4 * context * config.num_hidden_layers * config.num_attention_heads * head_dim_of(config)
+    return (weights + kv_values) * model.dtype.itemsize, 2 * case.rows * weights + attention_flops
+
+
+def prefill_flops(model: nn.Module, case: Case) -> int:
+    """Operations of the prompts of `case`: matmuls, the head of each row's last token alone, and causal attention."""
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings().weight.numel()
+    layers = sum(matrix.numel() for matrix in step_matrices(model)) - head
+    pairs = case.prompt_len * (case.prompt_len + 1) // 2  # of a query and a key that it sees, in a row
+    attention = 4 * pairs * config.num_hidden_layers * config.num_attention_heads * head_dim_of(config)
+    return case.rows * (2 * case.prompt_len * layers + 2 * head + attention)
+
+
+def head_dim_of(config: PretrainedConfig) -> int:
+    """Dimensions of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def kv_values_of_a_token(config: PretrainedConfig) -> int:
+    """Numbers of a token in the KV cache of all layers."""
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * config.num_hidden_layers * kv_heads * head_dim_of(config)
 
 
 def step_matrices(model: nn.Module) -> list[torch.Tensor]:

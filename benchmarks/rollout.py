@@ -10,6 +10,7 @@ Contenders alternate, A B A B, in one process (vLLM's process sleeps meanwhile).
 in a case and has run at least twice is skipped from then on. Sampling is plain, at temperature 1.
 
 `hybrid` has a fresh snapshot of the weights; `hybrid-new-weights` gathers first, as after an optimizer step;
+`hybrid-int8` and `hybrid-int8-new-weights` are the same with `rollout.weight_dtype: int8`;
 `zero3-gathered` is Hugging Face's generate on the ZeRO-3 model, gathered completely each time; ratios are relative to
 `hf`, the same on the whole model. A step is the time of a new token of all rows after the prefill. Its share of the
 roofline is the time that the machine needs to read the weights and the KV cache or to do the arithmetic, whichever is
@@ -286,11 +287,16 @@ def quiet() -> None:
 def join_ranks() -> None:
     """Join the ranks of a launcher; without one this process is the only rank."""
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        single_rank_environment()
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+
+
+def single_rank_environment() -> None:
+    """Set a launcher's environment variables for this process as the only rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
 
 def chosen_cases(args: argparse.Namespace) -> list[Case]:

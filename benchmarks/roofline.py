@@ -6,10 +6,11 @@ prints two tables: a decode step by part, and an iteration's rollout in three wa
 model, and what a faster one would gain; `docs/benchmarks.md` has them.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 from benchmarks.cases import make_model
-from benchmarks.limits import step_matrices
+from benchmarks.limits import kv_values_of_a_token, step_matrices
 
 BYTES = 2  # of a bfloat16 number
 GPUS = 8  # of a host
@@ -65,18 +66,20 @@ HOSTS = {"7B": 1, "32B": 2, "70B": 4}  # over whose GPUs ZeRO-3 partitions a mod
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: parameters, those that a token is multiplied with, and the shape of its layers."""
+    """Of a model.  parameters: all of them.  multiplied: those that a token is multiplied with.
+
+    kv_bytes: of a token in the KV cache.
+    """
 
     parameters: int
     multiplied: int
     layers: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     vocabulary: int
+    kv_bytes: int
 
     @classmethod
+    @functools.cache
     def of(cls, shape: str) -> "Sizes":
         """Those of a key of SHAPES, or of a Hugging Face name or path."""
         model = make_model(shape, "bf16", "meta")
@@ -86,16 +89,9 @@ class Sizes:
             sum(matrix.numel() for matrix in step_matrices(model)),
             config.num_hidden_layers,
             config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             config.vocab_size,
+            kv_values_of_a_token(config) * BYTES,
         )
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of a token in the KV cache."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES
 
 
 @dataclass(frozen=True)
@@ -140,10 +136,10 @@ def decode_step(sizes: Sizes, device: Device, tp_size: int, rollout: Rollout) ->
 
 
 def memory_left(sizes: Sizes, device: Device, hosts: int, copies: float) -> float:
-    """Bytes for KV cache and activations, beside ZeRO-3's shards of training and `copies` of the weights on a GPU.
+    """Bytes of a GPU left for the KV cache and activations, after its ZeRO-3 partitions and inference's weights.
 
-    Training holds 16 bytes a parameter over all GPUs: bfloat16 weights and gradients, and float32 weights and two
-    moments of AdamW.
+    copies: of all weights, that inference holds on a GPU; 1 / tp_size for slices. ZeRO-3 partitions 16 bytes a
+        parameter over all GPUs: bfloat16 weights and gradients, float32 weights, and AdamW's two moments.
     """
     return device.memory - 16 * sizes.parameters / (hosts * GPUS) - copies * sizes.parameters * BYTES
 
@@ -163,13 +159,13 @@ class Iteration:
 
 
 def fits(sizes: Sizes, device: Device, hosts: int, copies: float, rollout: Rollout) -> bool:
-    """Whether a GPU has memory for the KV cache of its rows beside `copies` of the weights."""
+    """Whether the KV cache of a GPU's rows fits into the memory left."""
     return memory_left(sizes, device, hosts, copies) > rollout.rows * rollout.context * sizes.kv_bytes
 
 
 def iterations(sizes: Sizes, device: Device, hosts: int, rollout: Rollout) -> list[Iteration | None]:
-    """The ways: this engine; a second engine on the same GPUs; all weights gathered on each GPU for Hugging Face. Each
-    with its fastest group; None: there is no memory for it."""
+    """The rollout with this engine, with a second engine on the same GPUs, and with Hugging Face's generate on weights
+    gathered whole on each GPU. Each with its fastest tensor-parallel size; None: it does not fit into memory."""
     whole = sizes.parameters * BYTES
     gather = device.gather_s(whole, 1, hosts)
     engine, second, gathered = [], [], []
@@ -179,7 +175,7 @@ def iterations(sizes: Sizes, device: Device, hosts: int, rollout: Rollout) -> li
         step = decode_step(sizes, device, tp_size, rollout)
         decode = step.total * rollout.new_tokens
         engine.append(Iteration(tp_size, device.gather_s(whole, tp_size, hosts), decode))
-        # It wakes: its slices come from the host's memory, and are then overwritten with the gathered ones.
+        # On waking up it copies its slices back from host memory, then overwrites them with the gathered weights.
         copied = whole / tp_size / device.host_link + 2 * device.read_s(whole / tp_size)
         second.append(Iteration(tp_size, gather + copied, decode))
         if tp_size == 1:

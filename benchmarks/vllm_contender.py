@@ -32,15 +32,23 @@ class VLLMSettings:
 class VLLM:
     """A vLLM process that serves requests.  about: its version and the library of kernels that it loaded.
 
+    options: further arguments of vLLM's `LLM`. With `load_format` "dummy" vLLM makes random weights, and none are
+        written.
     Raises FileNotFoundError without vLLM's environment, RuntimeError with the end of the log if the process has died.
     """
 
-    def __init__(self, settings: VLLMSettings, model: nn.Module, most_rows: int, most_tokens: int, eager: bool):
+    def __init__(
+        self, settings: VLLMSettings, model: nn.Module, most_rows: int, most_tokens: int, eager: bool, **options: Any
+    ):
         if not settings.python.is_file():
             raise FileNotFoundError(f"vLLM's environment: no interpreter at {settings.python}; run `make bench-vllm`")
         settings.directory.mkdir(parents=True, exist_ok=True)
         self.weights = tempfile.TemporaryDirectory(prefix="vllm-weights-")
-        model.save_pretrained(self.weights.name)
+        if options.get("load_format") == "dummy":
+            model.config.architectures = [type(model).__name__]  # as `save_pretrained` of the model writes it
+            model.config.save_pretrained(self.weights.name)
+        else:
+            model.save_pretrained(self.weights.name)
         self.log = settings.directory / f"vllm{'-eager' * eager}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -58,6 +66,7 @@ class VLLM:
                 "max_model_len": most_tokens,
                 "max_num_seqs": most_rows,
                 "enforce_eager": eager,
+                **options,
             }
         )
 

@@ -1,12 +1,12 @@
-"""Builds what an engine runs on: a snapshot and a decoder, by its model's ModelInfo and its settings."""
+"""Builds what an engine runs on: snapshots and decoders, by its model's ModelInfo and its settings."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hybrid.config import HybridEngineConfig, RolloutConfig
+from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig
 from hybrid.decoders.fallback import FallbackReasons
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.selection import CPU_KERNELS, kernels_for
@@ -14,6 +14,7 @@ from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import ParamRef, UnsupportedModel
 from hybrid.parallel import InferenceGroup, world_size
 from hybrid.profiling import Phase
+from hybrid.weights.int8_copy import Int8Copy
 from hybrid.weights.joined import joined_refs
 from hybrid.weights.model_weights import WeightVersion, read_weights
 from hybrid.weights.slices import Shard, planned_slices, sizes_that_fit, slices_of
@@ -23,12 +24,23 @@ from hybrid.weights.streaming import WeightStream
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to hold weights: whole on every rank, sliced over `tp_size` ranks, or streamed layer by layer."""
+    """A way to hold weights: whole on every rank, sliced over `tp_size` ranks, or streamed layer by layer.
+
+    int8: an int8 copy in addition, for decoding.
+    """
 
     tp_size: int = 1
     streaming: bool = False
+    int8: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a rank has no whole copy in the model's dtype, so that ranks run inference together."""
+        return self.tp_size > 1 or self.streaming
 
     def __str__(self) -> str:
+        if self.int8:
+            return "int8"
         if self.streaming:
             return "streaming"
         return "pinned" if self.tp_size == 1 else f"tensor parallel {self.tp_size}"
@@ -63,7 +75,11 @@ class Builder:
         Raises NotImplementedError, with the module's name, for an adapter that cannot be merged; then nothing changes.
         """
         info = ModelInfo(model)
-        unmerged, layers_per_group = self.rollout.lora == "unmerged", self.settings.tp_gather_partition_size
+        # With an int8 copy, which merges adapters, whole weights compute as the trainer does: unmerged.
+        unmerged, layers_per_group = (
+            self.rollout.lora == "unmerged" or self.int8,
+            self.settings.tp_gather_partition_size,
+        )
         self.weights = read_weights(info, layers_per_group, unmerged, self.version)
         self.info = info
 
@@ -72,8 +88,15 @@ class Builder:
         """Whether the settings ask for the model's own layers."""
         return self.rollout.containers == "native"
 
+    @property
+    def int8(self) -> bool:
+        """Whether the settings ask for decoding over int8 weights."""
+        return self.rollout.weight_dtype == "int8"
+
     def modes(self) -> list[Mode]:
         """The modes that model, world size and ZeRO stage allow, the fastest first."""
+        if self.int8:
+            return [self.int8_mode()]
         sizes = [size for size in self._tp_sizes() if size > 1 and world_size() % size == 0]
         return [Mode(), *(Mode(tp_size=size) for size in sizes), *[Mode(streaming=True)] * (self.stage == 3)]
 
@@ -86,8 +109,19 @@ class Builder:
         sizes = [set(sizes_that_fit(attention.heads, attention.kv_heads)) for attention in attentions]
         return sorted(set.intersection(*sizes)) if sizes else [1]
 
+    def int8_mode(self) -> Mode:
+        """The mode with an int8 copy: under ZeRO-3 whole weights are streamed, else they are the model's own."""
+        return Mode(streaming=self.stage == 3, int8=True)
+
+    def make_int8(self) -> FusedModel | None:
+        """The decoder over an int8 copy; None if the settings do not ask for one."""
+        if not self.int8:
+            return None
+        return self.fused(Int8Copy(self.weights, self.settings.tp_gather_partition_size, self._joined()))
+
     def make(self, mode: Mode, group: InferenceGroup) -> FusedModel:
-        """A mode's decoder, over its snapshot. Without a decoder for the model, the snapshot is of whole weights."""
+        """A mode's decoder, over its snapshot in the model's dtype. Without a decoder for the model, the snapshot is of
+        whole weights."""
         layout, native = self.info.layout, "rollout.containers=native" * self.native_by_choice
         if mode.streaming:
             stream = WeightStream(self.weights, self.phase, self.count)
@@ -100,14 +134,19 @@ class Builder:
         snapshot = Snapshot(self.weights, slices, decoder_only=sliced, joined=self._joined())
         return self.fused(snapshot, native, group if mode.tp_size > 1 else None)
 
-    def planned(self, mode: Mode) -> tuple[tuple[int, int], FusedModel]:
-        """For memory plans, what a mode would run on: the planned bytes of its weights, kept and temporary, and its
-        decoder."""
+    def planned(self, mode: Mode) -> tuple[tuple[int, int], FusedModel, FusedModel | None]:
+        """For memory plans, what a mode would run on: the planned bytes of its weights, kept and temporary; its
+        decoder; and with an int8 copy the decoder of requests that do not decode, else None."""
         group = InferenceGroup(mode.tp_size, connected=False)
         fused = self.make(mode, group)
+        if mode.int8:
+            int8 = self.make_int8()
+            kept, temporary = int8.snapshot.planned()
+            whole, streamed = (fused.stream or fused.snapshot).planned()
+            return (kept + whole, max(temporary, streamed)), int8, fused
         if mode.tp_size > 1 and fused.fallback_reason and self.info.tp_plan is not None:
-            return self.module_slices(group).planned(), fused
-        return (fused.stream or fused.snapshot).planned(), fused
+            return self.module_slices(group).planned(), fused, None
+        return (fused.stream or fused.snapshot).planned(), fused, None
 
     def module_slices(self, group: InferenceGroup) -> Snapshot:
         """The snapshot for the model's own modules in tensor parallel. Raises UnsupportedModel without a `tp_plan`."""
@@ -148,6 +187,47 @@ class Builder:
         if self.info.layout is None or self.native_by_choice or reads_parts:
             return []
         return joined_refs(self.info.layout)
+
+
+def int8_refusals(info: ModelInfo, settings: HybridEngineConfig, rollout: RolloutConfig) -> Iterator[Refusal]:
+    """What decoding over int8 weights is not available with. Nothing without `rollout.weight_dtype="int8"`."""
+    if rollout.weight_dtype != "int8":
+        return
+    key, value = "rollout.weight_dtype", "int8"
+    yield Refusal(
+        settings.inference_tp_size != 1,
+        "hybrid_engine.inference_tp_size",
+        settings.inference_tp_size,
+        f"with {key}=int8 every rank holds a whole int8 copy; use 1, or weight_dtype=model",
+    )
+    yield Refusal(
+        settings.pin_parameters is not True,
+        "hybrid_engine.pin_parameters",
+        settings.pin_parameters,
+        f"with {key}=int8 the int8 copy is kept, and all else is gathered layer by layer; use true, or "
+        "weight_dtype=model",
+    )
+    yield Refusal(
+        rollout.lora == "unmerged",
+        "rollout.lora",
+        rollout.lora,
+        f"with {key}=int8 adapters are merged before weights are quantized; use merged, or weight_dtype=model",
+    )
+    remedy = "use model"
+    yield Refusal(rollout.containers == "native", key, value, f"it needs rollout.containers=fused; {remedy}")
+    yield Refusal(
+        info.layout is None,
+        key,
+        value,
+        f"only fused decoders read int8 weights, and {type(info.base).__name__} has none "
+        f"({info.reasons.get('layout')}); {remedy}",
+    )
+    yield Refusal(
+        info.layout is not None and info.layout.spec.num_experts > 0,
+        key,
+        value,
+        f"{type(info.base).__name__} is a mixture of experts, whose matrices are not quantized in training; {remedy}",
+    )
 
 
 def layer_by_layer(reason: str) -> str:

@@ -36,7 +36,8 @@ class HybridEngineConfig(Block):
     pin_parameters: keep a gathered snapshot for generation; false gathers layer by layer, as ZeRO-3 does in training;
         or "auto". No effect with ZeRO 0 to 2, where nothing is partitioned.
     tp_gather_partition_size: transformer layers per gather.
-    enable_cuda_graph: run decode steps as CUDA graphs.
+    enable_cuda_graph: run decode steps as CUDA graphs; "auto" does where the decoder can. true without a CUDA device
+        has no effect, and warns.
     """
 
     enabled: bool = True
@@ -45,7 +46,7 @@ class HybridEngineConfig(Block):
     release_inference_cache: bool = False
     pin_parameters: bool | Literal["auto"] = True
     tp_gather_partition_size: int = Field(8, gt=0)
-    enable_cuda_graph: bool = False
+    enable_cuda_graph: bool | Literal["auto"] = "auto"
 
 
 class RolloutConfig(Block):
@@ -67,6 +68,11 @@ class RolloutConfig(Block):
         separately and makes no copy. Adapters that can only be merged are merged in both cases.
     offload_states: keep optimizer states, master weights and gradients in host memory while an inference window is
         open; they are moved back when it ends.
+    weight_dtype: what `rollout()` and `generate()` decode with: "model", the model's dtype; or "int8", linear weights
+        with a scale per output channel, quantized from the current weights (adapters merged) at each refresh: half the
+        bytes of bfloat16. Logprobs of a rollout are then those of the int8 policy. `score()`, and forwards in eval
+        mode, compute with the training weights: they give the trainer's side of importance sampling, and the exact
+        reference of a LoRA policy. Under ZeRO-3 these gather layer by layer, as with pin_parameters=false.
     """
 
     keep_snapshot: bool = True
@@ -78,6 +84,7 @@ class RolloutConfig(Block):
     containers: Literal["fused", "native"] = "fused"
     lora: Literal["merged", "unmerged"] = "merged"
     offload_states: bool = False
+    weight_dtype: Literal["model", "int8"] = "model"
 
 
 BLOCKS: dict[str, type[Block]] = {"hybrid_engine": HybridEngineConfig, "rollout": RolloutConfig}
@@ -306,7 +313,8 @@ class InferenceConfig(Block):
     dtype: of the weights; a torch dtype or its name. Here: int8 quantizes the weights, and activations keep the model's
         dtype.
     tensor_parallel: how ranks share the weights.
-    enable_cuda_graph: run forwards as CUDA graphs. Here: refused without a CUDA device.
+    enable_cuda_graph: run forwards as CUDA graphs. Here: by default the decode steps of `generate` are graphs wherever
+        the decoder can; true also captures forwards of a model without a decoder, and warns without a CUDA device.
     use_triton: use Triton kernels. Here: those of the fused containers on CUDA; refused where Triton is not available.
     triton_autotune: tune the Triton kernels. Here: no effect, they have nothing to tune.
     zero: ZeRO settings. Here: stage 3 is refused, use `hybrid.initialize` for a partitioned model; otherwise no effect.
@@ -340,7 +348,7 @@ class InferenceConfig(Block):
     replace_with_kernel_inject: bool = Field(False, alias="kernel_inject")
     dtype: Any = "float16"
     tensor_parallel: TensorParallelConfig = Field(TensorParallelConfig(), alias="tp")
-    enable_cuda_graph: bool = False
+    enable_cuda_graph: bool | Literal["auto"] = "auto"
     use_triton: bool = False
     triton_autotune: bool = False
     zero: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
-from hybrid.build import Builder, Mode
+from hybrid.build import Builder, Mode, int8_refusals
 from hybrid.call_lock import CallLock, with_call_lock
 from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig, refuse
 from hybrid.decoders.calls import Calls, SharedCalls
@@ -66,7 +66,9 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         self.call_lock = CallLock()
         read_adapters(model)  # raises for adapters that cannot be merged, before DeepSpeed partitions anything
         # Read again below: DeepSpeed casts the model, and a decoder's constants depend on the dtype (Gemma).
-        require_divisible_heads(ModelInfo(generating_part(model)), blocks[0].inference_tp_size)
+        info = ModelInfo(generating_part(model))
+        refuse(int8_refusals(info, *blocks))
+        require_divisible_heads(info, blocks[0].inference_tp_size)
         mpu_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
         self._settings, self._rollout_settings = blocks
@@ -153,9 +155,11 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
         shared: the model's own modules in tensor parallel, if they run.
         """
-        self._snapshot, self._fused = fused.snapshot, fused
+        self._snapshot, self._fused, self._int8 = fused.snapshot, fused, self._builder.make_int8()
+        if self._int8 is not None:
+            fused.remark = f"; generate() and rollout(): {self._int8.description}"
         # If this rank has no whole copy, the model's own layers run on weights that ZeRO-3 gathers as they run.
-        self._streams = self._planner.in_use != Mode() and shared is None
+        self._streams = self._planner.in_use.is_shared and shared is None
         self._module_exchange = None if shared is None else shared.exchange
         self._switched_hooks = EngineHooks(self._switched_modules, self._training_hooks)
         self._other_hooks = EngineHooks(self._other_modules, self._training_hooks)
@@ -190,7 +194,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         """What runs requests: of this rank alone, or of all ranks that compute together."""
         own = (self._window, self._fused, self.call_lock, self._rebuild_if_changed)
         if not self.in_step:
-            return Calls(*own)
+            return Calls(*own, self._int8)
         partitioned, group = self.zero_optimization_stage() == 3, self._group.group
         native = None if shared is None else shared.exchange
         if self._exchange is not None:
@@ -206,7 +210,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             )
         # Gathering partitioned weights is a collective of all ranks, not only of the group.
         group = None if partitioned else group
-        return SharedCalls(*own, group, native, self._profiler.phase)
+        return SharedCalls(*own, group, native, self._profiler.phase, self._int8)
 
     def _make_block_pool(self) -> BlockPool:
         """The KV cache's block pool, limited by `kv_cache_bytes` and by what `memory_limit` leaves."""
@@ -315,9 +319,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 self._before_update.remove()
             self._watch.close()
             self._uninstall()
-            self._snapshot.release()
             self._free_kv()
-            self._fused.release()
+            self._release_weights()
             drop_global_references(self.module)
         super().destroy()
 
@@ -344,9 +347,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         self._builder.read(self._policy)
         installed = self._containers[0].installed
         self._uninstall()
-        self._snapshot.release()
         self._free_kv()
-        self._fused.release()
+        self._release_weights()
         self._run_on(self._builder.make(self._planner.in_use, self._group))
         self._is_outdated = False
         self._replace_refused_decoder()
@@ -375,11 +377,17 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 self._module_exchange.release()
             if self._settings.release_inference_cache:
                 self._free_kv()
-            if self._fused.stream is not None or not self._rollout_settings.keep_snapshot:
-                self._snapshot.release()
-                self._fused.release()
+            keeps = self._rollout_settings.keep_snapshot
+            if self._fused.stream is not None or not keeps:
+                self._release_weights(keeps_int8=keeps)
             if self._settings.release_inference_cache or not self._rollout_settings.keep_snapshot:
                 get_accelerator().empty_cache()
+
+    def _release_weights(self, keeps_int8: bool = False) -> None:
+        """Free the snapshot, the int8 copy unless it is kept, and their decoders."""
+        for fused in (self._fused,) if self._int8 is None or keeps_int8 else (self._fused, self._int8):
+            fused.snapshot.release()
+            fused.release()
 
     def _free_kv(self) -> None:
         self._generator.release_kv()
@@ -628,6 +636,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         adapters: None uses the model's active adapters; False scores with the base model.
         temperature: divides the logits; above 0.
         rows_per_forward: maximum rows computed together.
+        With `rollout.weight_dtype: int8` scores are by the training weights, not by those that rollouts sample with.
         Raises TypeError or ValueError for invalid sequences, a temperature of 0 or less, or sequences that the KV cache
         cannot hold; NotImplementedError for an encoder-decoder and for `model_inputs`.
         """
@@ -656,7 +665,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     @property
     def in_step(self) -> bool:
         """Whether ranks run inference together: then every rank must make the same calls in the same order."""
-        return self._planner.in_use != Mode() or self._exchange is not None
+        return self._planner.in_use.is_shared or self._exchange is not None
 
     def memory_plan(self, batch_size: int, prompt_length: int, max_new_tokens: int) -> MemoryPlan:
         """Bytes on this rank that a rollout needs in each mode that this engine could run in. `print` shows a table.
@@ -687,15 +696,20 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         forward. `fallback_reason`: why the latest request that could not run fused ran in the model's own layers, and
         the remedy; "" if every request ran fused."""
         exchange_bytes = 0 if self._module_exchange is None else self._module_exchange.nbytes()
+        decoders = [self._fused] if self._int8 is None else [self._fused, self._int8]
+        peak_bytes = self._snapshot.peak_bytes
+        if self._int8 is not None:  # streamed layers are freed before the copy is refreshed
+            int8 = self._int8.snapshot
+            peak_bytes = max(int8.peak_bytes, int8.nbytes() + peak_bytes)
         return {
             **self._profiler.stats(),
-            "snapshot_bytes": self._snapshot.nbytes(),
-            "container_bytes": self._fused.nbytes(),
+            "snapshot_bytes": sum(fused.snapshot.nbytes() for fused in decoders),
+            "container_bytes": sum(fused.nbytes() for fused in decoders),
             "kv_bytes": self._generator.kv_bytes() + exchange_bytes,
-            "peak_bytes": self._snapshot.peak_bytes
-            + self._fused.nbytes()
+            "peak_bytes": peak_bytes
+            + sum(fused.nbytes() for fused in decoders)
             + self._generator.peak_kv_bytes()
-            + self._fused.peak_activation_bytes(),
+            + max(fused.peak_activation_bytes() for fused in decoders),
             "fallback_reason": self._builder.fallback_reasons.last,
             "native_reason": self._builder.fallback_reasons.last,  # its name in 0.2, for a release
         }

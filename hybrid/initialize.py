@@ -1,6 +1,7 @@
 """`hybrid.initialize`: the signature and return value of deepspeed.initialize, with a HybridEngine."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from deepspeed.utils import log_dist
 from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig, load_config, read_blocks, refuse, unsupported
 from hybrid.engine import HybridEngine
 from hybrid.extension_lock import extension_lock_reported
-from hybrid.parallel import world_size
+from hybrid.parallel import rank, world_size
 from hybrid.weights.offload import require_movable
 
 # Environment variables that torchrun, deepspeed, accelerate, MPI and Slurm set for a rank.
@@ -91,6 +92,7 @@ def initialize(
         deepspeed_config = DeepSpeedConfig(settings, mpu, mesh_device=mesh)
         blocks = (pinned_below_zero3(blocks[0], deepspeed_config.zero_config.stage), blocks[1])
         refuse(rows(*blocks))
+        blocks = (without_graphs_on_cpu(blocks[0]), blocks[1])
         if blocks[1].offload_states:
             require_movable(deepspeed_config)
         deepspeed.set_optimizer_flags(deepspeed_config, model)
@@ -160,18 +162,27 @@ def pinned_below_zero3(settings: HybridEngineConfig, stage: int) -> HybridEngine
     return settings.model_copy(update={"pin_parameters": True})
 
 
+def without_graphs_on_cpu(settings: HybridEngineConfig) -> HybridEngineConfig:
+    """`settings`, with enable_cuda_graph=true replaced by false without a CUDA device; rank 0 warns. DeepSpeed goes on
+    without graphs too."""
+    if settings.enable_cuda_graph is not True or torch.cuda.is_available():
+        return settings
+    if rank() == 0:
+        warnings.warn(
+            "hybrid_engine.enable_cuda_graph: true given; it has no effect without a CUDA device", stacklevel=4
+        )
+    return settings.model_copy(update={"enable_cuda_graph": False})
+
+
 def rows(settings: HybridEngineConfig, rollout: RolloutConfig) -> Iterator[Refusal]:
     """Settings that contradict each other, the world size or the device."""
-    graphs, ranks, pins = settings.enable_cuda_graph, world_size(), settings.pin_parameters
+    graphs, ranks, pins = settings.enable_cuda_graph is True, world_size(), settings.pin_parameters
     size = 1 if settings.inference_tp_size == "auto" else settings.inference_tp_size
     key, tp_key = "hybrid_engine.enable_cuda_graph", "hybrid_engine.inference_tp_size"
-    auto = "with 'auto' a mode may be chosen that has no graphs; use false, or inference_tp_size=1, pin_parameters=true"
-    yield Refusal(graphs and "auto" in (settings.inference_tp_size, pins), key, graphs, auto)
+    streamed = "weights that are gathered layer by layer (pin_parameters) have no graphs; use 'auto', or true for both"
+    yield Refusal(graphs and pins is not True, key, graphs, streamed)
     yield Refusal(ranks % size > 0, tp_key, size, f"it must divide the world size, {ranks}")
     streams = "pin_parameters=false keeps no copy for ranks to share; use inference_tp_size=1, or pin_parameters=true"
     yield Refusal(size > 1 and not pins, tp_key, size, streams)
-    waits = f"inference_tp_size={size} makes ranks wait for each other at every step; use false, or inference_tp_size=1"
-    yield unsupported(graphs and size > 1, key, graphs, waits)
-    yield unsupported(graphs and not torch.cuda.is_available(), key, graphs, "there is no CUDA device; use false")
-    native = "rollout.containers=native has no graphs; use false, or fused containers"
+    native = "rollout.containers=native has no graphs; use 'auto', or fused containers"
     yield Refusal(graphs and rollout.containers == "native", key, graphs, native)

@@ -32,6 +32,7 @@ class Need:
     kv: KV cache of all sequences that are decoded at once.
     logits: float32, of one decode step or of the tokens scored at once.
     activations: of the largest forward, without its logits.
+    graphs: of the decode loop on a GPU: its tensors at fixed addresses, and the memory pool of the CUDA graphs.
     """
 
     parameters: int
@@ -41,11 +42,12 @@ class Need:
     kv: int
     logits: int
     activations: int
+    graphs: int = 0
 
     @property
     def total(self) -> int:
         """Peak bytes that inference adds to training's own memory."""
-        return self.gather + self.snapshot + self.containers + self.kv + self.logits + self.activations
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "parameters")
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,12 @@ class MemoryPlanner:
         self.builder, self.settings, self.rollout = builder, builder.settings, builder.rollout
         self.limit = self.rollout.memory_limit
         size, pinned = self.settings.inference_tp_size, self.settings.pin_parameters
-        automatic = "auto" in (size, pinned)
-        self.in_use = self._chosen() if automatic else Mode(tp_size=size) if pinned else Mode(streaming=True)
+        if builder.int8:
+            self.in_use = builder.int8_mode()
+        elif "auto" in (size, pinned):
+            self.in_use = self._chosen()
+        else:
+            self.in_use = Mode(tp_size=size) if pinned else Mode(streaming=True)
 
     def plan(self, rows: int, tokens: int) -> MemoryPlan:
         """The plan for `rows` sequences of `tokens` tokens each, all decoded at once."""
@@ -160,16 +166,26 @@ def agreed(number: int) -> int:
     return min_over_ranks(number, torch.device(get_accelerator().current_device_name()))
 
 
-def need_of(mode: Mode, weight_bytes: tuple[int, int], fused: FusedModel, rollout: RolloutConfig) -> NeedOf:
+def need_of(
+    mode: Mode,
+    weight_bytes: tuple[int, int],
+    fused: FusedModel,
+    not_decoding: FusedModel | None,
+    rollout: RolloutConfig,
+) -> NeedOf:
     """A function of (rows, tokens): what a mode needs for `rows` sequences of `tokens` tokens at once.
 
-    weight_bytes: of the snapshot, and the temporaries of gathering.
+    weight_bytes: of the snapshot, and the temporaries of gathering.  not_decoding: the decoder over weights in the
+        model's dtype, if `fused` is over an int8 copy.
     """
     info, decoder = fused.info, fused.planned()
     snapshot_bytes, gather_bytes = weight_bytes
-    copies = 0 if decoder is None else decoder.nbytes()
-    if mode.streaming:  # one layer's copies at a time
-        copies, gather_bytes = 0, gather_bytes + copies // max(len(info.layers), 1)
+    copies = 0
+    for each, planned in ((fused, decoder), (not_decoding, None if not_decoding is None else not_decoding.planned())):
+        if planned is not None and each.stream is not None:  # one layer's copies at a time
+            gather_bytes += planned.nbytes() // max(len(info.layers), 1)
+        elif planned is not None:
+            copies += planned.nbytes()
     at_rest = sum(
         param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes
         for param in info.model.parameters()
@@ -191,7 +207,9 @@ def need_of(mode: Mode, weight_bytes: tuple[int, int], fused: FusedModel, rollou
         else:
             at_once = max(min(ranks * rows * tokens, PREFILL_TOKENS), sum(checked_lengths(decoder)))
             activations = decoder.activation_bytes(at_once)
-        return Need(at_rest, gather_bytes, snapshot_bytes, copies, kv, logits, activations)
+        loops = decoder is not None and not mode.streaming
+        graphs = decoder.loop_bytes(ranks * rows, tokens) if loops and rows else 0
+        return Need(at_rest, gather_bytes, snapshot_bytes, copies, kv, logits, activations, graphs)
 
     return need
 
@@ -199,9 +217,10 @@ def need_of(mode: Mode, weight_bytes: tuple[int, int], fused: FusedModel, rollou
 def logit_rows(decoder: WholeDecoder | None, rows: int, tokens: int) -> int:
     """Rows of logits that exist at once, temporaries counted: in a decode step (`rows` sequences) or in scoring.
 
-    The CPU kernels sample and score without a copy; torch's operations make temporaries of the same size.
+    Kernels sample without a copy, and the CPU's also score so; torch's operations make temporaries of the same size.
     """
-    for_decoding, for_scoring = (3, 1) if isinstance(decoder, CpuDecoder) else (5, 5)
+    for_decoding = 3 if decoder is not None and decoder.samples_in_kernel else 5
+    for_scoring = 1 if isinstance(decoder, CpuDecoder) else 5
     return max(for_decoding * rows, for_scoring * min(rows * tokens, LOGIT_ROWS))
 
 

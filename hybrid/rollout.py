@@ -109,7 +109,8 @@ class RolloutBatch:
         from, after temperature, repetition_penalty, min_new_tokens and truncation, renormalised; vLLM's
         "processed_logprobs". The denominator in importance sampling. For greedy tokens: at temperature 1.
     old_per_token_logps: the same shape, under softmax(logits / temperature), without penalty or truncation: what TRL's
-        trainer computes under this name, the old policy in PPO's ratio. `engine.score` recomputes it.
+        trainer computes under this name, the old policy in PPO's ratio. `engine.score` recomputes it; with
+        `rollout.weight_dtype: int8` it gives the trainer's, while these are of the int8 policy.
     raw_per_token_logps: the same shape, under softmax(logits), the raw model; vLLM's "raw_logprobs".
     finish_reason: for each row, "stop" if it has an end token, else "length".
     weight_version: version of the weights that sampled.

@@ -51,8 +51,8 @@ def rank_context() -> Any:
     return context
 
 
-def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Environment variables of a CPU rank for torch.distributed and DeepSpeed."""
+def rank_environment(rank: int, world_size: int, port: int, device: str = "cpu") -> dict[str, str]:
+    """Environment variables of a rank for torch.distributed and DeepSpeed.  device: "cpu" or "cuda"."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -61,14 +61,14 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": device,
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",
     }
 
 
-def serve(rank: int, world_size: int, port: int, pipe, output: str) -> None:
+def serve(rank: int, world_size: int, port: int, pipe, output: str, device: str) -> None:
     """Main function of a rank: run functions received through `pipe`, send (ok, value or traceback), until None is
     received."""
     if sys.platform == "linux":
@@ -77,7 +77,7 @@ def serve(rank: int, world_size: int, port: int, pipe, output: str) -> None:
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
-    os.environ.update(rank_environment(rank, world_size, port))
+    os.environ.update(rank_environment(rank, world_size, port, device))
     import datetime
     import gc
     import logging
@@ -89,8 +89,14 @@ def serve(rank: int, world_size: int, port: int, pipe, output: str) -> None:
     warnings.simplefilter("ignore", FutureWarning)  # torch's and transformers' fill the tails of a failure
     torch.set_num_threads(1)
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    accelerator = deepspeed.accelerator.get_accelerator()
+    assert accelerator.device_name() == device, f"a {accelerator.device_name()} rank; unset DS_ACCELERATOR"
+    if device == "cuda":
+        accelerator.set_device(rank)
     deepspeed.init_distributed(
-        dist_backend="gloo", timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S), verbose=False
+        dist_backend="nccl" if device == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        verbose=False,
     )
     pipe.send_bytes(pickle.dumps((True, None)))
     folder, variables = os.getcwd(), dict(os.environ)
@@ -113,11 +119,12 @@ def serve(rank: int, world_size: int, port: int, pipe, output: str) -> None:
 class RankPool:
     """`world_size` ranks that run functions together.
 
-    timeout_s: default of a run.
+    timeout_s: default of a run.  device: of each rank, "cpu" or "cuda" (its own GPU, collectives by NCCL).
     """
 
-    def __init__(self, world_size: int, timeout_s: float = 240):
+    def __init__(self, world_size: int, timeout_s: float = 240, device: str = "cpu"):
         self.world_size = world_size
+        self.device = device
         self.timeout_s = timeout_s
         self.processes: list = []
         self.pipes: list = []
@@ -146,10 +153,11 @@ class RankPool:
         if self.failed_start is not None:  # hundreds of tests must not each wait for a start that fails
             raise RankFailure("ranks did not start before, and are not started again") from self.failed_start
         remove_abandoned_locks()
-        context, port = rank_context(), free_port()
+        # CUDA cannot be used in a process forked from one that has asked for devices.
+        context, port = mp.get_context("spawn") if self.device == "cuda" else rank_context(), free_port()
         for rank in range(self.world_size):
             parent_end, child_end = context.Pipe()
-            arguments = (rank, self.world_size, port, child_end, self._output(rank))
+            arguments = (rank, self.world_size, port, child_end, self._output(rank), self.device)
             process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             child_end.close()

@@ -19,6 +19,8 @@ def test_hybrid_engine_block_has_deepspeeds_keys_and_defaults():
     expected = {name: field.default for name, field in DeepSpeedBlock.model_fields.items()}
     assert actual.pop("enabled") is True  # a HybridEngine is enabled by constructing it
     assert expected.pop("enabled") is False
+    assert actual.pop("enable_cuda_graph") == "auto"
+    assert expected.pop("enable_cuda_graph") is False
     assert actual == expected
 
 

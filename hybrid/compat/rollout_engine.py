@@ -40,9 +40,9 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
     tokenizer: its end tokens count in addition to the model's, and its padding token pads completions; None: only the
         model's own.
     cfg: DeepSpeed's RolloutConfig or HybridEngineRolloutConfig. `enable_profiling` records `get_last_profile()`;
-        `use_graph_capture` needs hybrid_engine.enable_cuda_graph.
-    Raises ValueError for another `cfg.engine`, for `use_graph_capture` without enable_cuda_graph, and for a tokenizer
-    without padding and end tokens; NotImplementedError for fields of `cfg` that the engine does not support.
+        `use_graph_capture` is refused where hybrid_engine.enable_cuda_graph is false.
+    Raises ValueError for another `cfg.engine`, for `use_graph_capture` with enable_cuda_graph=false, and for a
+    tokenizer without padding and end tokens; NotImplementedError for fields of `cfg` that the engine does not support.
     """
 
     name = "hybrid_engine"
@@ -67,8 +67,9 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
             value = getattr(cfg, field, None)
             yield unsupported(bool(value), f"HybridEngineRolloutConfig.{field}", value, f"{reason}; leave it out")
         graphs = getattr(cfg, "use_graph_capture", False)
-        own = (self.engine.config or {}).get("hybrid_engine", {}).get("enable_cuda_graph", False)
-        yield Refusal(graphs and not own, "use_graph_capture", graphs, "set hybrid_engine.enable_cuda_graph=true too")
+        own = (self.engine.config or {}).get("hybrid_engine", {}).get("enable_cuda_graph", "auto")
+        instead = "hybrid_engine.enable_cuda_graph is false; leave it out, or set it to true"
+        yield Refusal(graphs and not own, "use_graph_capture", graphs, instead)
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> HybridRolloutBatch:
         """Completions of left-padded prompts; the samples of a prompt are consecutive rows.

@@ -1,6 +1,8 @@
 """Inputs of a decoder's forward: tokens packed without padding, and keys and values in blocks."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -59,6 +61,45 @@ class PagedKV:
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         for tensor in (*self.keys, *self.values):
             tensor[target] = tensor[source]
+
+
+class Draws(Protocol):
+    """How the tokens of running sequences are sampled in one or more decode steps, as a decoder sees it.
+
+    keys: int64 [sequences], of the RNG.  positions: int64 [sequences], the index of the next new token in each
+        sequence's completion.  limits: int64 [sequences], the most new tokens.
+    values: float32 [n], the settings of `sample`.  stop_token_ids: int64 [n].  pad_token_id: of ended sequences.
+    token_ids: int64 [sequences, n], each sequence's tokens so far, and -1 elsewhere; None if `sample` does not need
+        them.
+    graph_key: two draws of one key differ in nothing but these tensors.
+    """
+
+    keys: torch.Tensor
+    positions: torch.Tensor
+    limits: torch.Tensor
+    values: torch.Tensor
+    stop_token_ids: torch.Tensor
+    pad_token_id: int
+    token_ids: torch.Tensor | None
+    graph_key: Hashable
+
+    def record(self, steps: int) -> tuple[Any, Any]:
+        """The C++ kernels' record of what they draw in `steps` steps, and what they write: `tokens`, int64 [steps,
+        sequences], and `logps()`, float32 [3, steps, sequences]."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        positions: torch.Tensor,
+        values: torch.Tensor,
+        stop_token_ids: torch.Tensor,
+        seen: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """A token for each row of logits, and its three logprobs, without waiting for the device.
+
+        seen: uint8 [rows, vocab], 1 for the tokens of `token_ids`; None without them.
+        """
 
 
 def table_of(blocks: list[list[int]], device: torch.device) -> torch.Tensor:

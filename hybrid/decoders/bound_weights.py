@@ -1,4 +1,5 @@
-"""The weights of a DecoderLayout as a decoder reads them: from a snapshot, or on the meta device for memory plans."""
+"""The weights of a DecoderLayout as a decoder reads them: from a snapshot or an int8 copy, or on the meta device for
+memory plans."""
 
 import torch
 from peft.utils.other import ModulesToSaveWrapper
@@ -6,6 +7,7 @@ from torch import nn
 
 from hybrid.models.modules import active_copy
 from hybrid.models.spec import DecoderLayout, ParamRef
+from hybrid.weights.int8_copy import Int8Copy
 from hybrid.weights.joined import JoinedBuffers
 from hybrid.weights.lora import Adapted, LowRank
 from hybrid.weights.snapshot import Snapshot
@@ -14,12 +16,12 @@ META = torch.device("meta")
 
 
 class BoundWeights:
-    """The weights of a layout in a snapshot: whole, or this rank's slices.
+    """The weights of a layout in a snapshot: whole, or this rank's slices; or those of an int8 copy, by its own layout.
 
     adapters: whether the snapshot's adapters are used, merged or unmerged.
     """
 
-    def __init__(self, layout: DecoderLayout, snapshot: Snapshot, adapters: bool):
+    def __init__(self, layout: DecoderLayout, snapshot: Snapshot | Int8Copy, adapters: bool):
         self.layout, self.snapshot, self.adapters = layout, snapshot, adapters
         self.adapted = {adapted.wrapper: adapted for adapted in snapshot.adapted}
 
@@ -45,12 +47,12 @@ class BoundWeights:
 
     def embedding(self) -> nn.Parameter:
         """The model's own embedding weight, which may be partitioned. It does not need a snapshot."""
-        return self.owner(self.layout.outer["embedding.weight"])[1]
+        return self.owner(self.snapshot.weights.info.layout.outer["embedding.weight"])[1]
 
     def key(self) -> tuple:
         """Differs when a decoder must bind again: the version of the weights, and the addresses of the tensors, which
         may move without a new version. Weights that are streamed, or loaded once, need no addresses."""
-        number = self.snapshot.weights.number()
+        number = self.snapshot.number()
         if not self.snapshot.weights.groups:
             return (number,)
         tensors = [self.tensor(ref) for roles in (self.layout.outer, *self.layout.layers) for ref in roles.values()]
@@ -61,7 +63,7 @@ class BoundWeights:
 class MetaWeights(BoundWeights):
     """Tensors on the meta device, laid out as the snapshot's will be. They take no memory."""
 
-    def __init__(self, layout: DecoderLayout, snapshot: Snapshot):
+    def __init__(self, layout: DecoderLayout, snapshot: Snapshot | Int8Copy):
         super().__init__(layout, snapshot, adapters=True)
         self.joined = JoinedBuffers(set(snapshot.joined.sets.values()))
 

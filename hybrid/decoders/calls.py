@@ -16,6 +16,7 @@ from hybrid.call_lock import CallLock
 from hybrid.decoders.collective_forwards import CollectiveForwards
 from hybrid.decoders.fused_model import AnyDecoder, FusedModel
 from hybrid.decoders.group_work import GroupWork, Work
+from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.decoders.tp_forwards import ModuleExchange
 from hybrid.parallel import LostRankError, all_gather_objects, is_lost_rank, lost_rank_reported
 from hybrid.profiling import Phase
@@ -26,6 +27,8 @@ from hybrid.weights.module_tables import attribute
 class Calls:
     """Requests of a rank that computes by itself; only the gathering of partitioned weights is a collective.
 
+    fused: for all requests, or, with `int8`, for those that do not decode.
+    int8: for requests that decode: over int8 weights, which are refreshed as such a request begins. None: `fused`.
     lock: the engine's; the thread that runs a request holds it.
     rebuild: called before the model runs outside of a window: if its modules have changed, rebuilds what runs them, and
         gives True; these calls are then out of date.
@@ -41,8 +44,9 @@ class Calls:
         fused: FusedModel,
         lock: CallLock | None = None,
         rebuild: Callable[[], bool] = lambda: False,
+        int8: FusedModel | None = None,
     ):
-        self.window, self.fused, self.rebuild = window, fused, rebuild
+        self.window, self.fused, self.rebuild, self.int8 = window, fused, rebuild, int8
         self.lock = CallLock() if lock is None else lock
         self.has_begun = False  # the current call has reached the exchange, or the refresh, of its request
 
@@ -68,19 +72,43 @@ class Calls:
 
     @contextmanager
     def request(
-        self, adapters: bool | None = None, tokens: int | None = None, fallback_reason: str = "", module: str = ""
+        self,
+        adapters: bool | None = None,
+        tokens: int | None = None,
+        fallback_reason: str = "",
+        module: str = "",
+        decodes: bool = False,
     ) -> Iterator[AnyDecoder | None]:
         """Inside the block the window is open. Gives the fused decoder for sequences of up to `tokens` tokens, or None
         if the model's own modules must run.
 
         tokens: None if the request cannot run fused.  fallback_reason: the reason for that; "" for no warning.
         module: name of the submodule that is called directly; "" for the model.
+        decodes: whether it draws tokens, and so runs over int8 weights if there are any.
         """
-        self.has_begun = True
+        self.has_begun, fused = True, self.fused_for(decodes)
         with self.window.opened(adapters), attribute(self, "inside", True):
             if tokens is None and fallback_reason:
-                self.fused.note_fallback(fallback_reason)
-            yield None if tokens is None else self.fused.decoder(self.window.uses_adapters, tokens)
+                fused.note_fallback(fallback_reason)
+            if fused is self.int8 and tokens is not None and not fused.fallback_reason_now(tokens):
+                self._refresh_int8(fused)
+            yield None if tokens is None else fused.decoder(self.window.uses_adapters, tokens)
+
+    def fused_for(self, decodes: bool) -> FusedModel:
+        """What runs requests that decode, or those that do not."""
+        return self.int8 if decodes and self.int8 is not None else self.fused
+
+    def _refresh_int8(self, fused: FusedModel) -> None:
+        """If `fused` runs over int8 weights, update them. Expects an open window. A collective if weights that have
+        changed are partitioned."""
+        adapters = self.window.uses_adapters
+        if fused is not self.int8 or fused.snapshot.is_fresh(adapters):
+            return
+        if self.fused.stream is not None:
+            self.fused.snapshot.release()  # memory of the last streamed layers
+        profiler = self.window.profiler
+        with lost_rank_reported("gathering the weights"):
+            profiler.gathered(fused.snapshot.refresh(profiler.phase, adapters))
 
     def use(self, resources: Any) -> None:
         """Run work on these resources from now on."""
@@ -110,6 +138,7 @@ class RequestHeader:
     needs_check: whether the rank's decoder must be checked first.
     hooked: whether the rank's forwards may fail midway, in user code.
     rounds: of the rank's group.
+    decodes: whether the request draws tokens.
     """
 
     step: str
@@ -121,11 +150,12 @@ class RequestHeader:
     needs_check: bool = False
     hooked: bool = False
     rounds: int = 0
+    decodes: bool = False
 
     @property
     def key(self) -> tuple:
         """The fields that must be equal on all ranks with a request."""
-        return self.step, self.adapters, self.module
+        return self.step, self.adapters, self.module, self.decodes
 
     def __str__(self) -> str:
         if self.step == "leave":
@@ -155,8 +185,9 @@ class SharedCalls(Calls):
         group: dist.ProcessGroup | None,
         native: CollectiveForwards | ModuleExchange | None,
         phase: Phase,
+        int8: FusedModel | None = None,
     ):
-        super().__init__(window, fused, lock, rebuild)
+        super().__init__(window, fused, lock, rebuild, int8)
         self.group, self.native_forwards, self.phase = group, native, phase
         self.group_work = None
         self.exchanges_work = fused.group is not None or isinstance(native, ModuleExchange)
@@ -187,7 +218,12 @@ class SharedCalls(Calls):
 
     @contextmanager
     def request(
-        self, adapters: bool | None = None, tokens: int | None = None, fallback_reason: str = "", module: str = ""
+        self,
+        adapters: bool | None = None,
+        tokens: int | None = None,
+        fallback_reason: str = "",
+        module: str = "",
+        decodes: bool = False,
     ) -> Iterator[AnyDecoder | None]:
         """As `Calls.request`. Runs fused if the decoder can run every rank's request, natively otherwise; ends when
         every rank's request has ended.
@@ -196,16 +232,19 @@ class SharedCalls(Calls):
         NotImplementedError for a nested request that cannot run with the outer one's decoder or adapters.
         """
         adapters = self.window.resolved(adapters)
+        decodes = decodes and self.int8 is not None
+        fused = self.fused_for(decodes)
         if tokens is not None:
-            fallback_reason = self.fused.fallback_reason_now(tokens)
+            fallback_reason = fused.fallback_reason_now(tokens)
         if self.inside:
             yield self._nested(adapters, tokens, fallback_reason)
             return
         self.has_begun = True
         native = tokens is None or fallback_reason != ""
-        needs_check = not native and self.fused.needs_check()
+        needs_check = not native and fused.needs_check()
         hooked = bool(self.fused.foreign_hooks.first())
         own = self._header("request", adapters, True, module, native, fallback_reason, needs_check, hooked)
+        own = replace(own, decodes=decodes)
         headers = self._exchange(own)
         self._require_same(headers)
         with self._running(own, headers) as decoder:
@@ -294,34 +333,37 @@ class SharedCalls(Calls):
         if self.decoder is None:
             if self.native_forwards is not None:
                 self.native_forwards.finish()
-        elif self.group_work is None:
+        elif isinstance(self.decoder, StreamedDecoder):
             self.decoder.finish()
-        elif self.group_work.is_pending:
+        elif self.group_work is not None and self.group_work.is_pending:
             self._compute_together(self.decoder, None)
 
     def _native_opened(self, guarded: bool = False) -> AbstractContextManager:
         return nullcontext() if self.native_forwards is None else self.native_forwards.opened(guarded)
 
     def _agreed_decoder(self, own: RequestHeader, headers: list[RequestHeader]) -> AnyDecoder | None:
+        fused = self.fused_for(own.decodes)
         reasons = {rank: header.fallback_reason for rank, header in enumerate(headers) if header.native}
-        if not reasons and self.fused.group is not None:
-            self.fused.group.begin_call(header.rounds for header in headers)
+        if not reasons and fused.group is not None:
+            fused.group.begin_call(header.rounds for header in headers)
+        if not reasons:
+            self._refresh_int8(fused)
         if not reasons and any(header.needs_check for header in headers):
             with self._native_opened():
-                difference = self.fused.check(own.adapters)
+                difference = fused.check(own.adapters)
             differences = all_gather_objects(difference, self.group)
             reasons = {rank: reason for rank, reason in enumerate(differences) if reason}
             if reasons:
-                self.fused.refuse(difference or next(iter(reasons.values())))
+                fused.refuse(difference or next(iter(reasons.values())))
         if not reasons:
-            return self.fused.bound_decoder(own.adapters)
+            return fused.bound_decoder(own.adapters)
         if not own.native:
             rank, reason = next(iter(reasons.items()))
-            self.fused.note_fallback(
+            fused.note_fallback(
                 f"a request of rank {rank}, which runs with this one's: {reason or 'it cannot run fused'}"
             )
         elif own.fallback_reason:
-            self.fused.note_fallback(own.fallback_reason)
+            fused.note_fallback(own.fallback_reason)
         return None
 
     def _nested(self, adapters: bool, tokens: int | None, fallback_reason: str) -> AnyDecoder | None:
@@ -363,6 +405,6 @@ class SharedCalls(Calls):
         if len({header.key for header in active}) > 1 or (calls_module and len(active) < len(headers)):
             calls = "; ".join(f"rank {rank} {header}" for rank, header in enumerate(headers))
             raise RuntimeError(
-                f"ranks make different calls: {calls}. With inference_tp_size above 1, pin_parameters=false or expert "
-                "parallelism, every rank must make the same calls in the same order"
+                f"ranks make different calls: {calls}. With inference_tp_size above 1, pin_parameters=false, expert "
+                "parallelism, or weight_dtype=int8 under ZeRO-3, every rank must make the same calls in the same order"
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 
-from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, PagedKV
 from hybrid.decoders.torch_decoder import Copies, WholeDecoder, no_lora_deltas
 from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.kernels import cpu_library as kernels
@@ -178,13 +178,12 @@ class CpuDecoder(WholeDecoder):
         return self.vocabulary is None or self.vocabulary.group.shares_memory
 
     def decode_steps(
-        self, batch: PackedBatch, kv: PagedKV, samples: kernels.Samples, stop_token_ids: torch.Tensor, steps: int
-    ) -> int:
-        """Decode and sample up to `steps` tokens for each sequence, and stop after a step that draws one of
-        `stop_token_ids`. Gives the number of steps done.
+        self, batch: PackedBatch, kv: PagedKV, draws: Draws, steps: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode and sample up to `steps` tokens for each sequence, and stop after a step that draws a stop token.
 
         batch: one new token for each sequence; its block tables have room for `steps` tokens.
-        samples: of the first step; its results have room for all, [steps, sequences].  stop_token_ids: int64 [n].
+        Gives tokens, int64 [steps done, sequences], and logprobs, float32 [3, steps done, sequences].
         """
         self._lend(kv)
         self.most_tokens, self.most_logits = (
@@ -193,19 +192,20 @@ class CpuDecoder(WholeDecoder):
         threads, hidden = torch.get_num_threads(), torch.empty(len(batch.ids), self.spec.hidden_size)
         logits = torch.empty(len(batch.ids), self.record.vocab_size)
         record, work = self._batch_record(batch), self._work(len(batch.ids), threads)
+        samples, drawn = draws.record(steps)
         done = self.library.decode_steps(
             self._self(),
             ctypes.addressof(record),
             len(self.spec.layers),
             ctypes.addressof(samples),
-            address(stop_token_ids, torch.int64),
-            len(stop_token_ids),
+            address(draws.stop_token_ids, torch.int64),
+            len(draws.stop_token_ids),
             steps,
             *(address(tensor, torch.float32) for tensor in (hidden, logits, work)),
             threads,
         )
         self._require_done(done < 0, batch.ids)
-        return done
+        return drawn.tokens[:done], drawn.logps()[:, :done]
 
     def activation_bytes(self, tokens: int) -> int:
         """Bytes that a forward over `tokens` tokens takes: the workspace, which is kept, and the hidden states."""

@@ -1,17 +1,20 @@
-"""The decoder on Triton kernels: no synchronisation with the device; a decode step can be one CUDA graph.
+"""The decoder on Triton kernels: no synchronisation with the device; a decode step can be a CUDA graph.
 
 It computes and rounds as TorchDecoder does. Requires triton, which torch's CUDA builds include.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, PagedKV
+from hybrid.decoders.decode_state import DecodeState
 from hybrid.decoders.torch_decoder import Copies, Tensors, TorchDecoder, no_lora_deltas
 from hybrid.decoders.tp_decoder import ShardedDecoder
-from hybrid.kernels.cuda_graph import GraphedStep, capture_on_device
+from hybrid.kernels.cuda_graph import Graphs, Run, capture_sizes
 from hybrid.kernels.kv_addresses import LayerKV, kv_addresses
 from hybrid.kernels.triton_attention import (
     WIDEST_TILE,
@@ -20,6 +23,7 @@ from hybrid.kernels.triton_attention import (
     prefill_attention,
     split_workspace,
 )
+from hybrid.kernels.triton_decode import decode_slot_mapping
 from hybrid.kernels.triton_experts import mixture
 from hybrid.kernels.triton_fused import QKNorm, activated, add_norm, rope_and_write
 from hybrid.models.spec import DecoderLayout, ParamRef
@@ -51,17 +55,30 @@ class Pending:
     post_norm: torch.Tensor | None = None
 
 
+LEAST_TOKENS = 1024  # of a sequence that room is made for, so that graphs are seldom captured again
+
+
+def rounded_up(tokens: int) -> int:
+    """The tokens of a sequence that tables are made for: a power of two."""
+    return max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+
+
 class CudaDecoder(TorchDecoder):
-    """TorchDecoder's functions on Triton kernels.
+    """TorchDecoder's functions on Triton kernels, and a loop of decode steps that samples on the device.
 
-    max_capture_size: decode steps of at most so many sequences are replayed from CUDA graphs; 0: no graphs.
-    capture: captures the graphs.
-
-    BLOCK 0 OF THE CACHE IS RESERVED: the padding rows of a graph write there, so no sequence may have it.
+    max_capture_size: decode steps of at most so many sequences are replayed from CUDA graphs; 0: no graphs. A graph is
+        captured when its batch size first occurs, and kept as long as weights and tables keep their addresses.
+    capture: as in Graphs.
     """
 
     # A longer context has more than two tiles, which attention divides if the batch leaves multiprocessors idle.
     context_block = 2 * WIDEST_TILE
+    samples_in_kernel = continues_past_ends = True
+
+    @property
+    def samples_with_penalties(self) -> bool:
+        """Whether sampling applies the repetition penalty and min_new_tokens: with logits of the whole vocabulary."""
+        return self.vocabulary is None
 
     def __init__(
         self,
@@ -69,22 +86,22 @@ class CudaDecoder(TorchDecoder):
         weights: Callable[[ParamRef], torch.Tensor | None],
         dtype: torch.dtype,
         max_capture_size: int = 0,
-        capture: Callable = capture_on_device,
+        capture: Callable[[Run], Run] | None = None,
         lora_deltas: Callable[[ParamRef], list[LowRank]] = no_lora_deltas,
         copies: Copies | None = None,
     ):
         super().__init__(layout, weights, dtype, lora_deltas, copies)
-        self.max_capture_size, self.capture = max_capture_size, capture
+        self.max_capture_size, self.capture_sizes = max_capture_size, capture_sizes(max_capture_size)
+        self.graphs = Graphs(capture=capture)
         self.positions = 0  # positions in the rope tables and ALiBi's bias
         self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.bias: torch.Tensor | None = None  # ALiBi's, [heads, positions]
-        self.graphed: GraphedStep | None = None
+        self.state: DecodeState | None = None
         self.addresses: tuple[float, ...] = ()  # of the weights and LoRA factors, and LoRA's scales
         self.kv_table: torch.Tensor | None = None  # int64 [layers, 2]: addresses of the blocks that kernels read
         self.kv_table_of: tuple[int, ...] = ()  # these addresses, on the host
         self.workspace: SplitWorkspace | None = None  # of decode attention
-        self.lent: PagedKV | None = None  # the blocks, while a graph is captured or replayed
-        self.lent_addresses: tuple[int, ...] = ()  # of the blocks that the graphs read
+        self.lent: PagedKV | None = None  # the blocks of the step that runs
 
     def bind(self) -> None:
         """As TorchDecoder's. Graphs are kept if no weight has moved and no LoRA scale has changed."""
@@ -94,17 +111,16 @@ class CudaDecoder(TorchDecoder):
         tensors = [tensor for block in blocks for tensor in block.values()]
         tensors += [factor for delta in deltas for factor in (delta.a, delta.b)]
         addresses = (*(tensor.data_ptr() for tensor in tensors), *(delta.scale for delta in deltas))
-        if addresses != self.addresses and self.graphed is not None:
-            self.graphed.reset()
+        if addresses != self.addresses:
+            self.graphs.reset()
         self.addresses = addresses
 
     def reserve(self, tokens: int) -> None:
-        """Build rope tables and ALiBi's bias for up to `tokens` tokens. Graphs are dropped if the tables grow."""
-        blocks = -(-tokens // BLOCK_SIZE)
-        if blocks * BLOCK_SIZE <= self.positions:
+        """Build rope tables and ALiBi's bias for up to `tokens` tokens, rounded up to a power of two, so that few calls
+        find them too short. If they grow, graphs are dropped."""
+        if tokens <= self.positions:
             return
-        self.positions = blocks * BLOCK_SIZE
-        self.graphed = None
+        self.positions = rounded_up(tokens)
         # Positions beyond max_positions do not exist; computing one would rescale the others (longrope, dynamic).
         positions = torch.arange(min(self.positions, self.spec.max_positions or self.positions), device=self.device)
         for key in self.layout.rotary:
@@ -112,6 +128,11 @@ class CudaDecoder(TorchDecoder):
             self.rope[key] = cos.contiguous(), sin.contiguous()
         bias = self._alibi_bias(self.positions)
         self.bias = None if bias is None else bias.contiguous()
+        self._drop_state()
+
+    def _drop_state(self) -> None:
+        self.state = None
+        self.graphs.reset()
 
     def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
         """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes keys and values to `kv`."""
@@ -120,38 +141,82 @@ class CudaDecoder(TorchDecoder):
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after one new token for each sequence, float32 [sequences, vocabulary]; valid until the next call.
 
-        Replayed from a graph for at most `max_capture_size` sequences; captured again if the blocks have moved.
+        Replayed from a graph for at most `max_capture_size` sequences.
         """
-        num_seqs = len(batch.ids)
-        assert num_seqs == len(batch.lengths), f"a decode step of {num_seqs} tokens for {len(batch.lengths)} sequences"
-        self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
-        if num_seqs > self.max_capture_size:
+        if len(batch.ids) > self.max_capture_size:
             return self.eager_decode(batch, kv)
-        graphed = self._graphed()
-        addresses = tuple(layer.data_ptr() for layer in (*kv.keys, *kv.values))
-        if addresses != self.lent_addresses:
-            graphed.reset()
+        with self._loaded(batch, kv) as size:
+            self._run(("decode", size), size, partial(self._decode_step, size))
+        return self.state.logits[: len(batch.ids)]
+
+    def decode_steps(
+        self, batch: PackedBatch, kv: PagedKV, draws: Draws, steps: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode and sample `steps` tokens for each sequence, without waiting for the device.
+
+        batch: one new token for each sequence; its block tables have room for the tokens that `draws.limits` allow, up
+            to `steps`.
+        Gives tokens, int64 [steps, sequences], and logprobs, float32 [3, steps, sequences], valid until the next call:
+        after a sequence's stop token or limit, padding and 0.
+        """
+        count = len(batch.ids)
+        with self._loaded(batch, kv) as size:
+            self.state.load_draws(draws)
+            for _ in range(steps):
+                self._run(("decode", size), size, partial(self._decode_step, size))
+                self._run(("draw", size, draws.graph_key), size, partial(self.state.draw, draws, size))
+        return self.state.tokens[:steps, :count], self.state.logps[:, :steps, :count]
+
+    @contextmanager
+    def _loaded(self, batch: PackedBatch, kv: PagedKV) -> Iterator[int]:
+        """Inside the block the state has this batch, over these blocks. Gives the batch's size with padding."""
+        count = len(batch.ids)
+        assert count == len(batch.lengths), f"a decode step of {count} tokens for {len(batch.lengths)} sequences"
+        self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
+        size = self._captured_size(count)
+        if self.state is None or self.state.capacity < size:
+            self._drop_state()
+            self.state = DecodeState(size, self.positions, self._num_logits, self.device)
         self.read_blocks_of(kv)
-        self.lent, self.lent_addresses = kv, addresses
+        self.lent = kv
         try:
-            (logits,) = graphed.replay({name: getattr(batch, name) for name in graphed.inputs})
+            self.state.load(batch, size)
+            yield size
         finally:
             self.lent = None
-        return logits
 
-    def _graphed(self) -> GraphedStep:
-        """The graphs, with inputs for `max_capture_size` sequences of up to `positions` tokens."""
-        if self.graphed is None:
-            zeros = torch.zeros(self.max_capture_size, dtype=torch.int32, device=self.device)
-            block_tables = zeros[:, None].repeat(1, self.positions // BLOCK_SIZE)
-            blank = {"ids": zeros.long(), "positions": zeros, "lengths": zeros + 1, "block_tables": block_tables}
-            self.graphed = GraphedStep(self._graphed_step, blank, capture=self.capture)
-        return self.graphed
+    def _captured_size(self, count: int) -> int:
+        """The sequences of a step of `count`, with those that pad it up to a size that has a graph."""
+        return next((size for size in self.capture_sizes if size >= count), count)
 
-    def _graphed_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor]:
-        """The function that a graph captures."""
-        cu_seqlens = torch.arange(len(inputs["ids"]) + 1, dtype=torch.int32, device=inputs["ids"].device)
-        return (self.eager_decode(PackedBatch(cu_seqlens=cu_seqlens, **inputs), self.lent),)
+    def loop_bytes(self, sequences: int, tokens: int) -> int:
+        """Bytes that decode steps of so many sequences of up to `tokens` tokens add: the state, and the memory pool of
+        the graphs, which keeps a step's activations and logits. Measured by no device yet."""
+        size = self._captured_size(sequences)
+        state = DecodeState(size, rounded_up(tokens), self._num_logits, torch.device("meta")).nbytes
+        pool = self.activation_bytes(size) + size * self._num_logits * self.dtype.itemsize
+        return state + pool * (size <= self.max_capture_size)
+
+    @property
+    def _num_logits(self) -> int:
+        """Logits of a row."""
+        return self.spec.vocab_size if self.vocabulary is None else self.vocabulary.width
+
+    def _run(self, key: Hashable, size: int, step: Run) -> None:
+        """Run a step over the state's first `size` sequences: from the graph of `key` if its size has graphs."""
+        if size > self.max_capture_size:
+            step()
+            return
+        if key not in self.graphs:
+            with self.state.padding(size):
+                self.graphs.add(key, step)
+        self.graphs.replay(key)
+
+    def _decode_step(self, size: int) -> None:
+        """The decode step of the state's first `size` sequences."""
+        batch, state = self.state.batch(size), self.state
+        hidden = self.decode_layers(self.embed(batch.ids, batch.positions), batch, self.lent, 0, len(self.blocks))
+        state.logits[:size].copy_(self.model_logits(hidden))
 
     def eager_decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """The decode step without a graph."""
@@ -167,11 +232,12 @@ class CudaDecoder(TorchDecoder):
     def _step(self, batch: PackedBatch, decoding: bool = False) -> Step:
         """What the layers of this forward share."""
         self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
+        if decoding:
+            return Step(batch, True, decode_slot_mapping(batch.positions, batch.block_tables, BLOCK_SIZE))
         tokens = torch.arange(len(batch.ids), dtype=torch.int32, device=batch.ids.device)
-        owner = tokens if decoding else torch.searchsorted(batch.cu_seqlens[1:], tokens, right=True)
-        positions = batch.positions.long()
+        owner, positions = torch.searchsorted(batch.cu_seqlens[1:], tokens, right=True), batch.positions.long()
         blocks = batch.block_tables[owner, positions // BLOCK_SIZE].long()
-        return Step(batch, decoding, blocks * BLOCK_SIZE + positions % BLOCK_SIZE)
+        return Step(batch, False, blocks * BLOCK_SIZE + positions % BLOCK_SIZE)
 
     def _layers(self, hidden: torch.Tensor, step: Step, kv: PagedKV, span: range) -> torch.Tensor:
         """Run the layers of `span`. What a layer adds to the residual stream, the next layer's norm kernel adds."""

@@ -1,6 +1,7 @@
 """The fused decoder of a model: bound to the snapshot's weights, and used once the self-check has passed."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
@@ -10,7 +11,14 @@ from torch.utils.hooks import RemovableHandle
 from hybrid.decoders.bound_weights import BoundWeights, MetaWeights
 from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace
 from hybrid.decoders.fallback import NO_WARNING, FallbackReasons, ForeignHooks, no_decoder_reason
-from hybrid.decoders.selection import CPU_KERNELS, TRITON, int8_weights_of, kernels_for, whole_decoder
+from hybrid.decoders.selection import (
+    CPU_KERNELS,
+    TRITON,
+    Int8Weights,
+    int8_weights_of,
+    kernels_for,
+    whole_decoder,
+)
 from hybrid.decoders.self_check import require_equal
 from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.decoders.torch_decoder import Copies, WholeDecoder
@@ -20,6 +28,7 @@ from hybrid.kernels.host_group import HostGroup, on_host
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import DecoderLayout, UnsupportedModel
 from hybrid.parallel import InferenceGroup
+from hybrid.weights.int8_copy import Int8Copy
 from hybrid.weights.slices import Shard, shard_spec
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streaming import WeightStream
@@ -40,6 +49,8 @@ class FusedModel:
     """The fused decoder of a model, made and checked on first use.
 
     info: of the model that the engine runs, which is not changed. A snapshot's slices belong to its layout.
+    snapshot: the weights; an Int8Copy for a decoder over int8 weights, which is compared with the model's own modules
+        over weights that are rounded in the same way.
     max_capture_size: decode steps of up to so many rows are CUDA graphs; 0: no graphs.
     group: the ranks that share the decoder (inference tensor parallelism); the snapshot is then of slices. Without
         these ranks' process group it is for plans alone.
@@ -53,7 +64,7 @@ class FusedModel:
     def __init__(
         self,
         info: ModelInfo,
-        snapshot: Snapshot,
+        snapshot: Snapshot | Int8Copy,
         max_capture_size: int = 0,
         group: InferenceGroup | None = None,
         own_hooks: Callable[[], Iterable[RemovableHandle]] = list,
@@ -62,7 +73,8 @@ class FusedModel:
         warns: bool = True,
         stream: WeightStream | None = None,
     ):
-        self.info, self.layout, self.snapshot = info, info.layout, snapshot
+        self.info, self.snapshot = info, snapshot
+        self.layout = snapshot.layout if isinstance(snapshot, Int8Copy) else info.layout
         self.stream, self.is_shared = stream, group is not None or stream is not None  # ranks run the decoder together
         self.bound: dict[bool, Bound] = {}  # by whether adapters are used
         self.copies: Copies = WeakValueDictionary()  # weight copies, shared by these decoders
@@ -73,7 +85,7 @@ class FusedModel:
         self.inner = [module for layer in info.layers for module in layer.modules() if module is not layer]
         self.checked_forwards: list[tuple] = []
         self.kv_block_bytes: int | None = None  # bytes of a block, cached by `block_bytes`
-        self.blank = MetaWeights(info.layout, snapshot)
+        self.blank = MetaWeights(self.layout, snapshot)
         self.group = None if group is None else on_host(group, next(info.model.parameters()).device)
         self.max_capture_size, self.workspace = max_capture_size, Workspace()
         self.remark = ""  # why it is not what the settings ask for, at the end of `description`
@@ -82,12 +94,19 @@ class FusedModel:
     @property
     def description(self) -> str:
         """A description of what runs in the model's place."""
-        decoder = f"a decoder of the {self.layout.family} family"
+        decoder, graphs = f"a decoder of the {self.layout.family} family", ", decode steps as CUDA graphs"
         if self.group is not None:
-            return f"{decoder}, sharded over {self.group.size} ranks"
-        int8 = int8_weights_of(self.info.model)
+            return f"{decoder}, sharded over {self.group.size} ranks" + graphs * self.has_graphs
+        int8 = self._int8_weights()
         decoder += " over int8 weights" * bool(int8) + f", on {kernels_for(self.blank.embedding(), int8)}"
-        return decoder + ", with weights gathered layer by layer" * (self.stream is not None) + self.remark
+        decoder += ", with weights gathered layer by layer" * (self.stream is not None)
+        return decoder + graphs * self.has_graphs + self.remark
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether decode steps are CUDA graphs."""
+        kernels = kernels_for(self.blank.embedding(), self._int8_weights())
+        return kernels == TRITON and self.max_capture_size > 0 and self.stream is None
 
     def fallback_reason_now(self, tokens: int = 0) -> str:
         """Why the model must run natively now, and what the user can do about it; "" if it need not.
@@ -144,11 +163,16 @@ class FusedModel:
         """
         try:
             decoder, forwards = self.bound_decoder(adapters), self._forwards()
-            require_equal(decoder, self.info)
+            with self._reference(adapters):
+                require_equal(decoder, self.info)
             self.checked, self.checked_forwards = True, forwards
         except UnsupportedModel as reason:
             return str(reason)
         return ""
+
+    def _reference(self, adapters: bool) -> AbstractContextManager:
+        """Inside the block the model's own modules compute what the decoder must."""
+        return self.snapshot.rounded_modules(adapters) if isinstance(self.snapshot, Int8Copy) else nullcontext()
 
     def refuse(self, reason: str) -> None:
         """Disable the decoder for good."""
@@ -197,8 +221,12 @@ class FusedModel:
     def _whole_decoder(
         self, layout: DecoderLayout, weights: BoundWeights, copies: Copies | None = None
     ) -> WholeDecoder:
-        int8 = int8_weights_of(self.info.model)
+        int8 = self._int8_weights()
         return whole_decoder(layout, weights, int8, self.max_capture_size, self.workspace, copies)
+
+    def _int8_weights(self) -> Int8Weights:
+        is_copy = isinstance(self.snapshot, Int8Copy)
+        return int8_weights_of(self.snapshot.holders if is_copy else self.info.model)
 
     def block_bytes(self) -> int:
         """Bytes of a block of the KV cache on this rank; 0 if there is no decoder."""

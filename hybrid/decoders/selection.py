@@ -26,7 +26,8 @@ def kernels_for(weight: torch.Tensor, int8: Int8Weights = ()) -> str:
     floats = weight.dtype in (torch.float32, torch.bfloat16)
     if weight.device.type == "cpu" and floats and cpu_library() is not None and reads_int8(int8):
         return CPU_KERNELS
-    return TRITON if weight.device.type == "cuda" and has_triton() and not int8 else TORCH
+    experts = any(values.dim() > 2 for values, _ in int8)  # the kernel of a mixture multiplies floating point alone
+    return TRITON if weight.device.type == "cuda" and has_triton() and not experts else TORCH
 
 
 def int8_weights_of(model: nn.Module) -> Int8Weights:
@@ -50,8 +51,12 @@ def whole_decoder(
     kernels, reads = kernels_for(embedding, int8), (layout, weights.tensor, embedding.dtype)
     if kernels == CPU_KERNELS:
         return CpuDecoder(*reads, cpu_library(), weights.lora_deltas, copies, workspace)
+    if kernels == TRITON and int8:
+        from hybrid.decoders.int8_cuda_decoder import Int8CudaDecoder  # needs triton, which a CPU install lacks
+
+        return Int8CudaDecoder(*reads, max_capture_size, copies=copies)
     if kernels == TRITON:
-        from hybrid.decoders.cuda_decoder import CudaDecoder  # needs triton, which a CPU install lacks
+        from hybrid.decoders.cuda_decoder import CudaDecoder
 
         return CudaDecoder(*reads, max_capture_size, lora_deltas=weights.lora_deltas, copies=copies)
     return Int8Decoder(*reads) if int8 else TorchDecoder(*reads, weights.lora_deltas, copies)

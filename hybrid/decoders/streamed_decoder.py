@@ -34,7 +34,7 @@ class StreamedDecoder:
     """
 
     vocabulary = group = None  # each rank has its own tokens
-    samples_in_kernel = False
+    samples_in_kernel = samples_with_penalties = False
 
     def __init__(
         self,

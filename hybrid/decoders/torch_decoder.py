@@ -73,6 +73,8 @@ class WholeDecoder:
     vocabulary: VocabularySlice | None = None  # what `logits` and `decode` give logits of; None: the whole vocabulary
     group: InferenceGroup | None = None  # ranks that run it together, on the same tokens; None: this rank alone
     samples_in_kernel = False  # whether it has `decode_steps`
+    samples_with_penalties = False  # whether sampling applies the repetition penalty and min_new_tokens
+    continues_past_ends = False  # whether `decode_steps` goes on after a sequence has ended, and leaves it as it is
 
     def __init__(
         self,
@@ -101,6 +103,10 @@ class WholeDecoder:
     ) -> torch.Tensor:
         """`layers` for one new token of each sequence, as `decode` runs them."""
         return self.layers(hidden, batch, kv, first, last)
+
+    def loop_bytes(self, sequences: int, tokens: int) -> int:
+        """Bytes that decode steps of so many sequences of up to `tokens` tokens keep, beside activations and logits."""
+        return 0
 
     def nbytes(self) -> int:
         """Bytes of weight copies, those shared with other decoders included."""
@@ -168,9 +174,20 @@ class TorchDecoder(WholeDecoder):
             name = joined.get(role, role)
             before = JOINED[name][: JOINED[name].index(role)] if name != role else ()
             first = sum(rows[f"{part}.weight"] for part in before)
-            for a, b, scale in self.lora_deltas(ref):
-                deltas.setdefault(name, []).append(LoraDelta(a.to(self.dtype), b.to(self.dtype), scale, first))
+            for index, (a, b, scale) in enumerate(self.lora_deltas(ref)):
+                a, b = self._factor((ref, index, "a"), a), self._factor((ref, index, "b"), b)
+                deltas.setdefault(name, []).append(LoraDelta(a, b, scale, first))
         return deltas
+
+    def _factor(self, key: tuple, factor: torch.Tensor) -> torch.Tensor:
+        """A LoRA factor in the decoder's dtype: in place, or a copy, which is refreshed and keeps its address."""
+        if factor.dtype == self.dtype:
+            return factor
+        key = (self.dtype, *key)
+        copy = self.copies.get(key)
+        if copy is None:
+            copy = self.copies[key] = torch.empty_like(factor, dtype=self.dtype)
+        return copy.copy_(factor)
 
     def _read(self, ref: ParamRef) -> torch.Tensor | None:
         """The role's tensor, [out, in]."""
@@ -255,6 +272,10 @@ class TorchDecoder(WholeDecoder):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the last layer's output [n, hidden].  float32 [n, vocabulary]"""
+        return self.model_logits(hidden).float()
+
+    def model_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`logits` in the model's dtype."""
         self.most_logits = max(self.most_logits, len(hidden))
         hidden = self._norm(self.outer, "final_norm", hidden)
         if "project_out.weight" in self.outer:
@@ -264,7 +285,7 @@ class TorchDecoder(WholeDecoder):
             logits = logits / self.spec.logits_divisor
         if self.spec.logits_softcap:
             logits = torch.tanh(logits / self.spec.logits_softcap) * self.spec.logits_softcap
-        return logits.float()
+        return logits
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head's output.  [n, vocabulary]"""

@@ -169,7 +169,7 @@ def prepared_config(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Ge
 class TimedDecoder:
     """A decoder whose forwards are timed, one by one. A forward and the head that follows it count as one."""
 
-    samples_in_kernel = False
+    samples_in_kernel = samples_with_penalties = False
 
     def __init__(self, decoder: AnyDecoder, times: ModelTimes):
         self.decoder, self.times = decoder, times

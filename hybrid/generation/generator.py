@@ -158,7 +158,7 @@ class Generator:
             self.require_memory(len(inputs.input_ids), inputs.prompt_len + inputs.max_new_tokens)
         encoder_outputs = inputs.model_kwargs.get("encoder_outputs") if model.config.is_encoder_decoder else None
         outputs, cache = Outputs(inputs.config, encoder_outputs), None
-        with self.calls.request(adapters, max(totals, default=None), fallback_reason) as decoder:
+        with self.calls.request(adapters, max(totals, default=None), fallback_reason, decodes=True) as decoder:
             if decoder is None and request is not None and self.calls.exchanges_work:
                 done = self.calls.compute(None, native_work(inputs, keys))
             elif decoder is None:
@@ -201,7 +201,7 @@ class Generator:
             kwargs["use_cache"] = False
         on_device = [] if self.device.type == "cpu" else [self.device]
         with (
-            self.calls.request(adapters, None, reason),
+            self.calls.request(adapters, None, reason, decodes=True),
             self.profiler.phase("decode"),
             torch.no_grad(),
             torch.random.fork_rng(on_device, device_type=self.device.type),
@@ -251,7 +251,7 @@ class Generator:
         self.block_pool.require_room([request.longest], self._block_bytes())
         if not self._block_bytes():
             self.require_memory(len(ids), ids.shape[1] + params.max_new_tokens)
-        with self.calls.request(adapters, request.longest) as decoder:
+        with self.calls.request(adapters, request.longest, decodes=True) as decoder:
             if decoder is None:
                 config = params.generation_config(self.model, num_generations=1)
                 done = self.calls.compute(

@@ -1,14 +1,13 @@
 """The model runner: prompts packed into blocks, then one token for each row per step."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, packed, table_of
+from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, packed, table_of
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.sampler import SamplerOutput, SamplingMetadata, samples_record
 
 PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds the memory of activations
 
@@ -105,13 +104,14 @@ class ModelRunner:
         self.lengths = torch.cat([self.lengths, more])
         self._update()
 
-    def allocate_slots(self, tokens: int) -> None:
-        """Allocate blocks so that every row has room for `tokens` more."""
+    def allocate_slots(self, tokens: int, max_blocks: Sequence[int] | None = None) -> None:
+        """Allocate blocks so that every row has room for `tokens` more.  max_blocks: the most blocks of each row."""
         if self.num_free_slots >= tokens:
             return
         entries = []
         for row, (blocks, offset) in enumerate(zip(self.blocks, self.offsets, strict=True)):
-            missing = blocks_for(offset + self.steps + tokens) - len(blocks)
+            needed = blocks_for(offset + self.steps + tokens)
+            missing = (needed if max_blocks is None else min(needed, max_blocks[row])) - len(blocks)
             if missing > 0:
                 more = self.block_pool.allocate(missing)
                 entries += ((row, column, block) for column, block in enumerate(more, len(blocks)))
@@ -131,24 +131,15 @@ class ModelRunner:
         self._advance(1)
         return self.decoder.decode(batch, self.block_pool.kv)
 
-    def sampled_steps(
-        self,
-        tokens: torch.Tensor,
-        keys: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: SamplingMetadata,
-        stop_token_ids: torch.Tensor,
-        steps: int,
-    ) -> SamplerOutput:
-        """Append tokens, int64 [rows], sample the next ones, append these, and so on: up to `steps` times, but no more
-        after one of `stop_token_ids` is drawn. The decoder must have `samples_in_kernel`.
+    def sampled_steps(self, tokens: torch.Tensor, draws: Draws, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens, int64 [rows], sample the next ones, append these, and so on, up to `steps` times. The decoder
+        must have `samples_in_kernel`.
 
-        keys, positions: int64 [rows], as in `uniform`, of the first step.  Gives what is drawn, [steps done, rows].
+        Gives the tokens drawn, int64 [steps done, rows], and their logprobs, float32 [3, steps done, rows].
         """
-        record, drawn = samples_record(keys, positions, metadata, steps)
-        done = self.decoder.decode_steps(self._batch(tokens), self.block_pool.kv, record, stop_token_ids, steps)
-        self._advance(done)
-        return SamplerOutput(*(getattr(drawn, field.name)[:done] for field in fields(drawn)))
+        drawn, logps = self.decoder.decode_steps(self._batch(tokens), self.block_pool.kv, draws, steps)
+        self._advance(len(drawn))
+        return drawn, logps
 
     def _batch(self, tokens: torch.Tensor) -> PackedBatch:
         """The batch that appends a token to each row."""
@@ -160,14 +151,14 @@ class ModelRunner:
         self.steps += steps
         self.num_free_slots -= steps
 
-    def keep(self, stay: torch.Tensor) -> None:
-        """Remove the rows where `stay`, bool [rows], is False, and give back their blocks."""
-        staying = stay.tolist()
-        for kept, blocks in zip(staying, self.blocks, strict=True):
-            if not kept:
+    def keep(self, stay: list[int]) -> None:
+        """Keep the rows with these indices, ascending; remove the others, and give back their blocks."""
+        staying = set(stay)
+        for row, blocks in enumerate(self.blocks):
+            if row not in staying:
                 self.block_pool.free(blocks)
-        self.blocks = [blocks for kept, blocks in zip(staying, self.blocks, strict=True) if kept]
-        self.offsets = [offset for kept, offset in zip(staying, self.offsets, strict=True) if kept]
+        self.blocks, self.offsets = [self.blocks[row] for row in stay], [self.offsets[row] for row in stay]
+        stay = torch.tensor(stay, dtype=torch.int64, device=self.device)
         self.lengths = self.lengths[stay]
         self.block_tables.keep(stay)
         self._update()
@@ -204,7 +195,7 @@ class BlockTables:
         self.memory[at[0], at[1]] = torch.tensor(blocks, dtype=torch.int32, device=self.memory.device)
 
     def keep(self, stay: torch.Tensor) -> None:
-        """Keep the rows where `stay`, bool [rows], is True; they move up."""
+        """Keep the rows with these indices, int64 [n], ascending; they move up."""
         kept = self.rows()[stay]
         self.count = len(kept)
         self.memory[: self.count] = kept

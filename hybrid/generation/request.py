@@ -1,7 +1,7 @@
 """A batch of prompts for the scheduler: from SamplingParams, or from what Hugging Face's `generate()` has prepared."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -82,6 +82,28 @@ class Request:
             return self.limits
         return torch.full_like(self.sampling_keys, self.max_new_tokens)
 
+    def padding_lengths(self) -> torch.Tensor:
+        """Padding tokens before each prompt, int64 [rows]."""
+        lengths = torch.tensor(self.prompt_lengths, dtype=torch.int64, device=self.prompt_ids.device)
+        return self.prompt_ids.shape[1] - lengths
+
+    def with_processors(self) -> "Request":
+        """The same request, with the repetition penalty and `min_new_tokens` of its metadata as processors instead, for
+        decoders that do not sample with them."""
+        metadata, width = self.sampling_metadata, self.prompt_ids.shape[1]
+        own = processes.LogitsProcessorList()
+        if metadata.repetition_penalty != 1.0:
+            penalty = float(metadata.repetition_penalty)
+            own.append(processes.RepetitionPenaltyLogitsProcessor(penalty, self.padding_lengths()))
+        if metadata.min_new_tokens and len(self.stop_token_ids):
+            shortest = metadata.min_new_tokens
+            own.append(processes.MinNewTokensLengthLogitsProcessor(width, shortest, self.stop_token_ids))
+        metadata = replace(metadata, repetition_penalty=1.0, min_new_tokens=0)
+        if not own:
+            return replace(self, sampling_metadata=metadata)
+        assert self.processors is None, "processors of `generate()` come without settings of the metadata"
+        return replace(self, sampling_metadata=metadata, processors=partial(process_rows, own))
+
     @property
     def runs_user_code(self) -> bool:
         """Whether processors are the user's: then only the rank that has them can run them."""
@@ -105,25 +127,22 @@ def rollout_request(
 ) -> Request:
     """The request of a rollout.  prompt_ids, prompt_mask: int64 [rows, prompt_len], each prompt once per generation;
     limits: int64 [rows]."""
-    stop = torch.tensor(stop_token_ids, dtype=torch.int64, device=prompt_ids.device)
-    processors = processes.LogitsProcessorList()
-    if params.repetition_penalty != 1.0:
-        padding = prompt_mask.argmax(dim=1)
-        processors.append(processes.RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty), padding))
-    if params.min_new_tokens and stop_token_ids:
-        prompt_len = prompt_ids.shape[1]
-        processors.append(processes.MinNewTokensLengthLogitsProcessor(prompt_len, params.min_new_tokens, stop))
+    greedy = not params.temperature
+    truncations = () if greedy else (params.top_k, params.top_p, params.min_p)
+    metadata = SamplingMetadata(
+        params.temperature,
+        *truncations,
+        repetition_penalty=params.repetition_penalty,
+        min_new_tokens=params.min_new_tokens,
+    )
     return Request(
         prompt_ids=prompt_ids,
         prompt_lengths=prompt_mask.sum(dim=1).tolist(),
         sampling_keys=sampling_keys,
         max_new_tokens=params.max_new_tokens,
-        stop_token_ids=stop,
+        stop_token_ids=torch.tensor(stop_token_ids, dtype=torch.int64, device=prompt_ids.device),
         pad_token_id=pad_token_id,
-        sampling_metadata=SamplingMetadata(params.temperature, params.top_k, params.top_p, params.min_p)
-        if params.temperature
-        else SamplingMetadata(0),
-        processors=partial(process_rows, processors) if processors else None,
+        sampling_metadata=metadata,
         logprob_temperature=params.temperature or 1.0,
         limits=limits,
     )

@@ -106,12 +106,16 @@ class SamplingMetadata:
 
     temperature: divides the logits; 0 is greedy.  top_k, top_p, min_p: truncations as in Hugging Face; 0, 1.0 and 0.0
         turn them off.
+    repetition_penalty, min_new_tokens: as Hugging Face's processors, before the temperature; 1.0 and 0 turn them off.
+        Only the CUDA kernels apply them.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
 
     @property
     def truncates(self) -> bool:
@@ -161,16 +165,21 @@ def sample_tokens(
 ) -> SamplerOutput:
     """Sample a token for each row of logits, float32 [n, vocab].  keys, positions: int64 [n], as in `uniform`.
 
+    metadata: without repetition penalty and min_new_tokens, which need the row's tokens.
+
     vocabulary: the slice that `logits` [n, width] are of; ranks then exchange sums and candidates, and each gets the
         tokens of the whole vocabulary. None: the whole vocabulary.
     """
+    processed = metadata.repetition_penalty != 1.0 or metadata.min_new_tokens > 0
+    assert not processed, "repetition_penalty and min_new_tokens need the row's tokens"
     if vocabulary is not None:
         return sample_sharded(logits, keys, positions, metadata, vocabulary)
-    if logits.is_cuda and has_triton() and not metadata.top_k and metadata.top_p == 1.0:
-        from hybrid.kernels.triton_sampling import sample  # needs triton, which a CPU install lacks
+    if logits.is_cuda and has_triton():
+        # needs triton, which a CPU install lacks
+        from hybrid.kernels.triton_sampling import sample, sampling_features, sampling_values
 
-        settings = (logits.new_full((len(logits),), value) for value in (metadata.temperature, metadata.min_p))
-        return SamplerOutput(*sample(logits, keys, positions.int(), *settings))
+        settings = sampling_values(metadata, logits.device), sampling_features(metadata)
+        return SamplerOutput(*sample(logits, keys.contiguous(), positions.contiguous(), *settings))
     library = cpu_library() if logits.device.type == "cpu" else None
     if library is None:
         return sample_tokens_in_torch(logits, keys, positions, metadata)

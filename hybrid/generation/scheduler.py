@@ -10,6 +10,7 @@ import torch
 from hybrid.decoders.batch import BLOCK_SIZE
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.generation.draws import TokenDraws
 from hybrid.generation.model_runner import ModelRunner, prefill
 from hybrid.generation.request import Request
 from hybrid.generation.sampler import SamplerOutput, of_all_rows, sample_tokens, selective_log_softmax
@@ -101,9 +102,12 @@ class Scheduler:
         phase: Phase,
         num_scheduler_steps: int | None = None,
     ):
+        if not decoder.samples_with_penalties:
+            request = request.with_processors()
         self.request, self.decoder, self.block_pool = request, decoder, block_pool
         self.max_num_seqs, self.phase = max_num_seqs, phase
         self.samples_in_kernel = decoder.samples_in_kernel and request.processors is None
+        self.continues_past_ends = self.samples_in_kernel and decoder.continues_past_ends
         on_cpu = STEPS_IN_KERNEL if self.samples_in_kernel else 1
         usual = on_cpu if decoder.device.type == "cpu" else STEPS_ON_DEVICES
         self.num_scheduler_steps = num_scheduler_steps or usual
@@ -111,16 +115,20 @@ class Scheduler:
         self.runner = ModelRunner(decoder, block_pool, request.longest)
         count, self.prompt_len = request.prompt_ids.shape
         device, new = decoder.device, request.max_new_tokens
-        # By row of the request: the padded prompt and its completion, as processors see them, and the logprobs.
-        self.ids = torch.full((count, self.prompt_len + new), request.pad_token_id, dtype=torch.int64, device=device)
+        # By row of the request: the padded prompt and its completion, as processors see them, and the logprobs. Steps
+        # after a row's limit write behind them.
+        width = new + self.num_scheduler_steps
+        self.ids = torch.full((count, self.prompt_len + width), request.pad_token_id, dtype=torch.int64, device=device)
         self.ids[:, : self.prompt_len] = request.prompt_ids
-        self.logps = torch.zeros(3, count, new, device=device)  # sampling, old, raw
+        self.padding = request.padding_lengths()
+        self.logps = torch.zeros(3, count, width, device=device)  # sampling, old, raw
         self.lengths = torch.zeros(count, dtype=torch.int64)
         # By running sequence: its row of the request, the position of its next new token, and its latest token.
         self.rows, self.positions, self.latest_tokens = torch.zeros(3, 0, dtype=torch.int64, device=device)
         self.checksum = torch.zeros((), dtype=torch.int64, device=device)  # of all tokens, if ranks draw the same
         self.limits = request.limits_of_rows()  # by row of the request
-        self.steps_left = new  # until a running sequence reaches its limit, as of the last check
+        # As of the last check: until a running sequence reaches its limit; where steps go on after ends, until all do.
+        self.steps_left = new
         self.max_blocks: list[int] = []  # by running sequence: the most blocks that it may need
 
     def run(self) -> Completions:
@@ -134,8 +142,9 @@ class Scheduler:
                         self.admit()
                 if len(self.runner):
                     self.decode()
-        tokens = self.ids[:, self.prompt_len :]
-        return Completions(tokens, self.lengths.to(tokens.device), *self.logps)
+        new = self.request.max_new_tokens
+        tokens = self.ids[:, self.prompt_len : self.prompt_len + new]
+        return Completions(tokens, self.lengths.to(tokens.device), *self.logps[:, :, :new])
 
     def max_blocks_in_use(self) -> int:
         """The most blocks that are in use at once, in whatever order sequences end.
@@ -231,19 +240,39 @@ class Scheduler:
     def decode(self) -> None:
         """Decode up to `num_scheduler_steps` tokens for every sequence, then remove those that have ended."""
         steps = min(self.num_scheduler_steps, self.steps_left)
-        self.runner.allocate_slots(steps)
+        self.runner.allocate_slots(steps, self.max_blocks)
         if self.samples_in_kernel:
-            keys, metadata = self.request.sampling_keys[self.rows], self.request.sampling_metadata
-            stop_token_ids = self.request.stop_token_ids
-            drawn = self.runner.sampled_steps(self.latest_tokens, keys, self.positions, metadata, stop_token_ids, steps)
-            steps = len(drawn.tokens)
-            self.record(drawn.tokens, drawn.logps())
+            tokens, logps = self.runner.sampled_steps(self.latest_tokens, self.draws(len(self.runner)), steps)
+            steps = len(tokens)
+            self.record(tokens, logps)
         else:
             for _ in range(steps):
                 self.sample(self.runner.step(self.latest_tokens), len(self.runner))
         if self.decoder.group is not None and self.runner.steps % CHECKED_STEPS < steps:
             self.require_same_tokens(self.decoder.group)
         self.finish(steps)
+
+    def token_ids(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """The tokens that rows have so far, int64 [n, tokens], and -1 elsewhere; None without a repetition penalty."""
+        if self.request.sampling_metadata.repetition_penalty == 1.0:
+            return None
+        columns, ends = torch.arange(self.ids.shape[1], device=rows.device), self.prompt_len + positions[:, None]
+        is_token = (columns >= self.padding[rows, None]) & (columns < ends)
+        return self.ids[rows].masked_fill(~is_token, -1)
+
+    def draws(self, count: int) -> TokenDraws:
+        """How the next tokens of the last `count` running sequences are sampled."""
+        request, rows, positions = self.request, self.rows[-count:], self.positions[-count:]
+        return TokenDraws(
+            keys=request.sampling_keys[rows],
+            positions=positions,
+            limits=self.limits[rows],
+            stop_token_ids=request.stop_token_ids,
+            pad_token_id=request.pad_token_id,
+            metadata=request.sampling_metadata,
+            token_ids=self.token_ids(rows, positions),
+            vocabulary=self.decoder.vocabulary,
+        )
 
     def require_same_tokens(self, group: InferenceGroup) -> None:
         """Raise RuntimeError, on every rank of the group, unless the ranks have drawn the same tokens. A collective."""
@@ -258,9 +287,12 @@ class Scheduler:
     def sample(self, logits: torch.Tensor, count: int) -> None:
         """Sample a token for each of the last `count` sequences from their logits [count, vocab]."""
         rows, positions = self.rows[-count:], self.positions[-count:]
-        if self.request.processors is None:
-            keys, metadata = self.request.sampling_keys[rows], self.request.sampling_metadata
-            drawn = sample_tokens(logits, keys, positions, metadata, self.decoder.vocabulary)
+        request = self.request
+        if self.continues_past_ends:
+            drawn = self.draws(count).drawn(logits)
+        elif request.processors is None:
+            settings = request.sampling_keys[rows], positions, request.sampling_metadata, self.decoder.vocabulary
+            drawn = sample_tokens(logits, *settings)
         else:
             drawn = self.sample_processed(logits, rows, positions)
         self.record(drawn.tokens[None], drawn.logps()[:, None])
@@ -305,28 +337,37 @@ class Scheduler:
         return scores
 
     def finish(self, steps: int) -> None:
-        """Check the last `steps` tokens of every sequence; record the lengths of ended sequences and remove them."""
+        """Check the last `steps` tokens of every sequence; record the lengths of ended sequences and remove them. The
+        one place where the host waits for the device."""
         left = self.limits[self.rows] - self.positions
-        self.steps_left = int(left.min())
         back = torch.arange(-steps, 0, device=self.positions.device)
         at = (self.positions[:, None] + back).clamp(min=0)  # [sequences, steps]
         is_end = torch.isin(self.ids[self.rows[:, None], self.prompt_len + at], self.request.stop_token_ids)
-        ended = is_end.any(dim=1)
         first_end = at.gather(1, is_end.int().argmax(dim=1, keepdim=True))[:, 0]
-        done = ended | (left <= 0)
-        if not done.any():
+        lengths = torch.where(is_end.any(dim=1), first_end + 1, self.positions + left.clamp(max=0))
+        is_done = is_end.any(dim=1) | (left <= 0)
+        rows, lengths, left, is_done = torch.stack([self.rows, lengths, left, is_done.long()]).tolist()
+        stay = [index for index, ended in enumerate(is_done) if not ended]
+        self.steps_left = (max if self.continues_past_ends else min)((left[index] for index in stay), default=0)
+        if len(stay) == len(rows):
             return
-        rows, lengths = self.rows[done], torch.where(ended, first_end + 1, self.positions)[done]
-        self.lengths[rows.cpu()] = lengths.cpu()
-        if steps > 1:  # clear the tokens drawn after an end
-            behind = torch.arange(self.request.max_new_tokens, device=rows.device) >= lengths[:, None]
-            completions = self.ids[rows, self.prompt_len :]
-            self.ids[rows, self.prompt_len :] = completions.masked_fill(behind, self.request.pad_token_id)
-            self.logps[:, rows] = self.logps[:, rows].masked_fill(behind, 0.0)
-        stay = ~done
+        ended = [index for index, done in enumerate(is_done) if done]
+        self.clear_after([rows[index] for index in ended], [lengths[index] for index in ended], steps)
         self.runner.keep(stay)
+        staying = torch.tensor(stay, dtype=torch.int64, device=self.rows.device)
         self.rows, self.positions, self.latest_tokens = (
-            by_sequence[stay] for by_sequence in (self.rows, self.positions, self.latest_tokens)
+            by_sequence[staying] for by_sequence in (self.rows, self.positions, self.latest_tokens)
         )
-        self.max_blocks = [most for most, kept in zip(self.max_blocks, stay.tolist(), strict=True) if kept]
-        self.steps_left = int(left[stay].min()) if len(self.rows) else 0
+        self.max_blocks = [self.max_blocks[index] for index in stay]
+
+    def clear_after(self, rows: list[int], lengths: list[int], steps: int) -> None:
+        """Record the lengths of ended rows, and clear the tokens that the last `steps` steps drew after their ends."""
+        self.lengths[rows] = torch.tensor(lengths)
+        if steps == 1:
+            return
+        device = self.ids.device
+        rows, lengths = torch.tensor([rows, lengths], device=device)
+        behind = torch.arange(self.logps.shape[2], device=device) >= lengths[:, None]
+        completions = self.ids[rows, self.prompt_len :]
+        self.ids[rows, self.prompt_len :] = completions.masked_fill(behind, self.request.pad_token_id)
+        self.logps[:, rows] = self.logps[:, rows].masked_fill(behind, 0.0)

@@ -95,9 +95,9 @@ class InferenceEngine(nn.Module):
                 f"{self._group.size} ranks share the weights, but {self._fused.fallback_reason_now()}"
             )
         self._share_seed()
-        if config.enable_cuda_graph and self._fused.fallback_reason:
+        if config.enable_cuda_graph is True and self._fused.fallback_reason:
             self._graphs = GraphedForward(model)
-        elif config.enable_cuda_graph and "on Triton" not in self._fused.description:
+        elif config.enable_cuda_graph is True and not self._fused.has_graphs:
             raise NotImplementedError(f"enable_cuda_graph: true given; {self._fused.description} has no graphs")
 
     def _install(self, loaded: LoadedModel) -> None:
@@ -263,7 +263,7 @@ class InferenceEngine(nn.Module):
     @property
     def cuda_graph_created(self) -> bool:
         """Whether a forward has been captured as a CUDA graph."""
-        return self._graphs is not None and bool(self._graphs.graphs)
+        return self._graphs is not None and len(self._graphs.graphs) > 0
 
     @property
     def model_profile_enabled(self) -> bool:

@@ -48,6 +48,9 @@ def validated(info: ModelInfo, config: InferenceConfig, moe_layers: dict[str, Mo
         warn(f"zero: {config.zero} given; it has no effect, nothing is trained here")
     if config.moe.ep_group is not None and expert_parallel_size(config.moe) == 1:
         warn("moe.ep_group: given with ep_size=1; it has no effect, give ep_size too")
+    if config.enable_cuda_graph is True and not torch.cuda.is_available():
+        warn("enable_cuda_graph: true given; it has no effect without a CUDA device")
+        config = config.model_copy(update={"enable_cuda_graph": False})
     return config
 
 
@@ -84,8 +87,7 @@ def rows(info: ModelInfo, config: InferenceConfig) -> Iterator[Refusal]:
         yield Refusal(value is not None, key, value, "it describes a checkpoint; give checkpoint too")
     internal = config.injection_policy_tuple
     yield Refusal(internal is not None, "injection_policy_tuple", internal, "it is internal; give injection_policy")
-    graphs, triton, injects = config.enable_cuda_graph, config.use_triton, config.replace_with_kernel_inject
-    yield unsupported(graphs and not has_cuda, "enable_cuda_graph", True, "there is no CUDA device; use false")
+    triton, injects = config.use_triton, config.replace_with_kernel_inject
     needs = "it needs a CUDA device and replace_with_kernel_inject=true"
     yield unsupported(triton and not (has_cuda and injects), "use_triton", True, needs)
     if policy is not None:
@@ -171,14 +173,15 @@ def own_moe_rows(layers: dict[str, MoE], config: InferenceConfig) -> Iterator[Re
 
 def sharing_rows(info: ModelInfo, config: InferenceConfig, size: int) -> Iterator[Refusal]:
     """Whether `size` ranks can share the model's weights. Raises ValueError if they cannot divide its heads."""
-    model, waits = info.model, f"{size} ranks share the weights, and wait for each other at every step; use false"
-    yield unsupported(config.enable_cuda_graph, "enable_cuda_graph", True, waits)
+    model, reason = info.model, why_no_fused_slices(info, config)
+    graphs = f"{size} ranks share the model's own modules ({reason}), which have no graphs; use false"
+    yield unsupported(bool(reason) and config.enable_cuda_graph is True, "enable_cuda_graph", True, graphs)
     if config.injection_policy is not None:
         require_divisible_heads(model, read_policy(model, config.injection_policy), size)
         return
     merge = "ranks cannot share a model with adapters; merge them first (merge_and_unload)"
     yield unsupported(bool(read_adapters(model)), "tensor_parallel", size, merge)
-    if reason := why_no_fused_slices(info, config):
+    if reason:
         try:
             AutoTP(info, size)
         except UnsupportedModel as error:

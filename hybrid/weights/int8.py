@@ -30,6 +30,32 @@ def quantized(weight: torch.Tensor, groups: int, dtype: torch.dtype) -> tuple[to
     return (parts / scale.float()[..., None]).round().to(torch.int8).flatten(-2), scale
 
 
+# Elements that are held in float32 at once while a weight is quantized: on CPUs a block that stays in the cache, 5.7
+# times as fast as 2^22 (8192 x 768 in bfloat16, one thread); elsewhere one that is worth the launches.
+QUANTIZED_ELEMENTS, QUANTIZED_ELEMENTS_ON_CPU = 2**22, 2**17
+
+
+def elements_at_once(device: torch.device) -> int:
+    """The elements of a weight that `quantize_into` quantizes at once, if they are a row or more."""
+    return QUANTIZED_ELEMENTS_ON_CPU if device.type == "cpu" else QUANTIZED_ELEMENTS
+
+
+def quantize_into(weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> None:
+    """Quantize a matrix [out, in] with one scale per output channel, as `quantized` does, a block of rows at a time.
+
+    values: int8 [out, in], scale: [out, 1], both written.
+    """
+    step = max(elements_at_once(weight.device) // max(weight.shape[1], 1), 1)
+    for rows in (slice(start, start + step) for start in range(0, len(weight), step)):
+        values[rows], scale[rows] = quantized(weight[rows], 1, scale.dtype)
+
+
+def quantizing_bytes(elements: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that `quantize_into` takes for a weight of so many elements: the quotients and the rounded ones in float32,
+    and a copy in float32 unless the weight is."""
+    return min(elements, elements_at_once(device)) * (8 if dtype == torch.float32 else 12)
+
+
 def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The weight [..., out, in] in the scales' dtype.  weight: int8 [..., out, in], scale: [..., out, groups]"""
     return (weight.unflatten(-1, (scale.shape[-1], -1)).to(scale.dtype) * scale[..., None]).flatten(-2)

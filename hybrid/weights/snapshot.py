@@ -377,6 +377,10 @@ class Snapshot:
 
     # ------------------------------------------------------------- reading
 
+    def number(self) -> int:
+        """Differs if the tensors may have changed."""
+        return self.weights.number()
+
     def tensor(self, param: nn.Parameter) -> nn.Parameter | None:
         """The tensor that replaces `param` in the model's modules: its copy or slice, or `param` itself without one;
         None if another rank has all of it."""

@@ -225,6 +225,7 @@ def rollout_config(args: RolloutArguments) -> dict[str, dict]:
         "rollout": {
             "containers": "fused" if args.enable_hybrid_engine else "native",
             "lora": "unmerged" if args.unmerged_lora else "merged",
+            "weight_dtype": args.rollout_weight_dtype,
         },
     }
 

@@ -283,6 +283,11 @@ class RolloutArguments(RunArguments):
     unpin_actor_parameters: bool = arg(False, "gather layer by layer in rollouts, without keeping a copy")
     release_inference_cache: bool = arg(False, "free the KV cache for training")
     unmerged_lora: bool = arg(False, "run LoRA adapters unmerged in rollouts, without a merged copy")
+    rollout_weight_dtype: str = arg(
+        "model",
+        "weights of rollouts: the model's dtype (model), or quantized at every version (int8), which needs "
+        "importance_sampling_correction",
+    )
 
     num_samples: int = arg(4, "prompts whose completions before and after training are shown")
     eval_greedy: bool = arg(False, "greedy decoding of held-out completions")
@@ -300,6 +305,7 @@ class RolloutArguments(RunArguments):
             self,
             actor_zero_stage=(0, 1, 2, 3),
             logprob_mode=("recompute", "sampling"),
+            rollout_weight_dtype=("model", "int8"),
             importance_sampling_mode=IMPORTANCE_SAMPLING_MODES,
         )
         require_range(
@@ -316,6 +322,11 @@ class RolloutArguments(RunArguments):
             reward_retries=(0, None),
         )
         require_pass_at_k(self)
+        if self.rollout_weight_dtype == "int8" and not self.importance_sampling_correction:
+            raise ValueError(
+                "rollout_weight_dtype: 'int8' given with importance_sampling_correction: false; the sampler is then "
+                "another policy than the trainer's, and the loss must be weighted by their ratio: use true, or 'model'"
+            )
         if self.importance_sampling_correction and self.logprob_mode == "sampling":
             raise ValueError(
                 "importance_sampling_correction: true given with logprob_mode: 'sampling', where the old logprobs are "

@@ -217,11 +217,11 @@ def test_profile_matches_deepspeeds_fields(ranks):
 
 
 def check_unsupported() -> None:
-    engine = engine_of(tiny_model("llama"), settings(3))
+    engine = engine_of(tiny_model("llama"), settings(3, hybrid_engine={"enable_cuda_graph": False}))
     request, before = request_of(), storage_digest(engine)
     for cfg, message in (
         (RolloutConfig(engine="vllm"), "RolloutConfig.engine: 'vllm' given; it must be 'hybrid_engine'"),
-        (RolloutConfig(use_graph_capture=True), "use_graph_capture: true given; set hybrid_engine.enable_cuda_graph"),
+        (RolloutConfig(use_graph_capture=True), "use_graph_capture: true given; hybrid_engine.enable_cuda_graph"),
         (HybridEngineRolloutConfig(use_shared_prefill=True), "use_shared_prefill: true given; the engine finds"),
         (HybridEngineRolloutConfig(align_decode_fronts=True), "align_decode_fronts: true given; the engine lays"),
         (HybridEngineRolloutConfig(enable_cache_trimming=True), "enable_cache_trimming: true given; the engine"),

@@ -16,7 +16,6 @@ pytest.importorskip("triton", reason="triton is not installed; it comes with tor
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch
 from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.cuda_decoder import CudaDecoder, ShardedCudaDecoder
-from hybrid.kernels.cuda_graph import Captured
 from hybrid.kernels.host_group import on_host
 from hybrid.kernels.kv_addresses import kv_addresses
 from hybrid.kernels.triton_attention import decode_attention
@@ -47,10 +46,10 @@ NEW = 2
 slow = partial(pytest.param, marks=pytest.mark.slow)  # these take seconds in the interpreter
 
 
-def eager_capture(run, pool) -> Captured:
-    """Stands in for a capture: its replay calls `run` on the same tensors."""
+def eager_capture(run: Callable[[], None]) -> Callable[[], None]:
+    """Stands in for a capture: its replay calls `run`, on the same tensors."""
     run()
-    return Captured(run, pool)
+    return run
 
 
 def small(variant: str, **changes) -> torch.nn.Module:
@@ -158,8 +157,7 @@ def test_unmerged_lora_matches_peft(variant):
         for adapted in fused.snapshot.adapted:
             adapted.wrapper.scaling["default"] *= 0.5 if change == "scale" else 1.0
         decoder.bind()
-        kept = decoder.graphed is not None and len(decoder.graphed.graphs) > 0
-        assert kept == (change == "step")
+        assert (len(decoder.graphs) > 0) == (change == "step")
         assert distance(Decoding(decoder, ids).every_logit(), hugging_face(model, ids)) < 2e-6
 
 
@@ -219,7 +217,7 @@ def check_slices(variant: str) -> None:
     decoder = ShardedCudaDecoder(layout, weights, group, max_capture_size=4, capture=eager_capture)
     decoder.bind()
     parts = Decoding(decoder, ids).every_logit()
-    assert decoder.graphed is not None and decoder.vocabulary.width < VOCABULARY
+    assert len(decoder.graphs) and decoder.vocabulary.width < VOCABULARY
     actual = [decoder.vocabulary.whole(rows) for rows in parts]
     assert distance(actual, hugging_face(model, ids)) < 2e-6
 
@@ -237,29 +235,29 @@ def three_sequences(decoder: CudaDecoder) -> Decoding:
     return decoding
 
 
-def test_graphs_are_captured_again_only_if_blocks_or_weights_move():
+def test_graphs_are_captured_again_only_if_weights_move():
+    """Blocks may move: kernels read their addresses from a table."""
     model = small("llama")
     decoder = cuda_decoder(model, max_capture_size=4)
     decoding = three_sequences(decoder)
-    first = decoding.decode([2, 2, 2])
-    graph = decoder.graphed.graphs[4]
+    first = decoding.decode([2, 2, 2]).clone()
+    graph = decoder.graphs.replays["decode", 4]
     assert torch.equal(decoding.decode([2, 2, 2]), first)
     decoder.bind()
-    assert decoder.graphed.graphs[4] is graph, "the graph was dropped without a move"
+    assert decoder.graphs.replays["decode", 4] is graph, "the graph was dropped without a move"
     moved = three_sequences(decoder)
     assert torch.equal(moved.decode([2, 2, 2]), first)
-    assert decoder.graphed.graphs[4] is not graph
-    graph = decoder.graphed.graphs[4]
+    assert decoder.graphs.replays["decode", 4] is graph
     model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight * 2)
     decoder.bind()
     assert torch.allclose(moved.decode([2, 2, 2]), 2 * first)
-    assert decoder.graphed.graphs[4] is not graph
+    assert decoder.graphs.replays["decode", 4] is not graph
 
 
 def test_a_replay_reads_the_blocks_that_it_is_given():
     """Also if another forward has run over other blocks since the last replay."""
     decoder = cuda_decoder(small("llama"), max_capture_size=4)
-    decoder.capture = lambda run, pool: Captured(lambda: None, pool)  # as on a device: no Python runs in a replay
+    decoder.graphs.capture = lambda run: lambda: None  # as on a device: no Python runs in a replay
     first = three_sequences(decoder)
     first.decode([2, 2, 2])
     three_sequences(decoder)
@@ -269,25 +267,27 @@ def test_a_replay_reads_the_blocks_that_it_is_given():
 
 
 @pytest.mark.slow
-def test_sequences_longer_than_reserved_get_longer_block_tables_and_new_graphs():
+def test_sequences_longer_than_reserved_get_longer_tables_and_new_graphs(monkeypatch):
+    monkeypatch.setattr("hybrid.decoders.cuda_decoder.LEAST_TOKENS", BLOCK_SIZE)
     decoder = cuda_decoder(small("bloom"), max_capture_size=2)
     decoder.reserve(BLOCK_SIZE)
     short, long = Decoding(decoder, sequences((4,))), Decoding(decoder, sequences((BLOCK_SIZE + 2,)))
     short.run([0], [3])
     short.decode([3])
-    graphs = decoder.graphed
-    assert decoder.positions == BLOCK_SIZE and decoder.bias.shape[1] == BLOCK_SIZE
+    state = decoder.state
+    assert decoder.positions == BLOCK_SIZE and decoder.bias.shape[1] == BLOCK_SIZE and len(decoder.graphs)
     long.run([0], [BLOCK_SIZE])
+    assert decoder.positions == 2 * BLOCK_SIZE and not len(decoder.graphs)
     expected = Decoding(cuda_decoder(small("bloom")), sequences((BLOCK_SIZE + 2,)))
     expected.run([0], [BLOCK_SIZE])
     torch.testing.assert_close(long.decode([BLOCK_SIZE]), expected.decode([BLOCK_SIZE]))
-    assert decoder.positions == 2 * BLOCK_SIZE and decoder.graphed is not graphs
+    assert decoder.state is not state
 
 
 def test_a_batch_larger_than_every_captured_size_runs_without_a_graph():
     decoder = cuda_decoder(small("llama"), max_capture_size=2)
     assert three_sequences(decoder).decode([2, 2, 2]).shape == (3, VOCABULARY)
-    assert decoder.graphed is None
+    assert not len(decoder.graphs)
 
 
 def test_padding_sequences_write_only_block_0():
@@ -327,7 +327,7 @@ def test_the_self_check_accepts_a_correct_decoder(max_capture_size):
     model = checked_model(HALF if max_capture_size else torch.float32)
     decoder = cuda_decoder(model, max_capture_size)
     assert self_check_reason(decoder, model) == ""
-    assert (decoder.graphed is not None) == (max_capture_size > 0)
+    assert (len(decoder.graphs) > 0) == (max_capture_size > 0)
 
 
 def no_attention(q, *args):
@@ -363,22 +363,22 @@ def test_the_self_check_rejects_wrong_decode_attention(wrong, monkeypatch):
 
 
 def with_stale_inputs(decoder: CudaDecoder, names: tuple[str, ...]) -> Callable:
-    """A capture whose replays read these inputs with their values at capture."""
+    """A capture whose replays read these tensors of the state with their values at capture."""
 
-    def capture(run, pool) -> Captured:
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
         run()
-        captured = {name: decoder.graphed.inputs[name].clone() for name in names}
+        held = [getattr(decoder.state, name) for name in names]
+        captured = [tensor.clone() for tensor in held]
 
         def replay() -> None:
-            inputs = decoder.graphed.inputs
-            now = {name: inputs[name].clone() for name in names}
-            for name in names:
-                inputs[name].copy_(captured[name])
+            now = [tensor.clone() for tensor in held]
+            for tensor, before in zip(held, captured, strict=True):
+                tensor.copy_(before)
             run()
-            for name in names:
-                inputs[name].copy_(now[name])
+            for tensor, own in zip(held, now, strict=True):
+                tensor.copy_(own)
 
-        return Captured(replay, pool)
+        return replay
 
     return capture
 
@@ -390,6 +390,6 @@ def test_the_self_check_rejects_graphs_with_stale_inputs(stale):
     """The step itself is correct; (): a replay does nothing."""
     model = checked_model()
     decoder = cuda_decoder(model, max_capture_size=4)
-    decoder.capture = with_stale_inputs(decoder, stale) if stale else lambda run, pool: Captured(lambda: None, pool)
+    decoder.graphs.capture = with_stale_inputs(decoder, stale) if stale else lambda run: lambda: None
     reason = self_check_reason(decoder, model)
     assert reason.startswith("a decode step from a graph of the fused container differs"), reason

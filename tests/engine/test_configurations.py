@@ -1,12 +1,14 @@
 """DeepSpeed configurations: offload, autocast, gradient accumulation, `zero.Init`, an engine without an optimizer."""
 
 import copy
+import warnings
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 
+import hybrid
 from tests.engines import engine_of, settings, train_step
 from tests.marks import slow_but
 from tests.tiny_models import prompts, tiny_model, twin
@@ -122,3 +124,18 @@ def check_tied_and_shared() -> None:
 
 def test_tied_weights_are_gathered_once(ranks):
     ranks.run(check_tied_and_shared)
+
+
+def check_graphs_without_a_device() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = engine_of(tiny_model("llama"), settings(3, hybrid_engine={"enable_cuda_graph": True}))
+    told = [str(warning.message) for warning in caught if "enable_cuda_graph" in str(warning.message)]
+    assert len(told) == (dist.get_rank() == 0), told
+    ids, mask = prompts(2, 5, padded=False)
+    assert engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=3)).completion_ids.shape == (2, 3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_graphs_without_a_device_warn_and_run(ranks):
+    ranks.run(check_graphs_without_a_device)

@@ -190,7 +190,11 @@ def check_initialize(folder: str) -> None:
             ValueError,
             "pin_parameters=false",
         ),
-        ({"config": settings(3, hybrid_engine={"enable_cuda_graph": True})}, NotImplementedError, "enable_cuda_graph"),
+        (
+            {"config": settings(3, hybrid_engine={"enable_cuda_graph": True}, rollout={"containers": "native"})},
+            ValueError,
+            "enable_cuda_graph",
+        ),
         ({}, ValueError, "no config given"),
         ({"config": "nowhere.json"}, ValueError, "no file at"),
     ]

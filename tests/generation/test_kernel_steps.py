@@ -36,8 +36,9 @@ class Calls:
         own = CpuDecoder.decode_steps
 
         def decode_steps(decoder, *args):
-            self.steps.append(own(decoder, *args))
-            return self.steps[-1]
+            tokens, logps = own(decoder, *args)
+            self.steps.append(len(tokens))
+            return tokens, logps
 
         patch.setattr(CpuDecoder, "decode_steps", decode_steps)
 

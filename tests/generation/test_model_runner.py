@@ -55,9 +55,9 @@ def test_block_tables_list_each_rows_blocks(stride):
             lengths = [length + 1 for length in lengths]
             require_block_table(made, decoder, lengths)
         if turn % 7 == 3:
-            stay = torch.rand(len(lengths), generator=generator) > 0.3
+            stay = (torch.rand(len(lengths), generator=generator) > 0.3).nonzero().flatten().tolist()
             made.keep(stay)
-            lengths = [length for length, kept in zip(lengths, stay.tolist(), strict=True) if kept]
+            lengths = [lengths[row] for row in stay]
             more = torch.randint(1, 200, (3,), generator=generator).tolist()
             made.add([block_pool.allocate(blocks_for(length)) for length in more], more)
             lengths += more

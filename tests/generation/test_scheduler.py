@@ -41,7 +41,7 @@ class PagedMock:
 
     device = torch.device("cpu")
     vocabulary = group = None
-    samples_in_kernel = False
+    samples_in_kernel = samples_with_penalties = False
 
     def __init__(self):
         self.prefilled = 0  # tokens

@@ -1,7 +1,7 @@
 """Tests that need a CUDA device: graphs, eager runs and the CPU agree, also in bfloat16, and the host never waits.
 
 None of this has run yet: no device was at hand when it was written. On a device, `pytest -m gpu` runs, besides these,
-the tests of kernels and decoder that run elsewhere in Triton's interpreter.
+the tests of kernels and decoder that run elsewhere in Triton's interpreter; `make gpu-test` runs all of them.
 """
 
 import pytest
@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed; it comes with tor
 
 from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.generation.sampler import SamplingMetadata, sample_tokens_in_torch, stream_keys
-from hybrid.kernels.triton_sampling import sample
+from hybrid.kernels.triton_sampling import SamplingFeatures, sample, sampling_features, sampling_values
 from hybrid.models.reader import read_decoder
 from tests.decoders.test_cuda_decoder import Decoding, cuda_decoder, hugging_face, sequences, small
 from tests.decoders.test_torch_decoder import VARIANTS, average, distance, own_weights
@@ -122,20 +122,78 @@ def test_graphs_share_one_memory_pool():
     assert torch.cuda.memory_reserved() - first <= 2**24
 
 
-@pytest.mark.parametrize(("temperature", "min_p"), [(1.0, 0.0), (0.6, 0.1), (0.0, 0.0)])
-def test_sampled_tokens_match_torch_on_the_cpu(temperature, min_p):
-    """Except where u is within rounding of a boundary: fewer than one token in a thousand."""
-    logits = torch.randn(256, 50_000, generator=torch.Generator().manual_seed(0)) * 3
-    keys, steps = stream_keys(3, torch.arange(256), torch.zeros(256, dtype=torch.long)), torch.arange(256)
-    reference = sample_tokens_in_torch(logits, keys, steps, SamplingMetadata(temperature, min_p=min_p))
-    ones = torch.ones(256)
-    inputs = (logits, keys, steps.int(), ones * temperature, ones * min_p)
-    tokens, *logps = (out.cpu() for out in sample(*(tensor.cuda() for tensor in inputs)))
+SETTINGS = {
+    "plain": SamplingMetadata(),
+    "min_p": SamplingMetadata(0.6, min_p=0.1),
+    "greedy": SamplingMetadata(0.0),
+    "top_k": SamplingMetadata(0.8, top_k=50),
+    "top_p": SamplingMetadata(1.0, top_p=0.9),
+    "all truncations": SamplingMetadata(1.2, 50, 0.9, 0.01),
+    "wide top_k": SamplingMetadata(1.0, top_k=5000),
+    "wide top_p": SamplingMetadata(3.0, top_p=0.99),
+}
+
+
+def rows_to_sample(rows: int = 256, vocab: int = 50_000) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, keys, positions, on the CPU."""
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 3
+    return logits, stream_keys(3, torch.arange(rows), torch.zeros(rows, dtype=torch.long)), torch.arange(rows)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_sampled_tokens_match_torch_on_the_cpu(setting):
+    """Except where u is within rounding of a boundary: fewer than one token in a thousand. Torch's cumulative sums over
+    thousands of sorted tokens round by more, about 1e-5: they move the edge of a wide top-p by a few tokens."""
+    metadata, is_wide = SETTINGS[setting], setting == "wide top_p"
+    logits, keys, positions = rows_to_sample()
+    reference = sample_tokens_in_torch(logits, keys, positions, metadata)
+    values, features = sampling_values(metadata, "cuda"), sampling_features(metadata)
+    drawn = sample(logits.cuda(), keys.cuda(), positions.cuda(), values, features)
+    tokens, *logps = (part.cpu() for part in drawn)
     same = tokens == reference.tokens
-    assert (~same).sum() <= 1
+    assert (~same).sum() <= (8 if is_wide else 1)
     expected = (reference.sampling_logps, reference.old_logps, reference.raw_logps)
     for actual, expected_logps in zip(logps, expected, strict=True):
-        torch.testing.assert_close(actual[same], expected_logps[same], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual[same], expected_logps[same], rtol=1e-5, atol=1e-4 if is_wide else 1e-5)
+
+
+def test_processed_scores_are_hugging_faces():
+    """Repetition penalty and min_new_tokens, before all truncations."""
+    metadata = SamplingMetadata(0.9, 50, 0.9, 0.01, 1.3, 100)
+    logits, keys, positions = rows_to_sample(64)
+    seen = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.3
+    stops = logits[:2].argmax(dim=-1)
+    penalized = torch.where(logits < 0, logits * 1.3, logits / 1.3)
+    scores = torch.where(seen, penalized, logits)
+    scores[(positions < 100)[:, None] & torch.isin(torch.arange(logits.shape[1]), stops)] = -torch.inf
+    reference = sample_tokens_in_torch(scores, keys, positions, SamplingMetadata(0.9, 50, 0.9, 0.01))
+    inputs = (tensor.cuda() for tensor in (logits, keys, positions, sampling_values(metadata, "cpu")))
+    tokens, sampling, *_ = sample(*inputs, sampling_features(metadata), seen.cuda(), stops.cuda())
+    same = tokens.cpu() == reference.tokens
+    assert (~same).sum() <= 1
+    torch.testing.assert_close(sampling.cpu()[same], reference.sampling_logps[same], rtol=1e-5, atol=1e-5)
+
+
+def test_one_graph_samples_with_all_values_and_never_synchronizes(sync_raises):
+    """A captured call with every feature, replayed after values are overwritten, equals calls of its own; a row of a
+    batch equals the row alone, bit for bit."""
+    logits, keys, positions = (tensor.cuda() for tensor in rows_to_sample(64))
+    features, seen = SamplingFeatures(True, True, True, True, True), logits > 3
+    stops, values = torch.tensor([3, 8], device="cuda"), sampling_values(SamplingMetadata(), "cuda")
+    eager = {name: sampling_values(metadata, "cuda") for name, metadata in SETTINGS.items()}
+    sample(logits, keys, positions, values, features, seen, stops)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sample(logits, keys, positions, values, features, seen, stops)
+    for own_values in eager.values():
+        sync_raises(True)
+        values.copy_(own_values)
+        graph.replay()
+        expected = sample(logits, keys, positions, own_values, features, seen, stops)
+        sync_raises(False)
+        assert all(torch.equal(*pair) for pair in zip(captured, expected, strict=True))
+        last = sample(logits[63:], keys[63:], positions[63:], own_values, features, seen[63:], stops)
+        assert all(torch.equal(alone[0], part[63]) for alone, part in zip(last, expected, strict=True))
 
 
 def check_switch_on_a_device() -> None:
@@ -156,5 +214,5 @@ def check_switch_on_a_device() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks need two devices")
-def test_peak_memory_of_a_refresh_is_the_snapshot_and_one_group(ranks):
-    ranks.run(check_switch_on_a_device)
+def test_peak_memory_of_a_refresh_is_the_snapshot_and_one_group(device_ranks):
+    device_ranks(2).run(check_switch_on_a_device)

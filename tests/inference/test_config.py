@@ -44,7 +44,7 @@ def test_keys_aliases_and_defaults_match_deepspeed():
     blocks = {"dtype", "tensor_parallel", "moe", "quant", "checkpoint_config"}
     for kind, other in ((InferenceConfig, DeepSpeedInferenceConfig), (settings.MoEConfig, DeepSpeedMoEConfig)):
         for name, field in kind.model_fields.items():
-            if name not in blocks and name != "strict":
+            if name not in blocks and name not in ("strict", "enable_cuda_graph"):
                 assert field.default == other.model_fields[name].default, name
 
 
@@ -223,10 +223,20 @@ def test_settings_with_an_effect_do_not_warn():
             hybrid.init_inference(torch.nn.Module(), **PLAIN, zero=nothing)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_graphs_without_a_device_warn_once_and_run():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = hybrid.init_inference(tiny_model("llama"), dtype=torch.float32, enable_cuda_graph=True)
+    assert [str(w.message) for w in caught if "enable_cuda_graph" in str(w.message)] == [
+        "enable_cuda_graph: true given; it has no effect without a CUDA device"
+    ]
+    assert engine.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
+
+
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"enable_cuda_graph": True}, NotImplementedError, "enable_cuda_graph: true given; there is no CUDA device"),
         ({"use_triton": True}, NotImplementedError, "use_triton: true given; it needs a CUDA device"),
         ({"zero": {"stage": 3}}, NotImplementedError, "zero.stage: 3 given; use hybrid.initialize"),
         ({"zero": {"stagee": 3}}, ValueError, "zero.stagee: 3 given"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hybrid
 from tests.engines import CollectiveCount
@@ -248,13 +249,14 @@ def test_invalid_requests_raise_on_every_rank_without_hanging(ranks):
 
 def check_no_graphs() -> None:
     """The error of a machine with a device, raised before anything runs on it."""
-    with mock.patch("torch.cuda.is_available", lambda: True):
-        for kernels in (True, False):
-            with pytest.raises(NotImplementedError, match="enable_cuda_graph: true given; 2 ranks share the weights"):
-                tp_engine(tiny_model("llama"), enable_cuda_graph=True, replace_with_kernel_inject=kernels)
+    policy = {LlamaDecoderLayer: ("self_attn.o_proj", "mlp.down_proj")}
+    settings = {"enable_cuda_graph": True, "replace_with_kernel_inject": False, "injection_policy": policy}
+    message = "enable_cuda_graph: true given; 2 ranks share the model's own modules .injection_policy is given."
+    with mock.patch("torch.cuda.is_available", lambda: True), pytest.raises(NotImplementedError, match=message):
+        tp_engine(tiny_model("llama"), **settings)
 
 
-def test_cuda_graphs_with_tensor_parallelism_raise(ranks):
+def test_cuda_graphs_of_sliced_modules_raise(ranks):
     ranks.run(check_no_graphs)
 
 

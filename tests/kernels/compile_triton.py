@@ -6,10 +6,12 @@ python -m tests.kernels.compile_triton 90        # all other kernels
 
 import inspect
 import io
+import itertools
 import json
 import re
 import sys
 from contextlib import redirect_stdout
+from dataclasses import fields
 
 import torch
 import triton
@@ -17,10 +19,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from hybrid.kernels import triton_attention, triton_experts, triton_fused, triton_sampling
+from hybrid.kernels import triton_attention, triton_decode, triton_experts, triton_fused, triton_int8, triton_sampling
 from hybrid.kernels.kv_addresses import LayerKV
+from hybrid.kernels.triton_sampling import SamplingFeatures
 
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
 # Instructions that show how a kernel reads and multiplies.
 INSTRUCTIONS = {
     "async_copies_of_16_bytes": r"cp\.async\.cg\.shared\.global[^\n]*, 0x10",
@@ -38,7 +48,7 @@ def compiling(arch: int):
     As a launch does, it specializes integers that are 1 and those divisible by 16.
     """
 
-    def launch(kernel, *args, grid, warmup, num_warps=4, num_stages=3, **constants):
+    def launch(kernel, *args, grid, warmup, num_warps=4, num_stages=3, maxnreg=None, **constants):
         bound = inspect.signature(kernel.fn).bind(*args, **constants)
         signature, values, hints = {}, {}, {}
         for index, (param, value) in enumerate(zip(kernel.params, bound.arguments.values(), strict=True)):
@@ -52,10 +62,13 @@ def compiling(arch: int):
                 if specialized and value % 16 == 0:
                     hints[index,] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, values, hints)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+        triton.knobs.nvidia.dump_ptxas_log = True
         log = io.StringIO()
         with redirect_stdout(log):
             compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        if not log.getvalue():  # the same code as before
+            return
         usage = {
             "registers": int(re.search(r"Used (\d+) registers", log.getvalue())[1]),
             "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue()))),
@@ -134,19 +147,48 @@ def launch_experts(dtype: torch.dtype) -> None:
         triton_experts.grouped_linear(x, weight, order, cu_seqlens, 2)
 
 
+def launch_loop() -> None:
+    """What a decode step does outside of its layers, with and without the tokens that a sequence has."""
+    ids, numbers, tables = torch.empty(4, dtype=torch.int64), torch.empty(4, dtype=torch.int32), torch.empty(4, 9)
+    triton_decode.decode_slot_mapping(numbers, tables.int(), 32)
+    logps, tokens, results = [torch.empty(4)] * 3, torch.empty(32, 4, dtype=torch.int64), torch.empty(3, 32, 4)
+    for seen in (None, torch.empty(4, 151937, dtype=torch.uint8)):
+        batch = ids, numbers, numbers, ids, ids, numbers, numbers
+        triton_decode.advance(ids, logps, *batch, ids, tokens, results, seen)
+
+
+def launch_sampling() -> None:
+    """Every combination of features at a vocabulary of 152k. Positions of both types."""
+    logits, seen = torch.empty(4, 151936), torch.empty(4, 151936, dtype=torch.uint8)
+    keys, stop_token_ids = torch.empty(4, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
+    for index, choice in enumerate(itertools.product((False, True), repeat=len(fields(SamplingFeatures)))):
+        positions = torch.empty(4, dtype=(torch.int32, torch.int64)[index % 2])
+        features = SamplingFeatures(*choice)
+        triton_sampling.sample(logits, keys, positions, torch.empty(6), features, seen, stop_token_ids)
+
+
+def launch_int8(dtype: torch.dtype) -> None:
+    """Few rows, whose inputs are split, and many; a scale per channel, and per group of inputs."""
+    weight, bias = torch.empty(4096, 4096, dtype=torch.int8), torch.empty(4096, dtype=dtype)
+    for rows in (16, 1000):
+        for groups in (1, 32):
+            x, scale = torch.empty(rows, 4096, dtype=dtype), torch.empty(4096, groups)
+            triton_int8.int8_linear(x, weight, scale)
+            triton_int8.int8_linear(x, weight, scale, bias)
+
+
 def main(arch: int, head_dim: int = 0) -> None:
     """Compile attention with heads of `head_dim`; 0: all other kernels."""
     JITFunction.run = compiling(arch)
-    triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True  # a cached kernel has no log
     if head_dim:
         launch_all_attention(head_dim, arch)
         return
     for dtype in (torch.bfloat16, torch.float32):
         launch_fused(dtype)
         launch_experts(dtype)
-    number = torch.empty(4)
-    keys, steps = torch.empty(4, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
-    triton_sampling.sample(torch.empty(4, 151936), keys, steps, number, number)
+        launch_int8(dtype)
+    launch_sampling()
+    launch_loop()
 
 
 if __name__ == "__main__":

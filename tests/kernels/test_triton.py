@@ -20,7 +20,6 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
 from hybrid.decoders.batch import BLOCK_SIZE
-from hybrid.generation.sampler import stream_keys, uniform
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 from hybrid.kernels import torch_ops
@@ -28,7 +27,6 @@ from hybrid.kernels import triton_attention as attention
 from hybrid.kernels import triton_fused as fused
 from hybrid.kernels.kv_addresses import LayerKV, layer_kv
 from hybrid.kernels.triton_experts import mixture
-from hybrid.kernels.triton_sampling import CHUNK, sample
 from tests.kernels import interpreter_bfloat16
 from tests.marks import slow_but
 
@@ -442,69 +440,3 @@ def rotated_by_hugging_face(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
             head, head, torch.cat([cos, cos], -1)[None], torch.cat([sin, sin], -1)[None], unsqueeze_dim=2
         )
     return torch.cat([rotated[0].to(x.dtype), rest], dim=-1)
-
-
-# ------------------------------------------------------------------------------------------------------------ sampling
-
-
-def drawn(logits: torch.Tensor, keys: torch.Tensor, steps: torch.Tensor, temperature=1.0, min_p=0.0):
-    """`sample` with one temperature and min_p for all rows."""
-    ones = torch.ones(len(logits), device=DEVICE)
-    return sample(logits, keys, steps, ones * temperature, ones * min_p)
-
-
-@pytest.mark.parametrize("vocab", slow_but([11, CHUNK, 3 * CHUNK + 77], [11, CHUNK, CHUNK + 1, 3 * CHUNK + 77]))
-@pytest.mark.parametrize(
-    ("temperature", "min_p"), slow_but([(0.7, 0.0), (1.3, 0.05)], [(1.0, 0.0), (0.7, 0.0), (1.3, 0.05)])
-)
-def test_the_sampled_token_is_where_the_cumulative_softmax_passes_u(vocab, temperature, min_p):
-    logits = random(8, vocab) * 3
-    logits[:, ::3] = -math.inf  # as processors leave them
-    keys = stream_keys(5, torch.arange(8), torch.zeros(8, dtype=torch.long)).to(DEVICE)
-    for step in (0, 4095):
-        u = uniform(keys, step)
-        steps = torch.full((8,), step, dtype=torch.int32, device=DEVICE)
-        tokens, sampling, old, raw = drawn(logits, keys, steps, temperature, min_p)
-        scaled = (logits.double() / temperature).softmax(-1)
-        kept = scaled.where(scaled >= min_p * scaled.max(-1, keepdim=True).values, 0.0)
-        cdf = (kept / kept.sum(-1, keepdim=True)).cumsum(-1)
-        at = tokens[:, None]
-        assert (kept.gather(1, at) > 0).all()
-        # float32's sums over a row leave its boundaries within 1e-6.
-        assert (cdf.gather(1, at)[:, 0] > u - 1e-6).all()
-        assert ((cdf - kept / kept.sum(-1, keepdim=True)).gather(1, at)[:, 0] <= u + 1e-6).all()
-        close(sampling, (kept / kept.sum(-1, keepdim=True)).log().gather(1, at)[:, 0])
-        close(old, scaled.log().gather(1, at)[:, 0])
-        close(raw, logits.double().log_softmax(-1).gather(1, at)[:, 0])
-
-
-def test_uniform_numbers_match_the_host():
-    """With equal logits the token is floor(u * vocab), for keys with and without the highest bit."""
-    vocab = 2048  # a power of two: the cumulative sums are exact
-    keys = stream_keys(-3, torch.arange(64), torch.arange(64)).to(DEVICE)
-    assert (keys < 0).any() and (keys > 0).any()
-    steps = (torch.arange(64, device=DEVICE) * 37).int()
-    tokens, *_ = drawn(torch.zeros(64, vocab, device=DEVICE), keys, steps)
-    u = torch.stack([uniform(keys[row], int(step)) for row, step in enumerate(steps)])
-    assert torch.equal(tokens, (u * vocab).long())
-
-
-def test_temperature_zero_takes_the_first_of_equal_maxima():
-    logits = random(4, CHUNK + 500)
-    logits[0, [5, CHUNK + 3]] = 9.0
-    logits[1, [CHUNK + 7, CHUNK + 9]] = 9.0
-    keys = torch.arange(4, device=DEVICE)
-    tokens, sampling, old, raw = drawn(logits, keys, keys.int(), temperature=0.0)
-    assert torch.equal(old, raw)
-    assert tokens.tolist() == [5, CHUNK + 7, int(logits[2].argmax()), int(logits[3].argmax())]
-    assert torch.equal(sampling, raw)
-    close(raw, logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0])
-
-
-def test_a_row_of_sampling_is_identical_in_every_batch():
-    logits = random(6, 2 * CHUNK + 1)
-    keys = stream_keys(1, torch.arange(6), torch.zeros(6, dtype=torch.long)).to(DEVICE)
-    steps = torch.arange(6, device=DEVICE).int()
-    order = torch.tensor([3, 0, 5], device=DEVICE)
-    for all_rows, part in zip(drawn(logits, keys, steps), drawn(logits[order], keys[order], steps[order]), strict=True):
-        assert torch.equal(all_rows[order], part)

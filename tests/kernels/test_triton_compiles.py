@@ -19,9 +19,12 @@ OTHERS = {
     "_add_norm_kernel",
     "_activation_kernel",
     "_grouped_linear_kernel",
-    "_maxima_kernel",
-    "_masses_kernel",
-    "_pick_kernel",
+    "_sums_kernel",
+    "_draw_kernel",
+    "_slot_mapping_kernel",
+    "_advance_kernel",
+    "_int8_linear_kernel",
+    "_sum_splits_kernel",
 }
 # Bytes stored and loaded: ptxas spills one to three registers of a few kernels, to stay at 64 or 128 of them and at a
 # higher occupancy.

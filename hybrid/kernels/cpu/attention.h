@@ -103,7 +103,8 @@ struct AttentionWork {
   // Of a query in pairs: whole tiles, of which the rest is 0.
   static int64_t pairs_stride(int64_t head_dim) { return (head_dim + 31) / 32 * 16; }
   static int64_t floats(int64_t head_dim, int64_t head_pad) { return MOST_QUERIES * (2 * head_pad + SCORES_STRIDE + pairs_stride(head_dim)); }
-  AttentionWork(float* base, int64_t head_pad) : sums(base), scores(sums + 2 * MOST_QUERIES * head_pad), pairs((uint32_t*)(scores + MOST_QUERIES * SCORES_STRIDE)) {}
+  AttentionWork(float* base, int64_t head_pad)
+      : sums(base), scores(sums + 2 * MOST_QUERIES * head_pad), pairs((uint32_t*)(scores + MOST_QUERIES * SCORES_STRIDE)) {}
 };
 
 // The blocks of a split that some queries see, as one KV head has them.
@@ -241,27 +242,13 @@ static __attribute__((noinline)) void value_products(const Context<T>& context, 
 }
 
 #if TILES
-// 16 rows of pairs, `stride` pairs apart, in place; if only `rows` of them hold numbers, a copy with zeros for the others.
-struct PairRows {
-  const void* base;
-  int64_t stride;  // bytes
-  alignas(64) uint32_t copy[TILE][TILE];
-
-  PairRows(const bf16* from, int64_t pairs_apart, int64_t rows) : base(from), stride(pairs_apart * int64_t(sizeof(uint32_t))) {
-    if (rows >= TILE) return;
-    std::memset(copy, 0, sizeof copy);
-    for (int64_t r = 0; r < rows; r++) std::memcpy(copy[r], (const char*)from + r * stride, sizeof copy[r]);
-    base = copy, stride = sizeof copy[0];
-  }
-};
-
 // `key_products` of 16 queries, in tiles of [16 queries, 16 tokens].
 static void key_tiles(const AttentionShape& s, const uint32_t* pairs, const bf16* keys, float* products) {
   const int64_t stride = AttentionWork::pairs_stride(s.head_dim), key_pairs = key_dims(s.head_dim) / 2;
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t d = 0; d < key_pairs; d += TILE) {
-    const PairRows first(keys + d * BLOCK_SIZE * 2, BLOCK_SIZE, key_pairs - d), second(keys + (d * BLOCK_SIZE + TILE) * 2, BLOCK_SIZE, key_pairs - d);
+    const TileRows first(keys + d * BLOCK_SIZE * 2, BLOCK_SIZE * 4, key_pairs - d), second(keys + (d * BLOCK_SIZE + TILE) * 2, BLOCK_SIZE * 4, key_pairs - d);
     _tile_loadd(4, pairs + d, stride * 4);
     _tile_loadd(5, first.base, first.stride);
     _tile_loadd(6, second.base, second.stride);
@@ -282,18 +269,18 @@ template <int C> static void value_tiles(const Context<bf16>& context, const flo
   for (int64_t block = 0; block < blocks; block++) {
     const bf16* values = value_at(context.value(block), head_pad, dim, 0);
     const int64_t rows = (context.tokens_of(block) + 1) / 2;
-    const auto of_dims = [&](int c) { return PairRows(values + c * TILE * 2, head_pad, rows); };
+    const auto of_dims = [&](int c) { return TileRows(values + c * TILE * 2, head_pad * 4, rows); };
     _tile_loadd(4, p + block * TILE, SCORES_STRIDE * 4);
-    const PairRows first = of_dims(0);
+    const TileRows first = of_dims(0);
     _tile_loadd(5, first.base, first.stride);
     _tile_dpbf16ps(0, 4, 5);
     if constexpr (C > 1) {
-      const PairRows second = of_dims(1);
+      const TileRows second = of_dims(1);
       _tile_loadd(6, second.base, second.stride);
       _tile_dpbf16ps(1, 4, 6);
     }
     if constexpr (C > 2) {
-      const PairRows third = of_dims(2), fourth = of_dims(3);
+      const TileRows third = of_dims(2), fourth = of_dims(3);
       _tile_loadd(5, third.base, third.stride);
       _tile_dpbf16ps(2, 4, 5);
       _tile_loadd(6, fourth.base, fourth.stride);

@@ -178,34 +178,34 @@ static void make_tiles(const float* x, int64_t stride, int64_t rows, int64_t blo
     }
 }
 
-// Blocks of 16 rows of W from `w` on, in place; fewer rows are copied and padded, so that every row is computed alike.
+// 16 rows for a tile, of 64 bytes each, `stride` bytes apart, in place; if only `rows` of them are there, a copy with zeros for
+// the others, so that every row is computed alike.
 struct TileRows {
-  const bf16* w;
-  int64_t inputs, rows;
-  alignas(64) bf16 copy[TILE][TILE_DEPTH];
+  const void* base;
+  int64_t stride;
+  alignas(64) char copy[TILE][TILE_DEPTH * sizeof(bf16)];
 
-  const bf16* block(int64_t b, int64_t& stride) {
-    stride = inputs * int64_t(sizeof(bf16));
-    if (rows >= TILE) return w + b * TILE_DEPTH;
-    stride = sizeof copy[0];
+  TileRows(const bf16* from, int64_t bytes_apart, int64_t rows) : base(from), stride(bytes_apart) {
+    if (rows >= TILE) return;
     std::memset(copy, 0, sizeof copy);
-    for (int64_t n = 0; n < rows; n++) std::memcpy(copy[n], w + n * inputs + b * TILE_DEPTH, sizeof copy[n]);
-    return copy[0];
+    for (int64_t r = 0; r < rows; r++) std::memcpy(copy[r], (const char*)from + r * stride, sizeof copy[r]);
+    base = copy, stride = sizeof copy[0];
   }
 };
 
-// Sums of blocks [first, last).  sums [2 tiles of W, 2 tiles of x, 16 rows of W, 16 rows of x]
-static void tile_products(TileRows (&rows_of_w)[2], const uint32_t* x0, const uint32_t* x1, int64_t first, int64_t last, float (*sums)[2][TILE][TILE]) {
+// Sums of blocks [first, last) of `rows` rows of W [rows, inputs], at most 32.  sums [2 tiles of W, 2 tiles of x, 16 rows of W,
+// 16 rows of x]
+static void tile_products(const bf16* w, int64_t inputs, int64_t rows, const uint32_t* x0, const uint32_t* x1, int64_t first, int64_t last,
+                          float (*sums)[2][TILE][TILE]) {
+  const int64_t stride = inputs * int64_t(sizeof(bf16));
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t b = first; b < last; b++) {
-    int64_t stride;
-    const bf16* w = rows_of_w[0].block(b, stride);
-    _tile_loadd(4, w, stride);
-    w = rows_of_w[1].block(b, stride);
-    _tile_loadd(5, w, stride);
+    const TileRows upper(w + b * TILE_DEPTH, stride, rows), lower(w + TILE * inputs + b * TILE_DEPTH, stride, rows - TILE);
+    _tile_loadd(4, upper.base, upper.stride);
+    _tile_loadd(5, lower.base, lower.stride);
     _tile_loadd(6, x0 + b * TILE * TILE, 64);
     _tile_loadd(7, x1 + b * TILE * TILE, 64);
     _tile_dpbf16ps(0, 4, 6);

@@ -316,11 +316,13 @@ template <typename V, typename T = typename Reader<V>::Model> static Matrix<Wide
   static thread_local std::vector<Widened<T>> wide;
   count *= w.inputs;
   if (int64_t(wide.size()) < count) wide.resize(count);
-  for (int64_t k = 0; k < count; k += 2 * LANES)
+  int64_t k = 0;
+  for (; k + 2 * LANES <= count; k += 2 * LANES)
     if constexpr (Reader<Widened<T>>::BLOCK == 2 * LANES)
       *(VecUAny*)&wide[k] = (VecU)Reader<V>::read(w.weight + k, 0);
     else
       for (int half = 0; half < 2; half++) store(&wide[k + half * LANES].value, half_block(w.weight + k, half));
+  for (; k < count; k++) store(&wide[k].value, to_float(w.weight[k]));
   return {wide.data(), w.bias, w.scale, w.inputs, w.groups};
 }
 
@@ -330,20 +332,11 @@ typedef float TileSums[2][2][TILE][TILE];  // of 2 tiles of W and 2 of x
 // Rows [row, row + count) of W for tiles: those of a bfloat16 matrix in place.
 static const bf16* tile_weights(const Matrix<bf16>& w, int64_t row, int64_t) { return w.from(row).weight; }
 // int8 numbers are exact in bfloat16. Their scales come after the sums.
-static const bf16* tile_weights(const Matrix<Int8<bf16>>& w, int64_t row, int64_t count) {
-  static thread_local std::vector<bf16> wide;
-  count *= w.inputs;
-  if (int64_t(wide.size()) < count) wide.resize(count);
-  const Int8<bf16>* from = w.from(row).weight;
-  int64_t k = 0;
-  for (; k + 2 * LANES <= count; k += 2 * LANES) *(VecUAny*)&wide[k] = (VecU)Reader<Int8<bf16>>::read(from + k, 0);
-  for (; k < count; k++) store(&wide[k], float(from[k].value));
-  return wide.data();
-}
+static const bf16* tile_weights(const Matrix<Int8<bf16>>& w, int64_t row, int64_t count) { return &widened(w.from(row), count).weight->value; }
 
 // sums[tile of W] += those of a group · its scales, or = for the first group. The scales are of rows of W from `row` on.
 template <typename V> static void add_scaled(const Matrix<V>& w, int64_t row, int64_t rows, int64_t group, const TileSums& of_group, TileSums& sums) {
-  for (int64_t n = 0; n < std::min(2 * TILE, rows); n++)
+  for (int64_t n = 0; n < rows; n++)
     for (int half = 0; half < 2; half++)
       for (int64_t m = 0; m < TILE; m++) {
         float& sum = sums[n / TILE][half][n % TILE][m];
@@ -378,15 +371,15 @@ template <typename V> static void tile_columns(const Rows& x, const Matrix<V>& w
     const int64_t rows = std::min(at_once, x.count - top);
     make_tiles(x.row(top), x.stride, rows, blocks, tiles.data());
     for (int64_t n = first; n < last; n += 2 * TILE) {
-      const bf16* weight = tile_weights(w, n, std::min(2 * TILE, last - n));
-      TileRows pair[2] = {{weight, w.inputs, std::min(TILE, last - n), {}}, {weight + TILE * w.inputs, w.inputs, last - n - TILE, {}}};
+      const int64_t rows_of_w = std::min(2 * TILE, last - n);
+      const bf16* weight = tile_weights(w, n, rows_of_w);
       for (int64_t m = 0; m < rows; m += 2 * TILE) {
         const uint32_t* x0 = tiles.data() + m / TILE * of_a_tile;
         const uint32_t* x1 = m + TILE < rows ? x0 + of_a_tile : x0;
-        if (w.groups == 1) tile_products(pair, x0, x1, 0, blocks, sums);
+        if (w.groups == 1) tile_products(weight, w.inputs, rows_of_w, x0, x1, 0, blocks, sums);
         for (int64_t g = 0; g < w.groups && w.groups > 1; g++) {
-          tile_products(pair, x0, x1, g * blocks / w.groups, (g + 1) * blocks / w.groups, of_group);
-          add_scaled(w, n, last - n, g, of_group, sums);
+          tile_products(weight, w.inputs, rows_of_w, x0, x1, g * blocks / w.groups, (g + 1) * blocks / w.groups, of_group);
+          add_scaled(w, n, rows_of_w, g, of_group, sums);
         }
         for (int half = 0; half < 2; half++)
           for (int64_t c = n; c < std::min(n + 2 * TILE, last); c += TILE) {

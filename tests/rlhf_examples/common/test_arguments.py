@@ -104,6 +104,12 @@ def test_an_unknown_key_raises_with_the_nearest_key(tmp_path):
             "every ratio would be 1; use logprob_mode: 'recompute'",
         ),
         (
+            GRPOArguments,
+            {"rollout_weight_dtype": "int8"},
+            "'int8' given with importance_sampling_correction: false.*use true, or 'model'",
+        ),
+        (PPOArguments, {"rollout_weight_dtype": "int4"}, "rollout_weight_dtype: 'int4' given; allowed: model, int8"),
+        (
             PPOArguments,
             {"importance_sampling_clip_max": 0.5},
             "clip_max: 0.5 given; it must be at least 1",

@@ -1,0 +1,76 @@
+"""How the tokens of running sequences are sampled in several decode steps, as decoders need it."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from hybrid.decoders.vocabulary import VocabularySlice
+from hybrid.generation.sampler import LOGPROBS, SamplerOutput, SamplingMetadata, sample_sharded, samples_record
+from hybrid.kernels.cpu_library import Samples
+
+
+@dataclass(frozen=True)
+class TokenDraws:
+    """`hybrid.decoders.batch.Draws` by one SamplingMetadata for all sequences.
+
+    vocabulary: the slice that the decoder has logits of; None: the whole vocabulary.
+    """
+
+    keys: torch.Tensor
+    positions: torch.Tensor
+    limits: torch.Tensor
+    stop_token_ids: torch.Tensor
+    pad_token_id: int
+    metadata: SamplingMetadata
+    token_ids: torch.Tensor | None = None
+    vocabulary: VocabularySlice | None = None
+
+    def record(self, steps: int) -> tuple[Samples, SamplerOutput]:
+        """The C++ kernels' record of `steps` steps, and what they write, [steps, sequences]."""
+        return samples_record(self.keys, self.positions, self.metadata, steps)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The settings that `sample` reads on the device, float32 [6]."""
+        from hybrid.kernels.triton_sampling import sampling_values  # needs triton, which a CPU install lacks
+
+        return sampling_values(self.metadata, self.keys.device)
+
+    @property
+    def graph_key(self) -> Hashable:
+        """Equal for draws that differ in nothing but their tensors."""
+        if self.vocabulary is not None:
+            return self.metadata
+        from hybrid.kernels.triton_sampling import sampling_features
+
+        return sampling_features(self.metadata)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        positions: torch.Tensor,
+        values: torch.Tensor,
+        stop_token_ids: torch.Tensor,
+        seen: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """A token for each row of logits, int64 [rows], and its three logprobs, float32 [rows] each, on the device."""
+        if self.vocabulary is not None:
+            drawn = sample_sharded(logits, keys, positions, self.metadata, self.vocabulary)
+            return drawn.tokens, *(getattr(drawn, name) for name in LOGPROBS)
+        from hybrid.kernels.triton_sampling import sample
+
+        return sample(logits, keys, positions, values, self.graph_key, seen, stop_token_ids)
+
+    def drawn(self, logits: torch.Tensor) -> SamplerOutput:
+        """A token for each row of logits [rows, vocab]."""
+        seen = None if self.token_ids is None else seen_tokens(self.token_ids, logits.shape[1])
+        settings = self.keys.contiguous(), self.positions.contiguous(), self.values, self.stop_token_ids
+        return SamplerOutput(*self.sample(logits, *settings, seen))
+
+
+def seen_tokens(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Which tokens each row has, uint8 [rows, vocab].  token_ids: int64 [rows, n], with -1 for no token."""
+    seen = torch.zeros(len(token_ids), vocab_size + 1, dtype=torch.uint8, device=token_ids.device)
+    return seen.scatter_(1, token_ids.masked_fill(token_ids < 0, vocab_size), 1)[:, :-1]

@@ -1,0 +1,132 @@
+"""A decode step's bookkeeping in Triton: cache positions before the layers, and each sequence's next token after them.
+
+Both kernels read and write tensors on the device only, so that many steps run without the host.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hybrid.kernels import require_contiguous
+
+ROWS = 64  # sequences per program
+
+
+@triton.jit
+def _slot_mapping_kernel(
+    positions, block_tables, slot_mapping, count, table_stride, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr
+):
+    """One program per ROWS sequences."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < count
+    position = tl.load(positions + row, mask=live, other=0)
+    entry = block_tables + row.to(tl.int64) * table_stride + position // BLOCK_SIZE
+    block = tl.load(entry, mask=live, other=0).to(tl.int64)
+    tl.store(slot_mapping + row, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=live)
+
+
+def decode_slot_mapping(positions: torch.Tensor, block_tables: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The cache position of each sequence's new token, int64 [sequences].
+
+    positions: int32 [sequences], of the new token.  block_tables: int32 [sequences, blocks], rows may be strided.
+    """
+    require_contiguous(positions.device, torch.int32, positions)
+    assert block_tables.dtype == torch.int32 and block_tables.stride(1) == 1, "block tables are int32, by rows"
+    count = len(positions)
+    slot_mapping = torch.empty(count, dtype=torch.int64, device=positions.device)
+    grid = (triton.cdiv(count, ROWS),)
+    _slot_mapping_kernel[grid](
+        positions, block_tables, slot_mapping, count, block_tables.stride(0), BLOCK_SIZE=block_size, ROWS=ROWS
+    )
+    return slot_mapping
+
+
+@triton.jit
+def _advance_kernel(
+    drawn,
+    sampling_logps,
+    old_logps,
+    raw_logps,
+    ids,
+    positions,
+    lengths,
+    new_positions,
+    limits,
+    finished,
+    steps,
+    stop_token_ids,
+    tokens,
+    logps,
+    seen,
+    count,
+    num_stops,
+    capacity,
+    max_steps,
+    seen_stride,
+    HAS_SEEN: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program per ROWS sequences; a finished sequence changes nothing."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < count
+    runs = live & (tl.load(finished + row, mask=live, other=1) == 0)
+    token = tl.load(drawn + row, mask=runs, other=0)
+    step = tl.load(steps + row, mask=runs, other=0)
+    cell = step.to(tl.int64) * capacity + row
+    layer = tl.zeros((ROWS,), tl.int64) + max_steps * capacity
+    tl.store(tokens + cell, token, mask=runs)
+    tl.store(logps + cell, tl.load(sampling_logps + row, mask=runs, other=0.0), mask=runs)
+    tl.store(logps + layer + cell, tl.load(old_logps + row, mask=runs, other=0.0), mask=runs)
+    tl.store(logps + 2 * layer + cell, tl.load(raw_logps + row, mask=runs, other=0.0), mask=runs)
+    if HAS_SEEN:
+        tl.store(seen + row.to(tl.int64) * seen_stride + token, tl.full((ROWS,), 1, tl.uint8), mask=runs)
+    new = tl.load(new_positions + row, mask=runs, other=0) + 1
+    ends = new >= tl.load(limits + row, mask=runs, other=0)
+    for index in range(num_stops):
+        ends |= token == tl.load(stop_token_ids + index)
+    goes_on = runs & (ends == 0)
+    tl.store(steps + row, step + 1, mask=runs)
+    tl.store(new_positions + row, new, mask=runs)
+    tl.store(finished + row, tl.full((ROWS,), 1, tl.int32), mask=runs & ends)
+    tl.store(ids + row, token, mask=goes_on)
+    tl.store(positions + row, tl.load(positions + row, mask=goes_on, other=0) + 1, mask=goes_on)
+    tl.store(lengths + row, tl.load(lengths + row, mask=goes_on, other=0) + 1, mask=goes_on)
+
+
+def advance(
+    drawn: torch.Tensor,
+    drawn_logps: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    new_positions: torch.Tensor,
+    limits: torch.Tensor,
+    finished: torch.Tensor,
+    steps: torch.Tensor,
+    stop_token_ids: torch.Tensor,
+    tokens: torch.Tensor,
+    logps: torch.Tensor,
+    seen: torch.Tensor | None = None,
+) -> None:
+    """Record each unfinished sequence's new token, and make it the input of its next step unless it is the last one.
+
+    drawn: int64 [sequences], with three logprobs, float32 [sequences] each.
+    ids int64, positions, lengths int32 [sequences]: a step's batch; those of a finished sequence stay as they are, so
+        that further steps write its latest key and value once more.
+    new_positions: int64 [sequences], the index of the new token in its completion.  limits: int64 [sequences], the most
+        new tokens.  finished: int32 [sequences], 0 or 1.  steps: int32 [sequences], tokens recorded so far.
+    stop_token_ids: int64 [n].
+    tokens: int64 [max_steps, capacity], and logps: float32 [3, max_steps, capacity], by step and sequence.
+    seen: None, or uint8 [sequences, vocab], 1 for the tokens that a sequence has; rows may be strided.
+    """
+    (max_steps, capacity), device = tokens.shape, drawn.device
+    require_contiguous(device, torch.int64, drawn, ids, new_positions, limits, stop_token_ids, tokens)
+    require_contiguous(device, torch.int32, positions, lengths, finished, steps)
+    require_contiguous(device, torch.float32, *drawn_logps, logps)
+    assert logps.shape == (3, max_steps, capacity), f"logprobs are {tuple(logps.shape)}, tokens {tuple(tokens.shape)}"
+    assert seen is None or (seen.dtype == torch.uint8 and seen.stride(1) == 1), "seen tokens are uint8, by rows"
+    grid = (triton.cdiv(len(drawn), ROWS),)
+    batch = ids, positions, lengths, new_positions, limits, finished, steps
+    results = stop_token_ids, tokens, logps, finished if seen is None else seen
+    sizes = len(drawn), len(stop_token_ids), capacity, max_steps, 0 if seen is None else seen.stride(0)
+    _advance_kernel[grid](drawn, *drawn_logps, *batch, *results, *sizes, HAS_SEEN=seen is not None, ROWS=ROWS)

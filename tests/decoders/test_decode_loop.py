@@ -1,0 +1,187 @@
+"""Decode steps that run without the host: tokens, ends and positions stay on the device, and steps are graphs.
+
+A capture that records operations stands in for CUDA's (`tests/device_ops.py`): replays run on the recorded tensors and
+run no Python code, so that a stale address or a value read by the host shows. The oracle is the scheduler's loop of
+single steps, and the count of launches that a device would see.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
+
+from hybrid.decoders.cuda_decoder import CudaDecoder
+from hybrid.decoders.decode_state import DecodeState
+from hybrid.generation.block_pool import BlockPool
+from hybrid.generation.draws import TokenDraws
+from hybrid.generation.request import Request
+from hybrid.generation.sampler import SamplingMetadata, stream_keys
+from hybrid.generation.scheduler import Completions, Scheduler
+from hybrid.models.reader import read_decoder
+from tests.decoders.test_cuda_decoder import DEVICE, Decoding, cuda_decoder, sequences, small
+from tests.decoders.test_torch_decoder import VARIANTS, own_weights
+from tests.device_ops import DeviceOps, RecordedCapture
+from tests.generation.test_scheduler import request_of
+from tests.marks import slow_but
+from tests.tiny_models import VOCABULARY
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu has the real capture")
+NEW = 7
+OUTSIDE = (
+    8  # launches of a decode step outside of its layers: the embedding's and the head's, with scales and soft caps
+)
+DENSE = [variant for variant in VARIANTS if "moe" not in variant and "mixtral" not in variant]
+SETTINGS = {
+    "greedy": SamplingMetadata(0),
+    "plain": SamplingMetadata(0.8),
+    "truncated": SamplingMetadata(1.3, top_k=12, top_p=0.9, min_p=0.01),
+    "penalized": SamplingMetadata(0.9, repetition_penalty=1.6, min_new_tokens=4),
+    "greedy, penalized": SamplingMetadata(0, repetition_penalty=1.6, min_new_tokens=4),
+}
+
+
+class SingleSteps(CudaDecoder):
+    """Samples each step on the host, after Hugging Face's processors."""
+
+    samples_in_kernel = samples_with_penalties = False
+
+
+def decoder_of(model: torch.nn.Module, max_capture_size: int, monkeypatch: pytest.MonkeyPatch) -> CudaDecoder:
+    capture = RecordedCapture(monkeypatch)
+    decoder = CudaDecoder(read_decoder(model), own_weights, model.dtype, max_capture_size, capture)
+    decoder.bind()
+    return decoder
+
+
+def one_layer() -> torch.nn.Module:
+    return small("llama", num_hidden_layers=1)
+
+
+def request(sampling: str, rows: int = 4) -> Request:
+    """Rows with prompts of different lengths and with limits of their own; one token in eight is a stop token."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, VOCABULARY, ((7, 31, 3)[row % 3],), generator=generator) for row in range(rows)]
+    keys = stream_keys(0, torch.arange(rows), torch.zeros(rows, dtype=torch.long))
+    metadata = SETTINGS[sampling]
+    settings = {"max_new_tokens": NEW, "sampling_metadata": metadata, "sampling_keys": keys}
+    settings["logprob_temperature"] = metadata.temperature or 1.0
+    made = request_of(prompts, stop_token_ids=torch.arange(0, VOCABULARY, 8), **settings)
+    return replace(made, limits=torch.arange(rows) % 3 + NEW - 2, pad_token_id=1)
+
+
+@torch.no_grad()
+def completions_of(request: Request, decoder: CudaDecoder, max_num_seqs: int, steps: int, pool=None) -> Completions:
+    pool = BlockPool(32) if pool is None else pool
+    pool.begin_call(decoder.kv)
+    phase = lambda name: contextlib.nullcontext()  # noqa: E731
+    return Scheduler(request, decoder, pool, max_num_seqs, phase, steps).run()
+
+
+def require_equal(actual: Completions, expected: Completions) -> None:
+    assert torch.equal(actual.tokens, expected.tokens)
+    assert torch.equal(actual.lengths, expected.lengths)
+    for field in fields(expected)[2:]:
+        torch.testing.assert_close(getattr(actual, field.name), getattr(expected, field.name), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("max_num_seqs", slow_but([3], [3, 4]))  # 3: rows wait for others to end
+@pytest.mark.parametrize("sampling", slow_but(["plain", "penalized"], SETTINGS))
+def test_the_loop_gives_what_single_steps_give(sampling, max_num_seqs, monkeypatch):
+    """In graphs, with padding sequences; a second call, whose KV cache lies elsewhere, replays the same graphs."""
+    model = one_layer()
+    single = SingleSteps(read_decoder(model), own_weights, model.dtype)
+    single.bind()
+    expected = completions_of(request(sampling), single, max_num_seqs, 1)
+    limits = request(sampling).limits
+    assert (expected.lengths < limits).any() and (expected.lengths == limits).any(), expected.lengths
+    graphed = decoder_of(model, 4, monkeypatch)
+    for _ in range(2):  # in other blocks each time
+        require_equal(completions_of(request(sampling), graphed, max_num_seqs, 4), expected)
+        captured = graphed.graphs.capture.captured
+    assert captured == len(graphed.graphs), "the second call captured again"
+    assert graphed.graphs.capture.replays > 2 * captured
+
+
+def test_the_loop_without_graphs_gives_the_same(monkeypatch):
+    model = one_layer()
+    eager, graphed = decoder_of(model, 0, monkeypatch), decoder_of(model, 4, monkeypatch)
+    expected = completions_of(request("plain"), graphed, 8, 4)
+    require_equal(completions_of(request("plain"), eager, 8, 4), expected)
+    assert not len(eager.graphs) and len(graphed.graphs)
+
+
+def test_a_step_outside_of_the_graphs_launches_next_to_nothing_and_never_waits(monkeypatch):
+    """Five launches a step are allowed; loading the batch costs a dozen for all steps together."""
+    decoder, pool, steps = decoder_of(one_layer(), 4, monkeypatch), BlockPool(32), NEW - 1
+    endless = replace(request("plain"), stop_token_ids=torch.tensor([-1]), limits=None)
+    completions_of(endless, decoder, 4, steps, pool)  # captures
+    ops, replays, own = DeviceOps(), Counter(), CudaDecoder.decode_steps
+
+    def seen(*args):
+        with ops.on(monkeypatch):
+            return own(*args)
+
+    monkeypatch.setattr(CudaDecoder, "decode_steps", seen)
+    monkeypatch.setattr(decoder.graphs, "replay", lambda key: replays.update([key[0]]))
+    completions_of(endless, decoder, 4, steps, pool)
+    assert not ops.waits
+    assert replays["decode"] == replays["draw"] == steps
+    assert (len(ops.seen) + sum(replays.values())) / steps <= 5, Counter(ops.seen)
+
+
+def launches_in(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> DeviceOps:
+    """What a device sees of a function."""
+    ops = DeviceOps()
+    with torch.no_grad(), ops.on(monkeypatch):
+        run()
+    return ops
+
+
+@pytest.mark.parametrize("variant", slow_but(["qwen3", "gemma2"], DENSE))
+def test_a_layer_of_a_decode_step_launches_at_most_ten_kernels(variant, monkeypatch):
+    """Two layers against one; and what is outside of the layers: embedding, slots, final norm, head, logits."""
+    model = small(variant)
+    decoder = cuda_decoder(model)
+    decoding = Decoding(decoder, sequences((5, 5)))
+    decoding.run([0, 0], [2, 2])
+    batch = decoding.batch([(2, 3), (2, 3)])
+    hidden = torch.zeros(2, decoder.spec.hidden_size)
+    of_one, of_two = (
+        launches_in(lambda last=last: decoder.decode_layers(hidden, batch, decoding.kv, 0, last), monkeypatch)
+        for last in (1, 2)
+    )
+    whole = launches_in(lambda: decoder.eager_decode(batch, decoding.kv), monkeypatch)
+    assert not whole.waits
+    assert len(of_two.seen) - len(of_one.seen) <= 10, of_two.seen
+    assert len(whole.seen) - len(of_two.seen) <= OUTSIDE, whole.seen
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_drawing_takes_three_launches_and_never_waits_for_the_device(sampling, monkeypatch):
+    drawn = request(sampling)
+    keys, token_ids = drawn.sampling_keys, drawn.prompt_ids if SETTINGS[sampling].repetition_penalty > 1 else None
+    stops, metadata = drawn.stop_token_ids, drawn.sampling_metadata
+    draws = TokenDraws(keys, torch.zeros_like(keys), drawn.limits_of_rows(), stops, 0, metadata, token_ids)
+    state = DecodeState(8, 64, VOCABULARY, torch.device(DEVICE))
+    state.load_draws(draws)
+    ops = launches_in(lambda: state.draw(draws, 4), monkeypatch)
+    assert ops.seen == ["_sums_kernel", "_draw_kernel", "_advance_kernel"] and not ops.waits
+
+
+@pytest.mark.parametrize("rows", [3, 11])
+def test_the_plan_counts_the_loops_tensors(rows, monkeypatch):
+    """As planned without a device: exactly the tensors that the loop makes, at 152k logits a row as at 200."""
+    decoder = decoder_of(one_layer(), 64, monkeypatch)
+    decoding = Decoding(decoder, sequences((5,) * rows))
+    decoding.run([0] * rows, [2] * rows)
+    decoding.decode([2] * rows)
+    pool = decoder.activation_bytes(decoder.state.capacity) + decoder.state.logits.nbytes
+    assert decoder.loop_bytes(rows, 5) == decoder.state.nbytes + pool
+    assert rows <= decoder.state.capacity <= rows + 8
+    monkeypatch.setattr(CudaDecoder, "_num_logits", 151_936)
+    assert decoder.loop_bytes(rows, 5) > 2 * 4 * 151_936 * rows
