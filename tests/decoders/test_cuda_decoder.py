@@ -17,6 +17,7 @@ from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch
 from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.cuda_decoder import CudaDecoder, ShardedCudaDecoder
 from hybrid.kernels.host_group import on_host
+from hybrid.kernels.kv_addresses import kv_addresses
 from hybrid.kernels.triton_attention import decode_attention
 from hybrid.models.reader import read_decoder
 from hybrid.parallel import InferenceGroup
@@ -251,6 +252,18 @@ def test_graphs_are_captured_again_only_if_weights_move():
     decoder.bind()
     assert torch.allclose(moved.decode([2, 2, 2]), 2 * first)
     assert decoder.graphs.replays["decode", 4] is not graph
+
+
+def test_a_replay_reads_the_blocks_that_it_is_given():
+    """Also if another forward has run over other blocks since the last replay."""
+    decoder = cuda_decoder(small("llama"), max_capture_size=4)
+    decoder.graphs.capture = lambda run: lambda: None  # as on a device: no Python runs in a replay
+    first = three_sequences(decoder)
+    first.decode([2, 2, 2])
+    three_sequences(decoder)
+    first.decode([2, 2, 2])
+    expected = kv_addresses(first.kv.keys, first.kv.values)
+    assert torch.equal(decoder.kv_table.cpu(), expected)
 
 
 @pytest.mark.slow
