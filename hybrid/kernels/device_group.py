@@ -41,14 +41,13 @@ class DeviceGroup(InferenceGroup):
         """Map a buffer on every rank, if all of them can."""
         if self.size == 1 or self.dtype not in SUMMED:
             return
-        can_map, hosts = zip(
-            *all_gather_objects((maps_symmetric_memory(), socket.gethostname()), self.group), strict=True
-        )
-        if all(can_map) and len({*hosts}) == 1:
+        ranks = all_gather_objects((maps_symmetric_memory(), socket.gethostname()), self.group)
+        if len({*ranks}) == 1 and ranks[0][0]:
             self.buffer, self.has_multicast = mapped_buffer(MAX_BYTES, self.dtype, self.device, self.group)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce: `tensor` becomes, in place, the sum over the group, the same bits on every rank. Gives `tensor`."""
+        """All-reduce: `tensor` becomes, in place, the sum over the group, with the same bits on every rank. Gives
+        `tensor`."""
         each = 16 * self.size  # bytes: every rank adds a part, by vectors of 16 bytes
         fits = tensor.dtype == self.dtype and tensor.nbytes <= MAX_BYTES and tensor.nbytes % each == 0
         if self.buffer is None or not fits or not tensor.is_contiguous():
