@@ -314,7 +314,7 @@ class InferenceConfig(Block):
         dtype.
     tensor_parallel: how ranks share the weights.
     enable_cuda_graph: run forwards as CUDA graphs. Here: by default the decode steps of `generate` are graphs wherever
-        the decoder can; true also captures forwards of a model without a decoder, and warns without a CUDA device.
+        the decoder can; true also captures forwards of a model without a decoder. Without a CUDA device it warns.
     use_triton: use Triton kernels. Here: those of the fused containers on CUDA; refused where Triton is not available.
     triton_autotune: tune the Triton kernels. Here: no effect, they have nothing to tune.
     zero: ZeRO settings. Here: stage 3 is refused, use `hybrid.initialize` for a partitioned model; otherwise no effect.

@@ -62,7 +62,8 @@ class MemoryPlan:
     limit: int | None = None
 
     def __str__(self) -> str:
-        names = [field.name for field in fields(Need)]
+        loops = any(need.graphs for need in self.needs.values())
+        names = [field.name for field in fields(Need) if loops or field.name != "graphs"]
         lines = [["mode", *names, "inference", ""]]
         for mode, need in self.needs.items():
             marks = ["in use"] * (mode == self.in_use) + ["too much"] * (not self.fits(mode))

@@ -91,9 +91,9 @@ def calls(monkeypatch) -> Calls:
         monkeypatch.setattr(kind, "forward", counted)
 
     def counted_steps(self, *args, _own=CpuDecoder.decode_steps):
-        done = _own(self, *args)
-        counter.count += done
-        return done
+        tokens, logps = _own(self, *args)
+        counter.count += len(tokens)
+        return tokens, logps
 
     monkeypatch.setattr(CpuDecoder, "decode_steps", counted_steps)
 
@@ -228,7 +228,9 @@ def test_the_self_check_runs_once(calls, monkeypatch):
     monkeypatch.setattr(CpuDecoder, "layers", counted)
     engine = SmallEngine(tiny_model("llama"))
     require_fused(engine, tiny_model("llama").eval(), calls)
-    assert counter.taken() == 3 * (2 + STEPS), "two prefills and the decode steps of three layers"
+    assert counter.taken() == 3 * (2 + STEPS + 1), (
+        "two prefills and the decode steps, one of them in two, of three layers"
+    )
     engine.snapshot.weights.version.loads += 1
     require_fused(engine, tiny_model("llama").eval(), calls)
     assert counter.taken() == 0

@@ -36,9 +36,9 @@ def decoded_rows() -> Iterator[list[int]]:
         return own(self, batch, kv)
 
     def recording_steps(self, batch, *args):
-        done = own_steps(self, batch, *args)
-        row_counts.extend([len(batch.ids)] * done)
-        return done
+        tokens, logps = own_steps(self, batch, *args)
+        row_counts.extend([len(batch.ids)] * len(tokens))
+        return tokens, logps
 
     def without_recording(*args):
         before = len(row_counts)
