@@ -3,6 +3,7 @@
 It computes and rounds as TorchDecoder does. Requires triton, which torch's CUDA builds include.
 """
 
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,14 +204,24 @@ class CudaDecoder(TorchDecoder):
         return self.spec.vocab_size if self.vocabulary is None else self.vocabulary.width
 
     def _run(self, key: Hashable, size: int, step: Run) -> None:
-        """Run a step over the state's first `size` sequences: from the graph of `key` if its size has graphs."""
-        if size > self.max_capture_size:
+        """Run a step over the state's first `size` sequences: from the graph of `key` if its size has graphs. Where a
+        step cannot be captured, this and all later ones run without graphs, which is warned about."""
+        if size <= self.max_capture_size and key not in self.graphs:
+            try:
+                with self.state.padding(size):
+                    self.graphs.add(key, step)
+            except RuntimeError as error:
+                self.max_capture_size = 0
+                self.graphs.reset()
+                warnings.warn(
+                    f"decode steps run without CUDA graphs, which is slower: a step cannot be captured: {error} (free "
+                    "memory if it is short of it; enable_cuda_graph=false does not try)",
+                    stacklevel=2,
+                )
+        if size <= self.max_capture_size:
+            self.graphs.replay(key)
+        else:
             step()
-            return
-        if key not in self.graphs:
-            with self.state.padding(size):
-                self.graphs.add(key, step)
-        self.graphs.replay(key)
 
     def _decode_step(self, size: int) -> None:
         """The decode step of the state's first `size` sequences."""

@@ -115,6 +115,25 @@ def test_the_loop_without_graphs_gives_the_same(monkeypatch):
     assert not len(eager.graphs) and len(graphed.graphs)
 
 
+def test_steps_that_cannot_be_captured_run_without_graphs_and_warn_once(monkeypatch):
+    """The capture fails at its second step, when one graph has been replayed."""
+    model, recorded, captures = one_layer(), RecordedCapture(monkeypatch), []
+
+    def capture(run):
+        captures.append(run)
+        if len(captures) > 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return recorded(run)
+
+    decoder = CudaDecoder(read_decoder(model), own_weights, model.dtype, 4, capture)
+    decoder.bind()
+    with pytest.warns(UserWarning, match="without CUDA graphs, which is slower.*operation not permitted") as caught:
+        actual = completions_of(request("plain"), decoder, 4, 4)
+    assert len([warning for warning in caught if "CUDA graphs" in str(warning.message)]) == 1
+    assert len(captures) == 2 and recorded.replays == 1
+    require_equal(actual, completions_of(request("plain"), decoder_of(model, 0, monkeypatch), 4, 4))
+
+
 def test_a_step_outside_of_the_graphs_launches_next_to_nothing_and_never_waits(monkeypatch):
     """Five launches a step are allowed; loading the batch costs a dozen for all steps together."""
     decoder, pool, steps = decoder_of(one_layer(), 4, monkeypatch), BlockPool(32), NEW - 1
