@@ -9,7 +9,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
+from hybrid.decoders.batch import PackedBatch
+from hybrid.decoders.cuda_decoder import CudaDecoder
 from hybrid.decoders.torch_decoder import TorchDecoder
+from hybrid.generation.draws import TokenDraws
 from hybrid.generation.sampler import SamplingMetadata, sample_tokens_in_torch, stream_keys
 from hybrid.kernels.triton_sampling import SamplingFeatures, sample, sampling_features, sampling_values
 from hybrid.models.reader import read_decoder
@@ -118,8 +121,48 @@ def test_graphs_share_one_memory_pool():
             batch.block_tables[:count],
         )
         decoder.decode(part, decoding.kv)
-    assert len(decoder.graphed.graphs) == 7
+    assert len(decoder.graphs) == 7
     assert torch.cuda.memory_reserved() - first <= 2**24
+
+
+def loop_of(decoder: CudaDecoder, rows: int, tokens: int) -> tuple[Decoding, PackedBatch, TokenDraws]:
+    """Sequences of 40 tokens in blocks with room for more, and how `tokens` more of each are drawn."""
+    decoding = Decoding(decoder, sequences((40 + tokens,) * rows))
+    decoding.run([0] * rows, [39] * rows)
+    keys = stream_keys(3, torch.arange(rows), torch.zeros(rows, dtype=torch.long)).cuda()
+    limits, stops = torch.full_like(keys, tokens), torch.tensor([2], device="cuda")
+    draws = TokenDraws(keys, torch.zeros_like(keys), limits, stops, 0, SamplingMetadata(0.8, top_k=20))
+    return decoding, decoding.batch([(39, 40)] * rows), draws
+
+
+@torch.no_grad()
+def test_the_decode_loop_draws_the_same_in_graphs_and_never_synchronizes(sync_raises):
+    """Eight steps, eager and from graphs: equal tokens, while a synchronization would raise."""
+    drawn = []
+    for max_capture_size in (0, 8):
+        decoder = cuda_decoder(small("qwen3"), max_capture_size)
+        decoding, batch, draws = loop_of(decoder, 5, 8)
+        for on in (False, True):  # the first time it compiles and captures
+            sync_raises(on)
+            tokens, logps = decoder.decode_steps(batch, decoding.kv, draws, 8)
+        sync_raises(False)
+        drawn.append((tokens.tolist(), logps.cpu()))
+        assert len(decoder.graphs) == (2 if max_capture_size else 0)
+    assert drawn[0][0] == drawn[1][0]
+    torch.testing.assert_close(drawn[0][1], drawn[1][1], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_loops_memory_is_as_planned():
+    """Its tensors and the graphs' pool, at two sizes; the allocator reserves 2 MiB at a time, and cuBLAS a workspace."""
+    for rows, hidden in ((8, 256), (128, 1024)):
+        decoder = cuda_decoder(small("llama", hidden_size=hidden, intermediate_size=3 * hidden), 128)
+        decoding, batch, draws = loop_of(decoder, rows, 8)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        decoder.decode_steps(batch, decoding.kv, draws, 8)
+        assert torch.cuda.memory_reserved() - before <= 1.1 * decoder.loop_bytes(rows, 48) + 2**26
 
 
 SETTINGS = {

@@ -123,16 +123,16 @@ def check_rollouts_around_a_step() -> None:
         with engine.inference():
             require_greedy(engine, reference)
             assert greedy(engine) != before
-        assert all(captured_graphs(engine)[count] is graph for count, graph in kept.items())
+        assert all(captured_graphs(engine)[key] is graph for key, graph in kept.items())
         require_fused(engine)
         engine.destroy()
 
 
-def captured_graphs(engine: hybrid.HybridEngine) -> dict[int, object]:
-    """The decoder's graphs by number of sequences."""
+def captured_graphs(engine: hybrid.HybridEngine) -> dict[tuple, object]:
+    """The decoder's graphs by key."""
     (bound,) = engine._fused.bound.values()
-    graphed = getattr(bound.decoder, "graphed", None)
-    return {} if graphed is None else graphed.graphs
+    graphs = getattr(bound.decoder, "graphs", None)
+    return {} if graphs is None else graphs.replays
 
 
 def check_seeds() -> None:
