@@ -16,7 +16,7 @@ from hybrid.generation.draws import TokenDraws
 from hybrid.generation.sampler import SamplingMetadata, sample_tokens_in_torch, stream_keys
 from hybrid.kernels.triton_sampling import SamplingFeatures, sample, sampling_features, sampling_values
 from hybrid.models.reader import read_decoder
-from tests.decoders.test_cuda_decoder import Decoding, cuda_decoder, hugging_face, sequences, small
+from tests.decoders.test_cuda_decoder import DEVICE, Decoding, cuda_decoder, hugging_face, sequences, small
 from tests.decoders.test_torch_decoder import VARIANTS, average, distance, own_weights
 from tests.engines import engine_of, settings
 from tests.tiny_models import ALL_FAMILIES, tiny_model
@@ -129,8 +129,8 @@ def loop_of(decoder: CudaDecoder, rows: int, tokens: int) -> tuple[Decoding, Pac
     """Sequences of 40 tokens in blocks with room for more, and how `tokens` more of each are drawn."""
     decoding = Decoding(decoder, sequences((40 + tokens,) * rows))
     decoding.run([0] * rows, [39] * rows)
-    keys = stream_keys(3, torch.arange(rows), torch.zeros(rows, dtype=torch.long)).cuda()
-    limits, stops = torch.full_like(keys, tokens), torch.tensor([2], device="cuda")
+    keys = stream_keys(3, torch.arange(rows), torch.zeros(rows, dtype=torch.long)).to(DEVICE)
+    limits, stops = torch.full_like(keys, tokens), torch.tensor([2], device=DEVICE)
     draws = TokenDraws(keys, torch.zeros_like(keys), limits, stops, 0, SamplingMetadata(0.8, top_k=20))
     return decoding, decoding.batch([(39, 40)] * rows), draws
 
@@ -154,7 +154,7 @@ def test_the_decode_loop_draws_the_same_in_graphs_and_never_synchronizes(sync_ra
 
 @torch.no_grad()
 def test_the_loops_memory_is_as_planned():
-    """Its tensors and the graphs' pool, at two sizes; the allocator reserves 2 MiB at a time, and cuBLAS a workspace."""
+    """Its tensors and the graphs' pool, at two sizes. The allocator reserves 2 MiB at a time, and cuBLAS a workspace."""
     for rows, hidden in ((8, 256), (128, 1024)):
         decoder = cuda_decoder(small("llama", hidden_size=hidden, intermediate_size=3 * hidden), 128)
         decoding, batch, draws = loop_of(decoder, rows, 8)
