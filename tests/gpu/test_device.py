@@ -154,7 +154,7 @@ def test_the_decode_loop_draws_the_same_in_graphs_and_never_synchronizes(sync_ra
 
 @torch.no_grad()
 def test_the_loops_memory_is_as_planned():
-    """Its tensors and the graphs' pool, at two sizes. The allocator reserves 2 MiB at a time, and cuBLAS a workspace."""
+    """Its tensors and the pool of its graphs, at two sizes. The allocator rounds up, and cuBLAS has a workspace."""
     for rows, hidden in ((8, 256), (128, 1024)):
         decoder = cuda_decoder(small("llama", hidden_size=hidden, intermediate_size=3 * hidden), 128)
         decoding, batch, draws = loop_of(decoder, rows, 8)
