@@ -11,7 +11,8 @@ time of the further ones, a token. Clocks are read after the device has been syn
 
     hybrid              this engine's rollouts, ZeRO-3, a fresh snapshot; decode steps as CUDA graphs
     hybrid-eager        the same without graphs
-    hybrid-flashinfer   the same with FlashInfer's attention: only if it is installed, and the engine has such a setting
+    hybrid-flashinfer   as hybrid, with FlashInfer's attention in prefill: only if it is installed
+    hybrid-flashinfer-eager   as hybrid-eager, with FlashInfer's attention in prefill and decode steps
     hf-static           Hugging Face's generate, static cache, torch.compile (reduce-overhead)
     vllm                vLLM with random weights in a process of its own: only if it is installed
 
@@ -44,14 +45,15 @@ from benchmarks.cases import DTYPES, SHAPES, Case
 ROOT = Path(__file__).resolve().parents[1]
 CASE_PROCESS = [sys.executable, "-m", "benchmarks.gpu_case"]
 CONTENDERS = ("hybrid", "hybrid-flashinfer", "hf-static", "vllm")  # those that are available are measured
-MORE_CONTENDERS = ("hybrid-eager", "crash", "hang", "out-of-memory")  # the last three are faults, for a test
+# The last three are faults, for a test.
+MORE_CONTENDERS = ("hybrid-eager", "hybrid-flashinfer-eager", "crash", "hang", "out-of-memory")
 BATCHES, PROMPTS = (1, 16, 64, 256), (32, 512)
 # The most telling cases first.
 SHAPE_ORDER = ("1.5B", "7B", "0.5B")
 SIZE_ORDER = ((64, 512), (1, 32), (256, 32), (16, 512), (64, 32), (256, 512), (16, 32), (1, 512))  # batch and prompt
 START_S = 15.0  # a case takes longer than this to start, so none is started with less left
-# The blocks of settings by which this engine's attention runs FlashInfer's kernels: there are none yet.
-FLASHINFER: dict[str, dict[str, Any]] = {}
+# The blocks of settings by which this engine's attention runs FlashInfer's kernels.
+FLASHINFER: dict[str, dict[str, Any]] = {"rollout": {"attention_backend": "flashinfer"}}
 RESERVE = 2 * 2**30  # bytes that a process uses besides tensors: CUDA's context, libraries' workspaces, graphs
 COPIES = {"hf-static": 1, "vllm": 1}  # of the weights; this engine holds its ZeRO-3 partition and the snapshot: 2
 REASON_CHARS = 160
@@ -183,7 +185,7 @@ def planned(args: argparse.Namespace) -> list[Work]:
 
 def available() -> list[str]:
     """The contenders that can run here."""
-    needs = {"vllm": has("vllm"), "hybrid-flashinfer": has("flashinfer") and bool(FLASHINFER)}
+    needs = {"vllm": has("vllm"), "hybrid-flashinfer": has("flashinfer")}
     return [name for name in CONTENDERS if needs.get(name, True)]
 
 

@@ -250,6 +250,9 @@ CONTENDERS: dict[str, Callable[[str, Case, dict[str, Any]], Contender]] = {
     "hybrid": lambda name, case, work: engine_contender(name, case, graphs=True),
     "hybrid-eager": lambda name, case, work: engine_contender(name, case, graphs=False),
     "hybrid-flashinfer": lambda name, case, work: engine_contender(name, case, graphs=True, **work["flashinfer"]),
+    "hybrid-flashinfer-eager": lambda name, case, work: engine_contender(
+        name, case, graphs=False, **work["flashinfer"]
+    ),
     "hf-static": lambda name, case, work: hugging_face_static(name, case),
     "vllm": lambda name, case, work: vllm(name, case, work["vllm_share"]),
     **{

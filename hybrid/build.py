@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig
+from hybrid.decoders.attention_choice import choose_attention
 from hybrid.decoders.fallback import FallbackReasons
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.selection import CPU_KERNELS, kernels_for
@@ -178,6 +179,7 @@ class Builder:
             fallback_reason,
             warns=not self.native_by_choice,
             stream=stream,
+            attention_backend=self.rollout.attention_backend,
         )
 
     def _joined(self) -> list[tuple[ParamRef, ...]]:
@@ -233,3 +235,17 @@ def int8_refusals(info: ModelInfo, settings: HybridEngineConfig, rollout: Rollou
 def layer_by_layer(reason: str) -> str:
     """The reason text for a model whose own layers are gathered as they run."""
     return f"weights are gathered layer by layer ({reason})"
+
+
+def attention_refusals(info: ModelInfo, rollout: RolloutConfig) -> Iterator[Refusal]:
+    """What FlashInfer's attention is not available with. Nothing without `rollout.attention_backend="flashinfer"`."""
+    if rollout.attention_backend != "flashinfer":
+        return
+    key, value = "rollout.attention_backend", "flashinfer"
+    remedy = "use triton, or auto, which takes FlashInfer where it can"
+    yield Refusal(rollout.containers == "native", key, value, f"it needs rollout.containers=fused; {remedy}")
+    none = f"only fused decoders use it, and {type(info.base).__name__} has none ({info.reasons.get('layout')})"
+    yield Refusal(info.layout is None, key, value, f"{none}; {remedy}")
+    weight = next(info.model.parameters())
+    reason = choose_attention(value, info.layout.spec, weight.dtype, weight.device).reason
+    yield Refusal(reason != "", key, value, f"{reason}; {remedy}")

@@ -73,6 +73,10 @@ class RolloutConfig(Block):
         bytes of bfloat16. Logprobs of a rollout are then those of the int8 policy. `score()`, and forwards in eval
         mode, compute with the training weights: they give the trainer's side of importance sampling, and the exact
         reference of a LoRA policy. Under ZeRO-3 these gather layer by layer, as with pin_parameters=false.
+    attention_backend: kernels of the fused decoder's attention on GPUs: "triton", ours; "flashinfer" (the package's
+        extra `flashinfer`), in prefill, and in decode steps that are not CUDA graphs; "auto", FlashInfer where it is
+        installed and has what the model needs, else ours. "flashinfer" raises ValueError where "auto" takes ours. The
+        default is "triton" because the two have not been compared on a device.
     """
 
     keep_snapshot: bool = True
@@ -85,6 +89,7 @@ class RolloutConfig(Block):
     lora: Literal["merged", "unmerged"] = "merged"
     offload_states: bool = False
     weight_dtype: Literal["model", "int8"] = "model"
+    attention_backend: Literal["auto", "triton", "flashinfer"] = "triton"
 
 
 BLOCKS: dict[str, type[Block]] = {"hybrid_engine": HybridEngineConfig, "rollout": RolloutConfig}

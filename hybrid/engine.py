@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
-from hybrid.build import Builder, Mode, int8_refusals
+from hybrid.build import Builder, Mode, attention_refusals, int8_refusals
 from hybrid.call_lock import CallLock, with_call_lock
 from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig, refuse
 from hybrid.decoders.calls import Calls, SharedCalls
@@ -86,6 +86,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             self._profiler.gathered,
             self._training_hooks,
         )
+        refuse(attention_refusals(self._builder.info, self._rollout_settings))
         self._planner = MemoryPlanner(self._builder)
         self._generator = self._make_generator()
         self._version = self._builder.version

@@ -1,6 +1,7 @@
 """The decoder on Triton kernels: no synchronisation with the device; a decode step can be a CUDA graph.
 
-It computes and rounds as TorchDecoder does. Requires triton, which torch's CUDA builds include.
+It computes and rounds as TorchDecoder does. Requires triton, which torch's CUDA builds include. Attention outside of
+graphs may be another backend's.
 """
 
 import warnings
@@ -11,19 +12,16 @@ from functools import partial
 
 import torch
 
+from hybrid.decoders.attention_choice import attention_settings
 from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, PagedKV
 from hybrid.decoders.decode_state import DecodeState
 from hybrid.decoders.torch_decoder import Copies, Tensors, TorchDecoder, no_lora_deltas
 from hybrid.decoders.tp_decoder import ShardedDecoder
+from hybrid.kernels.attention_backend import AttentionBackend, AttentionSettings, LayerBlocks
 from hybrid.kernels.cuda_graph import Graphs, Run, capture_sizes
+from hybrid.kernels.flashinfer_attention import FlashInferAttention
 from hybrid.kernels.kv_addresses import LayerKV, kv_addresses
-from hybrid.kernels.triton_attention import (
-    WIDEST_TILE,
-    SplitWorkspace,
-    decode_attention,
-    prefill_attention,
-    split_workspace,
-)
+from hybrid.kernels.triton_attention import WIDEST_TILE, TritonAttention
 from hybrid.kernels.triton_decode import decode_slot_mapping
 from hybrid.kernels.triton_experts import mixture
 from hybrid.kernels.triton_fused import QKNorm, activated, add_norm, rope_and_write
@@ -36,12 +34,14 @@ class Step:
     """What the layers of one forward share.
 
     batch: the new tokens.  decoding: whether it has one token for each sequence.
+    graphed: whether it runs in a CUDA graph.
     slot_mapping: int64 [tokens]: the cache position of each new token's key and value.
     """
 
     batch: PackedBatch
     decoding: bool
     slot_mapping: torch.Tensor
+    graphed: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class CudaDecoder(TorchDecoder):
     max_capture_size: decode steps of at most so many sequences are replayed from CUDA graphs; 0: no graphs. A graph is
         captured when its batch size first occurs, and kept as long as weights and tables keep their addresses.
     capture: as in Graphs.
+    flashinfer: whether FlashInfer computes the attention of prefill, and of decode steps that are not graphs. Its plan
+        of each forward waits for the device.
     """
 
     # A longer context has more than two tiles, which attention divides if the batch leaves multiprocessors idle.
@@ -90,8 +92,13 @@ class CudaDecoder(TorchDecoder):
         capture: Callable[[Run], Run] | None = None,
         lora_deltas: Callable[[ParamRef], list[LowRank]] = no_lora_deltas,
         copies: Copies | None = None,
+        flashinfer: bool = False,
     ):
         super().__init__(layout, weights, dtype, lora_deltas, copies)
+        self.make_attention: Callable[[AttentionSettings, torch.device], AttentionBackend]
+        self.make_attention = FlashInferAttention if flashinfer else TritonAttention
+        self.attention: AttentionBackend | None = None
+        self.graphed_attention: TritonAttention | None = None  # of decode steps that are graphs
         self.max_capture_size, self.capture_sizes = max_capture_size, capture_sizes(max_capture_size)
         self.graphs = Graphs(capture=capture)
         self.positions = 0  # positions in the rope tables and ALiBi's bias
@@ -101,7 +108,6 @@ class CudaDecoder(TorchDecoder):
         self.addresses: tuple[float, ...] = ()  # of the weights and LoRA factors, and LoRA's scales
         self.kv_table: torch.Tensor | None = None  # int64 [layers, 2]: addresses of the blocks that kernels read
         self.kv_table_of: tuple[int, ...] = ()  # these addresses, on the host
-        self.workspace: SplitWorkspace | None = None  # of decode attention
         self.lent: PagedKV | None = None  # the blocks of the step that runs
 
     def bind(self) -> None:
@@ -191,12 +197,20 @@ class CudaDecoder(TorchDecoder):
         return next((size for size in self.capture_sizes if size >= count), count)
 
     def loop_bytes(self, sequences: int, tokens: int) -> int:
-        """Bytes that decode steps of so many sequences of up to `tokens` tokens add: the state, and the memory pool of
-        the graphs, which keeps a step's activations and logits. Measured by no device yet."""
+        """Bytes that decode steps of so many sequences of up to `tokens` tokens add: the state, FlashInfer's
+        workspaces, and the memory pool of the graphs, which keeps a step's activations and logits. Measured by no
+        device yet."""
         size = self._captured_size(sequences)
         state = DecodeState(size, rounded_up(tokens), self._num_logits, torch.device("meta")).nbytes
         pool = self.activation_bytes(size) + size * self._num_logits * self.dtype.itemsize
-        return state + pool * (size <= self.max_capture_size)
+        return state + self._attention_bytes + pool * (size <= self.max_capture_size)
+
+    @property
+    def _attention_bytes(self) -> int:
+        """Bytes that FlashInfer's wrappers keep; the workspace of our kernels is small."""
+        if self.make_attention is not FlashInferAttention:
+            return 0
+        return FlashInferAttention.workspace_bytes(attention_settings(self.spec, self.dtype))
 
     @property
     def _num_logits(self) -> int:
@@ -226,7 +240,8 @@ class CudaDecoder(TorchDecoder):
     def _decode_step(self, size: int) -> None:
         """The decode step of the state's first `size` sequences."""
         batch, state = self.state.batch(size), self.state
-        hidden = self.decode_layers(self.embed(batch.ids, batch.positions), batch, self.lent, 0, len(self.blocks))
+        step = self._step(batch, decoding=True, graphed=size <= self.max_capture_size)
+        hidden = self._layers(self.embed(batch.ids, batch.positions), step, self.lent, range(len(self.blocks)))
         state.logits[:size].copy_(self.model_logits(hidden))
 
     def eager_decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
@@ -240,11 +255,12 @@ class CudaDecoder(TorchDecoder):
         """`layers` for one new token of each sequence, as `decode` runs them."""
         return self._layers(hidden, self._step(batch, decoding=True), kv, range(first, last))
 
-    def _step(self, batch: PackedBatch, decoding: bool = False) -> Step:
+    def _step(self, batch: PackedBatch, decoding: bool = False, graphed: bool = False) -> Step:
         """What the layers of this forward share."""
         self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
         if decoding:
-            return Step(batch, True, decode_slot_mapping(batch.positions, batch.block_tables, BLOCK_SIZE))
+            slot_mapping = decode_slot_mapping(batch.positions, batch.block_tables, BLOCK_SIZE)
+            return Step(batch, True, slot_mapping, graphed)
         tokens = torch.arange(len(batch.ids), dtype=torch.int32, device=batch.ids.device)
         owner, positions = torch.searchsorted(batch.cu_seqlens[1:], tokens, right=True), batch.positions.long()
         blocks = batch.block_tables[owner, positions // BLOCK_SIZE].long()
@@ -253,6 +269,8 @@ class CudaDecoder(TorchDecoder):
     def _layers(self, hidden: torch.Tensor, step: Step, kv: PagedKV, span: range) -> torch.Tensor:
         """Run the layers of `span`. What a layer adds to the residual stream, the next layer's norm kernel adds."""
         self.read_blocks_of(kv)
+        if not step.graphed:
+            self.attention.plan(step.batch, step.decoding)
         pending = None
         for index in span:
             hidden, pending = self._layer(index, hidden, pending, step, kv)
@@ -265,13 +283,13 @@ class CudaDecoder(TorchDecoder):
             return
         if self.kv_table is None:
             self.kv_table = torch.zeros(len(kv.keys), 2, dtype=torch.int64, device=self.device)
-            group = self.spec.num_heads // self.spec.num_kv_heads
-            self.workspace = split_workspace(group, self.spec.head_dim, self.device)
+            arguments = attention_settings(self.spec, self.dtype), self.device
+            self.attention, self.graphed_attention = self.make_attention(*arguments), TritonAttention(*arguments)
         self.kv_table.copy_(kv_addresses(kv.keys, kv.values))
         self.kv_table_of = addresses
 
     def _layer_kv(self, index: int) -> LayerKV:
-        """The layer's blocks as kernels read them."""
+        """The layer's blocks as Triton kernels read them."""
         return LayerKV(self.kv_table[index], self.dtype, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
 
     def _layer(
@@ -306,7 +324,7 @@ class CudaDecoder(TorchDecoder):
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, kv: PagedKV
     ) -> torch.Tensor:
         spec, layer, batch = self.spec, self.spec.layers[index], step.batch
-        blocks = self._layer_kv(index)
+        blocks = LayerBlocks(kv.keys[index], kv.values[index], self._layer_kv(index))
         cos, sin = self.rope[layer.rotary] if layer.rotary else (None, None)
         qk_norm = None
         if self._norms_in_rope():
@@ -314,14 +332,12 @@ class CudaDecoder(TorchDecoder):
             weights = (self.blocks[index][f"{role}.weight"] for role in ("q_norm", "k_norm"))
             qk_norm = QKNorm(*weights, spec.norm_eps, spec.norm_offset, spec.norm_float32)
         q = rope_and_write(
-            q, k, v, cos, sin, batch.positions, step.slot_mapping, blocks, spec.rotary_interleaved, qk_norm
+            q, k, v, cos, sin, batch.positions, step.slot_mapping, blocks.addresses, spec.rotary_interleaved, qk_norm
         )
-        # Hugging Face's eager attention, which models with soft caps and BLOOM use, rounds the scores.
-        rounded = spec.attention_softcap > 0 or (spec.alibi is not None and not spec.alibi_bfloat16)
-        features = spec.attention_scale, spec.attention_softcap, layer.window, self.bias, rounded
-        if step.decoding:
-            return decode_attention(q, blocks, batch.lengths, batch.block_tables, self.workspace, *features)
-        return prefill_attention(q, blocks, batch.cu_seqlens, batch.lengths, batch.block_tables, *features)
+        # A graph would keep the tensors in `blocks`; ours reads addresses, and so stays valid when blocks move.
+        attention = self.graphed_attention if step.graphed else self.attention
+        attend = attention.decode if step.decoding else attention.prefill
+        return attend(q, blocks, batch, layer.window, self.bias)
 
     def _mlp(self, index: int, x: torch.Tensor) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec

@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hybrid.decoders.attention_choice import AttentionChoice, choose_attention
 from hybrid.decoders.bound_weights import BoundWeights, MetaWeights
 from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace
 from hybrid.decoders.fallback import NO_WARNING, FallbackReasons, ForeignHooks, no_decoder_reason
@@ -60,6 +61,7 @@ class FusedModel:
     stream: gathers the weights into the snapshot as the decoder runs; None: the snapshot is kept.
     fallback_reason: why there is no decoder, and what the user can do about it; "" if there is one, or may be.
     warns: whether a request that runs natively is warned about; never for models that do not generate.
+    attention_backend: as RolloutConfig's.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class FusedModel:
         fallback_reason: str = "",
         warns: bool = True,
         stream: WeightStream | None = None,
+        attention_backend: str = "triton",
     ):
         self.info, self.snapshot = info, snapshot
         self.layout = snapshot.layout if isinstance(snapshot, Int8Copy) else info.layout
@@ -92,6 +95,7 @@ class FusedModel:
             group = on_devices(on_host(group, param.device), param.dtype, param.device)
         self.group = group
         self.max_capture_size, self.workspace = max_capture_size, Workspace()
+        self.attention_backend = attention_backend
         self.remark = ""  # why it is not what the settings ask for, at the end of `description`
         self.fallback_reason = fallback_reason or no_decoder_reason(info, self.blank.embedding)
 
@@ -99,18 +103,30 @@ class FusedModel:
     def description(self) -> str:
         """A description of what runs in the model's place."""
         decoder, graphs = f"a decoder of the {self.layout.family} family", ", decode steps as CUDA graphs"
+        if self.on_triton:
+            graphs = f"{graphs * self.has_graphs}, {self.attention.describe(self.has_graphs)}"
         if self.group is not None:
-            return f"{decoder}, sharded over {self.group.size} ranks" + graphs * self.has_graphs
+            return f"{decoder}, sharded over {self.group.size} ranks{graphs * self.on_triton}"
         int8 = self._int8_weights()
         decoder += " over int8 weights" * bool(int8) + f", on {kernels_for(self.blank.embedding(), int8)}"
         decoder += ", with weights gathered layer by layer" * (self.stream is not None)
-        return decoder + graphs * self.has_graphs + self.remark
+        return decoder + graphs * self.on_triton + self.remark
+
+    @property
+    def on_triton(self) -> bool:
+        """Whether the decoder is on Triton kernels."""
+        return kernels_for(self.blank.embedding(), self._int8_weights()) == TRITON
 
     @property
     def has_graphs(self) -> bool:
         """Whether decode steps are CUDA graphs."""
-        kernels = kernels_for(self.blank.embedding(), self._int8_weights())
-        return kernels == TRITON and self.max_capture_size > 0 and self.stream is None
+        return self.on_triton and self.max_capture_size > 0 and self.stream is None
+
+    @property
+    def attention(self) -> AttentionChoice:
+        """The kernels of the attention of a decoder on Triton kernels."""
+        embedding = self.blank.embedding()
+        return choose_attention(self.attention_backend, self.layout.spec, embedding.dtype, embedding.device)
 
     def fallback_reason_now(self, tokens: int = 0) -> str:
         """Why the model must run natively now, and what the user can do about it; "" if it need not.
@@ -214,8 +230,8 @@ class FusedModel:
         if kernels_for(embedding) == TRITON:
             from hybrid.decoders.cuda_decoder import ShardedCudaDecoder  # needs triton, which a CPU install lacks
 
-            graphs = {"max_capture_size": group.size * self.max_capture_size}
-            return ShardedCudaDecoder(self.layout, weights, group, copies=copies, **graphs)
+            more = {"max_capture_size": group.size * self.max_capture_size, "flashinfer": self.attention.flashinfer}
+            return ShardedCudaDecoder(self.layout, weights, group, copies=copies, **more)
         if not isinstance(group, HostGroup) or kernels_for(embedding) != CPU_KERNELS:
             return ShardedDecoder(self.layout, weights, group, copies=copies)
         layout = replace(self.layout, spec=shard_spec(self.layout.spec, Shard(group.tensor.size, group.tensor.index)))
@@ -226,7 +242,8 @@ class FusedModel:
         self, layout: DecoderLayout, weights: BoundWeights, copies: Copies | None = None
     ) -> WholeDecoder:
         int8 = self._int8_weights()
-        return whole_decoder(layout, weights, int8, self.max_capture_size, self.workspace, copies)
+        flashinfer = self.on_triton and self.attention.flashinfer
+        return whole_decoder(layout, weights, int8, self.max_capture_size, self.workspace, copies, flashinfer)
 
     def _int8_weights(self) -> Int8Weights:
         is_copy = isinstance(self.snapshot, Int8Copy)

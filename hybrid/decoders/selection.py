@@ -42,10 +42,12 @@ def whole_decoder(
     max_capture_size: int,
     workspace: Workspace,
     copies: Copies | None = None,
+    flashinfer: bool = False,
 ) -> WholeDecoder:
     """A decoder in the embedding's dtype, over whole weights, on the kernels that `kernels_for` selects.
 
-    int8: the model's int8 weights.  max_capture_size: as CudaDecoder's.  workspace, copies: as CpuDecoder's.
+    int8: the model's int8 weights.  max_capture_size, flashinfer: as CudaDecoder's.
+    workspace, copies: as CpuDecoder's.
     """
     embedding = weights.embedding()
     kernels, reads = kernels_for(embedding, int8), (layout, weights.tensor, embedding.dtype)
@@ -54,9 +56,10 @@ def whole_decoder(
     if kernels == TRITON and int8:
         from hybrid.decoders.int8_cuda_decoder import Int8CudaDecoder  # needs triton, which a CPU install lacks
 
-        return Int8CudaDecoder(*reads, max_capture_size, copies=copies)
+        return Int8CudaDecoder(*reads, max_capture_size, copies=copies, flashinfer=flashinfer)
     if kernels == TRITON:
         from hybrid.decoders.cuda_decoder import CudaDecoder
 
-        return CudaDecoder(*reads, max_capture_size, lora_deltas=weights.lora_deltas, copies=copies)
+        more = {"lora_deltas": weights.lora_deltas, "copies": copies, "flashinfer": flashinfer}
+        return CudaDecoder(*reads, max_capture_size, **more)
     return Int8Decoder(*reads) if int8 else TorchDecoder(*reads, weights.lora_deltas, copies)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from hybrid.kernels import require_contiguous
+from hybrid.kernels.attention_backend import AttentionSettings, LayerBlocks, SequenceTables
 from hybrid.kernels.kv_addresses import ALIGNMENT, LayerKV
 from hybrid.kernels.triton_fused import tanh
 
@@ -527,3 +528,30 @@ def prefill_attention(
     constants = _constants(q, kv, bias, softcap, rounded, tiling)
     _prefill_kernel[grid](*tensors, sequences, scale, window, *strides, **constants)
     return out
+
+
+class TritonAttention:
+    """An AttentionBackend on the kernels of this file. It has every feature, needs no plan and runs in CUDA graphs."""
+
+    def __init__(self, settings: AttentionSettings, device: torch.device):
+        self.settings = settings
+        group = settings.num_heads // settings.num_kv_heads
+        self.workspace = split_workspace(group, settings.head_dim, device)
+
+    def plan(self, batch: SequenceTables, decoding: bool) -> None:
+        """Nothing to prepare."""
+
+    def prefill(
+        self, q: torch.Tensor, kv: LayerBlocks, batch: SequenceTables, window: int, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        tables = batch.cu_seqlens, batch.lengths, batch.block_tables
+        return prefill_attention(q, kv.addresses, *tables, *self._features(window, bias))
+
+    def decode(
+        self, q: torch.Tensor, kv: LayerBlocks, batch: SequenceTables, window: int, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        tables = batch.lengths, batch.block_tables, self.workspace
+        return decode_attention(q, kv.addresses, *tables, *self._features(window, bias))
+
+    def _features(self, window: int, bias: torch.Tensor | None) -> tuple[float, float, int, torch.Tensor | None, bool]:
+        return self.settings.scale, self.settings.softcap, window, bias, self.settings.rounded

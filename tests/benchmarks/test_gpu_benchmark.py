@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import gpu
 from benchmarks.cases import SHAPES, Case, make_model
 from benchmarks.limits import prefill_flops
+from hybrid.config import read_blocks
 
 DRY_RUN = "--device cpu --shapes micro --batches 2 --prompts 8 --new_tokens 4 --rounds 2".split()
 NAME = "micro bf16 b2 4 prompt 8"
@@ -137,7 +138,9 @@ def test_the_most_telling_cases_come_first():
     large = [f"{shape} bf16 b64 prompt 512" for shape in ("1.5B", "7B", "0.5B")]
     assert names[:6] == [*large, *(f"{shape} bf16 switch" for shape in ("1.5B", "7B", "0.5B"))]
     assert {"hybrid", "hf-static"} <= set(gpu.parse([]).contenders) <= set(gpu.CONTENDERS)
-    assert "hybrid-flashinfer" not in gpu.parse([]).contenders, "no setting selects FlashInfer's kernels"
+    installed = gpu.has("flashinfer")
+    assert ("hybrid-flashinfer" in gpu.parse([]).contenders) == installed
+    read_blocks(gpu.FLASHINFER)
 
 
 def test_a_decode_step_needs_two_tokens(capsys):

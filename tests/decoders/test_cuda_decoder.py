@@ -356,7 +356,7 @@ def of_averaged_splits(q, kv, lengths, block_tables, workspace, scale, softcap, 
 )
 def test_the_self_check_rejects_wrong_decode_attention(wrong, monkeypatch):
     """Only decode attention is wrong; prefill is correct."""
-    monkeypatch.setattr("hybrid.decoders.cuda_decoder.decode_attention", wrong)
+    monkeypatch.setattr("hybrid.kernels.triton_attention.decode_attention", wrong)
     model = checked_model()
     reason = self_check_reason(cuda_decoder(model), model)
     assert reason.startswith("layer 0, in decode steps, of the fused container differs"), reason
