@@ -246,7 +246,11 @@ def test_graphs_are_captured_again_only_if_weights_move():
     decoder.bind()
     assert decoder.graphs.replays["decode", 4] is graph, "the graph was dropped without a move"
     moved = three_sequences(decoder)
+    for blocks in (*decoding.kv.keys, *decoding.kv.values):
+        blocks.fill_(torch.nan)
     assert torch.equal(moved.decode([2, 2, 2]), first)
+    for blocks in (*decoding.kv.keys, *decoding.kv.values):
+        assert torch.isnan(blocks).all(), "the blocks that are no longer lent were written"
     assert decoder.graphs.replays["decode", 4] is graph
     model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight * 2)
     decoder.bind()
