@@ -5,8 +5,8 @@ graphs may be another backend's.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ import torch
 
 from hybrid.decoders.attention_choice import attention_settings
 from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, PagedKV
-from hybrid.decoders.decode_state import DecodeState
+from hybrid.decoders.decode_state import MAX_STEPS, DecodeState
 from hybrid.decoders.torch_decoder import Copies, Tensors, TorchDecoder, no_lora_deltas
 from hybrid.decoders.tp_decoder import ShardedDecoder
 from hybrid.kernels.attention_backend import AttentionBackend, AttentionSettings, LayerBlocks
@@ -107,8 +107,7 @@ class CudaDecoder(TorchDecoder):
         self.state: DecodeState | None = None
         self.addresses: tuple[float, ...] = ()  # of the weights and LoRA factors, and LoRA's scales
         self.kv_table: torch.Tensor | None = None  # int64 [layers, 2]: addresses of the blocks that kernels read
-        self.kv_table_of: tuple[int, ...] = ()  # these addresses, on the host
-        self.lent: PagedKV | None = None  # the blocks of the step that runs
+        self.lent: weakref.ref[PagedKV] | None = None  # the blocks whose addresses the table holds
 
     def bind(self) -> None:
         """As TorchDecoder's. Graphs are kept if no weight has moved and no LoRA scale has changed."""
@@ -152,8 +151,8 @@ class CudaDecoder(TorchDecoder):
         """
         if len(batch.ids) > self.max_capture_size:
             return self.eager_decode(batch, kv)
-        with self._loaded(batch, kv) as size:
-            self._run(("decode", size), size, partial(self._decode_step, size))
+        size = self._load(batch, kv)
+        self._run(("decode", size), size, partial(self._decode_step, size))
         return self.state.logits[: len(batch.ids)]
 
     def decode_steps(
@@ -166,17 +165,19 @@ class CudaDecoder(TorchDecoder):
         Gives tokens, int64 [steps, sequences], and logprobs, float32 [3, steps, sequences], valid until the next call:
         after a sequence's stop token or limit, padding and 0.
         """
-        count = len(batch.ids)
-        with self._loaded(batch, kv) as size:
-            self.state.load_draws(draws)
-            for _ in range(steps):
-                self._run(("decode", size), size, partial(self._decode_step, size))
-                self._run(("draw", size, draws.graph_key), size, partial(self.state.draw, draws, size))
+        assert steps <= MAX_STEPS, f"{steps} steps, and room for the tokens of {MAX_STEPS}"
+        count, size = len(batch.ids), self._load(batch, kv)
+        self.state.load_draws(draws)
+        # A graph reads one tensor of stop tokens for each number of them.
+        draw_key = "draw", size, draws.graph_key, len(draws.stop_token_ids)
+        decode, draw = partial(self._decode_step, size), partial(self.state.draw, draws, size)
+        for _ in range(steps):
+            self._run(("decode", size), size, decode)
+            self._run(draw_key, size, draw)
         return self.state.tokens[:steps, :count], self.state.logps[:, :steps, :count]
 
-    @contextmanager
-    def _loaded(self, batch: PackedBatch, kv: PagedKV) -> Iterator[int]:
-        """Inside the block the state has this batch, over these blocks. Gives the batch's size with padding."""
+    def _load(self, batch: PackedBatch, kv: PagedKV) -> int:
+        """Copy this batch, over these blocks, into the state. Gives the batch's size with padding."""
         count = len(batch.ids)
         assert count == len(batch.lengths), f"a decode step of {count} tokens for {len(batch.lengths)} sequences"
         self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
@@ -185,19 +186,15 @@ class CudaDecoder(TorchDecoder):
             self._drop_state()
             self.state = DecodeState(size, self.positions, self._num_logits, self.device)
         self.read_blocks_of(kv)
-        self.lent = kv
-        try:
-            self.state.load(batch, size)
-            yield size
-        finally:
-            self.lent = None
+        self.state.load(batch, size)
+        return size
 
     def _captured_size(self, count: int) -> int:
         """The sequences of a step of `count`, with those that pad it up to a size that has a graph."""
         return next((size for size in self.capture_sizes if size >= count), count)
 
     def loop_bytes(self, sequences: int, tokens: int) -> int:
-        """Bytes that decode steps of so many sequences of up to `tokens` tokens add: the state, FlashInfer's
+        """Bytes that the decode loop of so many sequences of up to `tokens` tokens adds: the state, FlashInfer's
         workspaces, and the memory pool of the graphs, which keeps a step's activations and logits. Measured by no
         device yet."""
         size = self._captured_size(sequences)
@@ -241,7 +238,7 @@ class CudaDecoder(TorchDecoder):
         """The decode step of the state's first `size` sequences."""
         batch, state = self.state.batch(size), self.state
         step = self._step(batch, decoding=True, graphed=size <= self.max_capture_size)
-        hidden = self._layers(self.embed(batch.ids, batch.positions), step, self.lent, range(len(self.blocks)))
+        hidden = self._layers(self.embed(batch.ids, batch.positions), step, self.lent(), range(len(self.blocks)))
         state.logits[:size].copy_(self.model_logits(hidden))
 
     def eager_decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
@@ -277,16 +274,15 @@ class CudaDecoder(TorchDecoder):
         return self._added_and_normed(Tensors(), "", hidden, pending)[1]
 
     def read_blocks_of(self, kv: PagedKV) -> None:
-        """Let kernels, also those in graphs, read and write these blocks. Costs nothing if they have not moved."""
-        addresses = tuple(layer.data_ptr() for layer in (*kv.keys, *kv.values))
-        if addresses == self.kv_table_of:
+        """Let kernels, also those in graphs, read and write these blocks. Costs nothing if they already do."""
+        if self.lent is not None and self.lent() is kv:
             return
         if self.kv_table is None:
             self.kv_table = torch.zeros(len(kv.keys), 2, dtype=torch.int64, device=self.device)
             arguments = attention_settings(self.spec, self.dtype), self.device
             self.attention, self.graphed_attention = self.make_attention(*arguments), TritonAttention(*arguments)
         self.kv_table.copy_(kv_addresses(kv.keys, kv.values))
-        self.kv_table_of = addresses
+        self.lent = weakref.ref(kv)
 
     def _layer_kv(self, index: int) -> LayerKV:
         """The layer's blocks as Triton kernels read them."""

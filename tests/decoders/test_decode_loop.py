@@ -106,6 +106,15 @@ def test_the_loop_gives_what_single_steps_give(sampling, max_num_seqs, monkeypat
     assert graphed.graphs.capture.replays > 2 * captured
 
 
+def test_graphs_stop_at_the_stop_tokens_of_the_latest_request(monkeypatch):
+    """Also if it has another number of them. The second tokens of most sequences end the first request's alone."""
+    graphed, eager = (decoder_of(one_layer(), size, monkeypatch) for size in (4, 0))
+    endless = replace(request("plain"), stop_token_ids=torch.tensor([-1]))
+    expected = completions_of(endless, eager, 4, 4)
+    completions_of(replace(endless, stop_token_ids=expected.tokens[:3, 1].clone()), graphed, 4, 4)
+    require_equal(completions_of(endless, graphed, 4, 4), expected)
+
+
 def test_the_loop_without_graphs_gives_the_same(monkeypatch):
     model = one_layer()
     eager, graphed = decoder_of(model, 0, monkeypatch), decoder_of(model, 4, monkeypatch)
