@@ -77,11 +77,8 @@ class Builder:
         """
         info = ModelInfo(model)
         # With an int8 copy, which merges adapters, whole weights compute as the trainer does: unmerged.
-        unmerged, layers_per_group = (
-            self.rollout.lora == "unmerged" or self.int8,
-            self.settings.tp_gather_partition_size,
-        )
-        self.weights = read_weights(info, layers_per_group, unmerged, self.version)
+        unmerged = self.rollout.lora == "unmerged" or self.int8
+        self.weights = read_weights(info, self.settings.tp_gather_partition_size, unmerged, self.version)
         self.info = info
 
     @property

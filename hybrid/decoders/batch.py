@@ -102,6 +102,12 @@ class Draws(Protocol):
         """
 
 
+def mark_seen(seen: torch.Tensor, token_ids: torch.Tensor) -> None:
+    """Set the tokens that each row has to 1.  seen: uint8 [rows, vocab + 1], its last column for no token.  token_ids:
+    int64 [rows, n], with -1 for no token."""
+    seen.scatter_(1, token_ids.masked_fill(token_ids < 0, seen.shape[1] - 1), 1)
+
+
 def table_of(blocks: list[list[int]], device: torch.device) -> torch.Tensor:
     """Block tables of sequences, int32 [sequences, blocks], as wide as the longest; shorter ones are padded with 0."""
     width = max(map(len, blocks))

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch
+from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, mark_seen
 from hybrid.kernels.triton_decode import advance
 
 MAX_STEPS = 32  # that run before the host reads their tokens
@@ -91,7 +91,7 @@ class DecodeState:
             if self.seen is None:
                 self.seen = torch.zeros(self.capacity, self.vocab_size + 1, dtype=torch.uint8, device=self.device)
             self.seen.zero_()
-            self.seen[:count].scatter_(1, draws.token_ids.masked_fill(draws.token_ids < 0, self.vocab_size), 1)
+            mark_seen(self.seen[:count], draws.token_ids)
 
     def stop_ids(self, draws: Draws) -> torch.Tensor:
         """The tensor of as many stop tokens as `draws` has, int64 [n]."""

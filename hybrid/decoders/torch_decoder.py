@@ -105,7 +105,8 @@ class WholeDecoder:
         return self.layers(hidden, batch, kv, first, last)
 
     def loop_bytes(self, sequences: int, tokens: int) -> int:
-        """Bytes that decode steps of so many sequences of up to `tokens` tokens keep, beside activations and logits."""
+        """Bytes that the decode loop of so many sequences of up to `tokens` tokens needs in addition to activations and
+        logits: none here."""
         return 0
 
     def nbytes(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hybrid.decoders.batch import mark_seen
 from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.generation.sampler import LOGPROBS, SamplerOutput, SamplingMetadata, sample_sharded, samples_record
 from hybrid.kernels.cpu_library import Samples
@@ -73,4 +74,5 @@ class TokenDraws:
 def seen_tokens(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Which tokens each row has, uint8 [rows, vocab].  token_ids: int64 [rows, n], with -1 for no token."""
     seen = torch.zeros(len(token_ids), vocab_size + 1, dtype=torch.uint8, device=token_ids.device)
-    return seen.scatter_(1, token_ids.masked_fill(token_ids < 0, vocab_size), 1)[:, :-1]
+    mark_seen(seen, token_ids)
+    return seen[:, :-1]

@@ -344,8 +344,9 @@ class Scheduler:
         at = (self.positions[:, None] + back).clamp(min=0)  # [sequences, steps]
         is_end = torch.isin(self.ids[self.rows[:, None], self.prompt_len + at], self.request.stop_token_ids)
         first_end = at.gather(1, is_end.int().argmax(dim=1, keepdim=True))[:, 0]
-        lengths = torch.where(is_end.any(dim=1), first_end + 1, self.positions + left.clamp(max=0))
-        is_done = is_end.any(dim=1) | (left <= 0)
+        has_ended = is_end.any(dim=1)
+        lengths = torch.where(has_ended, first_end + 1, self.positions + left.clamp(max=0))
+        is_done = has_ended | (left <= 0)
         rows, lengths, left, is_done = torch.stack([self.rows, lengths, left, is_done.long()]).tolist()
         stay = [index for index, ended in enumerate(is_done) if not ended]
         self.steps_left = (max if self.continues_past_ends else min)((left[index] for index in stay), default=0)
