@@ -101,6 +101,13 @@ class Draws(Protocol):
         seen: uint8 [rows, vocab], 1 for the tokens of `token_ids`; None without them.
         """
 
+    def drawn_at(self, logits: torch.Tensor, sequences: torch.Tensor, offsets: torch.Tensor) -> Any:
+        """A token for each row of logits: `tokens`, int64 [rows], and `logps()`, float32 [3, rows].
+
+        sequences: int64 [rows], the sequence that each row is of.  offsets: int64 [rows], its place after the sequence's
+            next new token.
+        """
+
 
 def mark_seen(seen: torch.Tensor, token_ids: torch.Tensor) -> None:
     """Set the tokens that each row has to 1.  seen: uint8 [rows, vocab + 1], its last column for no token.  token_ids:

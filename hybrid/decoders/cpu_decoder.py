@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, PagedKV
+from hybrid.decoders.drafts import Drafting, VerifiedTokens, most_new_tokens, verified_record
 from hybrid.decoders.torch_decoder import Copies, WholeDecoder, no_lora_deltas
 from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.kernels import cpu_library as kernels
@@ -206,6 +207,44 @@ class CpuDecoder(WholeDecoder):
         )
         self._require_done(done < 0, batch.ids)
         return drawn.tokens[:done], drawn.logps()[:, :done]
+
+    def verify_steps(
+        self, batch: PackedBatch, kv: PagedKV, draws: Draws, drafting: Drafting, steps: int
+    ) -> VerifiedTokens:
+        """As `hybrid.decoders.drafts.verify_steps`, in one call where the kernels sample: tokens and logprobs are those
+        of `decode_steps`, to the bit."""
+        if not self.samples_in_kernel:
+            return super().verify_steps(batch, kv, draws, drafting, steps)
+        self._lend(kv)
+        width, tokens = most_new_tokens(draws, drafting, steps)
+        self.most_tokens, self.most_logits = (max(most, tokens) for most in (self.most_tokens, self.most_logits))
+        threads, hidden = torch.get_num_threads(), torch.empty(tokens, self.spec.hidden_size)
+        logits, work = torch.empty(tokens, self.record.vocab_size), self._work(tokens, threads)
+        record, texts = self._batch_record(batch), drafting.record()
+        samples, drawn = draws.record(width)
+        by_row, by_step = torch.zeros(3, len(batch.ids)).long(), torch.zeros(2, steps).long()
+        limits, verified = draws.limits.contiguous(), verified_record(*by_row, *by_step)
+        done = self.library.verify_steps(
+            self._self(),
+            ctypes.addressof(record),
+            len(self.spec.layers),
+            ctypes.addressof(samples),
+            address(limits, torch.int64),
+            address(draws.stop_token_ids, torch.int64),
+            len(draws.stop_token_ids),
+            ctypes.addressof(texts),
+            ctypes.addressof(verified),
+            steps,
+            *(address(tensor, torch.float32) for tensor in (hidden, logits, work)),
+            threads,
+        )
+        self._require_done(done < 0, batch.ids)
+        counts, drafted, accepted = by_row.tolist()
+        for own, count in zip(drafting.own, counts, strict=True):
+            own.length += count
+        seconds = [ns * 1e-9 for ns in by_step[1, :done].tolist()]
+        tokens, logps = drawn.tokens, drawn.logps()
+        return VerifiedTokens(tokens, logps, counts, drafted, accepted, by_step[0, :done].tolist(), seconds)
 
     def activation_bytes(self, tokens: int) -> int:
         """Bytes that a forward over `tokens` tokens takes: the workspace, which is kept, and the hidden states."""

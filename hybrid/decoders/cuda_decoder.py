@@ -59,6 +59,19 @@ class Pending:
 LEAST_TOKENS = 1024  # of a sequence that room is made for, so that graphs are seldom captured again
 
 
+def one_token_each(batch: PackedBatch) -> PackedBatch:
+    """The same tokens as sequences of one new token each, which share the blocks of their sequence."""
+    count = len(batch.ids)
+    counts = batch.cu_seqlens.diff()
+    return PackedBatch(
+        ids=batch.ids,
+        positions=batch.positions,
+        cu_seqlens=torch.arange(count + 1, dtype=torch.int32, device=batch.ids.device),
+        lengths=batch.positions + 1,
+        block_tables=batch.block_tables.repeat_interleave(counts, dim=0, output_size=count),
+    )
+
+
 def rounded_up(tokens: int) -> int:
     """The tokens of a sequence that tables are made for: a power of two."""
     return max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
@@ -175,6 +188,14 @@ class CudaDecoder(TorchDecoder):
             self._run(("decode", size), size, decode)
             self._run(draw_key, size, draw)
         return self.state.tokens[:steps, :count], self.state.logps[:, :steps, :count]
+
+    def verify(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """Logits after every token of a batch, float32 [tokens, vocabulary]; valid until the next call.
+
+        Runs as a decode step in which each token is a sequence of its own, over its sequence's blocks: a layer writes all
+        keys and values before its attention reads them. So it is a graph, by the kernels of other steps.
+        """
+        return self.decode(one_token_each(batch), kv)
 
     def _load(self, batch: PackedBatch, kv: PagedKV) -> int:
         """Copy this batch, over these blocks, into the state. Gives the batch's size with padding."""

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid.decoders.batch import PackedBatch, PagedKV
+from hybrid.decoders.batch import Draws, PackedBatch, PagedKV
 from hybrid.decoders.bound_weights import BoundWeights
+from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
 from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.models.spec import DecoderLayout
 from hybrid.parallel import any_rank
@@ -65,6 +66,16 @@ class StreamedDecoder:
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after one new token for each of this rank's sequences.  float32 [sequences, vocab]"""
         return self._exchange(batch, kv, wants_logits=True)
+
+    def verify(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """Logits after every token of this rank's batch.  float32 [tokens, vocab]"""
+        return self._exchange(batch, kv, wants_logits=True)
+
+    def verify_steps(
+        self, batch: PackedBatch, kv: PagedKV, draws: Draws, drafting: Drafting, steps: int
+    ) -> VerifiedTokens:
+        """As `hybrid.decoders.drafts.verify_steps`: the layers are gathered once a step. Ranks draft as they like."""
+        return verify_steps(self, batch, kv, draws, drafting, steps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the last layer's output [n, hidden].  float32 [n, vocab]"""

@@ -7,7 +7,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn import functional as F
 
-from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, PagedKV
+from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
 from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import JOINED, OUTER_ROLES, DecoderLayout, ParamRef
@@ -97,6 +98,16 @@ class WholeDecoder:
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
         return self.logits(self.forward(batch, kv))
+
+    def verify(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """Logits after every token of a batch, as `decode` gives them.  float32 [tokens, vocab]"""
+        return self.logits(self.forward(batch, kv))
+
+    def verify_steps(
+        self, batch: PackedBatch, kv: PagedKV, draws: Draws, drafting: Drafting, steps: int
+    ) -> VerifiedTokens:
+        """As `hybrid.decoders.drafts.verify_steps`."""
+        return verify_steps(self, batch, kv, draws, drafting, steps)
 
     def decode_layers(
         self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int

@@ -7,7 +7,14 @@ import torch
 
 from hybrid.decoders.batch import mark_seen
 from hybrid.decoders.vocabulary import VocabularySlice
-from hybrid.generation.sampler import LOGPROBS, SamplerOutput, SamplingMetadata, sample_sharded, samples_record
+from hybrid.generation.sampler import (
+    LOGPROBS,
+    SamplerOutput,
+    SamplingMetadata,
+    sample_sharded,
+    sample_tokens,
+    samples_record,
+)
 from hybrid.kernels.cpu_library import Samples
 
 
@@ -63,6 +70,12 @@ class TokenDraws:
         from hybrid.kernels.triton_sampling import sample
 
         return sample(logits, keys, positions, values, self.graph_key, seen, stop_token_ids)
+
+    def drawn_at(self, logits: torch.Tensor, sequences: torch.Tensor, offsets: torch.Tensor) -> SamplerOutput:
+        """A token for each row of logits, of sequence `sequences[i]`, `offsets[i]` places after its next new token. Without
+        penalties, which need the tokens of these places."""
+        keys, positions = self.keys[sequences], self.positions[sequences] + offsets
+        return sample_tokens(logits, keys, positions, self.metadata, self.vocabulary)
 
     def drawn(self, logits: torch.Tensor) -> SamplerOutput:
         """A token for each row of logits [rows, vocab]."""

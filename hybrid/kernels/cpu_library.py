@@ -53,6 +53,7 @@ RECORDS = read_records((SOURCES / "records.h").read_text())
 LoraDelta, Linear, Norm, Layer, Decoder, Batch, Draw, Samples = (
     RECORDS[name] for name in ("LoraDelta", "Linear", "Norm", "Layer", "Decoder", "Batch", "Draw", "Samples")
 )
+Text, Drafting, Verified = (RECORDS[name] for name in ("Text", "Drafting", "Verified"))
 
 SIGNATURES = {
     "lanes": ([], _int),
@@ -67,6 +68,12 @@ SIGNATURES = {
     "sum": ([_pointer, _pointer, _int], None),
     "sample_sharded": ([_pointer, _pointer, *[_int] * 4, _pointer, _int], None),
     "decode_steps": ([*[_pointer] * 2, _int, *[_pointer] * 2, _int, _int, *[_pointer] * 3, _int], _int),
+    "verify_steps": (
+        [*[_pointer] * 2, _int, *[_pointer] * 3, _int, *[_pointer] * 2, _int, *[_pointer] * 3, _int],
+        _int,
+    ),
+    "draft_tokens": ([_pointer, _int, _pointer, _int, _int, *[_pointer] * 2], None),
+    "replay_drafts": ([_pointer, _pointer, _int, _pointer, _int, _pointer], None),
     "score_sharded": ([_pointer, _pointer, *[_int] * 4, _pointer, _double, _pointer, _pointer, _int], None),
 }
 

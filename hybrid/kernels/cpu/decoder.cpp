@@ -4,7 +4,10 @@
 // hybrid/models/spec.py explains the fields of Layer and Decoder, hybrid/decoders/batch.py those of Batch.
 #include <omp.h>
 
+#include <chrono>
+
 #include "attention.h"
+#include "drafts.h"
 #include "group.h"
 #include "linear.h"
 #include "sharded_sampling.h"
@@ -600,7 +603,7 @@ template <typename Body> static void in_dtype(const Decoder& d, const Batch& bat
 
 extern "C" {
 // sizeof of each record, in the order of records.h.
-extern const int64_t record_sizes[] = {sizeof(LoraDelta), sizeof(Linear), sizeof(Norm), sizeof(Layer), sizeof(Group), sizeof(Decoder), sizeof(Batch), sizeof(Draw), sizeof(Samples)};
+extern const int64_t record_sizes[] = {sizeof(LoraDelta), sizeof(Linear), sizeof(Norm), sizeof(Layer), sizeof(Group), sizeof(Decoder), sizeof(Batch), sizeof(Draw), sizeof(Samples), sizeof(Text), sizeof(Drafting), sizeof(Verified)};
 
 int64_t lanes() { return LANES; }
 
@@ -735,6 +738,19 @@ void score_sharded(Group* group, const float* logits, int64_t rows, int64_t stri
   }
 }
 
+// A forward over a batch, and a draw after each of its tokens. Returns 0; 1 if a rank of a group has failed, with undefined
+// tokens; or -1, with nothing changed, if an id is outside the embedding.
+static int64_t forward_and_draw(const Decoder* d, const Batch* batch, int64_t layers, const Samples* drawn, float* hidden, float* logits_of_step,
+                                float* work, int64_t threads) {
+  if (forward(d, batch, -1, layers, hidden, work, threads)) return -1;
+  logits(d, hidden, batch->tokens, logits_of_step, work, threads);
+  if (d->group)
+    sample_sharded(d->group, logits_of_step, d->vocab_size, d->local_tokens, d->first_token, d->whole_vocabulary, drawn, threads);
+  else
+    sample(logits_of_step, d->vocab_size, drawn, threads);
+  return (d->group && d->group->status) || (d->expert_group && d->expert_group->status);
+}
+
 // Decodes `steps` tokens for every sequence of a batch of one token each, but stops after a step that draws one of
 // `stop_ids`. The tokens and logprobs of `samples` are [steps, rows]; its positions and the batch's are those of the first
 // step. logits_of_step: memory for them.
@@ -748,13 +764,9 @@ int64_t decode_steps(const Decoder* d, const Batch* batch, int64_t layers, const
   Samples drawn = *samples;
   step.ids = ids.data(), step.positions = at.data(), drawn.positions = positions.data();
   for (int64_t done = 0; done < steps; done++) {
-    if (forward(d, &step, -1, layers, hidden, work, threads)) return -1;
-    logits(d, hidden, rows, logits_of_step, work, threads);
-    if (d->group)
-      sample_sharded(d->group, logits_of_step, d->vocab_size, d->local_tokens, d->first_token, d->whole_vocabulary, &drawn, threads);
-    else
-      sample(logits_of_step, d->vocab_size, &drawn, threads);
-    bool ended = (d->group && d->group->status) || (d->expert_group && d->expert_group->status);
+    const int64_t failed = forward_and_draw(d, &step, layers, &drawn, hidden, logits_of_step, work, threads);
+    if (failed < 0) return -1;
+    bool ended = failed;
     for (int64_t r = 0; r < rows; r++) {
       ids[r] = drawn.tokens[r], at[r]++, positions[r]++;
       ended |= std::find(stop_ids, stop_ids + num_stop_ids, ids[r]) != stop_ids + num_stop_ids;
@@ -763,5 +775,117 @@ int64_t decode_steps(const Decoder* d, const Batch* batch, int64_t layers, const
     drawn.tokens += rows, drawn.sampling_logps += rows, drawn.old_logps += rows, drawn.raw_logps += rows;
   }
   return steps;
+}
+
+static Draftable draftable_of(const Decoder& d, const int64_t* stop_ids, int64_t num_stop_ids) {
+  return {std::min(d.embedding_rows, d.group ? d.whole_vocabulary : d.vocab_size), stop_ids, num_stop_ids};
+}
+
+// The tokens of a verification step: of each row the latest one, then its draft.
+struct Verification {
+  std::vector<int64_t> ids, keys, new_positions, tokens;
+  std::vector<int32_t> positions, cu_seqlens, draft;
+  std::vector<float> logps;  // [3, tokens]
+
+  Batch batch(const Batch& of_rows) {
+    Batch all = of_rows;
+    all.tokens = ids.size(), all.ids = ids.data(), all.positions = positions.data(), all.cu_seqlens = cu_seqlens.data();
+    return all;
+  }
+  Samples samples(const Draw& draw) {
+    const size_t count = ids.size();
+    tokens.resize(count), logps.resize(3 * count);
+    return {draw, int64_t(count), keys.data(), new_positions.data(), tokens.data(), logps.data(), logps.data() + count, logps.data() + 2 * count};
+  }
+  void clear() {
+    ids.clear(), keys.clear(), new_positions.clear(), positions.clear();
+    cu_seqlens.assign(1, 0);
+  }
+  void add(int64_t id, int64_t key, int64_t new_position, int64_t position) {
+    ids.push_back(id), keys.push_back(key), new_positions.push_back(new_position), positions.push_back(int32_t(position));
+  }
+};
+
+// As decode_steps with up to `steps` forwards over each sequence's latest token and a draft: of a draft are accepted the
+// tokens before the first that is not the one drawn at its place. So the tokens are those of decode_steps, more in a step.
+// It also ends after a step in which a sequence reaches its limit, limits[rows] new tokens in all.
+// samples, drafting: of rows. samples' tokens and logprobs are [n, rows], with `verified->counts` of each row written; n: at
+// least the most of a row. hidden, logits_of_step, work: for a token and a draft of each row. New tokens are appended to the
+// own texts.
+// Returns the number of steps done; -1 if an id is outside the embedding.
+int64_t verify_steps(const Decoder* d, const Batch* batch, int64_t layers, const Samples* samples, const int64_t* limits, const int64_t* stop_ids,
+                     int64_t num_stop_ids, const Drafting* drafting, const Verified* verified, int64_t steps, float* hidden, float* logits_of_step,
+                     float* work, int64_t threads) {
+  using Clock = std::chrono::steady_clock;
+  const int64_t rows = batch->tokens, *first_text = drafting->first_text;
+  const Draftable draftable = draftable_of(*d, stop_ids, num_stop_ids);
+  std::vector<Text> texts(drafting->texts, drafting->texts + first_text[rows]);
+  std::vector<int64_t> latest(batch->ids, batch->ids + rows);
+  Verification step;
+  step.draft.resize(*std::max_element(drafting->most, drafting->most + rows));
+  for (int64_t done = 0; done < steps; done++) {
+    const auto start = Clock::now();
+    step.clear();
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t count = verified->counts[r], position = batch->positions[r] + count, next = samples->positions[r] + count;
+      const int64_t most = std::min(drafting->most[r], limits[r] - next - 1);
+      const int64_t drafted = find_draft(&texts[first_text[r]], first_text[r + 1] - first_text[r], drafting->least_match, most, draftable, step.draft.data());
+      step.add(latest[r], samples->keys[r], next, position);
+      for (int64_t i = 0; i < drafted; i++) step.add(step.draft[i], samples->keys[r], next + 1 + i, position + 1 + i);
+      step.cu_seqlens.push_back(int32_t(step.ids.size()));
+      verified->drafted[r] += drafted;
+    }
+    const Batch all = step.batch(*batch);
+    const Samples drawn = step.samples(samples->draw);
+    const int64_t failed = forward_and_draw(d, &all, layers, &drawn, hidden, logits_of_step, work, threads);
+    if (failed < 0) return -1;
+    bool ended = failed;
+    for (int64_t r = 0; r < rows && !failed; r++) {
+      Text& own = texts[first_text[r + 1] - 1];
+      for (int64_t t = step.cu_seqlens[r], last = step.cu_seqlens[r + 1] - 1; t <= last; t++) {
+        const int64_t token = latest[r] = drawn.tokens[t], at = verified->counts[r]++ * rows + r;
+        samples->tokens[at] = token, own.tokens[own.length++] = int32_t(token);
+        samples->sampling_logps[at] = drawn.sampling_logps[t], samples->old_logps[at] = drawn.old_logps[t], samples->raw_logps[at] = drawn.raw_logps[t];
+        const bool stops = std::find(stop_ids, stop_ids + num_stop_ids, token) != stop_ids + num_stop_ids;
+        ended |= stops || samples->positions[r] + verified->counts[r] == limits[r];
+        if (t == last || stops || token != step.ids[t + 1]) break;
+        verified->accepted[r]++;
+      }
+    }
+    verified->step_tokens[done] = all.tokens;
+    verified->step_ns[done] = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+    if (ended) return done + 1;
+  }
+  return steps;
+}
+
+// A draft of each row, into drafts [rows, width], and its length, into counts [rows]; width: the most of `drafting->most`.
+void draft_tokens(const Drafting* drafting, int64_t vocabulary, const int64_t* stop_ids, int64_t num_stop_ids, int64_t width, int32_t* drafts, int64_t* counts) {
+  const int64_t* first = drafting->first_text;
+  for (int64_t r = 0; r < drafting->rows; r++)
+    counts[r] = find_draft(drafting->texts + first[r], first[r + 1] - first[r], drafting->least_match, drafting->most[r], {vocabulary, stop_ids, num_stop_ids},
+                           drafts + r * width);
+}
+
+// What verification steps would have done over the last news[r] tokens of each row's own text, which are there already.
+// verified: counts of tokens, and the steps that they would have taken into step_tokens [rows].
+void replay_drafts(const Drafting* drafting, const int64_t* news, int64_t vocabulary, const int64_t* stop_ids, int64_t num_stop_ids, const Verified* verified) {
+  const int64_t* first = drafting->first_text;
+  const Draftable draftable{vocabulary, stop_ids, num_stop_ids};
+  for (int64_t r = 0; r < drafting->rows; r++) {
+    std::vector<Text> texts(drafting->texts + first[r], drafting->texts + first[r + 1]);
+    std::vector<int32_t> draft(drafting->most[r]);
+    Text& own = texts.back();
+    const int64_t length = own.length;
+    for (own.length -= news[r]; own.length < length; own.length++) {
+      const int64_t most = std::min(drafting->most[r], length - own.length - 1);
+      const int64_t drafted = find_draft(texts.data(), texts.size(), drafting->least_match, most, draftable, draft.data());
+      int64_t accepted = 0;
+      while (accepted < drafted && draft[accepted] == own.tokens[own.length + accepted]) accepted++;
+      own.length += accepted;
+      verified->drafted[r] += drafted, verified->accepted[r] += accepted, verified->step_tokens[r]++;
+    }
+    verified->counts[r] = news[r];
+  }
 }
 }

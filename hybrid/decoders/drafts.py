@@ -1,0 +1,284 @@
+"""Drafts of the next tokens, and steps that verify them: several tokens of a sequence in one forward, and the same tokens
+as without.
+
+A draft is what followed the longest earlier occurrence of a sequence's latest tokens, in its own text, in other
+completions of its prompt, or in those of earlier rollouts (DAS: arXiv 2511.13841). A token is a function of its key,
+position and logits, so a drafted token is accepted exactly if it is the one that is drawn at its place.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hybrid.decoders.batch import Draws, PackedBatch, PagedKV
+from hybrid.kernels import cpu_library as kernels
+from hybrid.kernels.cpu_library import address
+
+MOST_MATCH = 16  # tokens of a match, which are compared
+SEPARATOR = -1  # between texts in one tensor
+
+
+class GrowingText:
+    """A sequence's tokens, prompt and completion, in host memory.
+
+    tokens: int32 [capacity], of which the first `length` are there.
+    """
+
+    def __init__(self, capacity: int):
+        self.tokens, self.length = torch.empty(capacity, dtype=torch.int32), 0
+
+    def append(self, tokens: torch.Tensor) -> None:
+        """Append tokens, integers [n], on any device."""
+        end = self.length + len(tokens)
+        self.tokens[self.length : end] = tokens
+        self.length = end
+
+    def text(self) -> torch.Tensor:
+        """The tokens so far, int32 [length]."""
+        return self.tokens[: self.length]
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Where the drafts of sequences come from.
+
+    own: each sequence's own text, its latest token included, with room for the tokens that it is given, which
+        verification appends.
+    others: of each sequence, texts to draft from in addition, int32 [n] each, the oldest first.
+    most: of each sequence, the most tokens of a draft; 0: none.
+    least_match: tokens of the shortest match, 1 to MOST_MATCH.
+
+    Of several matches the longest is taken (up to MOST_MATCH tokens), and of equally long ones the latest: the last in
+    the own text, then in the last of the others. A draft ends before a stop token, a token outside the vocabulary, and
+    SEPARATOR; the own text goes on with the draft itself.
+    """
+
+    own: Sequence[GrowingText]
+    others: Sequence[Sequence[torch.Tensor]]
+    most: Sequence[int]
+    least_match: int
+
+    def __post_init__(self):
+        assert len(self.own) == len(self.others) == len(self.most), "one entry a sequence"
+        assert 1 <= self.least_match <= MOST_MATCH, f"matches of at least {self.least_match} tokens"
+
+    def record(self) -> ctypes.Structure:
+        """The C++ kernels' record of it, valid as long as it is kept."""
+        entries, first = [], [0]
+        for own, others in zip(self.own, self.others, strict=True):
+            entries += ((address(text, torch.int32), len(text)) for text in others)
+            entries.append((address(own.tokens, torch.int32), own.length))
+            first.append(len(entries))
+        texts, bounds = torch.tensor(entries), torch.tensor(first)
+        most = torch.tensor(self.most, dtype=torch.int64)
+        pointers = [address(tensor, torch.int64) for tensor in (texts, bounds, most)]
+        record = kernels.Drafting(len(self.own), self.least_match, *pointers)
+        record.tensors = texts, bounds, most, self  # keeps alive what it points to
+        return record
+
+    def draft(self, vocabulary: int, stop_token_ids: torch.Tensor, most: Sequence[int]) -> list[list[int]]:
+        """A draft of each sequence, no longer than `most` of it.  stop_token_ids: int64 [n] in host memory."""
+        library = kernels.cpu_library()
+        if library is None:
+            stops = set(stop_token_ids.tolist())
+            pairs = zip(self.own, self.others, most, strict=True)
+            return [
+                draft_in_torch(own.text(), texts, self.least_match, n, vocabulary, stops) for own, texts, n in pairs
+            ]
+        width = max(max(most), 0)
+        record = Drafting(self.own, self.others, most, self.least_match).record()
+        drafts, counts = torch.empty(len(most), width, dtype=torch.int32), torch.empty(len(most), dtype=torch.int64)
+        stops = address(stop_token_ids, torch.int64), len(stop_token_ids)
+        outputs = address(drafts, torch.int32), address(counts, torch.int64)
+        library.draft_tokens(ctypes.addressof(record), vocabulary, *stops, width, *outputs)
+        return [tokens[:count] for tokens, count in zip(drafts.tolist(), counts.tolist(), strict=True)]
+
+
+def draft_in_torch(
+    own: torch.Tensor, others: Sequence[torch.Tensor], least: int, most: int, vocabulary: int, stops: set[int]
+) -> list[int]:
+    """The draft of one sequence, as `Drafting` says, without the C++ library.  own, others: int32 [n] each."""
+    best, source, next_token = least - 1, None, 0
+    for text in (own, *reversed(others)):
+        length, end = longest_match(text, own)
+        if length > best:
+            best, source, next_token = length, text, end
+    draft: list[int] = []
+    while source is not None and len(draft) < most:
+        at, behind = next_token + len(draft), next_token + len(draft) - len(source)
+        if behind >= 0 and source is not own:
+            break
+        token = int(source[at]) if behind < 0 else draft[behind]
+        if not 0 <= token < vocabulary or token in stops:
+            break
+        draft.append(token)
+    return draft
+
+
+def longest_match(text: torch.Tensor, own: torch.Tensor) -> tuple[int, int]:
+    """How many of the last tokens of `own` are found in `text` before another token, up to MOST_MATCH, and where the latest
+    such match ends: the index of the token after it. (0, 0) if there is none.  text, own: int32 [n]."""
+    ends = 1 + ((text[:-1] == own[-1]) & (text[1:] >= 0)).nonzero()[:, 0]
+    length = 0
+    while len(ends):
+        length, latest = length + 1, int(ends[-1])
+        if length == min(MOST_MATCH, len(own)):
+            break
+        ends = ends[ends > length]
+        ends = ends[text[ends - length - 1] == own[-length - 1]]
+    return (length, latest) if length else (0, 0)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What verification steps would have done, by sequence.  tokens: of the replay.  steps: that they would have taken.
+    drafted, accepted: tokens of drafts."""
+
+    tokens: list[int]
+    steps: list[int]
+    drafted: list[int]
+    accepted: list[int]
+
+
+def replayed(drafting: Drafting, news: Sequence[int], vocabulary: int, stop_token_ids: torch.Tensor) -> Replay:
+    """What verification steps would have done over the last `news` tokens of each own text, which are there already.
+
+    stop_token_ids: int64 [n] in host memory. Needs the C++ library.
+    """
+    rows, library = len(news), kernels.cpu_library()
+    record, given, results = drafting.record(), torch.tensor(news, dtype=torch.int64), torch.zeros(4, rows).long()
+    tokens, drafted, accepted, steps = results.unbind()
+    verified = verified_record(tokens, drafted, accepted, steps, None)
+    stops = address(stop_token_ids, torch.int64), len(stop_token_ids)
+    library.replay_drafts(
+        ctypes.addressof(record), address(given, torch.int64), vocabulary, *stops, ctypes.addressof(verified)
+    )
+    return Replay(tokens.tolist(), steps.tolist(), drafted.tolist(), accepted.tolist())
+
+
+def verified_record(*tensors: torch.Tensor | None) -> ctypes.Structure:
+    """The C++ kernels' record of what verification writes: int64 tensors in its order; None: not written."""
+    return kernels.Verified(*(None if tensor is None else address(tensor, torch.int64) for tensor in tensors))
+
+
+@dataclass(frozen=True)
+class VerifiedTokens:
+    """What verification steps give.
+
+    tokens: int64 [n, sequences], each sequence's new tokens in its column; undefined after `counts` of them.
+    logps: float32 [3, n, sequences], as `decode_steps` gives them; undefined in the same places.
+    counts: of each sequence, new tokens: at least one.  drafted, accepted: of each sequence, tokens of its drafts.
+    step_tokens, step_seconds: of each step, tokens of its forward, and the time that it took.
+    """
+
+    tokens: torch.Tensor
+    logps: torch.Tensor
+    counts: list[int]
+    drafted: list[int]
+    accepted: list[int]
+    step_tokens: list[int]
+    step_seconds: list[float]
+
+
+def most_new_tokens(draws: Draws, drafting: Drafting, steps: int) -> tuple[int, int]:
+    """The most new tokens of a sequence in so many verification steps, and the most tokens of one forward."""
+    left = int((draws.limits - draws.positions).max())
+    return min(left, steps * (1 + max(drafting.most))), len(drafting.most) + sum(drafting.most)
+
+
+class Verifier(Protocol):
+    """What verification needs of a decoder."""
+
+    device: torch.device
+    spec: Any
+    vocabulary: Any
+    verify: Callable[[PackedBatch, PagedKV], torch.Tensor]
+
+
+def verify_steps(
+    decoder: Verifier, batch: PackedBatch, kv: PagedKV, draws: Draws, drafting: Drafting, steps: int
+) -> VerifiedTokens:
+    """Decode and sample with up to `steps` forwards over each sequence's latest token and a draft, and stop after a step
+    in which a sequence ends, by a stop token or its limit.
+
+    batch: one new token for each sequence; its block tables have room for `most_new_tokens`, where limits allow it.
+    Waits for the device at each step. Sampling has no repetition penalty and no min_new_tokens.
+    """
+    width, _ = most_new_tokens(draws, drafting, steps)
+    rows = Rows(batch, draws, drafting)
+    tokens = torch.zeros(width, len(rows.latest), dtype=torch.int64, device=decoder.device)
+    logps = torch.zeros(3, *tokens.shape, device=decoder.device)
+    vocabulary = decoder.spec.vocab_size if decoder.vocabulary is None else decoder.vocabulary.size
+    step_tokens, step_seconds = [], []
+    for _ in range(steps):
+        start = time.perf_counter()
+        drafts = drafting.draft(vocabulary, rows.stop_token_ids, rows.room())
+        packed, owners, offsets = rows.packed(drafts)
+        drawn = draws.drawn_at(decoder.verify(packed, kv), owners, offsets)
+        kept, ended = rows.accept(drafts, drawn.tokens.tolist())
+        kept = torch.tensor(kept, device=decoder.device)
+        at, owner = offsets[kept], owners[kept]
+        tokens[at, owner], logps[:, at, owner] = drawn.tokens[kept], drawn.logps()[:, kept]
+        step_tokens.append(len(owners))
+        step_seconds.append(time.perf_counter() - start)
+        if ended:
+            break
+    return VerifiedTokens(tokens, logps, rows.counts, rows.drafted, rows.accepted, step_tokens, step_seconds)
+
+
+class Rows:
+    """The sequences of `verify_steps`, on the host."""
+
+    def __init__(self, batch: PackedBatch, draws: Draws, drafting: Drafting):
+        self.batch, self.drafting, self.device = batch, drafting, batch.ids.device
+        self.latest, self.positions = batch.ids.tolist(), batch.positions.tolist()
+        self.left = (draws.limits - draws.positions).tolist()
+        self.stop_token_ids = draws.stop_token_ids.cpu()
+        self.stops = set(self.stop_token_ids.tolist())
+        self.counts, self.drafted, self.accepted = ([0] * len(self.latest) for _ in range(3))
+
+    def room(self) -> list[int]:
+        """The most tokens of each sequence's next draft: one token is drawn after it."""
+        return [
+            min(most, left - count - 1)
+            for most, left, count in zip(self.drafting.most, self.left, self.counts, strict=True)
+        ]
+
+    def packed(self, drafts: list[list[int]]) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
+        """The batch of each sequence's latest token and draft; and of each token the sequence, and how many new tokens
+        of the sequence are before the one that is drawn after it, int64 [tokens] each."""
+        ids, owners, offsets, cu_seqlens = [], [], [], [0]
+        for row, draft in enumerate(drafts):
+            ids += [self.latest[row], *draft]
+            owners += [row] * (1 + len(draft))
+            offsets += range(self.counts[row], self.counts[row] + 1 + len(draft))
+            cu_seqlens.append(len(ids))
+        ids, owners, offsets = torch.tensor([ids, owners, offsets], device=self.device)
+        positions = self.batch.positions[owners] + offsets.int()
+        cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=self.device)
+        lengths = positions[cu_seqlens[1:].long() - 1] + 1
+        return PackedBatch(ids, positions, cu_seqlens, lengths, self.batch.block_tables), owners, offsets
+
+    def accept(self, drafts: list[list[int]], drawn: list[int]) -> tuple[list[int], bool]:
+        """Count and append the tokens that are drawn up to the first one that is not the drafted one, or ends the sequence.
+
+        drawn: after each token of the packed batch. Gives the indices of these tokens, and whether a sequence ends.
+        """
+        kept, ended, first = [], False, 0
+        for row, draft in enumerate(drafts):
+            own = drawn[first : first + 1 + len(draft)]
+            equal = next((i for i, token in enumerate(draft) if token != own[i]), len(draft))
+            new = own[: equal + 1]  # stop tokens are not drafted: only the last one can be one
+            kept += range(first, first + len(new))
+            first += len(own)
+            self.latest[row] = new[-1]
+            self.counts[row] += len(new)
+            self.drafted[row] += len(draft)
+            self.accepted[row] += equal
+            self.drafting.own[row].append(torch.tensor(new))
+            ended |= new[-1] in self.stops or self.counts[row] == self.left[row]
+        return kept, ended
