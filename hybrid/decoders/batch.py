@@ -104,8 +104,8 @@ class Draws(Protocol):
     def drawn_at(self, logits: torch.Tensor, sequences: torch.Tensor, offsets: torch.Tensor) -> Any:
         """A token for each row of logits: `tokens`, int64 [rows], and `logps()`, float32 [3, rows].
 
-        sequences: int64 [rows], the sequence that each row is of.  offsets: int64 [rows], its place after the sequence's
-            next new token.
+        sequences: int64 [rows], the sequence that each row is of.  offsets: int64 [rows], its distance from the
+            sequence's next new token.
         """
 
 

@@ -192,8 +192,8 @@ class CudaDecoder(TorchDecoder):
     def verify(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         """Logits after every token of a batch, float32 [tokens, vocabulary]; valid until the next call.
 
-        Runs as a decode step in which each token is a sequence of its own, over its sequence's blocks: a layer writes all
-        keys and values before its attention reads them. So it is a graph, by the kernels of other steps.
+        Runs as a decode step in which each token is a sequence of its own, over its sequence's blocks: a layer writes
+        all keys and values before its attention reads them. So it is a graph, by the kernels of other steps.
         """
         return self.decode(one_token_each(batch), kv)
 

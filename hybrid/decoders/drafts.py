@@ -1,5 +1,4 @@
-"""Drafts of the next tokens, and steps that verify them: several tokens of a sequence in one forward, and the same tokens
-as without.
+"""Drafts of the next tokens, and steps that verify them: several tokens of a sequence in one forward.
 
 A draft is what followed the longest earlier occurrence of a sequence's latest tokens, in its own text, in other
 completions of its prompt, or in those of earlier rollouts (DAS: arXiv 2511.13841). A token is a function of its key,
@@ -120,8 +119,8 @@ def draft_in_torch(
 
 
 def longest_match(text: torch.Tensor, own: torch.Tensor) -> tuple[int, int]:
-    """How many of the last tokens of `own` are found in `text` before another token, up to MOST_MATCH, and where the latest
-    such match ends: the index of the token after it. (0, 0) if there is none.  text, own: int32 [n]."""
+    """How many of the last tokens of `own` are found in `text` before another token, up to MOST_MATCH, and the index of
+    that token, of the latest match. (0, 0) if there is none.  text, own: int32 [n]."""
     ends = 1 + ((text[:-1] == own[-1]) & (text[1:] >= 0)).nonzero()[:, 0]
     length = 0
     while len(ends):
@@ -202,8 +201,8 @@ class Verifier(Protocol):
 def verify_steps(
     decoder: Verifier, batch: PackedBatch, kv: PagedKV, draws: Draws, drafting: Drafting, steps: int
 ) -> VerifiedTokens:
-    """Decode and sample with up to `steps` forwards over each sequence's latest token and a draft, and stop after a step
-    in which a sequence ends, by a stop token or its limit.
+    """Decode and sample with up to `steps` forwards over each sequence's latest token and a draft, and stop after a
+    step in which a sequence ends, by a stop token or its limit.
 
     batch: one new token for each sequence; its block tables have room for `most_new_tokens`, where limits allow it.
     Waits for the device at each step. Sampling has no repetition penalty and no min_new_tokens.
@@ -264,9 +263,9 @@ class Rows:
         return PackedBatch(ids, positions, cu_seqlens, lengths, self.batch.block_tables), owners, offsets
 
     def accept(self, drafts: list[list[int]], drawn: list[int]) -> tuple[list[int], bool]:
-        """Count and append the tokens that are drawn up to the first one that is not the drafted one, or ends the sequence.
+        """Count and append each sequence's new tokens: those drawn up to the first one that is not the drafted one.
 
-        drawn: after each token of the packed batch. Gives the indices of these tokens, and whether a sequence ends.
+        drawn: after each token of the packed batch. Gives the indices of the new tokens, and whether a sequence ends.
         """
         kept, ended, first = [], False, 0
         for row, draft in enumerate(drafts):

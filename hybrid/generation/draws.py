@@ -72,8 +72,8 @@ class TokenDraws:
         return sample(logits, keys, positions, values, self.graph_key, seen, stop_token_ids)
 
     def drawn_at(self, logits: torch.Tensor, sequences: torch.Tensor, offsets: torch.Tensor) -> SamplerOutput:
-        """A token for each row of logits, of sequence `sequences[i]`, `offsets[i]` places after its next new token. Without
-        penalties, which need the tokens of these places."""
+        """A token for each row of logits, of sequence `sequences[i]`, `offsets[i]` places after its next new token.
+        Without penalties, which need the tokens of these places."""
         keys, positions = self.keys[sequences], self.positions[sequences] + offsets
         return sample_tokens(logits, keys, positions, self.metadata, self.vocabulary)
 

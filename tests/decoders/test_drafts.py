@@ -55,7 +55,7 @@ def random_text(rng: random.Random, longest: int, symbols: int) -> list[int]:
 
 
 def random_case(rng: random.Random) -> tuple[list[int], list[list[int]], int, int]:
-    """Own text, other texts, least match and most tokens; texts are longer and shorter than what is searched at once."""
+    """Own text, other texts, least match, most tokens; texts are longer and shorter than what is searched at once."""
     longest, symbols = rng.choice([6, 40, 300]), rng.choice([1, 2, 5])
     own = [abs(token) % VOCABULARY for token in random_text(rng, longest, symbols)]
     others = [random_text(rng, longest, symbols) for _ in range(rng.randrange(4))]

