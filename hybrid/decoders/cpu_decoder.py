@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, PagedKV
-from hybrid.decoders.drafts import Drafting, VerifiedTokens, most_new_tokens, verified_record
+from hybrid.decoders.drafts import DraftCounts, Drafting, VerifiedTokens, most_new_tokens
 from hybrid.decoders.torch_decoder import Copies, WholeDecoder, no_lora_deltas
 from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.kernels import cpu_library as kernels
@@ -222,8 +222,9 @@ class CpuDecoder(WholeDecoder):
         logits, work = torch.empty(tokens, self.record.vocab_size), self._work(tokens, threads)
         record, texts = self._batch_record(batch), drafting.record()
         samples, drawn = draws.record(width)
-        by_row, by_step = torch.zeros(3, len(batch.ids)).long(), torch.zeros(2, steps).long()
-        limits, verified = draws.limits.contiguous(), verified_record(*by_row, *by_step)
+        by_row, by_step = torch.zeros(5, len(batch.ids)).long(), torch.zeros(2, steps).long()
+        limits = draws.limits.contiguous()
+        verified = kernels.Verified(*(address(tensor, torch.int64) for tensor in (*by_row, *by_step)))
         done = self.library.verify_steps(
             self._self(),
             ctypes.addressof(record),
@@ -239,12 +240,11 @@ class CpuDecoder(WholeDecoder):
             threads,
         )
         self._require_done(done < 0, batch.ids)
-        counts, drafted, accepted = by_row.tolist()
-        for own, count in zip(drafting.own, counts, strict=True):
+        counts = DraftCounts(*by_row.tolist())
+        for own, count in zip(drafting.own, counts.tokens, strict=True):
             own.length += count
         seconds = [ns * 1e-9 for ns in by_step[1, :done].tolist()]
-        tokens, logps = drawn.tokens, drawn.logps()
-        return VerifiedTokens(tokens, logps, counts, drafted, accepted, by_step[0, :done].tolist(), seconds)
+        return VerifiedTokens(drawn.tokens, drawn.logps(), counts, by_step[0, :done].tolist(), seconds)
 
     def activation_bytes(self, tokens: int) -> int:
         """Bytes that a forward over `tokens` tokens takes: the workspace, which is kept, and the hidden states."""

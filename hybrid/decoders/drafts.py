@@ -8,7 +8,7 @@ position and logits, so a drafted token is accepted exactly if it is the one tha
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +50,7 @@ class Drafting:
     others: of each sequence, texts to draft from in addition, int32 [n] each, the oldest first.
     most: of each sequence, the most tokens of a draft; 0: none.
     least_match: tokens of the shortest match, 1 to MOST_MATCH.
+    from_own: whether drafts come from the own text too.
 
     Of several matches the longest is taken (up to MOST_MATCH tokens), and of equally long ones the latest: the last in
     the own text, then in the last of the others. A draft ends before a stop token, a token outside the vocabulary, and
@@ -60,6 +61,7 @@ class Drafting:
     others: Sequence[Sequence[torch.Tensor]]
     most: Sequence[int]
     least_match: int
+    from_own: bool = True
 
     def __post_init__(self):
         assert len(self.own) == len(self.others) == len(self.most), "one entry a sequence"
@@ -75,7 +77,7 @@ class Drafting:
         texts, bounds = torch.tensor(entries), torch.tensor(first)
         most = torch.tensor(self.most, dtype=torch.int64)
         pointers = [address(tensor, torch.int64) for tensor in (texts, bounds, most)]
-        record = kernels.Drafting(len(self.own), self.least_match, *pointers)
+        record = kernels.Drafting(len(self.own), self.least_match, self.from_own, *pointers)
         record.tensors = texts, bounds, most, self  # keeps alive what it points to
         return record
 
@@ -84,12 +86,12 @@ class Drafting:
         library = kernels.cpu_library()
         if library is None:
             stops = set(stop_token_ids.tolist())
-            pairs = zip(self.own, self.others, most, strict=True)
             return [
-                draft_in_torch(own.text(), texts, self.least_match, n, vocabulary, stops) for own, texts, n in pairs
+                draft_in_torch(own.text(), others, self.least_match, tokens, vocabulary, stops, self.from_own)
+                for own, others, tokens in zip(self.own, self.others, most, strict=True)
             ]
         width = max(max(most), 0)
-        record = Drafting(self.own, self.others, most, self.least_match).record()
+        record = replace(self, most=most).record()
         drafts, counts = torch.empty(len(most), width, dtype=torch.int32), torch.empty(len(most), dtype=torch.int64)
         stops = address(stop_token_ids, torch.int64), len(stop_token_ids)
         outputs = address(drafts, torch.int32), address(counts, torch.int64)
@@ -98,11 +100,17 @@ class Drafting:
 
 
 def draft_in_torch(
-    own: torch.Tensor, others: Sequence[torch.Tensor], least: int, most: int, vocabulary: int, stops: set[int]
+    own: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    least: int,
+    most: int,
+    vocabulary: int,
+    stops: set[int],
+    from_own: bool = True,
 ) -> list[int]:
     """The draft of one sequence, as `Drafting` says, without the C++ library.  own, others: int32 [n] each."""
     best, source, next_token = least - 1, None, 0
-    for text in (own, *reversed(others)):
+    for text in (*[own] * from_own, *reversed(others)):
         length, end = longest_match(text, own)
         if length > best:
             best, source, next_token = length, text, end
@@ -133,52 +141,47 @@ def longest_match(text: torch.Tensor, own: torch.Tensor) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Replay:
-    """What verification steps would have done, by sequence.  tokens: of the replay.  steps: that they would have taken.
-    drafted, accepted: tokens of drafts."""
+class DraftCounts:
+    """Of each sequence: new tokens; drafts, and those of which a token was rejected; drafted and accepted tokens."""
 
     tokens: list[int]
-    steps: list[int]
+    drafts: list[int]
+    rejected: list[int]
     drafted: list[int]
     accepted: list[int]
 
 
-def replayed(drafting: Drafting, news: Sequence[int], vocabulary: int, stop_token_ids: torch.Tensor) -> Replay:
-    """What verification steps would have done over the last `news` tokens of each own text, which are there already.
+def replayed(
+    drafting: Drafting, news: Sequence[int], vocabulary: int, stop_token_ids: torch.Tensor
+) -> tuple[DraftCounts, list[int]]:
+    """What verification steps would have done over the last `news` tokens of each own text, which are there already,
+    and how many steps of each sequence they would have been.
 
     stop_token_ids: int64 [n] in host memory. Needs the C++ library.
     """
-    rows, library = len(news), kernels.cpu_library()
-    record, given, results = drafting.record(), torch.tensor(news, dtype=torch.int64), torch.zeros(4, rows).long()
-    tokens, drafted, accepted, steps = results.unbind()
-    verified = verified_record(tokens, drafted, accepted, steps, None)
+    record, given = drafting.record(), torch.tensor(news, dtype=torch.int64)
+    by_row = torch.zeros(6, len(news), dtype=torch.int64)
+    verified = kernels.Verified(*(address(tensor, torch.int64) for tensor in by_row))
     stops = address(stop_token_ids, torch.int64), len(stop_token_ids)
-    library.replay_drafts(
+    kernels.cpu_library().replay_drafts(
         ctypes.addressof(record), address(given, torch.int64), vocabulary, *stops, ctypes.addressof(verified)
     )
-    return Replay(tokens.tolist(), steps.tolist(), drafted.tolist(), accepted.tolist())
-
-
-def verified_record(*tensors: torch.Tensor | None) -> ctypes.Structure:
-    """The C++ kernels' record of what verification writes: int64 tensors in its order; None: not written."""
-    return kernels.Verified(*(None if tensor is None else address(tensor, torch.int64) for tensor in tensors))
+    *counts, steps = by_row.tolist()
+    return DraftCounts(*counts), steps
 
 
 @dataclass(frozen=True)
 class VerifiedTokens:
     """What verification steps give.
 
-    tokens: int64 [n, sequences], each sequence's new tokens in its column; undefined after `counts` of them.
+    tokens: int64 [n, sequences], each sequence's new tokens in its column; undefined after `counts.tokens` of them.
     logps: float32 [3, n, sequences], as `decode_steps` gives them; undefined in the same places.
-    counts: of each sequence, new tokens: at least one.  drafted, accepted: of each sequence, tokens of its drafts.
     step_tokens, step_seconds: of each step, tokens of its forward, and the time that it took.
     """
 
     tokens: torch.Tensor
     logps: torch.Tensor
-    counts: list[int]
-    drafted: list[int]
-    accepted: list[int]
+    counts: DraftCounts
     step_tokens: list[int]
     step_seconds: list[float]
 
@@ -226,7 +229,7 @@ def verify_steps(
         step_seconds.append(time.perf_counter() - start)
         if ended:
             break
-    return VerifiedTokens(tokens, logps, rows.counts, rows.drafted, rows.accepted, step_tokens, step_seconds)
+    return VerifiedTokens(tokens, logps, rows.counts, step_tokens, step_seconds)
 
 
 class Rows:
@@ -238,13 +241,13 @@ class Rows:
         self.left = (draws.limits - draws.positions).tolist()
         self.stop_token_ids = draws.stop_token_ids.cpu()
         self.stops = set(self.stop_token_ids.tolist())
-        self.counts, self.drafted, self.accepted = ([0] * len(self.latest) for _ in range(3))
+        self.counts = DraftCounts(*([0] * len(self.latest) for _ in range(5)))
 
     def room(self) -> list[int]:
         """The most tokens of each sequence's next draft: one token is drawn after it."""
         return [
             min(most, left - count - 1)
-            for most, left, count in zip(self.drafting.most, self.left, self.counts, strict=True)
+            for most, left, count in zip(self.drafting.most, self.left, self.counts.tokens, strict=True)
         ]
 
     def packed(self, drafts: list[list[int]]) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
@@ -254,7 +257,7 @@ class Rows:
         for row, draft in enumerate(drafts):
             ids += [self.latest[row], *draft]
             owners += [row] * (1 + len(draft))
-            offsets += range(self.counts[row], self.counts[row] + 1 + len(draft))
+            offsets += range(self.counts.tokens[row], self.counts.tokens[row] + 1 + len(draft))
             cu_seqlens.append(len(ids))
         ids, owners, offsets = torch.tensor([ids, owners, offsets], device=self.device)
         positions = self.batch.positions[owners] + offsets.int()
@@ -275,9 +278,11 @@ class Rows:
             kept += range(first, first + len(new))
             first += len(own)
             self.latest[row] = new[-1]
-            self.counts[row] += len(new)
-            self.drafted[row] += len(draft)
-            self.accepted[row] += equal
+            self.counts.tokens[row] += len(new)
+            self.counts.drafts[row] += len(draft) > 0
+            self.counts.rejected[row] += equal < len(draft)
+            self.counts.drafted[row] += len(draft)
+            self.counts.accepted[row] += equal
             self.drafting.own[row].append(torch.tensor(new))
-            ended |= new[-1] in self.stops or self.counts[row] == self.left[row]
+            ended |= new[-1] in self.stops or self.counts.tokens[row] == self.left[row]
         return kept, ended

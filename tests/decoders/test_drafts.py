@@ -5,17 +5,17 @@ import random
 import pytest
 import torch
 
-from hybrid.decoders.drafts import MOST_MATCH, SEPARATOR, Drafting, GrowingText, draft_in_torch, replayed
+from hybrid.decoders.drafts import MOST_MATCH, SEPARATOR, DraftCounts, Drafting, GrowingText, draft_in_torch, replayed
 from hybrid.kernels.cpu_library import cpu_library
 
 VOCABULARY, STOPS = 6, (5,)
 library = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
 
 
-def brute_force(own: list[int], others: list[list[int]], least: int, most: int) -> list[int]:
+def brute_force(own: list[int], others: list[list[int]], least: int, most: int, from_own: bool = True) -> list[int]:
     """Every position of every text; the sequence's own text repeats without an end."""
     matches = []
-    for order, text in enumerate([*others, own]):
+    for order, text in enumerate([*others, *[own] * from_own]):
         for at in range(1, len(text)):
             if text[at] == SEPARATOR:
                 continue
@@ -72,12 +72,13 @@ def test_drafts_equal_brute_force():
         some = [case for case in cases if case[2] == least]
         others = [[torch.tensor(text, dtype=torch.int32) for text in case[1]] for case in some]
         most = [case[3] for case in some]
-        drafting = Drafting([text_of(case[0]) for case in some], others, most, least)
-        drafts = drafting.draft(VOCABULARY, torch.tensor(STOPS), most)
-        for case, draft in zip(some, drafts, strict=True):
-            assert draft == brute_force(*case), case
-            found += len(draft) > 1
-    assert found > 400
+        for from_own in (True, False):
+            drafting = Drafting([text_of(case[0]) for case in some], others, most, least, from_own)
+            drafts = drafting.draft(VOCABULARY, torch.tensor(STOPS), most)
+            for case, draft in zip(some, drafts, strict=True):
+                assert draft == brute_force(*case, from_own), case
+                found += len(draft) > 1
+    assert found > 600
 
 
 def test_drafts_without_the_library_equal_brute_force():
@@ -85,8 +86,9 @@ def test_drafts_without_the_library_equal_brute_force():
     for _ in range(400):
         own, others, least, most = random_case(rng)
         texts = [torch.tensor(text, dtype=torch.int32) for text in others]
-        draft = draft_in_torch(torch.tensor(own, dtype=torch.int32), texts, least, most, VOCABULARY, set(STOPS))
-        assert draft == brute_force(own, others, least, most), (own, others, least, most)
+        tokens, from_own = torch.tensor(own, dtype=torch.int32), rng.random() < 0.5
+        draft = draft_in_torch(tokens, texts, least, most, VOCABULARY, set(STOPS), from_own)
+        assert draft == brute_force(own, others, least, most, from_own), (own, others, least, most)
 
 
 @library
@@ -97,13 +99,14 @@ def test_a_replay_counts_what_verification_steps_would_have_done():
         own, others, least, most = random_case(rng)
         news = rng.randrange(len(own))
         drafting = Drafting([text_of(own)], [[torch.tensor(text, dtype=torch.int32) for text in others]], [most], least)
-        replay = replayed(drafting, [news], VOCABULARY, torch.tensor(STOPS))
-        at, steps, drafted, accepted = len(own) - news, 0, 0, 0
+        counts, taken = replayed(drafting, [news], VOCABULARY, torch.tensor(STOPS))
+        at, steps, drafts, rejected, drafted, accepted = len(own) - news, 0, 0, 0, 0, 0
         while at < len(own):
             draft = brute_force(own[:at], others, least, min(most, len(own) - at - 1)) if at else []
             equal = 0
             while equal < len(draft) and draft[equal] == own[at + equal]:
                 equal += 1
             at, steps, drafted, accepted = at + equal + 1, steps + 1, drafted + len(draft), accepted + equal
-        assert (replay.steps, replay.drafted, replay.accepted) == ([steps], [drafted], [accepted])
-        assert replay.tokens == [news] == [steps + accepted]
+            drafts, rejected = drafts + bool(draft), rejected + (equal < len(draft))
+        assert counts == DraftCounts([news], [drafts], [rejected], [drafted], [accepted])
+        assert taken == [steps] and news == steps + accepted

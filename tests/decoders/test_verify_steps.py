@@ -147,16 +147,21 @@ class Counted:
 
     drafted: int = 0
     accepted: int = 0
+    drafts: int = 0
+    rejected: int = 0
     steps: int = 0
 
     def add(self, verified: VerifiedTokens) -> None:
-        self.drafted += sum(verified.drafted)
-        self.accepted += sum(verified.accepted)
+        counts = verified.counts
+        self.drafted += sum(counts.drafted)
+        self.accepted += sum(counts.accepted)
+        self.rejected += sum(counts.rejected)
+        self.drafts += sum(counts.drafts)
         self.steps += len(verified.step_tokens)
         assert len(verified.step_seconds) == len(verified.step_tokens)
         # Each forward has the latest token of every row, and the drafts.
-        rows = len(verified.counts)
-        assert sum(verified.step_tokens) == rows * len(verified.step_tokens) + sum(verified.drafted)
+        rows = len(counts.tokens)
+        assert sum(verified.step_tokens) == rows * len(verified.step_tokens) + sum(counts.drafted)
 
 
 Corpora = Callable[[Task, list[Completion]], list[list[torch.Tensor]]]
@@ -176,7 +181,7 @@ def verified_steps(
         drafting = Drafting([own[r] for r in rows], [others[r] for r in rows], [most[r] for r in rows], 2)
         verified = decoder.verify_steps(decode.batch(rows), decode.kv, decode.draws(rows), drafting, steps)
         counted.add(verified)
-        for index, (row, count) in enumerate(zip(rows, verified.counts, strict=True)):
+        for index, (row, count) in enumerate(zip(rows, verified.counts.tokens, strict=True)):
             decode.tokens[row] += verified.tokens[:count, index].tolist()
             decode.logps[row] += verified.logps[:, :count, index].cpu().unbind(1)
             text = own[row].text().tolist()
@@ -195,8 +200,8 @@ def right(task: Task, expected: list[Completion]) -> list[list[torch.Tensor]]:
 
 
 def followed_by(wrong: Callable[[int], int]) -> Corpora:
-    """After every 16 tokens of a row's text, tokens that are not the next ones. Of equally long matches the latest is the
-    one of the right place."""
+    """After every 16 tokens of a row's text, tokens that are not the next ones. Of equally long matches the latest is
+    of the right place."""
 
     def corpora(task: Task, expected: list[Completion]) -> list[list[torch.Tensor]]:
         texts = []
@@ -297,7 +302,7 @@ def test_rejected_tokens_are_never_read_again():
 
     def poisoned(self, batch, kv, draws, drafting, steps):
         verified = own(self, batch, kv, draws, drafting, steps)
-        ends = (batch.positions + torch.tensor(verified.counts)).tolist()
+        ends = (batch.positions + torch.tensor(verified.counts.tokens)).tolist()
         for table, end in zip(batch.block_tables, ends, strict=True):
             for position in range(end, min(end + 8, len(table) * BLOCK_SIZE)):
                 block, offset = int(table[position // BLOCK_SIZE]), position % BLOCK_SIZE

@@ -829,11 +829,11 @@ int64_t verify_steps(const Decoder* d, const Batch* batch, int64_t layers, const
     for (int64_t r = 0; r < rows; r++) {
       const int64_t count = verified->counts[r], position = batch->positions[r] + count, next = samples->positions[r] + count;
       const int64_t most = std::min(drafting->most[r], limits[r] - next - 1);
-      const int64_t drafted = find_draft(&texts[first_text[r]], first_text[r + 1] - first_text[r], drafting->least_match, most, draftable, step.draft.data());
+      const int64_t drafted = find_draft(*drafting, &texts[first_text[r]], first_text[r + 1] - first_text[r], most, draftable, step.draft.data());
       step.add(latest[r], samples->keys[r], next, position);
       for (int64_t i = 0; i < drafted; i++) step.add(step.draft[i], samples->keys[r], next + 1 + i, position + 1 + i);
       step.cu_seqlens.push_back(int32_t(step.ids.size()));
-      verified->drafted[r] += drafted;
+      verified->drafts[r] += drafted > 0, verified->drafted[r] += drafted;
     }
     const Batch all = step.batch(*batch);
     const Samples drawn = step.samples(samples->draw);
@@ -846,10 +846,12 @@ int64_t verify_steps(const Decoder* d, const Batch* batch, int64_t layers, const
         const int64_t token = latest[r] = drawn.tokens[t], at = verified->counts[r]++ * rows + r;
         samples->tokens[at] = token, own.tokens[own.length++] = int32_t(token);
         samples->sampling_logps[at] = drawn.sampling_logps[t], samples->old_logps[at] = drawn.old_logps[t], samples->raw_logps[at] = drawn.raw_logps[t];
-        const bool stops = std::find(stop_ids, stop_ids + num_stop_ids, token) != stop_ids + num_stop_ids;
-        ended |= stops || samples->positions[r] + verified->counts[r] == limits[r];
-        if (t == last || stops || token != step.ids[t + 1]) break;
-        verified->accepted[r]++;
+        ended |= samples->positions[r] + verified->counts[r] == limits[r];
+        ended |= std::find(stop_ids, stop_ids + num_stop_ids, token) != stop_ids + num_stop_ids;
+        if (t == last) break;
+        const bool accepted = token == step.ids[t + 1];  // never a stop token: none is drafted
+        verified->accepted[r] += accepted, verified->rejected[r] += !accepted;
+        if (!accepted) break;
       }
     }
     verified->step_tokens[done] = all.tokens;
@@ -863,7 +865,7 @@ int64_t verify_steps(const Decoder* d, const Batch* batch, int64_t layers, const
 void draft_tokens(const Drafting* drafting, int64_t vocabulary, const int64_t* stop_ids, int64_t num_stop_ids, int64_t width, int32_t* drafts, int64_t* counts) {
   const int64_t* first = drafting->first_text;
   for (int64_t r = 0; r < drafting->rows; r++)
-    counts[r] = find_draft(drafting->texts + first[r], first[r + 1] - first[r], drafting->least_match, drafting->most[r], {vocabulary, stop_ids, num_stop_ids},
+    counts[r] = find_draft(*drafting, drafting->texts + first[r], first[r + 1] - first[r], drafting->most[r], {vocabulary, stop_ids, num_stop_ids},
                            drafts + r * width);
 }
 
@@ -879,10 +881,11 @@ void replay_drafts(const Drafting* drafting, const int64_t* news, int64_t vocabu
     const int64_t length = own.length;
     for (own.length -= news[r]; own.length < length; own.length++) {
       const int64_t most = std::min(drafting->most[r], length - own.length - 1);
-      const int64_t drafted = find_draft(texts.data(), texts.size(), drafting->least_match, most, draftable, draft.data());
+      const int64_t drafted = find_draft(*drafting, texts.data(), texts.size(), most, draftable, draft.data());
       int64_t accepted = 0;
       while (accepted < drafted && draft[accepted] == own.tokens[own.length + accepted]) accepted++;
       own.length += accepted;
+      verified->drafts[r] += drafted > 0, verified->rejected[r] += accepted < drafted;
       verified->drafted[r] += drafted, verified->accepted[r] += accepted, verified->step_tokens[r]++;
     }
     verified->counts[r] = news[r];

@@ -56,14 +56,14 @@ static void search(const Text& text, const int32_t* end, int64_t known, int64_t 
   }
 }
 
-// At most `most` tokens that may follow those of the last one of `texts`, into `draft`; returns their number. The own text
-// goes on with the draft itself, so that a sequence that repeats itself has long drafts.
-static int64_t find_draft(const Text* texts, int64_t count, int64_t least, int64_t most, const Draftable& draftable, int32_t* draft) {
+// At most `most` tokens that may follow those of row r, the last one of `texts`, into `draft`; returns their number. The own
+// text goes on with the draft itself, so that a sequence that repeats itself has long drafts.
+static int64_t find_draft(const Drafting& drafting, const Text* texts, int64_t count, int64_t most, const Draftable& draftable, int32_t* draft) {
   const Text& own = texts[count - 1];
   const int64_t known = std::min(own.length, MOST_MATCH);
   Match best{0, 0, nullptr};
-  if (most > 0 && least > 0)
-    for (int64_t i = count - 1; i >= 0; i--) search(texts[i], own.tokens + own.length, known, least, best);
+  for (int64_t i = count - (drafting.from_own ? 1 : 2); i >= 0 && most > 0; i--)
+    search(texts[i], own.tokens + own.length, known, drafting.least_match, best);
   if (!best.text) return 0;
   int64_t drafted = 0;
   for (; drafted < most; drafted++) {

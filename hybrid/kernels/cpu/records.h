@@ -114,17 +114,17 @@ struct Text {
 };
 
 // Where the drafts of `rows` sequences come from. Of row r: texts [first_text[r], first_text[r + 1]), the oldest first; the
-// last one is its own, prompt and completion, with room for the tokens that it is given. At most most[r] tokens are drafted
-// at a time, after a match of at least least_match tokens.
+// last one is its own, prompt and completion, with room for the tokens that it is given; drafts come from it too if
+// from_own. At most most[r] tokens are drafted at a time, after a match of at least least_match tokens.
 struct Drafting {
-  int64_t rows, least_match;
+  int64_t rows, least_match, from_own;
   const Text* texts;
   const int64_t *first_text, *most;
 };
 
-// What verification steps give. Of each row: new tokens, and those of its drafts and of these the accepted ones.
-// Of each step: tokens of the forward, and nanoseconds.
+// What verification steps give. Of each row: new tokens; drafts, and those of which a token was rejected; drafted and accepted
+// tokens. Of each step: tokens of the forward, and nanoseconds.
 struct Verified {
-  int64_t *counts, *drafted, *accepted;
+  int64_t *counts, *drafts, *rejected, *drafted, *accepted;
   int64_t *step_tokens, *step_ns;
 };
