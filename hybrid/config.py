@@ -11,10 +11,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import hjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 
 class Block(BaseModel):
@@ -49,6 +58,55 @@ class HybridEngineConfig(Block):
     enable_cuda_graph: bool | Literal["auto"] = "auto"
 
 
+HISTORY_BYTES = 64 << 20
+LEAST_MATCH = 2
+
+
+class SpeculationConfig(Block):
+    """Drafts of a row's next tokens, which decode steps verify: several tokens in a step, the same as without drafts.
+
+    ngram: draft from the row's prompt and completion, and from the other completions of its prompt: what followed the
+        longest match of its latest tokens. A number from 1 to 16 is the shortest match; true is 2; false does not.
+    history: draft from earlier rollouts of the same prompt, also of earlier weights. A number is the most bytes that
+        they take on each rank; true is 64 MiB; false keeps none.
+    max_draft: the most drafted tokens of a row in a step. Measurements decide how many are drafted, and whether any.
+    """
+
+    ngram: StrictBool | StrictInt = True
+    history: StrictBool | StrictInt = True
+    max_draft: int = Field(8, ge=1, le=64)
+
+    @field_validator("ngram", mode="before")
+    @classmethod
+    def _is_match(cls, value: Any) -> bool | int:
+        if not isinstance(value, bool) and not (isinstance(value, int) and 1 <= value <= 16):
+            raise ValueError("it must be true, false, or the tokens of the shortest match, from 1 to 16")
+        return value
+
+    @field_validator("history", mode="before")
+    @classmethod
+    def _is_size(cls, value: Any) -> bool | int:
+        if not isinstance(value, bool) and not (isinstance(value, int) and value >= 1024):
+            raise ValueError("it must be true, false, or a number of bytes, at least 1024")
+        return value
+
+    @model_validator(mode="after")
+    def _drafts_from_something(self) -> "SpeculationConfig":
+        if not self.ngram and not self.history:
+            raise ValueError("with neither ngram nor history there are no drafts; leave speculation out")
+        return self
+
+    @property
+    def least_match(self) -> int:
+        """Tokens of the shortest match."""
+        return LEAST_MATCH if isinstance(self.ngram, bool) else self.ngram
+
+    @property
+    def history_bytes(self) -> int:
+        """The most bytes of the history; 0: there is none."""
+        return HISTORY_BYTES * self.history if isinstance(self.history, bool) else self.history
+
+
 class RolloutConfig(Block):
     """Our own `rollout` block.
 
@@ -77,6 +135,8 @@ class RolloutConfig(Block):
         extra `flashinfer`), in prefill, and in decode steps that are not CUDA graphs; "auto", FlashInfer where it is
         installed and has what the model needs, else ours. "flashinfer" raises ValueError where "auto" takes ours. The
         default is "triton" because the two have not been compared on a device.
+    speculation: a block; draft tokens and verify them, where that is measured to be faster. Absent: one token of a row
+        in a step.
     """
 
     keep_snapshot: bool = True
@@ -90,6 +150,7 @@ class RolloutConfig(Block):
     offload_states: bool = False
     weight_dtype: Literal["model", "int8"] = "model"
     attention_backend: Literal["auto", "triton", "flashinfer"] = "triton"
+    speculation: SpeculationConfig | None = None
 
 
 BLOCKS: dict[str, type[Block]] = {"hybrid_engine": HybridEngineConfig, "rollout": RolloutConfig}
@@ -154,14 +215,17 @@ def read_block(kind: type[Block], values: Any, path: str = "") -> Any:
     prefix = f"{path}." if path else ""
     values = by_field_name(kind, values, path)
     for name in values:
-        inner = kind.model_fields[name].annotation
-        if isinstance(inner, type) and issubclass(inner, Block):
+        annotation = kind.model_fields[name].annotation
+        kinds = get_args(annotation) or (annotation,)
+        inner = next((one for one in kinds if isinstance(one, type) and issubclass(one, Block)), None)
+        if inner is not None and not (values[name] is None and type(None) in kinds):
             values[name] = read_block(inner, values[name], prefix + name)
     try:
         return kind(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{prefix}{first['loc'][0]}: {first['input']!r} given; {first['msg']}") from error
+        name = f"{prefix}{first['loc'][0]}" if first["loc"] else path
+        raise ValueError(f"{name}: {first['input']!r} given; {first['msg']}") from error
 
 
 def by_field_name(kind: type[Block], values: dict[str, Any], path: str, deprecated: Iterable[str] = ()) -> dict:
