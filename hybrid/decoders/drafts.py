@@ -9,7 +9,7 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,7 +18,8 @@ from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
 
 MOST_MATCH = 16  # tokens of a match, which are compared
-SEPARATOR = -1  # between texts in one tensor
+SEPARATOR = -1  # between texts in one
+TOKEN_BYTES = 4  # of a text
 
 
 class GrowingText:
@@ -29,6 +30,14 @@ class GrowingText:
 
     def __init__(self, capacity: int):
         self.tokens, self.length = torch.empty(capacity, dtype=torch.int32), 0
+        self.address = address(self.tokens, torch.int32)
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, room: int = 0) -> "GrowingText":
+        """A text of these tokens, integers [n], with room for `room` more."""
+        text = cls(len(tokens) + room)
+        text.append(tokens)
+        return text
 
     def append(self, tokens: torch.Tensor) -> None:
         """Append tokens, integers [n], on any device."""
@@ -36,9 +45,21 @@ class GrowingText:
         self.tokens[self.length : end] = tokens
         self.length = end
 
-    def text(self) -> torch.Tensor:
-        """The tokens so far, int32 [length]."""
-        return self.tokens[: self.length]
+    def span(self, most: int | None = None) -> "Span":
+        """The tokens so far; of more than `most` the last ones."""
+        return Span(self, 0 if most is None else max(self.length - most, 0), self.length)
+
+
+class Span(NamedTuple):
+    """Tokens [first, last) of a text."""
+
+    text: GrowingText
+    first: int
+    last: int
+
+    def tokens(self) -> torch.Tensor:
+        """int32 [n]"""
+        return self.text.tokens[self.first : self.last]
 
 
 @dataclass(frozen=True)
@@ -47,7 +68,7 @@ class Drafting:
 
     own: each sequence's own text, its latest token included, with room for the tokens that it is given, which
         verification appends.
-    others: of each sequence, texts to draft from in addition, int32 [n] each, the oldest first.
+    others: of each sequence, texts to draft from in addition, the oldest first.
     most: of each sequence, the most tokens of a draft; 0: none.
     least_match: tokens of the shortest match, 1 to MOST_MATCH.
     from_own: whether drafts come from the own text too.
@@ -58,7 +79,7 @@ class Drafting:
     """
 
     own: Sequence[GrowingText]
-    others: Sequence[Sequence[torch.Tensor]]
+    others: Sequence[Sequence[Span]]
     most: Sequence[int]
     least_match: int
     from_own: bool = True
@@ -71,8 +92,8 @@ class Drafting:
         """The C++ kernels' record of it, valid as long as it is kept."""
         entries, first = [], [0]
         for own, others in zip(self.own, self.others, strict=True):
-            entries += ((address(text, torch.int32), len(text)) for text in others)
-            entries.append((address(own.tokens, torch.int32), own.length))
+            entries += ((text.address + TOKEN_BYTES * begin, end - begin) for text, begin, end in others)
+            entries.append((own.address, own.length))
             first.append(len(entries))
         texts, bounds = torch.tensor(entries), torch.tensor(first)
         most = torch.tensor(self.most, dtype=torch.int64)
@@ -87,7 +108,7 @@ class Drafting:
         if library is None:
             stops = set(stop_token_ids.tolist())
             return [
-                draft_in_torch(own.text(), others, self.least_match, tokens, vocabulary, stops, self.from_own)
+                draft_in_torch(own.span(), others, self.least_match, tokens, vocabulary, stops, self.from_own)
                 for own, others, tokens in zip(self.own, self.others, most, strict=True)
             ]
         width = max(max(most), 0)
@@ -100,15 +121,16 @@ class Drafting:
 
 
 def draft_in_torch(
-    own: torch.Tensor,
-    others: Sequence[torch.Tensor],
+    own: Span,
+    others: Sequence[Span],
     least: int,
     most: int,
     vocabulary: int,
     stops: set[int],
     from_own: bool = True,
 ) -> list[int]:
-    """The draft of one sequence, as `Drafting` says, without the C++ library.  own, others: int32 [n] each."""
+    """The draft of one sequence, as `Drafting` says, without the C++ library."""
+    own, others = own.tokens(), [text.tokens() for text in others]
     best, source, next_token = least - 1, None, 0
     for text in (*[own] * from_own, *reversed(others)):
         length, end = longest_match(text, own)

@@ -6,7 +6,6 @@ measurements: of the time of a forward by its number of tokens, and of the share
 accepts. Plain steps give the latter too, by a replay of the drafts that would have been made.
 """
 
-import bisect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,17 @@ from functools import cached_property
 import torch
 
 from hybrid.config import RolloutConfig, SpeculationConfig
-from hybrid.decoders.drafts import MOST_MATCH, SEPARATOR, DraftCounts, Drafting, GrowingText, VerifiedTokens, replayed
+from hybrid.decoders.drafts import (
+    MOST_MATCH,
+    SEPARATOR,
+    TOKEN_BYTES,
+    DraftCounts,
+    Drafting,
+    GrowingText,
+    Span,
+    VerifiedTokens,
+    replayed,
+)
 from hybrid.kernels.cpu_library import cpu_library
 
 SCANNED_TOKENS_PER_SECOND = 1e10  # of texts that drafts are searched in; 1.3e10 measured with AVX-512
@@ -26,7 +35,8 @@ HALF_LIFE = 24  # drafted tokens after which a row's acceptance counts half
 REPLAYED_ROWS = 4
 REPLAYED_TOKENS = 64  # of a row, at most
 LEAST_EVIDENCE = 8  # drafts' tokens, accepted or rejected, before anything is verified
-LEAST_GAIN = 1.05  # of the plain steps' speed that verification is expected to have
+LEAST_GAIN = 1.15  # of the plain steps' speed that verification is expected to have before it starts
+MOST_JUMP = 1.5  # of a step's time, from its mean, before it counts as disturbed by other processes
 MOST_PAUSE = 16  # calls between two replays where drafts do not pay
 
 
@@ -43,8 +53,6 @@ class RolloutHistory:
         prompt the oldest ones.
     """
 
-    TOKEN_BYTES = 4
-
     def __init__(self, limit_bytes: int):
         self.limit_bytes, self.nbytes = limit_bytes, 0
         self.texts: OrderedDict[bytes, list[torch.Tensor]] = OrderedDict()  # int32 [n] each, the latest one last
@@ -60,7 +68,7 @@ class RolloutHistory:
             self.nbytes += len(key)
         self.texts.move_to_end(key)
         self.texts[key].append(completion.to("cpu", torch.int32, copy=True))
-        self.nbytes += self.TOKEN_BYTES * len(completion)
+        self.nbytes += TOKEN_BYTES * len(completion)
         while self.nbytes > self.limit_bytes:
             self._drop()
 
@@ -76,12 +84,19 @@ class RolloutHistory:
         """Drop the prompt that was used least recently; of the only one its oldest completion."""
         key, texts = next(iter(self.texts.items()))
         dropped = [texts.pop(0)] if len(self.texts) == 1 and len(texts) > 1 else self.texts.pop(key)
-        self.nbytes -= self.TOKEN_BYTES * sum(map(len, dropped)) + len(key) * (key not in self.texts)
+        self.nbytes -= TOKEN_BYTES * sum(map(len, dropped)) + len(key) * (key not in self.texts)
 
 
 def key_of(prompt: torch.Tensor) -> bytes:
     """A prompt's key in the history.  prompt: integers [n]."""
     return prompt.to("cpu", torch.int32).numpy().tobytes()
+
+
+def size_class(tokens: int) -> int:
+    """The largest number of tokens whose forwards are measured together with those of `tokens`: exact up to 16, then
+    an eighth of a power of two, so that each class is measured often."""
+    width = max(1 << max(tokens - 1, 1).bit_length() - 4, 1)
+    return -(-tokens // width) * width
 
 
 class StepCosts:
@@ -90,60 +105,65 @@ class StepCosts:
     agree: makes measurements of several ranks one: seconds to the seconds that all of them use. Ranks that decode one
         batch must give it, so that they decide alike; it is called at the same places on all of them. None: one rank.
 
-    Numbers of tokens that were not measured lie on a line through the recent measurements, between their neighbours.
+    The time of a number of tokens is the mean of its class, together with PRIOR_STEPS of a line through the recent
+    steps: classes that were measured seldom are near the line.
     """
 
-    FORGETTING = 0.98  # of a measurement's weight, a step
-    VALID_STEPS = 5000  # after which a number's own measurement is forgotten
+    FORGETTING = 0.98  # of a measurement's weight in the line, a step
+    PRIOR_STEPS = 6.0
+    MOST_STEPS = 40.0  # that a class's mean remembers
     PRIOR_SLOPE = 0.02  # of a plain step's time that a further token takes, before anything else is known
 
     def __init__(self, agree: Callable[[list[float]], list[float]] | None = None):
         self.agree = agree
-        self.steps = 0
-        self.measured: dict[int, tuple[float, int]] = {}  # by number of tokens: seconds, and the step of the latest one
-        self.sizes: list[int] = []  # its keys, ascending
-        self.weight = self.tokens = self.seconds_sum = self.squares = self.products = 0.0
+        self.measured: dict[int, tuple[float, float]] = {}  # by class: mean seconds, and the steps that it is of
+        self.sums = (0.0,) * 5  # weighted: of steps, tokens, seconds, tokens squared, tokens times seconds
+        self.line = (0.0, 0.0)  # seconds of a forward of no tokens, and of each token
 
-    def observe(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
-        """Add steps: the tokens of each one's forward, and its time."""
+    def __bool__(self) -> bool:
+        """Whether anything is measured."""
+        return bool(self.measured)
+
+    def observe(self, tokens: Sequence[int], seconds: Sequence[float], repeated: int = 1) -> list[float]:
+        """Add steps: the tokens of each one's forward, and its time. Gives the times that the ranks agree on.
+
+        repeated: how often each of them was done; `seconds` are then their means.
+        """
         agreed = list(seconds) if self.agree is None else self.agree(list(seconds))
+        classes: dict[int, list[tuple[int, float]]] = {}
         for count, time in zip(tokens, agreed, strict=True):
-            self._add(count, time)
+            classes.setdefault(size_class(count), []).append((count, time))
+        for key, steps in classes.items():
+            self._add(key, len(steps) * repeated, *(sum(values) / len(steps) for values in zip(*steps, strict=True)))
+        self.line = self._line()
+        return agreed
 
-    def _add(self, tokens: int, seconds: float) -> None:
-        self.steps += 1
-        mean, _ = self.measured.get(tokens, (seconds, self.steps))
-        seconds = min(seconds, 3 * mean)  # other processes may have had the cores
-        if tokens not in self.measured:
-            bisect.insort(self.sizes, tokens)
-        self.measured[tokens] = mean + 0.25 * (seconds - mean), self.steps
-        sums = self.weight, self.tokens, self.seconds_sum, self.squares, self.products
-        new = 1.0, tokens, seconds, tokens**2, tokens * seconds
-        self.weight, self.tokens, self.seconds_sum, self.squares, self.products = (
-            self.FORGETTING * before + more for before, more in zip(sums, new, strict=True)
-        )
+    def _add(self, key: int, steps: int, tokens: float, seconds: float) -> None:
+        """Add steps of one class, by their mean numbers of tokens and seconds."""
+        if self:
+            seconds = min(seconds, MOST_JUMP * self.seconds(key))  # other processes may have had the cores
+        mean, before = self.measured.get(key, (0.0, 0.0))
+        weight = min(before + steps, self.MOST_STEPS)
+        self.measured[key] = mean + (seconds - mean) * min(steps / weight, 1.0), weight
+        new, keep = (1.0, tokens, seconds, tokens**2, tokens * seconds), self.FORGETTING**steps
+        self.sums = tuple(keep * total + steps * more for total, more in zip(self.sums, new, strict=True))
+        if len(self.measured) == 1:
+            self.line = self._line()
 
-    def line(self) -> tuple[float, float]:
-        """Seconds of a forward of no tokens, and of each token: least squares, towards PRIOR_SLOPE."""
-        mean_tokens, mean_seconds = self.tokens / self.weight, self.seconds_sum / self.weight
-        variance = self.squares / self.weight - mean_tokens**2
-        covariance = self.products / self.weight - mean_tokens * mean_seconds
-        slope = max((covariance + 0.1 * self.PRIOR_SLOPE * mean_seconds) / (variance + 0.1), 0.0)
-        return mean_seconds - slope * mean_tokens, slope
+    def _line(self) -> tuple[float, float]:
+        """Least squares, towards PRIOR_SLOPE; a forward of no tokens takes time too."""
+        weight, tokens, seconds, squares, products = self.sums
+        tokens, seconds = tokens / weight, seconds / weight
+        variance, covariance = squares / weight - tokens**2, products / weight - tokens * seconds
+        slope = (covariance + 0.1 * self.PRIOR_SLOPE * seconds) / (variance + 0.1)
+        slope = min(max(slope, 0.0), 0.99 * seconds / tokens)
+        return seconds - slope * tokens, slope
 
     def seconds(self, tokens: int) -> float:
-        """The expected time of a forward of so many tokens; 0.0 before anything is measured."""
-        if not self.sizes:
-            return 0.0
-        at = bisect.bisect_left(self.sizes, tokens)
-        exact = at < len(self.sizes) and self.sizes[at] == tokens
-        if exact and self.steps - self.measured[tokens][1] <= self.VALID_STEPS:
-            return self.measured[tokens][0]
-        base, slope = self.line()
-        least = self.measured[self.sizes[at - 1]][0] if at else 0.0
-        above = at + exact
-        most = self.measured[self.sizes[above]][0] if above < len(self.sizes) else math.inf
-        return max(min(base + slope * tokens, most), least)
+        """The expected time of a forward of so many tokens, after something was measured."""
+        base, slope = self.line
+        mean, steps = self.measured.get(size_class(tokens), (0.0, 0.0))
+        return (self.PRIOR_STEPS * (base + slope * tokens) + steps * mean) / (self.PRIOR_STEPS + steps)
 
 
 @dataclass
@@ -219,7 +239,7 @@ def best_plan(
 
 def could_pay(rows: int, costs: StepCosts, max_draft: int, most_tokens: int) -> bool:
     """Whether drafts of every row pay if nearly all their tokens are accepted; False before anything is measured."""
-    if not rows or not costs.sizes:
+    if not rows or not costs:
         return False
     plain, expected = costs.seconds(rows), 1.0
     for length in range(1, min(max_draft, most_tokens // rows - 1) + 1):
@@ -340,9 +360,9 @@ class Speculation:
         chances = [self.by_row[row].chance(self.of_all) for row in rows]
         frequencies = [self.by_row[row].frequency(self.of_all) for row in rows]
         plan = best_plan(chances, frequencies, self.costs, self.settings.max_draft, self.most_tokens)
-        if plan.gain < LEAST_GAIN:
+        if plan.gain < (1.0 if self.verifies else LEAST_GAIN) or not any(plan.most):
             return self._pause()
-        self.verifies, self.pause = True, 1
+        self.verifies = True
         return self.drafting(rows, counts, plan.most)
 
     def _pause(self) -> None:
@@ -388,17 +408,13 @@ class Speculation:
             text.append(self.read(row, have, count))
         return text
 
-    def _others(self, row: int, tokens: int) -> list[torch.Tensor]:
-        """The latest texts of a row's prompt, its own excluded, of about so many tokens together; the latest last."""
+    def _others(self, row: int, tokens: int) -> list[Span]:
+        """The texts of a row's prompt but its own, the latest last; of those that have ended only the last tokens, so
+        that they are about `tokens` together."""
         group = self._group(row)
-        running = group.running if self.settings.ngram else []
-        texts = [group.ended.text(), *(self.own[other].text() for other in running if other != row)]
-        kept: list[torch.Tensor] = []
-        for text in reversed(texts):
-            if tokens > 0 and len(text):
-                kept.insert(0, text[-tokens:])
-            tokens -= len(text)
-        return kept
+        running = [self.own[other].span() for other in group.running if other != row] if self.settings.ngram else []
+        left = tokens - sum(text.last for text in running)
+        return [group.ended.span(left), *running] if left > 0 and group.ended.length else running
 
     def _group(self, row: int) -> PromptTexts:
         key, prompt = self.keys[row], self.prompts[row]
@@ -414,16 +430,21 @@ class Speculation:
 
     def observe_plain(self, rows: int, steps: int, seconds: float) -> None:
         """Plain steps of so many rows took `seconds` together."""
-        self.costs.observe([rows], [seconds / steps])
+        self.costs.observe([rows], [seconds / steps], steps)
 
     def observe_verified(self, rows: Sequence[int], verified: VerifiedTokens) -> None:
         """A call of `verify_steps` with the drafts of `plan`."""
         counts, steps = verified.counts, len(verified.step_tokens)
-        self.costs.observe(verified.step_tokens, verified.step_seconds)
+        seconds = sum(self.costs.observe(verified.step_tokens, verified.step_seconds))
+        plain_seconds = self.costs.seconds(len(rows)) * sum(counts.tokens) / len(rows)
         self.counters.add(verified)
         self._add(rows, counts, [steps] * len(rows))
         for row in rows:
             self.counted[row] = self.own[row].length - len(self.prompts[row])
+        if seconds > plain_seconds:
+            self._pause()
+        else:
+            self.pause = 1
 
     def _add(self, rows: Sequence[int], counts: DraftCounts, steps: Sequence[int]) -> None:
         for row, *numbers in zip(rows, counts.accepted, counts.rejected, counts.drafts, steps, strict=True):

@@ -38,10 +38,8 @@ def brute_force(own: list[int], others: list[list[int]], least: int, most: int, 
     return draft
 
 
-def text_of(tokens: list[int], room: int = 0) -> GrowingText:
-    text = GrowingText(len(tokens) + room)
-    text.append(torch.tensor(tokens, dtype=torch.int64))
-    return text
+def text_of(tokens: list[int]) -> GrowingText:
+    return GrowingText.of(torch.tensor(tokens))
 
 
 def random_text(rng: random.Random, longest: int, symbols: int) -> list[int]:
@@ -70,7 +68,7 @@ def test_drafts_equal_brute_force():
     found = 0
     for least in range(1, 5):
         some = [case for case in cases if case[2] == least]
-        others = [[torch.tensor(text, dtype=torch.int32) for text in case[1]] for case in some]
+        others = [[text_of(text).span() for text in case[1]] for case in some]
         most = [case[3] for case in some]
         for from_own in (True, False):
             drafting = Drafting([text_of(case[0]) for case in some], others, most, least, from_own)
@@ -85,9 +83,9 @@ def test_drafts_without_the_library_equal_brute_force():
     rng = random.Random(1)
     for _ in range(400):
         own, others, least, most = random_case(rng)
-        texts = [torch.tensor(text, dtype=torch.int32) for text in others]
-        tokens, from_own = torch.tensor(own, dtype=torch.int32), rng.random() < 0.5
-        draft = draft_in_torch(tokens, texts, least, most, VOCABULARY, set(STOPS), from_own)
+        texts = [text_of(text).span() for text in others]
+        from_own = rng.random() < 0.5
+        draft = draft_in_torch(text_of(own).span(), texts, least, most, VOCABULARY, set(STOPS), from_own)
         assert draft == brute_force(own, others, least, most, from_own), (own, others, least, most)
 
 
@@ -98,7 +96,7 @@ def test_a_replay_counts_what_verification_steps_would_have_done():
     for _ in range(200):
         own, others, least, most = random_case(rng)
         news = rng.randrange(len(own))
-        drafting = Drafting([text_of(own)], [[torch.tensor(text, dtype=torch.int32) for text in others]], [most], least)
+        drafting = Drafting([text_of(own)], [[text_of(text).span() for text in others]], [most], least)
         counts, taken = replayed(drafting, [news], VOCABULARY, torch.tensor(STOPS))
         at, steps, drafts, rejected, drafted, accepted = len(own) - news, 0, 0, 0, 0, 0
         while at < len(own):

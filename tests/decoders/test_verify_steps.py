@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, packed
 from hybrid.decoders.cpu_decoder import CpuDecoder
-from hybrid.decoders.drafts import SEPARATOR, Drafting, GrowingText, VerifiedTokens
+from hybrid.decoders.drafts import SEPARATOR, Drafting, GrowingText, Span, VerifiedTokens
 from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.decoders.torch_decoder import TorchDecoder, WholeDecoder
 from hybrid.generation.draws import TokenDraws
@@ -93,7 +93,7 @@ class Decode:
         batch = packed(prompts, [0] * len(rows), task.blocks, self.device)
         logits = decoder.logits(decoder.forward(batch, self.kv)[batch.cu_seqlens[1:].long() - 1])
         self.tokens: list[list[int]] = [[] for _ in rows]
-        self.logps: list[list[torch.Tensor]] = [[] for _ in rows]
+        self.logps: list[list[Span]] = [[] for _ in rows]
         self.add(rows.tolist(), logits)
 
     def add(self, rows: list[int], logits: torch.Tensor) -> None:
@@ -164,19 +164,17 @@ class Counted:
         assert sum(verified.step_tokens) == rows * len(verified.step_tokens) + sum(counts.drafted)
 
 
-Corpora = Callable[[Task, list[Completion]], list[list[torch.Tensor]]]
+Corpora = Callable[[Task, list[Completion]], list[list[Span]]]
 
 
 @torch.no_grad()
 def verified_steps(
-    decoder: WholeDecoder, task: Task, others: list[list[torch.Tensor]], most: list[int], steps: int = 4
+    decoder: WholeDecoder, task: Task, others: list[list[Span]], most: list[int], steps: int = 4
 ) -> tuple[list[Completion], Counted]:
     """Verification steps, up to `steps` in a call.  others, most: of each row, as Drafting's."""
     decode, counted = Decode(decoder, task), Counted()
-    own = [GrowingText(len(ids) + limit) for ids, limit in zip(task.prompts, task.limits, strict=True)]
-    for text, ids, tokens in zip(own, task.prompts, decode.tokens, strict=True):
-        text.append(ids)
-        text.append(torch.tensor(tokens))
+    pairs = zip(task.prompts, decode.tokens, task.limits, strict=True)
+    own = [GrowingText.of(torch.tensor(ids.tolist() + tokens), limit) for ids, tokens, limit in pairs]
     while rows := decode.running():
         drafting = Drafting([own[r] for r in rows], [others[r] for r in rows], [most[r] for r in rows], 2)
         verified = decoder.verify_steps(decode.batch(rows), decode.kv, decode.draws(rows), drafting, steps)
@@ -184,44 +182,48 @@ def verified_steps(
         for index, (row, count) in enumerate(zip(rows, verified.counts.tokens, strict=True)):
             decode.tokens[row] += verified.tokens[:count, index].tolist()
             decode.logps[row] += verified.logps[:, :count, index].cpu().unbind(1)
-            text = own[row].text().tolist()
+            text = own[row].span().tokens().tolist()
             assert text == task.prompts[row].tolist() + decode.tokens[row], "the own text is not what was drawn"
         assert len(verified.step_tokens) == steps or decode.running() != rows, "it ended before a row did"
     return decode.completions(), counted
+
+
+def span_of(tokens: list[int]) -> Span:
+    return GrowingText.of(torch.tensor(tokens)).span()
 
 
 def whole(task: Task, expected: list[Completion], row: int) -> list[int]:
     return task.prompts[row].tolist() + expected[row].tokens
 
 
-def right(task: Task, expected: list[Completion]) -> list[list[torch.Tensor]]:
+def right(task: Task, expected: list[Completion]) -> list[list[Span]]:
     """Each row's whole text."""
-    return [[torch.tensor(whole(task, expected, row)).int()] for row in range(len(expected))]
+    return [[span_of(whole(task, expected, row))] for row in range(len(expected))]
 
 
 def followed_by(wrong: Callable[[int], int]) -> Corpora:
     """After every 16 tokens of a row's text, tokens that are not the next ones. Of equally long matches the latest is
     of the right place."""
 
-    def corpora(task: Task, expected: list[Completion]) -> list[list[torch.Tensor]]:
+    def corpora(task: Task, expected: list[Completion]) -> list[list[Span]]:
         texts = []
         for row in range(len(expected)):
             ids, text = whole(task, expected, row), []
             for at in reversed(range(1, len(ids))):
                 text += [*ids[max(0, at - 16) : at], *map(wrong, ids[at : at + 6]), SEPARATOR]
-            texts.append([torch.tensor(text).int()])
+            texts.append([span_of(text)])
         return texts
 
     return corpora
 
 
-def half(task: Task, expected: list[Completion]) -> list[list[torch.Tensor]]:
+def half(task: Task, expected: list[Completion]) -> list[list[Span]]:
     """Each row's text with every fifth new token replaced, in a text of its own."""
     texts = []
     for row, completion in enumerate(expected):
         changed = [(t + 1) % VOCABULARY if i % 5 == 4 else t for i, t in enumerate(completion.tokens)]
         ids = whole(task, expected, row)
-        texts.append([torch.tensor(task.prompts[row].tolist() + changed).int(), torch.tensor(ids[-9:]).int()])
+        texts.append([span_of(task.prompts[row].tolist() + changed), span_of(ids[-9:])])
     return texts
 
 
