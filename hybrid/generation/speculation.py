@@ -36,7 +36,6 @@ REPLAYED_ROWS = 4
 REPLAYED_TOKENS = 64  # of a row, at most
 LEAST_EVIDENCE = 8  # drafts' tokens, accepted or rejected, before anything is verified
 LEAST_GAIN = 1.15  # of the plain steps' speed that verification is expected to have before it starts
-MOST_JUMP = 1.5  # of a step's time, from its mean, before it counts as disturbed by other processes
 MOST_PAUSE = 16  # calls between two replays where drafts do not pay
 
 
@@ -95,7 +94,7 @@ def key_of(prompt: torch.Tensor) -> bytes:
 def size_class(tokens: int) -> int:
     """The largest number of tokens whose forwards are measured together with those of `tokens`: exact up to 16, then
     an eighth of a power of two, so that each class is measured often."""
-    width = max(1 << max(tokens - 1, 1).bit_length() - 4, 1)
+    width = 1 << max((tokens - 1).bit_length() - 4, 0)
     return -(-tokens // width) * width
 
 
@@ -105,24 +104,25 @@ class StepCosts:
     agree: makes measurements of several ranks one: seconds to the seconds that all of them use. Ranks that decode one
         batch must give it, so that they decide alike; it is called at the same places on all of them. None: one rank.
 
-    The time of a number of tokens is the mean of its class, together with PRIOR_STEPS of a line through the recent
-    steps: classes that were measured seldom are near the line.
+    Other processes only ever lengthen a step, so an estimate falls fast and rises slowly. The time of a number of tokens
+    is the estimate of its class, together with that of a line through the recent ones, as if of PRIOR_STEPS: classes that
+    were measured seldom are near the line.
     """
 
-    FORGETTING = 0.98  # of a measurement's weight in the line, a step
+    FORGETTING = 0.995  # of an estimate's weight, a step
+    FALL, RISE = 0.5, 0.1  # of the distance to a measurement below the estimate, and above it
     PRIOR_STEPS = 6.0
-    MOST_STEPS = 40.0  # that a class's mean remembers
+    MOST_STEPS = 40.0  # weight of an estimate
     PRIOR_SLOPE = 0.02  # of a plain step's time that a further token takes, before anything else is known
 
     def __init__(self, agree: Callable[[list[float]], list[float]] | None = None):
         self.agree = agree
-        self.measured: dict[int, tuple[float, float]] = {}  # by class: mean seconds, and the steps that it is of
-        self.sums = (0.0,) * 5  # weighted: of steps, tokens, seconds, tokens squared, tokens times seconds
+        self.estimates: dict[int, tuple[float, float]] = {}  # by class: seconds, and their weight in steps
         self.line = (0.0, 0.0)  # seconds of a forward of no tokens, and of each token
 
     def __bool__(self) -> bool:
         """Whether anything is measured."""
-        return bool(self.measured)
+        return bool(self.estimates)
 
     def observe(self, tokens: Sequence[int], seconds: Sequence[float], repeated: int = 1) -> list[float]:
         """Add steps: the tokens of each one's forward, and its time. Gives the times that the ranks agree on.
@@ -130,40 +130,34 @@ class StepCosts:
         repeated: how often each of them was done; `seconds` are then their means.
         """
         agreed = list(seconds) if self.agree is None else self.agree(list(seconds))
-        classes: dict[int, list[tuple[int, float]]] = {}
+        keep = self.FORGETTING ** (len(agreed) * repeated)
+        self.estimates = {key: (mean, keep * weight) for key, (mean, weight) in self.estimates.items()}
         for count, time in zip(tokens, agreed, strict=True):
-            classes.setdefault(size_class(count), []).append((count, time))
-        for key, steps in classes.items():
-            self._add(key, len(steps) * repeated, *(sum(values) / len(steps) for values in zip(*steps, strict=True)))
+            key = size_class(count)
+            estimate, weight = self.estimates.get(key, (time, 0.0))
+            estimate += (self.FALL if time < estimate else self.RISE) * (time - estimate)
+            self.estimates[key] = estimate, min(weight + repeated, self.MOST_STEPS)
         self.line = self._line()
         return agreed
 
-    def _add(self, key: int, steps: int, tokens: float, seconds: float) -> None:
-        """Add steps of one class, by their mean numbers of tokens and seconds."""
-        if self:
-            seconds = min(seconds, MOST_JUMP * self.seconds(key))  # other processes may have had the cores
-        mean, before = self.measured.get(key, (0.0, 0.0))
-        weight = min(before + steps, self.MOST_STEPS)
-        self.measured[key] = mean + (seconds - mean) * min(steps / weight, 1.0), weight
-        new, keep = (1.0, tokens, seconds, tokens**2, tokens * seconds), self.FORGETTING**steps
-        self.sums = tuple(keep * total + steps * more for total, more in zip(self.sums, new, strict=True))
-        if len(self.measured) == 1:
-            self.line = self._line()
-
     def _line(self) -> tuple[float, float]:
         """Least squares, towards PRIOR_SLOPE; a forward of no tokens takes time too."""
-        weight, tokens, seconds, squares, products = self.sums
-        tokens, seconds = tokens / weight, seconds / weight
-        variance, covariance = squares / weight - tokens**2, products / weight - tokens * seconds
-        slope = (covariance + 0.1 * self.PRIOR_SLOPE * seconds) / (variance + 0.1)
-        slope = min(max(slope, 0.0), 0.99 * seconds / tokens)
+        total = sum(weight for _, weight in self.estimates.values())
+        tokens = sum(weight * key for key, (_, weight) in self.estimates.items()) / total
+        seconds = sum(weight * estimate for estimate, weight in self.estimates.values()) / total
+        variance = covariance = 0.1
+        covariance *= self.PRIOR_SLOPE * seconds
+        for key, (estimate, weight) in self.estimates.items():
+            variance += weight / total * (key - tokens) ** 2
+            covariance += weight / total * (key - tokens) * (estimate - seconds)
+        slope = min(max(covariance / variance, 0.0), 0.99 * seconds / tokens)
         return seconds - slope * tokens, slope
 
     def seconds(self, tokens: int) -> float:
         """The expected time of a forward of so many tokens, after something was measured."""
         base, slope = self.line
-        mean, steps = self.measured.get(size_class(tokens), (0.0, 0.0))
-        return (self.PRIOR_STEPS * (base + slope * tokens) + steps * mean) / (self.PRIOR_STEPS + steps)
+        estimate, weight = self.estimates.get(size_class(tokens), (0.0, 0.0))
+        return (self.PRIOR_STEPS * (base + slope * tokens) + weight * estimate) / (self.PRIOR_STEPS + weight)
 
 
 @dataclass
