@@ -1,12 +1,12 @@
-"""Speculation: what to draft from, where verifying drafts pays, and how long they should be.
+"""Speculation: what rows draft from, and whether the next steps verify drafts.
 
 Drafts come from a row's own text, from the other completions of its prompt, and from earlier rollouts of it (DAS: arXiv
 2511.13841). They change time, never tokens (`hybrid/decoders/drafts.py`). Whether they save time is decided by
-measurements: of the time of a forward by its number of tokens, and of the share of drafted tokens that each row
-accepts. Plain steps give the latter too, by a replay of the drafts that would have been made.
+measurements (`hybrid/generation/draft_lengths.py`). Acceptance is measured during plain steps too, by a replay: what the
+drafts would have been, compared with the tokens that were drawn.
 """
 
-import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,23 +26,18 @@ from hybrid.decoders.drafts import (
     VerifiedTokens,
     replayed,
 )
+from hybrid.generation.draft_lengths import Acceptance, StepCosts, best_plan, could_pay
 from hybrid.kernels.cpu_library import cpu_library
 
 SCANNED_TOKENS_PER_SECOND = 1e10  # of texts that drafts are searched in; 1.3e10 measured with AVX-512
 SCAN_SHARE = 0.05  # of a step's time that the search may take
 LEAST_TEXT = 2048  # tokens that are searched for a row in any case
-HALF_LIFE = 24  # drafted tokens after which a row's acceptance counts half
+REPLAY_SHARE = 0.01  # of the time of plain steps that replays may take
 REPLAYED_ROWS = 4
-REPLAYED_TOKENS = 64  # of a row, at most
-LEAST_EVIDENCE = 8  # drafts' tokens, accepted or rejected, before anything is verified
+REPLAYED_TOKENS = 48  # of a row, at most
+LEAST_EVIDENCE = 8  # tokens of drafts, accepted or rejected, before anything is verified
 LEAST_GAIN = 1.15  # of the plain steps' speed that verification is expected to have before it starts
-MOST_PAUSE = 16  # calls between two replays where drafts do not pay
-
-
-def history_of(rollout: RolloutConfig) -> "RolloutHistory | None":
-    """An engine's history by its settings; None without speculation, or if that has none."""
-    settings = rollout.speculation
-    return None if settings is None or not settings.history_bytes else RolloutHistory(settings.history_bytes)
+MOST_PAUSE = 32  # calls with plain steps after verification that was slower than these
 
 
 class RolloutHistory:
@@ -91,158 +86,6 @@ def key_of(prompt: torch.Tensor) -> bytes:
     return prompt.to("cpu", torch.int32).numpy().tobytes()
 
 
-def size_class(tokens: int) -> int:
-    """The largest number of tokens whose forwards are measured together with those of `tokens`: exact up to 16, then
-    an eighth of a power of two, so that each class is measured often."""
-    width = 1 << max((tokens - 1).bit_length() - 4, 0)
-    return -(-tokens // width) * width
-
-
-class StepCosts:
-    """Measured seconds of a forward of running sequences, by its number of tokens.
-
-    agree: makes measurements of several ranks one: seconds to the seconds that all of them use. Ranks that decode one
-        batch must give it, so that they decide alike; it is called at the same places on all of them. None: one rank.
-
-    Other processes only ever lengthen a step, so an estimate falls fast and rises slowly. The time of a number of tokens
-    is the estimate of its class, together with that of a line through the recent ones, as if of PRIOR_STEPS: classes that
-    were measured seldom are near the line.
-    """
-
-    FORGETTING = 0.995  # of an estimate's weight, a step
-    FALL, RISE = 0.5, 0.1  # of the distance to a measurement below the estimate, and above it
-    PRIOR_STEPS = 6.0
-    MOST_STEPS = 40.0  # weight of an estimate
-    PRIOR_SLOPE = 0.02  # of a plain step's time that a further token takes, before anything else is known
-
-    def __init__(self, agree: Callable[[list[float]], list[float]] | None = None):
-        self.agree = agree
-        self.estimates: dict[int, tuple[float, float]] = {}  # by class: seconds, and their weight in steps
-        self.line = (0.0, 0.0)  # seconds of a forward of no tokens, and of each token
-
-    def __bool__(self) -> bool:
-        """Whether anything is measured."""
-        return bool(self.estimates)
-
-    def observe(self, tokens: Sequence[int], seconds: Sequence[float], repeated: int = 1) -> list[float]:
-        """Add steps: the tokens of each one's forward, and its time. Gives the times that the ranks agree on.
-
-        repeated: how often each of them was done; `seconds` are then their means.
-        """
-        agreed = list(seconds) if self.agree is None else self.agree(list(seconds))
-        keep = self.FORGETTING ** (len(agreed) * repeated)
-        self.estimates = {key: (mean, keep * weight) for key, (mean, weight) in self.estimates.items()}
-        for count, time in zip(tokens, agreed, strict=True):
-            key = size_class(count)
-            estimate, weight = self.estimates.get(key, (time, 0.0))
-            estimate += (self.FALL if time < estimate else self.RISE) * (time - estimate)
-            self.estimates[key] = estimate, min(weight + repeated, self.MOST_STEPS)
-        self.line = self._line()
-        return agreed
-
-    def _line(self) -> tuple[float, float]:
-        """Least squares, towards PRIOR_SLOPE; a forward of no tokens takes time too."""
-        total = sum(weight for _, weight in self.estimates.values())
-        tokens = sum(weight * key for key, (_, weight) in self.estimates.items()) / total
-        seconds = sum(weight * estimate for estimate, weight in self.estimates.values()) / total
-        variance = covariance = 0.1
-        covariance *= self.PRIOR_SLOPE * seconds
-        for key, (estimate, weight) in self.estimates.items():
-            variance += weight / total * (key - tokens) ** 2
-            covariance += weight / total * (key - tokens) * (estimate - seconds)
-        slope = min(max(covariance / variance, 0.0), 0.99 * seconds / tokens)
-        return seconds - slope * tokens, slope
-
-    def seconds(self, tokens: int) -> float:
-        """The expected time of a forward of so many tokens, after something was measured."""
-        base, slope = self.line
-        estimate, weight = self.estimates.get(size_class(tokens), (0.0, 0.0))
-        return (self.PRIOR_STEPS * (base + slope * tokens) + weight * estimate) / (self.PRIOR_STEPS + weight)
-
-
-@dataclass
-class Acceptance:
-    """How drafts did lately: weighted counts of drafted tokens that were accepted, of those that were rejected first in
-    their draft, of drafts, and of steps with and without one."""
-
-    accepted: float = 0.0
-    rejected: float = 0.0
-    drafts: float = 0.0
-    steps: float = 0.0
-
-    def add(self, accepted: int, rejected: int, drafts: int, steps: int) -> None:
-        """Add counts; earlier ones lose weight, by half in HALF_LIFE tokens that were accepted or rejected."""
-        keep = 0.5 ** ((accepted + rejected) / HALF_LIFE)
-        self.accepted, self.rejected = keep * self.accepted + accepted, keep * self.rejected + rejected
-        keep = 0.5 ** (steps / HALF_LIFE)
-        self.drafts, self.steps = keep * self.drafts + drafts, keep * self.steps + steps
-
-    @property
-    def evidence(self) -> float:
-        """Tokens of drafts that were accepted, or rejected first in their draft."""
-        return self.accepted + self.rejected
-
-    def chance(self, others: "Acceptance") -> float:
-        """Probability that a drafted token is accepted after accepted ones; `others` count as two tokens."""
-        prior = others.accepted / others.evidence if others.evidence else 0.0
-        return (self.accepted + 2 * prior) / (self.evidence + 2)
-
-    def frequency(self, others: "Acceptance") -> float:
-        """Share of steps that find a draft."""
-        prior = others.drafts / others.steps if others.steps else 0.0
-        return (self.drafts + 2 * prior) / (self.steps + 2)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The most drafted tokens of each row, and the expected tokens a second, as a share of those of plain steps."""
-
-    most: list[int]
-    gain: float
-
-
-def best_plan(
-    chances: Sequence[float], frequencies: Sequence[float], costs: StepCosts, max_draft: int, most_tokens: int
-) -> Plan:
-    """The drafts with the most expected tokens a second.
-
-    chances: of each row, that a drafted token is accepted, after accepted ones.  frequencies: of each row, that a draft
-        is found.  most_tokens: of a forward.
-
-    The k-th token of a draft is one more new token with probability chance^k. Tokens are added in the order of these;
-    the time of a forward need not grow evenly, so every number of them is compared.
-    """
-    rows = len(chances)
-    worth = [(chance**k, -k, row) for row, chance in enumerate(chances) for k in range(1, max_draft + 1)]
-    worth.sort(reverse=True)
-    expected = tokens = float(rows)
-    plain = best = rows / costs.seconds(rows)
-    most_taken = 0
-    for taken, (probability, _, row) in enumerate(worth, 1):
-        tokens += frequencies[row]
-        if rows + taken > most_tokens or probability < 0.02:
-            break
-        expected += frequencies[row] * probability
-        if (speed := expected / costs.seconds(math.ceil(tokens))) > best:
-            best, most_taken = speed, taken
-    most = [0] * rows
-    for _, _, row in worth[:most_taken]:
-        most[row] += 1
-    return Plan(most, best / plain)
-
-
-def could_pay(rows: int, costs: StepCosts, max_draft: int, most_tokens: int) -> bool:
-    """Whether drafts of every row pay if nearly all their tokens are accepted; False before anything is measured."""
-    if not rows or not costs:
-        return False
-    plain, expected = costs.seconds(rows), 1.0
-    for length in range(1, min(max_draft, most_tokens // rows - 1) + 1):
-        expected += 0.95**length
-        if expected * plain > 1.1 * costs.seconds(rows * (1 + length)):
-            return True
-    return False
-
-
 @dataclass
 class SpeculationCounters:
     """What speculation did.
@@ -263,6 +106,27 @@ class SpeculationCounters:
         self.accepted += accepted
         self.steps += len(verified.step_tokens)
         self.saved_steps += accepted / len(verified.counts.tokens)
+
+
+class Speculator:
+    """What an engine keeps for its requests' speculation: measurements, and earlier completions.
+
+    agree: as StepCosts'.
+    """
+
+    def __init__(self, settings: SpeculationConfig, agree: Callable[[list[float]], list[float]] | None = None):
+        self.settings, self.costs = settings, StepCosts(agree)
+        self.history = RolloutHistory(settings.history_bytes) if settings.history_bytes else None
+        self.of_all = Acceptance()
+        self.replay_seconds = 3e-4  # of a replay, estimated
+        self.counters = SpeculationCounters()
+
+
+def speculator_of(
+    rollout: RolloutConfig, agree: Callable[[list[float]], list[float]] | None = None
+) -> Speculator | None:
+    """An engine's speculator by its settings; None without speculation."""
+    return None if rollout.speculation is None else Speculator(rollout.speculation, agree)
 
 
 @dataclass
@@ -292,40 +156,38 @@ class Speculation:
     prompts: of each row, int64 [n].  limits: of each row, the most new tokens.  stop_token_ids: int64 [n].
     vocabulary: tokens that may be drafted are below it.
     read: gives tokens [first, last) of a row's completion, integers, on any device.
-    history, costs: the engine's, which outlive the request.  history: None without one.
     most_tokens: of a verification step's forward, which memory is planned for.
 
     Call `plan` before each call of the decoder, then `observe_plain` or `observe_verified`; `end` for rows that have
-    ended; `remember` at the end. On ranks that decode one batch everything but measured times is equal, and `costs`
-    makes these equal, so that they plan alike.
+    ended; `remember` at the end. On ranks that decode one batch everything but measured times is equal, and `agree`
+    makes these equal, so that they plan alike. Where nothing can be gained next to nothing is computed.
     """
 
     def __init__(
         self,
-        settings: SpeculationConfig,
+        speculator: Speculator,
         prompts: Sequence[torch.Tensor],
         limits: Sequence[int],
         stop_token_ids: torch.Tensor,
         vocabulary: int,
         read: Callable[[int, int, int], torch.Tensor],
-        costs: StepCosts,
-        history: RolloutHistory | None = None,
         most_tokens: int = 256,
     ):
-        self.settings, self.limits, self.read, self.costs, self.history = settings, limits, read, costs, history
-        self.stop_token_ids, self.vocabulary, self.most_tokens = stop_token_ids.cpu(), vocabulary, most_tokens
-        self.given_prompts, self.counters = prompts, SpeculationCounters()
+        self.speculator, self.settings, self.costs = speculator, speculator.settings, speculator.costs
+        self.limits, self.read, self.most_tokens = limits, read, most_tokens
+        self.stop_token_ids, self.vocabulary = stop_token_ids.cpu(), vocabulary
+        self.given_prompts = prompts
         self.own: dict[int, GrowingText] = {}  # by row
         self.groups: dict[bytes, PromptTexts] = {}
         self.ended: list[tuple[int, int]] = []  # rows and their lengths, before other rows draft from them
-        self.by_row = [Acceptance() for _ in prompts]
-        self.of_all = Acceptance()
-        self.pause, self.wait = 1, 0  # calls between two replays, and until the next one
-        self.turn = self.rows_of_replay = 0  # of the rows that are replayed; rows that ran at the latest replay
+        self.of_rows = [Acceptance() for _ in prompts]
         self.counted: dict[int, int] = {}  # by row: tokens of its completion that were replayed or verified
+        self.turn = 0  # of the rows that are replayed
+        self.decoded_seconds = 0.0  # of plain steps since the latest replay
+        self.pause, self.wait = 1, 0  # calls with plain steps: after the next loss, and from now on
+        self.planned_rows = 0  # rows at the latest plan
         self.verifies = False
 
-    # Before anything is drafted nothing is computed: a request of a batch for which it cannot pay costs nothing.
     @cached_property
     def prompts(self) -> list[torch.Tensor]:
         """The prompts, int32 [n] each, in host memory."""
@@ -343,40 +205,48 @@ class Speculation:
 
         counts: of each row, the tokens of its completion so far.
         """
-        if not self.verifies:
+        if self.wait:
             self.wait -= 1
-            waits = self.wait >= 0 and 2 * len(rows) > self.rows_of_replay
-            if waits or not could_pay(len(rows), self.costs, self.settings.max_draft, self.most_tokens):
-                return None
+            return None
+        replays = self.speculator.replay_seconds <= REPLAY_SHARE * self.decoded_seconds
+        fewer = 2 * len(rows) <= self.planned_rows or not self.planned_rows
+        if not self.verifies and not replays and not fewer:
+            return None
+        self.planned_rows = len(rows)
+        if not could_pay(len(rows), self.costs, self.settings.max_draft, self.most_tokens):
+            self.verifies, self.decoded_seconds = False, 0.0
+            return None
+        if not self.verifies and replays:
             self.replay(rows, counts)
-        if self.of_all.evidence < LEAST_EVIDENCE:
-            return self._pause()
-        chances = [self.by_row[row].chance(self.of_all) for row in rows]
-        frequencies = [self.by_row[row].frequency(self.of_all) for row in rows]
-        plan = best_plan(chances, frequencies, self.costs, self.settings.max_draft, self.most_tokens)
-        if plan.gain < (1.0 if self.verifies else LEAST_GAIN) or not any(plan.most):
-            return self._pause()
-        self.verifies = True
-        return self.drafting(rows, counts, plan.most)
+        most = self._lengths(rows)
+        self.verifies = most is not None
+        return None if most is None else self.drafting(rows, counts, most)
 
-    def _pause(self) -> None:
-        """Plain steps until the next replay: the more, the more often drafts did not pay."""
-        self.wait, self.pause, self.verifies = self.pause, min(2 * self.pause, MOST_PAUSE), False
+    def _lengths(self, rows: Sequence[int]) -> list[int] | None:
+        """The most drafted tokens of each row; None if plain steps are expected to be faster, or nearly as fast."""
+        of_all = self.speculator.of_all
+        if of_all.evidence < LEAST_EVIDENCE:
+            return None
+        chances = [self.of_rows[row].chance(of_all) for row in rows]
+        frequencies = [self.of_rows[row].frequency(of_all) for row in rows]
+        plan = best_plan(chances, frequencies, self.costs, self.settings.max_draft, self.most_tokens)
+        return plan.most if plan.gain > (1.0 if self.verifies else LEAST_GAIN) else None
 
     def replay(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Measure acceptance without a forward: what drafts would have been accepted of a few rows' latest tokens."""
-        if cpu_library() is None:
-            return
-        self.rows_of_replay = len(rows)
+        """Measure acceptance without a forward: what would have been accepted of drafts of a few rows' latest tokens."""
+        start = time.perf_counter()
         picked = sorted({(self.turn + i) % len(rows) for i in range(min(REPLAYED_ROWS, len(rows)))})
         self.turn += REPLAYED_ROWS
         some, have = [rows[index] for index in picked], [counts[index] for index in picked]
-        drafting = self.drafting(some, have, [self.settings.max_draft] * len(some))
-        since = [max(self.counted.get(row, 0), count - REPLAYED_TOKENS) for row, count in zip(some, have, strict=True)]
-        news = [count - first for first, count in zip(since, have, strict=True)]
-        counted, steps = replayed(drafting, news, self.vocabulary, self.stop_token_ids)
-        self._add(some, counted, steps)
+        first = [max(self.counted.get(row, 0), count - REPLAYED_TOKENS) for row, count in zip(some, have, strict=True)]
+        news = [count - begin for begin, count in zip(first, have, strict=True)]
+        if cpu_library() is not None:  # without it nothing is verified
+            drafting = self.drafting(some, have, [self.settings.max_draft] * len(some))
+            self._add(some, *replayed(drafting, news, self.vocabulary, self.stop_token_ids))
         self.counted.update(zip(some, have, strict=True))
+        self.decoded_seconds = 0.0
+        (seconds,) = self.costs.agreed([time.perf_counter() - start])
+        self.speculator.replay_seconds += 0.3 * (seconds - self.speculator.replay_seconds)
 
     def drafting(self, rows: Sequence[int], counts: Sequence[int], most: Sequence[int]) -> Drafting:
         """The texts to draft from for these rows, as many as can be searched in SCAN_SHARE of a step."""
@@ -413,7 +283,8 @@ class Speculation:
     def _group(self, row: int) -> PromptTexts:
         key, prompt = self.keys[row], self.prompts[row]
         if key not in self.groups:
-            past = [] if self.history is None else self.history.of(prompt)
+            history = self.speculator.history
+            past = [] if history is None else history.of(prompt)
             limits = [limit for limit, other in zip(self.limits, self.keys, strict=True) if other == key]
             self.groups[key] = PromptTexts(prompt, GrowingText(ended_tokens([*map(len, past), *limits])))
             for completion in past:
@@ -424,26 +295,27 @@ class Speculation:
 
     def observe_plain(self, rows: int, steps: int, seconds: float) -> None:
         """Plain steps of so many rows took `seconds` together."""
-        self.costs.observe([rows], [seconds / steps], steps)
+        (each,) = self.costs.observe([rows], [seconds / steps], steps)
+        self.decoded_seconds += each * steps
 
     def observe_verified(self, rows: Sequence[int], verified: VerifiedTokens) -> None:
-        """A call of `verify_steps` with the drafts of `plan`."""
+        """A call of `verify_steps` with the drafts of `plan`. If it was slower than plain steps, some of these follow."""
         counts, steps = verified.counts, len(verified.step_tokens)
         seconds = sum(self.costs.observe(verified.step_tokens, verified.step_seconds))
         plain_seconds = self.costs.seconds(len(rows)) * sum(counts.tokens) / len(rows)
-        self.counters.add(verified)
+        self.speculator.counters.add(verified)
         self._add(rows, counts, [steps] * len(rows))
         for row in rows:
             self.counted[row] = self.own[row].length - len(self.prompts[row])
         if seconds > plain_seconds:
-            self._pause()
+            self.wait, self.pause, self.verifies = self.pause, min(2 * self.pause, MOST_PAUSE), False
         else:
             self.pause = 1
 
     def _add(self, rows: Sequence[int], counts: DraftCounts, steps: Sequence[int]) -> None:
         for row, *numbers in zip(rows, counts.accepted, counts.rejected, counts.drafts, steps, strict=True):
-            self.by_row[row].add(*numbers)
-        self.of_all.add(sum(counts.accepted), sum(counts.rejected), sum(counts.drafts), sum(steps))
+            self.of_rows[row].add(*numbers)
+        self.speculator.of_all.add(sum(counts.accepted), sum(counts.rejected), sum(counts.drafts), sum(steps))
 
     def end(self, row: int, length: int) -> None:
         """A row has ended with `length` tokens: other rows of its prompt draft from all of it."""
@@ -459,7 +331,7 @@ class Speculation:
 
     def remember(self, lengths: Sequence[int]) -> None:
         """Add all completions to the history.  lengths: tokens of each row's."""
-        if self.history is None:
+        if self.speculator.history is None:
             return
         for row, (prompt, length) in enumerate(zip(self.prompts, lengths, strict=True)):
-            self.history.add(prompt, self.read(row, 0, length))
+            self.speculator.history.add(prompt, self.read(row, 0, length))
