@@ -2,8 +2,8 @@
 
 Drafts come from a row's own text, from the other completions of its prompt, and from earlier rollouts of it (DAS: arXiv
 2511.13841). They change time, never tokens (`hybrid/decoders/drafts.py`). Whether they save time is decided by
-measurements (`hybrid/generation/draft_lengths.py`). Acceptance is measured during plain steps too, by a replay: what the
-drafts would have been, compared with the tokens that were drawn.
+measurements (`hybrid/generation/draft_lengths.py`). Acceptance is measured during plain steps too, by a replay: what
+the drafts would have been, compared with the tokens that were drawn.
 """
 
 import time
@@ -233,7 +233,7 @@ class Speculation:
         return plan.most if plan.gain > (1.0 if self.verifies else LEAST_GAIN) else None
 
     def replay(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Measure acceptance without a forward: what would have been accepted of drafts of a few rows' latest tokens."""
+        """Measure acceptance without a forward: how many of a few rows' latest tokens drafts would have given."""
         start = time.perf_counter()
         picked = sorted({(self.turn + i) % len(rows) for i in range(min(REPLAYED_ROWS, len(rows)))})
         self.turn += REPLAYED_ROWS
@@ -299,7 +299,7 @@ class Speculation:
         self.decoded_seconds += each * steps
 
     def observe_verified(self, rows: Sequence[int], verified: VerifiedTokens) -> None:
-        """A call of `verify_steps` with the drafts of `plan`. If it was slower than plain steps, some of these follow."""
+        """A call of `verify_steps` with the drafts of `plan`. If it was slower than plain steps, these follow."""
         counts, steps = verified.counts, len(verified.step_tokens)
         seconds = sum(self.costs.observe(verified.step_tokens, verified.step_seconds))
         plain_seconds = self.costs.seconds(len(rows)) * sum(counts.tokens) / len(rows)
