@@ -138,16 +138,26 @@ class PromptTexts:
     ended: GrowingText
     running: list[int] = field(default_factory=list)
 
-    def add(self, completion: torch.Tensor) -> None:
-        """Add an ended row's completion, integers [n]."""
-        self.ended.append(self.prompt[-MOST_MATCH:])
-        self.ended.append(completion)
-        self.ended.append(torch.tensor([SEPARATOR]))
+    def add(self, completions: Iterable[torch.Tensor]) -> None:
+        """Add ended rows' completions, integers [n] each."""
+        separator = torch.tensor([SEPARATOR], dtype=torch.int32)
+        pieces = [(self.prompt[-MOST_MATCH:], each.to("cpu", torch.int32), separator) for each in completions]
+        if pieces:
+            self.ended.append(torch.cat([part for piece in pieces for part in piece]))
 
 
 def ended_tokens(lengths: Iterable[int]) -> int:
     """Tokens that completions of at most these lengths take in `PromptTexts.ended`."""
     return sum(length + MOST_MATCH + 1 for length in lengths)
+
+
+def latest(texts: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
+    """The last ones of `texts` that have `tokens` tokens together, or all, in their order."""
+    first = len(texts)
+    while first and tokens > 0:
+        first -= 1
+        tokens -= len(texts[first])
+    return list(texts[first:])
 
 
 class Speculation:
@@ -252,6 +262,8 @@ class Speculation:
         """The texts to draft from for these rows, as many as can be searched in SCAN_SHARE of a step."""
         step = self.costs.seconds(len(rows))
         tokens = max(int(SCAN_SHARE * step * SCANNED_TOKENS_PER_SECOND / len(rows)), LEAST_TEXT)
+        for row in (*(row for row, _ in self.ended), *rows):
+            self._read_history(row, tokens)
         for row, length in self.ended:
             self._add_ended(row, length)
         self.ended = []
@@ -266,7 +278,7 @@ class Speculation:
         if row not in self.own:
             self.own[row] = GrowingText(len(prompt) + self.limits[row])
             self.own[row].append(prompt)
-            self._group(row).running.append(row)
+            self.groups[self.keys[row]].running.append(row)
         text = self.own[row]
         if (have := text.length - len(prompt)) < count:
             text.append(self.read(row, have, count))
@@ -275,21 +287,20 @@ class Speculation:
     def _others(self, row: int, tokens: int) -> list[Span]:
         """The texts of a row's prompt but its own, the latest last; of those that have ended only the last tokens, so
         that they are about `tokens` together."""
-        group = self._group(row)
+        group = self.groups[self.keys[row]]
         running = [self.own[other].span() for other in group.running if other != row] if self.settings.ngram else []
         left = tokens - sum(text.last for text in running)
         return [group.ended.span(left), *running] if left > 0 and group.ended.length else running
 
-    def _group(self, row: int) -> PromptTexts:
+    def _read_history(self, row: int, tokens: int) -> None:
+        """Make the texts of a row's prompt, with about so many of the history's latest tokens, unless they are there."""
         key, prompt = self.keys[row], self.prompts[row]
-        if key not in self.groups:
-            history = self.speculator.history
-            past = [] if history is None else history.of(prompt)
-            limits = [limit for limit, other in zip(self.limits, self.keys, strict=True) if other == key]
-            self.groups[key] = PromptTexts(prompt, GrowingText(ended_tokens([*map(len, past), *limits])))
-            for completion in past:
-                self.groups[key].add(completion)
-        return self.groups[key]
+        if key in self.groups:
+            return
+        past = [] if self.speculator.history is None else latest(self.speculator.history.of(prompt), tokens)
+        limits = [limit for limit, other in zip(self.limits, self.keys, strict=True) if other == key]
+        self.groups[key] = PromptTexts(prompt, GrowingText(ended_tokens([*map(len, past), *limits])))
+        self.groups[key].add(past)
 
     # ------------------------------------------------------------- observing
 
@@ -323,8 +334,8 @@ class Speculation:
             self.ended.append((row, length))
 
     def _add_ended(self, row: int, length: int) -> None:
-        group = self._group(row)
-        group.add(self.read(row, 0, length))
+        group = self.groups[self.keys[row]]
+        group.add([self.read(row, 0, length)])
         if row in self.own:
             group.running.remove(row)
             del self.own[row]
