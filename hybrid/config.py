@@ -58,6 +58,9 @@ class RolloutConfig(Block):
     kv_cache_bytes: maximum size of the fused containers' KV cache. Sequences wait until blocks are free; a request that
         can never fit raises ValueError. None: no limit.
     max_num_seqs: sequences decoded at once; the rest wait in a queue. vLLM's name; `max_slots` was ours.
+    enable_prefix_caching: keep the keys and values of ended sequences in the KV cache until their room is needed or the
+        weights change, for sequences that begin with the same tokens: the next turn of a conversation computes only
+        what is new. Tokens and logprobs are those without it, on CPUs to the bit. vLLM's name.
     memory_limit: bytes that inference may add to what a rank holds for training: snapshot, KV cache, logits,
         activations. A request that cannot fit raises ValueError. None: no limit; "auto" then uses the memory that is
         free when the engine is built.
@@ -83,6 +86,7 @@ class RolloutConfig(Block):
     kv_step: int = Field(128, gt=0)
     kv_cache_bytes: int | None = Field(None, gt=0)
     max_num_seqs: int = Field(256, gt=0, alias="max_slots")
+    enable_prefix_caching: bool = True
     memory_limit: int | None = Field(None, gt=0)
     sync_interval: int = Field(1, gt=0)
     containers: Literal["fused", "native"] = "fused"

@@ -216,11 +216,12 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     def _make_block_pool(self) -> BlockPool:
         """The KV cache's block pool, limited by `kv_cache_bytes` and by what `memory_limit` leaves."""
         settings, left = self._rollout_settings, self._planner.kv_limit()
+        caches = settings.enable_prefix_caching
         if left is None or (settings.kv_cache_bytes is not None and settings.kv_cache_bytes <= left):
-            return BlockPool(settings.kv_step, settings.kv_cache_bytes, free_bytes=free_bytes)
+            return BlockPool(settings.kv_step, settings.kv_cache_bytes, free_bytes=free_bytes, caches_prefixes=caches)
         name = f"rollout.memory_limit={self._planner.limit}"
         plan = lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}"  # noqa: E731
-        return BlockPool(settings.kv_step, left, name, plan, free_bytes)
+        return BlockPool(settings.kv_step, left, name, plan, free_bytes, caches)
 
     def _make_generator(self) -> Generator:
         settings = self._rollout_settings

@@ -1,5 +1,6 @@
 """The request and the result of a rollout, SamplingParams and RolloutBatch, with TRL's names; checks of prompts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,9 +55,7 @@ class SamplingParams:
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
         }
-        for name, (holds, allowed) in rules.items():
-            if not holds:
-                raise ValueError(f"SamplingParams.{name}: {getattr(self, name)!r} given; it must be {allowed}")
+        require_rules("SamplingParams", self, rules)
 
     def generation_config(self, model: Any, num_generations: int) -> GenerationConfig:
         """The equivalent Hugging Face GenerationConfig. Only special tokens come from the model's own: a checkpoint's
@@ -80,6 +79,56 @@ class SamplingParams:
             settings |= {"temperature": float(self.temperature), "top_p": self.top_p, "top_k": self.top_k}
             settings["min_p"] = self.min_p or None
         return WholeGenerationConfig(**settings)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment's `step` gives.
+
+    ids: token ids that follow the turn: a tensor or a sequence. They are not sampled, and are masked in the loss.
+    reward: of the turn; None: none.
+    done: whether the row ends here.
+    prompt_ids: instead of `ids`, tokens that the row goes on from, where a chat template rewrites what came before:
+        what the row has so far becomes a training row of its own (a fork). None: no fork.
+    """
+
+    ids: Sequence[int] | torch.Tensor = ()
+    reward: float | None = None
+    done: bool = False
+    prompt_ids: Sequence[int] | torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class EnvironmentLimits:
+    """What a row may use of its environment. Raises ValueError for a value outside the range given below.
+
+    max_turns: sampled turns of a row; at least 1.
+    max_turn_tokens: sampled tokens of a turn; None: as many as `SamplingParams.max_new_tokens`, which counts the tokens
+        of all turns and observations.
+    step_timeout_s: seconds that a `reset` or `step` may take; the row ends then. None: no limit.
+    max_concurrent_steps: steps of this rank that run at once, each in a thread; at least 1.
+    """
+
+    max_turns: int = 16
+    max_turn_tokens: int | None = None
+    step_timeout_s: float | None = 60.0
+    max_concurrent_steps: int = 64
+
+    def __post_init__(self):
+        rules = {
+            "max_turns": (self.max_turns >= 1, "at least 1"),
+            "max_turn_tokens": (self.max_turn_tokens is None or self.max_turn_tokens >= 1, "at least 1, or None"),
+            "step_timeout_s": (self.step_timeout_s is None or self.step_timeout_s > 0, "above 0, or None"),
+            "max_concurrent_steps": (self.max_concurrent_steps >= 1, "at least 1"),
+        }
+        require_rules("EnvironmentLimits", self, rules)
+
+
+def require_rules(kind: str, values: Any, rules: dict[str, tuple[bool, str]]) -> None:
+    """Raise ValueError for the first field whose rule does not hold.  rules: by field, with what is allowed."""
+    for name, (holds, allowed) in rules.items():
+        if not holds:
+            raise ValueError(f"{kind}.{name}: {getattr(values, name)!r} given; it must be {allowed}")
 
 
 def end_token_ids(model: Any, more: tuple[int, ...] = ()) -> list[int]:

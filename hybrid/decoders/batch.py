@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,6 +28,17 @@ class PackedBatch:
     block_tables: torch.Tensor
 
 
+class KVWeights(NamedTuple):
+    """The weights that compute keys and values.
+
+    version: another one after every change of the weights.  variant: which of the decoders over them, such as with or
+        without adapters.
+    """
+
+    version: Hashable
+    variant: Hashable
+
+
 @dataclass(frozen=True)
 class PagedKV:
     """Keys and values of every layer, in blocks of BLOCK_SIZE tokens, laid out by the decoder that allocates them."""
@@ -50,10 +61,24 @@ class PagedKV:
         """Bytes of all blocks."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
-    def take_over(self, before: "PagedKV") -> None:
-        """Copy `before`, which has fewer blocks, into the first blocks."""
-        for own, other in zip((*self.keys, *self.values), (*before.keys, *before.values), strict=True):
-            own[: before.num_blocks].copy_(other)
+    @property
+    def growth_bytes(self) -> int:
+        """The most bytes that `grown` holds beside the larger storage: one tensor."""
+        return max(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def grown(self, num_blocks: int) -> "PagedKV":
+        """More blocks, the first of which have the content of these. This storage is freed tensor by tensor as it is
+        copied, and must not be used any more, also after an error."""
+
+        def grow(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            larger = []
+            while tensors:
+                tensor = tensors.pop(0)
+                larger.append(tensor.new_empty(num_blocks, *tensor.shape[1:]))
+                larger[-1][: len(tensor)].copy_(tensor)
+            return larger
+
+        return PagedKV(grow(self.keys), grow(self.values))
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy the content of block `sources[i]` to block `targets[i]`."""

@@ -9,6 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hybrid.decoders.attention_choice import AttentionChoice, choose_attention
+from hybrid.decoders.batch import KVWeights
 from hybrid.decoders.bound_weights import BoundWeights, MetaWeights
 from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace
 from hybrid.decoders.fallback import NO_WARNING, FallbackReasons, ForeignHooks, no_decoder_reason
@@ -214,7 +215,13 @@ class FusedModel:
         if bound.key != key:
             bound.decoder.bind()
             bound.key = key
+        bound.decoder.kv_weights = self._kv_weights(with_adapters)
         return bound.decoder
+
+    def _kv_weights(self, adapters: bool) -> KVWeights:
+        """What the decoder computes keys and values with."""
+        state = self.snapshot.weights.state(adapters)
+        return KVWeights((state.loads, state.steps), (type(self.snapshot).__name__, state.adapters))
 
     def _decoder(self, weights: BoundWeights) -> AnyDecoder:
         """The decoder over these weights, not yet bound."""

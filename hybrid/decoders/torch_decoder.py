@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn import functional as F
 
-from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, KVWeights, PackedBatch, PagedKV
 from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import JOINED, OUTER_ROLES, DecoderLayout, ParamRef
@@ -72,6 +72,7 @@ class WholeDecoder:
     context_block = BLOCK_SIZE  # cached tokens that attention reads at a time
     vocabulary: VocabularySlice | None = None  # what `logits` and `decode` give logits of; None: the whole vocabulary
     group: InferenceGroup | None = None  # ranks that run it together, on the same tokens; None: this rank alone
+    kv_weights: KVWeights | None = None  # what it is bound to; None: unknown, so that no keys and values are reused
     samples_in_kernel = False  # whether it has `decode_steps`
     samples_with_penalties = False  # whether sampling applies the repetition penalty and min_new_tokens
     continues_past_ends = False  # whether `decode_steps` goes on after a sequence has ended, and leaves it as it is

@@ -17,6 +17,7 @@ from hybrid.decoders.batch import is_packable
 from hybrid.decoders.calls import Calls, SharedCalls
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool
+from hybrid.generation.completions import Completions
 from hybrid.generation.generate import (
     TooManyTokensError,
     hugging_face_generate,
@@ -32,7 +33,6 @@ from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.lockstep import NativeForward, Outputs, in_lockstep
 from hybrid.generation.request import GenerateInputs, Request, rollout_request
 from hybrid.generation.sampler import Seeds, stream_keys, wrapped
-from hybrid.generation.scheduler import Completions
 from hybrid.generation.scoring import Scores
 from hybrid.generation.work import (
     CompletionWork,
